@@ -15,7 +15,6 @@ from pathlib import Path
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import parameters, read_json
-from megarl.core.base.process import check_free
 from megarl.core.base.rundir import RunDir
 from megarl.core.journal.journal import JournalReader
 from megarl.core.recipe import Recipe, differences, load
@@ -36,7 +35,7 @@ type Fingerprints = Mapping[str, str]
 """Fingerprint by recipe key and part of it: `model.path: weights`."""
 HISTORY = (
     "run.seed", "model.path", "model.dtype", "model.fp32_head", "model.fp8", "data", "length", "sampling", "pipeline", "batch",
-    "loss", "reference", "learner.epochs", "critic.path", "critic.dtype", "critic.lam",
+    "loss", "reference", "learner.epochs", "critic.dtype", "critic.lam",
 )  # fmt: skip
 """Keys and sections that determine a run's steps. Layout, servers, learning rate and cadences may change on resuming."""
 
@@ -109,7 +108,6 @@ def check_placed(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: float
     check_host(recipe, learner, host_bytes)
     check_allocator(recipe)
     check_served(recipe, placed)
-    _check_ports(recipe, placed)
 
 
 def check_host(recipe: Recipe, learner: Place, host_bytes: float) -> None:
@@ -143,19 +141,6 @@ def check_allocator(recipe: Recipe) -> None:
 def check_served(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
     """The servers can serve the model with these lengths."""
     check_server(recipe, cuda=bool(placed[Role("server", 0)].gpus))
-
-
-def _check_ports(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
-    """Check that the recipe's fixed ports are free for this machine's roles; on other nodes the roles check for themselves."""
-    name = placed[Role("controller")].nodes[0].name
-    for role, where in placed.items():
-        if where.nodes[0].name != name:
-            continue
-        if role.kind == "server" and recipe.serving.port is not None:
-            check_free("serving.port", where.nodes[0].address, recipe.serving.port + role.index)
-        if role.kind != "server" and recipe.monitor.prometheus and recipe.monitor.prometheus_port is not None:
-            second = int(role.kind == "learner")
-            check_free("monitor.prometheus_port", where.nodes[0].address, recipe.monitor.prometheus_port + second)
 
 
 def check_history(recipe: Recipe, rundir: RunDir, fingerprints: Fingerprints) -> bool:

@@ -142,13 +142,12 @@ class Environment(Protocol):
 
 
 class PlayedEnvironment(Protocol):
-    """An environment in one episode. turns, turn_tokens: limits of the recipe; stop_tokens: set once it is played.
+    """An environment in one episode. turns: the recipe's limit; stop_tokens: set once it is played.
 
     Its coroutines raise EnvironmentDown if the environment fails, is late, or gives an invalid answer.
     """
 
     turns: int
-    turn_tokens: int
     stop_tokens: tuple[int, ...]
 
     def played(self, prompt: Prompt) -> AbstractAsyncContextManager[None]:

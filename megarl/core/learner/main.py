@@ -98,7 +98,7 @@ async def _let_servers_first(recipe: Recipe, rundir: RunDir, endpoints: Endpoint
         async with ServerClient(ServerAddress(id=i, url=url), *keys, recipe.weights.timeout_s) as server:
             while not rundir.stop_file.exists():
                 try:
-                    await server.whereabouts()
+                    await server.device_identity()
                     break
                 except MegarlError as error:
                     if time.monotonic() > until:
@@ -135,7 +135,7 @@ class LearnerRank:
         self.spans = Spans(rundir.trace / "learner.jsonl" if self.leader else None)
         self.clock = StepClock(self.spans)
         self.trainer.within = self.clock.within
-        self.profiler = Profiler(recipe.monitor.profile, rundir.profile, dist.get_rank())
+        self.profiler = Profiler(recipe.monitor.profile_steps, rundir.profile, dist.get_rank())
         self.metrics = open_metrics(recipe, rundir, endpoints) if self.leader else None
         log.info("learner %s ready at step %d, layers by %s", self.incarnation, first, build.layers_made_by())
 

@@ -74,7 +74,6 @@ def recipe_of(
     fixed = [
         f"run.dir={json.dumps(str(out))}",
         "run.name=.servers",
-        "serving.port=null",
         f"model.path={json.dumps(str(subject.hf))}",
         "model.moe.routing_replay=false",
         f"resources.servers={servers}",

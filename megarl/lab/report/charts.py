@@ -29,12 +29,14 @@ def pass_rate_against(axes: Axes, rows: list[Row], evaluations: list[Row], x: st
     if len(xs) > 4:
         axes.plot(*binned(xs, smooth(ys), MOST_POINTS), color=BLUE, label="training batches (running mean)")
     if evaluations:
-        ex = [e[x] for e in evaluations]
-        errors = [interval(e) for e in evaluations]
-        rates = [e["pass_rate"] for e in evaluations]
+        (ex, rates), (_, lows), (_, highs) = (
+            series(evaluations, f"pass_rate{end}", x) for end in ("", "_low", "_high")
+        )
+        known = len(lows) == len(highs) == len(rates)  # evaluations of earlier versions have no interval
+        errors = np.array([rates - lows, highs - rates]) if known else None
         axes.errorbar(ex, rates, errors, color=ORANGE, fmt="o-", markersize=4, capsize=2.5, label="held out")
         style: dict[str, Any] = {"ha": "center", "va": "top", "color": ORANGE, "fontsize": 9, "fontweight": "bold"}
-        below = (ex[-1], rates[-1] - errors[-1])
+        below = (ex[-1], lows[-1] if known else rates[-1])
         axes.annotate(f"{rates[-1]:.3f}", below, (0, -5), textcoords="offset points", **style)
     if x == "compute_hours":
         _predicted(axes, rows, evaluations)
@@ -138,15 +140,6 @@ def smooth(values: np.ndarray) -> np.ndarray:
     low = np.maximum(np.arange(len(values)) - half, 0)
     high = np.minimum(np.arange(len(values)) + half + 1, len(values))
     return (sums[high] - sums[low]) / (high - low)
-
-
-def interval(evaluation: Row) -> float:
-    """Return half the width of a 95 % interval of mean@k over `n_prompts` prompts.
-
-    An upper bound: √(p(1−p)/n), as if all samples of a prompt agreed; the row does not say how far they do.
-    """
-    p = evaluation["pass_rate"]
-    return 1.96 * math.sqrt(p * (1 - p) / evaluation["n_prompts"])
 
 
 def svg(draw: Callable[[Axes], bool | None], title: str) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from megarl.core.base.errors import MegarlError
@@ -295,9 +296,14 @@ def test_smooth_does_not_shift() -> None:
     assert np.allclose(charts.smooth(np.ones(7)), 1)
 
 
-def test_interval_is_wilsons_normal_form() -> None:
-    assert charts.interval({"pass_rate": 0.5, "n_prompts": 100}) == pytest.approx(0.098)
-    assert charts.interval({"pass_rate": 1.0, "n_prompts": 100}) == 0
+@pytest.mark.parametrize(("ends", "bars"), [({"pass_rate_low": 0.4, "pass_rate_high": 0.7}, 1), ({}, 0)])
+def test_bars_are_the_intervals_of_the_rows(ends: dict[str, float], bars: int) -> None:
+    """An evaluation of an earlier version has none."""
+    axes = Figure().subplots()
+    charts.pass_rate_against(axes, [], [WHOLE | ends], "step")
+    (drawn,) = axes.containers
+    found = [segment[:, 1].tolist() for lines in drawn[2] for segment in lines.get_segments()]
+    assert found == [[0.4, 0.7]] * bars
 
 
 def test_report_with_a_fit(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
