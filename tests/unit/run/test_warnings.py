@@ -7,7 +7,7 @@ from megarl.run.warnings import flags, words
 
 def said(truncated: float | None, sample_size: float | None, malformed: float | None, end: str) -> list[str]:
     means = {"truncation_rate": truncated, "effective_sample_size": sample_size, "format_error_rate": malformed}
-    return words(means.get, end)
+    return words(means.get, end, {})
 
 
 def test_a_row_says_what_it_shows() -> None:

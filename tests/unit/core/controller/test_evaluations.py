@@ -30,6 +30,7 @@ from megarl.core.sampling.sampler import Completion
 from megarl.core.server.membership import Membership
 from megarl.lab.evaluation.suites import questions_of
 from megarl.lab.scaling.extrapolate import forecast
+from megarl.lab.scaling.overoptimisation import watch
 from megarl.tasks.data.arithmetic_models import character_tokenizer
 
 MADE = character_tokenizer()
@@ -130,7 +131,7 @@ def evaluations_of(
     pipeline = Pipeline(recipe, records, places, NoTickets(), lambda: None, 10, 10)  # type: ignore[arg-type]
     asker = Asker(recipe, TOKENIZER, {}, places, answers, answers, frozenset(), "", 0)  # type: ignore[arg-type]
     made = Evaluations(
-        RunDir(recipe.run.path), questions(recipe, count), forecast, asker, pipeline,
+        RunDir(recipe.run.path), questions(recipe, count), forecast, watch, asker, pipeline,
         ComputeClock(journal.state, recipe.resources), fail, stop,
     )  # fmt: skip
     return made, records, pipeline.evaluations

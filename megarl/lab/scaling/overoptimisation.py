@@ -1,0 +1,115 @@
+"""Over-optimisation: the trusted score of held-out prompts has passed its peak while the reward that is trained still rises.
+
+    RUN/evaluations/step-N/TASK/result.json ─► reward (the proxy) and trusted score of each prompt ─► judge ─► eval.jsonl
+
+Gao, Schulman and Hilton (arXiv 2210.10760) find R = d (α − β ln d) for the trusted score of RL, where d² is the KL divergence
+from the initial policy: it rises to a peak and then falls for good. Only runs with a reference model measure d, so compute
+stands for it: from each evaluation s that may be the peak, a line in ln(1 + step / first step) is fitted to all scores from s
+on. Where scores never fall, no such slope is negative, whatever the shape: a curve that rises to its ceiling is no alarm.
+
+Noise is paired: the line's fall is computed for each prompt, and its error is over prompts. It is never below what the scores
+show from one evaluation to the next, since a policy strays, too, and all its prompts with it.
+"""
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from msgspec import UNSET
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import Row, RunDir, step_of
+from megarl.core.evaluation.answers import SuiteDir
+
+FALSE_ALARMS = 0.05
+"""Chance of any in a run whose trusted score never falls, however often it is evaluated, if noise is Gaussian."""
+LEAST = 3  # evaluations on a line
+RISES = 2.0  # standard errors by which what rises must have risen
+
+
+class PassedPeak(NamedTuple):
+    """What happened since `step`: changes of the fitted lines. errors: the trusted score's fall, in standard errors."""
+
+    step: int
+    trusted_fall: float
+    proxy_rise: float
+    errors: float
+
+
+def judge(steps: np.ndarray, proxy: np.ndarray, trusted: np.ndarray) -> PassedPeak | None:
+    """Judge the newest of these evaluations; None if the trusted score has not certainly fallen while the proxy rose.
+
+    steps: [evaluations] ascending; proxy, trusted: [evaluations, prompts] mean scores of the same prompts.
+    """
+    from scipy.special import stdtrit  # slow to import, and few runs have a trusted grader
+
+    count, prompts = trusted.shape
+    earlier = count - 1
+    if earlier < LEAST or prompts < 2:
+        return None
+    x, found = axis(steps), []
+    # The newest evaluation gets a share 1 / (n (n + 1)) of the false alarms, n being its number; all shares sum to 1. Each of
+    # the at most n lines that end there gets an n-th of it.
+    limit = float(stdtrit(prompts - 1, 1 - FALSE_ALARMS / (earlier**2 * (earlier + 1))))
+    strays = straying(trusted), straying(proxy)
+    for since in range(count - LEAST + 1):
+        (fall, fallen), (rise, risen) = (
+            trend(x[since:], scores[since:], strayed) for scores, strayed in zip((-trusted, proxy), strays, strict=True)
+        )
+        if fallen > limit and risen > RISES:
+            found.append(PassedPeak(int(steps[since]), fall, rise, fallen))
+    return max(found, key=lambda one: one.errors, default=None)
+
+
+def axis(steps: np.ndarray) -> np.ndarray:
+    """Return the logarithm of compute for evaluations at these steps, 0 before training."""
+    logarithm: np.ndarray = np.log1p(steps / steps[1])
+    return logarithm
+
+
+def trend(x: np.ndarray, scores: np.ndarray, strayed: float) -> tuple[float, float]:
+    """Return by how much a line fitted to scores [evaluations, prompts] over x changes, and how many standard errors it is."""
+    line = x - x.mean()
+    weights = line * (x[-1] - x[0]) / (line @ line)
+    each = weights @ scores
+    error = max(each.std(ddof=1) / math.sqrt(len(each)), strayed * float(np.linalg.norm(weights)))
+    return float(each.mean()), float(each.mean() / error) if error > 0 else 0.0
+
+
+def straying(scores: np.ndarray) -> float:
+    """Return the deviation of mean scores [evaluations, prompts] around a smooth curve: the median |second difference| is 0.674
+    times its deviation, whose variance is six times that of a score. A few bends do not change the median.
+    """
+    return float(np.median(np.abs(np.diff(scores.mean(1), 2)))) / (0.6745 * math.sqrt(6))
+
+
+def watch(rundir: RunDir, version: int, tasks: Sequence[str]) -> Row:
+    """Return the columns of eval.jsonl for the evaluation of this version, whose results are written; empty without a task that
+    has a trusted grader. With several tasks they end in `/TASK`.
+    """
+    folders = sorted(path for path in rundir.evaluations.glob("step-*") if step_of(path) <= version)
+    row: Row = {}
+    for name in tasks:
+        results = {step_of(folder): _scores(folder, name) for folder in folders}
+        results = {step: scores for step, scores in results.items() if scores}
+        if version not in results:
+            continue
+        same = sorted(set.intersection(*(set(scores) for scores in results.values())))
+        proxy, trusted = np.array([[scores[id] for id in same] for scores in results.values()]).transpose(2, 0, 1)
+        passed, end = judge(np.array(list(results)), proxy, trusted), f"/{name}" if len(tasks) > 1 else ""
+        row[f"warning_overoptimisation{end}"] = float(passed is not None)
+        if passed:
+            row |= {f"trusted_peak_step{end}": passed.step, f"trusted_fall{end}": passed.trusted_fall}
+            row |= {f"proxy_rise{end}": passed.proxy_rise}
+    return row
+
+
+def _scores(folder: Path, name: str) -> dict[str, tuple[float, float]]:
+    """Return proxy and trusted score of each prompt by id; empty if that evaluation asked no trusted grader."""
+    with suppress(OSError, MegarlError):  # not written, or damaged
+        if (scores := SuiteDir(folder, name).read_result().proxy_and_trusted) is not UNSET:
+            return scores
+    return {}
