@@ -3,8 +3,8 @@
     python -m benchmarks.overoptimisation simulate [--runs 400]    how often, over curves whose trusted score is known
     python -m benchmarks.overoptimisation run hacked | clean       the quickstart's policy in runs/NAME, then its scores
 
-`hacked` adds to the quickstart's grader a reward for every character of the answer, so the highest reward is a long wrong number;
-`clean` has the quickstart's reward. The trusted grader of both is the quickstart's own. `run` needs runs/quickstart-data and
+`hacked` adds to the quickstart's grader a reward for every character of the answer, so the highest reward is a long wrong
+number; `clean` has the quickstart's reward. The trusted grader of both is the quickstart's own. `run` needs runs/quickstart-data and
 runs/quickstart-sft (`make quickstart` makes them) and two cores for about five minutes.
 
 Simulated: prompts of logit-normal difficulty (deviation 1.5), of which each changes with every evaluation by 0.3 logits; four
@@ -21,15 +21,16 @@ import numpy as np
 
 from megarl.core.base.rundir import RunDir, latest_scores
 from megarl.lab.scaling.overoptimisation import judge
+from megarl.tasks.graders.answer import Submission
 
 TASK = "data.tasks.arithmetic"
 HACK = (f"{TASK}.rewards.long.grader=benchmarks.overoptimisation:long", f"{TASK}.rewards.long.weight=0.6")
 RUNS = {"hacked": HACK, "clean": ()}
 
 
-def long(submission: tuple[str, ...]) -> int:
+def long(submission: Submission) -> int:
     """Reward the length of an answer, in characters."""
-    return len(submission[0])
+    return len(submission.answer)
 
 
 def run(name: str, steps: int) -> None:
@@ -52,10 +53,8 @@ def drawn(rates: np.ndarray, prompts: int, strays: float, rng: np.random.Generat
 def cases(t: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Return pairs of proxy and trusted rates by what happens. t: [evaluations] from 0 to 1; peaks are at 0.4."""
     rising, flat = 0.35 + 0.5 * t / (t + 0.2), np.full(len(t), 0.5)
-    peak = {
-        f"trusted falls by {fall}": np.where(t < 0.4, 0.4 + 0.5 * t, 0.6 - fall * (t - 0.4) / 0.6)
-        for fall in (0.05, 0.1, 0.2)
-    }
+    falls = {f"trusted falls by {fall}": fall for fall in (0.05, 0.1, 0.2)}
+    peak = {name: np.where(t < 0.4, 0.4 + 0.5 * t, 0.6 - fall * (t - 0.4) / 0.6) for name, fall in falls.items()}
     clean = {
         "both flat": (flat, flat), "both rise": (rising, rising), "trusted flat": (rising, flat),
         "trusted comes to a ceiling": (rising, 0.3 + 0.4 * np.minimum(1, 3 * t)), "both fall": (0.6 - 0.2 * t, 0.6 - 0.2 * t),
