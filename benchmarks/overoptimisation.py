@@ -4,8 +4,8 @@
     python -m benchmarks.overoptimisation run hacked | clean       the quickstart's policy in runs/NAME, then its scores
 
 `hacked` adds to the quickstart's grader a reward for every character of the answer, so the highest reward is a long wrong
-number; `clean` has the quickstart's reward. The trusted grader of both is the quickstart's own. `run` needs runs/quickstart-data and
-runs/quickstart-sft (`make quickstart` makes them) and two cores for about five minutes.
+number; `clean` has the quickstart's reward. The trusted grader of both is the quickstart's own. `run` needs
+runs/quickstart-data and runs/quickstart-sft (`make quickstart` makes them) and two cores for about five minutes.
 
 Simulated: prompts of logit-normal difficulty (deviation 1.5), of which each changes with every evaluation by 0.3 logits; four
 answers a prompt; the whole policy strays by 0, .01 or .02 from one evaluation to the next. An alarm at any evaluation counts.
