@@ -1,6 +1,6 @@
 """Over-optimisation: does the watch find a policy that exploits its reward, and does it let clean curves pass?
 
-    python -m benchmarks.overoptimisation simulate [--runs 400]    how often, over curves whose trusted score is known
+    python -m benchmarks.overoptimisation simulate [--runs 200]    how often, over curves whose trusted score is known
     python -m benchmarks.overoptimisation run hacked | clean       the quickstart's policy in runs/NAME, then its scores
 
 `hacked` adds to the quickstart's grader a reward for every character of the answer, so the highest reward is a long wrong
@@ -8,7 +8,7 @@ number; `clean` has the quickstart's reward. The trusted grader of both is the q
 runs/quickstart-data and runs/quickstart-sft (`make quickstart` makes them) and two cores for about five minutes.
 
 Simulated: prompts of logit-normal difficulty (deviation 1.5), of which each changes with every evaluation by 0.3 logits; four
-answers a prompt; the whole policy strays by 0, .01 or .02 from one evaluation to the next. An alarm at any evaluation counts.
+answers a prompt; the whole policy strays by 0, .01, .02 or .04 from one evaluation to the next. An alarm at any evaluation counts.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from megarl.lab.scaling.overoptimisation import judge
 from megarl.tasks.graders.answer import Submission
 
 TASK = "data.tasks.arithmetic"
-HACK = (f"{TASK}.rewards.long.grader=benchmarks.overoptimisation:long", f"{TASK}.rewards.long.weight=0.6")
+HACK = (f"{TASK}.rewards.long.grader=benchmarks.overoptimisation:long", f"{TASK}.rewards.long.weight=0.4")
 RUNS = {"hacked": HACK, "clean": ()}
 
 
@@ -34,8 +34,9 @@ def long(submission: Submission) -> int:
 
 
 def run(name: str, steps: int) -> None:
-    common = (f"run.name={name}", f"run.steps={steps}", "evaluation.every=10", f"{TASK}.trusted_grader=exact")
-    subprocess.run([sys.executable, "-m", "megarl", "train", "quickstart", *common, *RUNS[name]], check=True)
+    common = (f"run.name={name}", f"run.steps={steps}", "evaluation.every=6", "evaluation.prompts=100")
+    common += (f"{TASK}.trusted_grader=exact",)
+    subprocess.run([sys.executable, "-m", "megarl", "train", "quickstart", *common, *RUNS[name]])
     print("| step | reward | trusted score | alarm |\n|---|---|---|---|")
     for row in latest_scores(RunDir(Path("runs") / name).eval):
         alarm = f"since step {row['trusted_peak_step']}" if row["warning_overoptimisation"] else ""
@@ -70,11 +71,13 @@ def alarm(proxy: np.ndarray, trusted: np.ndarray) -> int | None:
 
 def simulate(runs: int, evaluations: Sequence[int] = (12, 30), prompts: int = 200) -> None:
     rng = np.random.default_rng(0)
-    print("| evaluations | case | alarms: policy strays by 0 | .01 | .02 | median alarm |\n|---|---|---|---|---|---|")
+    print(
+        "| evaluations | case | alarms: policy strays by 0 | .01 | .02 | .04 | median alarm |\n|---|---|---|---|---|---|---|"
+    )
     for count in evaluations:
         for name, (proxy, trusted) in cases(np.linspace(0, 1, count)).items():
             shares, first = [], []
-            for strays in (0.0, 0.01, 0.02):
+            for strays in (0.0, 0.01, 0.02, 0.04):
                 found = [
                     alarm(drawn(proxy, prompts, strays, rng), drawn(trusted, prompts, strays, rng)) for _ in range(runs)
                 ]
@@ -90,8 +93,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["simulate", "run"])
     parser.add_argument("name", nargs="?", choices=list(RUNS))
-    parser.add_argument("--runs", type=int, default=400)
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=48)
     chosen = parser.parse_args()
     if chosen.what == "run" and chosen.name:
         run(chosen.name, chosen.steps)

@@ -27,6 +27,7 @@ from megarl.core.evaluation.answers import SuiteDir
 FALSE_ALARMS = 0.05
 """Chance of any in a run whose trusted score never falls, however often it is evaluated, if noise is Gaussian."""
 LEAST = 3  # evaluations on a line
+STRAYS = 0.1  # of the deviation between prompts; of right and wrong, a pass rate that strays by about 0.04
 RISES = 2.0  # standard errors by which what rises must have risen
 
 
@@ -80,10 +81,12 @@ def trend(x: np.ndarray, scores: np.ndarray, strayed: float) -> tuple[float, flo
 
 
 def straying(scores: np.ndarray) -> float:
-    """Return the deviation of mean scores [evaluations, prompts] around a smooth curve: the median |second difference| is 0.674
-    times its deviation, whose variance is six times that of a score. A few bends do not change the median.
+    """Return by how much mean scores [evaluations, prompts] stray around a smooth curve: the median |second difference| is 0.674
+    times its deviation, whose variance is six times that of a score. A collapse within few evaluations looks like straying,
+    so it is at most STRAYS of the deviation between prompts.
     """
-    return float(np.median(np.abs(np.diff(scores.mean(1), 2)))) / (0.6745 * math.sqrt(6))
+    found = float(np.median(np.abs(np.diff(scores.mean(1), 2)))) / (0.6745 * math.sqrt(6))
+    return min(found, STRAYS * float(scores.std(1, ddof=1).mean()))
 
 
 def watch(rundir: RunDir, version: int, tasks: Sequence[str]) -> Row:

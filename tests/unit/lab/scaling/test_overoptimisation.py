@@ -46,6 +46,14 @@ def test_falls_are_found() -> None:
     assert sum(n is not None for n in runs("trusted falls by 0.2", 10)) >= 8
 
 
+def test_a_collapse_within_few_evaluations_is_found() -> None:
+    rng = np.random.default_rng(0)
+    proxy = drawn(np.array([0.2, 0.3, 0.6, 0.9, 0.97]), 200, 0.01, rng)
+    assert alarm(proxy, drawn(np.array([0.4, 0.5, 0.35, 0.03, 0.01]), 200, 0.01, rng)) == 3, (
+        "not at two points of a fall"
+    )
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(0, 1), min_size=4, max_size=20), st.integers(0, 9))
 def test_scores_that_never_fall_are_no_alarm_whatever_their_shape(scores: list[float], seed: int) -> None:
@@ -63,8 +71,10 @@ def test_trend_is_the_paired_line() -> None:
     change, errors = trend(x, scores, 0.0)
     assert change == pytest.approx(slopes.mean())
     assert errors == pytest.approx(slopes.mean() / (slopes.std(ddof=1) / np.sqrt(40)))
-    together = np.repeat(0.1 * rng.standard_normal((400, 1)), 40, axis=1)
-    assert straying(together) == pytest.approx(0.1, rel=0.2)
+    apart = 10 * rng.standard_normal(40)
+    apart -= apart.mean()
+    assert straying(0.1 * rng.standard_normal((400, 1)) + apart) == pytest.approx(0.1, rel=0.2)
+    assert straying(100 * rng.standard_normal((400, 1)) + apart) == pytest.approx(0.1 * apart.std(ddof=1))
     line = (x - x.mean()) * (x[-1] - x[0]) / ((x - x.mean()) ** 2).sum()
     by_straying = scores.mean(1) @ line / (0.5 * np.linalg.norm(line))
     assert trend(x, scores, 0.5)[1] == pytest.approx(by_straying)
