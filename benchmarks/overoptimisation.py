@@ -8,7 +8,8 @@ number; `clean` has the quickstart's reward. The trusted grader of both is the q
 runs/quickstart-data and runs/quickstart-sft (`make quickstart` makes them) and two cores for about five minutes.
 
 Simulated: prompts of logit-normal difficulty (deviation 1.5), of which each changes with every evaluation by 0.3 logits; four
-answers a prompt; the whole policy strays by 0, .01, .02 or .04 from one evaluation to the next. An alarm at any evaluation counts.
+answers a prompt; the whole policy strays by 0, .01, .02 or .04 from one evaluation to the next. An alarm at any evaluation
+counts.
 """
 
 import argparse

@@ -81,9 +81,9 @@ def trend(x: np.ndarray, scores: np.ndarray, strayed: float) -> tuple[float, flo
 
 
 def straying(scores: np.ndarray) -> float:
-    """Return by how much mean scores [evaluations, prompts] stray around a smooth curve: the median |second difference| is 0.674
-    times its deviation, whose variance is six times that of a score. A collapse within few evaluations looks like straying,
-    so it is at most STRAYS of the deviation between prompts.
+    """Return by how much mean scores [evaluations, prompts] stray around a smooth curve: the median |second difference| is
+    0.674 times its deviation, whose variance is six times that of a score. A collapse within few evaluations looks like
+    straying, so it is at most STRAYS of the deviation between prompts.
     """
     found = float(np.median(np.abs(np.diff(scores.mean(1), 2)))) / (0.6745 * math.sqrt(6))
     return min(found, STRAYS * float(scores.std(1, ddof=1).mean()))
