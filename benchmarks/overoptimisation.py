@@ -35,9 +35,9 @@ def long(submission: Submission) -> int:
 
 
 def run(name: str, steps: int) -> None:
-    common = (f"run.name={name}", f"run.steps={steps}", "evaluation.every=6", "evaluation.prompts=100")
-    common += (f"{TASK}.trusted_grader=exact",)
-    subprocess.run([sys.executable, "-m", "megarl", "train", "quickstart", *common, *RUNS[name]])
+    common = [f"run.name={name}", f"run.steps={steps}", "evaluation.every=6", "evaluation.prompts=100"]
+    train = [sys.executable, "-m", "megarl", "train", "quickstart", *common, f"{TASK}.trusted_grader=exact"]
+    subprocess.run([*train, *RUNS[name]], check=False)  # what it has scored is shown in any case
     print("| step | reward | trusted score | alarm |\n|---|---|---|---|")
     for row in latest_scores(RunDir(Path("runs") / name).eval):
         alarm = f"since step {row['trusted_peak_step']}" if row["warning_overoptimisation"] else ""

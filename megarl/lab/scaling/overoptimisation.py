@@ -4,17 +4,15 @@
 
 Gao, Schulman and Hilton (arXiv 2210.10760) find R = d (α − β ln d) for the trusted score of RL, where d² is the KL divergence
 from the initial policy: it rises to a peak and then falls for good. Only runs with a reference model measure d, so compute
-stands for it: from each evaluation s that may be the peak, a line in ln(1 + step / first step) is fitted to all scores from s
-on. Where scores never fall, no such slope is negative, whatever the shape: a curve that rises to its ceiling is no alarm.
+stands for it: from each evaluation that may be the peak, a line in ln(1 + step / first step) is fitted to all later scores.
+Where scores never fall, no such slope is negative, whatever their shape: a curve that rises to its ceiling is no alarm.
 
-Noise is paired: the line's fall is computed for each prompt, and its error is over prompts. It is never below what the scores
-show from one evaluation to the next, since a policy strays, too, and all its prompts with it.
+Errors are over prompts, each with its own line, so they are paired; and never below what a policy strays with all its prompts.
 """
 
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +30,7 @@ RISES = 2.0  # standard errors by which what rises must have risen
 
 
 class PassedPeak(NamedTuple):
-    """What happened since `step`: changes of the fitted lines. errors: the trusted score's fall, in standard errors."""
+    """What fitted lines changed since `step`. errors: standard errors of the trusted score's fall."""
 
     step: int
     trusted_fall: float
@@ -47,37 +45,32 @@ def judge(steps: np.ndarray, proxy: np.ndarray, trusted: np.ndarray) -> PassedPe
     """
     from scipy.special import stdtrit  # slow to import, and few runs have a trusted grader
 
-    count, prompts = trusted.shape
-    earlier = count - 1
-    if earlier < LEAST or prompts < 2:
+    number, prompts = len(steps) - 1, trusted.shape[1]
+    if number < LEAST or prompts < 2:
         return None
-    x, found = axis(steps), []
     # The newest evaluation gets a share 1 / (n (n + 1)) of the false alarms, n being its number; all shares sum to 1. Each of
     # the at most n lines that end there gets an n-th of it.
-    limit = float(stdtrit(prompts - 1, 1 - FALSE_ALARMS / (earlier**2 * (earlier + 1))))
-    strays = straying(trusted), straying(proxy)
-    for since in range(count - LEAST + 1):
-        (fall, fallen), (rise, risen) = (
-            trend(x[since:], scores[since:], strayed) for scores, strayed in zip((-trusted, proxy), strays, strict=True)
-        )
+    limit = float(stdtrit(prompts - 1, 1 - FALSE_ALARMS / (number**2 * (number + 1))))
+    strays, found = (straying(trusted), straying(proxy)), []
+    for since in range(number + 2 - LEAST):
+        fall, fallen = trend(steps, -trusted, strays[0], since)
+        rise, risen = trend(steps, proxy, strays[1], since)
         if fallen > limit and risen > RISES:
             found.append(PassedPeak(int(steps[since]), fall, rise, fallen))
     return max(found, key=lambda one: one.errors, default=None)
 
 
-def axis(steps: np.ndarray) -> np.ndarray:
-    """Return the logarithm of compute for evaluations at these steps, 0 before training."""
-    logarithm: np.ndarray = np.log1p(steps / steps[1])
-    return logarithm
-
-
-def trend(x: np.ndarray, scores: np.ndarray, strayed: float) -> tuple[float, float]:
-    """Return by how much a line fitted to scores [evaluations, prompts] over x changes, and how many standard errors it is."""
+def trend(steps: np.ndarray, scores: np.ndarray, strays: float, since: int = 0) -> tuple[float, float]:
+    """Return by how much a line through scores [evaluations, prompts] from number `since` on changes, and how many standard
+    errors that is.
+    """
+    x = np.log1p(steps / steps[1])[since:]
     line = x - x.mean()
     weights = line * (x[-1] - x[0]) / (line @ line)
-    each = weights @ scores
-    error = max(each.std(ddof=1) / math.sqrt(len(each)), strayed * float(np.linalg.norm(weights)))
-    return float(each.mean()), float(each.mean() / error) if error > 0 else 0.0
+    each = weights @ scores[since:]
+    error = max(each.std(ddof=1) / math.sqrt(len(each)), strays * float(np.linalg.norm(weights)))
+    rounding = 1e-9 * float(np.abs(scores).max())
+    return float(each.mean()), float(each.mean() / max(error, rounding)) if error + rounding > 0 else 0.0
 
 
 def straying(scores: np.ndarray) -> float:
@@ -90,19 +83,18 @@ def straying(scores: np.ndarray) -> float:
 
 
 def watch(rundir: RunDir, version: int, tasks: Sequence[str]) -> Row:
-    """Return the columns of eval.jsonl for the evaluation of this version, whose results are written; empty without a task that
-    has a trusted grader. With several tasks they end in `/TASK`.
+    """Return the columns of eval.jsonl for the evaluation of this version, whose results are written; none of tasks without a
+    trusted grader. With several tasks they end in `/TASK`.
     """
-    folders = sorted(path for path in rundir.evaluations.glob("step-*") if step_of(path) <= version)
+    folders = {step_of(path): path for path in sorted(rundir.evaluations.glob("step-*")) if step_of(path) <= version}
     row: Row = {}
     for name in tasks:
-        results = {step_of(folder): _scores(folder, name) for folder in folders}
-        results = {step: scores for step, scores in results.items() if scores}
-        if version not in results:
+        scores = {step: found for step, folder in folders.items() if (found := _scores(SuiteDir(folder, name)))}
+        if version not in scores:
             continue
-        same = sorted(set.intersection(*(set(scores) for scores in results.values())))
-        proxy, trusted = np.array([[scores[id] for id in same] for scores in results.values()]).transpose(2, 0, 1)
-        passed, end = judge(np.array(list(results)), proxy, trusted), f"/{name}" if len(tasks) > 1 else ""
+        same = sorted(set.intersection(*(set(each) for each in scores.values())))
+        proxy, trusted = np.array([[each[id] for id in same] for each in scores.values()]).transpose(2, 0, 1)
+        passed, end = judge(np.array(list(scores)), proxy, trusted), f"/{name}" if len(tasks) > 1 else ""
         row[f"warning_overoptimisation{end}"] = float(passed is not None)
         if passed:
             row |= {f"trusted_peak_step{end}": passed.step, f"trusted_fall{end}": passed.trusted_fall}
@@ -110,9 +102,9 @@ def watch(rundir: RunDir, version: int, tasks: Sequence[str]) -> Row:
     return row
 
 
-def _scores(folder: Path, name: str) -> dict[str, tuple[float, float]]:
+def _scores(place: SuiteDir) -> dict[str, tuple[float, float]]:
     """Return proxy and trusted score of each prompt by id; empty if that evaluation asked no trusted grader."""
     with suppress(OSError, MegarlError):  # not written, or damaged
-        if (scores := SuiteDir(folder, name).read_result().proxy_and_trusted) is not UNSET:
+        if (scores := place.read_result().proxy_and_trusted) is not UNSET:
             return scores
     return {}

@@ -88,25 +88,22 @@ def plot_efficiency(fits: Mapping[str, Fit], path_without_suffix: Path) -> list[
 
 def plot_slices(parts: Sequence[Slice], path_without_suffix: Path) -> list[Path]:
     """Plot slices with a curve over the logarithm of compute: a row per task or suite, a panel per kind of slice."""
-    drawn = [part for part in parts if part.curve is not None and len(part.curve.hours)]
-    if not drawn:
+    curves = {part: part.curve for part in parts if part.curve is not None and len(part.curve.hours)}
+    if not curves:
         raise MegarlError("nothing to draw: no slice has a score after training began")
-    tasks = list(dict.fromkeys(part.task for part in drawn))
-    kinds = [kind for kind in KINDS if any(part.kind == kind for part in drawn)]
-    end = BEYOND * max(float(part.curve.hours.max()) for part in drawn if part.curve)
+    tasks, end = list(dict.fromkeys(part.task for part in curves)), BEYOND * max(c.hours.max() for c in curves.values())
+    kinds = [kind for kind in KINDS if any(part.kind == kind for part in curves)]
     with drawing((4.6 * len(kinds), 3.8 * len(tasks)), len(tasks), len(kinds)) as (figure, panels):
-        for axes, (task, kind) in zip(panels, product(tasks, kinds), strict=True):
-            here = [part for part in drawn if (part.task, part.kind) == (task, kind)]
+        for axes, panel in zip(panels, product(tasks, kinds), strict=True):
+            here = [part for part in curves if (part.task, part.kind) == panel]
             for part, color in zip(here, cycle(COLORS), strict=False):
-                assert part.curve is not None
-                low, high = part.unit
-                name = part.name if (low, high) == (0.0, 1.0) else f"{part.name} (0 is {low:g}, 1 is {high:g})"
-                band = None
-                if part.fit:
-                    band = predict(part.fit, np.geomspace(part.fit.window[0] / 2, end, BAND_POINTS))
-                _draw(axes, name, color, [part.curve], part.fit, band, end)
-            axes.set(title=f"{task}, by {kind}", xscale="log", ylim=(-0.02, 1.02), ylabel="score")
-            axes.set_xlabel(f"compute, {HOURS[drawn[0].curve.unit if drawn[0].curve else 'gpu']}")
+                name = (
+                    part.name if part.unit == (0, 1) else f"{part.name} (0 is {part.unit[0]:g}, 1 is {part.unit[1]:g})"
+                )
+                hours = np.geomspace(float(curves[part].hours[0]) / 2, end, BAND_POINTS)
+                _draw(axes, name, color, [curves[part]], part.fit, predict(part.fit, hours) if part.fit else None, end)
+            axes.set(title=", by ".join(panel), xscale="log", ylim=(-0.02, 1.02), ylabel="score")
+            axes.set_xlabel(f"compute, {HOURS[next(iter(curves.values())).unit]}")
             axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.xaxis.set_major_formatter(lambda hours, _position: amount(hours))
             axes.xaxis.set_minor_formatter(NullFormatter())

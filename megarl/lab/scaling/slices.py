@@ -29,10 +29,11 @@ from megarl.core.evaluation.answers import SuiteDir, suites_in
 from megarl.core.evaluation.metrics import by_prompt, pass_at_k, powers_up_to, read_outcomes
 from megarl.core.recipe import load
 from megarl.lab.scaling.fit import Fit, Interval, fit
-from megarl.lab.scaling.overoptimisation import RISES, axis, straying, trend
+from megarl.lab.scaling.overoptimisation import RISES, straying, trend
 from megarl.lab.scaling.points import Curve, PointColumns, curve_of_run
 
 KINDS = ("task", "difficulty", "objective", "pass@n")
+NONE = np.zeros((0, 0))
 MOST_BINS = 5  # of a column; more values are put together in three
 
 
@@ -41,11 +42,7 @@ class AnswersTo(NamedTuple):
 
     right: np.ndarray
     scores: dict[str, np.ndarray]
-    difficulty: int | None
-
-
-type Asked = Mapping[str, AnswersTo]
-"""An evaluation of a task or suite, by prompt."""
+    difficulty: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,59 +67,54 @@ class Slice:
         return self.unit[0] + value * (self.unit[1] - self.unit[0])
 
     @property
-    def ends(self) -> Interval | None:
-        """The first and the last score; None without any."""
-        return (self.shown(self.values[0].mean()), self.shown(self.values[-1].mean())) if self.values.size else None
+    def ends(self) -> list[float]:
+        """The first and the last score, if any."""
+        return [self.shown(float(self.values[n].mean())) for n in (0, -1)] if self.values.size else []
 
     def record(self) -> dict[str, object]:
         """Return a record for JSON, all scores in their own unit."""
-        found = None if self.fit is None else self.fit.record()
-        if self.fit is not None and found is not None:
-            found |= {"A": self.shown(self.fit.A), "A_interval": [self.shown(end) for end in self.fit.A_interval]}
-            found |= {"R_0": self.shown(self.fit.R_0)}
-        before, last = self.ends or (None, None)
+        law, (before, last) = None, self.ends or (None, None)
+        if found := self.fit:
+            a_interval = [self.shown(end) for end in found.A_interval]
+            law = found.record() | {"A": self.shown(found.A), "R_0": self.shown(found.R_0), "A_interval": a_interval}
         known = {"task": self.task, "kind": self.kind, "slice": self.name, "prompts": self.values.shape[1]}
-        return known | {"before": before, "last": last, "law": found, "problem": self.problem}
-
-
-NO_VALUES = np.zeros((0, 0))
+        return known | {"before": before, "last": last, "law": law, "problem": self.problem}
 
 
 def slices(run: Path, hours: str | None = None) -> list[Slice]:
     """Return all slices of a run with their laws. hours: the column of compute, as in PointColumns."""
     rundir = RunDir.opened(run)
-    scored = [row for row in latest_scores(rundir.eval) if suites_in(step_folder(rundir.evaluations, row["step"]))]
+    scored = [(row, step_folder(rundir.evaluations, row["step"])) for row in latest_scores(rundir.eval)]
+    scored = [(row, folder) for row, folder in scored if suites_in(folder)]
     if not scored:
-        raise MegarlError(
-            f"{rundir.evaluations}: no answers to an evaluation in eval.jsonl; slices are made from answers"
-        )
-    metrics, recipe = latest_rows(rundir.metrics), load(str(rundir.recipe))
-    rewarded = {name for name, task in recipe.data.tasks.items() if task.rewards}
+        raise MegarlError(f"{rundir.evaluations}: no answers to what eval.jsonl has; slices are made from answers")
+    metrics, tasks, columns = latest_rows(rundir.metrics), load(str(rundir.recipe)).data.tasks, PointColumns(hours)
     found = []
-    for name in suites_in(step_folder(rundir.evaluations, scored[-1]["step"])):
-        rows = [row for row in scored if name in suites_in(step_folder(rundir.evaluations, row["step"]))]
-        asked = [_read(SuiteDir(step_folder(rundir.evaluations, row["step"]), name).answers) for row in rows]
-        for part in parts(name, asked, rewarded=name in rewarded):
-            found.append(_with_law(part, rows, metrics, PointColumns(hours, "pass_rate")))
+    for name in suites_in(scored[-1][1]):
+        rows, folders = zip(*((row, folder) for row, folder in scored if name in suites_in(folder)), strict=True)
+        asked = [_read(SuiteDir(folder, name).answers) for folder in folders]
+        rewarded = name in tasks and bool(tasks[name].rewards)
+        found += [_with_law(part, rows, metrics, columns) for part in parts(name, asked, rewarded)]
     return found
 
 
-def _read(path: Path) -> Asked:
+def _read(path: Path) -> dict[str, AnswersTo]:
     result = {}
     for answers in by_prompt(read_outcomes(path)):
         names = set.intersection(*(set(one.scores or ()) for one in answers))
         scores = {name: np.array([one.scores[name] for one in answers if one.scores]) for name in sorted(names)}
-        result[answers[0].id] = AnswersTo(np.array([one.correct for one in answers]), scores, answers[0].difficulty)
+        right = np.array([one.correct for one in answers])
+        result[answers[0].id] = AnswersTo(right, scores, answers[0].difficulty or 0)
     return result
 
 
-def parts(task: str, asked: Sequence[Asked], rewarded: bool = False) -> Iterator[Slice]:
+def parts(task: str, asked: Sequence[Mapping[str, AnswersTo]], rewarded: bool = False) -> Iterator[Slice]:
     """Yield the slices of a task or suite from all its evaluations. rewarded: it has several rewards."""
     ids = sorted(set.intersection(*(set(one) for one in asked)))
-    answers: list[list[AnswersTo]] = [[one[id] for id in ids] for one in asked]  # [evaluations][prompts]
+    answers = [[one[id] for id in ids] for one in asked]  # [evaluations][prompts]
     samples = min((len(each.right) for row in answers for each in row), default=0)
     if not samples:
-        yield Slice(task, "task", "all", NO_VALUES, problem="no prompt is in every evaluation")
+        yield Slice(task, "task", "all", NONE, problem="no prompt is in every evaluation")
         return
     right = np.array([[each.right.mean() for each in row] for row in answers])
     yield Slice(task, "task", "all", right, samples * len(ids))
@@ -133,46 +125,38 @@ def parts(task: str, asked: Sequence[Asked], rewarded: bool = False) -> Iterator
         yield Slice(task, "pass@n", f"pass@{n}", np.array(passed))
 
 
-def _by_difficulty(
-    task: str, answers: Sequence[Sequence[AnswersTo]], right: np.ndarray, samples: int
-) -> Iterator[Slice]:
-    numbers = np.array([each.difficulty or 0 for each in answers[0]], float)
+def _by_difficulty(task: str, answers: list[list[AnswersTo]], right: np.ndarray, samples: int) -> Iterator[Slice]:
+    numbers = np.array([each.difficulty for each in answers[0]], float)
     levels = np.unique(numbers)
     if len(levels) > 1:
         cuts = levels[1:] if len(levels) <= MOST_BINS else np.unique(np.quantile(numbers, (1 / 3, 2 / 3)))
         bins = np.searchsorted(cuts, numbers, side="right")
-        names = [_span(numbers[bins == number]) for number in range(len(cuts) + 1)]
+        ends = {number: np.unique(numbers[bins == number])[[0, -1]] for number in np.unique(bins)}
+        names = {n: f"difficulty {low:g}{f' to {high:g}' if low < high else ''}" for n, (low, high) in ends.items()}
     elif samples < 2:
-        why = f"{samples} answer a prompt and no column of difficulty: nothing but the score itself could choose bins"
-        yield Slice(task, "difficulty", "all", NO_VALUES, problem=why)
+        why = "1 answer a prompt and no column of difficulty: nothing but the score itself could choose bins"
+        yield Slice(task, "difficulty", "all", NONE, problem=why)
         return
     else:
-        even = np.array([each.right[::2].mean() for each in answers[0]])
-        bins = np.searchsorted([1 / 3, 2 / 3], even)
-        names = [f"{word} at first" for word in ("hard", "middling", "easy")]
+        bins = np.searchsorted([1 / 3, 2 / 3], [each.right[::2].mean() for each in answers[0]])
+        names = dict(enumerate(("hard at first", "middling at first", "easy at first")))
         right = np.concatenate([[[each.right[1::2].mean() for each in answers[0]]], right[1:]])
-    for number, name in enumerate(names):
-        if (bins == number).any():
-            yield Slice(task, "difficulty", name, right[:, bins == number], samples * int((bins == number).sum()))
+    for number in np.unique(bins):
+        chosen = bins == number
+        yield Slice(task, "difficulty", names[number], right[:, chosen], samples * int(chosen.sum()))
 
 
-def _span(numbers: np.ndarray) -> str:
-    low, high = (f"{end:g}" for end in (numbers.min(), numbers.max())) if len(numbers) else ("", "")
-    return f"difficulty {low}" if low == high else f"difficulty {low} to {high}"
-
-
-def _by_objective(task: str, answers: Sequence[Sequence[AnswersTo]], rewarded: bool) -> Iterator[Slice]:
+def _by_objective(task: str, answers: list[list[AnswersTo]], rewarded: bool) -> Iterator[Slice]:
     names = set.intersection(*(set(each.scores) for row in answers for each in row))
     if rewarded and not names:
         why = "not every evaluation recorded its rewards: those of held-out prompts do if the task has a trusted_grader"
-        yield Slice(task, "objective", "all", NO_VALUES, problem=why)
+        yield Slice(task, "objective", "all", NONE, problem=why)
     for name in sorted(names - ({"answer"} if names <= {"answer", "trusted", "total"} else set())):
         every = np.concatenate([each.scores[name] for row in answers for each in row])
         low, high = float(every.min()), float(every.max())
         means = np.array([[each.scores[name].mean() for each in row] for row in answers])
-        yield Slice(
-            task, "objective", name, (means - low) / ((high - low) or 1.0), unit=(low, high if high > low else low + 1)
-        )
+        width = (high - low) or 1.0
+        yield Slice(task, "objective", name, (means - low) / width, unit=(low, low + width))
 
 
 def _with_law(part: Slice, rows: Sequence[Row], metrics: Sequence[Row], columns: PointColumns) -> Slice:
@@ -194,7 +178,7 @@ def _with_law(part: Slice, rows: Sequence[Row], metrics: Sequence[Row], columns:
         found = fit([curve])
     except MegarlError as error:
         return replace(part, curve=curve, problem=str(error).removeprefix(f"{where}: "))
-    change, errors = trend(axis(np.array([row["step"] for row in rows])), part.values, straying(part.values))
+    change, errors = trend(np.array([row["step"] for row in rows]), part.values, straying(part.values))
     if errors > RISES:
         return replace(part, curve=curve, fit=found)
     size = f"{change * (part.unit[1] - part.unit[0]):+.3f}, {abs(errors):.1f} standard errors"

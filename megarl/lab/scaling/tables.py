@@ -146,19 +146,21 @@ def sliced(parts: Sequence["Slice"], unit: str) -> Table:
     table = _table("slice", "prompts", "before\nlast", "A", "B", f"C_mid, {unit}")
     table.columns[3].no_wrap, table.columns[3].min_width, table.columns[3].max_width = False, 13, 24
     for part in parts:
-        name = part.task if part.kind == "task" else f"  {part.name}"
-        ends = "–" if part.ends is None else "\n".join(f"{end:.3f}" for end in part.ends)
+        name, ends = (
+            part.task if part.kind == "task" else f"  {part.name}",
+            "\n".join(f"{end:.3f}" for end in part.ends),
+        )
         law = _parameters(part.fit, part.shown) if part.fit else (f"no law: {part.problem}", "", "")
-        table.add_row(name, str(part.values.shape[1] or "–"), ends, *law)
+        table.add_row(name, str(part.values.shape[1] or "–"), ends or "–", *law)
     return table
 
 
 def say_slices(parts: Sequence["Slice"]) -> None:
-    """Print the warnings of laws, those of all laws once."""
-    of = {part: "" if part.unit == (0, 1) else " (in shares of its range)" for part in parts}
-    fitted = [(f"{part.task}, {part.name}{of[part]}", part.fit.warnings) for part in parts if part.fit]
-    common = set.intersection(*(set(warnings) for _, warnings in fitted)) if len(fitted) > 1 else set[str]()
-    for name, warnings in [*[("every law", sorted(common))][: bool(common)], *fitted]:
-        for warning in warnings:
-            if name == "every law" or warning not in common:
-                print(f"warning: {name}: {warning}")
+    """Print each warning once, with the laws that it is of."""
+    names: dict[str, list[str]] = {}
+    for part in parts:
+        for warning in part.fit.warnings if part.fit else ():
+            shares = "" if part.unit == (0, 1) else " (in shares of its range)"
+            names.setdefault(warning, []).append(f"{part.task}, {part.name}{shares}")
+    for warning, those in names.items():
+        print(f"warning: {'; '.join(those)}: {warning}")

@@ -12,7 +12,7 @@ from msgspec import UNSET
 from benchmarks.overoptimisation import alarm, cases, drawn
 from megarl.core.base.rundir import RunDir, step_folder
 from megarl.core.evaluation.answers import Result, SuiteDir
-from megarl.lab.scaling.overoptimisation import axis, judge, straying, trend, watch
+from megarl.lab.scaling.overoptimisation import judge, straying, trend, watch
 
 T = np.linspace(0, 1, 12)
 CLEAN = ("both flat", "both rise", "trusted flat", "trusted comes to a ceiling", "both fall")
@@ -66,9 +66,10 @@ def test_scores_that_never_fall_are_no_alarm_whatever_their_shape(scores: list[f
 def test_trend_is_the_paired_line() -> None:
     """Each prompt's line by numpy, the error over prompts; where all prompts stray together, the error is of that."""
     rng = np.random.default_rng(2)
-    x, scores = axis(np.array([0, 20, 40, 80, 200])), rng.random((5, 40))
+    steps, scores = np.array([0, 20, 40, 80, 200]), rng.random((5, 40))
+    x = np.log(1 + steps / 20)
     slopes = np.array([np.polyfit(x, column, 1)[0] for column in scores.T]) * (x[-1] - x[0])
-    change, errors = trend(x, scores, 0.0)
+    change, errors = trend(steps, scores, 0.0)
     assert change == pytest.approx(slopes.mean())
     assert errors == pytest.approx(slopes.mean() / (slopes.std(ddof=1) / np.sqrt(40)))
     apart = 10 * rng.standard_normal(40)
@@ -77,7 +78,7 @@ def test_trend_is_the_paired_line() -> None:
     assert straying(100 * rng.standard_normal((400, 1)) + apart) == pytest.approx(0.1 * apart.std(ddof=1))
     line = (x - x.mean()) * (x[-1] - x[0]) / ((x - x.mean()) ** 2).sum()
     by_straying = scores.mean(1) @ line / (0.5 * np.linalg.norm(line))
-    assert trend(x, scores, 0.5)[1] == pytest.approx(by_straying)
+    assert trend(steps, scores, 0.5)[1] == pytest.approx(by_straying)
 
 
 def written(run: RunDir, name: str, scores: tuple[np.ndarray, np.ndarray], steps: np.ndarray) -> None:
@@ -97,8 +98,9 @@ def written(run: RunDir, name: str, scores: tuple[np.ndarray, np.ndarray], steps
 def test_columns_of_a_row(tmp_path: Path) -> None:
     rng, steps, run = np.random.default_rng(1), 20 * np.arange(12), RunDir(tmp_path)
     hacked, clean = (
-        (drawn(a, 400, 0.0, rng), drawn(b, 400, 0.0, rng)) for a, b in map(cases(T).get, ("trusted falls by 0.2", "both rise"))
-    )  # fmt: skip
+        (drawn(a, 400, 0.0, rng), drawn(b, 400, 0.0, rng))
+        for a, b in (cases(T)[name] for name in ("trusted falls by 0.2", "both rise"))
+    )
     written(run, "hacked", hacked, steps)
     written(run, "clean", clean, steps)
     written(run, "plain", (np.zeros((12, 0)), np.zeros((12, 0))), steps)

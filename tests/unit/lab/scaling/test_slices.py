@@ -114,6 +114,15 @@ def test_bins_are_not_chosen_by_the_answers_that_are_scored(tmp_path: Path) -> N
     assert chosen_on_all[:40].mean() < 0.4, "the same answers would have shown a hard bin"
 
 
+def test_many_levels_of_difficulty_are_three_bins(tmp_path: Path) -> None:
+    tasks = {"math": {"chance": lambda hours, n: 1 - n % 9 / 10, "difficulty": lambda n: n % 9}}
+    made = found(written(tmp_path, tasks, prompts=45, samples=2))
+    bins = {part.name: part.values for part in made.values() if part.kind == "difficulty"}
+    assert list(bins) == ["difficulty 0 to 2", "difficulty 3 to 5", "difficulty 6 to 8"]
+    assert [len(values[0]) for values in bins.values()] == [15, 15, 15]
+    assert np.diff([values.mean() for values in bins.values()]).max() < 0, "the harder, the lower"
+
+
 def test_noise_is_of_the_number_of_answers_and_for_pass_at_n_over_prompts(tmp_path: Path) -> None:
     made = found(written(tmp_path, {"math": {"chance": lambda hours, n: [0.05, 0.95][n % 2]}}, prompts=50))
     for name, error in (("all", None), ("pass@4", "prompts")):
