@@ -107,7 +107,7 @@ def plot_slices(parts: Sequence[Slice], path_without_suffix: Path) -> list[Path]
             axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.xaxis.set_major_formatter(lambda hours, _position: amount(hours))
             axes.xaxis.set_minor_formatter(NullFormatter())
-            axes.legend(loc="best", fontsize=7) if here else axes.set_axis_off()
+            axes.legend(loc="best", fontsize=7) if here else axes.set_visible(False)
         return pictures.save(figure, path_without_suffix)
 
 

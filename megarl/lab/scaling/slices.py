@@ -101,8 +101,8 @@ def slices(run: Path, hours: str | None = None) -> list[Slice]:
 def _read(path: Path) -> dict[str, AnswersTo]:
     result = {}
     for answers in by_prompt(read_outcomes(path)):
-        names = set.intersection(*(set(one.scores or ()) for one in answers))
-        scores = {name: np.array([one.scores[name] for one in answers if one.scores]) for name in sorted(names)}
+        graded = [one.scores for one in answers if one.scores]  # void ones have none
+        scores = {name: np.array([each[name] for each in graded]) for name in (graded[0] if graded else ())}
         right = np.array([one.correct for one in answers])
         result[answers[0].id] = AnswersTo(right, scores, answers[0].difficulty or 0)
     return result
@@ -147,15 +147,16 @@ def _by_difficulty(task: str, answers: list[list[AnswersTo]], right: np.ndarray,
 
 
 def _by_objective(task: str, answers: list[list[AnswersTo]], rewarded: bool) -> Iterator[Slice]:
-    names = set.intersection(*(set(each.scores) for row in answers for each in row))
+    columns = [[row[n] for row in answers] for n in range(len(answers[0]))]  # [prompts][evaluations]
+    names = {name for column in columns for name in column[-1].scores if all(name in each.scores for each in column)}
     if rewarded and not names:
         why = "not every evaluation recorded its rewards: those of held-out prompts do if the task has a trusted_grader"
         yield Slice(task, "objective", "all", NONE, problem=why)
     for name in sorted(names - ({"answer"} if names <= {"answer", "trusted", "total"} else set())):
-        every = np.concatenate([each.scores[name] for row in answers for each in row])
-        low, high = float(every.min()), float(every.max())
-        means = np.array([[each.scores[name].mean() for each in row] for row in answers])
-        width = (high - low) or 1.0
+        scores = [[each.scores[name] for each in c] for c in columns if all(name in each.scores for each in c)]
+        every = np.concatenate([each for column in scores for each in column])
+        low, width = float(every.min()), float(np.ptp(every)) or 1.0
+        means = np.array([[each.mean() for each in column] for column in scores]).T
         yield Slice(task, "objective", name, (means - low) / width, unit=(low, low + width))
 
 

@@ -179,6 +179,24 @@ def test_picture(tmp_path: Path) -> None:
     assert (tmp_path / "pictures" / "parts.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_an_answer_that_was_void_takes_no_objective_away(tmp_path: Path) -> None:
+    tasks = {
+        "math": {
+            "chance": lambda hours, n: 0.5,
+            "scores": lambda hours, right, rng: {"form": 1.0, "total": 2.0 * right},
+        }
+    }
+    run = written(tmp_path, tasks, prompts=10, samples=2)
+    path = sorted((run / "evaluations").iterdir())[3] / "math" / "answers.jsonl"
+    first, second, *rest = path.read_text().splitlines()
+    void = [{k: v for k, v in json.loads(line).items() if k != "scores"} for line in (first, second)]
+    path.write_text("\n".join([json.dumps(void[0]), second, *rest]) + "\n")
+    assert found(run)["math: total"].values.shape[1] == 10
+    path.write_text("\n".join([*map(json.dumps, void), *rest]) + "\n")
+    assert found(run)["math: total"].values.shape[1] == 9, "of one prompt nothing was graded"
+    assert "constant" in found(run)["math: form"].problem
+
+
 def test_prompts_of_only_some_evaluations_do_not_count(tmp_path: Path) -> None:
     chance = by(0.8, 1.2, 1500, 0.2)
     run = written(tmp_path, {"math": {"chance": lambda hours, n: chance(hours)}}, prompts=20, samples=4)
