@@ -50,9 +50,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     entropy: float | None
     void: str = ""  # why nothing could be generated; it then counts as wrong
     reward: float | UnsetType = UNSET  # of suites with `rewards`: what best@k chooses by
-    scores: dict[str, float] | UnsetType = (
-        UNSET  # with several graders: of each by name (`answer`: the first), and `total`
-    )
+    scores: dict[str, float] | UnsetType = UNSET  # of several graders by name (`answer`: the first), and `total`
     difficulty: int | UnsetType = UNSET  # as the data set has it
     choices: tuple[str, ...] | UnsetType = UNSET  # of multiple choice: the texts that were scored
     loglikelihoods: tuple[float, ...] | UnsetType = UNSET  # nats, of each

@@ -296,7 +296,7 @@ def _graders(r: Recipe) -> Iterator[str]:
     for key, rows in _rows(r).items():
         named |= {f"{key}.grader": rows.grader}
         named |= {f"{key}.rewards.{name}.grader": reward.grader for name, reward in rows.rewards.items()}
-        for name in RESERVED.keys() & rows.rewards.keys():
+        for name in sorted(RESERVED.keys() & rows.rewards.keys()):
             yield f"{key}.rewards.{name}: {RESERVED[name]} is logged as that; choose another name"
     for key, grader in named.items():
         if grader not in known and not OF_USERS.fullmatch(grader):
