@@ -313,6 +313,7 @@ def rollout(recipe: p.RecipeName, overrides: p.Overrides) -> int:
     from megarl.lab.evaluation.suites import questions_of
     from megarl.lab.monitoring.prometheus import serve_controller
     from megarl.lab.scaling.extrapolate import forecast
+    from megarl.lab.scaling.overoptimisation import watch
     from megarl.tasks.data.prompts import load_tasks
     from megarl.tasks.environments.registry import TaskEnvironments
     from megarl.tasks.graders.grader import TaskGraders
@@ -325,7 +326,7 @@ def rollout(recipe: p.RecipeName, overrides: p.Overrides) -> int:
     questions = questions_of(loaded, prompts, tokenizer)
 
     async def run() -> int:
-        return await Controller(loaded, tokenizer, tasks, questions, forecast, serve_controller).run()
+        return await Controller(loaded, tokenizer, tasks, questions, forecast, watch, serve_controller).run()
 
     return uvloop.run(run())
 

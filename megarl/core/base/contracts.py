@@ -60,7 +60,9 @@ class Grader(Protocol):
         """
 
     async def grade_answer(self, text: str, prompt: Prompt, verdict: Verdict | None = None) -> Grade:
-        """Grade by the task's own grader or environment alone, as an evaluation needs."""
+        """Grade for an evaluation: by the task's own grader or environment alone; with a trusted grader by all, whose score is
+        then `trusted` in `rewards` and adds nothing to the reward.
+        """
 
     async def agrees(self, answer: str, expected: str) -> bool:
         """Return whether the answer would be right if this were expected."""

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 GRADERS = ("math", "exact", "code", "format")
 """Built-in graders; others are services and functions."""
+RESERVED = {"answer": "the task's own grader", "trusted": "the trusted grader", "total": "the sum of all rewards"}
+"""Names that no reward may have."""
 OF_USERS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 FP8_MULTIPLE = 16
 """Every dimension of an FP8 product must be a multiple of this."""
@@ -282,13 +284,15 @@ def _rows(r: Recipe) -> dict[str, Rows]:
 def _graders(r: Recipe) -> Iterator[str]:
     """Check for unknown graders, services with a grader's name, and rewards with a reserved name."""
     known = (*GRADERS, *r.data.services)
+    named = {f"data.tasks.{n}.trusted_grader": t.trusted_grader for n, t in r.data.tasks.items() if t.trusted_grader}
     for key, rows in _rows(r).items():
-        of_rewards = ((f"rewards.{name}.grader", reward.grader) for name, reward in rows.rewards.items())
-        for part, grader in (("grader", rows.grader), *of_rewards):
-            if grader not in known and not OF_USERS.fullmatch(grader):
-                yield f"{key}.{part}: {grader!r} is no grader; {_known(grader, known)}, and package.module:function"
-        if "answer" in rows.rewards:
-            yield f"{key}.rewards.answer: the task's own grader is logged as that; choose another name"
+        named |= {f"{key}.grader": rows.grader}
+        named |= {f"{key}.rewards.{name}.grader": reward.grader for name, reward in rows.rewards.items()}
+        for name in sorted(RESERVED.keys() & rows.rewards.keys()):
+            yield f"{key}.rewards.{name}: {RESERVED[name]} is logged as that; choose another name"
+    for key, grader in named.items():
+        if grader not in known and not OF_USERS.fullmatch(grader):
+            yield f"{key}: {grader!r} is no grader; {_known(grader, known)}, and package.module:function"
     for name in r.data.services:
         if name in GRADERS:
             yield f"data.services.{name}: a grader has this name; choose another"

@@ -104,6 +104,13 @@ class Task(Rows):
         "out of it"
     )
     weight: float = Field(1.0, gt=0, description="share of the prompts drawn, in proportion to the other tasks'")
+    trusted_grader: str = Field(
+        "", description="grader, as above, that evaluations of held-out prompts ask too and training never; empty: none"
+    )
+
+    @property
+    def graders(self) -> tuple[str, ...]:
+        return (*super().graders, *([self.trusted_grader] if self.trusted_grader else []))
 
     @field_validator("heldout", mode="before")
     @classmethod

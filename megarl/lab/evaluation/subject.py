@@ -112,7 +112,7 @@ def _suite(word: str, base: Recipe) -> tuple[str, dict[str, object]]:
 
 def _heldout(name: str, base: Recipe) -> dict[str, object]:
     task = base.data.tasks[name]
-    kept = task.model_dump(mode="json", exclude={"train", "heldout", "weight"})
+    kept = task.model_dump(mode="json", exclude={"train", "heldout", "weight", "trusted_grader"})
     rows = {"data": task.heldout} if isinstance(task.heldout, str) else {"data": task.train, "heldout": task.heldout}
     return kept | rows | {"samples": base.evaluation.samples, "prompts": base.evaluation.prompts}
 

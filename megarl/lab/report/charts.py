@@ -203,11 +203,14 @@ def pictures(recipe: Recipe, rows: list[Row], timed: list[Row], evaluations: lis
         plain("By task: answers cut off, share", {f"truncation_rate/{task}": task for task in tasks}),
     ]
     rates = {"truncation_rate": "truncated", "interruption_rate": "interrupted", "format_error_rate": "malformed"}
+    ends = [f"/{task}" for task in tasks] if len(tasks) > 1 else [""]
+    beside = {f"{n}_score{end}": f"{n}{end}" for end in ends for n in ("proxy", "trusted")}
     speed = {"tokens_per_second": "trained", "rollout_tokens_per_second": "sampled"}
     charts = [
         svg(lambda a: pass_rate_against(a, rows, evaluations, "step"), "Pass rate, by step"),
         svg(lambda a: pass_rate_against(a, rows, evaluations, "compute_hours"), "Pass rate, by compute"),
         *(by_tasks if len(tasks) > 1 else ()),
+        svg(lambda a: lines(a, evaluations, beside), "Reward and trusted score of held-out prompts"),
         plain("Turns of an episode", {"turns_mean": "mean"}),
         plain("Entropy of trained tokens, nats", {"entropy": "entropy"}),
         plain("Gradient norm before clipping", {"grad_norm": "grad norm"}),

@@ -6,6 +6,8 @@
     (the fits of ScaleRL's paper)                   │
                             forms.py, posterior.py  ┘   the curve, and how certain it is
 
+`slices.py` makes such curves of a run's parts from its answers: by task, difficulty, objective, pass@n. `overoptimisation.py`
+watches in a live run whether its trusted score falls while the reward rises.
 `tables.py` has what `megarl scaling` prints; a live run's forecast is in `extrapolate.py`. A command answers in about a second:
-only `plot.py` imports matplotlib, and nothing imports scipy, which alone would take half a second.
+only `plot.py` imports matplotlib, and no command scipy, which alone would take half a second.
 """

@@ -131,6 +131,27 @@ def test_a_run_of_malformed_answers_says_why(recipe: Recipe, write_run: Callable
     assert "have no &lt;/think&gt; (length.end_of_thinking)" in rundir.report.read_text()
 
 
+def test_an_exploited_reward_is_shown_wherever_warnings_are(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+    rundir = write_run(30)
+    scores = {"proxy_score": 2.0, "trusted_score": 0.25, "warning_overoptimisation": 1.0}
+    newest = scores | {"trusted_peak_step": 20, "trusted_fall": 0.5, "proxy_rise": 0.7}
+    append_jsonl(rundir.eval, WHOLE | {"step": 30} | newest)
+    report.write_report(rundir)
+    observer = Observer(rundir)
+    observer.look()
+    values = summary.summarise(recipe, rundir) | {"outcome": "finished", "reason": "all steps done"}
+    page = rundir.report.read_text()
+    for shown in (
+        words(view.render(view.Frame(recipe, observer, 1.0, {}, ""))),
+        words(summary.render(values, rundir)),
+        page,
+    ):
+        assert "the trusted score has fallen by 0.500 since step 20" in " ".join(shown.replace("│", " ").split())
+    assert "Reward and trusted score of held-out prompts" in page
+    append_jsonl(rundir.eval, WHOLE | {"step": 40} | scores | {"warning_overoptimisation": 0.0})
+    assert not any("trusted" in warning for warning in summary.summarise(recipe, rundir)["warnings"])
+
+
 @pytest.mark.parametrize("steps", [0, 1, 2, 50])
 def test_report_of_any_length(recipe: Recipe, write_run: Callable[[int], RunDir], steps: int) -> None:
     rundir = write_run(steps)
