@@ -6,6 +6,7 @@
     (the fits of ScaleRL's paper)                   │
                             forms.py, posterior.py  ┘   the curve, and how certain it is
 
-`tables.py` has what `megarl scaling` prints; a live run's forecast is in `extrapolate.py`. A command answers in about a second:
-only `plot.py` imports matplotlib, and nothing imports scipy, which alone would take half a second.
+`tables.py` has what `megarl scaling` prints; a live run's forecast is in `extrapolate.py`. `transfer.py` goes from the fits of
+small policies to a larger one; `cells.py` is the law over batches, for `megarl plan --allocate`. A command answers in about a
+second: only `plot.py` imports matplotlib, and nothing imports scipy, which alone would take half a second.
 """
