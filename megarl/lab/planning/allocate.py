@@ -9,7 +9,9 @@ their score by majority or oracle goes with that of one answer as in the runs' e
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -27,36 +29,22 @@ from megarl.lab.planning.workload import workload
 from megarl.lab.scaling.cells import CellLaw, CellRun
 from megarl.lab.scaling.points import PointColumns, amount, read_points
 
-StepPrice = Callable[[int, int], float | None]  # device-hours of a step of P x G; None: impossible
+Batch = tuple[int, int]  # prompts, and rollouts of each
 BEST, ROWS = 5, 3
 FURTHER = 10.0  # times the rollouts of the longest run
-FREE = (
-    "run.",
-    "description",
-    "evaluation.",
-    "checkpoint.",
-    "resources.",
-    "telemetry.",
-    "batch.prompts",
-    "sampling.generations",
-)
+FREE = ("run.", "description", "evaluation.", "checkpoint.", "resources.", "batch.prompts", "sampling.generations")
 """Keys in which runs may differ and still be of one law."""
 
 
 class BatchChoice(NamedTuple):
     """A batch, the steps that the budget buys, and the score after them. first: the chance that no other is better."""
 
-    prompts: int
-    generations: int
+    batch: Batch
     steps: int
     hours: float  # of a step
     score: float
     interval: tuple[float, float]
     first: float
-
-    @property
-    def cell(self) -> tuple[int, int]:
-        return self.prompts, self.generations
 
 
 class BudgetSplit(NamedTuple):
@@ -80,105 +68,82 @@ def read_run(path: Path) -> CellRun:
     return CellRun(*batch, replace(curve, hours=curve.hours * batch[0] * batch[1]), float(np.median(hours)))
 
 
-def measured(runs: Sequence[CellRun]) -> StepPrice:
-    """Price steps by those of the runs: a part for each step and a part for each rollout, neither below 0."""
-    hours = np.array([run.device_hours for run in runs])
-    parts = np.column_stack([np.ones(len(runs)), [run.prompts * run.generations for run in runs]]) / hours[:, None]
-    fixed, rollout = np.linalg.lstsq(parts, np.ones(len(runs)), rcond=None)[0]
-    if fixed < 0 or rollout < 0 or np.linalg.matrix_rank(parts * hours[:, None]) < 2:
-        fixed, rollout = (
-            (0.0, parts[:, 1].sum() / (parts[:, 1] ** 2).sum()) if rollout > 0 else (float(hours.mean()), 0.0)
-        )
-    return lambda prompts, generations: float(fixed + rollout * prompts * generations)
+def measured(runs: Sequence[CellRun], batches: Sequence[Batch]) -> dict[Batch, float]:
+    """Return device-hours of a step by those of the runs: a part for the step and a part for each rollout, neither below 0."""
+    hours, rollouts = np.array([(run.device_hours, run.prompts * run.generations) for run in runs]).T
+    fixed, each = np.linalg.lstsq(np.column_stack([1 / hours, rollouts / hours]), np.ones(len(runs)), rcond=None)[0]
+    if min(fixed, each) < 0 or np.ptp(rollouts) == 0:
+        fixed, each = (0.0, float((hours / rollouts).mean())) if each > 0 else (float(hours.mean()), 0.0)
+    return {(p, g): float(fixed + each * p * g) for p, g in batches}
 
 
-def planned(posed: PlanningProblem) -> StepPrice:
-    """Price steps by the planner: with the layout that is best for the recipe's batch, or another where that is impossible."""
-    best = search(posed).plans
+def planned(posed: PlanningProblem, batches: Sequence[Batch]) -> dict[Batch, float]:
+    """Return GPU-hours of a step with the layout that is best for the recipe, or another for batches that it cannot have."""
+    best, prices = search(posed).plans, {}
     layout = best[0].recipe if best else posed.recipe
-
-    def price(prompts: int, generations: int) -> float | None:
-        recipe = _with_batch(layout, prompts, generations)
+    for prompts, generations in batches:
+        batch = layout.batch.model_copy(update={"prompts": prompts})
+        sampling = layout.sampling.model_copy(update={"generations": generations})
+        recipe = layout.model_copy(update={"batch": batch, "sampling": sampling})
         work = workload(recipe, posed.work.lengths, posed.work.trained_share, recipe.run.seed)
         there = replace(posed, recipe=recipe, work=work)
         plan = as_written(there)
-        found = next(iter(search(there).plans), None) if isinstance(plan, str) else plan
-        return None if found is None else found.gpus * found.step_seconds / 3600
-
-    return price
-
-
-def _with_batch(recipe: Recipe, prompts: int, generations: int) -> Recipe:
-    batch = recipe.batch.model_copy(update={"prompts": prompts})
-    sampling = recipe.sampling.model_copy(update={"generations": generations})
-    return recipe.model_copy(update={"batch": batch, "sampling": sampling})
+        for found in search(there).plans[:1] if isinstance(plan, str) else [plan]:
+            prices[prompts, generations] = found.gpus * found.step_seconds / 3600
+    return prices
 
 
-def cells(runs: Sequence[CellRun], written: tuple[int, int]) -> list[tuple[int, int]]:
-    """Return the batches to choose from: powers of two up to twice beyond the runs', theirs, and the recipe's."""
+def candidates(runs: Sequence[CellRun], written: Batch) -> list[Batch]:
+    """Return the batches to choose from: powers of two up to a factor of two beyond the runs', theirs, and the recipe's."""
     axes = []
-    for own in zip(*(run.cell for run in runs), strict=True):
+    for own in zip(*(run.batch for run in runs), strict=True):
         low, high = max(2, min(own) // 2), 2 * max(own)
-        axes.append(sorted({1 << n for n in range(high.bit_length()) if low <= 1 << n <= high} | set(own)))
+        axes.append(sorted({1 << n for n in range(high.bit_length()) if low <= 1 << n} | set(own)))
     return list(dict.fromkeys([*product(axes[0], axes[1]), written]))
 
 
-def choose(
-    law: CellLaw, price: StepPrice, batches: Sequence[tuple[int, int]], budget: float
-) -> tuple[list[BatchChoice], np.ndarray]:
+def choose(law: CellLaw, prices: Mapping[Batch, float], budget: float) -> tuple[list[BatchChoice], np.ndarray]:
     """Return all batches of which the budget pays a step, best first, and draws [draws, choices] of their scores."""
-    priced = [(p, g, hours) for p, g in batches if (hours := price(p, g)) and hours <= budget]
-    if not priced:
+    steps = {batch: int(budget / hours) for batch, hours in prices.items() if hours <= budget}
+    if not steps:
         raise MegarlError(f"--allocate: {amount(budget)} hours do not pay one step of any batch; give more")
-    steps = [int(budget / hours) for *_, hours in priced]
-    rollouts = np.array([p * g * t for (p, g, _), t in zip(priced, steps, strict=True)])
-    scores = law.scores(np.array([row[:2] for row in priced]), rollouts)
-    first = np.bincount(scores.argmax(1), minlength=len(priced)) / len(scores)
-    low, high = np.quantile(scores, (0.025, 0.975), axis=0)
+    scores = law.scores(np.array([*steps]), np.array([p * g * t for (p, g), t in steps.items()]))
+    first = np.bincount(scores.argmax(1), minlength=len(steps)) / len(scores)
+    middle, (low, high) = scores.mean(0), np.quantile(scores, (0.025, 0.975), axis=0)
+    order = np.argsort(-middle)
     rows = [
-        BatchChoice(p, g, t, each, float(mean), (float(a), float(b)), float(chance))
-        for (p, g, each), t, mean, a, b, chance in zip(priced, steps, scores.mean(0), low, high, first, strict=True)
+        BatchChoice(batch, t, prices[batch], float(middle[n]), (float(low[n]), float(high[n])), float(first[n]))
+        for n, (batch, t) in enumerate(steps.items())
     ]
-    order = sorted(range(len(rows)), key=lambda n: -rows[n].score)
     return [rows[n] for n in order], scores[:, order]
 
 
 def splits(
-    law: CellLaw,
-    price: StepPrice,
-    batches: Sequence[tuple[int, int]],
-    budget: float,
-    answers: int,
-    paths: Sequence[Path],
+    law: CellLaw, prices: Mapping[Batch, float], budget: float, answers: int, paths: Sequence[Path]
 ) -> list[BudgetSplit]:
     """Return the best training for each number n of answers to `answers` prompts."""
     rows, each = [], []
     for path in paths:
         recipe = load(str(RunDir(path).recipe))
-        column, resources = recipe.forecast_column, recipe.resources
+        suffix, resources = recipe.forecast_column.removeprefix("pass_rate"), recipe.resources
         for row in latest_scores(RunDir(path).eval):
-            if not {"seconds", "servers"} <= row.keys():
-                continue
-            rows.append({name.removesuffix(column.removeprefix("pass_rate")): value for name, value in row.items()})
+            rows.append({name.removesuffix(suffix): value for name, value in row.items()})
             cores = 1 if row["compute_unit"] == "gpu" else resources.threads
-            devices = row["servers"] * resources.server_tensor_parallel * cores
-            each.append(row["seconds"] * devices / 3600 / (row["n_prompts"] * row["samples"]))
-    if not each:
-        raise MegarlError("--answers: no evaluation of the runs tells how long it took")
-    found, one = [], float(np.median(each))
-    for n in sorted({int(name[5:]) for row in rows for name in row if name.startswith("pass@") and "_" not in name}):
-        if (left := budget - answers * n * one) <= 0:
-            break
-        try:
-            ranked, draws = choose(law, price, batches, left)
-        except MegarlError:  # what is left pays no step
-            break
-        scores = [_of_n(rows, f"{kind}@{n}", draws[:, 0]) for kind in ("maj", "pass")]
-        found.append(BudgetSplit(n, ranked[0], *scores))
+            held = row.get("servers", math.nan) * resources.server_tensor_parallel * cores
+            each.append(row.get("seconds", math.nan) * held / 3600 / (row["n_prompts"] * row["samples"]))
+    one = float(np.nanmedian(each))
+    found = []
+    for n in sorted({int(name[5:]) for row in rows for name in row if re.fullmatch(r"pass@\d+", name)}):
+        left = budget - answers * n * one
+        if left >= min(prices.values()):
+            ranked, draws = choose(law, prices, left)
+            scores = [_of_n(rows, f"{kind}@{n}", draws[:, 0]) for kind in ("maj", "pass")]
+            found.append(BudgetSplit(n, ranked[0], *scores))
     if not found:
-        raise MegarlError(
-            f"--answers: one answer to each prompt takes {amount(answers * one)} hours; nothing is left to train"
+        what = (
+            f"one answer to each prompt takes {amount(answers * one)} hours" if rows else "no evaluation tells the cost"
         )
+        raise MegarlError(f"--answers: {what}; nothing is left to train")
     return found
 
 
@@ -189,83 +154,70 @@ def _of_n(rows: Sequence[dict[str, float]], name: str, single: np.ndarray) -> fl
     pairs = np.array([(row["pass_rate"], row[name]) for row in rows if name in row]).clip(1e-3, 1 - 1e-3)
     if len(pairs) < ROWS or np.ptp(pairs[:, 0]) == 0:
         return None
-    logits = np.log(pairs / (1 - pairs))
+    logits, single = np.log(pairs / (1 - pairs)), single.clip(1e-3, 1 - 1e-3)
     slope, intercept = np.polyfit(logits[:, 0], logits[:, 1], 1)
-    single = single.clip(1e-3, 1 - 1e-3)
     return float((1 / (1 + np.exp(-intercept - slope * np.log(single / (1 - single))))).mean())
 
 
 def main(
-    recipe: Recipe,
-    budget: float,
-    paths: Sequence[Path],
-    answers: int | None,
-    posed: PlanningProblem | None,
-    as_json: bool,
-) -> int:
+    recipe: Recipe, budget: float, paths: Sequence[Path], answers: int | None, posed: PlanningProblem | None, as_json: bool
+) -> int:  # fmt: skip
     """Fit, choose and print. budget: device-hours; answers: prompts that it also answers; posed: for the planner's prices."""
     if not budget > 0:
         raise MegarlError(f"--allocate is {budget:g}; it is a budget of device-hours, above 0")
     runs = [read_run(path) for path in paths]
     if len(units := {run.curve.unit for run in runs}) > 1 or (posed and units != {"gpu"}):
         raise MegarlError(
-            "--curves: runs on CPU cores and on GPUs have different hours; give runs of one kind of device"
+            "--curves: hours of CPU cores and of GPUs are different; give runs of one, and --gpus for GPUs only"
         )
-    law, price = CellLaw(runs), planned(posed) if posed else measured(runs)
-    written = recipe.batch.prompts, recipe.sampling.generations
-    batches = cells(runs, written)
-    ranked = choose(law, price, batches, budget)[0]
-    divided = splits(law, price, batches, budget, answers, paths) if answers else []
-    said = list(_caveats(recipe, runs, paths, ranked[0], law, price if posed else None))
+    law, written = CellLaw(runs), (recipe.batch.prompts, recipe.sampling.generations)
+    batches = candidates(runs, written)
+    prices = planned(posed, batches) if posed else measured(runs, batches)
+    ranked = choose(law, prices, budget)[0]
+    divided = splits(law, prices, budget, answers, paths) if answers else []
+    said = list(_caveats(recipe, runs, paths, ranked[0], law, prices if posed else {}))
     if as_json:
         split = [s._asdict() | {"chosen": s.chosen._asdict()} for s in divided]
         print(json.dumps({"choices": [c._asdict() for c in ranked], "splits": split, "caveats": said}, indent=2))
         return 0
-    rows = {str(n): choice for n, choice in enumerate(ranked, 1) if n <= BEST or choice.cell == written}
-    table = show.narrow(
-        "", "prompts", "rollouts\na prompt", "steps", "hours\na step", "score", "95 %", "chance to\nbe best"
-    )
-    for name, c in rows.items():
-        score, low, high = (f"{value:.3f}" for value in (c.score, *c.interval))
-        cell = "as written" if c.cell == written else name
-        table.add_row(
-            cell, *map(str, c.cell), f"{c.steps:,}", f"{c.hours:.3g}", score, f"{low} … {high}", f"{c.first:.0%}"
-        )
+    headings = "prompts", "rollouts\na prompt", "steps", "hours\na step", "score", "95 %", "chance to\nbe best"
+    table = show.narrow("", *headings)
+    for n, c in enumerate(ranked, 1):
+        if n <= BEST or c.batch == written:
+            score, low, high = (f"{value:.3f}" for value in (c.score, *c.interval))
+            figures = f"{c.steps:,}", f"{c.hours:.3g}", score, f"{low} … {high}", f"{c.first:.0%}"
+            table.add_row("as written" if c.batch == written else str(n), *map(str, c.batch), *figures)
     console = Console(highlight=False)
     console.print(f"{amount(budget, runs[0].curve.unit)} buy", table)
     if divided:
-        table = show.narrow(
-            "", "answers\na prompt", "prompts x\nrollouts", "steps", "one", "by\nmajority", "by an\noracle"
-        )
+        titles = "answers\na prompt", "prompts x\nrollouts", "steps", "one", "by\nmajority", "by an\noracle"
+        table = show.narrow("", *titles)
         for n, c, *of_n in divided:
             scores = ["–" if score is None else f"{score:.3f}" for score in (c.score, *of_n)]
-            table.add_row("", str(n), f"{c.prompts} x {c.generations}", f"{c.steps:,}", *scores)
+            table.add_row("", str(n), "{} x {}".format(*c.batch), f"{c.steps:,}", *scores)
         console.print(f"\nor training, and then n answers to each of {answers:,} prompts", table)
     print(*(f"note: {text}" for text in said), sep="\n")
     return 0
 
 
 def _caveats(
-    recipe: Recipe,
-    runs: Sequence[CellRun],
-    paths: Sequence[Path],
-    best: BatchChoice,
-    law: CellLaw,
-    plans: StepPrice | None,
-) -> Iterator[str]:
-    """Yield what the runs cannot support."""
-    if (further := best.prompts * best.generations * best.steps / law.scale) > FURTHER:
+    recipe: Recipe, runs: Sequence[CellRun], paths: Sequence[Path], best: BatchChoice, law: CellLaw,
+    plans: Mapping[Batch, float],
+) -> Iterator[str]:  # fmt: skip
+    """Yield what the runs cannot support. plans: the planner's prices."""
+    if (further := math.prod(best.batch) * best.steps / law.scale) > FURTHER:
         yield f"the budget is {further:.0f} times the rollouts of the longest run: intervals so far from it are not tested"
-    of_runs = zip(*(run.cell for run in runs), strict=True)
-    for what, at, own in zip(("prompts", "rollouts a prompt"), best.cell, of_runs, strict=True):
+    of_runs = zip(*(run.batch for run in runs), strict=True)
+    for what, at, own in zip(("prompts", "rollouts a prompt"), best.batch, of_runs, strict=True):
         if len(set(own)) == 1:
             yield f"all runs have {own[0]} {what}: what another number does is a guess from other runs"
         elif not min(own) <= at <= max(own):
             yield f"the best has {at} {what}, the runs {min(own)} to {max(own)}: try it in a short run first"
-    if plans is None and len({run.prompts * run.generations for run in runs}) == 1:
+    if plans:
+        more = np.median([run.device_hours / plans[run.batch] for run in runs if run.batch in plans] or [math.nan])
+        yield f"the runs' own steps took {more:.2g} times what is planned for them"
+    elif len({math.prod(run.batch) for run in runs}) == 1:
         yield "all runs have as many rollouts a step, so what a step costs beside its rollouts is not known"
-    if plans and (pairs := [run.device_hours / hours for run in runs if (hours := plans(*run.cell))]):
-        yield f"the runs' own steps took {np.median(pairs):.2g} times what is planned for them"
     first, *others = (load(str(RunDir(path).recipe)) for path in paths)
     changed = {key for other in (*others, recipe) for key, *_ in differences(first, other) if not key.startswith(FREE)}
     if changed:

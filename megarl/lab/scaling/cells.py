@@ -40,7 +40,7 @@ class CellRun(NamedTuple):
     device_hours: float
 
     @property
-    def cell(self) -> tuple[int, int]:
+    def batch(self) -> tuple[int, int]:
         return self.prompts, self.generations
 
 
@@ -48,10 +48,10 @@ class CellLaw:
     """The fitted law; `theta` [draws, 8] are R_0, A, ln B, ln N in units of `scale`, α, β, δ, ε."""
 
     def __init__(self, runs: Sequence[CellRun]) -> None:
-        if len({run.cell for run in runs}) < 2:
+        if len({run.batch for run in runs}) < 2:
             alone = f"{len(runs)} run{'s' * (len(runs) != 1)} of one batch cannot tell what another would do"
             raise MegarlError(f"{alone}; give runs that differ in batch.prompts or sampling.generations (--curves A,B)")
-        self.centre = np.log([run.cell for run in runs]).mean(0)
+        self.centre = np.log([run.batch for run in runs]).mean(0)
         n, y, noise = [], [], []
         for run in runs:
             rate, answers = run.curve.pass_rate, run.curve.answers
@@ -65,7 +65,7 @@ class CellLaw:
         if len(self.y) < 6:
             raise MegarlError(f"{len(self.y)} scores in all runs; the law over batches needs 6 or more: train further")
         self.scale = float(hours.max())
-        self._x, self._cell = np.log(hours / self.scale), np.log([run.cell for run in runs])[of] - self.centre
+        self._x, self._cell = np.log(hours / self.scale), np.log([run.batch for run in runs])[of] - self.centre
         known = [run.curve.r0 for run in runs if run.curve.r0 is not None]
         self._start = (float(np.mean(known)), BEFORE_TRAINING) if known else (float(self.y.min()), 0.2)
         self.gain = max(float(np.sort(self.y)[-3:].mean()) - self._start[0], 0.02)

@@ -38,25 +38,25 @@ def short(cell: tuple[int, int], powers: tuple[float, float], seed: int, most: f
 def test_choice_is_near_the_best_of_the_grid(powers: tuple[float, float]) -> None:
     """Its gain is within 5 % of the best cell's, by the law itself; where the batch matters the worst is not."""
     runs = [short(cell, powers, seed=3) for cell in CORNERS]
-    ranked, _ = choose(CellLaw(runs), measured(runs), GRID, budget := 0.1)
+    ranked, _ = choose(CellLaw(runs), measured(runs, GRID), budget := 0.1)
 
     def gain(cell: tuple[int, int]) -> float:
         rollouts = np.prod(cell) * int(budget / hours(*cell))
         return float(law(rollouts, *cell, powers)) - R0
 
     gains = {cell: gain(cell) for cell in GRID}
-    assert gains[ranked[0].cell] > 0.95 * max(gains.values())
-    inside = [c.interval[0] < gain(c.cell) + R0 < c.interval[1] for c in ranked]
+    assert gains[ranked[0].batch] > 0.95 * max(gains.values())
+    inside = [c.interval[0] < gain(c.batch) + R0 < c.interval[1] for c in ranked]
     assert sum(inside) >= 8, ranked
     if powers[0] != 0.05:
         assert min(gains.values()) < 0.9 * max(gains.values())
 
 
 def test_price_has_a_part_for_the_step() -> None:
-    price = measured([short(cell, (0.5, 0.5), 0) for cell in CORNERS])
-    assert price(16, 16) == pytest.approx(hours(16, 16), rel=1e-6)
-    same = measured([short((8, 16), (0.5, 0.5), 0), short((16, 8), (0.5, 0.5), 0)])
-    assert same(16, 16) == pytest.approx(2 * hours(8, 16), rel=1e-6)  # in proportion, as the caveat says
+    prices = measured([short(cell, (0.5, 0.5), 0) for cell in CORNERS], GRID)
+    assert prices[16, 16] == pytest.approx(hours(16, 16), rel=1e-6)
+    same = measured([short((8, 16), (0.5, 0.5), 0), short((16, 8), (0.5, 0.5), 0)], GRID)
+    assert same[16, 16] == pytest.approx(2 * hours(8, 16), rel=1e-6)  # in proportion, as the caveat says
 
 
 def write(path: Path, cell: tuple[int, int], device: str = "core") -> Path:
@@ -110,7 +110,7 @@ def test_bad_input(tmp_path: Path) -> None:
         (1e-6, paths, None, "do not pay one step"),
         (-1.0, paths, None, "above 0"),
         (0.1, paths, 10**6, "nothing is left"),
-        (0.1, [*paths, write(tmp_path / "gpu", (8, 8), "gpu")], None, "one kind of device"),
+        (0.1, [*paths, write(tmp_path / "gpu", (8, 8), "gpu")], None, "hours of CPU cores"),
         (0.1, [tmp_path], None, "not a run directory"),
     ):
         with pytest.raises(MegarlError, match=message):
@@ -135,7 +135,7 @@ def test_planner_prices_a_batch() -> None:
         recipe = load("scalerl-8b", list(overrides))
         return problem(recipe, 16, "h100", "llama-3.1-8b", work(recipe, 4000))
 
-    price = allocate.planned(posed())
+    prices = allocate.planned(posed(), [(96, 16), (48, 16)])
     best = search(posed("batch.prompts=96")).plans[0]
-    assert price(96, 16) == pytest.approx(16 * best.step_seconds / 3600, rel=0.1)
-    assert price(96, 16) < 2 * (price(48, 16) or 0)  # publication and bubbles are paid once
+    assert prices[96, 16] == pytest.approx(16 * best.step_seconds / 3600, rel=0.1)
+    assert prices[96, 16] < 2 * prices[48, 16]  # publication and bubbles are paid once
