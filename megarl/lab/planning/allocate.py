@@ -29,7 +29,7 @@ from megarl.lab.planning.workload import workload
 from megarl.lab.scaling.cells import CellLaw, CellRun
 from megarl.lab.scaling.points import PointColumns, amount, read_points
 
-Batch = tuple[int, int]  # prompts, and rollouts of each
+BatchSize = tuple[int, int]  # prompts, and rollouts of each
 BEST, ROWS = 5, 3
 FURTHER = 10.0  # times the rollouts of the longest run
 FREE = ("run.", "description", "evaluation.", "checkpoint.", "resources.", "batch.prompts", "sampling.generations")
@@ -39,7 +39,7 @@ FREE = ("run.", "description", "evaluation.", "checkpoint.", "resources.", "batc
 class BatchChoice(NamedTuple):
     """A batch, the steps that the budget buys, and the score after them. first: the chance that no other is better."""
 
-    batch: Batch
+    batch: BatchSize
     steps: int
     hours: float  # of a step
     score: float
@@ -68,7 +68,7 @@ def read_run(path: Path) -> CellRun:
     return CellRun(*batch, replace(curve, hours=curve.hours * batch[0] * batch[1]), float(np.median(hours)))
 
 
-def measured(runs: Sequence[CellRun], batches: Sequence[Batch]) -> dict[Batch, float]:
+def measured(runs: Sequence[CellRun], batches: Sequence[BatchSize]) -> dict[BatchSize, float]:
     """Return device-hours of a step by those of the runs: a part for the step and a part for each rollout, neither below 0."""
     hours, rollouts = np.array([(run.device_hours, run.prompts * run.generations) for run in runs]).T
     fixed, each = np.linalg.lstsq(np.column_stack([1 / hours, rollouts / hours]), np.ones(len(runs)), rcond=None)[0]
@@ -77,7 +77,7 @@ def measured(runs: Sequence[CellRun], batches: Sequence[Batch]) -> dict[Batch, f
     return {(p, g): float(fixed + each * p * g) for p, g in batches}
 
 
-def planned(posed: PlanningProblem, batches: Sequence[Batch]) -> dict[Batch, float]:
+def planned(posed: PlanningProblem, batches: Sequence[BatchSize]) -> dict[BatchSize, float]:
     """Return GPU-hours of a step with the layout that is best for the recipe, or another for batches that it cannot have."""
     best, prices = search(posed).plans, {}
     layout = best[0].recipe if best else posed.recipe
@@ -93,7 +93,7 @@ def planned(posed: PlanningProblem, batches: Sequence[Batch]) -> dict[Batch, flo
     return prices
 
 
-def candidates(runs: Sequence[CellRun], written: Batch) -> list[Batch]:
+def candidates(runs: Sequence[CellRun], written: BatchSize) -> list[BatchSize]:
     """Return the batches to choose from: powers of two up to a factor of two beyond the runs', theirs, and the recipe's."""
     axes = []
     for own in zip(*(run.batch for run in runs), strict=True):
@@ -102,7 +102,7 @@ def candidates(runs: Sequence[CellRun], written: Batch) -> list[Batch]:
     return list(dict.fromkeys([*product(axes[0], axes[1]), written]))
 
 
-def choose(law: CellLaw, prices: Mapping[Batch, float], budget: float) -> tuple[list[BatchChoice], np.ndarray]:
+def choose(law: CellLaw, prices: Mapping[BatchSize, float], budget: float) -> tuple[list[BatchChoice], np.ndarray]:
     """Return all batches of which the budget pays a step, best first, and draws [draws, choices] of their scores."""
     steps = {batch: int(budget / hours) for batch, hours in prices.items() if hours <= budget}
     if not steps:
@@ -119,7 +119,7 @@ def choose(law: CellLaw, prices: Mapping[Batch, float], budget: float) -> tuple[
 
 
 def splits(
-    law: CellLaw, prices: Mapping[Batch, float], budget: float, answers: int, paths: Sequence[Path]
+    law: CellLaw, prices: Mapping[BatchSize, float], budget: float, answers: int, paths: Sequence[Path]
 ) -> list[BudgetSplit]:
     """Return the best training for each number n of answers to `answers` prompts."""
     rows, each = [], []
@@ -202,7 +202,7 @@ def main(
 
 def _caveats(
     recipe: Recipe, runs: Sequence[CellRun], paths: Sequence[Path], best: BatchChoice, law: CellLaw,
-    plans: Mapping[Batch, float],
+    plans: Mapping[BatchSize, float],
 ) -> Iterator[str]:  # fmt: skip
     """Yield what the runs cannot support. plans: the planner's prices."""
     if (further := math.prod(best.batch) * best.steps / law.scale) > FURTHER:
