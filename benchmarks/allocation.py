@@ -11,13 +11,18 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
 
 from megarl.core.base.rundir import latest_rows, latest_scores, write_atomically
 from megarl.core.recipe import Recipe
+from megarl.lab.planning.allocate import BatchSize, choose, measured
+from megarl.lab.scaling.cells import CellLaw, CellRun
+from megarl.lab.scaling.points import Curve
 from megarl.lab.study import corpus, plan
 from megarl.lab.study.main import CommandLines, StudyHooks, run
 from megarl.lab.study.plan import StudyTask
@@ -27,6 +32,8 @@ ROLLOUTS = 10_240
 KIND = "quickstart-0.3m-fp32"
 CELLS = ((8, 4), (32, 16), (16, 8), (8, 16), (32, 4), (8, 8), (16, 16), (32, 8), (16, 4))  # first those that are fitted
 FITTED = 5
+SHORT = 0.34  # of the rollouts: what is fitted
+FEW, SUBSETS = 3, 30
 
 
 def recipes(directory: Path) -> dict[str, Recipe]:
@@ -72,13 +79,86 @@ def record(directory: Path) -> None:
     write_atomically(directory / "allocation.json", f"[\n{lines}\n]\n".encode())
 
 
+class Judgement(NamedTuple):
+    """A choice for a budget, and the gains that the grid's cells made with it, by cell."""
+
+    chosen: BatchSize
+    inside: int  # cells whose score lies in its interval, widened by the noise of 2,048 answers
+    gains: dict[BatchSize, float]
+
+    @property
+    def share(self) -> float:
+        return self.gains[self.chosen] / max(self.gains.values())
+
+
+def judge(cells: Sequence[dict[str, Any]], fitted: Sequence[BatchSize], until: float, fixed: bool) -> Judgement:
+    """Fit parts of some cells, up to a share of their rollouts, and choose among all.
+
+    fixed: a step has its fixed costs, by the fitted cells; the budget is what the cheapest cell took. Otherwise a step costs
+    its rollouts, and the budget is all of them.
+    """
+    runs = {(cell["prompts"], cell["generations"]): cell for cell in cells}
+    curves = {batch: _curve(cell) for batch, cell in runs.items()}
+    short = [
+        CellRun(*batch, _until(curves[batch], until * ROLLOUTS), runs[batch]["seconds"] / 1800) for batch in fitted
+    ]
+    prices = measured(short, [*runs]) if fixed else {batch: float(np.prod(batch)) for batch in runs}
+    budget = min(hours * (ROLLOUTS // np.prod(batch)) for batch, hours in prices.items())
+    ranked, _ = choose(CellLaw(short), prices, float(budget) + 1e-9)
+    start, scores = float(np.mean([curve.r0 for curve in curves.values()])), {}
+    for choice in ranked:
+        curve, rollouts = curves[choice.batch], np.prod(choice.batch) * choice.steps
+        scores[choice.batch] = float(np.interp(np.log(rollouts), np.log(curve.hours), curve.pass_rate))
+    noise = 1.96 * np.sqrt(0.25 / 2048)
+    inside = sum(c.interval[0] - noise <= scores[c.batch] <= c.interval[1] + noise for c in ranked)
+    return Judgement(ranked[0].batch, inside, {batch: score - start for batch, score in scores.items()})
+
+
+def _curve(cell: dict[str, Any]) -> Curve:
+    first, *later = cell["points"]
+    rollouts = np.array([row["step"] * cell["prompts"] * cell["generations"] for row in later], float)
+    rates = np.array([row["pass_rate"] for row in later])
+    return Curve("", rollouts, rates, first["pass_rate"], "core", answers=cell["answers"])
+
+
+def _until(curve: Curve, rollouts: float) -> Curve:
+    seen = curve.hours <= rollouts
+    return replace(curve, hours=curve.hours[seen], pass_rate=curve.pass_rate[seen])
+
+
+def score() -> None:
+    cells = json.loads(RESULTS.read_text())
+    ran = [(cell["prompts"], cell["generations"]) for cell in cells]
+    for fixed in (False, True):
+        print(f"\na step costs {'a fixed part and its rollouts' if fixed else 'its rollouts'}")
+        best = judge(cells, ran[:FITTED], SHORT, fixed)
+        for batch, gain in sorted(best.gains.items(), key=lambda item: -item[1]):
+            print(f"  {batch[0]:>3} x {batch[1]:<3} gain {gain:.3f}{'  chosen' * (batch == best.chosen)}")
+        print(f"  {best.share:.2f} of the best gain; {best.inside} of {len(ran)} scores inside their intervals")
+        some = list(combinations(ran, FEW))
+        some = [some[n] for n in np.random.default_rng(0).permutation(len(some))[:SUBSETS]]
+        others = [judge(cells, chosen, SHORT, fixed) for chosen in some]
+        shares = np.array([other.share for other in others])
+        inside = np.sum([other.inside for other in others]) / (len(ran) * len(others))
+        random = np.mean([*best.gains.values()]) / max(best.gains.values())
+        print(
+            f"  {len(others)} choices from {FEW} cells: {np.mean(shares):.2f} of the best gain in the mean, at least {shares.min():.2f},"
+        )
+        print(
+            f"  {np.mean(shares >= 0.9):.0%} of them .9 or more; {inside:.0%} of the scores inside; a random cell: {random:.2f}"
+        )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     running = commands.add_parser("run")
     running.add_argument("directory", type=Path)
     running.add_argument("--task", type=int)
+    commands.add_parser("score")
     options = parser.parse_args(arguments)
+    if options.command == "score":
+        score()
     if options.command == "run":
         study = plan.prepare(options.directory, recipes(options.directory), [0])
         tasks = study.tasks if options.task is None else [study.tasks[options.task]]
