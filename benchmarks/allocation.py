@@ -142,7 +142,7 @@ def score() -> None:
         inside = np.sum([other.inside for other in others]) / (len(ran) * len(others))
         random = np.mean([*best.gains.values()]) / max(best.gains.values())
         print(
-            f"  {len(others)} choices from {FEW} cells: {np.mean(shares):.2f} of the best gain in the mean, at least {shares.min():.2f},"
+            f"  {len(others)} choices from {FEW} cells: {shares.mean():.2f} of the best gain, at least {shares.min():.2f},"
         )
         print(
             f"  {np.mean(shares >= 0.9):.0%} of them .9 or more; {inside:.0%} of the scores inside; a random cell: {random:.2f}"
