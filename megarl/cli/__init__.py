@@ -189,6 +189,8 @@ def plan(
     if allocate is not None:
         from megarl.lab.planning import allocate as allocation
 
+        if simulate or price is not None:
+            raise MegarlError("--allocate has no --simulate and no --price: its budget is of hours")
         if not curves:
             raise MegarlError("--allocate needs --curves RUN,RUN…: short runs of two or more batches, with evaluations")
         return allocation.main(loaded, allocate, [Path(run) for run in curves.split(",")], answers, posed, as_json)

@@ -60,12 +60,12 @@ def read_run(path: Path) -> CellRun:
     """Read a run directory as a point of the grid."""
     recipe, rundir = load(str(RunDir.opened(path).recipe)), RunDir(path)
     (curve,) = read_points(path, PointColumns(hours="step"))
-    hours = np.diff([row["training_hours"] for row in latest_rows(rundir.metrics)])
-    if not len(hours):
+    hours = np.diff([row["training_hours"] for row in latest_rows(rundir.metrics) if "training_hours" in row])
+    # The median: steps during which the servers were held for an evaluation waited.
+    if not len(hours) or not (one := float(np.median(hours))) > 0:
         raise MegarlError(f"{path}: fewer than two steps, so what a step takes is not known; train further")
     batch = recipe.batch.prompts, recipe.sampling.generations
-    # The median: steps during which the servers were held for an evaluation waited.
-    return CellRun(*batch, replace(curve, hours=curve.hours * batch[0] * batch[1]), float(np.median(hours)))
+    return CellRun(*batch, replace(curve, hours=curve.hours * batch[0] * batch[1]), one)
 
 
 def measured(runs: Sequence[CellRun], batches: Sequence[BatchSize]) -> dict[BatchSize, float]:
@@ -165,6 +165,8 @@ def main(
     """Fit, choose and print. budget: device-hours; answers: prompts that it also answers; posed: for the planner's prices."""
     if not budget > 0:
         raise MegarlError(f"--allocate is {budget:g}; it is a budget of device-hours, above 0")
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise MegarlError("--curves: a run is named twice, and would count twice")
     runs = [read_run(path) for path in paths]
     if len(units := {run.curve.unit for run in runs}) > 1 or (posed and units != {"gpu"}):
         raise MegarlError(

@@ -13,10 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megarl.core.base import architecture
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir
-from megarl.core.recipe import load
 from megarl.lab.scaling.fit import PRIOR, Fit
 from megarl.lab.scaling.forms import FORMS, Array
 from megarl.lab.scaling.posterior import FLAT
@@ -108,4 +106,7 @@ def named_size(source: str) -> tuple[float, str]:
         run = RunDir(Path(source))
     if not run.recipe.exists():
         raise MegarlError(f"{source}: say how many parameters a token meets, such as 8e9={path or source}") from None
+    from megarl.core.base import architecture  # with the recipe's: slow to import
+    from megarl.core.recipe import load
+
     return float(architecture.read(load(str(run.recipe)).model.path).active_parameters), source

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megarl import cli
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import dump, load
 from megarl.lab.planning import allocate
@@ -111,12 +112,28 @@ def test_bad_input(tmp_path: Path) -> None:
         (-1.0, paths, None, "above 0"),
         (0.1, paths, 10**6, "nothing is left"),
         (0.1, [*paths, write(tmp_path / "gpu", (8, 8), "gpu")], None, "hours of CPU cores"),
+        (0.1, [*paths, paths[0]], None, "named twice"),
         (0.1, [tmp_path], None, "not a run directory"),
     ):
         with pytest.raises(MegarlError, match=message):
             main(recipe, budget, runs, answers, None, as_json=False)
     with pytest.raises(MegarlError, match="needs 6 or more"):
         CellLaw([replace_points(short(cell, (0.5, 0.5), 0), 2) for cell in CORNERS[:2]])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--allocate", "1"], "needs --curves"),
+        (["--allocate", "1", "--curves", "a", "--simulate"], "no --simulate"),
+        (["--allocate", "1", "--curves", "a", "--gpus", "8"], "both --gpus"),
+        (["--curves", "a", "--gpus", "8", "--gpu", "h100"], "is of --allocate"),
+        ([], "both --gpus"),
+    ],
+)
+def test_options_that_do_not_go_together(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "scalerl-8b", "--model-config", "llama-3.1-8b", *options]) == 2
+    assert message in capsys.readouterr().err
 
 
 def replace_points(run: CellRun, count: int) -> CellRun:
@@ -126,7 +143,7 @@ def replace_points(run: CellRun, count: int) -> CellRun:
     )
 
 
-def test_planner_prices_a_batch() -> None:
+def test_planner_prices_a_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As a search of the recipe with that batch does."""
     from megarl.lab.planning.command import problem, work
     from megarl.lab.planning.layouts import search
@@ -139,3 +156,6 @@ def test_planner_prices_a_batch() -> None:
     best = search(posed("batch.prompts=96")).plans[0]
     assert prices[96, 16] == pytest.approx(16 * best.step_seconds / 3600, rel=0.1)
     assert prices[96, 16] < 2 * prices[48, 16]  # publication and bubbles are paid once
+    runs = [write(tmp_path / f"r{n}", cell, "gpu") for n, cell in enumerate(CORNERS)]
+    main(posed().recipe, 50, runs, None, posed(), as_json=False)
+    assert "times what is planned for them" in capsys.readouterr().out
