@@ -3,10 +3,12 @@
 import json
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.allocation import ROLLOUTS, SHORT, judge
 from megarl import cli
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import dump, load
@@ -51,6 +53,25 @@ def test_choice_is_near_the_best_of_the_grid(powers: tuple[float, float]) -> Non
     assert sum(inside) >= 8, ranked
     if powers[0] != 0.05:
         assert min(gains.values()) < 0.9 * max(gains.values())
+
+
+def test_judge_of_the_grid() -> None:
+    """benchmarks/allocation.py: cells that follow a law are chosen from and lie inside; of those that turn back, none does."""
+    cells: list[dict[str, Any]] = []
+    for p, g in dict.fromkeys([*CORNERS, *GRID]):
+        steps = np.array([n * (ROLLOUTS // (p * g)) // 10 for n in (1, 2, 3, 6, 10)])
+        scores = np.random.default_rng((p, g)).binomial(ANSWERS, law(steps * p * g, p, g, (0.7, 0.6))) / ANSWERS
+        points = [{"step": int(n), "pass_rate": r} for n, r in zip([0, *steps], [R0, *scores], strict=True)]
+        cells.append(
+            {"prompts": p, "generations": g, "seconds": hours(p, g) * 1800, "answers": ANSWERS, "points": points}
+        )
+    for fixed in (False, True):
+        judged = judge(cells, list(CORNERS), SHORT, fixed)
+        assert judged.share > 0.93
+        assert judged.inside == len(cells)
+    for cell in cells:
+        cell["points"][-1]["pass_rate"] = R0
+    assert judge(cells, list(CORNERS), SHORT, False).inside == 0
 
 
 def test_price_has_a_part_for_the_step() -> None:

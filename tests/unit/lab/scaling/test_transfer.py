@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from benchmarks.transfer import judge
 from megarl.core.base.errors import MegarlError
 from megarl.lab.scaling.fit import Fit, fit
 from megarl.lab.scaling.points import Curve
@@ -79,6 +80,23 @@ def test_more_sizes_and_a_known_start_narrow_the_interval() -> None:
     assert any("further beyond" in text for text in doubts(fits, 1e9))
     enough = fits | {4e6: fits[2e6]}
     assert all(" parameters: A is only known" in text for text in doubts(enough, 5e6))
+
+
+def test_judge_tells_a_curve_that_follows_from_one_that_does_not() -> None:
+    """benchmarks/transfer.py: nearer than the next smaller size; and a policy that stops learning lies outside."""
+    rng, of = np.random.default_rng(0), laws(np.array([-0.1, 0.0, 0.6, 0.0]), np.zeros((4, 4)))
+    of[:, 2] *= 10  # petaFLOP
+    curves = {}
+    for size, law in zip(SIZES, of, strict=True):
+        hours = law[2] * np.geomspace(0.1, 6, 12)
+        rates = rng.binomial(ANSWERS, score(law, hours)) / ANSWERS
+        curves[float(size)] = [Curve("", hours, rates, float(law[3]), "core", answers=ANSWERS)]
+    row = judge("quickstart", curves)
+    assert row["inside"] == 1
+    assert row["rmse"] < row["rmse_of_next_smaller"]
+    (last,) = curves[SIZES[3]]
+    stopped = Curve("", last.hours, np.minimum(last.pass_rate, of[3, 3] + 0.1), last.r0, "core", answers=ANSWERS)
+    assert judge("quickstart", curves | {SIZES[3]: [stopped]})["inside"] < 0.5
 
 
 def test_bad_input() -> None:
