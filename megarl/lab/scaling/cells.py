@@ -17,17 +17,19 @@ from typing import NamedTuple
 import numpy as np
 
 from megarl.core.base.errors import MegarlError
-from megarl.lab.scaling.fit import BEFORE_TRAINING, PRIOR
+from megarl.lab.scaling.fit import BEFORE_TRAINING, PRIOR, before_training, noise_of, windowed
 from megarl.lab.scaling.forms import FORMS, Array
 from megarl.lab.scaling.points import Curve
+from megarl.lab.scaling.posterior import Normal
 
+B = PRIOR.w or Normal(0.0, 1.0)  # of ln B
 WALKERS, ROUNDS, THIN = 64, 1500, 8
 MISFIT, LENGTH = 0.03, 1.5  # of a run from its curve: as in fit.py
 OFFSET = 0.06  # of a run from the powers, and of a seed, as a share of the gain
-POWERS = (0.5, 0.4)
+POWERS = Normal(0.5, 0.4)
 """α and β: mean and deviation, between the limits. The paper's batches of 512 to 2,048 have 1.07 in GPU-hours, its 8 to 32
 generations of one batch .13 for β − α."""
-CEILINGS = (0.08, 0.1)
+CEILINGS = Normal(0.08, 0.1)
 """δ and ε: mean and deviation. The paper's batches have .08, its generations .01 for ε − δ; a seed's ±.015 in A is ±.04."""
 
 
@@ -52,41 +54,33 @@ class CellLaw:
             alone = f"{len(runs)} run{'s' * (len(runs) != 1)} of one batch cannot tell what another would do"
             raise MegarlError(f"{alone}; give runs that differ in batch.prompts or sampling.generations (--curves A,B)")
         self.centre = np.log([run.batch for run in runs]).mean(0)
-        n, y, noise = [], [], []
-        for run in runs:
-            rate, answers = run.curve.pass_rate, run.curve.answers
-            if answers is None:
-                raise MegarlError(f"{run.curve.name}: it is not known of how many answers its scores are the mean")
-            n.append(run.curve.hours)
-            y.append(rate)
-            noise.append(np.sqrt(np.clip(rate, 1 / answers, 1 - 1 / answers) * (1 - rate).clip(1 / answers) / answers))
-        of = np.repeat(np.arange(len(runs)), [len(part) for part in n])
-        self.y, hours, sigma = np.concatenate(y), np.concatenate(n), np.concatenate(noise)
+        hours, self.y, of, _ = windowed(curves := [run.curve for run in runs], 0.0, None)
+        if (noise := noise_of(curves, of, self.y)) is None:
+            raise MegarlError("--curves: it is not known of how many answers the scores are the mean")
         if len(self.y) < 6:
             raise MegarlError(f"{len(self.y)} scores in all runs; the law over batches needs 6 or more: train further")
         self.scale = float(hours.max())
         self._x, self._cell = np.log(hours / self.scale), np.log([run.batch for run in runs])[of] - self.centre
-        known = [run.curve.r0 for run in runs if run.curve.r0 is not None]
-        self._start = (float(np.mean(known)), BEFORE_TRAINING) if known else (float(self.y.min()), 0.2)
+        known, _ = before_training(curves, None)
+        self._start = (float(self.y.min()), 0.2) if known is None else (known, BEFORE_TRAINING)
         self.gain = max(float(np.sort(self.y)[-3:].mean()) - self._start[0], 0.02)
         rise, same = np.clip((self.y - self._start[0]) / self.gain, 0, 1), of[:, None] == of
         strays = MISFIT**2 * np.exp(-np.abs(self._x[:, None] - self._x) / LENGTH) + OFFSET**2 * rise[:, None] * rise
-        self._whiten = np.linalg.inv(np.linalg.cholesky(self.gain**2 * strays * same + np.diag(sigma**2)))
+        self._whiten = np.linalg.inv(np.linalg.cholesky(self.gain**2 * strays * same + np.diag(noise**2)))
         self.theta = _sampled(self._density, self._walkers())
 
     def _walkers(self) -> Array:
         rng = np.random.default_rng(1)
-        r0 = np.clip(self._start[0] + 0.01 * rng.standard_normal(WALKERS), 0.001, 0.95)
-        a = np.maximum(self.y.max(), r0) + (1 - np.maximum(self.y.max(), r0)) * rng.uniform(0.1, 0.9, WALKERS)
-        others = [PRIOR.w.mean if PRIOR.w else 0.0, -0.5, POWERS[0], POWERS[0], 0.0, 0.0]
+        r0 = (self._start[0] + 0.01 * rng.standard_normal(WALKERS)).clip(0.001, 0.95)
+        a = 1 - (1 - np.maximum(self.y.max(), r0)) * rng.uniform(0.1, 0.9, WALKERS)
+        others = [B.mean, -0.5, POWERS.mean, POWERS.mean, 0.0, 0.0]
         return np.column_stack([r0, a, np.array(others) + 0.05 * rng.standard_normal((WALKERS, 6))])
 
     def _density(self, theta: Array) -> Array:
         """Return the log density [walkers] of parameters [walkers, 8], up to a constant."""
-        r0, a, w, u, alpha, beta, delta, epsilon = theta.T
-        prior = ((r0 - self._start[0]) / self._start[1]) ** 2 + ((w - PRIOR.w.mean) / PRIOR.w.deviation) ** 2  # type: ignore[union-attr]
-        for power, (mean, deviation) in ((alpha, POWERS), (beta, POWERS), (delta, CEILINGS), (epsilon, CEILINGS)):
-            prior = prior + ((power - mean) / deviation) ** 2
+        r0, a, w, u = theta.T[:4]
+        about = (self._start, B, POWERS, POWERS, CEILINGS, CEILINGS)
+        prior = sum(((part - m) / d) ** 2 for part, (m, d) in zip((r0, w, *theta.T[4:]), about, strict=True))
         low, high = self._x.min() - 4, self._x.max() + 3  # as PRIOR.beyond
         allowed = (r0 > 0) & (a > r0) & (a < 1) & (u > low) & (u < high)
         whitened = (self.y - self._law(theta, self._cell, self._x)) @ self._whiten.T

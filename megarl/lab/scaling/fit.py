@@ -110,10 +110,10 @@ def fit(
     if (chosen := FORMS.get(form)) is None:
         raise MegarlError(f"no form {form!r}; there are {', '.join(FORMS)}")
     hours, scores, number, remarks = windowed(curves, start, end)
-    known, r0_from = _before_training(curves, r0)
+    known, r0_from = before_training(curves, r0)
     _refuse(curves[0].name, chosen, hours, scores, known, ceiling)
     scale = float(hours[-1])
-    x, noise = chosen.x(hours, scale), _noise(curves, number, scores)
+    x, noise = chosen.x(hours, scale), noise_of(curves, number, scores)
     earliest = float(min(curve.pass_rate[0] for curve in curves if len(curve.pass_rate)))
     prior = replace(
         PRIOR if form == "sigmoid" else replace(PRIOR, w=None, beyond=None),
@@ -164,7 +164,7 @@ def _pair(ends: Iterable[float]) -> Interval:
     return low, high
 
 
-def _noise(curves: Sequence[Curve], number: Array, scores: Array) -> Array | None:
+def noise_of(curves: Sequence[Curve], number: Array, scores: Array) -> Array | None:
     """Return the standard deviation of each score by the number of answers; None if one curve does not tell it."""
     answers = np.array([curve.answers or math.nan for curve in curves])[number]
     if not np.isfinite(answers).all():
@@ -180,7 +180,7 @@ def _r0_prior(known: float | None, r0_from: R0From, form: str, earliest: float) 
     return Normal(known, EXACT if exact else BEFORE_TRAINING)
 
 
-def _before_training(curves: Sequence[Curve], given: float | None) -> tuple[float | None, R0From]:
+def before_training(curves: Sequence[Curve], given: float | None) -> tuple[float | None, R0From]:
     """Return R_0 and its origin; None: to be estimated. Seeds start from the same weights, so their scores are averaged."""
     if given is not None:
         if not 0 <= given < 1:
