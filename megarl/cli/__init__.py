@@ -159,8 +159,8 @@ def _dry_run(recipe: "Recipe", checked: Callable[["Recipe"], str]) -> int:
 def plan(
     recipe: p.RecipeName,
     overrides: p.Overrides,
-    gpus: Annotated[int, Option(min=1, help="how many there are, generators and trainers together")],
-    gpu: Annotated[str, Option(help="which: a name in megarl/lab/planning/hardware.yaml, such as h100")],
+    gpus: Annotated[int | None, Option(min=1, help="how many there are, generators and trainers together")] = None,
+    gpu: Annotated[str | None, Option(help="which: a name in megarl/lab/planning/hardware.yaml, such as h100")] = None,
     model_config: p.ModelConfig = None,
     mean_tokens: Annotated[float | None, Option(help="mean length of a completion; else half of the longest")] = None,
     spread: Annotated[float, Option(help="deviation of the lengths' logarithm")] = 0.5,
@@ -171,13 +171,33 @@ def plan(
     out: Annotated[Path, Option(help="picture of --simulate")] = Path("plan.png"),
     price: p.Price = None,
     as_json: p.Json = False,
+    allocate: Annotated[
+        float | None, Option(metavar="HOURS", help="choose batch and steps for this many device-hours")
+    ] = None,
+    curves: Annotated[str, Option(metavar="RUN,RUN", help="of --allocate: short runs that differ in their batch")] = "",
+    answers: Annotated[int | None, Option(min=1, help="of --allocate: prompts that the budget also answers")] = None,
 ) -> int:
-    """Say what a recipe needs on N GPUs, and how fast it will be."""
+    """Say what a recipe needs on N GPUs, and how fast it will be; or how to spend a budget."""
     from megarl.lab.planning.command import main, problem, work
 
+    if (gpus is None) != (gpu is None) or (gpus is None and allocate is None):
+        raise MegarlError("give both --gpus N and --gpu NAME: what is planned for")
     loaded = _load(recipe, overrides)
-    expected = work(loaded, mean_tokens, spread, lengths, trained_share)
-    return main(problem(loaded, gpus, gpu, model_config, expected), (steps, out) if simulate else None, as_json, price)
+    posed = None
+    if gpus is not None and gpu is not None:
+        posed = problem(loaded, gpus, gpu, model_config, work(loaded, mean_tokens, spread, lengths, trained_share))
+    if allocate is not None:
+        from megarl.lab.planning import allocate as allocation
+
+        if simulate or price is not None:
+            raise MegarlError("--allocate has no --simulate and no --price: its budget is of hours")
+        if not curves:
+            raise MegarlError("--allocate needs --curves RUN,RUN…: short runs of two or more batches, with evaluations")
+        return allocation.main(loaded, allocate, [Path(run) for run in curves.split(",")], answers, posed, as_json)
+    if curves or answers:
+        raise MegarlError(f"{'--curves' if curves else '--answers'} is of --allocate HOURS")
+    assert posed is not None
+    return main(posed, (steps, out) if simulate else None, as_json, price)
 
 
 @app.command()

@@ -58,6 +58,8 @@ Column = Annotated[list[str], repeated("FIELD=COLUMN", COLUMN)]
 POINTS = "a run directory, or a CSV or JSONL of points"
 Points = Annotated[str, Argument(help=POINTS)]
 AllPoints = Annotated[list[Path], Argument(metavar="points", help=f"{POINTS}, each; the first is the reference")]
+SIZED = f"{POINTS}, of a policy with N active parameters, each; of RUN alone, N is its model's"
+SizedPoints = Annotated[list[str], Argument(metavar="N=points…", help=SIZED)]
 R0 = Annotated[float | None, Option("--r0", help="pass rate before training, if the points have none")]
 FROM = "leave out points before these hours; else before 1,500 GPU-hours, or a shorter first epoch"
 Start = Annotated[float | None, Option("--from", metavar="H", help=FROM)]

@@ -119,6 +119,45 @@ def compare(
 
 
 @app.command()
+def transfer(
+    points: p.SizedPoints,
+    size: Annotated[float, Option(metavar="N", help="active parameters of the policy that is predicted")],
+    to: Annotated[list[float], p.repeated("H", "predict its pass rate at this many hours")],
+    r0: Annotated[float | None, Option("--r0", help="its pass rate before training; else by a power law too")] = None,
+    start: p.Start = None, until: p.Until = None, hours_column: p.HoursColumn = None, score_column: p.ScoreColumn = None,
+    as_json: p.Json = False,
+) -> int:  # fmt: skip
+    """Predict A, B and C_mid of a larger policy from smaller ones."""
+    import numpy as np
+
+    from megarl.lab.scaling import tables
+    from megarl.lab.scaling.fit import fit
+    from megarl.lab.scaling.transfer import doubts, named_size
+    from megarl.lab.scaling.transfer import transfer as transferred
+
+    curves: dict[float, list[Curve]] = {}
+    for source in points:
+        parameters, path = named_size(source)
+        curves.setdefault(parameters, []).extend(_read(path, None, hours_column, score_column))
+    fits = {n: fit(curves[n], start=start, end=until) for n in sorted(curves)}
+    found = transferred(fits, size, r0)
+    scores, unit = found.scores(np.array(to)), next(iter(fits.values())).unit
+    said = [*doubts(fits, size)]
+    if as_json:
+        record: dict[str, object] = {}
+        for key, (middle, low, high) in zip(("A", "B", "C_mid", "R_0"), found.intervals.T.tolist(), strict=True):
+            record |= {key: middle, f"{key}_interval": [low, high]}
+        later = [
+            {"hours": h, "pass_rate": m, "interval": [a, b]} for h, (m, a, b) in zip(to, scores.T.tolist(), strict=True)
+        ]
+        print(json.dumps(record | {"scores": later, "unit": unit, "warnings": said}))
+        return 0
+    tables.show(tables.fits([(f"{n:.3g} parameters", one) for n, one in fits.items()]))
+    print(tables.transferred(size, found, to, scores, unit), *(f"warning: {text}" for text in said), sep="\n")
+    return 0
+
+
+@app.command()
 def plot(
     points: p.AllPoints, published: p.PublishedNames, r0: p.R0 = None, start: p.Start = None, until: p.Until = None,
     form: p.FormName = "sigmoid", grid: p.GridName = "free", seed: p.Seed = None, hours_column: p.HoursColumn = None,

@@ -4,6 +4,7 @@
                                                               └─► simulate.py: the pipeline in virtual time ─► figures.py
 
 command.py      the command                                hardware.py     hardware.yaml: datasheets, fitted efficiencies
+allocate.py     --allocate: the batch and the steps that a budget is best spent on
 memory.py       bytes of a learner rank and a server       speed.py        seconds of training, decoding, publishing
 workload.py     lengths, and the work of a step            show.py         tables, JSON
 layouts.py      enumerates layouts and splits              server_model.py a server's requests, token by token

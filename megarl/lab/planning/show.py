@@ -46,7 +46,7 @@ def tables(
     if found.saving:
         saving = " and ".join(f"learner.{key}={value}" for key, value in found.saving.items())
         console.print(f"nothing fits without {saving}, which the plans set")
-    table, figures = _narrow("", *plans), [_figures(plan) for plan in plans.values()]  # a column a plan: it is narrow
+    table, figures = narrow("", *plans), [_figures(plan) for plan in plans.values()]  # a column a plan: it is narrow
     for label in figures[0] if figures else ():
         table.add_row(label, *(texts[label] for texts in figures))
     console.print(table)
@@ -78,7 +78,7 @@ def named(problem: PlanningProblem, written: Plan | str, found: Found, best: int
     return {"as written" if written.gpus == problem.gpus else f"written ({written.gpus})": written} | plans
 
 
-def _narrow(first: str, *headings: str) -> Table:
+def narrow(first: str, *headings: str) -> Table:
     columns = [Column(heading, justify="right", no_wrap=True) for heading in headings]
     return Table(Column(first, no_wrap=True), *columns, box=None, pad_edge=False, padding=(0, 1, 0, 0))
 
@@ -172,7 +172,7 @@ def _remarks(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
 
 def _simulated(simulated: Simulated) -> Table:
     """Make a table that fits 80 columns, with headings of two lines."""
-    table = _narrow(
+    table = narrow(
         "\nsimulated", "\nstep, s", "\ntokens/s", "mean\nlag", "max\nlag", "learner\nidle", "servers\nidle",
         "rollouts\nat once", "publi-\ncation",
     )  # fmt: skip

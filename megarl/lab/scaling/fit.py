@@ -110,7 +110,7 @@ def fit(
     if (chosen := FORMS.get(form)) is None:
         raise MegarlError(f"no form {form!r}; there are {', '.join(FORMS)}")
     hours, scores, number, noise, remarks = windowed(curves, start, end)
-    known, r0_from = _before_training(curves, r0)
+    known, r0_from = before_training(curves, r0)
     _refuse(curves[0].name, chosen, hours, scores, known, ceiling)
     scale = float(hours[-1])
     x = chosen.x(hours, scale)
@@ -181,7 +181,7 @@ def _r0_prior(known: float | None, r0_from: R0From, form: str, earliest: float) 
     return Normal(known, EXACT if exact else BEFORE_TRAINING)
 
 
-def _before_training(curves: Sequence[Curve], given: float | None) -> tuple[float | None, R0From]:
+def before_training(curves: Sequence[Curve], given: float | None) -> tuple[float | None, R0From]:
     """Return R_0 and its origin; None: to be estimated. Seeds start from the same weights, so their scores are averaged."""
     if given is not None:
         if not 0 <= given < 1:

@@ -11,9 +11,10 @@ from megarl.core.base.errors import MegarlError
 from megarl.lab.scaling.compare import RunComparison
 from megarl.lab.scaling.extrapolate import Later, Reached
 from megarl.lab.scaling.fit import Fit, FitOptions, fit
-from megarl.lab.scaling.forms import FORMS
+from megarl.lab.scaling.forms import FORMS, Array
 from megarl.lab.scaling.points import HOURS, Curve, amount
 from megarl.lab.scaling.published import Law
+from megarl.lab.scaling.transfer import Transferred
 
 if TYPE_CHECKING:
     from megarl.lab.scaling.slices import Slice  # imports more than a fit needs
@@ -112,6 +113,17 @@ def reached(found: Fit, score: float, when: Reached) -> str:
         return f"{text}, and so is its whole interval, up to {found.A_interval[1]:.3f}."
     earliest = amount(when.interval[0], found.unit)
     return f"{text}; with A at the upper end of its interval ({found.A_interval[1]:.3f}) it could be after {earliest}."
+
+
+def transferred(size: float, found: Transferred, hours: Sequence[float], scores: Array, unit: str) -> str:
+    """Say what is expected of a size, and its scores [3, hours]: median, and the ends of their interval."""
+    said = [f"{size:.3g} parameters, by a power law in them (95 %):"]
+    for name, (middle, low, high) in zip(("A", "B", f"C_mid, {HOURS[unit]}", "R_0"), found.intervals.T, strict=True):
+        say = amount if name.startswith("C_mid") else "{:.3g}".format
+        said.append(f"  {name:<18} {say(middle)} ({say(low)} to {say(high)})")
+    for at, (middle, low, high) in zip(hours, scores.T, strict=True):
+        said.append(f"At {amount(at, unit)} a pass rate of {middle:.3f} ({low:.3f} to {high:.3f}).")
+    return "\n".join(said)
 
 
 def later(found: Fit, after: Later) -> str:

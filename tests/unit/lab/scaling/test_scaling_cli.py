@@ -98,6 +98,19 @@ def test_compare_draws(points: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "two runs or more" in scaling(capsys, "compare", points, status=2)
 
 
+def test_transfer(points: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    larger = write(tmp_path / "larger.csv", "scout-17bx16")
+    sources = (f"8e9={points}", f"17e9={larger}", "--size", 70e9, "--to", 20000)
+    found = json.loads(scaling(capsys, "transfer", *sources, "--json"))
+    assert 0.61 < found["A"] < 0.9
+    assert found["A_interval"][0] < found["A"] < found["A_interval"][1]
+    text = scaling(capsys, "transfer", *sources, "--r0", 0.45)
+    assert "7e+10 parameters" in text
+    assert "At 20,000 GPU-hours a pass rate of" in text
+    assert "2 sizes hardly show" in text
+    assert "1 size cannot show" in scaling(capsys, "transfer", f"8e9={points}", "--size", 70e9, status=2)
+
+
 def test_published(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(json.loads(scaling(capsys, "published", "--json"))) == 23
     text = scaling(capsys, "published")

@@ -1,0 +1,94 @@
+"""How far a larger policy's curve is told by smaller ones': the largest size of each recipe of the corpus, from the others.
+
+    python -m benchmarks.transfer DIR/records [--part open | all] [--out FILE.json]
+
+DIR is what `megarl study corpus` makes; without --part all, runs that are held out are neither fitted nor predicted. Runs of a
+size are fitted together, whatever their dtype and seed. What is predicted is each score of the largest size in the second half
+of its compute, and what its own fit says of A and C_mid. Beside the power law stands the next smaller size's fit, with C_mid in
+proportion to the size. An interval is widened by the noise of the evaluation that it is compared with.
+"""
+
+import argparse
+import json
+import math
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.forecasts import noise
+from megarl.lab.scaling.fit import fit
+from megarl.lab.scaling.points import Curve
+from megarl.lab.scaling.transfer import transfer
+from megarl.lab.study.corpus import KINDS, SIZES, CorpusRun, read
+
+Row = dict[str, Any]
+LEAST = 3  # sizes of a recipe: two that are fitted, and the largest
+
+
+def sizes(runs: list[CorpusRun]) -> dict[str, dict[float, list[Curve]]]:
+    """Return the curves of each recipe by the size of the policy, ascending."""
+    found: dict[str, dict[float, list[Curve]]] = defaultdict(lambda: defaultdict(list))
+    for run in sorted(runs, key=lambda run: SIZES[run.size].active):
+        found[run.recipe][float(SIZES[run.size].active)].append(run.curve)
+    return found
+
+
+def judge(recipe: str, curves: dict[float, list[Curve]]) -> Row:
+    *smaller, largest = curves
+    fits, own = {n: fit(curves[n], start=0.0) for n in smaller}, fit(curves[largest], start=0.0)
+    known = [curve.r0 for curve in curves[largest] if curve.r0 is not None]
+    found = transfer(fits, largest, float(np.mean(known)) if known else None)
+    (a, a_low, a_high), (c, c_low, c_high) = found.intervals[:, 0], found.intervals[:, 2]
+    rows = []
+    for curve in curves[largest]:
+        later = curve.hours >= curve.hours[-1] / 2
+        predicted = found.scores(curve.hours[later])
+        next_smaller = fits[smaller[-1]](curve.hours[later] * smaller[-1] / largest)
+        for score, (middle, low, high), plain in zip(curve.pass_rate[later], predicted.T, next_smaller, strict=True):
+            one = 1.96 * noise(score, curve)
+            inside = middle - math.hypot(middle - low, one) <= score <= middle + math.hypot(high - middle, one)
+            rows.append((score - middle, float(inside), high - low, score - plain))
+    errors, inside, widths, plain_errors = np.array(rows).T
+    return {
+        "recipe": recipe, "from": smaller, "size": largest, "scores": len(rows), "inside": float(np.mean(inside)),
+        "rmse": float(np.sqrt(np.mean(errors**2))), "median_width": float(np.median(widths)),
+        "rmse_of_next_smaller": float(np.sqrt(np.mean(plain_errors**2))),
+        "A": [a, a_low, a_high], "own_A": [own.A, *own.A_interval],
+        "C_mid": [c, c_low, c_high], "own_C_mid": [own.C_mid, *own.C_mid_interval],
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("records", type=Path)
+    parser.add_argument("--part", choices=("open", "all"), default="open")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    runs = [read(path) for path in sorted(options.records.glob("*.jsonl.gz"))]
+    judged = []
+    for recipe, curves in sizes([run for run in runs if options.part == "all" or not run.held_out]).items():
+        if len(curves) < LEAST:
+            ran = {run.name.partition("-seed")[0] for run in runs}
+            lacking = [kind.name for kind in KINDS if kind.recipe == recipe and kind.name not in ran]
+            has = f"{len(curves)} of {LEAST} sizes in the {options.part} part"
+            print(f"{recipe}: {has}; no record yet of {', '.join(lacking) or 'any other'}")
+            continue
+        row = judge(recipe, curves)
+        sources = ", ".join(f"{n / 1e6:.1f}m" for n in row["from"])
+        errors = f"RMSE {row['rmse']:.3f} (next smaller size: {row['rmse_of_next_smaller']:.3f})"
+        ceiling = "A {:.2f} ({:.2f} to {:.2f})".format(*row["A"]) + f", own fit {row['own_A'][0]:.2f}"
+        print(
+            f"{recipe}: {row['size'] / 1e6:.1f}m from {sources}: {row['scores']} scores, {row['inside']:.0%} inside, {errors}, "
+            f"median width {row['median_width']:.3f}; {ceiling}"
+        )
+        judged.append(row)
+    if not judged:
+        print("nothing is judged yet")
+    if options.out and judged:
+        options.out.write_text(json.dumps({"part": options.part, "rows": judged}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
