@@ -133,7 +133,9 @@ async def measured(
             async with session.post(f"{url}/generate", data=msgspec.json.encode(body)) as reply:
                 answer = await reply.read()
                 if reply.status != 200:
-                    raise SystemExit(f"the server refused a request of {PROMPT_TOKENS} + {tokens} tokens: {answer.decode()}")
+                    raise SystemExit(
+                        f"the server refused a request of {PROMPT_TOKENS} + {tokens} tokens: {answer.decode()}"
+                    )
                 return tokens
 
         async def streamed(client: ServerClient) -> int:
