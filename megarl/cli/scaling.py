@@ -177,7 +177,8 @@ def plot(
 
 @app.command()
 def slices(
-    run: p.RunDirectory, hours_column: p.HoursColumn = None, as_json: p.Json = False,
+    run: p.RunDirectory, start: p.Start = None, until: p.Until = None, hours_column: p.HoursColumn = None,
+    as_json: p.Json = False,
     output: Annotated[Path | None, Option("-o", "--output", metavar="BASE", help="draw BASE.png and .svg")] = None,
 ) -> int:  # fmt: skip
     """Fit the parts of a run: by task, difficulty, objective and pass@n."""
@@ -185,7 +186,7 @@ def slices(
     from megarl.lab.scaling.points import HOURS
     from megarl.lab.scaling.slices import slices
 
-    parts = slices(run, hours_column)
+    parts = slices(run, hours_column, start=start, end=until)
     if as_json:
         print(json.dumps([part.record() for part in parts], allow_nan=False))
     else:

@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from megarl.core.base.rundir import Row, RunDir, latest_rows, latest_scores, ste
 from megarl.core.evaluation.answers import SuiteDir, suites_in
 from megarl.core.evaluation.metrics import by_prompt, pass_at_k, powers_up_to, read_outcomes
 from megarl.core.recipe import load
-from megarl.lab.scaling.fit import Fit, Interval, fit
+from megarl.lab.scaling.fit import Fit, FitOptions, Interval, fit
 from megarl.lab.scaling.overoptimisation import RISES, straying, trend
 from megarl.lab.scaling.points import Curve, PointColumns, curve_of_run
 
@@ -81,8 +81,8 @@ class Slice:
         return known | {"before": before, "last": last, "law": law, "problem": self.problem}
 
 
-def slices(run: Path, hours: str | None = None) -> list[Slice]:
-    """Return all slices of a run with their laws. hours: the column of compute, as in PointColumns."""
+def slices(run: Path, hours: str | None = None, **how: Unpack[FitOptions]) -> list[Slice]:
+    """Return all slices of a run with their laws. hours: the column of compute, as in PointColumns; how: as `fit` has it."""
     rundir = RunDir.opened(run)
     scored = [(row, step_folder(rundir.evaluations, row["step"])) for row in latest_scores(rundir.eval)]
     scored = [(row, folder) for row, folder in scored if suites_in(folder)]
@@ -94,7 +94,7 @@ def slices(run: Path, hours: str | None = None) -> list[Slice]:
         rows, folders = zip(*((row, folder) for row, folder in scored if name in suites_in(folder)), strict=True)
         asked = [_read(SuiteDir(folder, name).answers) for folder in folders]
         rewarded = name in tasks and bool(tasks[name].rewards)
-        found += [_with_law(part, rows, metrics, columns) for part in parts(name, asked, rewarded)]
+        found += [_with_law(part, rows, metrics, columns, how) for part in parts(name, asked, rewarded)]
     return found
 
 
@@ -160,7 +160,9 @@ def _by_objective(task: str, answers: list[list[AnswersTo]], rewarded: bool) -> 
         yield Slice(task, "objective", name, (means - low) / width, unit=(low, low + width))
 
 
-def _with_law(part: Slice, rows: Sequence[Row], metrics: Sequence[Row], columns: PointColumns) -> Slice:
+def _with_law(
+    part: Slice, rows: Sequence[Row], metrics: Sequence[Row], columns: PointColumns, how: FitOptions
+) -> Slice:
     """Fit the slice's law; its problem says why it has none."""
     prompts = part.values.shape[1]
     if part.problem or prompts < 2:
@@ -176,7 +178,7 @@ def _with_law(part: Slice, rows: Sequence[Row], metrics: Sequence[Row], columns:
     trained = np.array([row["step"] > 0 for row in rows])
     curve = replace(curve_of_run(where, points, metrics, where, columns), noise=noise[trained])
     try:
-        found = fit([curve])
+        found = fit([curve], **how)
     except MegarlError as error:
         return replace(part, curve=curve, problem=str(error).removeprefix(f"{where}: "))
     change, errors = trend(np.array([row["step"] for row in rows]), part.values, straying(part.values))

@@ -107,6 +107,7 @@ def test_bins_are_not_chosen_by_the_answers_that_are_scored(tmp_path: Path) -> N
     made = found(written(tmp_path, {"math": {"chance": lambda hours, n: 0.5}}))
     bins = [part for name, part in made.items() if part.kind == "difficulty"]
     assert len(bins) == 3
+    assert "1 point in the window" in module.slices(tmp_path / "made", start=9_900.0)[0].problem
     for part in bins:
         error = 0.5 / np.sqrt(4 * part.values.shape[1])  # of four odd answers a prompt
         assert abs(part.values[0].mean() - 0.5) < 3.5 * error, part.name
