@@ -79,13 +79,13 @@ class JournalReader:
         MegarlError if those before are not settled, or if their records are gone.
         """
         whole = self.fold()
-        first, forgotten = whole.admission.first_ticket(step), whole.admission.forgotten
-        numbers = (n for n in reversed(self.files()) if self._snapshot(n).next_ticket <= first)
-        number = next(numbers, None)
-        if number is None or step * whole.admission.prompts_per_batch < forgotten:
+        tickets, wanted = whole.admission, step * whole.admission.prompts_per_batch
+        first = tickets.first_ticket(step)
+        number = next((n for n in reversed(self.files()) if self._snapshot(n).next_ticket <= first), None)
+        if number is None or wanted < tickets.forgotten:
             raise MegarlError(f"{self.path}: what was drawn before step {step} is not there any more (journal.keep)")
         state = State.restored(self._snapshot(number))
-        for record in self.replay(number):
+        for record in self.replay(number) if wanted <= tickets.forgotten + len(tickets.queue) else ():
             ticket = record.group.ticket if isinstance(record, Finished) else getattr(record, "ticket", first)
             if ticket < first:
                 state.apply(record)
