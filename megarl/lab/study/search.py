@@ -139,7 +139,7 @@ def advance(study: Study, console: Console, index: int | None = None) -> int:
     """
     alive, status = study.variants, 0
     ended = ("done",) if index is None else ("done", "failed")
-    for stage in (study.trunk, *(replace(study, steps=step) for step in study.rungs), study):
+    for stage in (study.trunk, *(replace(study, steps=step) for step in (*study.rungs, _total(study)))):
         if stage.variants == study.variants:
             stage = replace(stage, variants=alive)
             if (file := _file(study, stage.steps)).exists():
@@ -153,10 +153,10 @@ def advance(study: Study, console: Console, index: int | None = None) -> int:
         if stage.variants == ("trunk",):
             if failed := [str(task.log) for task in stage.tasks if task.state() != "done"]:
                 raise MegarlError(f"{study.path}: no arm can branch from a trunk that failed; see {', '.join(failed)}")
-        elif stage.steps:
+        elif stage.steps in study.rungs:
             rung = decide(study, stage)
             console.print(*_lines(rung), sep="\n", highlight=False)
-            alive = rung.kept
+            alive, status = rung.kept, 0  # what failed is a result
     return status if index is not None else table_and_plots(study.path) or status
 
 
@@ -165,6 +165,10 @@ def _part(study: Study, index: int, tasks: Sequence[StudyTask]) -> list[StudyTas
     own = study.tasks[index]
     mine = {own.name, f"trunk-seed{own.seed}"} if own.variant == study.variants[0] else {own.name}
     return [task for task in tasks if task.name in mine]
+
+
+def _total(study: Study) -> int:
+    return load(str(study.tasks[0].recipe)).run.steps
 
 
 def _file(study: Study, step: int) -> Path:
@@ -214,7 +218,7 @@ def judge(curves: Mapping[str, Sequence[Curve]]) -> Judgement:
     why, fitted = "", None
     try:
         fitted = compare(curves)
-        why = next((f"{entry.name}: {entry.problem}" for entry in fitted.entries if entry.fit is None), "")
+        why = next((entry.problem for entry in fitted.entries if entry.fit is None), "")
     except MegarlError as error:  # at the common A a curve needs one point more
         why = str(error)
     rng = np.random.default_rng(0)
@@ -267,7 +271,7 @@ def _lines(rung: Rung) -> Iterator[str]:
     means = (
         f"A, then B at A = {judged.ceiling:.3f}"
         if judged.ceiling
-        else f"the last scores, for want of a fit ({judged.why})"
+        else f"the last scores and the noise of their answers, for want of a fit ({judged.why})"
     )
     yield f"step {rung.step}, by {means}; the best is among the kept with probability {judged.chance(rung.kept):.2f}"
     for one in judged.standings:
@@ -284,11 +288,10 @@ def report(study: Study) -> str:
     """Return search.md: what each rung decided; once all have, the winner, its probability, and the compute saved."""
     rungs = [_read(file) for step in study.rungs if (file := _file(study, step)).exists()]
     lines = list(itertools.chain.from_iterable((*_lines(rung), "") for rung in rungs))
-    alive = rungs[-1].kept if rungs else study.variants
-    ends = [StudyTask(study.path, arm, seed) for seed in study.seeds for arm in alive]
-    if len(rungs) < len(study.rungs) or any(task.state() != "done" for task in ends):
+    alive, total = rungs[-1].kept if rungs else study.variants, _total(study)
+    ends = replace(study, variants=alive, steps=total).tasks
+    if len(rungs) < len(study.rungs) or any(task.state() not in ("done", "failed") for task in ends):
         return "\n".join([*lines, f"Not ended: {', '.join(alive)} go on.\n"])
-    total = load(str(ends[0].recipe)).run.steps
     reached = dict.fromkeys(study.variants, 0) | {one.arm: r.step for r in rungs for one in r.judgement.standings}
     reached |= dict.fromkeys(alive, total)
     tasks = [task for task in study.tasks if reached[task.variant] and task.state() == "done"]
@@ -296,7 +299,8 @@ def report(study: Study) -> str:
     for task in tasks:
         curves.setdefault(task.variant, []).append(curve(task, reached[task.variant]))
     final = judge(curves)
-    winner = next(one for one in final.standings if one.arm in alive)
+    if (winner := next((one for one in final.standings if one.arm in alive), None)) is None:
+        return "\n".join([*lines, f"No winner: {', '.join(alive)} failed after the last rung; see logs/.\n"])
     kept = math.prod([rung.judgement.chance(rung.kept) for rung in rungs])
     shared = {task.seed: _hours(task, study.branch) for task in study.trunk.tasks}
     spent, alone = sum(shared.values()), 0.0
