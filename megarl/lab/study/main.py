@@ -79,6 +79,8 @@ def table_and_plots(path: Path) -> int:
     if study.rungs:
         write_atomically(path / "search.md", search.report(study).encode())
         console.print((path / "search.md").read_text(), highlight=False)
+        if not any(task.state() == "done" for task in study.tasks):
+            return 0  # not even the first rung
     return results.write(study, console)
 
 
