@@ -3,7 +3,7 @@
     PARENT/recipe.yaml                      ──copy──────────► RUN/parent/recipe.yaml
     its newest checkpoint up to STEP        ──hard links────► RUN/checkpoints if it is STEP's, else RUN/parent/checkpoints,
     rollouts/, unless it is STEP's          ──hard links────► RUN/parent/rollouts: the learner replays what lies between, by the
-                                                              parent's recipe (core/learner/main.py)
+                                                              parent's recipe (core/learner/forked.py)
     metrics.jsonl, eval.jsonl               ──rows to STEP──► the same files of RUN
     the draws of the batches before STEP    ──snapshot──────► RUN/rollouts/000000.journal, written last
 

@@ -7,7 +7,6 @@ checkpoint has reached the disk. Every step leaves one row in RUN/metrics.jsonl.
 """
 
 import asyncio
-import gc
 import logging
 import math
 import os
@@ -25,18 +24,18 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import Next, Publish, Refused, Reply, Request, Score, ServerAddress, Stop, Stopped, Train
 from megarl.core.base.process import NODE, ignore_late_signals, log_to, start_logging
 from megarl.core.base.ranks import from_rank_0
-from megarl.core.base.rundir import Endpoints, RunDir, append_jsonl, by_step, complete, read_jsonl, write_atomically
-from megarl.core.base.types import Batch, decode, encode
-from megarl.core.journal.journal import JournalReader
+from megarl.core.base.rundir import Endpoints, RunDir, append_jsonl, by_step, read_jsonl, write_atomically
+from megarl.core.base.types import decode, encode
 from megarl.core.learner import microbatch_size
 from megarl.core.learner.checkpoint import Checkpoints
 from megarl.core.learner.clock import StepClock
+from megarl.core.learner.forked import replay_parent
 from megarl.core.learner.link import ControllerLink, Interrupted
 from megarl.core.learner.network import OutOfMemory
 from megarl.core.learner.torchrun import become_torchrun, is_rank
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import build, parallel
-from megarl.core.recipe import Recipe, load
+from megarl.core.recipe import Recipe
 from megarl.core.server.client import ServerClient
 from megarl.core.telemetry.profiler import Profiler
 from megarl.core.telemetry.spans import Spans
@@ -277,34 +276,6 @@ class LearnerRank:
     def _on_signal(self, number: int, _frame: object) -> None:
         self.signalled = f"signal {signal.Signals(number).name}"
         self.rundir.stop(number)
-
-
-def replay_parent(recipe: Recipe, rundir: RunDir, offload: Offload) -> None:
-    """Write the first checkpoint of a fork from between two of its parent's: the parent's, and its batches from there on,
-    trained by its recipe (megarl/run/fork.py). COLLECTIVE. Nothing is done if there is a checkpoint.
-    """
-    _, step = recipe.run.forked
-    if from_rank_0(bool(complete(rundir.checkpoints))):
-        return
-    before = load(str(rundir.parent.recipe))
-    source, keep = Path(before.model.path), recipe.checkpoint.keep
-    trainer = Trainer(before, source)
-    Checkpoints(rundir.parent.checkpoints, keep, trainer, source).load_latest()
-    longest, rollouts = before.length.context_tokens, before.batch.prompts * before.sampling.generations
-    microbatch_size.settle(trainer, longest, longest * rollouts, None, within=offload.released(trainer.step))
-    journal = JournalReader(rundir.parent.rollouts)
-    admission = journal.fold().admission
-    while trainer.step < step:
-        log.info("step %d of %s is replayed, to fork at %d", trainer.step, recipe.run.fork, step)
-        batch = Batch(step=trainer.step, groups=journal.groups(admission.batch(trainer.step) or ()))
-        with offload.released(trainer.step):
-            trainer.train_step(trainer.sequences(batch))
-    checkpoints = Checkpoints(rundir.checkpoints, keep, trainer, source)
-    checkpoints.save()
-    checkpoints.finish()
-    del trainer, checkpoints
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 MEASURED = "trained_logprob_diff"
