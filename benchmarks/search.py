@@ -5,7 +5,7 @@ ones have: noise of the answers, a misfit of the law, and the luck of a seed. Al
 posterior's; their sizes are what its prior names.
 
 `--recorded FOLDER`: the runs of a study instead (`megarl study`), which all went on to the end: searches among four of its
-variants with all their seeds, halved where a half and three quarters of their scores are there. The truth is the mean last score.
+variants with all their seeds, halved where a half and three quarters of their scores are there. The truth is the last score.
 """
 
 import argparse

@@ -176,14 +176,14 @@ def check_history(recipe: Recipe, rundir: RunDir, fingerprints: Fingerprints) ->
     except MegarlError as error:
         why = "the recipe this run began with cannot be read by this version"
         raise MegarlError(f"{why}; {other}\n{error}") from None
-    differing = [
+    changed = [
         f"{key}: {old!r} in {rundir.recipe}, {new!r} now"
         for key, old, new in differences(before, recipe)
         if any(key == fixed or key.startswith(f"{fixed}.") for fixed in HISTORY)
     ]
-    if differing:
+    if changed:
         keeps = "A run that goes on keeps these, or its steps would no longer be one history; undo the change"
-        raise MegarlError("\n".join([*differing, f"{keeps}, or {other}"]))
+        raise MegarlError("\n".join([*changed, f"{keeps}, or {other}"]))
     _check_inputs(rundir, fingerprints, other)
     return True
 

@@ -2,13 +2,11 @@
 
     PARENT/recipe.yaml                      ──copy──────────► RUN/parent/recipe.yaml
     its newest checkpoint up to STEP        ──hard links────► RUN/checkpoints if it is STEP's, else RUN/parent/checkpoints,
-    rollouts/, unless it is STEP's          ──hard links────► RUN/parent/rollouts: the learner replays what lies between, by the
-                                                              parent's recipe (core/learner/forked.py)
+    rollouts/, unless it is STEP's          ──hard links────► RUN/parent/rollouts, which the learner replays (checkpoint.py)
     metrics.jsonl, eval.jsonl               ──rows to STEP──► the same files of RUN
     the draws of the batches before STEP    ──snapshot──────► RUN/rollouts/000000.journal, written last
 
-Hard links take no space, and survive the parent's pruning. From the snapshot on the run is one that resumes: nothing else knows
-of forks. Tickets that the parent had drawn for later steps are dropped, and compute goes on from the parent's at STEP.
+Hard links survive the parent's pruning. From the snapshot on the run is one that resumes; nothing else knows of forks.
 """
 
 import os
@@ -18,128 +16,88 @@ from pathlib import Path
 
 from megarl.core.base.admission import Admission
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.rundir import (
-    META,
-    Row,
-    RunDir,
-    complete,
-    latest_rows,
-    read_jsonl,
-    step_folder,
-    step_of,
-    write_jsonl,
-)
+from megarl.core.base.rundir import Row, RunDir, complete, latest_rows, read_jsonl, step_folder, step_of, write_jsonl
 from megarl.core.journal import file
 from megarl.core.journal.journal import JournalReader
 from megarl.core.journal.records import Session, State
 from megarl.core.recipe import Recipe, differences, load
 
-KEPT = ("run.seed", "model.dtype")
-"""Keys that no fork changes, beside the contents of model and prompts (checks.py): draws or weights would not fit."""
-
 
 def check(recipe: Recipe) -> None:
     """Raise MegarlError if the run cannot begin where `run.fork` says."""
-    parent, step = _parent(recipe)
-    before = load(str(parent.recipe))
-    for key, old, new in (d for d in differences(before, recipe) if d[0] in KEPT):
-        raise MegarlError(f"{key}: {old!r} in {parent.recipe}, {new!r} now; a fork keeps it, so undo the change")
-    if recipe.has_critic and not before.has_critic:
-        raise MegarlError(f"batch.centring: critic, and {parent.path} has none; keep its centring, or begin a run anew")
-    _last_row(parent, step)
+    path, step = recipe.run.forked
+    parent, made = RunDir.opened(path), {row["step"] for row in latest_rows(RunDir(path).metrics)}
+    if step - 1 not in made:
+        raise MegarlError(f"run.fork: {path} has made {max(made, default=-1) + 1} steps, not {step}; give one of them")
     if step >= recipe.run.steps:
         raise MegarlError(f"run.steps: {recipe.run.steps}, and the fork begins after step {step}; give it more steps")
-    reader, start = JournalReader(parent.rollouts), _start(parent, step)
+    before, start, reader = load(str(parent.recipe)), _start(parent, step), JournalReader(parent.rollouts)
+    if recipe.has_critic and not before.has_critic:
+        raise MegarlError(f"batch.centring: critic, and {path} has none; keep its centring, or begin a run anew")
+    there = ", ".join(str(step_of(kept)) for kept in complete(parent.checkpoints)) or "none"
+    replays = f"steps {start} to {step - 1} have to be replayed; undo that, or fork at a checkpoint (there: {there})"
+    for key, old, new in differences(before, recipe):
+        if key in ("run.seed", "model.dtype"):
+            raise MegarlError(f"{key}: {old!r} in {parent.recipe}, {new!r} now; a fork keeps it, so undo the change")
+        of_layout = key == "resources.learner_ranks" or key.endswith("_parallel")
+        if start < step and of_layout:
+            raise MegarlError(f"{key}: {old!r} in {parent.recipe}, {new!r} now, and {replays}")
     reader.before(step)
-    if start == step:
-        return
-    for key, old, new in (d for d in differences(before, recipe) if _of_layout(d[0])):
-        raise MegarlError(
-            f"{key}: {old!r} in {parent.recipe}, {new!r} now. {parent.path} has no checkpoint of step {step}, and steps "
-            f"{start} to {step - 1} are replayed at its layout: undo the change, or fork at a step with a checkpoint "
-            f"({_kept(parent)})"
-        )
-    admission, there = reader.fold().admission, set(reader.finished())
-    needed = {ticket for s in range(start, step) for ticket in admission.batch(s) or ()}
-    if missing := needed - there:
-        raise MegarlError(
-            f"run.fork: {parent.rollouts} no longer has {len(missing)} of the {len(needed)} groups of steps {start} to "
-            f"{step - 1} (journal.keep); fork at a step with a checkpoint ({_kept(parent)})"
-        )
+    if start < step:
+        admission = reader.fold().admission
+        needed = {ticket for s in range(start, step) for ticket in admission.batch(s) or ()}
+        if missing := needed.difference(reader.finished()):
+            raise MegarlError(f"run.fork: {len(missing)} groups are not in {parent.rollouts} any more, and {replays}")
 
 
 def begin(recipe: Recipe, rundir: RunDir) -> None:
     """Write what the run begins with, unless it has begun. After a crash in here the next start writes it again."""
-    parent, step = _parent(recipe)
-    made = max((row["step"] for row in latest_rows(rundir.metrics)), default=-1)
-    if any(rundir.rollouts.glob("*.journal")) or made >= step:
+    path, step = recipe.run.forked
+    if any(rundir.rollouts.glob("*.journal")) or any(row["step"] >= step for row in latest_rows(rundir.metrics)):
         return
-    row, start = _last_row(parent, step), _start(parent, step)
+    parent = RunDir(path)
+    start, rows = _start(parent, step), {row["step"]: row for row in latest_rows(parent.metrics)}
     shutil.rmtree(rundir.parent.path, ignore_errors=True)
     rundir.parent.checkpoints.mkdir(parents=True)
     shutil.copy(parent.recipe, rundir.parent.recipe)
     if start:
-        where = rundir if start == step else rundir.parent
-        _link(step_folder(parent.checkpoints, start), step_folder(where.checkpoints, start))
+        where = (rundir if start == step else rundir.parent).checkpoints
+        _link(step_folder(parent.checkpoints, start), step_folder(where, start))
+        if not complete(where):
+            raise MegarlError(f"run.fork: the checkpoint of step {start} was removed meanwhile; start again")
     if start < step:
         _link(parent.rollouts, rundir.parent.rollouts)
     write_jsonl(rundir.metrics, [row for row in read_jsonl(parent.metrics) if row.get("step", step) < step])
     write_jsonl(rundir.eval, [row for row in read_jsonl(parent.eval) if row.get("step", step + 1) <= step])
-    state = JournalReader(parent.rollouts).before(step)
-    file.create(rundir.rollouts / f"{0:06}.journal", file.head(_forked(state, recipe, row).snapshot()))
+    state = _forked(JournalReader(parent.rollouts).before(step), recipe, rows[step - 1])
+    file.create(rundir.rollouts / f"{0:06}.journal", file.head(state.snapshot()))
 
 
-def _forked(state: State, recipe: Recipe, row: Row) -> State:
-    """Return the state that a fork begins with, of the parent's without later draws. row: of the parent's last step.
+def _forked(state: State, recipe: Recipe, last: Row) -> State:
+    """Return the state that a fork begins with. state: the parent's without later draws; last: metrics of its last step.
 
-    Batches count from the parent's begin, each of the fork's size: D(g) of the next ticket is the fork's first step.
+    Batches count from the parent's first, each of the fork's size: D(g) of the next ticket is the fork's first step.
     """
-    prompts, pipeline, step = recipe.batch.prompts, recipe.pipeline, row["step"] + 1
-    tickets = {"next_ticket": state.admission.next_ticket, "forgotten": step * prompts}
-    spent = Session(session=f"before {recipe.run.fork}", time=0.0, devices=0, compute_unit=row["compute_unit"])
+    pipeline, step = recipe.pipeline, last["step"] + 1
+    law = recipe.batch.prompts, pipeline.max_lag, pipeline.phase_steps
+    before, first = recipe.batch.prompts * step, state.admission.next_ticket
     return replace(
         state,
-        admission=Admission(prompts, pipeline.max_lag, pipeline.phase_steps, **tickets),
+        admission=Admission(*law, next_ticket=first, forgotten=before),
         published_version=-1,
         evaluations={version: score for version, score in state.evaluations.items() if version <= step},
-        session=spent,
+        session=Session(session=recipe.run.fork, time=0.0, devices=0, compute_unit=last["compute_unit"]),
         earlier_sessions=(),
         last_time=0.0,
-        earlier_hours=row["compute_hours"],
-        startup_hours=row["startup_hours"],
-        evaluation_hours=row["evaluation_hours"],
+        earlier_hours=last["compute_hours"],
+        startup_hours=last["startup_hours"],
+        evaluation_hours=last["evaluation_hours"],
     )
-
-
-def _parent(recipe: Recipe) -> tuple[RunDir, int]:
-    path, step = recipe.run.forked
-    try:
-        return RunDir.opened(path), step
-    except MegarlError as error:
-        raise MegarlError(f"run.fork: {error}") from None
-
-
-def _last_row(parent: RunDir, step: int) -> Row:
-    """Return the metrics of the last step before `step`."""
-    rows = {row["step"]: row for row in latest_rows(parent.metrics)}
-    if step - 1 not in rows:
-        raise MegarlError(
-            f"run.fork: {parent.path} has made {max(rows, default=-1) + 1} steps, not {step}; give one of them"
-        )
-    return rows[step - 1]
 
 
 def _start(parent: RunDir, step: int) -> int:
     """Return the step of the newest checkpoint up to `step`; 0, the model as it came, if there is none."""
     return max((kept for kept in map(step_of, complete(parent.checkpoints)) if kept <= step), default=0)
-
-
-def _kept(parent: RunDir) -> str:
-    return ", ".join(str(step_of(path)) for path in complete(parent.checkpoints)) or "it has none"
-
-
-def _of_layout(key: str) -> bool:
-    return key == "resources.learner_ranks" or (key.startswith("model.") and key.endswith("_parallel"))
 
 
 def _link(source: Path, target: Path) -> None:
@@ -148,17 +106,11 @@ def _link(source: Path, target: Path) -> None:
     def link(one: str, other: str) -> None:
         try:
             os.link(one, other)
-        except FileNotFoundError:
-            raise
-        except OSError:  # another file system, or one without
+        except OSError:
             shutil.copy(one, other)
 
     shutil.rmtree(target, ignore_errors=True)
     try:
         shutil.copytree(source, target, copy_function=link, ignore=shutil.ignore_patterns("lock"))
-        if (source / META).exists() != (target / META).exists():
-            raise FileNotFoundError(source / META)
-    except (FileNotFoundError, shutil.Error):
-        raise MegarlError(
-            f"run.fork: {source} was removed while it was linked; start again, it goes on from an older one"
-        ) from None
+    except (OSError, shutil.Error) as error:
+        raise MegarlError(f"run.fork: {source} cannot be linked or copied, or was removed meanwhile: {error}") from None

@@ -114,7 +114,6 @@ class RunDir:
 
     @property
     def parent(self) -> "RunDir":
-        """Where a fork keeps what it needs of its parent."""
         return RunDir(self.path / "parent")
 
     @staticmethod

@@ -13,7 +13,6 @@ microbatch_size.py  how large they are, tried when the learner starts
 moe.py           routers take the experts that the server chose; how evenly tokens fall on experts
 clock.py         where the seconds of a step went
 checkpoint.py    save without stopping, load at any layout
-forked.py        a fork's first checkpoint, by replay of its parent's batches
 """
 
 import logging

@@ -27,9 +27,8 @@ from megarl.core.base.ranks import from_rank_0
 from megarl.core.base.rundir import Endpoints, RunDir, append_jsonl, by_step, read_jsonl, write_atomically
 from megarl.core.base.types import decode, encode
 from megarl.core.learner import microbatch_size
-from megarl.core.learner.checkpoint import Checkpoints
+from megarl.core.learner.checkpoint import Checkpoints, replay_parent
 from megarl.core.learner.clock import StepClock
-from megarl.core.learner.forked import replay_parent
 from megarl.core.learner.link import ControllerLink, Interrupted
 from megarl.core.learner.network import OutOfMemory
 from megarl.core.learner.torchrun import become_torchrun, is_rank

@@ -12,14 +12,14 @@ alone: whoever finds a rung's runs ended and no file makes it, and two who do ma
 """
 
 import itertools
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from rich.console import Console
 
@@ -33,7 +33,6 @@ from megarl.lab.study.main import StudyOptions, numbers, planned, run, side_by_s
 from megarl.lab.study.plan import Study, StudyTask
 
 DRAWS = 4000
-UNKNOWN_NOISE = 0.02  # standard deviation of a score of an unknown number of answers
 
 
 class SearchOptions(NamedTuple):
@@ -44,8 +43,8 @@ class SearchOptions(NamedTuple):
     branch: int
 
 
-class Standing(NamedTuple):
-    """An arm at a rung. chance: that it is the best of them. A, its interval and B at the common A: None where not fitted."""
+class Standing(msgspec.Struct, frozen=True):
+    """An arm at a rung. chance: that it is the best of them. A, its interval, B at the common A: None where not fitted."""
 
     arm: str
     chance: float
@@ -55,7 +54,7 @@ class Standing(NamedTuple):
     B: float | None = None
 
 
-class Judgement(NamedTuple):
+class Judgement(msgspec.Struct, frozen=True):
     """standings: the likeliest first. why: no asymptotes were compared; empty if they were. ceiling: the common A."""
 
     standings: tuple[Standing, ...]
@@ -67,7 +66,7 @@ class Judgement(NamedTuple):
         return sum(one.chance for one in self.standings if one.arm in arms)
 
 
-class Rung(NamedTuple):
+class Rung(msgspec.Struct, frozen=True):
     """A decision. failed: runs that did not get there."""
 
     step: int
@@ -93,17 +92,15 @@ def search(names: Sequence[str], options: StudyOptions, how: SearchOptions) -> i
 
 def arms(names: Sequence[str], overrides: Sequence[str], vary: Sequence[str]) -> dict[str, Recipe]:
     """Return the recipes to choose from by name: each of `names` with each combination of the values."""
-    axes = []
+    found, axes = {}, []
     for axis in vary:
         key, equals, values = axis.partition("=")
         if not equals or not all(values.split(",")):
             raise MegarlError(f"--vary: {axis!r} is not KEY=A,B, such as learner.optimizer.lr=1e-4,2e-4")
-        axes.append([f"{key}={value}" for value in values.split(",")])
-    found = {}
-    for combination in itertools.product(*axes):
-        pairs = [said.partition("=") for said in combination]
-        ends = [re.sub(r"[^A-Za-z0-9._-]+", "-", f"{key.rpartition('.')[2]}-{value}") for key, _, value in pairs]
-        for name, recipe in side_by_side(names, [*overrides, *combination]).items():
+        axes.append([(key, value) for value in values.split(",")])
+    for pairs in itertools.product(*axes):
+        ends = [re.sub(r"[^A-Za-z0-9._-]+", "-", f"{key.rpartition('.')[2]}-{value}") for key, value in pairs]
+        for name, recipe in side_by_side(names, [*overrides, *("=".join(pair) for pair in pairs)]).items():
             found["-".join([name, *ends])] = recipe
     return found
 
@@ -126,7 +123,7 @@ def _rungs(recipes: Mapping[str, Recipe], how: SearchOptions) -> list[int]:
             )
     end, halvings = lengths.pop(), math.ceil(math.log2(len(recipes)))
     rungs = numbers("--rungs", how.rungs) if how.rungs else [end >> n for n in range(halvings, 0, -1)]
-    if sorted(set(rungs)) != rungs or not how.branch < rungs[0] or rungs[0] < 1 or rungs[-1] >= end or how.branch < 0:
+    if sorted(set(rungs)) != rungs or not 0 <= how.branch < rungs[0] or rungs[-1] >= end:
         said = f"--rungs {','.join(map(str, rungs))}, --branch {how.branch}"
         raise MegarlError(f"{said}: they have to rise, from the branch (0: none) to below run.steps, which is {end}")
     return rungs
@@ -138,33 +135,26 @@ def advance(study: Study, console: Console, index: int | None = None) -> int:
     Alone, a failed run is tried again as long as its rung is not decided; as one of several jobs it counts as ended.
     """
     alive, status = study.variants, 0
-    ended = ("done",) if index is None else ("done", "failed")
     for stage in (study.trunk, *(replace(study, steps=step) for step in (*study.rungs, _total(study)))):
         if stage.variants == study.variants:
             stage = replace(stage, variants=alive)
             if (file := _file(study, stage.steps)).exists():
                 alive = _read(file).kept
                 continue
-        missing = [task for task in stage.tasks if task.state() not in ended]
+        missing = [task for task in stage.tasks if task.state() not in ("done", "failed" if index is not None else "")]
         if missing and index is not None:
-            return run(stage, _part(study, index, missing), console)
-        if missing and (status := max(status, run(stage, missing, console))) > 1:
+            own = study.tasks[index]  # the trunk of a seed belongs to its first arm's job
+            names = {own.name, f"trunk-seed{own.seed}" if own.variant == study.variants[0] else ""}
+            return run(stage, [task for task in missing if task.name in names], console)
+        if missing and (status := run(stage, missing, console)) > 1:
             return status
-        if stage.variants == ("trunk",):
-            if failed := [str(task.log) for task in stage.tasks if task.state() != "done"]:
-                raise MegarlError(f"{study.path}: no arm can branch from a trunk that failed; see {', '.join(failed)}")
-        elif stage.steps in study.rungs:
+        if stage.steps in study.rungs:
             rung = decide(study, stage)
             console.print(*_lines(rung), sep="\n", highlight=False)
             alive, status = rung.kept, 0  # what failed is a result
+        elif stage.variants == ("trunk",) and (failed := [str(t.log) for t in stage.tasks if t.state() != "done"]):
+            raise MegarlError(f"{study.path}: no arm can branch from a trunk that failed; see {', '.join(failed)}")
     return status if index is not None else table_and_plots(study.path) or status
-
-
-def _part(study: Study, index: int, tasks: Sequence[StudyTask]) -> list[StudyTask]:
-    """Return the one of these tasks that is for the job with this index: its own, or, of its seed, the trunk."""
-    own = study.tasks[index]
-    mine = {own.name, f"trunk-seed{own.seed}"} if own.variant == study.variants[0] else {own.name}
-    return [task for task in tasks if task.name in mine]
 
 
 def _total(study: Study) -> int:
@@ -175,68 +165,65 @@ def _file(study: Study, step: int) -> Path:
     return study.path / "rungs" / f"{step}.json"
 
 
+def _read(file: Path) -> Rung:
+    return msgspec.json.decode(file.read_bytes(), type=Rung)
+
+
 def decide(study: Study, stage: Study) -> Rung:
     """Decide which variants of the stage go on after its step: the better half of those that got there."""
     done = [task for task in stage.tasks if task.state() == "done"]
-    failed = tuple(task.name for task in stage.tasks if task not in done)
-    curves: dict[str, list[Curve]] = {}
-    for task in done:
-        curves.setdefault(task.variant, []).append(curve(task, stage.steps))
-    if not curves:
+    if not done:
         raise MegarlError(
             f"{study.path}: no run reached step {stage.steps}; see logs/, then the same command tries again"
         )
-    judgement = judge(curves)
-    kept = tuple(one.arm for one in judgement.standings[: math.ceil(len(curves) / 2)])
-    rung = Rung(stage.steps, kept, failed, judgement)
-    record = rung._asdict() | {
-        "judgement": judgement._asdict() | {"standings": [s._asdict() for s in judgement.standings]}
-    }
-    write_atomically(_file(study, stage.steps), json.dumps(record, indent=2).encode())
+    judgement = judge(_curves(done, dict.fromkeys(stage.variants, stage.steps)))
+    kept = tuple(one.arm for one in judgement.standings[: math.ceil(len(judgement.standings) / 2)])
+    rung = Rung(stage.steps, kept, tuple(task.name for task in stage.tasks if task not in done), judgement)
+    write_atomically(_file(study, stage.steps), msgspec.json.format(msgspec.json.encode(rung)))
     return rung
 
 
-def _read(file: Path) -> Rung:
-    record: dict[str, Any] = json.loads(file.read_text())
-    judged = record["judgement"]
-    standings = tuple(Standing(**one) for one in judged["standings"])
-    judgement = Judgement(**judged | {"standings": standings})
-    return Rung(record["step"], tuple(record["kept"]), tuple(record["failed"]), judgement)
-
-
-def curve(task: StudyTask, until: int) -> Curve:
-    """Return a run's scores up to a step, over the hours without start-up and evaluation."""
-    columns = PointColumns("training_hours", load(str(task.recipe)).forecast_column)
-    scores = [row for row in latest_scores(task.rundir.eval) if row["step"] <= until]
-    steps = [row for row in latest_rows(task.rundir.metrics) if row["step"] < until]
-    return curve_of_run(task.name, scores, steps, str(task.rundir.eval), columns)
+def _curves(tasks: Sequence[StudyTask], until: Mapping[str, int]) -> dict[str, list[Curve]]:
+    """Return the scores of each arm's runs up to its step, over the hours without start-up and evaluation."""
+    curves: dict[str, list[Curve]] = {}
+    for task in tasks:
+        end, columns = until[task.variant], PointColumns("training_hours", load(str(task.recipe)).forecast_column)
+        scores = [row for row in latest_scores(task.rundir.eval) if row["step"] <= end]
+        steps = [row for row in latest_rows(task.rundir.metrics) if row["step"] < end]
+        curve = curve_of_run(task.name, scores, steps, str(task.rundir.eval), columns)
+        curves.setdefault(task.variant, []).append(curve)
+    return curves
 
 
 def judge(curves: Mapping[str, Sequence[Curve]]) -> Judgement:
     """Compare arms, each by the curves of its seeds."""
-    scores = {arm: float(np.mean([_last(one) for one in of_arm])) for arm, of_arm in curves.items()}
-    why, fitted = "", None
+    last = {arm: [_last(curve) for curve in of_arm] for arm, of_arm in curves.items()}  # scores and their deviations
+    score, rng = (
+        {arm: float(np.mean([rate for rate, _ in of_arm])) for arm, of_arm in last.items()},
+        np.random.default_rng(0),
+    )
+    why = "one arm is left" if len(curves) < 2 else ""
     try:
         fitted = compare(curves)
-        why = next((entry.problem for entry in fitted.entries if entry.fit is None), "")
+        why = why or next((entry.problem for entry in fitted.entries if entry.fit is None), "")
     except MegarlError as error:  # at the common A a curve needs one point more
         why = str(error)
-    rng = np.random.default_rng(0)
-    if why or fitted is None or len(curves) < 2:
-        drawn = np.array([_scores_drawn(of_arm, rng) for of_arm in curves.values()])
+    if why:
+        drawn = np.array(
+            [np.mean([rng.normal(*of_seed, DRAWS) for of_seed in of_arm], axis=0) for of_arm in last.values()]
+        )
         won = chances(drawn, drawn, within=0.0)
-        standings = [Standing(arm, float(p), scores[arm]) for arm, p in zip(curves, won, strict=True)]
-        return Judgement(_best_first(standings), why)
+        standings = [Standing(arm, float(p), score[arm]) for arm, p in zip(curves, won, strict=True)]
+        return Judgement(_likeliest_first(standings), why)
     fits = {entry.name: entry.fit for entry in fitted.entries if entry.fit is not None}
     # Draws are in the order of a grid, the same for each arm: shuffled, they are independent.
     a = np.array([rng.permutation(one.posterior.theta[:, 0]) for one in fits.values()])
     b = np.array([rng.permutation(fitted.at_ceiling[arm].posterior.theta[:, 2]) for arm in fits])  # the logarithm of B
-    won = chances(a, b)
     standings = [
-        Standing(arm, float(p), scores[arm], one.A, one.A_interval, fitted.at_ceiling[arm].B)
-        for (arm, one), p in zip(fits.items(), won, strict=True)
+        Standing(arm, float(p), score[arm], one.A, one.A_interval, fitted.at_ceiling[arm].B)
+        for (arm, one), p in zip(fits.items(), chances(a, b), strict=True)
     ]
-    return Judgement(_best_first(standings), "", fitted.ceiling)
+    return Judgement(_likeliest_first(standings), "", fitted.ceiling)
 
 
 def chances(a: np.ndarray, b: np.ndarray, within: float = SAME_CEILING) -> np.ndarray:
@@ -245,63 +232,44 @@ def chances(a: np.ndarray, b: np.ndarray, within: float = SAME_CEILING) -> np.nd
     return np.bincount(best, minlength=len(a)) / a.shape[1]
 
 
-def _last(one: Curve) -> float:
-    return float(one.pass_rate[-1]) if len(one.pass_rate) else one.r0 or 0.0
+def _last(curve: Curve) -> tuple[float, float]:
+    """Return the last score, and the binomial deviation of its answers."""
+    rate, answers = float([curve.r0 or 0.0, *curve.pass_rate][-1]), curve.answers or 1
+    middle = min(max(rate, 1 / (answers + 1)), answers / (answers + 1))  # a perfect score is not without noise
+    return rate, math.sqrt(middle * (1 - middle) / answers)
 
 
-def _scores_drawn(of_arm: Sequence[Curve], rng: np.random.Generator) -> np.ndarray:
-    """Draw the mean of the arm's last scores, with the binomial noise of their answers."""
-    drawn = np.zeros(DRAWS)
-    for one in of_arm:
-        rate, noise = _last(one), UNKNOWN_NOISE
-        if one.answers:
-            rate = min(max(rate, 1 / one.answers), 1 - 1 / one.answers)
-            noise = math.sqrt(rate * (1 - rate) / one.answers)
-        drawn += rng.normal(rate, noise, DRAWS) / len(of_arm)
-    return drawn
-
-
-def _best_first(standings: Sequence[Standing]) -> tuple[Standing, ...]:
+def _likeliest_first(standings: Sequence[Standing]) -> tuple[Standing, ...]:
     return tuple(sorted(standings, key=lambda one: (-one.chance, -one.score)))
 
 
 def _lines(rung: Rung) -> Iterator[str]:
     """Yield what a rung says, as lines of Markdown."""
     judged = rung.judgement
-    means = (
-        f"A, then B at A = {judged.ceiling:.3f}"
-        if judged.ceiling
-        else f"the last scores and the noise of their answers, for want of a fit ({judged.why})"
-    )
+    means = f"the last scores and the noise of their answers, for want of a fit ({judged.why})"
+    means = f"A, then B at A = {judged.ceiling:.3f}" if judged.ceiling else means
     yield f"step {rung.step}, by {means}; the best is among the kept with probability {judged.chance(rung.kept):.2f}"
     for one in judged.standings:
-        fitted = ""
-        if one.A is not None and one.A_interval is not None:
-            fitted = f", A {one.A:.3f} [{one.A_interval[0]:.3f}, {one.A_interval[1]:.3f}], B {one.B:.2f}"
+        low, high = one.A_interval or (0.0, 0.0)
+        fitted = f", A {one.A:.3f} [{low:.3f}, {high:.3f}], B {one.B:.2f}" if judged.ceiling else ""
         goes = "kept" if one.arm in rung.kept else "dropped"
         yield f"- {goes}: {one.arm}: best with probability {one.chance:.2f}{fitted}, score {one.score:.3f}"
-    for name in rung.failed:
-        yield f"- failed: {name}; see logs/{name}.log"
+    yield from (f"- failed: {name}; see logs/{name}.log" for name in rung.failed)
 
 
 def report(study: Study) -> str:
     """Return search.md: what each rung decided; once all have, the winner, its probability, and the compute saved."""
     rungs = [_read(file) for step in study.rungs if (file := _file(study, step)).exists()]
-    lines = list(itertools.chain.from_iterable((*_lines(rung), "") for rung in rungs))
+    lines = [line for rung in rungs for line in (*_lines(rung), "")]
     alive, total = rungs[-1].kept if rungs else study.variants, _total(study)
     ends = replace(study, variants=alive, steps=total).tasks
     if len(rungs) < len(study.rungs) or any(task.state() not in ("done", "failed") for task in ends):
         return "\n".join([*lines, f"Not ended: {', '.join(alive)} go on.\n"])
-    reached = dict.fromkeys(study.variants, 0) | {one.arm: r.step for r in rungs for one in r.judgement.standings}
-    reached |= dict.fromkeys(alive, total)
-    tasks = [task for task in study.tasks if reached[task.variant] and task.state() == "done"]
-    curves: dict[str, list[Curve]] = {}
-    for task in tasks:
-        curves.setdefault(task.variant, []).append(curve(task, reached[task.variant]))
-    final = judge(curves)
+    reached = {one.arm: rung.step for rung in rungs for one in rung.judgement.standings} | dict.fromkeys(alive, total)
+    tasks = [task for task in study.tasks if task.variant in reached and task.state() == "done"]
+    final = judge(_curves(tasks, reached))
     if (winner := next((one for one in final.standings if one.arm in alive), None)) is None:
         return "\n".join([*lines, f"No winner: {', '.join(alive)} failed after the last rung; see logs/.\n"])
-    kept = math.prod([rung.judgement.chance(rung.kept) for rung in rungs])
     shared = {task.seed: _hours(task, study.branch) for task in study.trunk.tasks}
     spent, alone = sum(shared.values()), 0.0
     for task in tasks:
@@ -309,13 +277,14 @@ def report(study: Study) -> str:
         own = _hours(task, reached[task.variant]) - before
         spent, alone = spent + own, alone + before + own * (total - study.branch) / steps
     unit = latest_scores(tasks[0].rundir.eval)[-1]["compute_unit"]
-    lines += [
+    kept = math.prod([rung.judgement.chance(rung.kept) for rung in rungs])
+    said = (
         f"Winner: {winner.arm}, score {winner.score:.3f}. The best arm was kept at every rung with probability {kept:.2f}; by "
         f"all points in the end, the winner is the best with probability {winner.chance:.2f}.",
         f"Compute: {amount(spent, unit)}; all arms to step {total}, at their own pace, {amount(alone, unit)}: "
         f"{1 - spent / alone:.0%} saved.",
-    ]
-    return "\n".join(lines) + "\n"
+    )
+    return "\n".join([*lines, *said]) + "\n"
 
 
 def _hours(task: StudyTask, until: int) -> float:

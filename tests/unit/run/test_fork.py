@@ -219,13 +219,13 @@ CRITIC = {"centring": "critic", "zero_variance": "keep", "positive_threshold": N
 @pytest.mark.parametrize(
     ("damage", "at", "sections", "said"),
     [
-        (no_recipe, 4, {}, "run.fork: .*parent: not a run directory"),
+        (no_recipe, 4, {}, "parent: not a run directory"),
         (nothing, 7, {}, "run.fork: .*parent has made 6 steps, not 7"),
         (nothing, 4, {"run": {"steps": 4}}, "run.steps: 4, and the fork begins after step 4"),
         (nothing, 4, {"run": {"seed": 3}}, "run.seed: 0 in .*, 3 now; a fork keeps it"),
         (nothing, 4, {"model": {"dtype": "bf16"}}, "model.dtype: 'fp32' in .*, 'bf16' now; a fork keeps it"),
         (nothing, 4, {"batch": CRITIC}, "batch.centring: critic, and .* has none"),
-        (nothing, 5, {"resources": {"learner_ranks": 3}}, r"learner_ranks: 1 in .*, 3 now.* checkpoint \(4\)"),
+        (nothing, 5, {"resources": {"learner_ranks": 3}}, r"learner_ranks: 1 in .*, 3 now, and steps 4 to 4 .* \(there: 4\)"),
         (gone, 4, {}, "what was drawn before step 4 is not there any more"),
     ],
 )  # fmt: skip

@@ -12,8 +12,7 @@ from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, complete, step_
 from megarl.core.base.types import Batch
 from megarl.core.journal.journal import Journal
 from megarl.core.journal.records import Admitted, Finished
-from megarl.core.learner.checkpoint import Checkpoints
-from megarl.core.learner.forked import replay_parent
+from megarl.core.learner.checkpoint import Checkpoints, replay_parent
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import hf
 from megarl.core.recipe import Recipe
