@@ -1,8 +1,8 @@
 """How often `megarl study search` keeps the best arm, against what it says, and against halving by the last score.
 
-`python -m benchmarks.search [--searches N] [--seed N] [--out FILE]`: four arms with a law each, whose curves have what real
-ones have: noise of the answers, a misfit of the law, and the luck of a seed. All three are drawn here, by other code than the
-posterior's; their sizes are what its prior names.
+`python -m benchmarks.search [--searches N] [--seed N] [--spread S] [--out FILE]`: four arms with a law each, whose curves
+have what real ones have: noise of the answers, a misfit of the law, and the luck of a seed. All three are drawn here, by other
+code than the posterior's; their sizes are what its prior names.
 
 `--recorded FOLDER`: the runs of a study instead (`megarl study`), which all went on to the end: searches among four of its
 variants with all their seeds, halved where a half and three quarters of their scores are there. The truth is the last score.
@@ -167,20 +167,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--searches", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--spread", type=float, default=0.06, help="deviation of the arms' A")
     parser.add_argument("--recorded", type=Path, metavar="FOLDER")
     parser.add_argument("--answers", type=int, default=400, help="of each recorded score")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    results: dict[str, dict[str, float]]
+    result: dict[str, float]
     if given.recorded:
         found = recorded(given.recorded, given.answers, given.searches, given.seed)
         means = np.array(found, float).mean(0).tolist()
-        results = {"recorded": {"searches": len(found)} | dict(zip(Recorded._fields, means, strict=True))}
+        result = {"searches": len(found)} | dict(zip(Recorded._fields, means, strict=True))
     else:
-        results = {
-            f"{spread:g}": summary(simulated(given.searches, given.seed, spread)) for spread in (0.02, 0.06, 0.12)
-        }
-    text = json.dumps(results, indent=2)
+        result = {"spread": given.spread} | summary(simulated(given.searches, given.seed, given.spread))
+    text = json.dumps(result, indent=2)
     print(text)
     if given.out:
         given.out.write_text(text + "\n")
