@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megarl.core.base.admission import Admission
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.rundir import Row, RunDir, complete, latest_rows, read_jsonl, step_folder, step_of, write_jsonl
+from megarl.core.base.rundir import Row, RunDir, complete, latest_rows, parsed, step_folder, step_of, write_atomically
 from megarl.core.journal import file
 from megarl.core.journal.journal import JournalReader
 from megarl.core.journal.records import Session, State
@@ -44,10 +44,11 @@ def check(recipe: Recipe) -> None:
             raise MegarlError(f"{key}: {old!r} in {parent.recipe}, {new!r} now, and {replays}")
     reader.before(step)
     if start < step:
-        admission = reader.fold().admission
-        needed = {ticket for s in range(start, step) for ticket in admission.batch(s) or ()}
-        if missing := needed.difference(reader.finished()):
-            raise MegarlError(f"run.fork: {len(missing)} groups are not in {parent.rollouts} any more, and {replays}")
+        law = reader.fold().admission
+        oldest = max(start, law.forgotten // law.prompts_per_batch)
+        needed = {ticket for s in range(oldest, step) for ticket in law.batch(s) or ()}
+        if start < oldest or needed.difference(reader.finished()):
+            raise MegarlError(f"run.fork: groups of them are not in {parent.rollouts} any more, and {replays}")
 
 
 def begin(recipe: Recipe, rundir: RunDir) -> None:
@@ -67,8 +68,10 @@ def begin(recipe: Recipe, rundir: RunDir) -> None:
             raise MegarlError(f"run.fork: the checkpoint of step {start} was removed meanwhile; start again")
     if start < step:
         _link(parent.rollouts, rundir.parent.rollouts)
-    write_jsonl(rundir.metrics, [row for row in read_jsonl(parent.metrics) if row.get("step", step) < step])
-    write_jsonl(rundir.eval, [row for row in read_jsonl(parent.eval) if row.get("step", step + 1) <= step])
+    for source, target, end in ((parent.metrics, rundir.metrics, step), (parent.eval, rundir.eval, step + 1)):
+        lines = source.read_text(errors="replace").splitlines(keepends=True) if source.exists() else []
+        kept = [line for line in lines if (parsed(line) or {}).get("step", end) < end]
+        write_atomically(target, "".join(kept).encode())
     state = _forked(JournalReader(parent.rollouts).before(step), recipe, rows[step - 1])
     file.create(rundir.rollouts / f"{0:06}.journal", file.head(state.snapshot()))
 

@@ -33,7 +33,8 @@ def test_fork(finished: LiveRun, workplace: Path) -> None:
     rundir, recipe = again.rundir, recipes.load(str(again.rundir.recipe))
     rows = latest_rows(rundir.metrics)
     assert [row["step"] for row in rows] == list(range(STEPS))
-    assert rows[:STEP] == latest_rows(finished.rundir.metrics)[:STEP]
+    ours, parents = (path.read_text().splitlines()[:STEP] for path in (rundir.metrics, finished.rundir.metrics))
+    assert ours == parents
     hours = [row["compute_hours"] for row in rows]
     assert hours == sorted(hours)
     scored = [row["step"] for row in latest_scores(rundir.eval)]
@@ -54,8 +55,8 @@ def test_fork(finished: LiveRun, workplace: Path) -> None:
         assert len(of_step) == PROMPTS
         assert row["generated_tokens"] == sum(r.trained_tokens for g in of_step for r in g.rollouts)
 
-    parents = recipes.load(str(finished.rundir.recipe))
-    before = [g for groups in batches(finished.rundir, parents, STEP) for g in groups]
+    original = recipes.load(str(finished.rundir.recipe))
+    before = [g for groups in batches(finished.rundir, original, STEP) for g in groups]
     assert drawn[0].ticket == max(g.ticket for g in before) + 1
     assert {r.epoch for r in drawn} == {g.epoch for g in before} == {0}
     assert not {r.prompt_id for r in drawn} & {g.prompt.id for g in before}, "no prompt twice in an epoch"

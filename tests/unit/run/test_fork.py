@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,30 @@ def test_between_checkpoints_it_keeps_what_is_replayed(tmp_path: Path, parent: R
     assert [g.ticket for g in kept.groups(tickets)] == list(tickets)
     before = begun(recipe_of(tmp_path, name="early", fork_at=2))
     assert not list(before.parent.checkpoints.iterdir()), "from the model as it came, by replay"
+
+
+def test_a_fork_of_a_fork(tmp_path: Path, parent: RunDir) -> None:
+    """Its parent has nothing from before the step at which it forked itself, be it draws or batches."""
+    first = begun(recipe_of(tmp_path, fork_at=4))
+    journal = Journal.open(first.rollouts, PROMPTS, LAG)
+    admission = journal.state.admission
+    for ticket in range(admission.next_ticket, admission.next_ticket + 2 * PROMPTS):
+        drawn = Admitted(ticket=ticket, task="math", prompt_id=f"n{ticket}", epoch=9, due=admission.next_due())
+        journal.append(drawn, Finished(group=group(ticket, f"n{ticket}", False), time=5.0))
+    journal.close()
+    lines = [{"step": s, "compute_hours": 9.0} for s in (4, 5)]
+    first.metrics.write_text(first.metrics.read_text() + "".join(json.dumps(line) + "\n" for line in lines))
+    second = recipe_of(tmp_path, name="second", run={"fork": f"{first.path}@5", "name": "second", "dir": str(tmp_path)})
+    fork.check(second)
+    assert JournalReader(first.rollouts).before(5).admission.next_ticket == admission.next_ticket - PROMPTS
+    early = recipe_of(tmp_path, run={"fork": f"{first.path}@3", "name": "early", "dir": str(tmp_path)})
+    with pytest.raises(MegarlError, match="what was drawn before step 3 is not there any more"):
+        fork.check(early)
+    shutil.rmtree(first.checkpoints / "step-0000004")
+    with pytest.raises(
+        MegarlError, match=r"groups of them are not in .* any more, and steps 0 to 4 have to be replayed"
+    ):
+        fork.check(second)
 
 
 def test_a_crash_on_the_way_is_made_up_for(tmp_path: Path, parent: RunDir) -> None:
