@@ -427,6 +427,23 @@ def compare_recipes(
     return compare(recipes, StudyOptions(seeds, directory, task, dry_run, overrides))
 
 
+@study.command("search")
+def search_recipes(
+    words: Annotated[list[str], Argument(metavar="recipe", help=p.RECIPES, autocompletion=p.recipe_names)],
+    vary: Annotated[list[str], p.repeated("KEY=A,B", "arms with each of these values")],
+    seeds: p.Seeds = "0", directory: p.StudyDirectory = "", task: p.TaskIndex = None, dry_run: p.DryRun = False,
+    rungs: Annotated[str, Option(help="steps at which half of the arms are dropped; else run.steps / 2, / 4 …")] = "",
+    branch: Annotated[int, Option(min=0, help="all arms go on from step N of the first; 0: each begins anew")] = 0,
+) -> int:  # fmt: skip
+    """Find the best of several recipes: the better half goes on, by the asymptote that its scores foretell."""
+    from megarl.lab.study.main import StudyOptions
+    from megarl.lab.study.search import SearchOptions, search
+
+    recipes, overrides = [word for word in words if "=" not in word], [word for word in words if "=" in word]
+    options = StudyOptions(seeds, directory, task, dry_run, overrides)
+    return search(recipes, options, SearchOptions(vary, rungs, branch))
+
+
 @study.command()
 def corpus(
     overrides: p.Overrides,

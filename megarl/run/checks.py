@@ -19,7 +19,7 @@ from megarl.core.base.rundir import RunDir
 from megarl.core.journal.journal import JournalReader
 from megarl.core.recipe import Recipe, differences, load
 from megarl.core.server.checks import check as check_server
-from megarl.run import devices
+from megarl.run import devices, fork
 from megarl.run.launcher import LocalLauncher
 from megarl.run.placement import Place, place
 from megarl.run.restart import Role
@@ -34,8 +34,8 @@ LARGE_ON_CPU = "MEGARL_LARGE_ON_CPU"
 type Fingerprints = Mapping[str, str]
 """Fingerprint by recipe key and part of it: `model.path: weights`."""
 HISTORY = (
-    "run.seed", "model.path", "model.dtype", "model.fp32_head", "model.fp8", "data", "length", "sampling", "pipeline", "batch",
-    "loss", "reference", "learner.epochs", "critic.dtype", "critic.lam",
+    "run.seed", "run.fork", "model.path", "model.dtype", "model.fp32_head", "model.fp8", "data", "length", "sampling", "pipeline",
+    "batch", "loss", "reference", "learner.epochs", "critic.dtype", "critic.lam",
 )  # fmt: skip
 """Keys and sections that determine a run's steps. Layout, servers, learning rate and cadences may change on resuming."""
 
@@ -147,6 +147,9 @@ def check_history(recipe: Recipe, rundir: RunDir, fingerprints: Fingerprints) ->
     """Return whether there is a run to resume; raise MegarlError if it must not be touched, or would turn into another run."""
     history, other = _history(rundir), "give this one another run.name"
     if not history:
+        if recipe.run.fork:
+            fork.check(recipe)
+            _check_inputs(RunDir(recipe.run.forked[0]), fingerprints, other)
         return False
     if not os.path.exists(rundir.recipe):
         missing = "but not the recipe.yaml that the run began with"
@@ -166,10 +169,15 @@ def check_history(recipe: Recipe, rundir: RunDir, fingerprints: Fingerprints) ->
     if changed:
         keeps = "A run that goes on keeps these, or its steps would no longer be one history; undo the change"
         raise MegarlError("\n".join([*changed, f"{keeps}, or {other}"]))
+    _check_inputs(rundir, fingerprints, other)
+    return True
+
+
+def _check_inputs(rundir: RunDir, fingerprints: Fingerprints, other: str) -> None:
+    """Raise MegarlError if model or prompts are not those that this run began with."""
     if others := _changed(rundir.fingerprints, fingerprints):
         named = [f"{key}: not what the run began with (by {rundir.fingerprints})" for key in others]
         raise MegarlError("\n".join([*named, f"Put back what was there, or {other}"]))
-    return True
 
 
 def _history(rundir: RunDir) -> str:

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, write_atomically
 from megarl.core.recipe import Recipe, dump
-from megarl.run import devices
+from megarl.run import devices, fork
 from megarl.run.checks import Fingerprints
 from megarl.run.placement import Place
 from megarl.run.restart import Role
@@ -43,6 +43,8 @@ def prepare(
     again = recipe.model_copy(update={"run": recipe.run.model_copy(update={"resume": "auto"})})
     write_atomically(rundir.fingerprints, json.dumps(dict(fingerprints), indent=2).encode() + b"\n")
     write_atomically(rundir.recipe, dump(again).encode())
+    if recipe.run.fork:
+        fork.begin(recipe, rundir)
     endpoints = endpoints_of(recipe, placed)
     rundir.write_endpoints(endpoints)
     write_targets(recipe, rundir, endpoints)

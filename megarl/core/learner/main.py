@@ -27,7 +27,7 @@ from megarl.core.base.ranks import from_rank_0
 from megarl.core.base.rundir import Endpoints, RunDir, append_jsonl, by_step, read_jsonl, write_atomically
 from megarl.core.base.types import decode, encode
 from megarl.core.learner import microbatch_size
-from megarl.core.learner.checkpoint import Checkpoints
+from megarl.core.learner.checkpoint import Checkpoints, replay_parent
 from megarl.core.learner.clock import StepClock
 from megarl.core.learner.link import ControllerLink, Interrupted
 from megarl.core.learner.network import OutOfMemory
@@ -120,12 +120,14 @@ class LearnerRank:
         self.link = ControllerLink(*where, self._interrupted, limit_s=CONTROLLER_LIMIT_S) if self.leader else None
         self.incarnation: str = from_rank_0(uuid.uuid4().hex)
         source = Path(recipe.model.path)
+        self.offload = Offload(recipe, endpoints)
+        if recipe.run.fork:
+            replay_parent(recipe, rundir, self.offload)
         self.trainer = Trainer(recipe, source)
         self.checkpoints = Checkpoints(rundir.checkpoints, recipe.checkpoint.keep, self.trainer, source)
         if recipe.run.resume == "auto":
             self.checkpoints.load_latest()
         first = self.trainer.step
-        self.offload = Offload(recipe, endpoints)
         longest, rollouts = recipe.length.context_tokens, recipe.batch.prompts * recipe.sampling.generations
         released = self.offload.released(first)  # as in training
         microbatch_size.settle(self.trainer, longest, longest * rollouts, rundir.microbatch, within=released)

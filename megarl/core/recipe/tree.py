@@ -178,6 +178,10 @@ class Run(Section):
     resume: Literal["never", "auto"] = Field(
         "never", description="auto: continue the run in this directory, if there is one; never: refuse to"
     )
+    fork: str = Field(
+        "", pattern=r"^$|^.+@0*[1-9][0-9]*$",
+        description="RUN@STEP: begin as that run was after STEP steps: its weights, optimiser, draws and compute; empty: anew",
+    )  # fmt: skip
     interface: str = Field(
         "",
         description="network interface all roles listen on, such as ib0; slurm: the one by which Slurm reaches the "
@@ -192,6 +196,12 @@ class Run(Section):
     @property
     def path(self) -> Path:
         return Path(self.dir) / self.name
+
+    @property
+    def forked(self) -> tuple[Path, int]:
+        """The parent's directory and the step at which the run forks from it; only of a fork."""
+        parent, _, step = self.fork.rpartition("@")
+        return Path(parent), int(step)
 
 
 class Moe(Section):
