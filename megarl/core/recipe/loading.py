@@ -368,8 +368,9 @@ REMOVED = {
     "sft.optimizer.warmup_steps": RemovedKey("it is a thirtieth of sft.steps", (20, 100)),
     **{
         f"critic.optimizer.{key}": RemovedKey("the critic has learner.optimizer's value")
-        for key in ("schedule", "grad_clip", "warmup_steps")
+        for key in ("schedule", "grad_clip")
     },
+    "critic.optimizer.warmup_steps": RemovedKey("it is critic.warmup_steps"),
 }  # fmt: skip
 """Keys that are no longer there, `*` for any name; the sentence ends the message "is no longer a key: …"."""
 
@@ -385,7 +386,8 @@ def _without_removed(tree: dict[str, Any], origin: Origin, source: str) -> dict[
                 and kept is None
                 and tree.get("batch", {}).get("centring") == "critic"
             ):
-                kept = (tree.get("learner", {}).get("optimizer", {}).get(last),)
+                other = tree["critic"] if last == "warmup_steps" else tree.get("learner", {}).get("optimizer", {})
+                kept = (other.get(last),)
             if pattern == "sft.output":
                 kept = ("", tree.get("model", {}).get("path"))
             if pattern == "loss.correction_cap" and inside.get("correction", "none") != "none":
