@@ -23,10 +23,10 @@ from megarl.core.base.rundir import Row, RunDir, step_of
 from megarl.core.evaluation.answers import SuiteDir
 
 FALSE_ALARMS = 0.05
-"""Chance of any in a run whose trusted score never falls, however often it is evaluated, if noise is Gaussian."""
+"""Chance of any in a run whose trusted score never falls, however often it is evaluated, if noise is Gaussian and known."""
 LEAST = 3  # evaluations on a line
 STRAYS = 0.1  # of the deviation between prompts; of right and wrong, a pass rate that strays by about 0.04
-PRIOR = 2
+PRIOR = 2  # second differences
 RISES = 2.0  # standard errors by which what rises must have risen
 
 
