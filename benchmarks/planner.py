@@ -135,9 +135,7 @@ async def _decode_seconds(recipe: Recipe, url: str, api_key: str, admin_key: str
             await client.generate(prompt, TOKENS, cache_salt=salt, ignore_eos=True)
 
     found = []
-    async with ServerClient(
-        ServerAddress(id=0, url=url), api_key, admin_key, recipe.serving.request_timeout_s
-    ) as client:
+    async with ServerClient(ServerAddress(id=0, url=url), api_key, admin_key) as client:
         for concurrency in CONCURRENCY:
             rates = []
             for _ in range(REPEATS):

@@ -151,7 +151,7 @@ def measure(recipe: Recipe, endpoints: Endpoints, repeats: int) -> None:
     chunks = build.build(recipe.model, path)
     hf.load(chunks, family, path)
     limit = recipe.weights.bucket_mb << 20
-    transport = ProcessGroupTransport(chunks, family, limit, recipe.weights.timeout_s, flush=False)
+    transport = ProcessGroupTransport(chunks, family, limit, recipe.weights.timeout_s)
     publisher = Publisher(recipe, endpoints, chunks, family)
     publisher._transport = transport  # with two, each would find that the server has a version that it did not send
     address = ServerAddress(id=0, url=endpoints.servers[0])

@@ -34,7 +34,7 @@ from megarl.core.base.messages import ServerAddress
 from megarl.core.base.process import die_with_parent
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir
 from megarl.core.recipe import Recipe
-from megarl.core.server.client import ServerClient
+from megarl.core.server.client import REQUEST_LIMIT_S, ServerClient
 from megarl.lab.evaluation.servers import wait_ready
 from megarl.run.process import free_ports
 
@@ -61,7 +61,7 @@ def main() -> None:
             wait_ready(endpoints.servers[0], recipe.serving.start_timeout_s, process.poll)
             servers.append((endpoints, process.pid))
         if not options.json:
-            print(f"{options.tokens} tokens a request, stream_interval {recipe.serving.stream_interval}")
+            print(f"{options.tokens} tokens a request")
             print(f"{'load':>10} {'concurrency':>11} {'tokens/s':>9} {'per server CPU-s':>17} {'client CPU':>11}")
         for concurrency in CONCURRENCY:
             found = asyncio.run(measured(recipe, *servers[0], options.tokens, concurrency, *servers[1:]))
@@ -108,7 +108,7 @@ async def measured(
 
     other: another server, and its process, of a load `serial`.
     """
-    url, limit = endpoints.servers[0], recipe.serving.request_timeout_s
+    url, limit = endpoints.servers[0], REQUEST_LIMIT_S
     vocabulary = in_directory(recipe.model.path).vocabulary
     generator = np.random.default_rng(0)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
@@ -131,8 +131,12 @@ async def measured(
             sampling = {"max_new_tokens": tokens, "ignore_eos": True}
             body = {"input_ids": prompt().tolist(), "sampling_params": sampling, "return_logprob": True}
             async with session.post(f"{url}/generate", data=msgspec.json.encode(body)) as reply:
-                await reply.read()
-                return tokens if reply.status == 200 else 0
+                answer = await reply.read()
+                if reply.status != 200:
+                    raise SystemExit(
+                        f"the server refused a request of {PROMPT_TOKENS} + {tokens} tokens: {answer.decode()}"
+                    )
+                return tokens
 
         async def streamed(client: ServerClient) -> int:
             salt = str(generator.integers(1 << 30))

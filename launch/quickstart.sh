@@ -15,7 +15,7 @@ finished() { grep -qs '"outcome": "finished"' "$1/summary.json"; }
 [ -f "$data/products-sft.jsonl" ] && [ -f "$data/init-moe/config.json" ] || $megarl data arithmetic "$data"
 
 # Its status is 2 before the warm start, whose model is still missing.
-warm=$({ $megarl train "$recipe" --dry-run "$@" 2>/dev/null || true; } | sed -n 's/^  output: //p')
+warm=$({ $megarl train "$recipe" --dry-run "$@" 2>/dev/null || true; } | sed -n 's/^  path: //p')
 if [ ! -f "$warm/config.json" ]; then
     echo "megarl: supervised warm start into $warm"
     $megarl sft "$recipe"

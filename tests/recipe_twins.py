@@ -68,7 +68,7 @@ RULES = (
     Rule("data.tasks.*.train", fixed("{kind}.jsonl"), "made prompts of the task's grader or environment"),
     Rule("data.tasks.*.heldout", fixed("{kind}-heldout.jsonl"), "likewise, others"),
     # Layout: the same kinds of parallelism, each of two ranks; one data-parallel copy
-    Rule("model.tensor_parallel", at_most(2), "with sequence parallelism where the recipe has it"),
+    Rule("model.tensor_parallel", at_most(2), "several ranks are two"),
     Rule("model.expert_parallel", at_most(2), "two of four experts a rank"),
     Rule("resources.learner_ranks", lambda r, old: model_ranks(r), "one copy of the model: no data parallelism"),
     Rule("resources.servers", lambda r, old: min(old, 2 if r.resources.server_tensor_parallel == 1 else 1),
@@ -83,7 +83,6 @@ RULES = (
     Rule("length.thinking_tokens", fixed([6, 12]), "some thoughts are interrupted and some are not"),
     Rule("length.answer_tokens", fixed(40), "the program of the grader `code` has 24 characters"),
     Rule("length.overlong_tokens", fixed(48), "of 52 tokens: answers of ordinary length meet the penalty"),
-    Rule("data.tasks.*.turn_tokens", lambda r, old: 24 if is_turns(r) else old, "a call has six tokens"),
     Rule("data.tasks.*.reply_tokens", lambda r, old: 4 if is_turns(r) else old, "a reply has one"),
     Rule("sampling.generations", fixed(4), "a group usually has answers of both kinds"),
     Rule("batch.prompts", fixed(4), "16 rollouts a step"),
@@ -99,15 +98,12 @@ RULES = (
     Rule("learner.optimizer.warmup_steps", at_most(1), "of so few steps"),
     Rule("learner.optimizer.lr", fixed(2e-4), "the quickstart's: a rate for billions of parameters moves none of these"),
     Rule("critic.warmup_steps", at_most(2), "of so few steps"),
-    Rule("critic.optimizer.warmup_steps", at_most(1), "of so few steps"),
     Rule("critic.optimizer.lr", fixed(3e-4), "as above: that of ppo-critic-tiny"),
     # Limits
     Rule("serving.kv_tokens", fixed(32768), "what fits is not known on a CPU"),
     Rule("serving.memory_fraction", fixed(None), "a GPU's"),
     Rule("serving.max_running_requests", at_most(16), "a batch at a time, so that weights change between them"),
-    Rule("serving.stream_interval", at_most(16), "a completion has at most 52 tokens"),
     Rule("serving.start_timeout_s", fixed(300), "of a busy machine"),
-    Rule("serving.request_timeout_s", fixed(300), "of a busy machine"),
     Rule("weights.timeout_s", fixed(120), "of a busy machine"),
 )  # fmt: skip
 """Every key that a twin replaces, by what, and why."""

@@ -187,7 +187,7 @@ def parallel(row: CaseRow, shape: PublishedModel, precision: str, sharded: bool)
     return {
         "tensor_parallel": tensor, "pipeline_parallel": pipeline, "context_parallel": whole(row, "cp", 1),
         "expert_parallel": whole(row, "ep", None if shape.experts else 1), "expert_tensor_parallel": 1,
-        "virtual_pipeline_parallel": whole(row, "vpp", None if unknown else 1), "sequence_parallel": tensor > 1,
+        "virtual_pipeline_parallel": whole(row, "vpp", None if unknown else 1),
         "fp8": "tensorwise" if "fp8" in precision else "none",
     }  # fmt: skip
 

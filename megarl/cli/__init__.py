@@ -333,6 +333,7 @@ def rollout(recipe: p.RecipeName, overrides: p.Overrides) -> int:
     from megarl.lab.evaluation.suites import questions_of
     from megarl.lab.monitoring.prometheus import serve_controller
     from megarl.lab.scaling.extrapolate import forecast
+    from megarl.lab.scaling.overoptimisation import watch
     from megarl.tasks.data.prompts import load_tasks
     from megarl.tasks.environments.registry import TaskEnvironments
     from megarl.tasks.graders.grader import TaskGraders
@@ -345,7 +346,7 @@ def rollout(recipe: p.RecipeName, overrides: p.Overrides) -> int:
     questions = questions_of(loaded, prompts, tokenizer)
 
     async def run() -> int:
-        return await Controller(loaded, tokenizer, tasks, questions, forecast, serve_controller).run()
+        return await Controller(loaded, tokenizer, tasks, questions, forecast, watch, serve_controller).run()
 
     return uvloop.run(run())
 
@@ -424,6 +425,23 @@ def compare_recipes(
 
     recipes, overrides = [word for word in words if "=" not in word], [word for word in words if "=" in word]
     return compare(recipes, StudyOptions(seeds, directory, task, dry_run, overrides))
+
+
+@study.command("search")
+def search_recipes(
+    words: Annotated[list[str], Argument(metavar="recipe", help=p.RECIPES, autocompletion=p.recipe_names)],
+    vary: Annotated[list[str], p.repeated("KEY=A,B", "arms with each of these values")],
+    seeds: p.Seeds = "0", directory: p.StudyDirectory = "", task: p.TaskIndex = None, dry_run: p.DryRun = False,
+    rungs: Annotated[str, Option(help="steps at which half of the arms are dropped; else run.steps / 2, / 4 …")] = "",
+    branch: Annotated[int, Option(min=0, help="all arms go on from step N of the first; 0: each begins anew")] = 0,
+) -> int:  # fmt: skip
+    """Find the best of several recipes: the better half goes on, by the asymptote that its scores foretell."""
+    from megarl.lab.study.main import StudyOptions
+    from megarl.lab.study.search import SearchOptions, search
+
+    recipes, overrides = [word for word in words if "=" not in word], [word for word in words if "=" in word]
+    options = StudyOptions(seeds, directory, task, dry_run, overrides)
+    return search(recipes, options, SearchOptions(vary, rungs, branch))
 
 
 @study.command()

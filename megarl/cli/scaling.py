@@ -175,6 +175,32 @@ def plot(
     return 0
 
 
+@app.command()
+def slices(
+    run: p.RunDirectory, start: p.Start = None, until: p.Until = None, hours_column: p.HoursColumn = None,
+    as_json: p.Json = False,
+    output: Annotated[Path | None, Option("-o", "--output", metavar="BASE", help="draw BASE.png and .svg")] = None,
+) -> int:  # fmt: skip
+    """Fit the parts of a run: by task, difficulty, objective and pass@n."""
+    from megarl.lab.scaling import tables
+    from megarl.lab.scaling.points import HOURS
+    from megarl.lab.scaling.slices import slices
+
+    parts = slices(run, hours_column, start=start, end=until)
+    if as_json:
+        print(json.dumps([part.record() for part in parts], allow_nan=False))
+    else:
+        unit = next((HOURS[part.curve.unit] for part in parts if part.curve), "hours")
+        tables.show(tables.sliced(parts, unit))
+        tables.say_slices(parts)
+    if output:
+        from megarl.lab.scaling.plot import plot_slices
+
+        output.parent.mkdir(parents=True, exist_ok=True)
+        print(*plot_slices(parts, output), sep="\n", file=sys.stderr)
+    return 0
+
+
 @app.command("published")
 def show_published(
     as_json: p.Json = False,

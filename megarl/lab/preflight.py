@@ -1,6 +1,6 @@
 """Reads all inputs of `megarl train` and `megarl sft` before anything starts; a MegarlError says what to do about a fault.
 
-    model.path, critic.path ──► config.json, tokenizer, weights ─────────────────┐
+    model.path ──► config.json, tokenizer, weights ──────────────────────────────┐
     data.tasks ──► prompts as the model sees them, with answers ─────────────────┼─► fingerprints (run/checks.py)
     evaluation.suites ──► questions, which a resumed run may change
 
@@ -40,11 +40,9 @@ def check_inputs(recipe: Recipe) -> Fingerprints:
 
     path = recipe.model.path
     advice = f"download one (`hf download ORG/NAME --local-dir {path or 'DIR'}`) or give the path of one you have"
-    if path and path == recipe.sft.output:
+    if path and recipe.sft.init:
         advice = "it is what the warm start writes: run `megarl sft` with this recipe first (`make quickstart` does)"
     _check_model("model.path", path, advice)
-    for key, other in _critic(recipe).items():
-        _check_model(key, other, "leave it empty for model.path", tokenizer=False)
     if not recipe.data.tasks:
         raise MegarlError("data.tasks: there is none; give one, such as data.tasks.math={train: FILE, heldout: FILE}")
     _check_sources(recipe)
@@ -73,8 +71,8 @@ def check_sft(recipe: Recipe) -> str:
     for source in recipe.data.decontaminate:
         if wrong := sources.problem(source):
             raise MegarlError(f"data.decontaminate: {wrong}")
-    if not recipe.sft.output:
-        raise MegarlError("sft.output: say where the trained model is to be written")
+    if not recipe.model.path:
+        raise MegarlError("model.path: say where the trained model is to be written")
     ranks, here = recipe.resources.learner_ranks, len(devices.gpus())
     if 0 < here < ranks:
         why = f"{ranks} ranks, and this machine, on which the warm start runs, has {here} GPUs"
@@ -84,15 +82,14 @@ def check_sft(recipe: Recipe) -> str:
     return f"{ranks} rank{'s' * (ranks != 1)}, {min(here, ranks)} GPU{'s' * (min(here, ranks) != 1)}"
 
 
-def _check_model(key: str, path: str, advice: str = "", tokenizer: bool = True) -> None:
+def _check_model(key: str, path: str, advice: str = "") -> None:
     """Check that a model is there, its weights are complete, and its tokenizer can be loaded."""
     if not path or not os.path.isfile(Path(path) / "config.json"):
         text = f"{key}: {path!r} is not a Hugging Face model directory (no config.json in it)"
         raise MegarlError(f"{text}; {advice}" if advice else text)
     try:
         parameters(Path(path))
-        if tokenizer:
-            load_tokenizer(path)
+        load_tokenizer(path)
     except MegarlError as error:
         raise MegarlError(f"{key}: {error}") from None
 
@@ -130,22 +127,17 @@ def read_inputs(recipe: Recipe) -> Fingerprints:
     """Return fingerprints of all that determines the run's steps. MegarlError for what cannot be read."""
     architecture.read(recipe.model.path)
     tokenizer = load_tokenizer(recipe.model.path)
-    fingerprints = {"model.path: tokenizer": _hash_files(Path(recipe.model.path) / name for name in TOKENIZER)}
-    for key, path in {"model.path": recipe.model.path, **_critic(recipe)}.items():
-        weights = [file for kind in ("", ".index.json") for file in sorted(Path(path).glob(f"*.safetensors{kind}"))]
-        fingerprints[f"{key}: config.json"] = _hash_files([Path(path) / "config.json"])
-        fingerprints[f"{key}: weights"] = _hash_files(weights)
+    path = Path(recipe.model.path)
+    fingerprints = {"model.path: tokenizer": _hash_files(path / name for name in TOKENIZER)}
+    weights = [file for kind in ("", ".index.json") for file in sorted(path.glob(f"*.safetensors{kind}"))]
+    fingerprints["model.path: config.json"] = _hash_files([path / "config.json"])
+    fingerprints["model.path: weights"] = _hash_files(weights)
     for name, prompts in load_tasks(recipe, tokenizer).items():
         fingerprints[f"data.tasks.{name}.train: prompts"] = _hash_prompts(prompts.train)
         fingerprints[f"data.tasks.{name}.heldout: prompts"] = _hash_prompts(prompts.heldout)
     for name, suite in recipe.evaluation.suites.items():
         suites.load(name, suite, tokenizer, recipe.length.prompt_tokens, recipe.data.decontaminate)
     return fingerprints
-
-
-def _critic(recipe: Recipe) -> dict[str, str]:
-    """Return the directory that the critic starts from by its key; nothing if there is none, or it is the policy's."""
-    return {"critic.path": recipe.critic.path} if recipe.has_critic and recipe.critic.path else {}
 
 
 def _hash_files(paths: Iterable[Path]) -> str:

@@ -1,8 +1,8 @@
 """`megarl sft`: a supervised warm start with the learner's own step, cross-entropy on what the model should write.
 
-sft.data ──► traces ──shuffled epochs──► batches of sft.batch_tokens ──► Trainer.train_step ──► sft.output (Hugging Face)
+sft.data ──► traces ──shuffled epochs──► batches of sft.batch_tokens ──► Trainer.train_step ──► model.path (Hugging Face)
                                                                               │ ▲
-                                           sft.output.unfinished/  checkpoints, and the settings they were made with
+                                           model.path.unfinished/  checkpoints, and the settings they were made with
 
 On a signal it finishes the step, saves and exits with 128 + signal. The same command continues with the same steps.
 """
@@ -40,10 +40,10 @@ RANKS_LIMIT_S = 600.0  # limit of a collective; ranks differ by no more than the
 
 
 def main(recipe: Recipe) -> int:
-    """Train sft.init and write sft.output. Return 0, or 128 + the signal that ended it."""
-    output = Path(recipe.sft.output)
+    """Train sft.init and write model.path. Return 0, or 128 + the signal that ended it."""
+    output = Path(recipe.model.path)
     if output.exists():
-        raise MegarlError(f"sft.output: {output} exists already; remove it, or name another directory")
+        raise MegarlError(f"model.path: {output} exists already; name another, or remove it to train it anew")
     unfinished = output.with_name(f"{output.name}.unfinished")
     settings = {  # what a warm start must keep until its end
         "sft": recipe.sft.model_dump(mode="json"),
@@ -52,12 +52,12 @@ def main(recipe: Recipe) -> int:
     }
     begun_with = json.loads(file.read_text()) if (file := unfinished / SETTINGS).exists() else None
     if complete(unfinished) and begun_with != settings:
-        advice = "remove it to begin anew, or name another sft.output"
+        advice = "remove it to begin anew, or name another model.path"
         raise MegarlError(f"{unfinished}: a warm start with other settings was begun there ({SETTINGS}); {advice}")
     if recipe.resources.learner_ranks > 1 and not is_rank():
         become_torchrun(recipe.resources.learner_ranks, free_ports(1)[0])
     leader = os.environ.get("RANK", "0") == "0"
-    with lock(unfinished, "megarl sft", "sft.output") if leader else nullcontext():
+    with lock(unfinished, "megarl sft", "model.path") if leader else nullcontext():
         if leader:
             write_atomically(file, json.dumps(settings, indent=1).encode())
         return run(recipe, unfinished)
@@ -77,7 +77,7 @@ def run(recipe: Recipe, unfinished: Path) -> int:
     with stop_requests() as stop_request:
         asked = train(trainer, batches(traces, sft.batch_tokens, recipe.run.seed), checkpoints, recipe, stop_request)
         if not asked:
-            hf.save(trainer.policy.chunks, trainer.policy.family, init, Path(sft.output))
+            hf.save(trainer.policy.chunks, trainer.policy.family, init, Path(recipe.model.path))
             if dist.get_rank() == 0:
                 shutil.rmtree(unfinished)
     parallel.stop()

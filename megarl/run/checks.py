@@ -15,12 +15,11 @@ from pathlib import Path
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import parameters, read_json
-from megarl.core.base.process import check_free
 from megarl.core.base.rundir import RunDir
 from megarl.core.journal.journal import JournalReader
 from megarl.core.recipe import Recipe, differences, load
 from megarl.core.server.checks import check as check_server
-from megarl.run import devices
+from megarl.run import devices, fork
 from megarl.run.launcher import LocalLauncher
 from megarl.run.placement import Place, place
 from megarl.run.restart import Role
@@ -35,8 +34,8 @@ LARGE_ON_CPU = "MEGARL_LARGE_ON_CPU"
 type Fingerprints = Mapping[str, str]
 """Fingerprint by recipe key and part of it: `model.path: weights`."""
 HISTORY = (
-    "run.seed", "model.path", "model.dtype", "model.fp32_head", "model.fp8", "data", "length", "sampling", "pipeline", "batch",
-    "loss", "reference", "learner.epochs", "critic.path", "critic.dtype", "critic.lam",
+    "run.seed", "run.fork", "model.path", "model.dtype", "model.fp32_head", "model.fp8", "data", "length", "sampling",
+    "pipeline", "batch", "loss", "reference", "learner.epochs", "critic.dtype", "critic.lam",
 )  # fmt: skip
 """Keys and sections that determine a run's steps. Layout, servers, learning rate and cadences may change on resuming."""
 
@@ -109,7 +108,6 @@ def check_placed(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: float
     check_host(recipe, learner, host_bytes)
     check_allocator(recipe)
     check_served(recipe, placed)
-    _check_ports(recipe, placed)
 
 
 def check_host(recipe: Recipe, learner: Place, host_bytes: float) -> None:
@@ -145,23 +143,13 @@ def check_served(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
     check_server(recipe, cuda=bool(placed[Role("server", 0)].gpus))
 
 
-def _check_ports(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
-    """Check that the recipe's fixed ports are free for this machine's roles; on other nodes the roles check for themselves."""
-    name = placed[Role("controller")].nodes[0].name
-    for role, where in placed.items():
-        if where.nodes[0].name != name:
-            continue
-        if role.kind == "server" and recipe.serving.port is not None:
-            check_free("serving.port", where.nodes[0].address, recipe.serving.port + role.index)
-        if role.kind != "server" and recipe.monitor.prometheus and recipe.monitor.prometheus_port is not None:
-            second = int(role.kind == "learner")
-            check_free("monitor.prometheus_port", where.nodes[0].address, recipe.monitor.prometheus_port + second)
-
-
 def check_history(recipe: Recipe, rundir: RunDir, fingerprints: Fingerprints) -> bool:
     """Return whether there is a run to resume; raise MegarlError if it must not be touched, or would turn into another run."""
     history, other = _history(rundir), "give this one another run.name"
     if not history:
+        if recipe.run.fork:
+            fork.check(recipe)
+            _check_inputs(RunDir(recipe.run.forked[0]), fingerprints, other)
         return False
     if not os.path.exists(rundir.recipe):
         missing = "but not the recipe.yaml that the run began with"
@@ -181,10 +169,15 @@ def check_history(recipe: Recipe, rundir: RunDir, fingerprints: Fingerprints) ->
     if changed:
         keeps = "A run that goes on keeps these, or its steps would no longer be one history; undo the change"
         raise MegarlError("\n".join([*changed, f"{keeps}, or {other}"]))
+    _check_inputs(rundir, fingerprints, other)
+    return True
+
+
+def _check_inputs(rundir: RunDir, fingerprints: Fingerprints, other: str) -> None:
+    """Raise MegarlError if model or prompts are not those that this run began with."""
     if others := _changed(rundir.fingerprints, fingerprints):
         named = [f"{key}: not what the run began with (by {rundir.fingerprints})" for key in others]
         raise MegarlError("\n".join([*named, f"Put back what was there, or {other}"]))
-    return True
 
 
 def _history(rundir: RunDir) -> str:

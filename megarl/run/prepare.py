@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, write_atomically
 from megarl.core.recipe import Recipe, dump
-from megarl.run import devices
+from megarl.run import devices, fork
 from megarl.run.checks import Fingerprints
 from megarl.run.placement import Place
 from megarl.run.restart import Role
@@ -43,6 +43,8 @@ def prepare(
     again = recipe.model_copy(update={"run": recipe.run.model_copy(update={"resume": "auto"})})
     write_atomically(rundir.fingerprints, json.dumps(dict(fingerprints), indent=2).encode() + b"\n")
     write_atomically(rundir.recipe, dump(again).encode())
+    if recipe.run.fork:
+        fork.begin(recipe, rundir)
     endpoints = endpoints_of(recipe, placed)
     rundir.write_endpoints(endpoints)
     write_targets(recipe, rundir, endpoints)
@@ -53,18 +55,14 @@ def endpoints_of(recipe: Recipe, placed: Mapping[Role, Place]) -> Endpoints:
     """Choose the addresses where roles listen, with ports that were free on their nodes, and new keys."""
     free = {node.name: iter(node.ports) for where in placed.values() for node in where.nodes}
 
-    def address(role: Role, fixed: int | None = None) -> tuple[str, int]:
+    def address(role: Role) -> tuple[str, int]:
         node = placed[role].nodes[0]
-        return node.address, next(free[node.name]) if fixed is None else fixed
+        return node.address, next(free[node.name])
 
-    def metrics(role: Role, after: int) -> str:
-        if not recipe.monitor.prometheus:
-            return ""
-        port = recipe.monitor.prometheus_port
-        return "{}:{}".format(*address(role, None if port is None else port + after))
+    def metrics(role: Role) -> str:
+        return "{}:{}".format(*address(role)) if recipe.monitor.prometheus else ""
 
-    first, count = recipe.serving.port, recipe.resources.servers
-    servers = [address(Role("server", i), None if first is None else first + i) for i in range(count)]
+    servers = [address(Role("server", i)) for i in range(recipe.resources.servers)]
     rendezvous_host, rendezvous_port = address(Role("learner"))
     return Endpoints(
         session=uuid.uuid4().hex,
@@ -77,8 +75,8 @@ def endpoints_of(recipe: Recipe, placed: Mapping[Role, Place]) -> Endpoints:
         rendezvous_port=rendezvous_port,
         learner_nodes=len(placed[Role("learner")].nodes),
         gpus=devices.needed(recipe) if placed[Role("learner")].gpus else 0,
-        controller_metrics=metrics(Role("controller"), 0),
-        learner_metrics=metrics(Role("learner"), 1),
+        controller_metrics=metrics(Role("controller")),
+        learner_metrics=metrics(Role("learner")),
         metrics_key=secrets.token_hex(16) if recipe.monitor.prometheus else "",
     )
 

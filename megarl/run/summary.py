@@ -58,7 +58,7 @@ def summarise(recipe: Recipe, rundir: RunDir) -> Row:
         "versions_per_rollout": mean(rows, "versions_per_rollout"),
         **{name: mean(rows[-20:], name) for name in ("truncation_rate", "interruption_rate", "format_error_rate")},
         "void_groups": _total(rows, "void_groups"),
-        "warnings": warnings.words(partial(mean, rows[-20:]), recipe.length.end_of_thinking),
+        "warnings": warnings.words(partial(mean, rows[-20:]), recipe.length.end_of_thinking, last),
         "restarts": events.count("restart"),
         "tasks": _by_task(recipe, rows, first, last),
     }

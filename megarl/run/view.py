@@ -112,7 +112,8 @@ def phase(frame: Frame) -> str:
 def warnings(frame: Frame) -> list[str]:
     """List what the user should look at."""
     observer = frame.observer
-    messages = flagged(partial(recent, observer), frame.recipe.length.end_of_thinking)
+    newest = observer.evaluations[max(observer.evaluations)] if observer.evaluations else {}
+    messages = flagged(partial(recent, observer), frame.recipe.length.end_of_thinking, newest)
     row = frame.observer.latest
     if observer.status is not None and observer.status.parity:
         messages.append(observer.status.parity)

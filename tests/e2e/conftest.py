@@ -8,7 +8,7 @@ import pytest
 from tests.e2e import runs
 from tests.e2e.runs import SMALL, LiveRun, check_nothing_left, megarl
 
-WATCHED = ("monitor.prometheus=true", "monitor.profile.start=3", "monitor.profile.steps=2")
+WATCHED = ("monitor.prometheus=true", "monitor.profile_steps=[3,4]")
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ import itertools
 import os
 import random
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -178,16 +177,6 @@ def test_no_process_is_left_when_a_role_cannot_start(start: Start) -> None:
     assert run.finish() == 1
     assert "learner-0" in run.output.read_text(errors="replace")
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(run.rundir.recipe) in (p.info["cmdline"] or [])]
-
-
-def test_the_port_of_a_server_is_taken(start: Start) -> None:
-    """Said at once, before anything is started."""
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        run = start("port", f"serving.port={port}")
-        assert run.finish(60) == 2
-    said = f"serving.port: cannot listen on 127.0.0.1:{port}: Address already in use; choose another"
-    assert said in run.output.read_text(errors="replace")
 
 
 HANGING = """

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.core import recipe as recipes
 from megarl.core.base.messages import ServerAddress
-from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, latest_rows
+from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, latest_rows, latest_scores
 from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.journal.journal import JournalReader
 from megarl.core.journal.records import Finished
@@ -101,6 +101,21 @@ def test_compute_and_evaluations(rundir: RunDir, recipe: Recipe) -> None:
     names = {"weight_version", "tokens_per_second", "lag_max", "lag_mean", "pass_rate_train"}
     assert all(names <= row.keys() for row in rows)
     assert all(json.loads(line, parse_constant=pytest.fail) for line in rundir.metrics.read_text().splitlines())
+
+
+def test_slices_are_of_the_run_s_scores(rundir: RunDir, finished: LiveRun) -> None:
+    """By task, by the data's difficulty: weighted by prompts the levels are the task. Two points are no law."""
+    shown = megarl("scaling", "slices", str(rundir.path), "--json", cwd=finished.cwd)
+    assert shown.returncode == 0, shown.stderr
+    task, *others = json.loads(shown.stdout)
+    levels = [part for part in others if part["kind"] == "difficulty"]
+    rows = latest_scores(rundir.eval)
+    assert [task["before"], task["last"]] == pytest.approx([rows[0]["pass_rate"], rows[-1]["pass_rate"]])
+    assert len(levels) > 1
+    assert all(level["slice"].startswith("difficulty ") for level in levels)
+    weighted = sum(level["prompts"] * level["last"] for level in levels) / task["prompts"]
+    assert (sum(level["prompts"] for level in levels), weighted) == (task["prompts"], pytest.approx(task["last"]))
+    assert all("2 points in the window" in part["problem"] for part in (task, *levels))
 
 
 def test_what_a_run_leaves(rundir: RunDir, recipe: Recipe) -> None:

@@ -85,7 +85,7 @@ def overrides(port: int) -> tuple[str, ...]:
         "data.tasks.arithmetic=null",
         f"data.tasks.programs={{train: programs.jsonl, heldout: 4, grader: code, rewards: {{{form}, {short}}}}}",
         f"data.tasks.letters={{train: letters.jsonl, heldout: 4, grader: taste, rewards: {{{form}}}}}",
-        f"data.services.taste={{url: 'http://127.0.0.1:{port}/', api_key: 'env:REWARD_KEY', batch: 8}}",
+        f"data.services.taste={{url: 'http://127.0.0.1:{port}/', api_key: 'env:REWARD_KEY'}}",
         "length.prompt_tokens=4",
         "length.thinking_tokens=[6, 8]",
         "length.answer_tokens=1",

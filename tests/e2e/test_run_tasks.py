@@ -32,7 +32,6 @@ OVERRIDES = (
     "resources.colocate=true",
     "weights.transport=cuda_ipc",
     "serving.memory_fraction=0.5",
-    "serving.release_memory=true",
     "journal.keep=checkpoints",
 )
 

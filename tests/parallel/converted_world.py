@@ -29,7 +29,6 @@ def main(directory: Path) -> None:
             path=str(path / "hf"),
             dtype="bf16",
             tensor_parallel=2,
-            sequence_parallel=True,
             pipeline_parallel=2,
             expert_parallel=2 if experts else 1,
             expert_tensor_parallel=1 if experts else 2,

@@ -25,12 +25,12 @@ from megatron.core import parallel_state
 
 LAYOUTS: list[dict[str, Any]] = [
     {},
-    {"tensor_parallel": 2, "sequence_parallel": True},
+    {"tensor_parallel": 2},
     {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2},
     {"context_parallel": 2},
 ]
 FP16: list[tuple[dict[str, Any], str]] = [
-    ({"tensor_parallel": 2, "sequence_parallel": True}, "fp32"),
+    ({"tensor_parallel": 2}, "fp32"),
     ({"pipeline_parallel": 2}, "fp16"),  # only one stage has FP32 parameters
     ({}, "fp16"),
 ]
@@ -53,7 +53,7 @@ def main(directory: Path) -> None:
 
 
 def recipe_of(directory: Path, layout: dict[str, Any], critic: str = "fp32") -> Recipe:
-    optimizer = {"lr": 1e-4, "warmup_steps": 0, "eps": 1e-6}
+    optimizer = {"lr": 1e-4, "warmup_steps": 0}
     return recipes.from_tree(
         {
             "model": {"path": str(directory / "model"), "dtype": "fp32", **layout},
@@ -61,7 +61,7 @@ def recipe_of(directory: Path, layout: dict[str, Any], critic: str = "fp32") -> 
             "batch": {"prompts": 4, "centring": "critic", "zero_variance": "keep", "aggregation": "token"},
             "loss": {"kind": "reinforce"},
             "learner": {"microbatch_tokens": 160, "epochs": 2, "optimizer": optimizer},
-            "critic": {"dtype": critic, "lam": LAMBDA, "warmup_steps": 1, "optimizer": optimizer},
+            "critic": {"dtype": critic, "lam": LAMBDA, "warmup_steps": 1, "optimizer": {"lr": 1e-4}},
         }
     )
 

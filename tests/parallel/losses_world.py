@@ -22,7 +22,7 @@ from tests.parallel.learner_world import difference, full_gradients, say
 
 LAYOUTS: list[dict[str, Any]] = [
     {},
-    {"tensor_parallel": 2, "sequence_parallel": True},
+    {"tensor_parallel": 2},
     {"pipeline_parallel": 2},
     {"context_parallel": 2},
 ]

@@ -27,7 +27,7 @@ from megarl.core.recipe import Recipe
 from tests.parallel.learner_world import full_gradients, recipe_of, say
 from tests.sequences import training_sequences
 
-SP2 = {"tensor_parallel": 2, "sequence_parallel": True}
+SP2 = {"tensor_parallel": 2}
 VPP2 = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     1: [{}],

@@ -22,7 +22,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from safetensors.torch import load_file
 
-SP2 = {"tensor_parallel": 2, "sequence_parallel": True}
+SP2 = {"tensor_parallel": 2}
 DENSE: dict[int, list[dict[str, Any]]] = {
     2: [
         {"tensor_parallel": 2},

@@ -28,13 +28,13 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
     1: [{}],
     2: [
         {"expert_parallel": 2},
-        {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2},
+        {"tensor_parallel": 2, "expert_parallel": 2},
         {"pipeline_parallel": 2},
         {"context_parallel": 2, "expert_parallel": 2},
     ],
     4: [
         {"pipeline_parallel": 2, "expert_parallel": 2},
-        {"tensor_parallel": 2, "sequence_parallel": True, "context_parallel": 2, "expert_parallel": 2},
+        {"tensor_parallel": 2, "context_parallel": 2, "expert_parallel": 2},
     ],
 }
 

@@ -34,7 +34,7 @@ from megatron.core import optimizer, parallel_state
 from megatron.core.transformer.moe import token_dispatcher
 from safetensors.torch import load_file
 
-SP2 = {"tensor_parallel": 2, "sequence_parallel": True}
+SP2 = {"tensor_parallel": 2}
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     1: [{}, {"fp8": "blockwise"}, {"fp8": "tensorwise"}],
     2: [

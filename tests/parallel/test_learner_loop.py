@@ -243,7 +243,7 @@ def test_a_learner_that_lost_its_steps_replays_them_bit_for_bit(tmp_path: Path, 
 
 @pytest.mark.slow
 def test_two_ranks_save_when_told_to_stop_and_go_on(tmp_path: Path, model: Path, runs: list[Run]) -> None:
-    run = Run(tmp_path, model, 4, resources={"learner_ranks": 2}, monitor={"profile": {"start": 1, "steps": 1}})
+    run = Run(tmp_path, model, 4, resources={"learner_ranks": 2}, monitor={"profile_steps": [1, 1]})
     runs.append(run)
     learner = run.learn()
     run.wait_for_step(3)

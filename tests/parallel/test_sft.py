@@ -44,14 +44,17 @@ def written(tmp_path: Path, output: str, checkpoint_every: int = 250) -> Path:
     sft = {
         "init": str(tmp_path / "data" / "init"),
         "data": str(tmp_path / "data" / "sft.jsonl"),
-        "output": str(tmp_path / output),
         "steps": STEPS,
         "batch_tokens": 1024,
         "max_length": 128,
-        "optimizer": {"lr": 2e-3, "warmup_steps": 5},
+        "optimizer": {"lr": 2e-3},
     }
     path = tmp_path / "recipe.yaml"
-    tree = {"model": {"dtype": "fp32"}, "sft": sft, "checkpoint": {"every": checkpoint_every}}
+    tree = {
+        "model": {"path": str(tmp_path / output), "dtype": "fp32"},
+        "sft": sft,
+        "checkpoint": {"every": checkpoint_every},
+    }
     path.write_text(recipes.dump(recipes.from_tree(tree)))
     return path
 

@@ -79,7 +79,7 @@ def stack_recipe(directory: Path, **sections: Any) -> Recipe:
         "run": {"name": "run", "dir": str(directory)},
         "model": {"path": str(directory / "a"), "dtype": "fp32"},
         "length": {"prompt_tokens": 100, "thinking_tokens": [1000, 1400], "answer_tokens": 100},
-        "serving": {"kv_tokens": 16384, "max_running_requests": 32, "stream_interval": 8},
+        "serving": {"kv_tokens": 16384, "max_running_requests": 32},
         "weights": {"timeout_s": 20, "bucket_mb": 1},
     }
     return recipes.from_tree({k: tree.get(k, {}) | sections.get(k, {}) for k in tree | sections})
@@ -186,7 +186,7 @@ def stack(models: tuple[Path, dict[str, Any]]) -> Iterator[Stack]:
 @pytest.fixture(scope="module")
 def serves_a(stack: Stack) -> None:
     """The server has model `a`, whatever the tests before have published."""
-    stack.ask(lambda client: client.load(str(stack.directory / "a"), 0, flush=True))
+    stack.ask(lambda client: client.load(str(stack.directory / "a"), 0))
 
 
 @pytest.fixture(scope="module")

@@ -35,8 +35,8 @@ def sharing(models: tuple[Path, dict[str, Any]]) -> Iterator[Stack]:
         run={"name": "sharing", "dir": str(models[0])},
         resources={"colocate": True},
         pipeline={"k": 0},
-        weights={"transport": "cuda_ipc", "timeout_s": 20, "bucket_mb": 1, "pause": "retract"},
-        serving={"memory_fraction": 0.5, "release_memory": True},
+        weights={"transport": "cuda_ipc", "timeout_s": 20, "bucket_mb": 1},
+        serving={"memory_fraction": 0.5},
     ) as stack:
         yield stack
 
@@ -49,7 +49,7 @@ def with_small_buckets(stack: Stack, chunks: Any, family: Family, timeout_s: flo
     """Eight or more of them: the tiny model would fit in one of the smallest that a recipe can have."""
     weights = stack.recipe.weights.model_copy(update={"timeout_s": timeout_s})
     by = Publisher(stack.recipe.model_copy(update={"weights": weights}), stack.endpoints, chunks, family)
-    by._transport = CudaIpcTransport(chunks, family, BUCKET_BYTES, flush=True)
+    by._transport = CudaIpcTransport(chunks, family, BUCKET_BYTES)
     return by
 
 
@@ -81,16 +81,15 @@ async def test_weights_arrive_whole_while_a_request_goes_on(sharing: Stack, lear
     assert second.bytes_sent == sum(p.nbytes for p in sharing.models["b"].parameters()) > 7 * BUCKET_BYTES
     (old, new) = done.spans
     assert (old.version, new.version, new.end) == (1, 2, 900)
-    sequence = np.concatenate([PROMPT, done.tokens])
-    for name, of in (("a", old), ("b", new)):
-        (reference,) = scores(sharing.models[name], [sequence])
-        reference = reference[len(PROMPT) - 1 :]
-        np.testing.assert_allclose(done.logprobs[of.start : of.end], reference[of.start : of.end], atol=2e-5)
+    (reference,) = scores(sharing.models["a"], [np.concatenate([PROMPT, done.tokens])])
+    off = np.abs(done.logprobs - reference[len(PROMPT) - 1 :])
+    assert off[: old.end].max() <= 2e-5
+    assert np.median(off[new.start :]) > 0.01, "other weights, over the keys and values of `a`"
 
 
 def test_it_brings_the_same_weights_as_disk(sharing: Stack, learner: Any) -> None:
     (handed,) = publish(sharing, publisher(sharing, learner, "b"), "b", 3).results
-    sharing.ask(lambda client: client.load(str(sharing.directory / "b"), 4, flush=True))
+    sharing.ask(lambda client: client.load(str(sharing.directory / "b"), 4))
     assert handed.checksum == sharing.ask(lambda client: client.checksums())[0]
 
 

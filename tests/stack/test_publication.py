@@ -151,8 +151,8 @@ def test_a_directory_that_a_server_does_not_load_is_noticed(
     chunks, family = learner("b")
     load = ServerClient.load
 
-    async def load_another(self: ServerClient, path: str, version: int, flush: bool) -> None:
-        await load(self, str(stack.directory / "a"), version, flush)
+    async def load_another(self: ServerClient, path: str, version: int) -> None:
+        await load(self, str(stack.directory / "a"), version)
 
     monkeypatch.setattr(ServerClient, "load", load_another)
     recipe = stack_recipe(stack.directory, weights={"transport": "disk", "timeout_s": 20})

@@ -15,7 +15,7 @@ from tests.tiny_scores import difference
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
 
 LAYOUTS = [
-    ["model.tensor_parallel=2", "model.sequence_parallel=true"],
+    ["model.tensor_parallel=2"],
     ["model.pipeline_parallel=2"],
     [],  # two data-parallel copies
 ]

@@ -70,7 +70,7 @@ async def test_logprobs_are_transformers_also_after_weights_from_disk(served: St
     await assert_serves(served, "a")
     async with served.client() as client:
         before, _ = await client.checksums()
-        await client.load(str(served.directory / "b"), 1, flush=True)
+        await client.load(str(served.directory / "b"), 1)
         await assert_serves(served, "b")
         assert (await client.checksums())[0] != before
 
@@ -101,7 +101,7 @@ async def test_the_server_says_which_experts_it_chose(served: Stack, request: py
     assert routed is not None
     prompt = random_prompt(30)
     async with served.client() as client:
-        await client.load(str(served.directory / "a"), 2, flush=True)
+        await client.load(str(served.directory / "a"), 2)
         first = await client.generate(prompt, 20, routing_from=0)
         tables = [routed.decoded(first.routing)]
         longer = np.concatenate([prompt, first.tokens, random_prompt(5)])
@@ -113,7 +113,7 @@ async def test_the_server_says_which_experts_it_chose(served: Stack, request: py
     np.testing.assert_array_equal(np.sort(routing.table, -1), expected)
 
 
-LAYOUTS = [["model.tensor_parallel=2", "model.sequence_parallel=true"], ["model.pipeline_parallel=2"]]
+LAYOUTS = [["model.tensor_parallel=2"], ["model.pipeline_parallel=2"]]
 EXPERT_LAYOUTS = [[*layout, "model.expert_parallel=2"] for layout in LAYOUTS]
 DIVIDED = {"qwen2": LAYOUTS, "qwen3_moe": EXPERT_LAYOUTS, "llama4_multimodal": EXPERT_LAYOUTS}
 """Others are tested otherwise: Llama, dense models without biases, Llama 4 without its vision tower."""
@@ -127,7 +127,7 @@ async def test_divided_learners_publish_the_whole_model(served: Stack, request: 
     from_disk = {}
     async with served.client() as client:
         for name in ("a", "b", "a"):
-            await client.load(str(served.directory / name), 3, flush=True)
+            await client.load(str(served.directory / name), 3)
             from_disk[name], _ = await client.checksums()
     assert from_disk["a"] != from_disk["b"]
     publications = list(zip(["b", "a"], DIVIDED[family], ["gloo", "gloo"], strict=True))

@@ -23,7 +23,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         directory,
         models,
         resources={"server_tensor_parallel": 2, "learner_ranks": 2, "colocate": True},
-        model={"tensor_parallel": 2, "sequence_parallel": True},
+        model={"tensor_parallel": 2},
         weights={"transport": "cuda_ipc"},
         serving={"memory_fraction": 0.5},
     ) as stack:

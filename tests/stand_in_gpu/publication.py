@@ -53,12 +53,12 @@ class Server(ServerClient):
 
     async def nothing(self, *_: object) -> None: ...
 
-    pause = resume = abort_all = begin = end = nothing  # type: ignore[assignment]
+    pause = resume = resume_memory = abort_all = begin = end = nothing  # type: ignore[assignment]
 
-    async def whereabouts(self) -> DeviceIdentity:
+    async def device_identity(self) -> DeviceIdentity:
         return device.of_rank()
 
-    async def take(self, handles: list[Any], complete: int | None, flush: bool) -> None:
+    async def take(self, handles: list[Any], complete: int | None) -> None:
         bucket: Bucket = handles[0]
         sizes = [torch.Size(shape).numel() * getattr(torch, kind).itemsize
                  for kind, shape in zip(bucket.dtypes, bucket.shapes, strict=True)]  # fmt: skip
@@ -93,7 +93,7 @@ def errors(directory: Path, name: str) -> tuple[int, list[str]]:
             "model": {"path": str(directory / name)} | SETTINGS.get(name, {}),
             "resources": {"colocate": True},
             "pipeline": {"k": 0},
-            "weights": {"transport": "cuda_ipc", "pause": "retract"},
+            "weights": {"transport": "cuda_ipc"},
             "serving": {"memory_fraction": 0.5},
         }
     )

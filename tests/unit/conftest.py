@@ -38,7 +38,7 @@ def tree(tmp_path: Path) -> Tree:
         "data": {
             "tasks": {"math": {"train": str(tmp_path / "train.jsonl"), "heldout": str(tmp_path / "heldout.jsonl")}}
         },
-        "sft": {"data": str(tmp_path / "sft.jsonl"), "init": str(model), "output": str(tmp_path / "sft")},
+        "sft": {"data": str(tmp_path / "sft.jsonl"), "init": str(model)},
     }
 
 

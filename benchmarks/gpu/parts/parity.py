@@ -19,7 +19,6 @@ SHORT = (
     f"run.steps={STEPS}",
     "batch.prompts=8",
     "sampling.generations=4",
-    "weights.parity_rollouts=8",
     "serving.max_running_requests=32",
     "checkpoint.every=100000",
 )

@@ -60,7 +60,9 @@ class Grader(Protocol):
         """
 
     async def grade_answer(self, text: str, prompt: Prompt, verdict: Verdict | None = None) -> Grade:
-        """Grade by the task's own grader or environment alone, as an evaluation needs."""
+        """Grade for an evaluation: by the task's own grader or environment alone; with a trusted grader by all, whose score is
+        then `trusted` in `rewards` and adds nothing to the reward.
+        """
 
     async def agrees(self, answer: str, expected: str) -> bool:
         """Return whether the answer would be right if this were expected."""
@@ -142,13 +144,12 @@ class Environment(Protocol):
 
 
 class PlayedEnvironment(Protocol):
-    """An environment in one episode. turns, turn_tokens: limits of the recipe; stop_tokens: set once it is played.
+    """An environment in one episode. turns: the recipe's limit; stop_tokens: set once it is played.
 
     Its coroutines raise EnvironmentDown if the environment fails, is late, or gives an invalid answer.
     """
 
     turns: int
-    turn_tokens: int
     stop_tokens: tuple[int, ...]
 
     def played(self, prompt: Prompt) -> AbstractAsyncContextManager[None]:

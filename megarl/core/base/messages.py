@@ -125,6 +125,10 @@ class ScoredRollout(Record, frozen=True):
     experts: Routing | None = None
 
 
+PARITY_ROLLOUTS = 4
+"""Rollouts of each batch that servers and learner both score after its publication: some thousand tokens, in under a second."""
+
+
 class Score(Record, frozen=True, tag="score"):
     """Score these rollouts with the weights of `version`, the learner's current ones."""
 

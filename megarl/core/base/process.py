@@ -64,15 +64,15 @@ def start_logging(role: str) -> None:
     )
 
 
-def check_free(key: str, host: str, port: int) -> None:
-    """Raise MegarlError if `port` of `host`, an address of this machine, is not free. key: where the user chose it."""
+def check_free(host: str, port: int) -> None:
+    """Raise MegarlError if `port` of `host`, an address of this machine, is not free."""
     with socket.socket() as s:
         # Connections of the previous life in TIME_WAIT do not matter.
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             s.bind((host, port))
         except OSError as error:
-            raise MegarlError(f"{key}: cannot listen on {host}:{port}: {error.strerror}; choose another") from None
+            raise MegarlError(f"--port: cannot listen on {host}:{port}: {error.strerror}; choose another") from None
 
 
 @contextmanager

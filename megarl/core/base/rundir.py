@@ -10,6 +10,7 @@ RUN/trace/             spans of the roles  RUN/profile/       torch's profiler  
 RUN/fingerprints.json  of model and prompts when the run began (megarl/lab/preflight.py)
 RUN/bad-rollouts.jsonl rollouts of skipped steps; RUN/failure: why the run must not be restarted by itself
 RUN/weights/           what servers read with weights.transport=disk
+RUN/parent/            of a fork: what it began with (megarl/run/fork.py)
 RUN/microbatch.json    the size that learner.microbatch_tokens=auto found
 RUN/stop               asks for an orderly end; polled by learner and controller (works on shared file systems too)
 """
@@ -110,6 +111,10 @@ class RunDir:
         self.prometheus = path / "prometheus"
         self.weights = path / "weights"
         self.evaluations = path / "evaluations"
+
+    @property
+    def parent(self) -> "RunDir":
+        return RunDir(self.path / "parent")
 
     @staticmethod
     def opened(path: Path) -> "RunDir":

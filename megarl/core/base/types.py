@@ -88,7 +88,7 @@ class Episode(Record, frozen=True):
     """The exchange between the policy and its environment (data.tasks.NAME.environment).
 
     turns: the policy's. calls: turns that were answered, of which errors failed; seconds: spent on all of them.
-    limited: `turns` or `turn_tokens` of the recipe ended the exchange, not the policy.
+    limited: `turns` of the recipe ended the exchange, not the policy.
     """
 
     turns: int

@@ -38,7 +38,7 @@ from megarl.core.controller.parity import Parity
 from megarl.core.controller.pipeline import Pipeline
 from megarl.core.controller.servers import Servers
 from megarl.core.controller.tickets import Tickets
-from megarl.core.evaluation.forecast import Forecast
+from megarl.core.evaluation.forecast import Forecast, TrustedWatch
 from megarl.core.evaluation.score import Asker, Questions
 from megarl.core.journal.journal import Journal
 from megarl.core.journal.records import PublishedVersion
@@ -68,8 +68,8 @@ type ServeMetrics = Callable[[Endpoints, Callable[[], StatusAndTotals]], Callabl
 class Controller:
     """The controller's parts, wired together in the running event loop.
 
-    questions: what each evaluation asks. forecast: predicts the rest of the run from its scores. serve_metrics: starts an
-    exporter of the status and returns what ends it.
+    questions: what each evaluation asks. forecast: predicts the rest of the run from its scores. watch: compares the reward
+    with a trusted grader. serve_metrics: starts an exporter of the status and returns what ends it.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class Controller:
         tasks: Tasks,
         questions: Sequence[Questions[Any]],
         forecast: Forecast,
+        watch: TrustedWatch,
         serve_metrics: ServeMetrics,
     ) -> None:
         salt = uuid.uuid4().hex[:8]  # of this life: prefixes cached for an earlier one hold older weights
@@ -114,7 +115,7 @@ class Controller:
             at_once=0,
         )  # fmt: skip
         self.evaluations = Evaluations(
-            rundir, questions, forecast, asker, self.pipeline, self.compute, self._fail, self._stop, self.spans
+            rundir, questions, forecast, watch, asker, self.pipeline, self.compute, self._fail, self._stop, self.spans
         )
         self.conversation = Conversation(self.link, self)
         self._exported: StatusAndTotals = {}, {}

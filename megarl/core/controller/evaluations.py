@@ -20,7 +20,7 @@ from megarl.core.base.rundir import Row, RunDir, append_jsonl, lacking, latest_r
 from megarl.core.controller.metrics import ComputeClock, Spent
 from megarl.core.controller.pipeline import Pipeline
 from megarl.core.evaluation.answers import Answer, SuiteDir
-from megarl.core.evaluation.forecast import Forecast, not_worth_it
+from megarl.core.evaluation.forecast import Forecast, TrustedWatch, not_worth_it
 from megarl.core.evaluation.metrics import Outcome, result_of, settings_of, summarise
 from megarl.core.evaluation.score import Asker, Questions, score
 from megarl.core.journal.records import Evaluated
@@ -45,6 +45,7 @@ class Evaluations:
         rundir: RunDir,
         questions: Sequence[Questions[Any]],
         forecast: Forecast,
+        watch: TrustedWatch,
         asker: Asker,
         pipeline: Pipeline,
         compute: ComputeClock,
@@ -53,7 +54,7 @@ class Evaluations:
         spans: Spans = UNRECORDED,
     ) -> None:
         self._recipe, self._rundir, self._asker = asker.recipe, rundir, asker
-        self._questions, self._forecast = questions, forecast
+        self._questions, self._forecast, self._watch = questions, forecast, watch
         self._pipeline, self._schedule, self._compute = pipeline, pipeline.evaluations, compute
         self._fail, self._stop, self._spans = fail, stop, spans
         self._failures, self._not_before = 0, 0.0  # of the grader, in a row; time.monotonic()
@@ -90,6 +91,7 @@ class Evaluations:
                 raise GraderDown(f"of what came back no {missing} can be told")
             new |= await asyncio.to_thread(self._with_forecast, new)
             await asyncio.to_thread(self._write_results, version, outcomes)
+            new |= await asyncio.to_thread(self._watch, self._rundir, version, list(self._recipe.data.tasks))
             append_jsonl(self._rundir.eval, new)
             await self._pipeline.records.write(
                 Evaluated(

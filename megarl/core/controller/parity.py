@@ -4,7 +4,7 @@
     version v published   ──► servers score those that are due (version v) ──► Score ──► the learner does ──► ParityJudge
                               the learner waits for that                                                     └► metrics, end
 
-`weights.parity_rollouts` of each batch are chosen by hash before they are sampled, so that nothing about a rollout decides
+PARITY_ROLLOUTS of each batch are chosen by hash before they are sampled, so that nothing about a rollout decides
 whether it is compared. Scores that a server could not give at the requested version are left out.
 """
 
@@ -17,7 +17,7 @@ from functools import lru_cache
 import numpy as np
 
 from megarl.core.base.architecture import RoutedLayers
-from megarl.core.base.messages import Score, Scored, ScoredRollout, Wait
+from megarl.core.base.messages import PARITY_ROLLOUTS, Score, Scored, ScoredRollout, Wait
 from megarl.core.base.types import Segment
 from megarl.core.recipe import Recipe
 from megarl.core.server.client import Prefill, ServerClient, ServerLost, ServerRefused
@@ -96,11 +96,11 @@ class Parity:
         self.warning = ""
 
     def is_chosen(self, ticket: int, sample: int) -> bool:
-        """Return whether this rollout is one of the weights.parity_rollouts of its batch."""
+        """Return whether this rollout is one of the PARITY_ROLLOUTS of its batch."""
         recipe, generations = self._recipe, self._recipe.sampling.generations
         batch, prompt = divmod(ticket, recipe.batch.prompts)
         slots = recipe.batch.prompts * generations
-        count = min(recipe.weights.parity_rollouts, slots)
+        count = min(PARITY_ROLLOUTS, slots)
         return prompt * generations + sample in chosen_slots(recipe.run.seed, batch, slots, count)
 
     def finished(self, candidate: Candidate) -> None:
@@ -119,7 +119,7 @@ class Parity:
         self._drop_comparison()
         due = [c for c in self._waiting if c.due <= version]
         self._waiting = [c for c in self._waiting if c.due > version]
-        chosen = due[-self._recipe.weights.parity_rollouts :]
+        chosen = due[-PARITY_ROLLOUTS:]
         if chosen:
             task = asyncio.create_task(self._serve(version, chosen), name=f"parity {version}")
             self._comparison = _Comparison(version, task)
@@ -167,7 +167,7 @@ class Parity:
         if now is None or now.version != version:
             return None
         if now.served is None:
-            return Wait(reason=f"servers score rollouts at version {version} (weights.parity_rollouts)")
+            return Wait(reason=f"servers score rollouts at version {version}, for parity")
         rollouts = []
         for c in now.served:
             said = c.served and c.served.routing  # nothing for a dense model

@@ -35,10 +35,7 @@ class Servers:
         width = recipe.resources.server_tensor_parallel
         addresses = [ServerAddress(id=n, url=u, tensor_parallel=width) for n, u in enumerate(endpoints.servers)]
         self.membership = Membership(addresses)
-        self.clients = {
-            a.id: ServerClient(a, endpoints.api_key, endpoints.admin_key, recipe.serving.request_timeout_s)
-            for a in addresses
-        }
+        self.clients = {a.id: ServerClient(a, endpoints.api_key, endpoints.admin_key) for a in addresses}
         self._lives = dict.fromkeys(self.clients, 0)
         self._changed, self._spans, self._healthy = changed, spans, time.monotonic()
 

@@ -50,6 +50,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     entropy: float | None
     void: str = ""  # why nothing could be generated; it then counts as wrong
     reward: float | UnsetType = UNSET  # of suites with `rewards`: what best@k chooses by
+    scores: dict[str, float] | UnsetType = UNSET  # of several graders by name (`answer`: the first), and `total`
+    difficulty: int | UnsetType = UNSET  # as the data set has it
     choices: tuple[str, ...] | UnsetType = UNSET  # of multiple choice: the texts that were scored
     loglikelihoods: tuple[float, ...] | UnsetType = UNSET  # nats, of each
     chosen: int | UnsetType = UNSET  # index of the likeliest
@@ -57,7 +59,10 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """metrics: metrics.py, with `NAME_low` and `NAME_high` (95 %). model: as the user named it. time: Unix seconds."""
+    """metrics: metrics.py, with `NAME_low` and `NAME_high` (95 %). model: as the user named it. time: Unix seconds.
+
+    proxy_and_trusted: with a trusted grader, mean reward and mean trusted score of each prompt's answers, by its id.
+    """
 
     schema_version: int = SCHEMA_VERSION
     suite: str
@@ -67,6 +72,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float]
     time: float
     versions: dict[str, str]
+    proxy_and_trusted: dict[str, tuple[float, float]] | UnsetType = UNSET
 
 
 class SuiteDir:

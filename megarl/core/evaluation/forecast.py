@@ -1,13 +1,20 @@
-"""The forecast in a row of eval.jsonl, in words. Whoever starts the controller passes the function that makes one."""
+"""The forecast in a row of eval.jsonl, in words. Whoever starts the controller passes the function that makes one, and the
+one that compares a reward with its trusted grader.
+"""
 
 import re
 from collections.abc import Callable, Sequence
 
 from megarl.core.base.rundir import Row as Row
+from megarl.core.base.rundir import RunDir
 
 Forecast = Callable[[Sequence[Row], Sequence[Row], int, str], Row]
 """Makes the forecast's columns from the rows of eval.jsonl, those of metrics.jsonl, run.steps and the forecast column; empty
 while there is none.
+"""
+TrustedWatch = Callable[[RunDir, int, Sequence[str]], Row]
+"""Judges from the results of all evaluations up to this version, by task, whether the trusted score falls while the reward
+rises; columns of eval.jsonl, empty without a trusted grader.
 """
 PASS_RATE = "pass_rate"
 FURTHER_HOURS = {"gpu": 1000.0, "core": 1.0}

@@ -44,14 +44,17 @@ class Outcome(NamedTuple):
     void: bool = False
     reward: float | None = None
     by_length: bool | None = None  # of multiple choice: whether the likeliest by its length is right
+    scores: Mapping[str, float] | None = None  # with several graders, and from here on as in Answer
+    difficulty: int | None = None
 
     @classmethod
     def of(cls, answer: Answer) -> Self:
         reward = None if answer.reward is UNSET else answer.reward
         texts, chosen = answer.choices, answer.chosen_normalised
         by_length = None if texts is UNSET or chosen is UNSET else texts[chosen] == answer.expected
-        same = [getattr(answer, name) for name in cls._fields[:-3]]
-        return cls._make([*same, bool(answer.void), reward, by_length])
+        same = [getattr(answer, name) for name in cls._fields[:-5]]
+        scores, difficulty = (None if value is UNSET else value for value in (answer.scores, answer.difficulty))
+        return cls._make([*same, bool(answer.void), reward, by_length, scores, difficulty])
 
 
 def read_outcomes(answers: Path) -> list[Outcome]:
@@ -114,12 +117,23 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, float]:
     }
     if any(o.by_length is not None for o in outcomes):
         add("pass_rate_by_length", [sum(bool(o.by_length) for o in group) / len(group) for group in prompts])
+    if beside := proxy_and_trusted(outcomes):
+        metrics["proxy_score"], metrics["trusted_score"] = np.mean(list(beside.values()), axis=0).tolist()
     if entropies := [o.entropy for o in outcomes if o.entropy is not None]:
         metrics["entropy"] = math.fsum(entropies) / len(entropies)
     for name, chosen in choices(outcomes).items():
         for k in powers_up_to(min(len(group) for group in prompts)):
             add(f"{name}@{k}", [chosen(group, k) for group in prompts])
     return metrics
+
+
+def proxy_and_trusted(outcomes: Sequence[Outcome]) -> dict[str, tuple[float, float]]:
+    """Return each prompt's mean reward and mean trusted score over its answers, without void ones; empty if no trusted grader
+    was asked. Prompts that have only void ones are left out.
+    """
+    asked = by_prompt(o for o in outcomes if o.scores is not None and "trusted" in o.scores)
+    means = [np.mean([(o.scores["total"], o.scores["trusted"]) for o in group if o.scores], axis=0) for group in asked]
+    return {group[0].id: (float(proxy), float(trusted)) for group, (proxy, trusted) in zip(asked, means, strict=True)}
 
 
 Z = 1.959963984540054
@@ -247,5 +261,5 @@ def result_of(suite: str, model: str, samples: int, settings: dict[str, Any], ou
     versions |= {name: importlib.metadata.version(name) for name in VERSIONS}
     return Result(
         suite=suite, model=model, samples=samples, settings=settings, metrics=summarise(outcomes), time=time.time(),
-        versions=versions,
+        versions=versions, proxy_and_trusted=proxy_and_trusted(outcomes) or UNSET,
     )  # fmt: skip

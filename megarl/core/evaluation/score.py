@@ -120,6 +120,8 @@ class Sampled(Questions[Prompt]):
             entropy=_entropy(done),
             void=void,
             reward=reward,
+            scores={**grade.rewards, "total": grade.reward} if grade.rewards else UNSET,
+            difficulty=asked.difficulty or UNSET,
         )
 
     async def _grade(self, asked: Prompt, done: Completion, asker: Asker) -> tuple[Grade, float | UnsetType]:

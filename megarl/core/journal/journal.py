@@ -17,6 +17,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,9 +62,9 @@ class JournalReader:
             for record in self.replay()
         )
 
-    def replay(self) -> Iterator[JournalRecord]:
-        """Yield all records, oldest first, with the snapshots at the heads of files."""
-        for number in self.files():
+    def replay(self, first: int = 0) -> Iterator[JournalRecord]:
+        """Yield all records, from this file on, oldest first, with the snapshots at the heads of files."""
+        for number in (number for number in self.files() if number >= first):
             for entry, payload in file.scan(self._file(number)):
                 yield file.record_of(self._file(number), entry, payload)
 
@@ -72,6 +73,31 @@ class JournalReader:
         if not (files := self.files()):
             raise MegarlError(f"{self.path}: no journal here; give the directory of a run that has started")
         return file.fold(self._file(files[-1]))[0]
+
+    def before(self, step: int) -> State:
+        """Return the state as if no ticket of batch `step` or a later one had been drawn; evaluations and times are of the end.
+        MegarlError if those before are not settled, or if their records are gone.
+        """
+        whole = self.fold()
+        tickets, wanted = whole.admission, step * whole.admission.prompts_per_batch
+        first = tickets.first_ticket(step)
+        number = next((n for n in reversed(self.files()) if self._snapshot(n).next_ticket <= first), None)
+        if number is None or wanted < tickets.forgotten:
+            raise MegarlError(f"{self.path}: what was drawn before step {step} is not there any more (journal.keep)")
+        state = State.restored(self._snapshot(number))
+        for record in self.replay(number) if wanted <= tickets.forgotten + len(tickets.queue) else ():
+            ticket = record.group.ticket if isinstance(record, Finished) else getattr(record, "ticket", first)
+            if ticket < first:
+                state.apply(record)
+            if state.admission.next_ticket == first and not state.unfinished:
+                return replace(state, evaluations=whole.evaluations)
+        raise MegarlError(f"{self.path}: the batches before step {step} are not complete; give an earlier step")
+
+    def _snapshot(self, number: int) -> Snapshot:
+        """Return the state at the head of a file."""
+        record = file.record_of(self._file(number), *next(file.scan(self._file(number))))
+        assert isinstance(record, Snapshot)
+        return record
 
     def groups(self, tickets: Iterable[int]) -> tuple[Group, ...]:
         """Return the finished groups of these tickets, in this order, from disk."""

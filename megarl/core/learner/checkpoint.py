@@ -12,6 +12,7 @@ megatron has one optimiser for a rank's experts and one for the rest, or a singl
 are stored by the model's names, which no layout changes. Of the rest only the count of Adam's steps is state, not settings.
 """
 
+import gc
 import logging
 import os
 import threading
@@ -22,6 +23,7 @@ from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import StateDict
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
@@ -31,12 +33,17 @@ from torch import Tensor
 from megarl.core.algorithm.advantages import Moments
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.ranks import from_rank_0, gathered
-from megarl.core.base.rundir import step_folder
+from megarl.core.base.rundir import RunDir, complete, step_folder
+from megarl.core.base.types import Batch
+from megarl.core.journal.journal import JournalReader
+from megarl.core.learner import microbatch_size
 from megarl.core.learner.network import out_of_memory_named
 from megarl.core.learner.trained import TrainedNetwork
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import checkpoint
 from megarl.core.models.hf import everywhere
+from megarl.core.recipe import Recipe, load
+from megarl.core.weights.offload import Offload
 
 log = logging.getLogger(__name__)
 
@@ -134,6 +141,31 @@ class Checkpoints:
         trainer.moments = Moments(**loaded["moments"])
         for name in COUNTS:
             setattr(trainer, name, loaded.get(name, 0))  # early checkpoints lack the last one
+
+
+def replay_parent(recipe: Recipe, rundir: RunDir, offload: Offload) -> None:
+    """Write the first checkpoint of a run that forks between two of its parent's (megarl/run/fork.py), unless there is one: the
+    parent's, or model.path, and its batches from there on by its recipe. COLLECTIVE. offload: of the servers' memory.
+    """
+    if from_rank_0(bool(complete(rundir.checkpoints))):
+        return
+    before, (_, step) = load(str(rundir.parent.recipe)), recipe.run.forked
+    source, keep, journal = Path(before.model.path), recipe.checkpoint.keep, JournalReader(rundir.parent.rollouts)
+    trainer, admission = Trainer(before, source), journal.fold().admission
+    Checkpoints(rundir.parent.checkpoints, keep, trainer, source).load_latest()
+    longest, rollouts = before.length.context_tokens, before.batch.prompts * before.sampling.generations
+    microbatch_size.settle(trainer, longest, longest * rollouts, None, within=offload.released(trainer.step))
+    while trainer.step < step:  # every rank reads for itself: these batches are settled
+        log.info("step %d is replayed, to fork from %s", trainer.step, recipe.run.fork)
+        batch = Batch(step=trainer.step, groups=journal.groups(admission.batch(trainer.step) or ()))
+        with offload.released(trainer.step):
+            trainer.train_step(trainer.sequences(batch))
+    checkpoints = Checkpoints(rundir.checkpoints, keep, trainer, source)
+    checkpoints.save()
+    checkpoints.finish()
+    del trainer, checkpoints  # two trainers may be more than a GPU holds
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _state(trainer: Trainer, is_loading: bool) -> StateDict:

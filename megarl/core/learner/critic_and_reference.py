@@ -28,8 +28,6 @@ from megarl.core.algorithm import gae
 from megarl.core.algorithm.advantages import NOTHING_SEEN, Moments
 from megarl.core.algorithm.batch import TrainSequence
 from megarl.core.algorithm.losses.terms import VALUE_METRICS, estimate, value_loss
-from megarl.core.base.architecture import in_directory
-from megarl.core.base.errors import MegarlError
 from megarl.core.learner.microbatch import MicroBatch
 from megarl.core.learner.network import Network, loaded_chunks, trained_positions
 from megarl.core.learner.trained import TrainedNetwork
@@ -52,14 +50,7 @@ class CriticModel(TrainedNetwork):
     def __init__(self, recipe: Recipe, policy: Family) -> None:
         self.critic, self.normalisation = recipe.critic, recipe.batch.advantage
         optimizer, recipe = recipe.critic_optimizer, recipe.model_copy(update={"model": recipe.critic_model})
-        hf_dir = Path(self.critic.path or recipe.model.path)
-        vocabulary, known = in_directory(hf_dir).vocabulary, policy.architecture.vocabulary
-        if vocabulary != known:
-            raise MegarlError(
-                f"critic.path: {hf_dir} has a vocabulary of {vocabulary}, the policy has {known}; "
-                "give a model with the policy's tokenizer"
-            )
-        chunks, family = loaded_chunks(recipe, hf_dir)
+        chunks, family = loaded_chunks(recipe, Path(recipe.model.path))
         ValueHead.adopt(chunks)
         super().__init__(chunks, family, optimizer, recipe)
         self.head = selected_values

@@ -27,7 +27,7 @@ from megarl.core.base.ranks import from_rank_0
 from megarl.core.base.rundir import Endpoints, RunDir, append_jsonl, by_step, read_jsonl, write_atomically
 from megarl.core.base.types import decode, encode
 from megarl.core.learner import microbatch_size
-from megarl.core.learner.checkpoint import Checkpoints
+from megarl.core.learner.checkpoint import Checkpoints, replay_parent
 from megarl.core.learner.clock import StepClock
 from megarl.core.learner.link import ControllerLink, Interrupted
 from megarl.core.learner.network import OutOfMemory
@@ -98,7 +98,7 @@ async def _let_servers_first(recipe: Recipe, rundir: RunDir, endpoints: Endpoint
         async with ServerClient(ServerAddress(id=i, url=url), *keys, recipe.weights.timeout_s) as server:
             while not rundir.stop_file.exists():
                 try:
-                    await server.whereabouts()
+                    await server.device_identity()
                     break
                 except MegarlError as error:
                     if time.monotonic() > until:
@@ -120,12 +120,14 @@ class LearnerRank:
         self.link = ControllerLink(*where, self._interrupted, limit_s=CONTROLLER_LIMIT_S) if self.leader else None
         self.incarnation: str = from_rank_0(uuid.uuid4().hex)
         source = Path(recipe.model.path)
+        self.offload = Offload(recipe, endpoints)
+        if recipe.run.fork:
+            replay_parent(recipe, rundir, self.offload)
         self.trainer = Trainer(recipe, source)
         self.checkpoints = Checkpoints(rundir.checkpoints, recipe.checkpoint.keep, self.trainer, source)
         if recipe.run.resume == "auto":
             self.checkpoints.load_latest()
         first = self.trainer.step
-        self.offload = Offload(recipe, endpoints)
         longest, rollouts = recipe.length.context_tokens, recipe.batch.prompts * recipe.sampling.generations
         released = self.offload.released(first)  # as in training
         microbatch_size.settle(self.trainer, longest, longest * rollouts, rundir.microbatch, within=released)
@@ -135,7 +137,7 @@ class LearnerRank:
         self.spans = Spans(rundir.trace / "learner.jsonl" if self.leader else None)
         self.clock = StepClock(self.spans)
         self.trainer.within = self.clock.within
-        self.profiler = Profiler(recipe.monitor.profile, rundir.profile, dist.get_rank())
+        self.profiler = Profiler(recipe.monitor.profile_steps, rundir.profile, dist.get_rank())
         self.metrics = open_metrics(recipe, rundir, endpoints) if self.leader else None
         log.info("learner %s ready at step %d, layers by %s", self.incarnation, first, build.layers_made_by())
 

@@ -38,7 +38,7 @@ class RowLayout:
 
     @property
     def row_multiple(self) -> int:
-        shards = self.model.context_parallel * (self.model.tensor_parallel if self.model.sequence_parallel else 1)
+        shards = self.model.context_parallel * self.model.tensor_parallel
         return lcm(self.sequence_multiple, shards * self.model.token_multiple)
 
 

@@ -77,6 +77,12 @@ def learning_rate(step: int, settings: Optimizer, steps: int) -> float:
     return settings.lr * left
 
 
+BETAS = (0.9, 0.95)
+"""AdamW's decay rates of the running averages: MiniMax-M1's (arXiv 2506.13585); ScaleRL does not state its own."""
+EPS = 1e-15
+"""ScaleRL's and MiniMax-M1's: gradients of RL are as small as 1e-18, and a larger one would make SGD of AdamW."""
+WEIGHT_DECAY = 0.01
+"""ScaleRL's. At its rate of 5e-7, 7,400 steps shrink a weight by 0.004 %."""
 BUCKET: int | None = None
 """Parameters whose gradients are reduced together; None: megatron's choice, 40 million or one million a rank."""
 
@@ -112,10 +118,10 @@ def with_optimizer(
     adam = OptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
-        adam_beta1=settings.betas[0],
-        adam_beta2=settings.betas[1],
-        adam_eps=settings.eps,
-        weight_decay=settings.weight_decay,
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        adam_eps=EPS,
+        weight_decay=WEIGHT_DECAY,
         clip_grad=settings.grad_clip,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,

@@ -23,7 +23,7 @@ from megarl.core.base.ranks import gathered
 from megarl.core.learner.microbatch import MicroBatch
 from megarl.core.learner.moe import ExpertLoad
 from megarl.core.learner.network import Head, Network
-from megarl.core.learner.optimizer import LEAST, with_optimizer
+from megarl.core.learner.optimizer import LEAST, WEIGHT_DECAY, with_optimizer
 from megarl.core.models import Family
 from megarl.core.recipe import Optimizer, Recipe
 
@@ -133,7 +133,7 @@ class TrainedNetwork(Network):
         are not decayed: megatron marks them (`wd_mult`), and leaves it to its scheduler, which is not used, to heed that."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-            group["weight_decay"] = self.settings.weight_decay * group["wd_mult"]
+            group["weight_decay"] = WEIGHT_DECAY * group["wd_mult"]
         if parameters := self.optimizer.get_parameters():
             clip_grad_by_total_norm_fp32(
                 parameters, self.settings.grad_clip, norm, use_decoupled_grad=self._offload > 0

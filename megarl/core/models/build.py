@@ -129,7 +129,8 @@ def transformer_config(
         fp16=model.dtype == "fp16",
         perform_initialization=False,
         tensor_model_parallel_size=model.tensor_parallel,
-        sequence_parallel=model.sequence_parallel,
+        # Experts need it, and norms then divide among the ranks (arXiv 2205.05198).
+        sequence_parallel=model.tensor_parallel > 1,
         pipeline_model_parallel_size=model.pipeline_parallel,
         virtual_pipeline_model_parallel_size=parallel.virtual_stages(model),
         context_parallel_size=model.context_parallel,

@@ -30,7 +30,6 @@ from megarl.core.recipe.tree import (
     Moe,
     Optimizer,
     PipelineSection,
-    Profile,
     Recipe,
     Reference,
     Resources,
@@ -42,7 +41,7 @@ from megarl.core.recipe.tree import (
 )  # fmt: skip
 
 __all__ = [
-    "ColumnName", "Data", "Evaluation", "Length", "Loss", "Model", "Moe", "Optimizer", "PipelineSection", "Profile",
+    "ColumnName", "Data", "Evaluation", "Length", "Loss", "Model", "Moe", "Optimizer", "PipelineSection",
     "Recipe", "Reference", "Resources", "Reward", "Rows", "Service", "Suite", "Task", "describe", "differences",
     "dump", "flat", "from_tree", "load", "load_suite", "shipped", "shipped_suites",
 ]  # fmt: skip

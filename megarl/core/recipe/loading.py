@@ -321,11 +321,25 @@ REMOVED = {
     "model.moe.aux_loss_coefficient": RemovedKey("it is model.moe.aux_loss"),
     "batch.running_decay": RemovedKey("no batch is forgotten", (1,)),
     "loss.lower": RemovedKey("importance ratios have no lower bound", (0,)),
-    "learner.optimizer.final_lr_ratio": RemovedKey("schedules fall to 0", (0,)),
     "serving.max_retries": RemovedKey("a rollout becomes void after 5 lost requests", (5,)),
     "monitor.wandb.entity": RemovedKey("export WANDB_ENTITY", ("",)),
     "monitor.wandb.mode": RemovedKey("export WANDB_MODE=offline", ("online",)),
     "monitor.profile.memory": RemovedKey("with a GPU its memory is always recorded"),
+    "monitor.profile": RemovedKey("set monitor.profile_steps to [first, last]", ({"start": 1, "steps": 0}, {})),
+    "monitor.prometheus_port": RemovedKey("RUN/prometheus/targets.json says which free port it is", (None,)),
+    "serving.release_memory": RemovedKey("it is on with resources.colocate where servers and learner take turns"),
+    "serving.port": RemovedKey("servers take free ports", (None,)),
+    "serving.stream_interval": RemovedKey("it follows from the longest completion, up to 64 tokens"),
+    "serving.request_timeout_s": RemovedKey("a request has an hour", (300, 3600)),
+    "weights.pause": RemovedKey("requests go on over a publication (in_place)", ("in_place",)),
+    "weights.parity_rollouts": RemovedKey("4 of each batch are scored again"),
+    "model.sequence_parallel": RemovedKey("it is on with model.tensor_parallel above 1"),
+    "sft.output": RemovedKey("the warm start writes model.path", ("",)),
+    "data.services.*.batch": RemovedKey("up to 32 completions go in a request"),
+    "data.tasks.*.turn_tokens": RemovedKey("a turn ends with the thinking budget", (4096,)),
+    "evaluation.suites.*.turn_tokens": RemovedKey("a turn ends with the thinking budget", (4096,)),
+    "evaluation.suites.*.choices": RemovedKey("it is the suite's mapping", ("",)),
+    "critic.path": RemovedKey("the critic starts from model.path", ("",)),
     "sft.checkpoint_every": RemovedKey("it is checkpoint.every"),
     "run.stop_at_asymptote": RemovedKey("run.stop_when has a price, such as gain < 1e-5 per GPU-hour", (False,)),
     "run.launcher": RemovedKey("export MEGARL_LAUNCHER=local or srun", ("auto",)),
@@ -342,15 +356,19 @@ REMOVED = {
     "critic.gamma": RemovedKey("tokens are not discounted", (1,)),
     "critic.value_clip": RemovedKey("a value moves by 0.2 at most", (0.2,)),
     **{
-        f"sft.optimizer.{key}": RemovedKey("the warm start has ScaleRL's value", kept)
-        for key, kept in {
-            "schedule": ("constant",), "final_lr_ratio": None, "betas": ([0.9, 0.95],), "eps": (1e-15,),
-            "weight_decay": (0.01,), "grad_clip": (1,),
-        }.items()
+        f"{section}.optimizer.{key}": RemovedKey(f"AdamW has {said}", kept)
+        for section in ("learner", "critic", "sft")
+        for key, said, kept in (
+            ("betas", "0.9 and 0.95", ([0.9, 0.95],)), ("eps", "ScaleRL's, 1e-15", (1e-15,)),
+            ("weight_decay", "ScaleRL's, 0.01", (0.01,)), ("final_lr_ratio", "schedules that fall to 0", (0,)),
+        )
     },
+    "sft.optimizer.schedule": RemovedKey("the warm start has ScaleRL's value", ("constant",)),
+    "sft.optimizer.grad_clip": RemovedKey("the warm start has ScaleRL's value", (1,)),
+    "sft.optimizer.warmup_steps": RemovedKey("it is a thirtieth of sft.steps", (20, 100)),
     **{
         f"critic.optimizer.{key}": RemovedKey("the critic has learner.optimizer's value")
-        for key in ("schedule", "final_lr_ratio", "betas", "eps", "weight_decay", "grad_clip")
+        for key in ("schedule", "grad_clip", "warmup_steps")
     },
 }  # fmt: skip
 """Keys that are no longer there, `*` for any name; the sentence ends the message "is no longer a key: …"."""
@@ -362,8 +380,14 @@ def _without_removed(tree: dict[str, Any], origin: Origin, source: str) -> dict[
     for pattern, removed in REMOVED.items():
         for (*sections, last), inside in _matching(tree, pattern.split(".")):
             kept = removed.kept
-            if pattern.startswith("critic.optimizer.") and tree.get("batch", {}).get("centring") == "critic":
+            if (
+                pattern.startswith("critic.optimizer.")
+                and kept is None
+                and tree.get("batch", {}).get("centring") == "critic"
+            ):
                 kept = (tree.get("learner", {}).get("optimizer", {}).get(last),)
+            if pattern == "sft.output":
+                kept = ("", tree.get("model", {}).get("path"))
             if pattern == "loss.correction_cap" and inside.get("correction", "none") != "none":
                 kept = (inside.get("cap"),)
             if kept is not None and inside[last] not in kept:

@@ -12,11 +12,15 @@ if TYPE_CHECKING:
 
 GRADERS = ("math", "exact", "code", "format")
 """Built-in graders; others are services and functions."""
+RESERVED = {"answer": "the task's own grader", "trusted": "the trusted grader", "total": "the sum of all rewards"}
+"""Names that no reward may have."""
 OF_USERS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 FP8_MULTIPLE = 16
 """Every dimension of an FP8 product must be a multiple of this."""
 LOSSES = ("cispo", "clip", "gspo", "reinforce")
 """Built-in losses; others are functions."""
+MULTIPLE_CHOICE = ("arc", "hellaswag")
+"""Mappings of suites whose choices are scored; none is sampled."""
 ENVIRONMENTS = ("python", "calculator", "guessing")
 """Built-in environments; others are classes."""
 
@@ -43,8 +47,6 @@ def _layout(r: Recipe) -> Iterator[str]:
         yield "model.virtual_pipeline_parallel: needs model.pipeline_parallel of 2 or more"
     if m.fp8 != "none" and m.dtype != "bf16":
         yield "model.fp8: its weights are made of bf16 ones; set model.dtype=bf16, or model.fp8=none"
-    if m.sequence_parallel and m.tensor_parallel == 1:
-        yield "model.sequence_parallel: needs model.tensor_parallel of 2 or more"
     if not ranks % m.model_parallel_size and r.batch.prompts % r.data_parallel:
         yield (
             f"batch.prompts: {r.batch.prompts} does not divide by the {r.data_parallel} data-parallel ranks "
@@ -59,6 +61,9 @@ def _prompts(r: Recipe) -> Iterator[str]:
     for key, rows in _rows(r).items():
         if rows.system and rows.template == "raw":
             yield f"{key}.system: a system message needs template: chat"
+    for name, task in r.data.tasks.items():
+        if task.mapping in MULTIPLE_CHOICE:
+            yield f"data.tasks.{name}.mapping: {task.mapping} is multiple choice, which only evaluation.suites have"
     for name, suite in r.evaluation.suites.items():
         key = f"evaluation.suites.{name}"
         if name in r.data.tasks:
@@ -119,12 +124,12 @@ def _losses(r: Recipe) -> Iterator[str]:
 
 def _optimizers(r: Recipe) -> Iterator[str]:
     """Check warm-ups against schedules, and where the optimiser lies."""
-    for section, optimizer in (("learner", r.learner.optimizer), ("critic", r.critic_optimizer))[: 1 + r.has_critic]:
-        if optimizer.schedule != "constant" and optimizer.warmup_steps >= r.run.steps:
-            yield (
-                f"{section}.optimizer.warmup_steps: {optimizer.warmup_steps} of run.steps={r.run.steps} leave none for "
-                f"the schedule {optimizer.schedule}; shorten the warm-up"
-            )
+    optimizer = r.learner.optimizer
+    if optimizer.schedule != "constant" and optimizer.warmup_steps >= r.run.steps:
+        yield (
+            f"learner.optimizer.warmup_steps: {optimizer.warmup_steps} of run.steps={r.run.steps} leave none for the schedule "
+            f"{optimizer.schedule}; shorten the warm-up"
+        )
     if r.learner.optimizer_offload and r.model.dtype != "bf16":
         reason = (
             "megatron-core cannot load the offloaded optimiser of FP32 weights from a checkpoint"
@@ -142,8 +147,6 @@ def _sharing(r: Recipe) -> Iterator[str]:
                 "weights.transport: cuda_ipc hands over memory of the GPU that a server is on, and the learner is on others; "
                 "set process_group, or resources.colocate=true"
             )
-        if r.serving.release_memory:
-            yield "serving.release_memory: nobody else is on the servers' GPUs; set resources.colocate=true"
         return
     gpus = r.resources.servers * r.resources.server_tensor_parallel
     if gpus != r.resources.learner_ranks:
@@ -165,11 +168,6 @@ def _sharing(r: Recipe) -> Iterator[str]:
         yield (
             "serving.memory_fraction: with resources.colocate say which share of a GPU the servers may fill, such as 0.4; "
             "the learner has the rest"
-        )
-    if r.serving.release_memory and r.pipeline.max_lag:
-        yield (
-            f"serving.release_memory: pipeline-rl with k={r.pipeline.k} generates while the learner trains, so no memory is "
-            "free then; set pipeline.k=0 or pipeline.kind=ppo-off-policy, or release_memory to false"
         )
 
 
@@ -229,10 +227,6 @@ def impossible_for(m: Model, sizes: Mapping[str, Any]) -> Iterator[str]:
     experts = sizes.get("num_moe_experts")
     if not experts and m.expert_parallel > 1:
         yield f"model.expert_parallel: {m.path} has no experts; set it to 1"
-    if experts and m.tensor_parallel > 1 and not m.sequence_parallel:
-        yield (
-            f"model.sequence_parallel: {m.path} has experts, which need it beside tensor parallelism; set it to true"
-        )
 
 
 def _products(m: Model, sizes: Mapping[str, Any]) -> dict[str, int]:
@@ -290,13 +284,15 @@ def _rows(r: Recipe) -> dict[str, Rows]:
 def _graders(r: Recipe) -> Iterator[str]:
     """Check for unknown graders, services with a grader's name, and rewards with a reserved name."""
     known = (*GRADERS, *r.data.services)
+    named = {f"data.tasks.{n}.trusted_grader": t.trusted_grader for n, t in r.data.tasks.items() if t.trusted_grader}
     for key, rows in _rows(r).items():
-        of_rewards = ((f"rewards.{name}.grader", reward.grader) for name, reward in rows.rewards.items())
-        for part, grader in (("grader", rows.grader), *of_rewards):
-            if grader not in known and not OF_USERS.fullmatch(grader):
-                yield f"{key}.{part}: {grader!r} is no grader; {_known(grader, known)}, and package.module:function"
-        if "answer" in rows.rewards:
-            yield f"{key}.rewards.answer: the task's own grader is logged as that; choose another name"
+        named |= {f"{key}.grader": rows.grader}
+        named |= {f"{key}.rewards.{name}.grader": reward.grader for name, reward in rows.rewards.items()}
+        for name in sorted(RESERVED.keys() & rows.rewards.keys()):
+            yield f"{key}.rewards.{name}: {RESERVED[name]} is logged as that; choose another name"
+    for key, grader in named.items():
+        if grader not in known and not OF_USERS.fullmatch(grader):
+            yield f"{key}: {grader!r} is no grader; {_known(grader, known)}, and package.module:function"
     for name in r.data.services:
         if name in GRADERS:
             yield f"data.services.{name}: a grader has this name; choose another"

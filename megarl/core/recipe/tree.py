@@ -35,7 +35,6 @@ class Service(Section):
     url: str = Field(pattern=r"^https?://[^@\s]+$", description="requests are POSTed to it")
     api_key: str = Field("", description="where its key is: env:VARIABLE or file:PATH; empty: it has none")
     timeout_s: float = Field(60.0, gt=0, description="limit of a request, in seconds")
-    batch: int = Field(32, ge=1, description="completions sent in one request")
 
     @field_validator("api_key")
     @classmethod
@@ -55,7 +54,7 @@ class Reward(Section):
 ColumnName = Literal["prompt", "answer", "difficulty", "id"]
 MappingName = Literal[
     "", "polaris", "deepscaler", "dapo-math-17k", "deepcoder", "gsm8k", "math",
-    "livecodebench", "humaneval", "mbpp",
+    "livecodebench", "humaneval", "mbpp", "arc", "hellaswag",
 ]  # fmt: skip
 
 
@@ -63,7 +62,9 @@ class Rows(Section):
     """Rows of a data set, what the model sees of them, and how its answers are graded."""
 
     mapping: MappingName = Field(
-        "", description="published set whose columns the rows have; empty: id, prompt, answer, difficulty"
+        "",
+        description="published set whose columns the rows have; empty: id, prompt, answer, difficulty. arc and hellaswag, in "
+        "suites only, are multiple choice by log-likelihood; of all others answers are sampled",
     )
     columns: dict[ColumnName, str] = Field(
         {},
@@ -86,7 +87,6 @@ class Rows(Section):
         description="what answers the policy's turns: python, calculator, guessing, or package.module:Class; empty: one turn",
     )
     turns: int = Field(8, ge=1, description="environment: most turns of an episode, the last one included")
-    turn_tokens: int = Field(4096, ge=1, description="environment: most tokens sampled in a turn")
     reply_tokens: int = Field(512, ge=1, description="environment: most tokens of a reply; they count in `length`")
 
     @property
@@ -104,6 +104,13 @@ class Task(Rows):
         "out of it"
     )
     weight: float = Field(1.0, gt=0, description="share of the prompts drawn, in proportion to the other tasks'")
+    trusted_grader: str = Field(
+        "", description="grader, as above, that evaluations of held-out prompts ask too and training never; empty: none"
+    )
+
+    @property
+    def graders(self) -> tuple[str, ...]:
+        return (*super().graders, *([self.trusted_grader] if self.trusted_grader else []))
 
     @field_validator("heldout", mode="before")
     @classmethod
@@ -118,9 +125,6 @@ class Task(Rows):
 class Suite(Rows):
     """A set that models are scored on. Shipped ones (megarl/recipes/suites) are known by name; keys given here win."""
 
-    choices: Literal["", "arc", "hellaswag"] = Field(
-        "", description="multiple choice by log-likelihood: whose columns the rows have; empty: answers are sampled"
-    )
     data: str = Field(description="the set: JSONL, JSON, Parquet or Arrow file, or hub:ORG/NAME:CONFIG:SPLIT")
     prompt: str = Field("{prompt}", description="what the model is asked; {prompt} stands for the row's prompt")
     samples: int = Field(1, ge=1, description="answers per prompt: gives mean@samples, and pass@k and maj@k up to it")
@@ -174,6 +178,10 @@ class Run(Section):
     resume: Literal["never", "auto"] = Field(
         "never", description="auto: continue the run in this directory, if there is one; never: refuse to"
     )
+    fork: str = Field(
+        "", pattern=r"^$|^.+@0*[1-9][0-9]*$",
+        description="RUN@STEP: begin as that run was after STEP steps: its weights, optimiser, draws and compute; empty: anew",
+    )  # fmt: skip
     interface: str = Field(
         "",
         description="network interface all roles listen on, such as ib0; slurm: the one by which Slurm reaches the "
@@ -188,6 +196,12 @@ class Run(Section):
     @property
     def path(self) -> Path:
         return Path(self.dir) / self.name
+
+    @property
+    def forked(self) -> tuple[Path, int]:
+        """The parent's directory and the step at which the run forks from it; only of a fork."""
+        parent, _, step = self.fork.rpartition("@")
+        return Path(parent), int(step)
 
 
 class Moe(Section):
@@ -212,10 +226,8 @@ class Model(Section):
     fp8: Literal["none", "blockwise", "tensorwise"] = Field(
         "none", description="scales of the learner's FP8 products, by Transformer Engine; weights and servers stay bf16"
     )
-    tensor_parallel: int = Field(1, ge=1, description="TP: ranks that divide each matrix")
-    sequence_parallel: bool = Field(
-        False,
-        description="true: tensor-parallel ranks divide the tokens between matrices too; needed for tensor_parallel above 1",
+    tensor_parallel: int = Field(
+        1, ge=1, description="TP: ranks that divide each matrix, and the tokens between matrices (sequence parallelism)"
     )
     pipeline_parallel: int = Field(1, ge=1, description="PP: ranks that divide the layers")
     virtual_pipeline_parallel: int = Field(1, ge=1, description="model chunks per pipeline rank")
@@ -240,7 +252,9 @@ class Resources(Section):
     servers: int = Field(1, ge=1, description="number of SGLang servers")
     server_tensor_parallel: int = Field(1, ge=1, description="GPUs per server")
     colocate: bool = Field(
-        False, description="true: servers and learner ranks share GPUs of one machine, one rank on each"
+        False,
+        description="true: servers and learner ranks share GPUs of one machine, one rank on each; where they take turns "
+        "(pipeline), the learner has the KV cache's memory while it trains",
     )
     threads: int = Field(1, ge=1, description="CPU threads per learner rank or server")
 
@@ -391,24 +405,12 @@ class Reference(Section):
     )
 
 
-Beta = Annotated[float, Field(ge=0, lt=1)]
-"""AdamW's decay of a running average. At 1 the average would never take in a gradient."""
-
-
-class Rate(Section):
-    """A learning rate, where the rest of the optimiser is settled elsewhere."""
-
+class Optimizer(Section):
     lr: float = Field(5e-7, gt=0, description="learning rate after the warm-up")
     warmup_steps: int = Field(100, ge=0, description="steps of linear warm-up")
-
-
-class Optimizer(Rate):
     schedule: Literal["constant", "cosine", "linear"] = Field(
         "constant", description="after the warm-up; cosine and linear fall to 0 at the last step"
     )
-    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="AdamW's two decay rates; not stated")
-    eps: float = Field(1e-15, gt=0, description="AdamW's epsilon")
-    weight_decay: float = Field(0.01, ge=0, description="AdamW's decay of matrices; norms and biases are not decayed")
     grad_clip: float = Field(1.0, gt=0, description="largest global gradient norm; not stated")
 
 
@@ -431,14 +433,13 @@ class Learner(Section):
     optimizer: Optimizer = Optimizer()
 
 
-class CriticRate(Rate):
+class CriticRate(Section):
     lr: float = Field(5e-6, gt=0, description="learning rate after the warm-up")
 
 
 class Critic(Section):
-    """The value model of `batch.centring: critic`, at the policy's layout. Not part of ScaleRL."""
+    """The value model of `batch.centring: critic`: model.path with a new head, at the policy's layout. Not part of ScaleRL."""
 
-    path: str = Field("", description="Hugging Face directory it starts from, with a new head; empty: model.path")
     dtype: Literal["bf16", "fp16", "fp32"] = Field(
         "fp32", description="precision of its weights and activations, independent of model.dtype"
     )
@@ -453,19 +454,10 @@ class Weights(Section):
         description="how weights reach the servers; cuda_ipc: with resources.colocate, servers read the learner's memory",
     )
     bucket_mb: int = Field(512, ge=1, description="MiB sent at a time")
-    pause: Literal["in_place", "retract"] = Field(
-        "in_place", description="what becomes of running requests: they go on over their old KV, or are prefilled again"
-    )
-    parity_rollouts: int = Field(
-        4, ge=1, le=64, description="rollouts of each batch that servers and learner both score after a publication"
-    )
     timeout_s: float = Field(600, gt=0, description="limit of each call or bucket of a publication, in seconds")
 
 
 class Serving(Section):
-    port: int | None = Field(
-        None, ge=1, le=65_535, description="port of server 0; the next ones count up; null: free ports"
-    )
     kv_tokens: int | None = Field(
         None, ge=1, description="tokens of a server's KV cache; null: what fits in memory (GPU only)"
     )
@@ -475,16 +467,8 @@ class Serving(Section):
         lt=1,
         description="share of a GPU's memory for weights and KV; null: SGLang's rule, nearly all of it",
     )
-    release_memory: bool = Field(
-        False,
-        description="true, with resources.colocate: the learner uses the KV cache's memory while it trains a step",
-    )
     max_running_requests: int = Field(256, ge=1, description="most requests that a server works on at once")
-    stream_interval: int = Field(
-        64, ge=1, description="tokens between streamed chunks: what a lost server costs a request at most"
-    )
     start_timeout_s: float = Field(1200, gt=0, description="limit of a server's start, in seconds")
-    request_timeout_s: float = Field(3600, gt=0, description="limit of a generation request, in seconds")
 
 
 class Evaluation(Section):
@@ -510,7 +494,7 @@ class Evaluation(Section):
     @property
     def sampled(self) -> dict[str, Suite]:
         """Suites whose answers are sampled and graded."""
-        return {name: suite for name, suite in self.suites.items() if not suite.choices}
+        return {name: suite for name, suite in self.suites.items() if suite.mapping not in rules.MULTIPLE_CHOICE}
 
 
 class Checkpoint(Section):
@@ -524,27 +508,26 @@ class Wandb(Section):
     project: str = Field("", description="project to write to; empty: none")
 
 
-class Profile(Section):
-    """Steps that torch's profiler records, on every rank of the learner."""
-
-    start: int = Field(1, ge=0, description="the first of them")
-    steps: int = Field(0, ge=0, description="how many; 0: none")
-
-
 class Monitor(Section):
     prometheus: bool = Field(False, description="controller, learner and servers answer GET /metrics")
-    prometheus_port: int | None = Field(
-        None, ge=1, le=65_534, description="the controller's, the learner's is the next one; null: free ports"
-    )
     wandb: Wandb = Wandb()
-    profile: Profile = Profile()
+    profile_steps: tuple[int, int] | None = Field(
+        None, description="first and last step that torch's profiler records on every rank of the learner; null: none"
+    )
+
+    @field_validator("profile_steps")
+    @classmethod
+    def first_and_last(cls, steps: tuple[int, int] | None) -> tuple[int, int] | None:
+        if steps and not 0 <= steps[0] <= steps[1]:
+            raise ValueError(f"should be [first, last], 0 or more, got {list(steps)}")
+        return steps
 
 
 class JournalSection(Section):
     keep: Literal["all", "checkpoints"] = Field("all", description="checkpoints: drop what no kept checkpoint replays")
 
 
-class SftRate(Rate):
+class SftRate(Section):
     lr: float = Field(3e-5, gt=0, description="learning rate after the warm-up")
 
 
@@ -552,13 +535,12 @@ class Sft(Section):
     data: str = Field(
         "", description="traces: rows of prompt and completion, or of messages; a file or hub:… as for a task"
     )
-    init: str = Field("", description="Hugging Face directory to start from")
-    output: str = Field("", description="Hugging Face directory to write")
+    init: str = Field("", description="Hugging Face directory to start from; what is trained is written to model.path")
     steps: int = Field(1000, ge=1, description="optimiser steps")
     batch_tokens: int = Field(2_000_000, ge=1, description="tokens per step")
     max_length: int = Field(12_288, ge=1, description="most tokens of a trace; longer ones are left out")
     optimizer: SftRate = Field(
-        SftRate(), description="its rate; the rest is ScaleRL's, the defaults of learner.optimizer"
+        SftRate(), description="its rate; the rest is ScaleRL's, with a thirtieth of the steps for the warm-up"
     )
 
 
@@ -591,6 +573,11 @@ class Recipe(Section):
         return self.resources.learner_ranks // self.model.model_parallel_size
 
     @property
+    def lends_memory(self) -> bool:
+        """Servers wait while the learner trains, on GPUs that they share: it uses the memory of their KV cache meanwhile."""
+        return self.resources.colocate and self.pipeline.max_lag == 0
+
+    @property
     def has_critic(self) -> bool:
         return self.batch.centring == "critic"
 
@@ -608,7 +595,8 @@ class Recipe(Section):
 
     @property
     def sft_optimizer(self) -> Optimizer:
-        return Optimizer.model_validate(dict(self.sft.optimizer))
+        """The rest is ScaleRL's, but for a warm-up of a thirtieth of the steps (Alpaca's `warmup_ratio` is 0.03)."""
+        return Optimizer(lr=self.sft.optimizer.lr, warmup_steps=self.sft.steps // 30)
 
     @property
     def critic_model(self) -> Model:

@@ -164,9 +164,7 @@ class Sampler:
         while True:
             turns, over = turns + 1, False
             begin = len(done.tokens)
-            limit = min(environment.turn_tokens, budget - begin)
-            if not await self._leg(job, done, limit, stop_tokens):
-                limited = len(done.tokens) < budget
+            if not await self._leg(job, done, budget - begin, stop_tokens):
                 break
             turn = done.tokens[begin:]
             reply = await environment.step(turn)

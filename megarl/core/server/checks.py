@@ -34,10 +34,10 @@ def check(recipe: Recipe, cuda: bool) -> None:
         raise MegarlError(
             f"serving.kv_tokens: {serving.kv_tokens} cannot hold one longest sequence of {longest} tokens (length.*)"
         )
-    if serving.release_memory and cuda and find_spec("torch_memory_saver") is None:
+    if recipe.lends_memory and cuda and find_spec("torch_memory_saver") is None:
         raise MegarlError(
-            "serving.release_memory: needs the package torch_memory_saver, which is not installed; install it "
-            "(pip install torch_memory_saver), or set it to false"
+            "resources.colocate: to lend memory to the learner needs the package torch_memory_saver, which is not installed; "
+            "install it (pip install torch_memory_saver)"
         )
 
 

@@ -6,7 +6,7 @@
     except ServerLost as lost:      # continue elsewhere from prompt + lost.tokens
         ...
 
-The server streams disjoint chunks of `serving.stream_interval` tokens, so a lost server costs a request at most that many.
+The server streams disjoint chunks of at most STREAM_INTERVAL tokens (launch.py): that many a lost server costs a request.
 Each chunk is parsed once, into numpy arrays, without a Python loop over tokens.
 
 Behaviour log-probs are those of the distribution that was sampled from. SGLang takes them after dividing by the temperature;
@@ -40,6 +40,8 @@ from megarl.core.base.types import float32, int32
 CONNECT_LIMIT_S = 10.0
 HEALTH_LIMIT_S = 5.0
 CONTROL_LIMIT_S = 30.0
+REQUEST_LIMIT_S = 3600.0
+"""Limit of a generation request: 32,768 tokens at 10 tokens/s take 55 minutes. Health checks notice a lost server sooner."""
 """Limit of calls whose duration does not depend on the model, unless the client's own limit is shorter."""
 KEEP_ALIVE_S = 2.0
 """Idle connections are dropped after this time. The server closes them after 5 s; a request on a closed one would be lost."""
@@ -180,8 +182,10 @@ class ServerClient:
     error, else MegarlError.
     """
 
-    def __init__(self, address: ServerAddress, api_key: str, admin_key: str, timeout_s: float) -> None:
-        """timeout_s: for one request to its last token (serving.request_timeout_s), and one call that moves weights."""
+    def __init__(
+        self, address: ServerAddress, api_key: str, admin_key: str, timeout_s: float = REQUEST_LIMIT_S
+    ) -> None:
+        """timeout_s: for one request to its last token, and one call that moves weights."""
         self.address = address
         self._api_key, self._admin_key = api_key, admin_key
         self._timeout_s = timeout_s
@@ -293,7 +297,7 @@ class ServerClient:
                     raise self._refusal_or_loss(reply.status, await reply.text(), received)
                 yield reply
         except TimeoutError:
-            reason = f"{url} did not finish a request within {self._timeout_s:g} s (serving.request_timeout_s)"
+            reason = f"{url} did not finish a request within {self._timeout_s:g} s"
             raise ServerLost(reason, *received.joined()) from None
         except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
             raise ServerLost(f"{url} was lost: {type(error).__name__}: {error}", *received.joined()) from None
@@ -371,27 +375,21 @@ class ServerClient:
         await self._call("leave a process group", "/destroy_weights_update_group", {"group_name": name})
 
     async def receive(
-        self,
-        names: list[str],
-        dtypes: list[str],
-        shapes: list[list[int]],
-        group: str,
-        complete: int | None,
-        flush: bool,
+        self, names: list[str], dtypes: list[str], shapes: list[list[int]], group: str, complete: int | None
     ) -> None:
         """Take part in one broadcast of a bucket. complete: the version, if this is its last bucket."""
         body = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group}
         path = "/update_weights_from_distributed"
-        await self._call("transfer", path, body | _bucket(complete, flush), self._timeout_s)
+        await self._call("transfer", path, body | _bucket(complete), self._timeout_s)
 
-    async def take(self, handles: list[str], complete: int | None, flush: bool) -> None:
+    async def take(self, handles: list[str], complete: int | None) -> None:
         """Copy a bucket from the learner's memory through one handle (cuda_ipc.py) per server rank. complete: see `receive`."""
-        body = {"serialized_named_tensors": handles} | _bucket(complete, flush)
+        body = {"serialized_named_tensors": handles} | _bucket(complete)
         await self._call("hand over", "/update_weights_from_tensor", body, self._timeout_s)
 
-    async def load(self, path: str, version: int, flush: bool) -> None:
+    async def load(self, path: str, version: int) -> None:
         """Load all weights from a Hugging Face directory."""
-        body = {"model_path": path, "flush_cache": flush, "weight_version": str(version)}
+        body = {"model_path": path, "flush_cache": False, "weight_version": str(version)}
         await self._call("load from disk", "/update_weights_from_disk", body, self._timeout_s)
 
     async def checksums(self) -> tuple[str, dict[str, str] | None]:
@@ -400,9 +398,9 @@ class ServerClient:
         ranks = said["ranks"]
         return said["per_engine_checksum"], ranks[0]["checksums"] if len(ranks) == 1 else None
 
-    async def whereabouts(self) -> DeviceIdentity:
+    async def device_identity(self) -> DeviceIdentity:
         """Return the server's machine and GPUs."""
-        return msgspec.convert(await self._call("ask where it is", "/whereabouts"), DeviceIdentity)
+        return msgspec.convert(await self._call("ask for its devices", "/device_identity"), DeviceIdentity)
 
     async def release_memory(self) -> None:
         """Release the memory of keys and values of a server paused with its requests retracted. Repeating it is harmless."""
@@ -455,10 +453,10 @@ class ServerClient:
         )
 
 
-def _bucket(complete: int | None, flush: bool) -> dict[str, object]:
-    """Return what SGLang needs with every bucket. The last one carries the version and permits flushing cached prefixes."""
+def _bucket(complete: int | None) -> dict[str, object]:
+    """Return what SGLang needs with every bucket; the last one carries the version."""
     version = None if complete is None else str(complete)
-    return {"load_format": "flattened_bucket", "flush_cache": flush and version is not None, "weight_version": version}
+    return {"load_format": "flattened_bucket", "flush_cache": False, "weight_version": version}
 
 
 def _prefill(meta: dict[str, Any]) -> Prefill:

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from megarl.core.base.architecture import in_directory
 from megarl.core.base.device import here
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.messages import ServerAddress
+from megarl.core.base.messages import PARITY_ROLLOUTS, ServerAddress
 from megarl.core.base.process import check_free, die_with_parent, start_logging
 from megarl.core.base.rundir import Endpoints, RunDir
 from megarl.core.recipe import Recipe
@@ -29,6 +29,8 @@ from megarl.core.server.client import ServerClient, ServerSaid
 from megarl.core.server.proxy import Gate, OwnReplies
 
 WATCHDOG_MARGIN_S = 120.0
+STREAM_INTERVAL = 64
+"""Tokens between streamed chunks: what a lost server costs a request at most. Short completions come in four chunks."""
 WARM_UP_LIMIT_S = 600.0
 MODELS = "megarl.core.server.sglang_models"
 KEPT_FROM_INPUT = 6
@@ -50,7 +52,7 @@ def main(recipe: Recipe, index: int, port: int) -> None:
     cuda = torch.cuda.is_available()
     host = str(urlsplit(endpoints.servers[index]).hostname)
     check(recipe, cuda)
-    check_free("--port", host, port)
+    check_free(host, port)
     os.environ.update(environment(recipe, index, sorted(os.sched_getaffinity(0)), cuda))
     sglang_cpu.install()
     sglang_cpu.patch()
@@ -111,7 +113,7 @@ def memory_arguments(recipe: Recipe, cuda: bool) -> dict[str, object]:
         return {}
     share = recipe.serving.memory_fraction
     static = {} if share is None else {"mem_fraction_static": static_fraction(share, free_and_total())}
-    return {"enable_memory_saver": recipe.serving.release_memory, **static}
+    return {"enable_memory_saver": recipe.lends_memory, **static}
 
 
 def environment(recipe: Recipe, index: int, cores: list[int], cuda: bool) -> dict[str, str]:
@@ -153,8 +155,8 @@ def engine_arguments(recipe: Recipe, index: int, host: str, port: int, cuda: boo
         "weight_version": "-1",  # of the directory; a published version is 0 or more
         "max_total_tokens": serving.kv_tokens,
         # Scoring for parity must not wait for a slot: as a rollout ends, and after a publication.
-        "max_running_requests": serving.max_running_requests + 2 * weights.parity_rollouts,
-        "stream_interval": serving.stream_interval,
+        "max_running_requests": serving.max_running_requests + 2 * PARITY_ROLLOUTS,
+        "stream_interval": min(STREAM_INTERVAL, max(1, recipe.length.completion_tokens // 4)),
         "incremental_streaming_output": True,
         # A weight update may legitimately keep the scheduler busy for weights.timeout_s.
         "watchdog_timeout": weights.timeout_s + WATCHDOG_MARGIN_S,

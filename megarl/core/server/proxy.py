@@ -16,7 +16,7 @@ this machine's memory, which nobody elsewhere can have.
 
 `OwnReplies` replies in SGLang's place:
 
-    GET  /whereabouts                                           its machine and GPUs
+    GET  /device_identity                                   its machine and GPUs
     GET  /health                                                yes, while it is paused
     POST /release_memory_occupation, /resume_memory_occupation  no operation, if already done
 
@@ -60,7 +60,7 @@ ADMIN = frozenset(
         "/release_memory_occupation",
         "/resume_memory_occupation",
     )
-) | {("GET", "/whereabouts")}
+) | {("GET", "/device_identity")}
 LOCAL = frozenset({("POST", "/update_weights_from_tensor")})
 FREEZE = ("POST", "/freeze_gc")
 """Moves the objects made at the start out of the garbage collector's sight. SGLang calls it without a key."""
@@ -187,7 +187,7 @@ class OwnReplies:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
-        if path == "/whereabouts":
+        if path == "/device_identity":
             return await self._place(scope, receive, send)
         if path == "/health" and self._paused:
             return await JSONResponse(None)(scope, receive, send)

@@ -42,7 +42,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "completion_tokens_wrong_mean": ("length", "tokens of a wrong completion"),
     "generated_tokens": ("length", "tokens the policy sampled for the batch"),
     "turns_mean": ("tools", "turns of an episode (tasks with an environment)"),
-    "turn_limit_rate": ("tools", "episodes ended by turns or turn_tokens, not by the policy"),
+    "turn_limit_rate": ("tools", "episodes ended by `turns`, not by the policy"),
     "tool_error_rate": ("tools", "calls that were wrong, or whose tool failed"),
     "tool_seconds": ("tools", "seconds of a call, the wait for a free place included"),
     "warning_truncation": ("length", "1 if truncation_rate is above 0.1, where training destabilises"),

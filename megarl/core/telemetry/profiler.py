@@ -1,7 +1,7 @@
-"""torch's profiler over the steps of `monitor.profile`, on every rank of the learner; does nothing in other steps.
+"""torch's profiler over `monitor.profile_steps`, on every rank of the learner; does nothing in other steps.
 
-    a step of warm-up ─► start … start + steps − 1 ─► RUN/profile/step-0000005-rank-0.json.gz (ui.perfetto.dev)
-                                                    └ memory, with a GPU ─► ….pickle (pytorch.org/memory_viz)
+    a step of warm-up ─► first … last ─► RUN/profile/step-0000005-rank-0.json.gz (ui.perfetto.dev)
+                                       └ memory, with a GPU ─► ….pickle (pytorch.org/memory_viz)
 
 A step lasts from the end of the previous one to its own, so it includes the wait for its batch and publication. A learner that
 starts within the window records the rest of it.
@@ -13,8 +13,6 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from megarl.core.recipe import Profile
-
 log = logging.getLogger(__name__)
 
 MOST_ALLOCATIONS = 1_000_000
@@ -23,8 +21,10 @@ MOST_ALLOCATIONS = 1_000_000
 class Profiler:
     """The profiler of one rank. Call `step` when a step begins, `stop` at the end."""
 
-    def __init__(self, window: Profile, folder: Path, rank: int) -> None:
-        self._first, self._end = window.start, window.start + window.steps
+    def __init__(self, steps: tuple[int, int] | None, folder: Path, rank: int) -> None:
+        """steps: the first and last to record."""
+        self._first, last = steps or (0, -1)
+        self._end = last + 1
         self._memory = torch.cuda.is_available()
         self._folder, self._rank = folder, rank
         self._running: profile | None = None

@@ -37,10 +37,8 @@ SGLang takes a UUID there (sglang.srt.utils.patch_torch)."""
 class CudaIpcTransport:
     """One learner rank's way to the servers on its GPU. `send` is collective over all ranks."""
 
-    def __init__(self, chunks: Sequence[Module], family: Family, bucket_bytes: int, flush: bool) -> None:
-        """flush: drop cached prefixes, which needs retracted requests."""
-        self._chunks, self._family = chunks, family
-        self._bucket_bytes, self._flush = bucket_bytes, flush
+    def __init__(self, chunks: Sequence[Module], family: Family, bucket_bytes: int) -> None:
+        self._chunks, self._family, self._bucket_bytes = chunks, family, bucket_bytes
         # Torch's other way, file descriptors, needs a connection between the two processes that they do not have.
         torch.multiprocessing.set_sharing_strategy("file_system")
 
@@ -76,7 +74,7 @@ class CudaIpcTransport:
             torch.cuda.current_stream().synchronize()
         # Each handle counts as a reader of the memory, so every rank of a server has one of its own.
         handles = {i: [handle(bucket) for _ in range(fleet.servers[i].address.tensor_parallel)] for i in ids}
-        errors = fleet.each(ids, lambda s: s.take(handles[s.address.id], complete, self._flush))[1]
+        errors = fleet.each(ids, lambda s: s.take(handles[s.address.id], complete))[1]
         if bucket.flat.is_cuda:
             torch.cuda.ipc_collect()
         return errors
@@ -114,7 +112,7 @@ class _Handle:
 
 async def _check_and_begin(server: ServerClient) -> None:
     """Raise MegarlError for a server that cannot read this rank's memory: the first handle would kill SGLang."""
-    mine, theirs = device.of_rank(), await server.whereabouts()
+    mine, theirs = device.of_rank(), await server.device_identity()
     if mine.machine != theirs.machine or not set(mine.gpus) <= set(theirs.gpus):
         where = "machine" if mine.machine != theirs.machine else f"GPU ({', '.join(mine.gpus)})"
         what = f"it is not on the learner's {where}; set resources.colocate=true, or weights.transport=process_group"

@@ -24,10 +24,9 @@ KEEP = 2
 class DiskTransport:
     """One learner rank's way to the servers. `send` is collective over all ranks."""
 
-    def __init__(self, chunks: Sequence[Module], family: Family, source: Path, directory: Path, flush: bool) -> None:
-        """source: Hugging Face directory to copy the configuration from. flush: see the other transports."""
-        self._chunks, self._family = chunks, family
-        self._source, self._directory, self._flush = source, directory, flush
+    def __init__(self, chunks: Sequence[Module], family: Family, source: Path, directory: Path) -> None:
+        """source: Hugging Face directory to copy the configuration from."""
+        self._chunks, self._family, self._source, self._directory = chunks, family, source, directory
 
     def send(self, fleet: Fleet, ids: Sequence[int], version: int) -> Sent:
         """Bring the paused servers `ids` to this rank's weights. Every rank gets the same result. COLLECTIVE."""
@@ -42,7 +41,7 @@ class DiskTransport:
         checksums = {name: value for stage in gathered(sums.expected()) for name, value in stage.items()}
         errors: dict[int, str] = {}
         if dist.get_rank() == 0:
-            errors = fleet.each(ids, lambda server: server.load(str(path.resolve()), version, self._flush))[1]
+            errors = fleet.each(ids, lambda server: server.load(str(path.resolve()), version))[1]
             others = sorted((p for p in self._directory.glob("v*") if p != path), key=lambda p: p.stat().st_mtime)
             for old in others[: max(0, len(others) + 1 - KEEP)]:
                 shutil.rmtree(old, ignore_errors=True)

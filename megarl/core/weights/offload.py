@@ -1,4 +1,4 @@
-"""Servers release their memory of keys and values while the learner trains a step (serving.release_memory).
+"""Servers release their memory of keys and values while the learner trains a step (Recipe.lends_memory).
 
     pause, requests retracted ─► release ─► the learner trains ─► it gives back what it does not hold ─► resume ─► continue
 
@@ -28,7 +28,7 @@ class Offload:
     """One learner rank's part in it."""
 
     def __init__(self, recipe: Recipe, endpoints: Endpoints) -> None:
-        self._on, self._limit_s = recipe.serving.release_memory, recipe.weights.timeout_s
+        self._on, self._limit_s = recipe.lends_memory, recipe.weights.timeout_s
         self._endpoints = endpoints
 
     @contextmanager

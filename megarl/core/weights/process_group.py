@@ -79,12 +79,10 @@ class _Attempt:
 class ProcessGroupTransport:
     """One learner rank's way to the servers. `send` is collective over all ranks."""
 
-    def __init__(
-        self, chunks: Sequence[Module], family: Family, bucket_bytes: int, limit_s: float, flush: bool
-    ) -> None:
-        """limit_s: for any one bucket (weights.timeout_s). flush: drop cached prefixes, which needs retracted requests."""
+    def __init__(self, chunks: Sequence[Module], family: Family, bucket_bytes: int, limit_s: float) -> None:
+        """limit_s: for any one bucket (weights.timeout_s)."""
         self._chunks, self._family = chunks, family
-        self._bucket_bytes, self._limit_s, self._flush = bucket_bytes, limit_s, flush
+        self._bucket_bytes, self._limit_s = bucket_bytes, limit_s
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         self._stage, self._stages = pipeline.rank(), pipeline.size()
         first_copy = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
@@ -163,7 +161,7 @@ class ProcessGroupTransport:
     ) -> _Transfer:
         """Begin to broadcast a bucket. complete: see ServerClient.receive."""
         names, dtypes, shapes, flat = bucket
-        calls = fleet.start(ids, lambda s: s.receive(names, dtypes, shapes, group.name, complete, self._flush))
+        calls = fleet.start(ids, lambda s: s.receive(names, dtypes, shapes, group.name, complete))
         return _Transfer(bucket, group.broadcast(flat), calls)
 
     def _finish(self, attempt: _Attempt, transfer: _Transfer | None) -> None:
@@ -221,7 +219,7 @@ class ProcessGroupTransport:
 
 async def refuse_one_gpu(server: ServerClient, mine: DeviceIdentity) -> None:
     """Raise MegarlError for a server on the GPU `mine`: NCCL refuses two processes of a group on one device."""
-    common = set(mine.gpus) & set((await server.whereabouts()).gpus)
+    common = set(mine.gpus) & set((await server.device_identity()).gpus)
     if common:
         raise server.error(
             "form a process group",

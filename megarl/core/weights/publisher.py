@@ -61,17 +61,17 @@ class Publisher:
 
     def __init__(self, recipe: Recipe, endpoints: Endpoints, chunks: Sequence[Module], family: Family) -> None:
         weights = recipe.weights
-        self._endpoints, self._pause, self._limit_s = endpoints, weights.pause, weights.timeout_s
-        self._wakes = recipe.serving.release_memory
-        flush, bucket_bytes = weights.pause == "retract", weights.bucket_mb << 20
+        self._endpoints, self._limit_s = endpoints, weights.timeout_s
+        self._wakes = recipe.lends_memory
+        bucket_bytes = weights.bucket_mb << 20
         self._transport: Transport
         if weights.transport == "disk":
             directory = RunDir(recipe.run.path).weights
-            self._transport = DiskTransport(chunks, family, Path(recipe.model.path), directory, flush)
+            self._transport = DiskTransport(chunks, family, Path(recipe.model.path), directory)
         elif weights.transport == "cuda_ipc":
-            self._transport = CudaIpcTransport(chunks, family, bucket_bytes, flush)
+            self._transport = CudaIpcTransport(chunks, family, bucket_bytes)
         else:
-            self._transport = ProcessGroupTransport(chunks, family, bucket_bytes, weights.timeout_s, flush)
+            self._transport = ProcessGroupTransport(chunks, family, bucket_bytes, weights.timeout_s)
 
     def publish(self, command: Publish, incarnation: str) -> Published | None:
         """Bring the command's servers to the weights this learner has now. COLLECTIVE; only rank 0 gets the result.
@@ -118,8 +118,11 @@ class Publisher:
         )
 
     async def _stop(self, server: ServerClient) -> None:
-        """Pause the server, and let it take back all memory: a learner that died may have left a part of it released."""
-        await server.pause(self._pause)
+        """Pause the server in place: its requests go on over their old keys and values, as in PipelineRL (arXiv 2509.19128).
+
+        It takes back all memory, of which a learner that died may have left a part released.
+        """
+        await server.pause("in_place")
         if self._wakes:
             await server.resume_memory()
 

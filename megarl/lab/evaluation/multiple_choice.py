@@ -112,11 +112,11 @@ def _question(name: object, context: str, choices: Sequence[str], gold: int) -> 
 
 
 SETS: Mapping[str, Callable[[Raw], Question]] = {"arc": arc, "hellaswag": hellaswag}
-"""By a suite's `choices`; both parts of ARC have the same schema."""
+"""By a suite's `mapping`; both parts of ARC have the same schema."""
 
 
-def load_questions(source: str, choices: str) -> tuple[list[Question], Counter[str]]:
-    """Load the questions of a source, in order; choices: a key of SETS. MegarlError if there is none.
+def load_questions(source: str, mapping: str) -> tuple[list[Question], Counter[str]]:
+    """Load the questions of a source, in order; mapping: a key of SETS. MegarlError if there is none.
 
     Rows that do not fit the schema, or repeat an id, are left out, counted by reason, reported: every published set has some.
     """
@@ -126,7 +126,7 @@ def load_questions(source: str, choices: str) -> tuple[list[Question], Counter[s
         try:
             if isinstance(raw, Unreadable):
                 raise UnfitError(raw.why)
-            question = SETS[choices](raw)
+            question = SETS[mapping](raw)
             if question.id not in questions:
                 questions[question.id] = question
                 continue
@@ -136,7 +136,7 @@ def load_questions(source: str, choices: str) -> tuple[list[Question], Counter[s
         left_out[reason] += 1
         faults.append(f"{source}:{number}: {fault}")
     if not questions:
-        raise MegarlError(listed(f"{source}: no question of the schema {choices!r} in it", faults))
+        raise MegarlError(listed(f"{source}: no question of the schema {mapping!r} in it", faults))
     if faults:
         log.warning("%s", listed(f"{source}: {len(faults)} rows left out:", faults))
     return list(questions.values()), left_out

@@ -51,8 +51,7 @@ class OwnServers:
             members.seen(n)
             members.publish([n], UNCHANGED, "")
             members.published(n, UNCHANGED, "", "")
-        with_keys = endpoints.api_key, endpoints.admin_key, recipe.serving.request_timeout_s
-        clients = {address.id: ServerClient(address, *with_keys) for address in addresses}
+        clients = {a.id: ServerClient(a, endpoints.api_key, endpoints.admin_key) for a in addresses}
         places = Places(members, recipe.serving.max_running_requests)
         graders, environments = TaskGraders(recipe, tokenizer.decode), TaskEnvironments(recipe, tokenizer)
         sampler = Sampler(recipe, tokenizer, clients, places, self, environments)

@@ -74,7 +74,6 @@ def recipe_of(
     fixed = [
         f"run.dir={json.dumps(str(out))}",
         "run.name=.servers",
-        "serving.port=null",
         f"model.path={json.dumps(str(subject.hf))}",
         "model.moe.routing_replay=false",
         f"resources.servers={servers}",
@@ -113,7 +112,7 @@ def _suite(word: str, base: Recipe) -> tuple[str, dict[str, object]]:
 
 def _heldout(name: str, base: Recipe) -> dict[str, object]:
     task = base.data.tasks[name]
-    kept = task.model_dump(mode="json", exclude={"train", "heldout", "weight"})
+    kept = task.model_dump(mode="json", exclude={"train", "heldout", "weight", "trusted_grader"})
     rows = {"data": task.heldout} if isinstance(task.heldout, str) else {"data": task.train, "heldout": task.heldout}
     return kept | rows | {"samples": base.evaluation.samples, "prompts": base.evaluation.prompts}
 

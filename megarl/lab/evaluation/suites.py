@@ -16,6 +16,7 @@ from megarl.core.base.contracts import TaskPrompts
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.evaluation.score import Sampled, choose
 from megarl.core.recipe import Recipe, Suite
+from megarl.core.recipe.rules import MULTIPLE_CHOICE
 from megarl.lab.evaluation.multiple_choice import Choices, load_questions
 from megarl.tasks.data.contamination import overlap_with
 from megarl.tasks.data.mappings import mapping_of
@@ -37,8 +38,8 @@ class Loaded(NamedTuple):
 
 def load(name: str, suite: Suite, tokenizer: Tokenizer, max_tokens: int, decontaminate: Sequence[str] = ()) -> Loaded:
     """Load a suite; MegarlError if no row is usable. decontaminate: as data.decontaminate, if a task holds the suite out."""
-    if suite.choices:
-        every, unfit = load_questions(suite.data, suite.choices)
+    if suite.mapping in MULTIPLE_CHOICE:
+        every, unfit = load_questions(suite.data, suite.mapping)
         one_each = Choices(name, choose(every, suite.prompts), 1, rows=suite)  # whatever `samples` says
         return Loaded(one_each, len(every) + unfit.total(), unfit, _digest(map(list, every)))
     read = mapping_of(suite.mapping, suite.columns)

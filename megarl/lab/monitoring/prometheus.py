@@ -51,8 +51,7 @@ def serve(address: str, key: str, families: Families) -> Callable[[], None]:
     try:
         server = make_server(host, int(port), guarded, ThreadingWSGIServer, _Handler)
     except OSError as error:
-        why = f"cannot listen on {address}: {error.strerror}"
-        raise MegarlError(f"monitor.prometheus: {why}; choose another monitor.prometheus_port") from None
+        raise MegarlError(f"monitor.prometheus: cannot listen on {address}: {error.strerror}") from None
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
 
     def close() -> None:

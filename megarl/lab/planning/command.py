@@ -64,9 +64,7 @@ def _simulated(problem: PlanningProblem, plans: dict[str, Plan], found: Found, s
     return show.Simulated({name: result.summary for name, result in results.items()}, swept, by_lag, by_spread)
 
 
-ALONE = (
-    "resources.colocate=false weights.transport=process_group serving.memory_fraction=null serving.release_memory=false"
-)
+ALONE = "resources.colocate=false weights.transport=process_group serving.memory_fraction=null"
 
 
 def planned(name: str, overrides: Sequence[str], gpu: str) -> Recipe:

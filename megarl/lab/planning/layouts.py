@@ -145,7 +145,7 @@ def as_written(problem: PlanningProblem) -> Plan | str:
         # Two processes share a GPU, so what each reserves counts twice.
         room = problem.gpu.usable - ASSUMED.reserved_gb * GB
         step = learner.memory.total - learner.memory.state  # takes turns with KV where memory is released
-        turns = max(step, memory_of.kv) if recipe.serving.release_memory else step + memory_of.kv
+        turns = max(step, memory_of.kv) if recipe.lends_memory else step + memory_of.kv
         need = learner.memory.state + memory_of.weights + memory_of.transient + turns
         if need > room:
             advice = "lower serving.memory_fraction or learner.microbatch_tokens"
@@ -162,7 +162,7 @@ def _quickest(problem: PlanningProblem, learner_gpus: int, refused: Counter[str]
         if tp * pp * cp > learner_gpus or ep * pp > learner_gpus:
             continue
         layout = {"tensor_parallel": tp, "pipeline_parallel": pp, "context_parallel": cp, "expert_parallel": ep}
-        layout |= {"sequence_parallel": tp > 1, "virtual_pipeline_parallel": 1, "expert_tensor_parallel": 1}
+        layout |= {"virtual_pipeline_parallel": 1, "expert_tensor_parallel": 1}
         model = recipe.model.model_copy(update=layout)
         choice = _learner(problem, recipe.model_copy(update={"model": model, "resources": resources}))
         if isinstance(choice, str):

@@ -121,12 +121,12 @@ def _host(recipe: Recipe, shape: Architecture, ends: float) -> float:
 def activation_bytes(recipe: Recipe, shape: Architecture, recompute: str) -> tuple[float, float]:
     """Return bytes of each token on a rank: of a stage's layers until its backward pass; in a layer that is computed again."""
     model, width = recipe.model, WIDTH[recipe.model.dtype]
-    tensor, shards = model.tensor_parallel, model.tensor_parallel if model.sequence_parallel else 1
+    tensor = model.tensor_parallel
     kept = width if model.fp8 == "none" else FP8
-    attention = replicated_activation_bytes(shape, width, kept) / shards
+    attention = replicated_activation_bytes(shape, width, kept) / tensor
     attention += attention_activation_bytes(shape, width, kept) / tensor
     dense = mlp_activation_bytes(shape.feed_forward, width, kept) / tensor
-    routed = routed_activation_bytes(shape, model.expert_tensor_parallel, width, kept) / shards
+    routed = routed_activation_bytes(shape, model.expert_tensor_parallel, width, kept) / tensor
     sparse = mlp_activation_bytes(shape.shared_feed_forward, width, kept) / tensor + routed
     layers, moe, stages = shape.layers, shape.moe_layers, model.pipeline_parallel
     if recompute == "none":
@@ -135,7 +135,7 @@ def activation_bytes(recipe: Recipe, shape: Architecture, recompute: str) -> tup
     if recompute == "selective":
         return layers * attention / stages, largest
     # Each layer's input, divided as the norms are: [AR] section 5
-    return layers * shape.hidden * width / shards / stages, attention + largest
+    return layers * shape.hidden * width / tensor / stages, attention + largest
 
 
 def server(recipe: Recipe, shape: Architecture, gpu: Gpu) -> ServerMemory:
@@ -163,7 +163,7 @@ def largest_bucket(recipe: Recipe, shape: Architecture) -> float:
 def state_bytes(parameters: float, width: int, shards: int, kept: float = 1.0) -> float:
     """Return bytes of weights, gradients and AdamW on a rank, with the optimiser divided among `shards` ranks.
 
-    [ZeRO], stage 1. Half: 2 weight + 4 FP32 gradient + (4 main weight + 4 + 4 moments) / shards. fp32: 4 + 4 + 8 / shards.
+    [ZeRO], stage 1. Half: 2 weight + 4 FP32 gradient + (4 main weight + 4 + 4 moments) / tensor. fp32: 4 + 4 + 8 / tensor.
     kept: share of the optimiser's part that is not in the host's memory.
     """
     return parameters * (width + FP32 + (3 if width == HALF else 2) * FP32 / shards * kept)

@@ -85,7 +85,7 @@ def narrow(first: str, *headings: str) -> Table:
 
 LAYOUT = (
     "resources.servers", "resources.server_tensor_parallel", "resources.learner_ranks", "model.tensor_parallel",
-    "model.sequence_parallel", "model.pipeline_parallel", "model.context_parallel", "model.expert_parallel",
+    "model.pipeline_parallel", "model.context_parallel", "model.expert_parallel",
     "model.expert_tensor_parallel",
 )  # fmt: skip
 FIGURES = (
@@ -208,7 +208,7 @@ def as_json(
 
 
 def _plan(plan: Plan, price: float | None) -> dict[str, object]:
-    layout = [key for key in LAYOUT if not key.endswith(("sequence_parallel", "expert_tensor_parallel"))]
+    layout = [key for key in LAYOUT if key != "model.expert_tensor_parallel"]
     return {
         **{key.partition(".")[2]: attrgetter(key)(plan.recipe) for key in layout},
         "data_parallel": plan.recipe.data_parallel,

@@ -88,7 +88,7 @@ def _layer_seconds(
     kept = memory.activation_bytes(recipe, shape, "none")[0] * model.pipeline_parallel
     passes = LAYER_PASSES + again / body
     # A token's row for each expert is put in order before and after two exchanges: read and written, forward and backward.
-    rows = shape.experts_per_token * shape.moe_layers / (ranks if model.sequence_parallel else 1)
+    rows = shape.experts_per_token * shape.moe_layers / ranks
     ordered = 16 * HALF * shape.hidden * rows / LAYER_PASSES
     traffic = passes * (tokens * (2 * kept + ordered) + WIDTH[model.dtype] * memory.layer_parameters(recipe, shape))
     moved = traffic / (gpu.memory_rate * ASSUMED.bandwidth_efficiency)
@@ -108,8 +108,8 @@ def _link_seconds(recipe: Recipe, shape: Architecture, tokens: float, gpu: Gpu, 
     if tensor > 1:
         # [AR] 4.2.2. Sequence parallelism: four gathers and two scatters of [tokens, hidden]. Two scatters of the backward pass
         # and two gathers for weight gradients are hidden by the products beside them (megatron's tensor_parallel/layers.py).
-        # Without it: two all-reduces, each a gather and a scatter; two are hidden. Recomputation repeats two exchanges or one.
-        passes = (6 if model.sequence_parallel else 4) + {"none": 0, "selective": 2, "full": 4}[again]
+        # Recomputation repeats two exchanges or one.
+        passes = 6 + {"none": 0, "selective": 2, "full": 4}[again]
         size = passes * tokens * row * (tensor - 1) / tensor
         seconds += shape.layers * size / (gpu.nvlink * ASSUMED.network_efficiency)
     if (context := model.context_parallel) > 1:
@@ -123,8 +123,7 @@ def _link_seconds(recipe: Recipe, shape: Architecture, tokens: float, gpu: Gpu, 
             nodes * (1 - (1 - 1 / nodes) ** chosen) if by_node else chosen
         )  # rows that leave, each choosing uniformly
         far, near = reached * (nodes - 1) / nodes / gpu.network, chosen * (experts - 1) / experts / gpu.nvlink
-        local = tokens / (tensor if model.sequence_parallel else 1)
-        seconds += shape.moe_layers * passes * local * row * max(far, near) / ASSUMED.network_efficiency
+        seconds += shape.moe_layers * passes * tokens / tensor * row * max(far, near) / ASSUMED.network_efficiency
     return seconds
 
 

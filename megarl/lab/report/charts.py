@@ -29,12 +29,14 @@ def pass_rate_against(axes: Axes, rows: list[Row], evaluations: list[Row], x: st
     if len(xs) > 4:
         axes.plot(*binned(xs, smooth(ys), MOST_POINTS), color=BLUE, label="training batches (running mean)")
     if evaluations:
-        ex = [e[x] for e in evaluations]
-        errors = [interval(e) for e in evaluations]
-        rates = [e["pass_rate"] for e in evaluations]
+        (ex, rates), (_, lows), (_, highs) = (
+            series(evaluations, f"pass_rate{end}", x) for end in ("", "_low", "_high")
+        )
+        known = len(lows) == len(highs) == len(rates)  # evaluations of earlier versions have no interval
+        errors = np.array([rates - lows, highs - rates]) if known else None
         axes.errorbar(ex, rates, errors, color=ORANGE, fmt="o-", markersize=4, capsize=2.5, label="held out")
         style: dict[str, Any] = {"ha": "center", "va": "top", "color": ORANGE, "fontsize": 9, "fontweight": "bold"}
-        below = (ex[-1], rates[-1] - errors[-1])
+        below = (ex[-1], lows[-1] if known else rates[-1])
         axes.annotate(f"{rates[-1]:.3f}", below, (0, -5), textcoords="offset points", **style)
     if x == "compute_hours":
         _predicted(axes, rows, evaluations)
@@ -140,15 +142,6 @@ def smooth(values: np.ndarray) -> np.ndarray:
     return (sums[high] - sums[low]) / (high - low)
 
 
-def interval(evaluation: Row) -> float:
-    """Return half the width of a 95 % interval of mean@k over `n_prompts` prompts.
-
-    An upper bound: √(p(1−p)/n), as if all samples of a prompt agreed; the row does not say how far they do.
-    """
-    p = evaluation["pass_rate"]
-    return 1.96 * math.sqrt(p * (1 - p) / evaluation["n_prompts"])
-
-
 def svg(draw: Callable[[Axes], bool | None], title: str) -> str:
     """Return one picture as an inline SVG element; empty if there was nothing to draw."""
     with drawing((5.6, 2.9)) as (figure, (axes,)):
@@ -210,11 +203,14 @@ def pictures(recipe: Recipe, rows: list[Row], timed: list[Row], evaluations: lis
         plain("By task: answers cut off, share", {f"truncation_rate/{task}": task for task in tasks}),
     ]
     rates = {"truncation_rate": "truncated", "interruption_rate": "interrupted", "format_error_rate": "malformed"}
+    ends = [f"/{task}" for task in tasks] if len(tasks) > 1 else [""]
+    beside = {f"{n}_score{end}": f"{n}{end}" for end in ends for n in ("proxy", "trusted")}
     speed = {"tokens_per_second": "trained", "rollout_tokens_per_second": "sampled"}
     charts = [
         svg(lambda a: pass_rate_against(a, rows, evaluations, "step"), "Pass rate, by step"),
         svg(lambda a: pass_rate_against(a, rows, evaluations, "compute_hours"), "Pass rate, by compute"),
         *(by_tasks if len(tasks) > 1 else ()),
+        svg(lambda a: lines(a, evaluations, beside), "Reward and trusted score of held-out prompts"),
         plain("Turns of an episode", {"turns_mean": "mean"}),
         plain("Entropy of trained tokens, nats", {"entropy": "entropy"}),
         plain("Gradient norm before clipping", {"grad_norm": "grad norm"}),

@@ -6,7 +6,9 @@
     (the fits of ScaleRL's paper)                   │
                             forms.py, posterior.py  ┘   the curve, and how certain it is
 
-`tables.py` has what `megarl scaling` prints; a live run's forecast is in `extrapolate.py`. `transfer.py` goes from the fits of
-small policies to a larger one; `cells.py` is the law over batches, for `megarl plan --allocate`. A command answers in about a
-second: only `plot.py` imports matplotlib, and nothing imports scipy, which alone would take half a second.
+`slices.py` makes such curves of a run's parts from its answers: by task, difficulty, objective, pass@n. `overoptimisation.py`
+watches in a live run whether its trusted score falls while the reward rises. `transfer.py` goes from small policies to a larger
+one; `cells.py` is the law over batches, for `megarl plan --allocate`.
+`tables.py` has what `megarl scaling` prints; a live run's forecast is in `extrapolate.py`. A command answers in about a second:
+only `plot.py` imports matplotlib, and no command scipy, which alone would take half a second.
 """

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megarl.core.base.errors import MegarlError
-from megarl.lab.scaling.fit import BEFORE_TRAINING, PRIOR, before_training, noise_of, windowed
+from megarl.lab.scaling.fit import BEFORE_TRAINING, PRIOR, before_training, windowed
 from megarl.lab.scaling.forms import FORMS, Array
 from megarl.lab.scaling.points import Curve
 from megarl.lab.scaling.posterior import Normal
@@ -54,8 +54,8 @@ class CellLaw:
             alone = f"{len(runs)} run{'s' * (len(runs) != 1)} of one batch cannot tell what another would do"
             raise MegarlError(f"{alone}; give runs that differ in batch.prompts or sampling.generations (--curves A,B)")
         self.centre = np.log([run.batch for run in runs]).mean(0)
-        hours, self.y, of, _ = windowed(curves := [run.curve for run in runs], 0.0, None)
-        if (noise := noise_of(curves, of, self.y)) is None:
+        hours, self.y, of, noise, _ = windowed(curves := [run.curve for run in runs], 0.0, None)
+        if noise is None:
             raise MegarlError("--curves: it is not known of how many answers the scores are the mean")
         if len(self.y) < 6:
             raise MegarlError(f"{len(self.y)} scores in all runs; the law over batches needs 6 or more: train further")

@@ -109,11 +109,11 @@ def fit(
         raise MegarlError("nothing to fit: no curve was given")
     if (chosen := FORMS.get(form)) is None:
         raise MegarlError(f"no form {form!r}; there are {', '.join(FORMS)}")
-    hours, scores, number, remarks = windowed(curves, start, end)
+    hours, scores, number, noise, remarks = windowed(curves, start, end)
     known, r0_from = before_training(curves, r0)
     _refuse(curves[0].name, chosen, hours, scores, known, ceiling)
     scale = float(hours[-1])
-    x, noise = chosen.x(hours, scale), noise_of(curves, number, scores)
+    x = chosen.x(hours, scale)
     earliest = float(min(curve.pass_rate[0] for curve in curves if len(curve.pass_rate)))
     prior = replace(
         PRIOR if form == "sigmoid" else replace(PRIOR, w=None, beyond=None),
@@ -164,13 +164,14 @@ def _pair(ends: Iterable[float]) -> Interval:
     return low, high
 
 
-def noise_of(curves: Sequence[Curve], number: Array, scores: Array) -> Array | None:
-    """Return the standard deviation of each score by the number of answers; None if one curve does not tell it."""
-    answers = np.array([curve.answers or math.nan for curve in curves])[number]
-    if not np.isfinite(answers).all():
-        return None
-    rate = np.clip(scores, 1 / answers, 1 - 1 / answers)  # a perfect score is not without noise
-    return np.sqrt(rate * (1 - rate) / answers)
+def _noise(curve: Curve) -> Array:
+    """Return the standard deviation of each score, measured or by the number of answers; NaN if neither is known."""
+    if curve.noise is not None:
+        return curve.noise
+    answers = curve.answers or math.nan
+    rate = np.clip(curve.pass_rate, 1 / answers, 1 - 1 / answers)  # a perfect score is not without noise
+    noise: Array = np.sqrt(rate * (1 - rate) / answers)
+    return noise
 
 
 def _r0_prior(known: float | None, r0_from: R0From, form: str, earliest: float) -> Normal:
@@ -258,8 +259,10 @@ ENOUGH = 8  # points that must remain for the default window to leave any out
 
 def windowed(
     curves: Sequence[Curve], start: float | None, end: float | None
-) -> tuple[Array, Array, Array, list[str]]:  # fmt: skip
-    """Return hours, scores and curve number of the points in the window, by ascending hours, and remarks about it."""
+) -> tuple[Array, Array, Array, Array | None, list[str]]:  # fmt: skip
+    """Return hours, scores, curve number and noise of the points in the window, by ascending hours, and remarks about it. Noise
+    is None if that of one curve is not known.
+    """
     if len({curve.unit for curve in curves}) > 1:
         raise MegarlError("core-hours and GPU-hours cannot be fitted together")
     if start is not None and end is not None and start >= end:
@@ -269,10 +272,11 @@ def windowed(
     for number, curve in enumerate(curves):
         low = start if start is not None else _default(curve, end, remarks)
         inside = (curve.hours >= low) & (curve.hours <= (math.inf if end is None else end))
-        kept.append((curve.hours[inside], curve.pass_rate[inside], np.full(int(inside.sum()), number)))
-    hours, scores, numbers = (np.concatenate(part) for part in zip(*kept, strict=True))
-    order = np.argsort(hours, kind="stable")
-    return hours[order], scores[order], numbers[order], list(dict.fromkeys(remarks))
+        number_of_each = np.full(int(inside.sum()), number)
+        kept.append((curve.hours[inside], curve.pass_rate[inside], number_of_each, _noise(curve)[inside]))
+    columns = [np.concatenate(part) for part in zip(*kept, strict=True)]
+    hours, scores, numbers, noise = (column[np.argsort(columns[0], kind="stable")] for column in columns)
+    return hours, scores, numbers, noise if np.isfinite(noise).all() else None, list(dict.fromkeys(remarks))
 
 
 def _default(curve: Curve, end: float | None, remarks: list[str]) -> float:

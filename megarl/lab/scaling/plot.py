@@ -5,11 +5,12 @@ The same as an interactive page, one HTML file that opens offline (page.html).
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from megarl.core.base.errors import MegarlError
 from megarl.lab import pictures
@@ -18,6 +19,7 @@ from megarl.lab.scaling.extrapolate import Prediction, predict
 from megarl.lab.scaling.fit import Fit
 from megarl.lab.scaling.points import HOURS, Curve, amount
 from megarl.lab.scaling.published import Law
+from megarl.lab.scaling.slices import KINDS, Slice
 
 Series = Mapping[str, tuple[Sequence[Curve], Fit | None]]
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -81,6 +83,31 @@ def plot_efficiency(fits: Mapping[str, Fit], path_without_suffix: Path) -> list[
         unit = next(iter(fits.values())).unit
         axes.set(title="Efficiency", xlabel=f"log10 of compute, {HOURS[unit]}", ylabel="log10 F(R) = B · log10 C")
         axes.legend(loc="upper left")
+        return pictures.save(figure, path_without_suffix)
+
+
+def plot_slices(parts: Sequence[Slice], path_without_suffix: Path) -> list[Path]:
+    """Plot slices with a curve over the logarithm of compute: a row per task or suite, a panel per kind of slice."""
+    curves = {part: part.curve for part in parts if part.curve is not None and len(part.curve.hours)}
+    if not curves:
+        raise MegarlError("nothing to draw: no slice has a score after training began")
+    tasks, end = list(dict.fromkeys(part.task for part in curves)), BEYOND * max(c.hours.max() for c in curves.values())
+    kinds = [kind for kind in KINDS if any(part.kind == kind for part in curves)]
+    with drawing((4.6 * len(kinds), 3.8 * len(tasks)), len(tasks), len(kinds)) as (figure, panels):
+        for axes, panel in zip(panels, product(tasks, kinds), strict=True):
+            here = [part for part in curves if (part.task, part.kind) == panel]
+            for part, color in zip(here, cycle(COLORS), strict=False):
+                name = (
+                    part.name if part.unit == (0, 1) else f"{part.name} (0 is {part.unit[0]:g}, 1 is {part.unit[1]:g})"
+                )
+                hours = np.geomspace(float(curves[part].hours[0]) / 2, end, BAND_POINTS)
+                _draw(axes, name, color, [curves[part]], part.fit, predict(part.fit, hours) if part.fit else None, end)
+            axes.set(title=", by ".join(panel), xscale="log", ylim=(-0.02, 1.02), ylabel="score")
+            axes.set_xlabel(f"compute, {HOURS[next(iter(curves.values())).unit]}")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.xaxis.set_major_formatter(lambda hours, _position: amount(hours))
+            axes.xaxis.set_minor_formatter(NullFormatter())
+            axes.legend(loc="best", fontsize=7) if here else axes.set_visible(False)
         return pictures.save(figure, path_without_suffix)
 
 

@@ -38,6 +38,8 @@ class Curve:
     """Hours at which the first epoch over the prompts ended; infinite while it lasts; None: unknown."""
     answers: int | None = None
     """Answers that each score is the mean of: its noise is binomial. None: unknown, the points tell."""
+    noise: np.ndarray | None = None
+    """Standard error of each score [points], where it is known and not binomial."""
 
 
 @dataclass(frozen=True)

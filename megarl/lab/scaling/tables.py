@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -14,6 +15,9 @@ from megarl.lab.scaling.forms import FORMS, Array
 from megarl.lab.scaling.points import HOURS, Curve, amount
 from megarl.lab.scaling.published import Law
 from megarl.lab.scaling.transfer import Transferred
+
+if TYPE_CHECKING:
+    from megarl.lab.scaling.slices import Slice  # imports more than a fit needs
 
 R0_FROM = {"evaluation": "measured before training", "given": "given", "estimate": "estimated"}
 
@@ -130,13 +134,15 @@ def later(found: Fit, after: Later) -> str:
     )
 
 
-def _parameters(found: Fit) -> tuple[str, str, str]:
+def _parameters(found: Fit, score: Callable[[float], float] = float) -> tuple[str, str, str]:
+    """Return A, B and C_mid with their intervals. score: brings A into its own unit."""
+
     def over(text: Callable[[float], str], value: float, ends: tuple[float, float]) -> str:
         low, high = (text(end) if math.isfinite(end) else "∞" for end in ends)
         return f"{text(value)}\n[dim]{low} … {high}[/]"
 
     return (
-        over("{:.3f}".format, found.A, found.A_interval),
+        over("{:.3f}".format, score(found.A), (score(found.A_interval[0]), score(found.A_interval[1]))),
         over("{:.3g}".format, found.B, found.B_interval),
         over(amount, found.C_mid, found.C_mid_interval),
     )
@@ -145,3 +151,28 @@ def _parameters(found: Fit) -> tuple[str, str, str]:
 def _table(first: str, *headings: str) -> Table:
     columns = [Column(heading, justify="right", no_wrap=True) for heading in headings]
     return Table(Column(first, style="bold", overflow="fold"), *columns, box=None, padding=(0, 2, 0, 0), pad_edge=False)
+
+
+def sliced(parts: Sequence["Slice"], unit: str) -> Table:
+    """Make a table of slices; one without a law says why in the law's place."""
+    table = _table("slice", "prompts", "before\nlast", "A", "B", f"C_mid, {unit}")
+    table.columns[3].no_wrap, table.columns[3].min_width, table.columns[3].max_width = False, 13, 24
+    for part in parts:
+        name, ends = (
+            part.task if part.kind == "task" else f"  {part.name}",
+            "\n".join(f"{end:.3f}" for end in part.ends),
+        )
+        law = _parameters(part.fit, part.shown) if part.fit else (f"no law: {part.problem}", "", "")
+        table.add_row(name, str(part.values.shape[1] or "–"), ends or "–", *law)
+    return table
+
+
+def say_slices(parts: Sequence["Slice"]) -> None:
+    """Print each warning once, with the laws that it is of."""
+    names: dict[str, list[str]] = {}
+    for part in parts:
+        for warning in part.fit.warnings if part.fit else ():
+            shares = "" if part.unit == (0, 1) else " (in shares of its range)"
+            names.setdefault(warning, []).append(f"{part.task}, {part.name}{shares}")
+    for warning, those in names.items():
+        print(f"warning: {'; '.join(those)}: {warning}")

@@ -139,7 +139,6 @@ def _places(directory: Path, kind: Kind) -> Iterator[str]:
     yield f"learner.optimizer.lr={size.lr}"
     yield f"sft.init={directory}/models/{kind.init}"
     yield f"sft.data={directory}/data/{prefix}sft.jsonl"
-    yield f"sft.output={warm_start(directory, kind)}"
     yield f"sft.steps={size.sft_steps}"
 
 

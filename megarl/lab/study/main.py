@@ -25,7 +25,7 @@ from rich.table import Column, Table
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.process import SUPERVISOR
-from megarl.core.base.rundir import latest_rows, latest_scores
+from megarl.core.base.rundir import latest_rows, latest_scores, write_atomically
 from megarl.core.recipe import Recipe, differences, load
 from megarl.lab.study import plan
 from megarl.lab.study.plan import Study, StudyTask
@@ -73,9 +73,15 @@ def corpus(options: StudyOptions) -> int:
 
 def table_and_plots(path: Path) -> int:
     """Write the results of a study, even an unfinished one."""
-    from megarl.lab.study import results  # imports matplotlib: not before it is needed
+    from megarl.lab.study import results, search  # the first imports matplotlib: not before it is needed
 
-    return results.write(plan.opened(path), Console())
+    study, console = plan.opened(path), Console()
+    if study.rungs:
+        write_atomically(path / "search.md", search.report(study).encode())
+        console.print((path / "search.md").read_text(), highlight=False)
+        if not any(task.state() == "done" for task in study.tasks):
+            return 0  # not even the first rung
+    return results.write(study, console)
 
 
 CommandLines = Sequence[Sequence[str]]
@@ -96,20 +102,9 @@ class StudyHooks(NamedTuple):
 
 def _study(kind: str, recipes: Mapping[str, Recipe], options: StudyOptions, hooks: StudyHooks | None = None) -> int:
     path = Path(options.directory or f"runs/studies/{kind}")
-    console = Console()
-    try:
-        seeds = [int(seed) for seed in options.seeds.split(",")]
-    except ValueError:
-        raise MegarlError(f"--seeds: {options.seeds!r} is not a list of numbers such as 0,1,2") from None
+    console, seeds = Console(), numbers("--seeds", options.seeds)
     if options.dry_run:
-        title = f"{path}: {len(recipes) * len(seeds)} runs, seeds {', '.join(map(str, seeds))}"
-        columns = Column("variant", style="bold", no_wrap=True), Column("differs from the first in", overflow="fold")
-        planned = Table(*columns, box=None, padding=(0, 2), pad_edge=False, title=title, title_justify="left")
-        for name, recipe in recipes.items():
-            changed = [(key, new) for key, _, new in differences(next(iter(recipes.values())), recipe)]
-            words = [f"{key}={new}" for key, new in changed if key not in ("description", "run.name")]
-            planned.add_row(name, " ".join(words))
-        console.print(planned)
+        console.print(planned(f"{path}: {len(recipes) * len(seeds)} runs, seeds {options.seeds}", recipes))
         return 0
     study, hooks = plan.prepare(path, recipes, seeds), hooks or StudyHooks()
     tasks = study.tasks
@@ -118,6 +113,25 @@ def _study(kind: str, recipes: Mapping[str, Recipe], options: StudyOptions, hook
     if not 0 <= options.task < len(tasks):
         raise MegarlError(f"--task: the study has tasks 0 to {len(tasks) - 1}, no {options.task}")
     return run(study, [tasks[options.task]], console, hooks)
+
+
+def numbers(option: str, text: str) -> list[int]:
+    """Return the numbers of a list such as 0,1,2."""
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise MegarlError(f"{option}: {text!r} is not a list of numbers such as 0,1,2") from None
+
+
+def planned(title: str, recipes: Mapping[str, Recipe]) -> Table:
+    """Show what a study would run, for a dry run."""
+    columns = Column("variant", style="bold", no_wrap=True), Column("differs from the first in", overflow="fold")
+    shown = Table(*columns, box=None, padding=(0, 2), pad_edge=False, title=title, title_justify="left")
+    for name, recipe in recipes.items():
+        changed = [(key, new) for key, _, new in differences(next(iter(recipes.values())), recipe)]
+        words = [f"{key}={new}" for key, new in changed if key not in ("description", "run.name")]
+        shown.add_row(name, " ".join(words))
+    return shown
 
 
 PENALTY_SHARE = 2 / 14  # the length penalty falls on the last 2k of 14k tokens
@@ -177,7 +191,7 @@ def run(study: Study, tasks: Sequence[StudyTask], console: Console, hooks: Study
                 continue
             if task.state() != "done":
                 task.rundir.summary.unlink(missing_ok=True)  # left by an earlier life that was stopped
-                for command in (*hooks.before(task), [*TRAIN, str(task.recipe)]):
+                for command in (*hooks.before(task), [*TRAIN, *task.arguments]):
                     if _finish(command, task, stop_request, show) or stop_request.count:
                         break
             if task.state() == "done":

@@ -2,13 +2,14 @@
 
 STUDY/study.json         names of the recipes and the seeds, in order     STUDY/logs/NAME.log    output of `megarl train`
 STUDY/recipes/NAME.yaml  resolved, one per task                           STUDY/runs/NAME/       its run directory
+STUDY/rungs/STEP.json    what a search decided there (search.py)
 
 These files are written once: a resumed study uses them, and a different study in the same directory is refused.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,11 +22,12 @@ TaskState = Literal["waiting", "begun", "done", "failed"]
 
 @dataclass(frozen=True)
 class StudyTask:
-    """A run of the study, in the study's directory."""
+    """A run of the study, in the study's directory. steps: where it ends for now; 0: where its recipe says."""
 
     study: Path
     variant: str
     seed: int
+    steps: int = 0
 
     @property
     def name(self) -> str:
@@ -43,51 +45,81 @@ class StudyTask:
     def rundir(self) -> RunDir:
         return RunDir(self.study / "runs" / self.name)
 
+    @property
+    def arguments(self) -> list[str]:
+        """What `megarl train` is given."""
+        return [str(self.recipe), *([f"run.steps={self.steps}"] if self.steps else [])]
+
     def state(self) -> TaskState:
         """Return the state, from the run's own files. `begun`: would resume if started again, whether alive or not."""
         if not self.rundir.summary.exists():
             return "begun" if self.rundir.recipe.exists() else "waiting"
         states: dict[str, TaskState] = {"finished": "done", "failed": "failed"}
-        return states.get(json.loads(self.rundir.summary.read_text())["outcome"], "begun")
+        state = states.get(json.loads(self.rundir.summary.read_text())["outcome"], "begun")
+        if state == "done" and self.steps and load(str(self.rundir.recipe)).run.steps < self.steps:
+            return "begun"
+        return state
 
 
 @dataclass(frozen=True)
 class Study:
-    """A study. All recipes run with one seed before any runs with the next: a stopped study has complete rounds."""
+    """A study. All recipes run with one seed before any runs with the next: a stopped study has complete rounds.
+
+    rungs: steps at which a search (search.py) drops variants. branch: the step at which all variants go on from one run, the
+    trunk; 0: none. steps: where the tasks end for now, as in `StudyTask`.
+    """
 
     path: Path
     variants: tuple[str, ...]
     seeds: tuple[int, ...]
+    rungs: tuple[int, ...] = ()
+    branch: int = 0
+    steps: int = 0
 
     @property
     def tasks(self) -> list[StudyTask]:
-        return [StudyTask(self.path, variant, seed) for seed in self.seeds for variant in self.variants]
+        return [StudyTask(self.path, variant, seed, self.steps) for seed in self.seeds for variant in self.variants]
+
+    @property
+    def trunk(self) -> "Study":
+        """The runs of the first variant, one a seed, from which all variants branch."""
+        return replace(self, variants=("trunk",) if self.branch else (), steps=self.branch)
 
 
-def prepare(path: Path, recipes: Mapping[str, Recipe], seeds: Sequence[int]) -> Study:
+def prepare(
+    path: Path, recipes: Mapping[str, Recipe], seeds: Sequence[int], rungs: Sequence[int] = (), branch: int = 0
+) -> Study:
     """Return the study at `path`, written or found there. MegarlError if another one is there."""
     if not seeds or len(set(seeds)) != len(seeds):
         raise MegarlError(f"--seeds: give one or more different seeds, not {','.join(map(str, seeds))!r}")
-    study = Study(path, tuple(recipes), tuple(seeds))
-    wanted = {}
-    for task in study.tasks:
+    study = Study(path, tuple(recipes), tuple(seeds), tuple(rungs), branch)
+    recipes, wanted = {"trunk": next(iter(recipes.values())), **recipes}, {}
+    for task in [*study.tasks, *study.trunk.tasks]:
         run = {"name": task.name, "dir": str(path / "runs"), "seed": task.seed, "resume": "auto"}
+        if branch and task.variant != "trunk":
+            run["fork"] = f"{path}/runs/trunk-seed{task.seed}@{branch}"
         recipe = recipes[task.variant]
         wanted[task] = recipe.model_copy(update={"run": recipe.run.model_copy(update=run)})
     if (path / "study.json").exists():
         if (there := opened(path)) != study:
             holds = f"holds a study of {', '.join(there.variants)} with seeds {', '.join(map(str, there.seeds))}"
+            if there.rungs:
+                holds += f", rungs {', '.join(map(str, there.rungs))}" + (
+                    f", branch {there.branch}" * bool(there.branch)
+                )
             raise MegarlError(f"{path}: {holds}; go on with the same, or give another --dir")
         for task, recipe in wanted.items():
             if changed := differences(load(str(task.recipe)), recipe):
                 began = "this study began with {}: {!r}, not {!r}".format(*changed[0])
                 raise MegarlError(f"{task.recipe}: {began}; undo the change, or give another --dir")
         return study
-    for folder in ("recipes", "runs", "logs"):
+    for folder in ("recipes", "runs", "logs", *(["rungs"] if rungs else [])):
         (path / folder).mkdir(parents=True, exist_ok=True)
     for task, recipe in wanted.items():
         write_atomically(task.recipe, dump(recipe).encode())
-    record = {"variants": study.variants, "seeds": study.seeds}
+    record = {"variants": study.variants, "seeds": study.seeds} | (
+        {"rungs": study.rungs, "branch": branch} if rungs else {}
+    )
     write_atomically(path / "study.json", json.dumps(record, indent=2).encode())
     return study
 
@@ -97,4 +129,5 @@ def opened(path: Path) -> Study:
         record = json.loads((path / "study.json").read_text())
     except FileNotFoundError:
         raise MegarlError(f"{path}: no study (no study.json); `megarl study loo` or `compare` makes one") from None
-    return Study(path, tuple(record["variants"]), tuple(record["seeds"]))
+    variants, seeds, rungs = (tuple(record.get(part, ())) for part in ("variants", "seeds", "rungs"))
+    return Study(path, variants, seeds, rungs, record.get("branch", 0))

@@ -19,8 +19,9 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import latest_rows, latest_scores, write_atomically
 from megarl.core.recipe import load
 from megarl.lab.pictures import BLUE, GREY, ORANGE, drawing, save
-from megarl.lab.scaling.fit import Fit, fit
-from megarl.lab.scaling.points import read_points
+from megarl.lab.scaling.compare import RunFit, compare
+from megarl.lab.scaling.fit import Fit
+from megarl.lab.scaling.points import Curve, read_points
 from megarl.lab.study.plan import Study, StudyTask
 
 
@@ -36,13 +37,17 @@ class EvaluationPoint(NamedTuple):
 
 
 class VariantResult(NamedTuple):
-    """A variant over its seeds. common [seeds]: pass rates at the compute that every run of the study reached."""
+    """A variant over its seeds. common [seeds]: pass rates at the compute that every run of the study reached.
+
+    at_ceiling: its fit with A held at the ceiling common to all variants, where exponents B are comparable (compare.py).
+    """
 
     variant: str
     runs: tuple[tuple[EvaluationPoint, ...], ...]
     common: np.ndarray
     fit: Fit | None
-    why_no_fit: str = ""
+    at_ceiling: Fit | None
+    why_no_fit: str
 
     @property
     def final(self) -> np.ndarray:
@@ -76,17 +81,22 @@ def collect(study: Study) -> list[VariantResult]:
     if not done:
         raise MegarlError(f"{study.path}: no run has finished yet; wait, or look at its logs/")
     hours = min(read(task)[-1].compute_hours for task in done)
+    tasks = {name: [task for task in done if task.variant == name] for name in study.variants}
+    curves: dict[str, list[Curve]] = {}
+    entries: dict[str, RunFit] = {}
+    for name, own in tasks.items():
+        try:
+            curves[name] = [curve for task in own for curve in read_points(task.rundir.path)]
+        except MegarlError as error:
+            entries[name] = RunFit(name, None, str(error))
+    compared = compare({name: own for name, own in curves.items() if own})
+    entries |= {entry.name: entry for entry in compared.entries}
     results = []
-    for variant in study.variants:
-        if tasks := [task for task in done if task.variant == variant]:
-            runs = tuple(read(task) for task in tasks)
-            at_hours = [np.interp(hours, [p.compute_hours for p in run], [p.pass_rate for p in run]) for run in runs]
-            result = VariantResult(variant, runs, np.array(at_hours), None)
-            try:
-                pooled = fit([curve for task in tasks for curve in read_points(task.rundir.path)])
-                results.append(result._replace(fit=pooled))
-            except MegarlError as error:
-                results.append(result._replace(why_no_fit=str(error)))
+    for name in (name for name, own in tasks.items() if own):
+        runs, entry = tuple(read(task) for task in tasks[name]), entries[name]
+        common = [np.interp(hours, [p.compute_hours for p in run], [p.pass_rate for p in run]) for run in runs]
+        at_ceiling = compared.at_ceiling.get(name, entry.fit)
+        results.append(VariantResult(name, runs, np.array(common), entry.fit, at_ceiling, entry.problem))
     return results
 
 
@@ -109,10 +119,10 @@ def cells(row: VariantResult) -> list[str]:
     before = np.mean([run[0].pass_rate for run in row.runs])
     hours = np.mean([run[-1].compute_hours for run in row.runs])
     tokens = np.mean([run[-1].tokens for run in row.runs])
-    found = row.fit
+    found, held = row.fit, row.at_ceiling
     fitted = ["-"] * 3
-    if found is not None:
-        values = (found.A, *found.A_interval), (found.B, *found.B_interval), (found.C_mid, *found.C_mid_interval)
+    if found is not None and held is not None:
+        values = (found.A, *found.A_interval), (held.B, *held.B_interval), (found.C_mid, *found.C_mid_interval)
         forms = ("{:.3f} [{:.3f}, {:.3f}]", "{:.2f} [{:.2f}, {:.2f}]", "{:.3g} [{:.3g}, {:.3g}]")
         fitted = [form.format(*three) for form, three in zip(forms, values, strict=True)]
     rates = [f"{before:.3f}", _spread(row.final), _spread(row.common)]
@@ -123,6 +133,8 @@ def markdown(rows: Sequence[VariantResult], missing: Sequence[str] = ()) -> str:
     """Return the table, and below it what is needed to read it. missing: names of unfinished runs."""
     unit = rows[0].runs[0][0].compute_unit
     common_hours = min(run[-1].compute_hours for row in rows for run in row.runs)
+    ceilings = [row.at_ceiling.A for row in rows if row.at_ceiling is not None]
+    held = f", B with A held at {ceilings[0]:.3f}, the mean of all variants" if len(ceilings) > 1 else ""
     lines = [
         "| " + " | ".join(HEADINGS) + " |",
         "|" + "---|" * len(HEADINGS),
@@ -130,7 +142,7 @@ def markdown(rows: Sequence[VariantResult], missing: Sequence[str] = ()) -> str:
         "",
         f"Pass rates are of held-out prompts: mean over seeds ± standard deviation of a seed. Compute in {unit}-hours. At "
         f"equal compute: at the {common_hours:.3g} hours that every run reached, interpolated. A, B, C_mid: sigmoid "
-        "fitted to all seeds of a variant together, with 95 % interval.",
+        f"fitted to all seeds of a variant together{held}; with 95 % intervals.",
     ]
     notes: dict[str, list[str]] = {}
     for row in rows:

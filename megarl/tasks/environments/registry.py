@@ -38,7 +38,7 @@ class Bounded:
     def __init__(self, host: Host, key: str, task: Rows, vocabulary: int) -> None:
         self._host, self._task, self._vocabulary = host, task, vocabulary
         self._where = f"{key}: environment {task.environment}"
-        self.turns, self.turn_tokens = task.turns, task.turn_tokens
+        self.turns = task.turns
         self.stop_tokens: tuple[int, ...] = ()
         self._episode = next(host.numbers)
         self._prompt: Prompt | None = None

@@ -15,7 +15,7 @@ import numpy as np
 
 from megarl.core.base.contracts import RIGHT, WRONG, Grade, Verdict, answer_of
 from megarl.core.base.types import Prompt
-from megarl.core.recipe import Recipe, Rows
+from megarl.core.recipe import Recipe, Rows, Task
 from megarl.core.recipe.rules import GRADERS
 from megarl.tasks.graders.answer import Submission, graded, judged
 from megarl.tasks.graders.code import Code
@@ -63,23 +63,29 @@ def _tasks(recipe: Recipe) -> dict[str, Rows]:
 
 @dataclass(frozen=True)
 class TaskGrader:
-    """A `Grader`. check: decides what is right; others, weights: further rewards, by name; decode: tokens to text."""
+    """A `Grader`. check: decides what is right; others, weights: further rewards, by name; trusted: asked by evaluations
+    alone, if there is one; decode: tokens to text.
+    """
 
     check: Check
     others: Mapping[str, Check]
     weights: Mapping[str, float]
+    trusted: Check | None
     end_of_thinking: str
     decode: Decode
 
     async def grade(self, text: str, prompt: Prompt, verdict: Verdict | None = None) -> Grade:
-        submission = self._submission(text, prompt)
-        others = (check(submission) for check in self.others.values())
-        main, *more = await asyncio.gather(self._judge(submission, verdict), *others)
-        return graded(submission.answer, main, dict(zip(self.others, more, strict=True)), self.weights)
+        return await self._grade(text, prompt, verdict, self.others)
 
     async def grade_answer(self, text: str, prompt: Prompt, verdict: Verdict | None = None) -> Grade:
+        trusted = {} if self.trusted is None else {**self.others, "trusted": self.trusted}
+        return await self._grade(text, prompt, verdict, trusted)
+
+    async def _grade(self, text: str, prompt: Prompt, verdict: Verdict | None, others: Mapping[str, Check]) -> Grade:
         submission = self._submission(text, prompt)
-        return graded(submission.answer, await self._judge(submission, verdict), {}, {})
+        judged = (check(submission) for check in others.values())
+        main, *more = await asyncio.gather(self._judge(submission, verdict), *judged)
+        return graded(submission.answer, main, dict(zip(others, more, strict=True)), {"trusted": 0.0, **self.weights})
 
     async def agrees(self, answer: str, expected: str) -> bool:
         return (await self.check(Submission(answer, expected))).score > 0
@@ -119,6 +125,7 @@ class TaskGraders:
                 checks[task.grader],
                 {key: checks[reward.grader] for key, reward in task.rewards.items()},
                 {key: reward.weight for key, reward in task.rewards.items()},
+                checks[task.trusted_grader] if isinstance(task, Task) and task.trusted_grader else None,
                 recipe.length.end_of_thinking,
                 decode,
             )

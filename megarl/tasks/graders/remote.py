@@ -1,6 +1,6 @@
 """A reward service: completions go there by HTTP, many per request, and come back as numbers.
 
-    check(submission) ─► wait for others, `batch` of them or 20 ms ─► POST url ─► {"rewards": [0.7, -1.0, null, …]}
+    check(submission) ─► wait for others, BATCH of them or 20 ms ─► POST url ─► {"rewards": [0.7, -1.0, null, …]}
 
     {"schema_version": 1, "items": [{"task", "prompt", "completion", "answer", "expected"}, …]}        texts, of Submission
     {"rewards": [number or null, …]}       ServiceReply: one per item, in order; null: the service could not judge it
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 SCHEMA_VERSION = 1
 type Waiting = tuple[Submission, asyncio.Future[Verdict]]
 GATHER_S = 0.02
+BATCH = 32
+"""Completions sent in one request. A service that judges fewer at a time divides them itself."""
 AT_ONCE = 8
 """Concurrent requests."""
 LONGEST_PAUSE_S = 30.0
@@ -62,7 +64,7 @@ class Remote:
         loop = asyncio.get_running_loop()
         verdict: asyncio.Future[Verdict] = loop.create_future()
         self._waiting.append((submission, verdict))
-        if len(self._waiting) >= self._service.batch:
+        if len(self._waiting) >= BATCH:
             self._send_all()
         elif len(self._waiting) == 1:
             loop.call_later(GATHER_S, self._send_all)

@@ -30,6 +30,7 @@ from megarl.core.sampling.sampler import Completion
 from megarl.core.server.membership import Membership
 from megarl.lab.evaluation.suites import questions_of
 from megarl.lab.scaling.extrapolate import forecast
+from megarl.lab.scaling.overoptimisation import watch
 from megarl.tasks.data.arithmetic_models import character_tokenizer
 
 MADE = character_tokenizer()
@@ -93,6 +94,7 @@ class Answers:
     """
 
     clients: Mapping[int, Any] = {}
+    scores: Mapping[str, float] = {}
 
     def __init__(self, down: int) -> None:
         self.down, self.cancelled = down, -down
@@ -113,7 +115,7 @@ class Answers:
         if self.down > 0:
             self.down -= 1
             raise GraderDown("no process starts")
-        return Grade(1.0, True, True)
+        return Grade(1.5, True, True, rewards=self.scores)
 
 
 class NoTickets:
@@ -130,7 +132,7 @@ def evaluations_of(
     pipeline = Pipeline(recipe, records, places, NoTickets(), lambda: None, 10, 10)  # type: ignore[arg-type]
     asker = Asker(recipe, TOKENIZER, {}, places, answers, answers, frozenset(), "", 0)  # type: ignore[arg-type]
     made = Evaluations(
-        RunDir(recipe.run.path), questions(recipe, count), forecast, asker, pipeline,
+        RunDir(recipe.run.path), questions(recipe, count), forecast, watch, asker, pipeline,
         ComputeClock(journal.state, recipe.resources), fail, stop,
     )  # fmt: skip
     return made, records, pipeline.evaluations
@@ -301,8 +303,28 @@ def test_several_servers_share_it_and_one_may_be_lost(tmp_path: Path) -> None:
     assert (found["n_prompts"], found["pass_rate"]) == (9, 1.0)
 
 
+def test_a_trusted_grader_is_beside_the_reward_in_all_that_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Answers, "scores", {"answer": 1.0, "form": 1.0, "trusted": -0.5})
+    recipe = recipe_of(tmp_path, math=1)
+    assert asyncio.run(scored(recipe, 0)) == ([], 1)
+    (found,) = read_jsonl(RunDir(recipe.run.path).eval)
+    assert (found["pass_rate"], found["proxy_score"], found["trusted_score"]) == (1.0, 1.5, -0.5)
+    assert found["warning_overoptimisation"] == 0
+    place = SuiteDir(RunDir(recipe.run.path).evaluations / "step-0000000", "math")
+    assert {str(a.scores) for a in read_answers(place.answers)} == {
+        "{'answer': 1.0, 'form': 1.0, 'trusted': -0.5, 'total': 1.5}"
+    }
+    beside = place.read_result().proxy_and_trusted
+    assert beside == {a.id: (1.5, -0.5) for a in read_answers(place.answers)}
+
+
 def test_every_key_of_a_row_is_documented(tmp_path: Path) -> None:
-    outcomes = [outcome(f"p{n}", s, s == 0, 5)._replace(reward=1.0, entropy=0.5) for n in range(3) for s in range(2)]
+    both = {"total": 1.0, "trusted": 0.0}
+    outcomes = [
+        outcome(f"p{n}", s, s == 0, 5)._replace(reward=1.0, entropy=0.5, scores=both) for n in range(3) for s in (0, 1)
+    ]
     keys = row({"math": outcomes}, recipe_of(tmp_path, math=1), 0)
     docs = Path(__file__).parents[4] / "docs"
     pages = (docs / "evaluation.md").read_text() + (docs / "run-directory.md").read_text()

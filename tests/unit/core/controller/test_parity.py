@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.core.base.messages import Score, Scored, ServerAddress, Wait
+from megarl.core.base.messages import PARITY_ROLLOUTS, Score, Scored, ServerAddress, Wait
 from megarl.core.base.types import Prompt, Segment, float32, int32
 from megarl.core.controller.parity import Candidate, Parity, chosen_slots
 from megarl.core.recipe import Recipe, from_tree, load
@@ -97,18 +97,18 @@ class Stage:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_so_many_rollouts_of_each_batch_are_chosen_and_a_restart_chooses_the_same(seed: int) -> None:
-    recipe = recipe_of(run={"seed": seed}, weights={"parity_rollouts": 3})
+    recipe = recipe_of(run={"seed": seed})
     stages = [Stage(recipe).parity for _ in range(2)]
     chosen = [[(t, s) for t in range(600) for s in range(4) if each.is_chosen(t, s)] for each in stages]
     assert chosen[0] == chosen[1]
-    assert set(Counter(t // 6 for t, _ in chosen[0]).values()) == {3}
-    # 300 draws of 24 slots: each is drawn 12.5 times on average.
-    assert all(2 <= n <= 30 for n in Counter((t % 6, s) for t, s in chosen[0]).values())
+    assert set(Counter(t // 6 for t, _ in chosen[0]).values()) == {PARITY_ROLLOUTS}
+    # 400 draws of 24 slots: each is drawn 16.7 times on average.
+    assert all(3 <= n <= 38 for n in Counter((t % 6, s) for t, s in chosen[0]).values())
     assert len(set(map(frozenset, (chosen_slots(seed, b, 24, 3) for b in range(50))))) > 40
 
 
 def test_a_batch_smaller_than_what_is_to_be_chosen_is_chosen_whole() -> None:
-    recipe = recipe_of(batch={"prompts": 1}, sampling={"generations": 2}, weights={"parity_rollouts": 8})
+    recipe = recipe_of(batch={"prompts": 1}, sampling={"generations": 2})
     assert all(Stage(recipe).parity.is_chosen(t, s) for t in range(5) for s in range(2))
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.core.learner import optimizer
+from megarl.core.learner import optimizer, trained
 from megarl.core.learner.checkpoint import Checkpoints
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import hf
@@ -13,7 +13,7 @@ from megarl.core.recipe import from_tree
 from tests.tiny import tiny_llama
 from tests.unit.core.learner.training_step import sequences
 
-LR, BETAS, EPS, DECAY, CLIP = 0.01, (0.9, 0.95), 1e-8, 0.3, 0.02
+LR, BETAS, EPS, DECAY, CLIP = 0.01, (0.8, 0.9), 1e-8, 0.3, 0.02
 
 
 def exported(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -34,11 +34,15 @@ def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_three_updates_are_those_of_adamw_and_norms_are_not_decayed(tmp_path: Path) -> None:
+def test_three_updates_are_those_of_adamw_and_norms_are_not_decayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Clipped, with bias correction, decay apart from the gradient. A norm that is decayed too is off by LR * DECAY after one
     update."""
     tiny_llama(tmp_path / "hf", num_hidden_layers=1)
-    settings = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY, "grad_clip": CLIP}
+    for module, name, value in ((optimizer, "BETAS", BETAS), (optimizer, "EPS", EPS), (trained, "WEIGHT_DECAY", DECAY)):
+        monkeypatch.setattr(module, name, value)
+    settings = {"lr": LR, "grad_clip": CLIP}
     tree = {"model": {"path": str(tmp_path / "hf"), "dtype": "fp32"}, "learner": {"optimizer": settings}}
     trainer = Trainer(from_tree(tree), tmp_path / "hf")
     weights = exported(trainer)

@@ -231,9 +231,3 @@ def test_a_float32_head_on_a_bf16_model_whose_embedding_is_its_head(tmp_path: Pa
     assert Checkpoints(tmp_path / "checkpoints", 1, trainers[1], tied).load_latest()
     assert trainers[0].train_step(batch()) == trainers[1].train_step(batch())
     assert same(weights(critic_of(trainers[0])), weights(critic_of(trainers[1])))
-
-
-def test_a_critic_of_another_vocabulary_is_refused(model: Path, tmp_path: Path) -> None:
-    tiny_llama(tmp_path / "other", num_hidden_layers=1, vocab_size=64)
-    with pytest.raises(MegarlError, match=r"critic.path: .* has a vocabulary of 64, the policy has 128"):
-        trainer_of(model, **CRITIC, critic={"path": str(tmp_path / "other")})

@@ -40,7 +40,7 @@ def test_each_trained_token_once_with_its_predecessor(packing: bool, shards: int
     for dp in range(2):
         for rank in range(context):
             sizes = {"context_parallel": context, "tensor_parallel": shards, "pipeline_parallel": pipeline}
-            layout = RowLayout(Model.model_validate(sizes | {"sequence_parallel": True}), packing, 2, rank)
+            layout = RowLayout(Model.model_validate(sizes), packing, 2, rank)
             p = plan(LENGTHS, 24, layout)
             for members in p.members[dp]:
                 chosen = [all_sequences[i] for i in members]
@@ -70,7 +70,7 @@ def test_each_trained_token_once_with_its_predecessor(packing: bool, shards: int
 
 
 def test_a_packed_row_says_where_its_sequences_end() -> None:
-    layout = RowLayout(Model(tensor_parallel=4, sequence_parallel=True))
+    layout = RowLayout(Model(tensor_parallel=4))
     micro = assemble(sequences([3, 4, 2]), 1, 0, layout, CPU)
     assert micro.packed is not None
     assert micro.packed.cu_seqlens_q.tolist() == [0, 3, 7, 9, 12]

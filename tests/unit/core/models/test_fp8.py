@@ -89,7 +89,7 @@ def test_experts_of_a_family_are_looked_at(one_rank: None, tmp_path: Path) -> No
 @pytest.mark.parametrize("shards", [1, 2, 4])
 def test_rows_are_padded_for_every_rank(context: int, shards: int) -> None:
     """What a rank has of a row divides by 16 before and after tensor-parallel ranks put theirs together."""
-    divided: dict[str, Any] = {"context_parallel": context, "tensor_parallel": shards, "sequence_parallel": True}
+    divided: dict[str, Any] = {"context_parallel": context, "tensor_parallel": shards}
     layout = RowLayout(Model(**divided, fp8="blockwise"))
     assert layout.row_multiple % (context * shards * 16) == 0
     assert layout.row_multiple % layout.sequence_multiple == 0

@@ -132,7 +132,6 @@ def test_a_router_without_effect_is_refused(tmp_path: Path) -> None:
             {"expert_parallel": 2, "expert_tensor_parallel": 5},
             r"model.expert_tensor_parallel: moe_ffn_hidden_size=48 .* does not divide by 5",
         ),
-        ({"tensor_parallel": 2, "expert_parallel": 2}, r"model.sequence_parallel: .* has experts, which need it"),
     ],
 )
 def test_layouts_that_experts_do_not_allow(one_rank: None, experts: Path, layout: dict[str, int], message: str) -> None:

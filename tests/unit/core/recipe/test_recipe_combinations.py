@@ -51,20 +51,17 @@ IMPOSSIBLE = [
         {"batch": {"centring": "critic", "zero_variance": "keep"}, "critic": {"warmup_steps": 400}},
         "critic.warmup_steps: 400 of run.steps=400 leave none to train the policy in",
     ),
-    (
-        {
-            "batch": {"centring": "critic", "zero_variance": "keep"},
-            "learner": {"optimizer": {"schedule": "cosine"}},
-            "critic": {"optimizer": {"warmup_steps": 400}},
-        },
-        "critic.optimizer.warmup_steps: 400 of run.steps=400 leave none",
-    ),
     ({"loss": {"correction": "mask"}}, "loss.correction: cispo is truncated importance sampling already"),
     ({"loss": {"kind": "gspo", "correction": "truncate"}}, "loss.correction: the weight of gspo is of a sequence"),
     (
         {"run": {"steps": 100}, "learner": {"optimizer": {"schedule": "cosine"}}},
         "learner.optimizer.warmup_steps: 100 of run.steps=100 leave none",
     ),
+    (
+        {"data": {"tasks": {"math": {"train": "", "heldout": "", "mapping": "arc"}}}},
+        "data.tasks.math.mapping: arc is multiple choice, which only evaluation.suites have",
+    ),
+    ({"monitor": {"profile_steps": [3, 2]}}, "monitor.profile_steps: should be [first, last]"),
     ({"model": {"tensor_parallel": 2}}, "resources.learner_ranks: 1 ranks do not divide"),
     ({"model": {"virtual_pipeline_parallel": 2}}, "model.virtual_pipeline_parallel: needs model.pipeline_parallel"),
     (
@@ -75,7 +72,6 @@ IMPOSSIBLE = [
         {"model": {"moe": {"aux_loss": 1e-3, "freeze_router": True}}},
         "model.moe.aux_loss: balances by training the router",
     ),
-    ({"model": {"sequence_parallel": True}}, "model.sequence_parallel: needs model.tensor_parallel"),
     (
         {"batch": {"prompts": 7}, "resources": {"learner_ranks": 2}},
         "batch.prompts: 7 does not divide by the 2 data-parallel",
@@ -120,7 +116,6 @@ IMPOSSIBLE = [
         {"weights": {"transport": "cuda_ipc"}},
         "weights.transport: cuda_ipc hands over memory of the GPU that a server is",
     ),
-    ({"serving": {"release_memory": True}}, "serving.release_memory: nobody else is on the servers' GPUs"),
     (
         {"resources": {"colocate": True}, "serving": {"memory_fraction": 0.4}},
         "weights.transport: with resources.colocate server and learner are on one GPU, and NCCL connects no two processes "
@@ -139,10 +134,6 @@ IMPOSSIBLE = [
             model={"pipeline_parallel": 2},
         ),
         "weights.transport: cuda_ipc hands over from one GPU, and a stage of model.pipeline_parallel",
-    ),
-    (
-        shared(serving={"memory_fraction": 0.4, "release_memory": True}),
-        "serving.release_memory: pipeline-rl with k=8 generates while the learner trains",
     ),
 ]
 
@@ -167,8 +158,9 @@ def test_neighbours_of_the_impossible_are_possible() -> None:
     stopped = {"data": SEVERAL, "evaluation": {"forecast": "code", "top_p": 0.95}, "run": run}
     assert from_tree(stopped).forecast_column == "pass_rate/code"
     assert from_tree({"data": {"tasks": {"math": SEVERAL["tasks"]["math"]}}}).forecast_column == "pass_rate"
-    for pipeline in ({"k": 0}, {"kind": "ppo-off-policy", "k": 8}):
-        from_tree(shared(pipeline=pipeline, serving={"memory_fraction": 0.4, "release_memory": True}))
+    for pipeline, lends in (({"k": 0}, True), ({"kind": "ppo-off-policy", "k": 8}, True), ({"k": 1}, False)):
+        assert from_tree(shared(pipeline=pipeline)).lends_memory is lends
+    assert not from_tree({"pipeline": {"k": 0}}).lends_memory
     from_tree(shared(weights={"transport": "disk"}))
 
 

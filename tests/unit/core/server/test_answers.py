@@ -42,7 +42,7 @@ def asked(app: OwnReplies, method: str, path: str) -> tuple[int, bytes]:
 
 
 def test_it_says_where_it_is() -> None:
-    status, body = asked(OwnReplies(Sglang(), PLACE), "GET", "/whereabouts")
+    status, body = asked(OwnReplies(Sglang(), PLACE), "GET", "/device_identity")
     assert (status, msgspec.json.decode(body, type=DeviceIdentity)) == (200, PLACE)
 
 

@@ -74,7 +74,7 @@ def test_a_shared_gpu_is_said_to_sglang(tmp_path: Path, monkeypatch: pytest.Monk
         "resources": {"colocate": True},
         "weights": {"transport": "cuda_ipc"},
         "pipeline": {"k": 0},
-        "serving": {"memory_fraction": 0.25, "release_memory": True},
+        "serving": {"memory_fraction": 0.25},
     }
     recipe = a_recipe(tmp_path, **shares)
     monkeypatch.setattr(launch, "free_and_total", lambda: [(50_000, 80_000)])
@@ -82,7 +82,7 @@ def test_a_shared_gpu_is_said_to_sglang(tmp_path: Path, monkeypatch: pytest.Monk
     assert memory_arguments(recipe, cuda=False) == {}
     assert memory_arguments(a_recipe(tmp_path), cuda=True) == {"enable_memory_saver": False}
     if find_spec("torch_memory_saver") is None:
-        with pytest.raises(MegarlError, match=r"serving.release_memory: needs the package torch_memory_saver"):
+        with pytest.raises(MegarlError, match=r"resources.colocate: .* needs the package torch_memory_saver"):
             check(recipe, cuda=True)
     check(recipe, cuda=False)
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.core.recipe import Profile
 from megarl.core.telemetry.profiler import Profiler
 
 
@@ -44,14 +43,14 @@ def worked(folder: Path) -> dict[str, set[int]]:
     ],
 )
 def test_window(start: int, steps: int, trained: range, expected: dict[str, set[int]], tmp_path: Path) -> None:
-    train(Profiler(Profile(start=start, steps=steps), tmp_path / "profile", rank=1), trained)
+    train(Profiler((start, start + steps - 1) if steps else None, tmp_path / "profile", rank=1), trained)
     assert worked(tmp_path / "profile") == expected
 
 
 def test_nothing_runs_outside_of_the_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[object] = []
     monkeypatch.setattr("megarl.core.telemetry.profiler.profile", lambda **_: made.append(1))
-    train(Profiler(Profile(start=10, steps=3), tmp_path, rank=0), range(0, 8))
+    train(Profiler((10, 12), tmp_path, rank=0), range(0, 8))
     assert made == []
     assert not torch.autograd._profiler_enabled()
 
@@ -59,7 +58,7 @@ def test_nothing_runs_outside_of_the_window(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 def test_kernels_and_memory_of_a_gpu(tmp_path: Path) -> None:
-    profiler = Profiler(Profile(start=1, steps=1), tmp_path, rank=0)
+    profiler = Profiler((1, 1), tmp_path, rank=0)
     for step in range(4):
         profiler.step(step)
         torch.ones(512, 512, device="cuda") @ torch.ones(512, 512, device="cuda")

@@ -40,7 +40,7 @@ class Elsewhere(ServerClient):
         super().__init__(ServerAddress(id=3, url="http://127.0.0.1:1"), "", "", 1)
         self._place, self.began = place, False
 
-    async def whereabouts(self) -> DeviceIdentity:
+    async def device_identity(self) -> DeviceIdentity:
         return self._place
 
     async def begin(self) -> None:

@@ -22,6 +22,7 @@ from megarl.core.base.types import float32, int32
 from megarl.core.evaluation.answers import Answer
 from megarl.core.evaluation.score import Asker, score
 from megarl.core.recipe import Suite, from_tree
+from megarl.core.recipe.rules import MULTIPLE_CHOICE
 from megarl.core.sampling.places import Places
 from megarl.core.server.client import Prefill, ServerLost, ServerRefused
 from megarl.core.server.membership import Membership
@@ -67,7 +68,7 @@ TREE = {
 
 
 def test_the_recipe_knows_every_set() -> None:
-    assert set(get_args(Suite.model_fields["choices"].annotation)) == {"", *SETS}
+    assert set(SETS) == set(MULTIPLE_CHOICE) < set(get_args(Suite.model_fields["mapping"].annotation))
 
 
 def test_arc() -> None:
@@ -223,7 +224,7 @@ def test_lost_requests_are_asked_again_and_places_given_back(
             salt="s",
             at_once=1,
         )
-        asked = Choices("arc-easy", [Question("q", "What?", ("a", "b"), 0)], 1, rows=Suite(data="", choices="arc"))
+        asked = Choices("arc-easy", [Question("q", "What?", ("a", "b"), 0)], 1, rows=Suite(data="", mapping="arc"))
         kept: list[Answer] = []
         await asyncio.wait_for(score([asked], asker, kept.append), 10)
         return kept[0], places.use[0].running
@@ -239,7 +240,7 @@ def test_shipped_suites() -> None:
     """Under their names, with the columns of their sets and the splits that have labels."""
     shipped = {"arc-easy": {}, "arc-challenge": {}, "hellaswag": {}}
     known = from_tree({"evaluation": {"suites": shipped}}).evaluation.suites
-    assert {name: (suite.choices, suite.data.rpartition(":")[2]) for name, suite in known.items()} == {
+    assert {name: (suite.mapping, suite.data.rpartition(":")[2]) for name, suite in known.items()} == {
         "arc-easy": ("arc", "test"),
         "arc-challenge": ("arc", "test"),
         "hellaswag": ("hellaswag", "validation"),
@@ -250,7 +251,7 @@ def test_a_suite_has_one_answer_a_question(tmp_path: Path, tokenizer: Tokenizer)
     path = tmp_path / "rows.jsonl"
     rows = [ARC | {"id": f"q{n}"} for n in range(5)]
     path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, ARC | {"answerKey": "X"}]))
-    suite = Suite(data=str(path), choices="arc", samples=16, prompts=3)
+    suite = Suite(data=str(path), mapping="arc", samples=16, prompts=3)
     found = suites.load("arc-easy", suite, tokenizer, 1000)
     assert (len(found.questions.prompts), found.questions.samples, found.rows) == (3, 1, 6)
     assert found.left_out == {"not of the schema": 1}

@@ -68,19 +68,13 @@ def test_fp8_halves_what_linear_maps_keep_and_adds_two_copies_of_the_layers() ->
 
 def test_parallelism_divides_what_it_should() -> None:
     tokens = 16384
-    alone = memory.learner(recipe(model__tensor_parallel=1, model__sequence_parallel=False), EIGHT, tokens, 8)
+    alone = memory.learner(recipe(model__tensor_parallel=1), EIGHT, tokens, 8)
     four = memory.learner(recipe(), EIGHT, tokens, 8)
     assert four.activations == pytest.approx(alone.activations / 4)
     assert four.head == alone.head  # each rank has a chunk of its own columns, and all hidden states
     context = memory.learner(recipe(model__context_parallel=4), EIGHT, tokens, 8)
     assert context.activations == pytest.approx(four.activations / 4)
     assert context.state == four.state  # 16 ranks share the optimiser in both
-
-
-def test_without_sequence_parallelism_norms_are_held_by_every_rank() -> None:
-    with_it = memory.learner(recipe(), EIGHT, 1000, 8).activations
-    without = memory.learner(recipe(model__sequence_parallel=False), EIGHT, 1000, 8).activations
-    assert without - with_it == pytest.approx(32 * 1000 * memory.replicated_activation_bytes(EIGHT, 2, 2) * 3 / 4)
 
 
 def test_the_first_stage_of_a_pipeline_has_as_much_in_flight_as_a_single_one() -> None:
@@ -113,7 +107,7 @@ def test_the_shipped_recipes_fit_their_papers_gpus() -> None:
 
 def test_recomputation_keeps_the_inputs_of_layers_and_one_layer_at_a_time() -> None:
     """arXiv 2205.05198, section 5: 2 sbh a layer in bf16. Selective: no MLP, whose 3 x 14336 are most of a layer."""
-    alone = {"model__tensor_parallel": 1, "model__sequence_parallel": False}
+    alone = {"model__tensor_parallel": 1}
     none, selective, full = (
         memory.learner(recipe(**alone, learner__recompute=what), EIGHT, 1000, 8).activations
         for what in ("none", "selective", "full")
@@ -126,7 +120,7 @@ def test_recomputation_keeps_the_inputs_of_layers_and_one_layer_at_a_time() -> N
 
 def test_a_pipeline_holds_what_it_keeps_of_all_its_micro_batches_and_computes_one_again() -> None:
     """TP 1, PP 4: the first stage has four micro-batches of a quarter of the layers, and one layer of one."""
-    one = {"model__tensor_parallel": 1, "model__sequence_parallel": False, "learner__recompute": "full"}
+    one = {"model__tensor_parallel": 1, "learner__recompute": "full"}
     alone, four = (
         memory.learner(recipe(**one, model__pipeline_parallel=stages), EIGHT, 16384, 8).activations for stages in (1, 4)
     )

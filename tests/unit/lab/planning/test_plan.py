@@ -237,7 +237,7 @@ def test_a_decode_step_never_gets_quicker_by_more_work() -> None:
 
 
 H100 = gpu_named("h100")
-ALONE = ("model.tensor_parallel=1", "model.sequence_parallel=false", "resources.learner_ranks=1")
+ALONE = ("model.tensor_parallel=1", "resources.learner_ranks=1")
 
 
 def training(*keys: str, config: str = "llama-3.1-8b", gpu: Gpu = H100, by_node: bool = False) -> float:
@@ -306,8 +306,8 @@ def test_a_ring_over_nodes_uses_the_adapters_of_all_its_ranks() -> None:
     group has one. Two bytes of weights gathered; gradients are hidden behind the last backward pass, or not."""
     slow = replace(H100, network=1e9)
     one, eight = (
-        training("resources.learner_ranks=16", f"model.tensor_parallel={tp}", f"model.sequence_parallel={tp > 1}", gpu=slow)
-        - training("resources.learner_ranks=16", f"model.tensor_parallel={tp}", f"model.sequence_parallel={tp > 1}")
+        training("resources.learner_ranks=16", f"model.tensor_parallel={tp}", gpu=slow)
+        - training("resources.learner_ranks=16", f"model.tensor_parallel={tp}")
         for tp in (1, 8)
     )  # fmt: skip
     moved = architecture.read("llama-3.1-8b").parameters * 6  # with a network this slow gradients are not hidden
@@ -369,7 +369,7 @@ def test_fp8_is_refused_where_there_is_none() -> None:
 
 def test_an_offloaded_optimiser_is_as_slow_as_the_host() -> None:
     """8B parameters on one rank: 4 bytes each way over PCIe, 30 through the host's memory."""
-    layout = ["model.tensor_parallel=1", "model.sequence_parallel=false", "resources.learner_ranks=1"]
+    layout = ["model.tensor_parallel=1", "resources.learner_ranks=1"]
     shape, gpu = architecture.read("llama-3.1-8b"), gpu_named("h100")
     packed = speed.packing([1000], 16384, 1, cost_of(shape))
     here, there = (
@@ -419,8 +419,8 @@ def test_one_gpu_is_planned_as_it_is_shared(capsys: pytest.CaptureFixture[str]) 
     assert "learner and server together need" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("release", [False, True])
-def test_memory_that_is_lent_is_counted_once(release: bool) -> None:
-    overrides = (f"serving.release_memory={str(release).lower()}", "pipeline.k=0", "serving.memory_fraction=0.4")
+@pytest.mark.parametrize(("k", "lends"), [(1, False), (0, True)])
+def test_memory_that_is_lent_is_counted_once(k: int, lends: bool) -> None:
+    overrides = (f"pipeline.k={k}", "serving.memory_fraction=0.4")
     found = as_written(problem("scalerl-1gpu", "qwen3-1.7b", "h100", 1, 1000, *overrides))
-    assert isinstance(found, Plan) is release
+    assert isinstance(found, Plan) is lends

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from megarl.core.base.errors import MegarlError
@@ -128,6 +129,27 @@ def test_a_run_of_malformed_answers_says_why(recipe: Recipe, write_run: Callable
     assert "all answers are malformed and count as wrong" in words(summary.render(values, rundir))
     report.write_report(rundir)
     assert "have no &lt;/think&gt; (length.end_of_thinking)" in rundir.report.read_text()
+
+
+def test_an_exploited_reward_is_shown_wherever_warnings_are(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+    rundir = write_run(30)
+    scores = {"proxy_score": 2.0, "trusted_score": 0.25, "warning_overoptimisation": 1.0}
+    newest = scores | {"trusted_peak_step": 20, "trusted_fall": 0.5, "proxy_rise": 0.7}
+    append_jsonl(rundir.eval, WHOLE | {"step": 30} | newest)
+    report.write_report(rundir)
+    observer = Observer(rundir)
+    observer.look()
+    values = summary.summarise(recipe, rundir) | {"outcome": "finished", "reason": "all steps done"}
+    page = rundir.report.read_text()
+    for shown in (
+        words(view.render(view.Frame(recipe, observer, 1.0, {}, ""))),
+        words(summary.render(values, rundir)),
+        page,
+    ):
+        assert "the trusted score has fallen by 0.500 since step 20" in " ".join(shown.replace("│", " ").split())
+    assert "Reward and trusted score of held-out prompts" in page
+    append_jsonl(rundir.eval, WHOLE | {"step": 40} | scores | {"warning_overoptimisation": 0.0})
+    assert not any("trusted" in warning for warning in summary.summarise(recipe, rundir)["warnings"])
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 50])
@@ -295,9 +317,14 @@ def test_smooth_does_not_shift() -> None:
     assert np.allclose(charts.smooth(np.ones(7)), 1)
 
 
-def test_interval_is_wilsons_normal_form() -> None:
-    assert charts.interval({"pass_rate": 0.5, "n_prompts": 100}) == pytest.approx(0.098)
-    assert charts.interval({"pass_rate": 1.0, "n_prompts": 100}) == 0
+@pytest.mark.parametrize(("ends", "bars"), [({"pass_rate_low": 0.4, "pass_rate_high": 0.7}, 1), ({}, 0)])
+def test_bars_are_the_intervals_of_the_rows(ends: dict[str, float], bars: int) -> None:
+    """An evaluation of an earlier version has none."""
+    axes = Figure().subplots()
+    charts.pass_rate_against(axes, [], [WHOLE | ends], "step")
+    (drawn,) = axes.containers
+    found = [segment[:, 1].tolist() for lines in drawn[2] for segment in lines.get_segments()]
+    assert found == [[0.4, 0.7]] * bars
 
 
 def test_report_with_a_fit(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:

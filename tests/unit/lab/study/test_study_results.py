@@ -54,6 +54,12 @@ def test_table(study: Study) -> None:
     last = float(sigmoid(np.array(0.12), 0.9, 2.0, 0.02))
     assert f"| quickstart | 2 | 0.400 | {last:.3f} ± 0.003 |" in text  # 0.002 around it: sqrt(2) x 0.002
     assert "core-hours" in text
+    held = {variant: row.at_ceiling for variant, row in rows.items()}
+    ceilings = {round(fit.A, 5) for fit in held.values() if fit is not None}
+    assert len(ceilings) == 1  # B stands at one A
+    (ceiling,) = ceilings
+    assert f"B with A held at {ceiling:.3f}" in text
+    assert all(f" | {fit.B:.2f} [" in text for fit in held.values() if fit is not None)
 
 
 def test_files(study: Study) -> None:

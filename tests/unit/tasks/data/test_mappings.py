@@ -7,6 +7,7 @@ import pytest
 
 from megarl.core.base.contracts import last_box
 from megarl.core.recipe import Task
+from megarl.core.recipe.rules import MULTIPLE_CHOICE
 from megarl.tasks.data.mappings import MAPPINGS, PromptRow, UnfitError, mapping_of, own
 
 STDIN = [{"input": "1 2\n", "output": "3\n"}]
@@ -157,4 +158,4 @@ def test_the_last_box(text, found):
 
 
 def test_the_recipe_knows_every_mapping():
-    assert set(get_args(Task.model_fields["mapping"].annotation)) == {"", *MAPPINGS}
+    assert set(get_args(Task.model_fields["mapping"].annotation)) == {"", *MAPPINGS, *MULTIPLE_CHOICE}

@@ -14,7 +14,7 @@ def test_it_loads_describes_itself_and_is_named_after_its_file(name):
     recipe = load(name)
     assert 20 < len(recipe.description) < 110
     assert recipe.run.name == name
-    assert recipe.sft.output == (recipe.model.path if recipe.sft.init else "")
+    assert not recipe.sft.init or recipe.model.path.endswith("-sft"), "the warm start writes model.path"
 
 
 @pytest.mark.parametrize("name", [name for name in shipped() if name.startswith(("scalerl-", "quickstart"))])
@@ -26,8 +26,7 @@ def test_the_structure_is_scalerls(name):
     assert recipe.reference.coefficient == recipe.loss.entropy_bonus == 0
     for key in ("zero_variance", "positive_threshold", "advantage", "aggregation"):
         assert getattr(recipe.batch, key) == getattr(DEFAULT.batch, key)
-    for key in ("betas", "eps", "weight_decay", "grad_clip"):
-        assert getattr(recipe.learner.optimizer, key) == getattr(DEFAULT.learner.optimizer, key)
+    assert recipe.learner.optimizer.grad_clip == DEFAULT.learner.optimizer.grad_clip
 
 
 BASELINES = {

@@ -122,10 +122,10 @@ def in_this_process() -> Iterator[None]:
         yield
 
 
-def recipe_of(control: str, thinking: int, answer: int, turns: int, turn_tokens: int, reply_tokens: int) -> Recipe:
+def recipe_of(control: str, thinking: int, answer: int, turns: int, reply_tokens: int) -> Recipe:
     task = {
         "train": "", "heldout": "", "grader": "exact", "environment": "tests.unit.tasks.environments.scripted:Scripted",
-        "turns": turns, "turn_tokens": turn_tokens, "reply_tokens": reply_tokens,
+        "turns": turns, "reply_tokens": reply_tokens,
     }  # fmt: skip
     length = {
         "control": control,
@@ -189,16 +189,16 @@ def sampled(servers: Servers, done: Completion) -> tuple[np.ndarray, np.ndarray]
     seed=st.integers(0, 2**32),
     lossy=st.sampled_from([0.0, 0.2]),
     control=st.sampled_from(["interruption", "none", "overlong_penalty"]),
-    sizes=st.tuples(st.integers(5, 30), st.integers(1, 6), st.integers(1, 12), st.integers(1, 12)),
+    sizes=st.tuples(st.integers(5, 30), st.integers(1, 6), st.integers(1, 12)),
     replies=st.lists(st.sampled_from([0, 1, 2, 3, 4, 4, 4, None]), min_size=3, max_size=12),
 )
 @settings(max_examples=400)
-@example(seed=0, lossy=0.0, control="interruption", sizes=(30, 6, 5, 12), replies=[4, 4, 4, 4, 4, 4])
+@example(seed=0, lossy=0.0, control="interruption", sizes=(30, 6, 5), replies=[4, 4, 4, 4, 4, 4])
 def test_every_episode(
-    seed: int, lossy: float, control: str, sizes: tuple[int, int, int, int], replies: list[int | None]
+    seed: int, lossy: float, control: str, sizes: tuple[int, int, int], replies: list[int | None]
 ) -> None:
-    thinking, answer, turns, turn_tokens = sizes
-    recipe = recipe_of(control, thinking, answer, turns, turn_tokens, 4)
+    thinking, answer, turns = sizes
+    recipe = recipe_of(control, thinking, answer, turns, 4)
     servers, script = Servers(random.Random(seed), lossy), Script(replies=list(replies))
     done = play(recipe, servers, script)
     if done is None:
@@ -227,7 +227,7 @@ def test_every_episode(
     assert len(done.tokens) <= longest
     assert done.episode is not None
     assert len(script.seen) <= done.episode.turns <= turns
-    assert all(len(turn) <= turn_tokens and turn[-1] in (END, CALL) for turn in script.seen)
+    assert all(turn[-1] in (END, CALL) for turn in script.seen)
     assert not any(token in (END, CALL) for turn in script.seen for token in turn[:-1].tolist())
     assert (done.episode.calls, done.episode.errors) == (len(script.told), sum(len(t) == 1 for t in script.told))
 
@@ -279,7 +279,7 @@ def say(
     spoken: list[list[int]], script: Script, control: str = "interruption", **sizes: int
 ) -> tuple[Completion, OneTurnEach]:
     scripted.SCRIPT = script
-    chosen = {"thinking": 20, "answer": 4, "turns": 3, "turn_tokens": 10, "reply_tokens": 4} | sizes
+    chosen = {"thinking": 20, "answer": 4, "turns": 3, "reply_tokens": 4} | sizes
     recipe, server, members = (
         recipe_of(control, **chosen),
         OneTurnEach(spoken),
@@ -307,7 +307,7 @@ def test_a_call_within_a_thought_is_one_message() -> None:
     done, server = say([[4, CALL], [CLOSE, 5, END]], Script([2]))
     assert said(done) == [([4, CALL], True), ([3, 3], False), ([CLOSE, 5, END], True)]
     assert (done.text, done.finish, done.interrupted) == (f"4{CALL}</think>5", "stop", False)
-    assert server.asked == [(10, (END, CALL)), (10, (END, CALL))]
+    assert server.asked == [(20, (END, CALL)), (16, (END, CALL))]
 
 
 def test_behind_the_end_token_a_new_message_begins_whose_text_alone_is_graded() -> None:
@@ -326,15 +326,6 @@ def test_thinking_is_interrupted_in_the_message_in_which_it_is_open() -> None:
     assert done.text.endswith("</think>6")
 
 
-@pytest.mark.parametrize(("control", "left"), [("interruption", 4), ("none", 24 - 4)])
-def test_a_turn_that_is_too_long_is_the_last(control: str, left: int) -> None:
-    done, server = say([[5] * 9, [6, END]], Script(), control, turn_tokens=4)
-    assert [limit for limit, _ in server.asked] == [4, left]
-    assert done.interrupted == (control == "interruption")
-    assert done.episode is not None
-    assert done.episode.limited
-
-
 def test_out_of_turns_it_answers_if_its_message_is_not_over() -> None:
     done, server = say([[4, CALL], [5, CALL], [6, END]], Script([1, 1]), turns=2)
     assert said(done) == [([4, CALL], True), ([3], False), ([5, CALL], True), (PHRASE, False), ([6, END], True)]
@@ -349,7 +340,7 @@ def test_out_of_turns_it_answers_if_its_message_is_not_over() -> None:
 def test_a_reply_that_does_not_fit_is_left_out() -> None:
     done, server = say([[4] * 7 + [CALL], [6, END]], Script([4]), thinking=11)
     assert said(done) == [([4] * 7 + [CALL], True), (PHRASE, False), ([6, END], True)]
-    assert [limit for limit, _ in server.asked] == [10, 4]
+    assert [limit for limit, _ in server.asked] == [11, 4]
 
 
 def test_the_environment_may_judge() -> None:
@@ -385,7 +376,7 @@ def test_one_that_fails_ends_the_rollout_as_a_grader_that_is_down_does() -> None
 
 
 def test_metrics_of_turns() -> None:
-    recipe = recipe_of("none", 20, 4, 3, 10, 4)
+    recipe = recipe_of("none", 20, 4, 3, 4)
     found = [say([[4, CALL], [5, END]], Script([n]))[0] for n in (1, 2)] + [say([[4, END]], Script())[0]]
     groups = (Group(ticket=0, prompt=PROMPT, rollouts=tuple(rollout_of(done) for done in found)),)
     statistics = task_statistics(Batch(step=3, groups=groups), recipe)

@@ -90,7 +90,7 @@ def test_batches_are_full_and_verdicts_go_to_whom_they_belong() -> None:
         return await asyncio.gather(*(remote.check(Submission("x" * n, "")) for n in range(70)))
 
     stub = Stub(lengths)
-    assert asked(stub, many, batch=32) == [Verdict(float(n)) for n in range(70)]
+    assert asked(stub, many) == [Verdict(float(n)) for n in range(70)]
     assert sorted(len(request["items"]) for request in stub.requests) == [6, 32, 32]
 
 

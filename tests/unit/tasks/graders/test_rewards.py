@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,42 @@ def test_an_evaluation_asks_the_grader_of_the_task_alone() -> None:
         return await graders["task"].grade_answer("</think>5", prompt_of("5"))
 
     assert asyncio.run(run()) == Grade(1.0, True, True)
+
+
+def test_a_trusted_grader_is_asked_by_evaluations_alone_and_adds_nothing() -> None:
+    """The reward of the task is for any answer; the trusted grader knows the right one."""
+    rewards = {"form": {"grader": "format", "weight": 0.5}}
+
+    async def run(more: dict[str, Any]) -> list[Grade]:
+        grader = graders_of("format", task={"trusted_grader": "exact"} | more)["task"]
+        asked = [grader.grade, grader.grade_answer]
+        return [await ask(text, prompt_of("5")) for ask in asked for text in ("</think>5", "</think>6")]
+
+    training, evaluation = Grade(1.0, True, True), [{"answer": 1.0, "trusted": score} for score in (1.0, -1.0)]
+    assert asyncio.run(run({})) == [training] * 2 + [Grade(1.0, True, True, rewards=scores) for scores in evaluation]
+    several = asyncio.run(run({"rewards": rewards}))
+    assert several[:2] == [Grade(1.5, True, True, rewards={"answer": 1.0, "form": 1.0})] * 2
+    assert [grade.reward for grade in several[2:]] == [1.5, 1.5]
+    assert [grade.rewards["trusted"] for grade in several[2:]] == [1.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ({"trusted_grader": "exat"}, "data.tasks.task.trusted_grader: 'exat' is no grader; did you mean exact"),
+        (
+            {"rewards": {"trusted": {"grader": "exact", "weight": 1.0}}},
+            "rewards.trusted: the trusted grader is logged as that",
+        ),
+        (
+            {"rewards": {"total": {"grader": "exact", "weight": 1.0}}},
+            "rewards.total: the sum of all rewards is logged as that",
+        ),
+    ],
+)
+def test_what_a_recipe_may_not_name(task: dict[str, Any], words: str) -> None:
+    with pytest.raises(MegarlError, match=re.escape(words)):
+        from_tree({"data": {"tasks": {"task": {"train": "", "heldout": ""} | task}}})
 
 
 @pytest.mark.usefixtures("mine")

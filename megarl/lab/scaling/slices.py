@@ -1,0 +1,188 @@
+"""Laws of parts of a run, from the answers of its own evaluations: by task, difficulty, objective, and pass@n.
+
+    RUN/evaluations/step-N/NAME/answers.jsonl ─► AnswersTo: a prompt's answers ─► Slice: its scores [evaluations, prompts]
+                                                             ─► a Curve with its noise ─► fit.py ─► a law, or why there is none
+
+difficulty   the data set's column, if the answers have it. Else the even samples of the first evaluation choose a prompt's
+             bin, and the odd ones are its first score: chosen and scored by the same answers, hard prompts would seem to get
+             better, and easy ones worse, by chance alone.
+objective    each reward's score and their total, if the answers have them. The lowest and highest of all scores are 0 and 1
+             of the law, and printed figures are in the reward's own unit.
+pass@n       n up to half of the samples: near all of them the estimate has a large variance.
+
+A slice has a law only if a line through its scores rises by more than two standard errors (overoptimisation.py): the law can do
+nothing else. All scores are of the prompts that every evaluation has. Noise of right or wrong is binomial in the number of
+answers; that of other scores is their standard error over prompts.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple, Unpack
+
+import numpy as np
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import Row, RunDir, latest_rows, latest_scores, step_folder
+from megarl.core.evaluation.answers import SuiteDir, suites_in
+from megarl.core.evaluation.metrics import by_prompt, pass_at_k, powers_up_to, read_outcomes
+from megarl.core.recipe import load
+from megarl.lab.scaling.fit import Fit, FitOptions, Interval, fit
+from megarl.lab.scaling.overoptimisation import RISES, straying, trend
+from megarl.lab.scaling.points import Curve, PointColumns, curve_of_run
+
+KINDS = ("task", "difficulty", "objective", "pass@n")
+NONE = np.zeros((0, 0))
+MOST_BINS = 5  # of a column; more values are put together in three
+
+
+class AnswersTo(NamedTuple):
+    """The answers to one prompt in one evaluation. right: [samples] bool; scores: [samples] each, by objective."""
+
+    right: np.ndarray
+    scores: dict[str, np.ndarray]
+    difficulty: int
+
+
+@dataclass(frozen=True, eq=False)
+class Slice:
+    """A part of a run's scores. values: [evaluations, prompts] from 0 to 1, empty if `problem` says why there are none.
+
+    answers: number of each score, if it counts right ones; unit: what 0 and 1 are of an objective; curve, fit: once fitted.
+    """
+
+    task: str
+    kind: str
+    name: str
+    values: np.ndarray
+    answers: int | None = None
+    unit: Interval = (0.0, 1.0)
+    problem: str = ""
+    curve: Curve | None = None
+    fit: Fit | None = None
+
+    def shown(self, value: float) -> float:
+        """Return a score in its own unit."""
+        return self.unit[0] + value * (self.unit[1] - self.unit[0])
+
+    @property
+    def ends(self) -> list[float]:
+        """The first and the last score, if any."""
+        return [self.shown(float(self.values[n].mean())) for n in (0, -1)] if self.values.size else []
+
+    def record(self) -> dict[str, object]:
+        """Return a record for JSON, all scores in their own unit."""
+        law, (before, last) = None, self.ends or (None, None)
+        if found := self.fit:
+            a_interval = [self.shown(end) for end in found.A_interval]
+            law = found.record() | {"A": self.shown(found.A), "R_0": self.shown(found.R_0), "A_interval": a_interval}
+        known = {"task": self.task, "kind": self.kind, "slice": self.name, "prompts": self.values.shape[1]}
+        return known | {"before": before, "last": last, "law": law, "problem": self.problem}
+
+
+def slices(run: Path, hours: str | None = None, **how: Unpack[FitOptions]) -> list[Slice]:
+    """Return all slices of a run with their laws. hours: the column of compute, as in PointColumns; how: as `fit` has it."""
+    rundir = RunDir.opened(run)
+    scored = [(row, step_folder(rundir.evaluations, row["step"])) for row in latest_scores(rundir.eval)]
+    scored = [(row, folder) for row, folder in scored if suites_in(folder)]
+    if not scored:
+        raise MegarlError(f"{rundir.evaluations}: no answers to what eval.jsonl has; slices are made from answers")
+    metrics, tasks, columns = latest_rows(rundir.metrics), load(str(rundir.recipe)).data.tasks, PointColumns(hours)
+    found = []
+    for name in suites_in(scored[-1][1]):
+        rows, folders = zip(*((row, folder) for row, folder in scored if name in suites_in(folder)), strict=True)
+        asked = [_read(SuiteDir(folder, name).answers) for folder in folders]
+        rewarded = name in tasks and bool(tasks[name].rewards)
+        found += [_with_law(part, rows, metrics, columns, how) for part in parts(name, asked, rewarded)]
+    return found
+
+
+def _read(path: Path) -> dict[str, AnswersTo]:
+    result = {}
+    for answers in by_prompt(read_outcomes(path)):
+        graded = [one.scores for one in answers if one.scores]  # void ones have none
+        scores = {name: np.array([each[name] for each in graded]) for name in (graded[0] if graded else ())}
+        right = np.array([one.correct for one in answers])
+        result[answers[0].id] = AnswersTo(right, scores, answers[0].difficulty or 0)
+    return result
+
+
+def parts(task: str, asked: Sequence[Mapping[str, AnswersTo]], rewarded: bool = False) -> Iterator[Slice]:
+    """Yield the slices of a task or suite from all its evaluations. rewarded: it has several rewards."""
+    ids = sorted(set.intersection(*(set(one) for one in asked)))
+    answers = [[one[id] for id in ids] for one in asked]  # [evaluations][prompts]
+    samples = min((len(each.right) for row in answers for each in row), default=0)
+    if not samples:
+        yield Slice(task, "task", "all", NONE, problem="no prompt is in every evaluation")
+        return
+    right = np.array([[each.right.mean() for each in row] for row in answers])
+    yield Slice(task, "task", "all", right, samples * len(ids))
+    yield from _by_difficulty(task, answers, right, samples)
+    yield from _by_objective(task, answers, rewarded)
+    for n in [n for n in powers_up_to(samples // 2) if n > 1] if samples > 1 else []:
+        passed = [[pass_at_k(int(each.right.sum()), len(each.right), n) for each in row] for row in answers]
+        yield Slice(task, "pass@n", f"pass@{n}", np.array(passed))
+
+
+def _by_difficulty(task: str, answers: list[list[AnswersTo]], right: np.ndarray, samples: int) -> Iterator[Slice]:
+    numbers = np.array([each.difficulty for each in answers[0]], float)
+    levels = np.unique(numbers)
+    if len(levels) > 1:
+        cuts = levels[1:] if len(levels) <= MOST_BINS else np.unique(np.quantile(numbers, (1 / 3, 2 / 3)))
+        bins = np.searchsorted(cuts, numbers, side="right")
+        ends = {number: np.unique(numbers[bins == number])[[0, -1]] for number in np.unique(bins)}
+        names = {n: f"difficulty {low:g}{f' to {high:g}' if low < high else ''}" for n, (low, high) in ends.items()}
+    elif samples < 2:
+        why = "1 answer a prompt and no column of difficulty: nothing but the score itself could choose bins"
+        yield Slice(task, "difficulty", "all", NONE, problem=why)
+        return
+    else:
+        bins = np.searchsorted([1 / 3, 2 / 3], [each.right[::2].mean() for each in answers[0]])
+        names = dict(enumerate(("hard at first", "middling at first", "easy at first")))
+        right = np.concatenate([[[each.right[1::2].mean() for each in answers[0]]], right[1:]])
+    for number in np.unique(bins):
+        chosen = bins == number
+        yield Slice(task, "difficulty", names[number], right[:, chosen], samples * int(chosen.sum()))
+
+
+def _by_objective(task: str, answers: list[list[AnswersTo]], rewarded: bool) -> Iterator[Slice]:
+    columns = [[row[n] for row in answers] for n in range(len(answers[0]))]  # [prompts][evaluations]
+    names = {name for column in columns for name in column[-1].scores if all(name in each.scores for each in column)}
+    if rewarded and not names:
+        why = "not every evaluation recorded its rewards: those of held-out prompts do if the task has a trusted_grader"
+        yield Slice(task, "objective", "all", NONE, problem=why)
+    for name in sorted(names - ({"answer"} if names <= {"answer", "trusted", "total"} else set())):
+        scores = [[each.scores[name] for each in c] for c in columns if all(name in each.scores for each in c)]
+        every = np.concatenate([each for column in scores for each in column])
+        low, width = float(every.min()), float(np.ptp(every)) or 1.0
+        means = np.array([[each.mean() for each in column] for column in scores]).T
+        yield Slice(task, "objective", name, (means - low) / width, unit=(low, low + width))
+
+
+def _with_law(
+    part: Slice, rows: Sequence[Row], metrics: Sequence[Row], columns: PointColumns, how: FitOptions
+) -> Slice:
+    """Fit the slice's law; its problem says why it has none."""
+    prompts = part.values.shape[1]
+    if part.problem or prompts < 2:
+        return part if part.problem else replace(part, problem="it has one prompt, whose noise nothing tells")
+    means, answers = part.values.mean(1), part.answers or prompts
+    rate = np.clip(means, 1 / answers, 1 - 1 / answers)  # a perfect score is not without noise
+    noise = np.sqrt(rate * (1 - rate) / answers)
+    if part.answers is None:
+        over_prompts = part.values.std(1, ddof=1) / math.sqrt(prompts)
+        noise = np.where(over_prompts > 0, over_prompts, noise)
+    points = [row | {"pass_rate": float(mean)} for row, mean in zip(rows, means, strict=True)]
+    where = f"{part.task}, {part.name}"
+    trained = np.array([row["step"] > 0 for row in rows])
+    curve = replace(curve_of_run(where, points, metrics, where, columns), noise=noise[trained])
+    try:
+        found = fit([curve], **how)
+    except MegarlError as error:
+        return replace(part, curve=curve, problem=str(error).removeprefix(f"{where}: "))
+    change, errors = trend(np.array([row["step"] for row in rows]), part.values, straying(part.values))
+    if errors > RISES:
+        return replace(part, curve=curve, fit=found)
+    size = f"{change * (part.unit[1] - part.unit[0]):+.3f}, {abs(errors):.1f} standard errors"
+    return replace(part, curve=curve, problem=f"it {'falls' if errors < -RISES else 'does not rise'} ({size})")

@@ -1,0 +1,292 @@
+"""`megarl study search`: successive halving. Every arm (a recipe) runs to a rung, the better half goes on, and so on.
+
+    [trunk ─►] all arms ─► rung: the chance of each to be the best ─► STUDY/rungs/STEP.json ─► the better half ─► … winner
+
+The chance is a share of draws from the posteriors of the arms' curves (scaling/posterior.py), for the recipes and not for their
+scores so far: in a draw the highest asymptote A wins, and among those within 0.02 of it (`SAME_CEILING`) the highest B, of the
+fits at one common A (scaling/compare.py). Where an arm cannot be fitted yet, draws of the last scores with the noise of
+their answers stand in for all arms, and the rung says so. Hours are `training_hours`: each rung has a start-up of its own.
+
+Halving: K. Jamieson, A. Talwalkar, arXiv 1502.07943, algorithm 1. A decision is a file, a function of rows up to its step
+alone: whoever finds a rung's runs ended and no file makes it, and two who do make the same.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from rich.console import Console
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import latest_rows, latest_scores, write_atomically
+from megarl.core.recipe import Recipe, load
+from megarl.lab.scaling.compare import SAME_CEILING, compare
+from megarl.lab.scaling.points import Curve, PointColumns, amount, curve_of_run
+from megarl.lab.study import plan
+from megarl.lab.study.main import StudyOptions, numbers, planned, run, side_by_side, table_and_plots
+from megarl.lab.study.plan import Study, StudyTask
+
+DRAWS = 4000
+
+
+class SearchOptions(NamedTuple):
+    """vary: KEY=A,B each, whose products are the arms; rungs: "" for halves of the steps; branch: 0 for none."""
+
+    vary: Sequence[str]
+    rungs: str
+    branch: int
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """An arm at a rung. chance: that it is the best of them. A, its interval, B at the common A: None where not fitted."""
+
+    arm: str
+    chance: float
+    score: float
+    A: float | None = None
+    A_interval: tuple[float, float] | None = None
+    B: float | None = None
+
+
+class Judgement(msgspec.Struct, frozen=True):
+    """standings: the likeliest first. why: no asymptotes were compared; empty if they were. ceiling: the common A."""
+
+    standings: tuple[Standing, ...]
+    why: str = ""
+    ceiling: float = 0.0
+
+    def chance(self, arms: Sequence[str]) -> float:
+        """Return the chance that the best arm is one of these."""
+        return sum(one.chance for one in self.standings if one.arm in arms)
+
+
+class Rung(msgspec.Struct, frozen=True):
+    """A decision. failed: runs that did not get there."""
+
+    step: int
+    kept: tuple[str, ...]
+    failed: tuple[str, ...]
+    judgement: Judgement
+
+
+def search(names: Sequence[str], options: StudyOptions, how: SearchOptions) -> int:
+    """Search among recipes and what `vary` makes of them; with a task, only run that one's part of the present rung."""
+    recipes = arms(names, options.overrides, how.vary)
+    seeds, rungs = numbers("--seeds", options.seeds), _rungs(recipes, how)
+    path = Path(options.directory or f"runs/studies/search-{next(iter(recipes))}")
+    if options.dry_run:
+        runs = f"{len(recipes)} arms x {len(seeds)} seeds, half of them dropped at each of steps {', '.join(map(str, rungs))}"
+        Console().print(planned(f"{path}: {runs}", recipes))
+        return 0
+    study = plan.prepare(path, recipes, seeds, rungs, how.branch)
+    if options.task is not None and not 0 <= options.task < len(study.tasks):
+        raise MegarlError(f"--task: the search has tasks 0 to {len(study.tasks) - 1}, no {options.task}")
+    return advance(study, Console(), options.task)
+
+
+def arms(names: Sequence[str], overrides: Sequence[str], vary: Sequence[str]) -> dict[str, Recipe]:
+    """Return the recipes to choose from by name: each of `names` with each combination of the values."""
+    found, axes = {}, []
+    for axis in vary:
+        key, equals, values = axis.partition("=")
+        if not equals or not all(values.split(",")):
+            raise MegarlError(f"--vary: {axis!r} is not KEY=A,B, such as learner.optimizer.lr=1e-4,2e-4")
+        axes.append([(key, value) for value in values.split(",")])
+    for pairs in itertools.product(*axes):
+        ends = [re.sub(r"[^A-Za-z0-9._-]+", "-", f"{key.rpartition('.')[2]}-{value}") for key, value in pairs]
+        for name, recipe in side_by_side(names, [*overrides, *("=".join(pair) for pair in pairs)]).items():
+            found["-".join([name, *ends])] = recipe
+    return found
+
+
+def _rungs(recipes: Mapping[str, Recipe], how: SearchOptions) -> list[int]:
+    """Return the steps at which half of the arms are dropped. MegarlError for what cannot be searched."""
+    if len(recipes) < 2:
+        raise MegarlError("a search needs two arms or more: name more recipes, or give --vary KEY=A,B")
+    if len(lengths := {recipe.run.steps for recipe in recipes.values()}) > 1:
+        raise MegarlError(f"run.steps: the arms have {sorted(lengths)}; give all the same, as key=value")
+    for name, recipe in recipes.items():
+        if recipe.learner.optimizer.schedule != "constant" or recipe.run.stop_when:
+            key = "run.stop_when" if recipe.run.stop_when else "learner.optimizer.schedule"
+            raise MegarlError(
+                f"{name}: {key}: an arm that ends at a rung must be as far as one that goes on; take it out"
+            )
+        if not recipe.forecast_column:
+            raise MegarlError(
+                f"{name}: evaluation.forecast: of several tasks, say whose score the arms are compared by"
+            )
+    end, halvings = lengths.pop(), math.ceil(math.log2(len(recipes)))
+    rungs = numbers("--rungs", how.rungs) if how.rungs else [end >> n for n in range(halvings, 0, -1)]
+    if sorted(set(rungs)) != rungs or not 0 <= how.branch < rungs[0] or rungs[-1] >= end:
+        said = f"--rungs {','.join(map(str, rungs))}, --branch {how.branch}"
+        raise MegarlError(f"{said}: they have to rise, from the branch (0: none) to below run.steps, which is {end}")
+    return rungs
+
+
+def advance(study: Study, console: Console, index: int | None = None) -> int:
+    """Go through the rungs, or run one task's part of the present one. Return 0; 1: a run failed; 128 + signal: stopped.
+
+    Alone, a failed run is tried again as long as its rung is not decided; as one of several jobs it counts as ended.
+    """
+    alive, status = study.variants, 0
+    for stage in (study.trunk, *(replace(study, steps=step) for step in (*study.rungs, _total(study)))):
+        if stage.variants == study.variants:
+            stage = replace(stage, variants=alive)
+            if (file := _file(study, stage.steps)).exists():
+                alive = _read(file).kept
+                continue
+        missing = [task for task in stage.tasks if task.state() not in ("done", "failed" if index is not None else "")]
+        if missing and index is not None:
+            own = study.tasks[index]  # the trunk of a seed belongs to its first arm's job
+            names = {own.name, f"trunk-seed{own.seed}" if own.variant == study.variants[0] else ""}
+            return run(stage, [task for task in missing if task.name in names], console)
+        if missing and (status := run(stage, missing, console)) > 1:
+            return status
+        if stage.steps in study.rungs:
+            rung = decide(study, stage)
+            console.print(*_lines(rung), sep="\n", highlight=False)
+            alive, status = rung.kept, 0  # what failed is a result
+        elif stage.variants == ("trunk",) and (failed := [str(t.log) for t in stage.tasks if t.state() != "done"]):
+            raise MegarlError(f"{study.path}: no arm can branch from a trunk that failed; see {', '.join(failed)}")
+    return status if index is not None else table_and_plots(study.path) or status
+
+
+def _total(study: Study) -> int:
+    return load(str(study.tasks[0].recipe)).run.steps
+
+
+def _file(study: Study, step: int) -> Path:
+    return study.path / "rungs" / f"{step}.json"
+
+
+def _read(file: Path) -> Rung:
+    return msgspec.json.decode(file.read_bytes(), type=Rung)
+
+
+def decide(study: Study, stage: Study) -> Rung:
+    """Decide which variants of the stage go on after its step: the better half of those that got there."""
+    done = [task for task in stage.tasks if task.state() == "done"]
+    if not done:
+        raise MegarlError(
+            f"{study.path}: no run reached step {stage.steps}; see logs/, then the same command tries again"
+        )
+    judgement = judge(_curves(done, dict.fromkeys(stage.variants, stage.steps)))
+    kept = tuple(one.arm for one in judgement.standings[: math.ceil(len(judgement.standings) / 2)])
+    rung = Rung(stage.steps, kept, tuple(task.name for task in stage.tasks if task not in done), judgement)
+    write_atomically(_file(study, stage.steps), msgspec.json.format(msgspec.json.encode(rung)))
+    return rung
+
+
+def _curves(tasks: Sequence[StudyTask], until: Mapping[str, int]) -> dict[str, list[Curve]]:
+    """Return the scores of each arm's runs up to its step, over the hours without start-up and evaluation."""
+    curves: dict[str, list[Curve]] = {}
+    for task in tasks:
+        end, columns = until[task.variant], PointColumns("training_hours", load(str(task.recipe)).forecast_column)
+        scores = [row for row in latest_scores(task.rundir.eval) if row["step"] <= end]
+        steps = [row for row in latest_rows(task.rundir.metrics) if row["step"] < end]
+        curve = curve_of_run(task.name, scores, steps, str(task.rundir.eval), columns)
+        curves.setdefault(task.variant, []).append(curve)
+    return curves
+
+
+def judge(curves: Mapping[str, Sequence[Curve]]) -> Judgement:
+    """Compare arms, each by the curves of its seeds."""
+    last = {arm: [_last(curve) for curve in of_arm] for arm, of_arm in curves.items()}  # scores and their deviations
+    score, rng = (
+        {arm: float(np.mean([rate for rate, _ in of_arm])) for arm, of_arm in last.items()},
+        np.random.default_rng(0),
+    )
+    why = "one arm is left" if len(curves) < 2 else ""
+    try:
+        fitted = compare(curves)
+        why = why or next((entry.problem for entry in fitted.entries if entry.fit is None), "")
+    except MegarlError as error:  # at the common A a curve needs one point more
+        why = str(error)
+    if why:
+        drawn = np.array(
+            [np.mean([rng.normal(*of_seed, DRAWS) for of_seed in of_arm], axis=0) for of_arm in last.values()]
+        )
+        won = chances(drawn, drawn, within=0.0)
+        standings = [Standing(arm, float(p), score[arm]) for arm, p in zip(curves, won, strict=True)]
+        return Judgement(_likeliest_first(standings), why)
+    fits = {entry.name: entry.fit for entry in fitted.entries if entry.fit is not None}
+    # Draws are in the order of a grid, the same for each arm: shuffled, they are independent.
+    a = np.array([rng.permutation(one.posterior.theta[:, 0]) for one in fits.values()])
+    b = np.array([rng.permutation(fitted.at_ceiling[arm].posterior.theta[:, 2]) for arm in fits])  # the logarithm of B
+    standings = [
+        Standing(arm, float(p), score[arm], one.A, one.A_interval, fitted.at_ceiling[arm].B)
+        for (arm, one), p in zip(fits.items(), chances(a, b), strict=True)
+    ]
+    return Judgement(_likeliest_first(standings), "", fitted.ceiling)
+
+
+def chances(a: np.ndarray, b: np.ndarray, within: float = SAME_CEILING) -> np.ndarray:
+    """Return how often each arm is best, [arms]. a, b: draws [arms, draws]; b decides among those `within` the highest a."""
+    best = np.where(a >= a.max(0) - within, b, -np.inf).argmax(0)
+    return np.bincount(best, minlength=len(a)) / a.shape[1]
+
+
+def _last(curve: Curve) -> tuple[float, float]:
+    """Return the last score, and the binomial deviation of its answers."""
+    rate, answers = float([curve.r0 or 0.0, *curve.pass_rate][-1]), curve.answers or 1
+    middle = min(max(rate, 1 / (answers + 1)), answers / (answers + 1))  # a perfect score is not without noise
+    return rate, math.sqrt(middle * (1 - middle) / answers)
+
+
+def _likeliest_first(standings: Sequence[Standing]) -> tuple[Standing, ...]:
+    return tuple(sorted(standings, key=lambda one: (-one.chance, -one.score)))
+
+
+def _lines(rung: Rung) -> Iterator[str]:
+    """Yield what a rung says, as lines of Markdown."""
+    judged = rung.judgement
+    means = f"the last scores and the noise of their answers, for want of a fit ({judged.why})"
+    means = f"A, then B at A = {judged.ceiling:.3f}" if judged.ceiling else means
+    yield f"step {rung.step}, by {means}; the best is among the kept with probability {judged.chance(rung.kept):.2f}"
+    for one in judged.standings:
+        low, high = one.A_interval or (0.0, 0.0)
+        fitted = f", A {one.A:.3f} [{low:.3f}, {high:.3f}], B {one.B:.2f}" if judged.ceiling else ""
+        goes = "kept" if one.arm in rung.kept else "dropped"
+        yield f"- {goes}: {one.arm}: best with probability {one.chance:.2f}{fitted}, score {one.score:.3f}"
+    yield from (f"- failed: {name}; see logs/{name}.log" for name in rung.failed)
+
+
+def report(study: Study) -> str:
+    """Return search.md: what each rung decided; once all have, the winner, its probability, and the compute saved."""
+    rungs = [_read(file) for step in study.rungs if (file := _file(study, step)).exists()]
+    lines = [line for rung in rungs for line in (*_lines(rung), "")]
+    alive, total = rungs[-1].kept if rungs else study.variants, _total(study)
+    ends = replace(study, variants=alive, steps=total).tasks
+    if len(rungs) < len(study.rungs) or any(task.state() not in ("done", "failed") for task in ends):
+        return "\n".join([*lines, f"Not ended: {', '.join(alive)} go on.\n"])
+    reached = {one.arm: rung.step for rung in rungs for one in rung.judgement.standings} | dict.fromkeys(alive, total)
+    tasks = [task for task in study.tasks if task.variant in reached and task.state() == "done"]
+    final = judge(_curves(tasks, reached))
+    if (winner := next((one for one in final.standings if one.arm in alive), None)) is None:
+        return "\n".join([*lines, f"No winner: {', '.join(alive)} failed after the last rung; see logs/.\n"])
+    shared = {task.seed: _hours(task, study.branch) for task in study.trunk.tasks}
+    spent, alone = sum(shared.values()), 0.0
+    for task in tasks:
+        before, steps = shared.get(task.seed, 0.0), reached[task.variant] - study.branch
+        own = _hours(task, reached[task.variant]) - before
+        spent, alone = spent + own, alone + before + own * (total - study.branch) / steps
+    unit = latest_scores(tasks[0].rundir.eval)[-1]["compute_unit"]
+    kept = math.prod([rung.judgement.chance(rung.kept) for rung in rungs])
+    said = (
+        f"Winner: {winner.arm}, score {winner.score:.3f}. The best arm was kept at every rung with probability {kept:.2f}; by "
+        f"all points in the end, the winner is the best with probability {winner.chance:.2f}.",
+        f"Compute: {amount(spent, unit)}; all arms to step {total}, at their own pace, {amount(alone, unit)}: "
+        f"{1 - spent / alone:.0%} saved.",
+    )
+    return "\n".join([*lines, *said]) + "\n"
+
+
+def _hours(task: StudyTask, until: int) -> float:
+    """Return all compute of a run up to a step."""
+    return float(max(row["compute_hours"] for row in latest_scores(task.rundir.eval) if row["step"] <= until))

@@ -1,0 +1,112 @@
+"""A fork's weights and optimiser are those that the parent had at that step, bit for bit, also between two checkpoints."""
+
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from megarl.core import recipe as recipes
+from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, complete, step_folder, step_of, write_jsonl
+from megarl.core.base.types import Batch
+from megarl.core.journal.journal import Journal
+from megarl.core.journal.records import Admitted, Finished
+from megarl.core.learner.checkpoint import Checkpoints, replay_parent
+from megarl.core.learner.trainer import Trainer
+from megarl.core.models import hf
+from megarl.core.recipe import Recipe
+from megarl.core.weights.offload import Offload
+from megarl.run import fork
+from tests.parallel.test_learner_layouts import make_batch
+from tests.tiny import tiny_llama
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+STEPS = 4
+
+
+def batch_of(step: int) -> Batch:
+    """Other rewards at each step, under the tickets that the journal numbers."""
+    groups = []
+    for n, group in enumerate(make_batch().groups):
+        rollouts = tuple(
+            msgspec.structs.replace(r, reward=r.reward * (1 + (step + n) % 3) + (step == r.sample))
+            for r in group.rollouts
+        )
+        groups.append(msgspec.structs.replace(group, ticket=step * 5 + n, rollouts=rollouts))
+    return Batch(step=step, groups=tuple(groups))
+
+
+def recipe_of(folder: Path, model: Path, name: str, **sections: dict[str, object]) -> Recipe:
+    tree: dict[str, dict[str, object]] = {
+        "run": {"name": name, "dir": str(folder), "steps": 9},
+        "model": {"path": str(model), "dtype": "fp32"},
+        "batch": {"prompts": 5, "advantage": "running"},
+        "checkpoint": {"keep": STEPS},
+        "learner": {"microbatch_tokens": 64, "optimizer": {"lr": 1e-2, "warmup_steps": 3}},
+    }
+    return recipes.from_tree({key: tree.get(key, {}) | sections.get(key, {}) for key in tree | sections})
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in hf.export(trainer.policy.chunks, trainer.policy.family)}
+
+
+def trained(trainer: Trainer, step: int) -> dict[str, torch.Tensor]:
+    """The weights after one more step, which show the optimiser's state too."""
+    trainer.train_step(trainer.sequences(batch_of(step)))
+    return weights(trainer)
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_bit_for_bit(tmp_path: Path) -> None:
+    tiny_llama(tmp_path / "model", vocab_size=131)
+    source = tmp_path / "model"
+    recipe = recipe_of(tmp_path, source, "parent")
+    parent = RunDir(recipe.run.path)
+    parent.create()
+    parent.recipe.write_text(recipes.dump(recipe))
+    journal = Journal.open(parent.rollouts, 5, recipe.pipeline.max_lag)
+    trainer = Trainer(recipe, source)
+    checkpoints = Checkpoints(parent.checkpoints, STEPS, trainer, source)
+    at = []
+    for step in range(STEPS):
+        at.append(weights(trainer))
+        batch = batch_of(step)
+        for group in batch.groups:
+            drawn = Admitted(ticket=group.ticket, task="t", prompt_id=group.prompt.id, epoch=0, due=step)
+            journal.append(drawn, Finished(group=group, time=0.0))
+        trainer.train_step(trainer.sequences(batch))
+        checkpoints.save()
+        checkpoints.finish()
+    at.append(weights(trainer))
+    journal.close()
+    hours = {"compute_hours": 1.0, "startup_hours": 0.0, "evaluation_hours": 0.0, "compute_unit": "core"}
+    write_jsonl(parent.metrics, [{"step": step} | hours for step in range(STEPS)])
+    for step in (1, 3):
+        shutil.rmtree(step_folder(parent.checkpoints, step))
+    assert [step_of(path) for path in complete(parent.checkpoints)] == [2, 4]
+    assert not same(at[2], at[3])
+
+    addresses = {"session": "s", "controller": "", "servers": (), "api_key": "", "admin_key": "", "rendezvous_port": 0}
+    offload = Offload(recipe, Endpoints(**addresses, link=LinkKeys.new()))
+    for step in (1, 2, 3):  # from the model as it came; at a checkpoint; after one
+        run = {"run": {"fork": f"{parent.path}@{step}"}}
+        for name, other in (("same", {}), ("other", {"loss": {"kind": "clip"}, "batch": {"prompts": 3}})):
+            forked = recipe_of(tmp_path, source, f"{name}{step}", **run | other)
+            rundir = RunDir(forked.run.path)
+            rundir.create()
+            fork.begin(forked, rundir)
+            replay_parent(forked, rundir, offload)
+            assert [step_of(path) for path in complete(rundir.checkpoints)] == [step]
+            restored = Trainer(forked, source)
+            assert Checkpoints(rundir.checkpoints, 1, restored, source).load_latest()
+            assert restored.step == step
+            assert same(weights(restored), at[step])
+            if name == "same":
+                assert same(trained(restored, step), at[step + 1])
+            else:
+                assert not same(trained(restored, step), at[step + 1]), "it has the fork's own loss"
