@@ -334,7 +334,7 @@ REMOVED = {
     "weights.pause": RemovedKey("requests go on over a publication (in_place)", ("in_place",)),
     "weights.parity_rollouts": RemovedKey("4 of each batch are scored again"),
     "model.sequence_parallel": RemovedKey("it is on with model.tensor_parallel above 1"),
-    "sft.output": RemovedKey("the warm start writes model.path", ("",)),
+    "sft.output": RemovedKey("the warm start writes model.path, which it refuses if it exists"),
     "data.services.*.batch": RemovedKey("up to 32 completions go in a request"),
     "data.tasks.*.turn_tokens": RemovedKey("a turn ends with the thinking budget", (4096,)),
     "evaluation.suites.*.turn_tokens": RemovedKey("a turn ends with the thinking budget", (4096,)),
@@ -388,8 +388,6 @@ def _without_removed(tree: dict[str, Any], origin: Origin, source: str) -> dict[
             ):
                 other = tree["critic"] if last == "warmup_steps" else tree.get("learner", {}).get("optimizer", {})
                 kept = (other.get(last),)
-            if pattern == "sft.output":
-                kept = ("", tree.get("model", {}).get("path"))
             if pattern == "loss.correction_cap" and inside.get("correction", "none") != "none":
                 kept = (inside.get("cap"),)
             if kept is not None and inside[last] not in kept:

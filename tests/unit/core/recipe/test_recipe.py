@@ -401,10 +401,6 @@ def test_most_of_many_errors_are_counted(file: Path) -> None:
             "monitor.profile: is no longer a key: set monitor.profile_steps",
         ),
         (
-            {"model": {"path": "a"}, "sft": {"output": "b"}},
-            "sft.output: is no longer a key: the warm start writes model.path",
-        ),
-        (
             {"learner": {"optimizer": {"weight_decay": 0.1}}},
             "learner.optimizer.weight_decay: is no longer a key: AdamW has ScaleRL's, 0.01",
         ),
