@@ -33,7 +33,7 @@ PRICES = (0.02, 0.05, 0.1, 0.2)
 Row = dict[str, Any]
 
 
-class Stop(NamedTuple):
+class EarlyEnd(NamedTuple):
     """Where a rule ended a run. saved: share of the budget; forgone: pass rate that the rest brought."""
 
     run: str
@@ -65,16 +65,16 @@ def point_estimate(row: Row, price: float) -> bool:
     return "gain" in row and row["gain"] < price * (row["predicted_hours"] - row["compute_hours"])
 
 
-def stops(run: CorpusRun, rule: Callable[[Row, float], bool], price: float, rows: list[Row]) -> Stop:
+def stops(run: CorpusRun, rule: Callable[[Row, float], bool], price: float, rows: list[Row]) -> EarlyEnd:
     """Replay one rule. price: gain of pass rate per whole budget."""
     last, budget = rows[-1], rows[-1]["compute_hours"]
     ended = next((row for row in rows[:-1] if rule(row, price / budget)), last)
     saved, forgone = 1 - ended["compute_hours"] / budget, last["pass_rate"] - ended["pass_rate"]
     error = math.hypot(noise(last["pass_rate"], run.curve), noise(ended["pass_rate"], run.curve))
-    return Stop(run.name, saved, forgone, forgone > price * saved + 2 * error)
+    return EarlyEnd(run.name, saved, forgone, forgone > price * saved + 2 * error)
 
 
-def hindsight(run: CorpusRun, price: float, rows: list[Row]) -> Stop:
+def hindsight(run: CorpusRun, price: float, rows: list[Row]) -> EarlyEnd:
     end = rows[-1]
     worth = {
         row["step"]: (end["pass_rate"] - row["pass_rate"])

@@ -65,7 +65,6 @@ class Parallelism:
                 "pipeline_parallel": self.pipeline,
                 "expert_parallel": self.expert,
                 "expert_tensor_parallel": self.expert_tensor,
-                "sequence_parallel": self.tensor > 1,  # experts need it; what is stored is the same
             }
         )
 

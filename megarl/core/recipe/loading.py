@@ -334,7 +334,7 @@ REMOVED = {
     "weights.pause": RemovedKey("requests go on over a publication (in_place)", ("in_place",)),
     "weights.parity_rollouts": RemovedKey("4 of each batch are scored again"),
     "model.sequence_parallel": RemovedKey("it is on with model.tensor_parallel above 1"),
-    "sft.output": RemovedKey("the warm start writes model.path", ("",)),
+    "sft.output": RemovedKey("the warm start writes model.path, which it refuses if it exists"),
     "data.services.*.batch": RemovedKey("up to 32 completions go in a request"),
     "data.tasks.*.turn_tokens": RemovedKey("a turn ends with the thinking budget", (4096,)),
     "evaluation.suites.*.turn_tokens": RemovedKey("a turn ends with the thinking budget", (4096,)),
@@ -368,8 +368,9 @@ REMOVED = {
     "sft.optimizer.warmup_steps": RemovedKey("it is a thirtieth of sft.steps", (20, 100)),
     **{
         f"critic.optimizer.{key}": RemovedKey("the critic has learner.optimizer's value")
-        for key in ("schedule", "grad_clip", "warmup_steps")
+        for key in ("schedule", "grad_clip")
     },
+    "critic.optimizer.warmup_steps": RemovedKey("it is critic.warmup_steps"),
 }  # fmt: skip
 """Keys that are no longer there, `*` for any name; the sentence ends the message "is no longer a key: …"."""
 
@@ -385,9 +386,8 @@ def _without_removed(tree: dict[str, Any], origin: Origin, source: str) -> dict[
                 and kept is None
                 and tree.get("batch", {}).get("centring") == "critic"
             ):
-                kept = (tree.get("learner", {}).get("optimizer", {}).get(last),)
-            if pattern == "sft.output":
-                kept = ("", tree.get("model", {}).get("path"))
+                other = tree["critic"] if last == "warmup_steps" else tree.get("learner", {}).get("optimizer", {})
+                kept = (other.get(last),)
             if pattern == "loss.correction_cap" and inside.get("correction", "none") != "none":
                 kept = (inside.get("cap"),)
             if kept is not None and inside[last] not in kept:

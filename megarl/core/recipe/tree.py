@@ -444,7 +444,9 @@ class Critic(Section):
         "fp32", description="precision of its weights and activations, independent of model.dtype"
     )
     lam: float = Field(1.0, ge=0, le=1, description="GAE's lambda; 1 in Open-Reasoner-Zero, 0.95 in games and robots")
-    warmup_steps: int = Field(0, ge=0, description="first steps of the run, in which only the critic is trained")
+    warmup_steps: int = Field(
+        0, ge=0, description="first steps of the run, in which only the critic is trained, at a rising rate"
+    )
     optimizer: CriticRate = Field(CriticRate(), description="its rate; the rest is learner.optimizer's")
 
 
@@ -591,7 +593,8 @@ class Recipe(Section):
 
     @property
     def critic_optimizer(self) -> Optimizer:
-        return self.learner.optimizer.model_copy(update=dict(self.critic.optimizer))
+        own = {"lr": self.critic.optimizer.lr, "warmup_steps": self.critic.warmup_steps}
+        return self.learner.optimizer.model_copy(update=own)
 
     @property
     def sft_optimizer(self) -> Optimizer:

@@ -23,9 +23,10 @@ from megarl.core.base.rundir import Row, RunDir, step_of
 from megarl.core.evaluation.answers import SuiteDir
 
 FALSE_ALARMS = 0.05
-"""Chance of any in a run whose trusted score never falls, however often it is evaluated, if noise is Gaussian."""
+"""Chance of any in a run whose trusted score never falls, however often it is evaluated, if noise is Gaussian and known."""
 LEAST = 3  # evaluations on a line
 STRAYS = 0.1  # of the deviation between prompts; of right and wrong, a pass rate that strays by about 0.04
+PRIOR = 2  # second differences
 RISES = 2.0  # standard errors by which what rises must have risen
 
 
@@ -76,10 +77,12 @@ def trend(steps: np.ndarray, scores: np.ndarray, strays: float, since: int = 0) 
 def straying(scores: np.ndarray) -> float:
     """Return by how much mean scores [evaluations, prompts] stray around a smooth curve: the median |second difference| is
     0.674 times its deviation, whose variance is six times that of a score. A collapse within few evaluations looks like
-    straying, so it is at most STRAYS of the deviation between prompts.
+    straying, so it is at most STRAYS of the deviation between prompts; few evaluations can look calm by chance, so that much
+    counts like PRIOR second differences more.
     """
-    found = float(np.median(np.abs(np.diff(scores.mean(1), 2)))) / (0.6745 * math.sqrt(6))
-    return min(found, STRAYS * float(scores.std(1, ddof=1).mean()))
+    bends, bound = np.diff(scores.mean(1), 2), STRAYS * float(scores.std(1, ddof=1).mean())
+    found = min(float(np.median(np.abs(bends))) / (0.6745 * math.sqrt(6)), bound)
+    return math.sqrt((len(bends) * found**2 + PRIOR * bound**2) / (len(bends) + PRIOR))
 
 
 def watch(rundir: RunDir, version: int, tasks: Sequence[str]) -> Row:

@@ -41,7 +41,7 @@ def recipe_of(path: Path, dtype: str = "fp16", **sections: dict[str, Any]) -> re
     tree = {
         "model": {"path": str(path), "dtype": dtype, **sections.pop("model", {})},
         "learner": {"microbatch_tokens": 64, **adamw, **sections.pop("learner", {})},
-        "critic": adamw | sections.pop("critic", {}),
+        "critic": {"optimizer": {"lr": 1e-3}} | sections.pop("critic", {}),
     }
     return recipes.from_tree(tree | sections)
 

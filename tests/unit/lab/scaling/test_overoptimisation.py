@@ -1,6 +1,7 @@
 """A trusted score that falls while the reward rises is found, and nothing else is taken for it."""
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -72,10 +73,12 @@ def test_trend_is_the_paired_line() -> None:
     change, errors = trend(steps, scores, 0.0)
     assert change == pytest.approx(slopes.mean())
     assert errors == pytest.approx(slopes.mean() / (slopes.std(ddof=1) / np.sqrt(40)))
-    apart = 10 * rng.standard_normal(40)
+    apart = 2 * rng.standard_normal(40)
     apart -= apart.mean()
     assert straying(0.1 * rng.standard_normal((400, 1)) + apart) == pytest.approx(0.1, rel=0.2)
     assert straying(100 * rng.standard_normal((400, 1)) + apart) == pytest.approx(0.1 * apart.std(ddof=1))
+    calm = 0.1 * apart.std(ddof=1) * math.sqrt(2 / (2 + 2))
+    assert straying(np.zeros((4, 1)) + apart) == pytest.approx(calm), "two bends may look calm by chance"
     line = (x - x.mean()) * (x[-1] - x[0]) / ((x - x.mean()) ** 2).sum()
     by_straying = scores.mean(1) @ line / (0.5 * np.linalg.norm(line))
     assert trend(steps, scores, 0.5)[1] == pytest.approx(by_straying)
