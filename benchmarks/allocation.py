@@ -79,7 +79,7 @@ def record(directory: Path) -> None:
     write_atomically(directory / "allocation.json", f"[\n{lines}\n]\n".encode())
 
 
-class Judgement(NamedTuple):
+class GridChoice(NamedTuple):
     """A choice for a budget, and the gains that the grid's cells made with it, by cell."""
 
     chosen: BatchSize
@@ -91,7 +91,7 @@ class Judgement(NamedTuple):
         return self.gains[self.chosen] / max(self.gains.values())
 
 
-def judge(cells: Sequence[dict[str, Any]], fitted: Sequence[BatchSize], until: float, fixed: bool) -> Judgement:
+def judge(cells: Sequence[dict[str, Any]], fitted: Sequence[BatchSize], until: float, fixed: bool) -> GridChoice:
     """Fit parts of some cells, up to a share of their rollouts, and choose among all.
 
     fixed: a step has its fixed costs, by the fitted cells; the budget is what the cheapest cell took. Otherwise a step costs
@@ -111,7 +111,7 @@ def judge(cells: Sequence[dict[str, Any]], fitted: Sequence[BatchSize], until: f
         scores[choice.batch] = float(np.interp(np.log(rollouts), np.log(curve.hours), curve.pass_rate))
     noise = 1.96 * np.sqrt(0.25 / 2048)
     inside = sum(c.interval[0] - noise <= scores[c.batch] <= c.interval[1] + noise for c in ranked)
-    return Judgement(ranked[0].batch, inside, {batch: score - start for batch, score in scores.items()})
+    return GridChoice(ranked[0].batch, inside, {batch: score - start for batch, score in scores.items()})
 
 
 def _curve(cell: dict[str, Any]) -> Curve:
