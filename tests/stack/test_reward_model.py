@@ -107,7 +107,7 @@ def test_a_reward_model_served_by_sglang(tmp_path: Path, monkeypatch: pytest.Mon
     cpu = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
     async def scores() -> list[float]:
-        remote = Remote("taste", Service(url=f"http://127.0.0.1:{port}/", api_key="env:REWARD_KEY", batch=8))
+        remote = Remote("taste", Service(url=f"http://127.0.0.1:{port}/", api_key="env:REWARD_KEY"))
         return [verdict.score for verdict in await asyncio.gather(*(remote.check(item) for item in items))]
 
     with (
