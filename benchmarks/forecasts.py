@@ -173,16 +173,24 @@ def row(rows: list[Judged]) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(
+    description: str, parts: tuple[str, ...] = ("open", "held-out")
+) -> tuple[list[CorpusRun], argparse.Namespace]:
+    """Return the records of the part that the command line asks for, and its other options. SystemExit if there are none."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", type=Path)
-    parser.add_argument("--part", choices=("open", "held-out"), default="open")
+    parser.add_argument("--part", choices=parts, default="open")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    paths = sorted(options.records.glob("*.jsonl.gz"))
-    runs = [run for run in map(read, paths) if run.held_out == (options.part == "held-out")]
+    runs = [read(path) for path in sorted(options.records.glob("*.jsonl.gz"))]
+    runs = [run for run in runs if options.part == "all" or run.held_out == (options.part == "held-out")]
     if not runs:
         raise SystemExit(f"{options.records}: no records of the {options.part} part")
+    return runs, options
+
+
+def main() -> None:
+    runs, options = arguments(__doc__)
     judged, figures = judge(runs), []
     print(
         "| ahead | forecast | runs, predictions | inside | RMSE net of noise | median width | interval score |\n"

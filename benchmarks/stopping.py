@@ -12,21 +12,19 @@ rest brings less than .02 times its share of the budget. Beside megarl's rule, w
 A stop is wrong if the rest brought more than the price and two standard errors of the two evaluations.
 """
 
-import argparse
 import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.forecasts import noise
+from benchmarks.forecasts import arguments, noise
 from megarl.core.evaluation.forecast import not_worth_it
 from megarl.lab.scaling.extrapolate import forecast
 from megarl.lab.scaling.fit import fit
-from megarl.lab.study.corpus import CorpusRun, read
+from megarl.lab.study.corpus import CorpusRun
 
 PRICES = (0.02, 0.05, 0.1, 0.2)
 
@@ -85,15 +83,7 @@ def hindsight(run: CorpusRun, price: float, rows: list[Row]) -> EarlyEnd:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("records", type=Path)
-    parser.add_argument("--part", choices=("open", "held-out"), default="open")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    paths = sorted(options.records.glob("*.jsonl.gz"))
-    runs = [run for run in map(read, paths) if run.held_out == (options.part == "held-out")]
-    if not runs:
-        raise SystemExit(f"{options.records}: no records of the {options.part} part")
+    runs, options = arguments(__doc__)
     known = [(run, rows_of(run)) for run in runs]
     figures = []
     print(

@@ -8,20 +8,18 @@ of its compute, and what its own fit says of A and C_mid. Beside the power law s
 proportion to the size. An interval is widened by the noise of the evaluation that it is compared with.
 """
 
-import argparse
 import json
 import math
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.forecasts import noise
+from benchmarks.forecasts import arguments, noise
 from megarl.lab.scaling.fit import fit
 from megarl.lab.scaling.points import Curve
 from megarl.lab.scaling.transfer import transfer
-from megarl.lab.study.corpus import KINDS, SIZES, CorpusRun, read
+from megarl.lab.study.corpus import KINDS, SIZES, CorpusRun
 
 Row = dict[str, Any]
 LEAST = 3  # sizes of a recipe: two that are fitted, and the largest
@@ -61,19 +59,14 @@ def judge(recipe: str, curves: dict[float, list[Curve]]) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("records", type=Path)
-    parser.add_argument("--part", choices=("open", "all"), default="open")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    runs = [read(path) for path in sorted(options.records.glob("*.jsonl.gz"))]
+    runs, options = arguments(__doc__, ("open", "all"))
     judged = []
-    for recipe, curves in sizes([run for run in runs if options.part == "all" or not run.held_out]).items():
+    for recipe, curves in sizes(runs).items():
         if len(curves) < LEAST:
             ran = {run.name.partition("-seed")[0] for run in runs}
             lacking = [kind.name for kind in KINDS if kind.recipe == recipe and kind.name not in ran]
             has = f"{len(curves)} of {LEAST} sizes in the {options.part} part"
-            print(f"{recipe}: {has}; no record yet of {', '.join(lacking) or 'any other'}")
+            print(f"{recipe}: {has}, which has no record of {', '.join(lacking) or 'any other'}")
             continue
         row = judge(recipe, curves)
         sources = ", ".join(f"{n / 1e6:.1f}m" for n in row["from"])

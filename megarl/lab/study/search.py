@@ -198,10 +198,8 @@ def _curves(tasks: Sequence[StudyTask], until: Mapping[str, int]) -> dict[str, l
 def judge(curves: Mapping[str, Sequence[Curve]]) -> Judgement:
     """Compare arms, each by the curves of its seeds."""
     last = {arm: [_last(curve) for curve in of_arm] for arm, of_arm in curves.items()}  # scores and their deviations
-    score, rng = (
-        {arm: float(np.mean([rate for rate, _ in of_arm])) for arm, of_arm in last.items()},
-        np.random.default_rng(0),
-    )
+    score = {arm: float(np.mean([rate for rate, _ in of_arm])) for arm, of_arm in last.items()}
+    rng = np.random.default_rng(0)
     why = "one arm is left" if len(curves) < 2 else ""
     try:
         fitted = compare(curves)
@@ -246,8 +244,9 @@ def _likeliest_first(standings: Sequence[Standing]) -> tuple[Standing, ...]:
 def _lines(rung: Rung) -> Iterator[str]:
     """Yield what a rung says, as lines of Markdown."""
     judged = rung.judgement
-    means = f"the last scores and the noise of their answers, for want of a fit ({judged.why})"
-    means = f"A, then B at A = {judged.ceiling:.3f}" if judged.ceiling else means
+    means = f"A, then B at A = {judged.ceiling:.3f}"
+    if not judged.ceiling:
+        means = f"the last scores and the noise of their answers, for want of a fit ({judged.why})"
     yield f"step {rung.step}, by {means}; the best is among the kept with probability {judged.chance(rung.kept):.2f}"
     for one in judged.standings:
         low, high = one.A_interval or (0.0, 0.0)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import forecasts
+from benchmarks import forecasts, stopping
 from megarl.core.base.rundir import append_jsonl
 from megarl.lab.study import corpus
 from megarl.lab.study.main import StudyOptions
@@ -111,3 +111,18 @@ def test_a_run_that_falls_is_not_held() -> None:
     fallen = [j for j in forecasts.judge([run])["megarl"] if j.score < 0.4]
     assert fallen
     assert not any(j.inside for j in fallen)
+
+
+def test_the_stop_rule_is_replayed_and_a_wrong_stop_is_seen() -> None:
+    """A curve at its ceiling is ended without loss; one that rises for good is not, and a rule that ends it is called wrong."""
+    flat = curve_run(lambda c: 0.4 + 0.5 / (1 + (2 / c) ** 3))
+    rows = stopping.rows_of(flat)
+    ended, best = (stopping.stops(flat, stopping.upper_end, 0.1, rows), stopping.hindsight(flat, 0.1, rows))
+    assert 0 < ended.saved <= best.saved
+    assert (ended.wrong, ended.forgone) == (False, pytest.approx(0, abs=0.02))
+    rising = curve_run(lambda c: 0.4 + 0.01 * c)
+    rows = stopping.rows_of(rising)
+    assert stopping.stops(rising, stopping.upper_end, 0.1, rows).saved == 0
+    at_once = stopping.stops(rising, lambda row, price: row["step"] == 2, 0.1, rows)
+    assert at_once.wrong
+    assert at_once.forgone == pytest.approx(0.01 * (1.4**11 - 1.4))
