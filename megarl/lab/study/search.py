@@ -283,7 +283,13 @@ def report(study: Study) -> str:
         f"Compute: {amount(spent, unit)}; all arms to step {total}, at their own pace, {amount(alone, unit)}: "
         f"{1 - spent / alone:.0%} saved.",
     )
-    return "\n".join([*lines, *said]) + "\n"
+    likelier = (
+        f"But {one.arm}, dropped at step {reached[one.arm]}, is likelier to be the best ({one.chance:.2f}): `megarl train` of its "
+        "file in recipes/ takes it on."
+        for one in final.standings
+        if one.arm not in alive and one.chance > winner.chance
+    )
+    return "\n".join([*lines, *said, *likelier]) + "\n"
 
 
 def _hours(task: StudyTask, until: int) -> float:

@@ -42,6 +42,7 @@ for step in range(end):
     metrics.append(dict(step=step, generated_tokens=10, compute_hours=step + 1.0))
 for step in [s for s in range(0, end + 1, {every}) if s < end] + [end]:
     rate = 0.4 + ((a - 0.4) / (1 + (15 / step) ** 1.2) if step else 0)
+    rate = min(rate, {late}) if step > 24 else rate
     scores.append(dict(step=step, pass_rate=rate, n_prompts=10000, samples=4, compute_hours=2.0 * step,
                        training_hours=1.0 * step, compute_unit="core"))
 for name, rows in (("metrics", metrics), ("eval", scores)):
@@ -57,9 +58,11 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     train_as(monkeypatch, tmp_path)
 
 
-def train_as(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failing: tuple[str, ...] = (), every: int = 3) -> None:
+def train_as(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failing: tuple[str, ...] = (), every: int = 3, late: float = 1.0
+) -> None:
     script = tmp_path / "fake_train.py"
-    script.write_text(FAKE_TRAIN.format(failing=failing, every=every))
+    script.write_text(FAKE_TRAIN.format(failing=failing, every=every, late=late))
     monkeypatch.setattr(running, "TRAIN", (sys.executable, str(script)))
 
 
@@ -86,12 +89,23 @@ def test_the_better_half_goes_on(tmp_path: Path) -> None:
     assert rung(path, 24)["kept"] == ["quickstart-lr-1e-4"]
     said = (path / "search.md").read_text()
     assert "Winner: quickstart-lr-1e-4" in said
+    assert "But " not in said
     # 2 hours a step: 4 x 12 + 2 x 12 + 24 steps of 4 x 48.
     assert "Compute: 192 core-hours; all arms to step 48, at their own pace, 384 core-hours: 50% saved" in said
     assert search(path) == 0
     assert len(order(path)) == 7, "nothing is left to do"
     with pytest.raises(MegarlError, match="rungs 12, 24; go on with the same"):
         search(path, branch=6)
+
+
+@pytest.mark.processes
+def test_a_winner_that_disappoints_is_not_praised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the last rung its score stands still: the arm dropped there has more chances, and the report says so."""
+    train_as(monkeypatch, tmp_path, late=0.7)
+    assert search(tmp_path / "study") == 0
+    said = (tmp_path / "study" / "search.md").read_text()
+    assert "Winner: quickstart-lr-1e-4" in said
+    assert "But quickstart-lr-2e-4, dropped at step 24, is likelier" in said
 
 
 @pytest.mark.processes
