@@ -284,8 +284,8 @@ def report(study: Study) -> str:
         f"{1 - spent / alone:.0%} saved.",
     )
     likelier = (
-        f"But {one.arm}, dropped at step {reached[one.arm]}, is likelier to be the best ({one.chance:.2f}): `megarl train` of its "
-        "file in recipes/ takes it on."
+        f"But {one.arm}, dropped at step {reached[one.arm]}, is likelier to be the best ({one.chance:.2f}): `megarl train` "
+        "of its file in recipes/ takes it on."
         for one in final.standings
         if one.arm not in alive and one.chance > winner.chance
     )
