@@ -7,6 +7,7 @@ process.py       a process: its parent, its log
 ranks.py         what ranks agree on; torch's stores      device.py  which machine and GPUs a process is on
 broadcast.py     a process group for weights, whose every wait ends
 checksum.py      a checksum of weights that pieces add up to
+delta.py         what changed in a tensor, as a few bytes
 architecture.py  what a model is, by its config.json        hf_files.py  files of a Hugging Face directory
 tokenizer.py     ids of a text, text of ids
 """

@@ -1,0 +1,120 @@
+"""Deltas: whatever the bits, old + delta = new; what is damaged is refused; and they are as small as counting says."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megarl.core.base.delta import DTYPES, INTEGERS, LARGE, add, decode, encode
+
+seeds, dtypes = st.integers(0, 2**31), st.sampled_from(DTYPES)
+shapes = st.lists(st.integers(0, 9), max_size=3) | st.tuples(st.integers(0, 5000))
+shares = st.sampled_from([0.0, 0.001, 0.01, 0.3, 1.0])
+
+
+def random_bits(shape: list[int], dtype: torch.dtype, draw: torch.Generator) -> Tensor:
+    """Any bits, also those of NaN."""
+    raw = torch.randint(0, 256, (*shape, dtype.itemsize), generator=draw, dtype=torch.uint8)
+    return raw.view(-1).view(dtype).view(shape)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def given_back(old: Tensor, new: Tensor) -> Tensor:
+    held = old.clone()
+    add(held, decode(encode(old, new)))
+    return held
+
+
+@given(shapes, dtypes, shares, seeds)
+def test_old_and_delta_are_new(shape: list[int], dtype: torch.dtype, share: float, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    old, other = random_bits(shape, dtype, draw), random_bits(shape, dtype, draw)
+    new = torch.where(torch.rand(other.shape, generator=draw) < share, other, old)
+    assert torch.equal(bits(given_back(old, new)), bits(new))
+
+
+@given(dtypes, st.integers(1, 400), st.integers(-3, 3), seeds)
+def test_small_changes(dtype: torch.dtype, size: int, by: int, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    old = torch.randn(size, generator=draw).to(dtype)
+    kind = INTEGERS[dtype.itemsize]
+    new = (old.view(kind) + (by * (torch.rand(size, generator=draw) < 0.1)).to(kind)).view(dtype)
+    assert torch.equal(bits(given_back(old, new)), bits(new))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_that_are_not(dtype: torch.dtype) -> None:
+    kind = INTEGERS[dtype.itemsize]
+    infinite = torch.tensor(math.inf, dtype=dtype).view(kind)
+    payloads = (infinite + torch.tensor([0, 1, 2, 77], dtype=kind)).view(dtype)
+    assert payloads[1:].isnan().all()
+    old = torch.cat([torch.tensor([0.0, -0.0, 1.0, math.nan], dtype=dtype), payloads])
+    new = torch.cat([torch.tensor([-0.0, 0.0, math.nan, 1.0], dtype=dtype), payloads.flip(0)])
+    assert torch.equal(bits(given_back(old, new)), bits(new))
+    assert torch.equal(bits(given_back(new, old)), bits(old))
+    assert not decode(encode(new, new)).view(kind).any()
+
+
+@pytest.mark.parametrize("gap", [LARGE - 2, LARGE - 1, LARGE, LARGE + 1, 2 * LARGE - 1, 2 * LARGE, 70_000])
+@pytest.mark.parametrize("by", [-128, -127, 126, 127, 128, 129, 32_767, -32_768])
+def test_numbers_about_a_byte(gap: int, by: int) -> None:
+    old = torch.zeros(3 * gap + 5, dtype=torch.bfloat16)
+    new = old.clone()
+    new.view(torch.int16)[gap :: gap + 1] = by
+    assert torch.equal(bits(given_back(old, new)), bits(new))
+
+
+def test_views_at_any_place() -> None:
+    memory = torch.arange(1000).short().view(torch.bfloat16)
+    old, new = memory[1:801].view(20, 40), memory[3:803].view(40, 20).T
+    assert torch.equal(bits(given_back(old, new)), bits(new))
+
+
+def test_parts_and_turned_ones() -> None:
+    """A difference is loaded like the tensor itself: slices and transposes of it change the same slices and transposes."""
+    draw = torch.Generator().manual_seed(0)
+    old, new = (random_bits([6, 10], torch.bfloat16, draw) for _ in "ab")
+    difference, held = decode(encode(old, new)), old.T.contiguous()
+    add(held[:, 2:5], difference.T[:, 2:5])
+    assert torch.equal(bits(held[:, 2:5]), bits(new.T[:, 2:5]))
+    assert torch.equal(bits(held[:, :2]), bits(old.T[:, :2]))
+
+
+def test_a_server_holds_it_in_a_wider_type() -> None:
+    draw = torch.Generator().manual_seed(0)
+    old, new = (torch.randn(100, generator=draw).bfloat16() for _ in "ab")
+    held = old.float()
+    add(held, decode(encode(old, new)))
+    assert torch.equal(held, new.float())
+
+
+def test_damage_is_found() -> None:
+    old, new = torch.zeros(300).bfloat16(), torch.randn(300).bfloat16()
+    code = encode(old, new)
+    for place in range(0, len(code), 7):
+        damaged = code.clone()
+        damaged[place] ^= 16
+        with pytest.raises(ValueError, match="damaged"):
+            decode(damaged)
+    with pytest.raises(ValueError, match="damaged"):
+        decode(code[:-3])
+
+
+def test_size() -> None:
+    """One value in a hundred changed by one: within 10 % of the entropy of which (a Bernoulli choice each) and how (a bit)."""
+    draw, size, share = torch.Generator().manual_seed(0), 1 << 20, 0.01
+    old = torch.randn(size, generator=draw).bfloat16()
+    chosen = torch.rand(size, generator=draw) < share
+    up = torch.randint(0, 2, (size,), generator=draw)
+    new = (old.view(torch.int16) + (chosen * (2 * up - 1)).short()).view(torch.bfloat16)
+    p = chosen.float().mean().item()
+    entropy = size * (-p * math.log2(p) - (1 - p) * math.log2(1 - p) + p) / 8
+    code = len(encode(old, new))
+    assert entropy < code < 1.1 * entropy
+    assert code < 0.006 * old.nbytes
