@@ -2,10 +2,10 @@
 
     python -m benchmarks.delta RUN [--model DIR] [--lr 5e-7] [--steps 100] [--dtype bf16] [--mib 64]
 
-The learner replays the batches of RUN's journal in the given precision, with AdamW on FP32 master weights as in any run, from the
-model that the run began with (--model: from another of the same tokenizer), without warm-up. The master weights of a model that
-was just loaded are rounded, and would take hundreds of steps to get to where rounding changes: each is first put to a random place
-among those that round to it. After each step the weights are encoded against those of the step before.
+The learner replays the batches of RUN's journal in the given precision, with AdamW on FP32 master weights as in any run, from
+the model that the run began with (--model: from another of the same tokenizer), without warm-up. The master weights of a
+model that was just loaded are rounded, and would take hundreds of steps to get to where rounding changes: each is first put
+to a random place among those that round to it. After each step the weights are encoded against those of the step before.
 
 `predicted` is what rounding alone explains: a master weight at a random place, moved by u, is rounded to another number with
 probability min(1, |u| / the distance of two numbers there). `normal` is the same for weights of a normal distribution with
@@ -25,7 +25,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megarl.core import recipe as recipes
 from megarl.core.base.delta import INTEGERS, add, decode, encode
 from megarl.core.base.rundir import RunDir
 from megarl.core.base.types import Batch
@@ -49,7 +48,9 @@ def main() -> None:
     run = RunDir(options.run)
     recipe = run.recipe()
     model = options.model or Path(recipe.model.path)
-    optimizer = recipe.learner.optimizer.model_copy(update={"lr": options.lr, "warmup_steps": 0, "schedule": "constant"})
+    optimizer = recipe.learner.optimizer.model_copy(
+        update={"lr": options.lr, "warmup_steps": 0, "schedule": "constant"}
+    )
     recipe = recipe.model_copy(
         update={
             "model": recipe.model.model_copy(update={"path": str(model), "dtype": options.dtype}),
@@ -58,7 +59,11 @@ def main() -> None:
     )
     parallel.start(recipe.model, seed=0, timeout_s=60)
     shares = replayed(Trainer(recipe, model), JournalReader(run.rollouts), options.steps)
-    passes(options.mib << 20, statistics.median(shares), getattr(torch, "bfloat16" if options.dtype == "bf16" else "float16"))
+    passes(
+        options.mib << 20,
+        statistics.median(shares),
+        getattr(torch, "bfloat16" if options.dtype == "bf16" else "float16"),
+    )
 
 
 def replayed(trainer: Trainer, journal: JournalReader, steps: int) -> list[float]:
@@ -88,7 +93,9 @@ def replayed(trainer: Trainer, journal: JournalReader, steps: int) -> list[float
     for column, title in enumerate(("values changed", "bytes of the delta", "predicted", "normal")):
         each = sorted(100 * row[column] for row in rows)
         print(f"{title:>20}  median {statistics.median(each):.3f}  least {each[0]:.3f}  most {each[-1]:.3f}")
-    print(f"an update's root mean square, in learning rates: {statistics.median(row[4] for row in rows):.2f}; steps: {len(rows)}")
+    print(
+        f"an update's root mean square, in learning rates: {statistics.median(row[4] for row in rows):.2f}; steps: {len(rows)}"
+    )
     return [row[0] for row in rows]
 
 
@@ -140,10 +147,15 @@ def passes(size: int, share: float, dtype: torch.dtype) -> None:
             begin = time.process_time()
             way()
             seconds[name].append(time.process_time() - begin)
-    print(f"{size >> 20} MiB, {100 * share:.2f} % changed, delta {100 * len(code) / size:.2f} %; CPU time, medians of {REPEATS}")
+    print(
+        f"{size >> 20} MiB, {100 * share:.2f} % changed, delta {100 * len(code) / size:.2f} %; CPU time, medians of {REPEATS}"
+    )
     for name, each in seconds.items():
         median = statistics.median(each)
-        print(f"{name:>16} {size / 1e6 / median:>7.0f} MB/s {statistics.median(seconds['copy']) / median:>6.3f} of copy", flush=True)
+        print(
+            f"{name:>16} {size / 1e6 / median:>7.0f} MB/s {statistics.median(seconds['copy']) / median:>6.3f} of copy",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,20 +1,26 @@
 """One rank of a learner that publishes: model after model, layout after layout.
 
 `python -m tests.stack.publish_world RECIPE URL FIRST_VERSION PLAN`; rank 0 prints one line of JSON a publication. PLAN (JSON)
-lists {"model": directory, "overrides": of the recipe, "backend": of its process group}.
+lists {"model": directory, "overrides": of the recipe, "backend": of its process group}. With NUDGED in place of a model's
+name the publisher before publishes again what it has published, a few of whose bits have changed; with SAME a new one
+publishes that.
 """
 
 import functools
 import json
 import os
 import sys
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.nn import Module
 
 from megarl.core import recipe as recipes
+from megarl.core.base.delta import INTEGERS
 from megarl.core.base.messages import Publish, Published, ServerAddress
 from megarl.core.base.rundir import RunDir
 from megarl.core.models import build, family_of, hf, parallel
@@ -23,6 +29,8 @@ from megarl.core.weights.publisher import Publisher
 from tests import pessimistic_nccl  # noqa: F401  a backend that an entry may name
 from tests.parallel.worlds import run_world
 from tests.stack.conftest import Stack
+
+NUDGED, SAME = "nudged", "same"
 
 
 def publish_from(
@@ -44,19 +52,33 @@ def publish_from(
 
 
 def main(path: str, url: str, first_version: int, plan: list[dict[str, Any]]) -> None:
+    chunks: Sequence[Module] = ()
     for version, entry in enumerate(plan, first_version):
         recipe = recipes.load(path, [*entry["overrides"], f"resources.learner_ranks={os.environ['WORLD_SIZE']}"])
         parallel.start(recipe.model, seed=0, timeout_s=60)
         directory = Path(entry["model"])
-        family = family_of(directory)
-        chunks = build.build(recipe.model, directory)
-        hf.load(chunks, family, directory)
         process_group.backend = functools.partial(str, entry["backend"])
-        publisher = Publisher(recipe, RunDir(recipe.run.path).endpoints(), chunks, family)
+        if directory.name == NUDGED:
+            nudge(chunks, version)
+        elif directory.name != SAME:
+            family = family_of(directory)
+            chunks = build.build(recipe.model, directory)
+            hf.load(chunks, family, directory)
+        if directory.name != NUDGED:
+            publisher = Publisher(recipe, RunDir(recipe.run.path).endpoints(), chunks, family)
         address = ServerAddress(id=0, url=url, tensor_parallel=recipe.resources.server_tensor_parallel)
         command = Publish(version=version, servers=(address,))
         say(publisher.publish(command, "test"))
     parallel.stop()
+
+
+@torch.no_grad()
+def nudge(chunks: Sequence[Module], seed: int, share: float = 0.01) -> None:
+    """Change so many values by one, the same ones on all ranks that hold them."""
+    for name, parameter in hf.named_parameters(chunks):
+        draw = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        chosen = torch.rand(parameter.shape, generator=draw) < share
+        parameter.data.view(INTEGERS[parameter.itemsize]).add_(chosen)
 
 
 def say(published: Published | None) -> None:

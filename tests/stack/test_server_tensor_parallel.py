@@ -8,7 +8,7 @@ import pytest
 
 from tests.pessimistic_nccl import NAME as PESSIMISTIC_NCCL
 from tests.stack.conftest import Stack, running, two_models
-from tests.stack.publish_world import publish_from
+from tests.stack.publish_world import NUDGED, SAME, publish_from
 from tests.stack.test_server_families import ENDLESS, LLAMA4, assert_serves
 from tests.tiny import tiny_llama4
 
@@ -44,3 +44,20 @@ async def test_two_ranks_serve_what_is_published(served: Stack) -> None:
     assert [error for error, *_ in found] == [""] * 4
     handed, by_gloo, loaded, by_stand_in = (checksum for _, checksum, *_ in found)
     assert handed == loaded != by_gloo == by_stand_in
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc", "process_group", "disk"])
+async def test_deltas_reach_both_ranks(served: Stack, transport: str) -> None:
+    """Experts, fused and turned tensors too. Everything, sent again, changes nothing."""
+    overrides = [f"weights.transport={transport}", "weights.full_every=9"]
+    if transport == "process_group":
+        overrides.append("resources.colocate=false")
+    plan = [(name, overrides, "gloo") for name in ("a", NUDGED, NUDGED, SAME)]
+    found = await asyncio.to_thread(publish_from, served, 2, 10, plan)
+    assert [error for error, *_ in found] == [""] * 4
+    first, second, third, again = (checksum for _, checksum, _ in found)
+    assert len({first, second, third}) == 3
+    assert again == third
+    whole, *deltas, whole_again = (size for *_, size in found)
+    assert whole == whole_again
+    assert all(size < 0.1 * whole for size in deltas)

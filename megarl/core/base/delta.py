@@ -3,14 +3,14 @@
     old, new ──encode──► gaps between the changed elements, and by how much each changed ──► Huffman code
     held by a server ──add── decode ◄──┘
 
-Elements are compared and subtracted as integers of their bits, modulo 2^bits, so what is added to `old` gives `new` whatever the
-bits mean: a NaN, -0.0, an infinity. Differences pass through whatever only moves elements (slices, transposes, shards), and zeros
-change nothing.
+Elements are compared and subtracted as integers of their bits, modulo 2^bits, so what is added to `old` gives `new` whatever
+the bits mean: a NaN, -0.0, an infinity. Differences pass through whatever only moves elements (slices, transposes, shards),
+and zeros change nothing.
 
-A gap of g elements is g div 255 bytes of 255, and one of the rest. A difference is a byte, or 255 and itself in a list. bf16 has
-8 bits of mantissa, which a step of 5e-7 seldom reaches: at most about one element in a hundred changes, and that by one. Then a
-gap costs 8 bits and a difference 1 (benchmarks/README.md). zlib only counts how frequent each byte is, which is all there is to
-find; its checksum (Adler-32) guards the bytes.
+A gap of g elements is g div 255 bytes of 255, and one of the rest. A difference is a byte, or 255 and itself in a list. bf16
+has 8 bits of mantissa, which a step of 5e-7 seldom reaches: at most about one element in a hundred changes, and that by one.
+Then a gap costs 8 bits and a difference 1 (benchmarks/README.md). zlib only counts how frequent each byte is, which is all
+there is to find; its checksum (Adler-32) guards the bytes.
 """
 
 import zlib
@@ -22,6 +22,8 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of an element."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Of tensors that are sent, in the order of the numbers that name them."""
+SUFFIX = ".delta"
+"""Of the name of a tensor of which only a delta is sent."""
 LARGE = 255
 WORD = 8
 """Bytes that are compared at once."""
@@ -41,7 +43,9 @@ def encode(old: Tensor, new: Tensor) -> Tensor:
     head = [DTYPES.index(new.dtype), len(skips), len(where), *new.shape]
     parts = (torch.tensor([len(head), *head]), difference[large], skips, folded.masked_fill(large, LARGE).byte())
     coder = zlib.compressobj(1, strategy=zlib.Z_HUFFMAN_ONLY)
-    coded = [coder.compress(part.cpu().numpy()) + coder.flush(zlib.Z_BLOCK) for part in parts]  # each with a code of its own
+    coded = [
+        coder.compress(part.cpu().numpy()) + coder.flush(zlib.Z_BLOCK) for part in parts
+    ]  # each with a code of its own
     return torch.frombuffer(bytearray(b"".join([*coded, coder.flush()])), dtype=torch.uint8)
 
 

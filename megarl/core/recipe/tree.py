@@ -456,6 +456,11 @@ class Weights(Section):
         description="how weights reach the servers; cuda_ipc: with resources.colocate, servers read the learner's memory",
     )
     bucket_mb: int = Field(512, ge=1, description="MiB sent at a time")
+    full_every: int = Field(
+        1,
+        ge=1,
+        description="a server gets all values in one of so many publications, and what changed in the others; 1: always all",
+    )
     timeout_s: float = Field(600, gt=0, description="limit of each call or bucket of a publication, in seconds")
 
 

@@ -16,6 +16,7 @@ from megarl.core.base.ranks import from_rank_0, gathered
 from megarl.core.models import hf
 from megarl.core.models.families import Family
 from megarl.core.server.client import Fleet
+from megarl.core.weights.deltas import LastSent
 from megarl.core.weights.transport import Sent, SentChecksums
 
 KEEP = 2
@@ -28,16 +29,19 @@ class DiskTransport:
         """source: Hugging Face directory to copy the configuration from."""
         self._chunks, self._family, self._source, self._directory = chunks, family, source, directory
 
-    def send(self, fleet: Fleet, ids: Sequence[int], version: int) -> Sent:
-        """Bring the paused servers `ids` to this rank's weights. Every rank gets the same result. COLLECTIVE."""
+    def send(self, fleet: Fleet, ids: Sequence[int], version: int, last: LastSent, whole: bool) -> Sent:
+        """Bring the paused servers `ids` to this rank's weights (see Transport). COLLECTIVE."""
         path = self._directory / f"v{version}"
         if dist.get_rank() == 0:
             self._directory.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(path, ignore_errors=True)  # left by another incarnation, which may have had other weights
         from_rank_0(None)
-        hf.save(self._chunks, self._family, self._source, path)
         sums = SentChecksums(self._family.architecture)
-        deque(sums.watch(hf.export(self._chunks, self._family, stacked=False)), maxlen=0)
+        sent = sums.watch(hf.export(self._chunks, self._family, stacked=False))
+        if hf.writes():
+            sent = last.changed(sent, whole)
+        hf.save(self._chunks, self._family, self._source, path, tensors=None if whole else sent)
+        deque(sent, maxlen=0)
         checksums = {name: value for stage in gathered(sums.expected()) for name, value in stage.items()}
         errors: dict[int, str] = {}
         if dist.get_rank() == 0:

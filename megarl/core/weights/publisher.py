@@ -49,6 +49,7 @@ from megarl.core.models.families import Family
 from megarl.core.recipe import Recipe
 from megarl.core.server.client import Fleet, ServerClient
 from megarl.core.weights.cuda_ipc import CudaIpcTransport
+from megarl.core.weights.deltas import LastSent
 from megarl.core.weights.disk import DiskTransport
 from megarl.core.weights.process_group import ProcessGroupTransport
 from megarl.core.weights.transport import Sent, Transport, differing, open_fleet
@@ -64,6 +65,7 @@ class Publisher:
         self._endpoints, self._limit_s = endpoints, weights.timeout_s
         self._wakes = recipe.lends_memory
         bucket_bytes = weights.bucket_mb << 20
+        self._last = LastSent(weights.full_every)
         self._transport: Transport
         if weights.transport == "disk":
             directory = RunDir(recipe.run.path).weights
@@ -86,14 +88,17 @@ class Publisher:
         errors: dict[int, str] = {}
         checksums: dict[int, str] = {}
         sent: Sent | None = None
+        whole = from_rank_0(leader and self._needs_whole(fleet))
         started = time.monotonic()
         try:
             errors = from_rank_0(fleet.each(fleet.servers, self._stop)[1] if leader else {})
             paused = time.monotonic()
-            sent = self._transport.send(fleet, [i for i in fleet.servers if i not in errors], command.version)
+            alive = [i for i in fleet.servers if i not in errors]
+            sent = self._transport.send(fleet, alive, command.version, self._last, whole)
             errors |= sent.errors
             if leader:
                 checksums = self._compare(fleet, sent, errors, command.version)
+                self._last.arrived(command.version, {i: checksums[i] for i in alive if i not in errors}, whole)
             transferred = time.monotonic()
         finally:
             if leader:
@@ -116,6 +121,19 @@ class Publisher:
             resume_seconds=resumed - transferred,
             bytes_sent=sent.bytes,
         )
+
+    def _needs_whole(self, fleet: Fleet) -> bool:
+        """Return whether a server does not hold what a delta would be added to, by the checksums of what it holds now."""
+        expected = self._last.expected(fleet.servers)
+        if expected is None:
+            return True
+        found, failed = fleet.each(fleet.servers, lambda server: server.checksums())
+        wrong = [i for i, (whole, _) in found.items() if whole != expected[i]]
+        if wrong:
+            log.warning(
+                "servers %s do not hold what they were sent; sending all values of version %d", wrong, fleet.version
+            )
+        return bool(wrong or failed)
 
     async def _stop(self, server: ServerClient) -> None:
         """Pause the server in place: its requests go on over their old keys and values, as in PipelineRL (arXiv 2509.19128).
