@@ -14,9 +14,13 @@ there is to find; its checksum (Adler-32) guards the bytes.
 """
 
 import zlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of an element."""
@@ -78,6 +82,39 @@ def add(held: Tensor, difference: Tensor) -> None:
         held.view(kind).add_(difference.view(kind))
     else:
         held.copy_((held.to(difference.dtype).view(kind) + difference.view(kind)).view(difference.dtype))
+
+
+def load(
+    model: Module, loader: Callable[[Iterable[tuple[str, Tensor]]], object], tensors: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Load tensors into the model by its own loader, and the deltas among them in the same way, but where that copies into the
+    model, add. So a delta is narrowed, joined and turned for a rank as its tensor would be."""
+    deltas = []
+
+    def others() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            if name.endswith(SUFFIX):
+                deltas.append((name.removesuffix(SUFFIX), tensor))
+            else:
+                yield name, tensor
+
+    loader(others())
+    with _Adding(model):
+        loader((name, decode(code)) for name, code in deltas)
+
+
+class _Adding(TorchDispatchMode):
+    """In its context, what would be copied into the model's parameters is added to them."""
+
+    def __init__(self, model: Module) -> None:
+        super().__init__()
+        self._storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if call is torch.ops.aten.copy_.default and args[0].untyped_storage().data_ptr() in self._storages:
+            add(args[0], args[1])
+            return args[0]
+        return call(*args, **kwargs or {})
 
 
 def _integers(tensor: Tensor) -> Tensor:

@@ -118,37 +118,26 @@ type _WrittenFile = tuple[Path, dict[str, int]]
 
 
 def save(
-    chunks: Sequence[Module],
-    family: Family,
-    source: Path,
-    destination: Path,
-    shard_bytes: int = SHARD_BYTES,
-    tensors: Iterator[tuple[str, Tensor]] | None = None,
+    chunks: Sequence[Module], family: Family, source: Path, destination: Path, shard_bytes: int = SHARD_BYTES
 ) -> None:
     """Write the model as a Hugging Face directory. COLLECTIVE over all ranks; one data-parallel copy of the model writes.
 
     Configuration and tokenizer come from `source`, and so do tensors outside the language model (family.passthrough).
     `destination` must not exist; it appears once all is written. If any rank fails, all raise MegarlError and nothing is left.
-    tensors: this stage's part of what is written in place of the weights.
     """
     dtype = next(p.dtype for c in chunks for p in c.parameters())
     partial = begun(destination, lambda partial: copy_description(source, partial, dtype))
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    write = functools.partial(_write, partial=partial, shard_bytes=shard_bytes)
-    mine = tensors or export(chunks, family)
-    written = everywhere(lambda: write(mine, f"stage-{stage:04}", writes()), partial)
-    if family.elsewhere and tensors is None:
-        others = _tensors_elsewhere(family, source)
-        written += everywhere(lambda: write(others, "elsewhere", True) if dist.get_rank() == 0 else [], partial)
-    everywhere(lambda: _finish_directory(written, partial, destination) if dist.get_rank() == 0 else None, partial)
-
-
-def writes() -> bool:
-    """Return whether this rank writes its stage's weights."""
-    return (
+    writes = (
         parallel_state.get_tensor_model_parallel_rank() == 0
         and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
     )
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    write = functools.partial(_write, partial=partial, shard_bytes=shard_bytes)
+    written = everywhere(lambda: write(export(chunks, family), f"stage-{stage:04}", writes), partial)
+    if family.elsewhere:
+        others = _tensors_elsewhere(family, source)
+        written += everywhere(lambda: write(others, "elsewhere", True) if dist.get_rank() == 0 else [], partial)
+    everywhere(lambda: _finish_directory(written, partial, destination) if dist.get_rank() == 0 else None, partial)
 
 
 def partial_of(path: Path) -> Path:

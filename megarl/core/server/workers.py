@@ -7,10 +7,8 @@ import logging
 import os
 import threading
 import uuid
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -120,46 +118,15 @@ def own_checksums() -> None:
 
 
 def own_loading() -> None:
-    """Load a delta (base/delta.py) as its tensor is loaded, by the model's own loader, but add where that copies into the model.
+    """Load deltas (base/delta.py), too.
 
-    So it is narrowed, joined and turned for each rank like the tensor. SGLang's own hook (custom_weight_loader) is only for
-    update_weights_from_tensor, which takes from the same machine, and has to find each tensor's place itself.
+    SGLang's own hook, custom_weight_loader, is only for update_weights_from_tensor, which takes from the same machine.
     """
-    import torch
     from sglang.srt.model_loader import loader
-    from torch.utils._python_dispatch import TorchDispatchMode
 
-    from megarl.core.base.delta import SUFFIX, add, decode
+    from megarl.core.base.delta import load
 
     make = loader._initialize_model
-
-    class Adding(TorchDispatchMode):
-        """Adds to these storages what would be copied into them."""
-
-        def __init__(self, storages: set[int]) -> None:
-            super().__init__()
-            self._storages = storages
-
-        def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if call is torch.ops.aten.copy_.default and args[0].untyped_storage().data_ptr() in self._storages:
-                add(args[0], args[1])
-                return args[0]
-            return call(*args, **kwargs or {})
-
-    def load(model: Any, whole: Any, tensors: Iterable[tuple[str, Any]]) -> Any:
-        deltas = []
-
-        def others() -> Iterator[tuple[str, Any]]:
-            for name, tensor in tensors:
-                if name.endswith(SUFFIX):
-                    deltas.append((name.removesuffix(SUFFIX), tensor))
-                else:
-                    yield name, tensor
-
-        loaded = whole(others())
-        with Adding({tensor.untyped_storage().data_ptr() for tensor in chain(model.parameters(), model.buffers())}):
-            whole((name, decode(code)) for name, code in deltas)
-        return loaded
 
     def made(*args: Any, **kwargs: Any) -> Any:
         model = make(*args, **kwargs)

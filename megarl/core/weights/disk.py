@@ -1,6 +1,6 @@
 """Transport: the learner writes a Hugging Face directory, every server loads it. Slower, but needs only a shared file system.
 
-RUN/weights/v7/  ◄── all ranks write          the newest KEEP are kept
+RUN/weights/v7/  ◄── all ranks write          the newest KEEP are kept; a delta's has only files of it
      └────────► each server: update_weights_from_disk
 """
 
@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors.torch import save_file
 from torch.nn import Module
 
 from megarl.core.base.ranks import from_rank_0, gathered
@@ -38,10 +40,20 @@ class DiskTransport:
         from_rank_0(None)
         sums = SentChecksums(self._family.architecture)
         sent = sums.watch(hf.export(self._chunks, self._family, stacked=False))
-        if hf.writes():
+        if (
+            writes := parallel_state.get_tensor_model_parallel_rank()
+            == parallel_state.get_data_parallel_rank(True)
+            == 0
+        ):
             sent = last.changed(sent, whole)
-        hf.save(self._chunks, self._family, self._source, path, tensors=None if whole else sent)
-        deque(sent, maxlen=0)
+        if whole:
+            hf.save(self._chunks, self._family, self._source, path)
+            deque(sent, maxlen=0)
+        else:
+            path.mkdir(exist_ok=True)
+            file = path / f"stage-{parallel_state.get_pipeline_model_parallel_rank():04}.safetensors"
+            mine = {name: tensor.to("cpu", copy=True) for name, tensor in sent}
+            hf.everywhere(lambda: save_file(mine, file) if writes else None)
         checksums = {name: value for stage in gathered(sums.expected()) for name, value in stage.items()}
         errors: dict[int, str] = {}
         if dist.get_rank() == 0:

@@ -1,0 +1,223 @@
+"""One rank of test_deltas: a learner of TP x PP x EP publishes deltas over a history of kills, and all servers always hold
+its bits.
+
+`python -m tests.parallel.deltas_world MODEL RANKS PUBLICATIONS KILLS` with MODEL a Hugging Face directory of bf16, to servers
+of RANKS ranks.
+
+The servers are stand-ins in rank 0's process, and so is the way to them: no HTTP, no group. What they stand in for is the
+loader of SGLang and what it may do to a tensor (join it with others, keep only a rank's part of it). Publisher, LastSent and
+the codec are the real ones.
+"""
+
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from megarl.core import recipe as recipes
+from megarl.core.base.checksum import checksum, written
+from megarl.core.base.delta import load
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.messages import Publish, ServerAddress
+from megarl.core.base.ranks import gathered
+from megarl.core.models import build, family_of, hf, parallel
+from megarl.core.models.families import Family
+from megarl.core.server.served import as_held, place
+from megarl.core.weights.deltas import LastSent
+from megarl.core.weights.publisher import Publisher
+from megarl.core.weights.transport import Sent, SentChecksums
+from tests.stack.publish_world import nudge
+
+NO_ENDPOINTS: Any = None
+
+
+class StandIn(Module):
+    """A server: parameters as SGLang joins them, or each tensor's rows divided among the ranks."""
+
+    def __init__(self, number: int, ranks: int, family: Family, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        super().__init__()
+        self.address = ServerAddress(number, "", tensor_parallel=ranks)
+        self.family, self.dies_after = family, -1
+        held = {where: torch.zeros(0, dtype=torch.bfloat16) for where, _, _ in self._pieces(tensors)}
+        for where, start, piece in self._pieces(tensors):
+            short = start + piece.numel() - len(held[where])
+            held[where] = torch.cat([held[where], torch.zeros(max(0, short), dtype=piece.dtype)])
+        for where, values in held.items():
+            self.register_parameter(where.replace(".", "/"), Parameter(values, requires_grad=False))
+        self.load_weights(tensors)
+
+    def _pieces(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, int, Tensor]]:
+        """Where each tensor goes: name of a parameter, first element."""
+        for name, tensor in tensors:
+            if self.address.tensor_parallel == 1:
+                part = place(name, tensor, self.family.architecture)
+                yield part.name, part.start // tensor.itemsize, as_held(name, tensor, self.family.architecture)
+            else:
+                for rank, rows in enumerate(tensor.chunk(self.address.tensor_parallel)):
+                    yield f"{name}/{rank}", 0, rows
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        held = dict(self.named_parameters())
+        for where, start, piece in self._pieces(tensors):
+            if self.dies_after == 0:
+                raise MegarlError("killed")
+            self.dies_after -= 1
+            held[where.replace(".", "/")].data[start : start + piece.numel()].view(piece.shape).copy_(piece)
+
+    async def checksums(self) -> tuple[str, dict[str, str] | None]:
+        each = {name.replace("/", "."): written(int(checksum(p))) for name, p in self.named_parameters()}
+        return str(sorted(each.items())), each if self.address.tensor_parallel == 1 else None
+
+    async def pause(self, mode: str) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def abort_all(self) -> None: ...
+
+
+class StandInFleet:
+    """Calls, one after the other."""
+
+    def __init__(self, servers: dict[int, StandIn], version: int) -> None:
+        self.servers, self.version = servers, version
+
+    def each(
+        self, ids: Iterable[int], call: Callable[[Any], Coroutine[Any, Any, Any]]
+    ) -> tuple[dict[int, Any], dict[int, str]]:
+        results = {}
+        for i in ids:
+            try:
+                call(self.servers[i]).send(None)
+            except StopIteration as done:
+                results[i] = done.value
+        return results, {}
+
+
+class InProcess:
+    """The way to them: every stage's tensors by way of all ranks, in place of the transports."""
+
+    def __init__(self, chunks: Sequence[Module], family: Family) -> None:
+        self._chunks, self._family = chunks, family
+
+    def send(self, fleet: Any, ids: Sequence[int], version: int, last: LastSent, whole: bool) -> Sent:
+        sums = SentChecksums(self._family.architecture)
+        tensors = sums.watch(hf.export(self._chunks, self._family, stacked=False))
+        source = parallel_state.get_tensor_model_parallel_rank() == 0
+        mine = [(name, tensor.clone()) for name, tensor in (last.changed(tensors, whole) if source else tensors)]
+        stages = [stage for stage in gathered((mine, sums.expected()) if source else None) if stage]
+        sent = [pair for pairs, _ in stages for pair in pairs]
+        errors = {}
+        for i in ids if dist.get_rank() == 0 else ():
+            try:
+                load(fleet.servers[i], fleet.servers[i].load_weights, sent)
+            except MegarlError as error:
+                errors[i] = str(error)
+        expected = {name: value for _, checksums in stages for name, value in checksums.items()}
+        return Sent(errors, expected, sum(tensor.nbytes for _, tensor in sent))
+
+
+def main(model: Path, ranks: int, publications: int, kills: int) -> None:
+    recipe = recipes.from_tree(
+        {
+            "model": {
+                "path": str(model),
+                "dtype": "bf16",
+                "tensor_parallel": 2,
+                "pipeline_parallel": 2,
+                "expert_parallel": 2,
+            },
+            "resources": {"learner_ranks": int(os.environ["WORLD_SIZE"])},
+            "weights": {"full_every": 40},
+        }
+    )
+    parallel.start(recipe.model, seed=0, timeout_s=60)
+    family = family_of(model)
+    chunks = build.build(recipe.model, model)
+    hf.load(chunks, family, model)
+    draw = random.Random(0)
+    killed_at = set(draw.sample(range(2, publications), kills))
+    first = whole_model(chunks, family)
+    checkpoint, saved = 0, [p.detach().clone() for _, p in hf.named_parameters(chunks)]
+
+    def learner() -> Publisher:
+        publisher = Publisher(recipe, NO_ENDPOINTS, chunks, family)
+        publisher._transport = InProcess(chunks, family)
+        return publisher
+
+    publisher = learner()
+    servers = {i: StandIn(i, ranks, family, first) for i in range(4)}
+    deltas = full = killed = failed = 0
+    for version in range(1, publications + 1):
+        nudge(chunks, version)
+        if version % 25 == 0:
+            checkpoint, saved = version, [p.detach().clone() for _, p in hf.named_parameters(chunks)]
+        if version in killed_at:
+            killed += 1
+            victim = draw.choice(list(servers))
+            match draw.choice(("server", "in the middle", "learner", "joins")):
+                case "server":  # is back with the weights of its directory
+                    servers[victim] = StandIn(victim, ranks, family, first)
+                case "in the middle":
+                    servers[victim].dies_after = draw.randrange(1, 40)
+                case "learner":  # goes on from its checkpoint
+                    for (_, parameter), values in zip(hf.named_parameters(chunks), saved, strict=True):
+                        parameter.data.copy_(values)
+                    for step in range(checkpoint + 1, version + 1):
+                        nudge(chunks, step)
+                    publisher = learner()
+                case "joins":
+                    del servers[victim]
+                    new = max(servers) + 1
+                    servers[new] = StandIn(new, ranks, family, first)
+        held_back = draw.choice(list(servers)) if draw.random() < 0.05 else -1
+        asked = {i: s for i, s in servers.items() if i != held_back}
+        published = publisher._publish(StandInFleet(asked, version), Publish(version, ()), "test")
+        now = whole_model(chunks, family)
+        if published is None:
+            continue
+        everything = sum(tensor.nbytes for _, tensor in now)
+        deltas += published.bytes_sent < everything
+        full += published.bytes_sent == everything
+        for result in published.results:
+            if result.error:
+                failed += 1
+                servers[result.id] = StandIn(result.id, ranks, family, first)  # as the supervisor restarts it
+            else:
+                assert holds(servers[result.id], now), f"server {result.id} at version {version}"
+    if dist.get_rank() == 0:
+        print(json.dumps({"deltas": deltas, "full": full, "kills": killed, "failed": failed}), flush=True)
+    parallel.stop()
+
+
+def whole_model(chunks: Sequence[Module], family: Family) -> list[tuple[str, Tensor]]:
+    """All stages' tensors, without any of what publication uses."""
+    mine = [(name, tensor.clone()) for name, tensor in hf.export(chunks, family, stacked=False)]
+    source = parallel_state.get_tensor_model_parallel_rank() == 0
+    return [pair for stage in gathered(mine if source else []) for pair in stage]
+
+
+def holds(server: StandIn, tensors: list[tuple[str, Tensor]]) -> bool:
+    """Whether the server's bits are these tensors', and nothing else."""
+    held = {name.replace("/", "."): p.detach() for name, p in server.named_parameters()}
+    seen = dict.fromkeys(held, 0)
+    for where, start, piece in server._pieces(tensors):
+        key = where.replace("/", ".")
+        seen[key] += piece.numel()
+        if not torch.equal(
+            held[key][start : start + piece.numel()].view(torch.int16), piece.reshape(-1).view(torch.int16)
+        ):
+            return False
+    return all(seen[name] == len(values) for name, values in held.items())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

@@ -1,0 +1,145 @@
+"""Deltas to a real server: what changed arrives, and whoever does not hold what it changed from gets everything."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from megarl.core.base import delta
+from megarl.core.base.messages import Publish, Published
+from megarl.core.base.rundir import RunDir
+from megarl.core.weights import deltas
+from megarl.core.weights.publisher import Publisher
+from megarl.lab.evaluation.servers import wait_ready
+from tests.stack.conftest import START_LIMIT_S, Stack, serve
+from tests.stack.publish_world import nudge
+from tests.stack.test_server_faults import Pair, before, models, pair  # noqa: F401  fixtures
+
+pytestmark = [pytest.mark.stack]
+
+
+class Deltas:
+    """A publisher of deltas to one server, and what it publishes: the weights of model `a`, nudged before each publication."""
+
+    def __init__(self, stack: Stack, learner: Callable[[str], Any], full_every: int) -> None:
+        self.stack, (self.chunks, self.family) = stack, learner("a")
+        self.every = full_every
+        self.publisher = self.new()
+
+    def new(self) -> Publisher:
+        """A publisher that has published nothing."""
+        recipe = self.stack.recipe
+        weights = recipe.weights.model_copy(update={"full_every": self.every})
+        return Publisher(recipe.model_copy(update={"weights": weights}), self.stack.endpoints, self.chunks, self.family)
+
+    def publish(self, version: int, by: Publisher | None = None) -> Published:
+        published = (by or self.publisher).publish(Publish(version, (self.stack.server.address,)), "test")
+        assert published is not None
+        return published
+
+    def nudged(self, version: int) -> Published:
+        nudge(self.chunks, version)
+        return self.publish(version)
+
+
+def checksum(published: Published) -> str:
+    (result,) = published.results
+    assert result.error == ""
+    return result.checksum
+
+
+def test_only_what_changed_is_sent_in_all_but_one_of_so_many(stack: Stack, learner: Any) -> None:
+    by = Deltas(stack, learner, 4)
+    found = [by.nudged(200 + n) for n in range(9)]
+    whole = found[0].bytes_sent
+    assert [p.bytes_sent < 0.02 * whole for p in found] == [n % 4 > 0 for n in range(9)]
+    assert len({checksum(p) for p in found}) == 9
+    again = by.publish(209, by.new())
+    assert (again.bytes_sent, checksum(again)) == (whole, checksum(found[-1]))
+
+
+def test_a_server_that_holds_something_else_gets_everything(
+    stack: Stack, learner: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    by = Deltas(stack, learner, 100)
+    whole = by.nudged(220).bytes_sent
+    assert by.nudged(221).bytes_sent < 0.02 * whole
+    stack.ask(lambda server: server.load(str(stack.directory / "b"), 221))  # the version that it was sent
+    found = by.nudged(222)
+    assert "servers [0] do not hold what they were sent" in caplog.text
+    assert found.bytes_sent == whole
+    assert checksum(found)
+    assert by.nudged(223).bytes_sent < 0.02 * whole
+
+
+def test_half_a_delta_is_an_error_and_everything_follows(
+    stack: Stack, learner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has added some tensors when it meets one that it cannot read."""
+    by = Deltas(stack, learner, 100)
+    whole = by.nudged(230).bytes_sent
+    calls = 0
+
+    def damaged(old: Tensor, new: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        code = delta.encode(old, new)
+        if calls == 20:
+            code[len(code) // 2] ^= 64
+        return code
+
+    monkeypatch.setattr(deltas, "encode", damaged)
+    (result,) = by.nudged(231).results
+    assert "a delta is damaged" in result.error
+    monkeypatch.undo()
+    found = by.nudged(232)
+    assert (found.bytes_sent, checksum(found) != "") == (whole, True)
+
+
+def test_a_delta_that_is_not_what_changed_is_noticed(
+    stack: Stack, learner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by = Deltas(stack, learner, 100)
+    whole = by.nudged(240).bytes_sent
+    monkeypatch.setattr(deltas, "encode", lambda old, new: delta.encode(new, new))
+    (result,) = by.nudged(241).results
+    assert "checksum: " in result.error
+    monkeypatch.undo()
+    assert by.nudged(242).bytes_sent == whole
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_killed_between_two_deltas_and_back(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """One of two servers dies in a delta: the other, which has a part of it, gets everything in the same pause. It comes back
+    with the weights of its directory: both get everything. Then deltas again."""
+    pair.publisher._last = deltas.LastSent(100)
+    chunks = pair.publisher._transport._chunks  # type: ignore[attr-defined]
+    addresses, victim = tuple(server.address for server in pair.servers), pair.servers[0]
+
+    def publish(version: int) -> tuple[int, list[str], set[str]]:
+        nudge(chunks, version)
+        published = pair.publisher.publish(Publish(version, addresses), "test")
+        assert published is not None
+        found = published.results
+        return published.bytes_sent, [r.error for r in found], {r.checksum for r in found if not r.error}
+
+    whole, errors, _ = publish(1)
+    size, errors, sums = publish(2)
+    assert (size < 0.02 * whole, errors, len(sums)) == (True, ["", ""], 1)
+
+    pair.publisher._transport._bucket_bytes = 4096  # type: ignore[attr-defined]  # so that a delta has several
+    before(monkeypatch, "receive", 0, victim.stop, number=2)
+    size, errors, sums = publish(3)
+    assert errors[0]
+    assert (errors[1], size, len(sums)) == ("", whole, 1)
+    monkeypatch.undo()
+
+    victim.process = serve(RunDir(pair.recipe.run.path), victim.address, victim.log)
+    wait_ready(victim.address.url, START_LIMIT_S, victim.process.poll)
+    size, errors, sums = publish(4)
+    assert (size, errors, len(sums)) == (whole, ["", ""], 1)
+    size, errors, sums = publish(5)
+    assert (size < 0.02 * whole, errors, len(sums)) == (True, ["", ""], 1)
