@@ -47,6 +47,7 @@ from megarl.core.base.rundir import Endpoints
 from megarl.core.models import build, family_of, hf, parallel
 from megarl.core.recipe import Recipe
 from megarl.core.server.client import Fleet, ServerClient
+from megarl.core.weights.deltas import LastSent
 from megarl.core.weights.process_group import ProcessGroupTransport, backend
 from megarl.core.weights.publisher import Publisher
 from megarl.core.weights.transport import Bucket, SentChecksums, buckets
@@ -151,7 +152,7 @@ def measure(recipe: Recipe, endpoints: Endpoints, repeats: int) -> None:
     chunks = build.build(recipe.model, path)
     hf.load(chunks, family, path)
     limit = recipe.weights.bucket_mb << 20
-    transport = ProcessGroupTransport(chunks, family, limit, recipe.weights.timeout_s)
+    transport = ProcessGroupTransport(chunks, family, LastSent(1), limit, recipe.weights.timeout_s)
     publisher = Publisher(recipe, endpoints, chunks, family)
     publisher._transport = transport  # with two, each would find that the server has a version that it did not send
     address = ServerAddress(id=0, url=endpoints.servers[0])

@@ -105,14 +105,14 @@ class StandInFleet:
 class InProcess:
     """The way to them: every stage's tensors by way of all ranks, in place of the transports."""
 
-    def __init__(self, chunks: Sequence[Module], family: Family) -> None:
-        self._chunks, self._family = chunks, family
+    def __init__(self, chunks: Sequence[Module], family: Family, last: LastSent) -> None:
+        self._chunks, self._family, self._last = chunks, family, last
 
-    def send(self, fleet: Any, ids: Sequence[int], version: int, last: LastSent, whole: bool) -> Sent:
+    def send(self, fleet: Any, ids: Sequence[int], version: int) -> Sent:
         sums = SentChecksums(self._family.architecture)
         tensors = sums.watch(hf.export(self._chunks, self._family, stacked=False))
         source = parallel_state.get_tensor_model_parallel_rank() == 0
-        mine = [(name, tensor.clone()) for name, tensor in (last.changed(tensors, whole) if source else tensors)]
+        mine = [(name, tensor.clone()) for name, tensor in (self._last.changed(tensors) if source else tensors)]
         stages = [stage for stage in gathered((mine, sums.expected()) if source else None) if stage]
         sent = [pair for pairs, _ in stages for pair in pairs]
         errors = {}
@@ -150,7 +150,7 @@ def main(model: Path, ranks: int, publications: int, kills: int) -> None:
 
     def learner() -> Publisher:
         publisher = Publisher(recipe, NO_ENDPOINTS, chunks, family)
-        publisher._transport = InProcess(chunks, family)
+        publisher._transport = InProcess(chunks, family, publisher._last)
         return publisher
 
     publisher = learner()

@@ -115,7 +115,7 @@ def test_a_delta_that_is_not_what_changed_is_noticed(
 def test_killed_between_two_deltas_and_back(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """One of two servers dies in a delta: the other, which has a part of it, gets everything in the same pause. It comes back
     with the weights of its directory: both get everything. Then deltas again."""
-    pair.publisher._last = deltas.LastSent(100)
+    pair.publisher._last = pair.publisher._transport._last = deltas.LastSent(100)  # type: ignore[attr-defined]
     chunks = pair.publisher._transport._chunks  # type: ignore[attr-defined]
     addresses, victim = tuple(server.address for server in pair.servers), pair.servers[0]
 

@@ -79,7 +79,6 @@ PLUG_INS = {
     "environments", "scaling",  # what users import
     "core.algorithm.losses.cispo", "core.algorithm.losses.gspo", "core.algorithm.losses.reinforce",  # one loss a file
     "core.models.head.passes",  # one of two, chosen by the device
-    "core.weights.disk",  # one transport a file
     "tasks.environments.guessing",  # one environment a file
 }  # fmt: skip
 """Small modules that are one of several of a kind, or that nothing in megarl imports."""

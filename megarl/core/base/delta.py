@@ -25,32 +25,40 @@ from torch.utils._python_dispatch import TorchDispatchMode
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of an element."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Of tensors that are sent, in the order of the numbers that name them."""
+"""A number stands for each in a code: its place here."""
 SUFFIX = ".delta"
-"""Of the name of a tensor of which only a delta is sent."""
+"""Ends the name of a tensor of which only a delta is sent."""
 LARGE = 255
 WORD = 8
 """Bytes that are compared at once."""
+PIECE = 1 << 24
+"""Elements that are compared at once: what is known of each of those that changed takes 50 bytes."""
 
 
 def encode(old: Tensor, new: Tensor) -> Tensor:
     """Return what makes `new` of `old`, of the same shape and type and on any device: [bytes] uint8 on the CPU."""
     before, after = (_integers(tensor) for tensor in (old, new))
-    where = _changed(before, after)
-    gaps = torch.diff(where, prepend=where.new_full((1,), -1)) - 1
-    ends = (gaps // LARGE + 1).cumsum(0)
-    skips = torch.full((int(ends[-1]) if len(ends) else 0,), LARGE, dtype=torch.uint8, device=where.device)
-    skips[ends - 1] = (gaps % LARGE).byte()
-    difference = after[where] - before[where]
-    folded = (difference.long() << 1) ^ (difference.long() >> 63)  # 0, -1, 1, -2, … as 0, 1, 2, 3, …
-    large = folded >= LARGE
-    head = [DTYPES.index(new.dtype), len(skips), len(where), *new.shape]
-    parts = (torch.tensor([len(head), *head]), difference[large], skips, folded.masked_fill(large, LARGE).byte())
-    coder = zlib.compressobj(1, strategy=zlib.Z_HUFFMAN_ONLY)
-    coded = [
-        coder.compress(part.cpu().numpy()) + coder.flush(zlib.Z_BLOCK) for part in parts
-    ]  # each with a code of its own
-    return torch.frombuffer(bytearray(b"".join([*coded, coder.flush()])), dtype=torch.uint8)
+    parts: tuple[list[Tensor], ...] = ([], [], [])
+    last = -1
+    for start in range(0, max(1, len(before)), PIECE):
+        here = slice(start, start + PIECE)
+        where = _changed(before[here], after[here])
+        gaps = torch.diff(where, prepend=where.new_tensor([last - start])) - 1
+        ends = (gaps // LARGE + 1).cumsum(0)
+        skips = torch.full((int(ends[-1]) if len(ends) else 0,), LARGE, dtype=torch.uint8, device=where.device)
+        skips[ends - 1] = (gaps % LARGE).byte()
+        difference = after[here][where] - before[here][where]
+        folded = (difference.long() << 1) ^ (difference.long() >> 63)  # 0, -1, 1, -2, … as 0, 1, 2, 3, …
+        large = folded >= LARGE
+        for part, piece in zip(parts, (difference[large], skips, folded.masked_fill(large, LARGE).byte()), strict=True):
+            part.append(piece.cpu())
+        last = start + int(where[-1]) if len(where) else last
+    numbers, skips, folded = map(torch.cat, parts)
+    head = [DTYPES.index(new.dtype), len(skips), len(folded), *new.shape]
+    coder, code = zlib.compressobj(1, strategy=zlib.Z_HUFFMAN_ONLY), b""
+    for part in (torch.tensor([len(head), *head]), numbers, skips, folded):
+        code += coder.compress(part.numpy()) + coder.flush(zlib.Z_BLOCK)  # each by frequencies of its own
+    return torch.frombuffer(bytearray(code + coder.flush()), dtype=torch.uint8)
 
 
 def decode(code: Tensor) -> Tensor:
@@ -75,13 +83,9 @@ def decode(code: Tensor) -> Tensor:
 
 
 def add(held: Tensor, difference: Tensor) -> None:
-    """Add to what a server holds of the tensor, in place; it may hold it in a type that has all values of the tensor's."""
+    """Add it to what a server holds, in place."""
     kind = INTEGERS[difference.itemsize]
-    difference = difference.to(held.device)
-    if held.dtype == difference.dtype:
-        held.view(kind).add_(difference.view(kind))
-    else:
-        held.copy_((held.to(difference.dtype).view(kind) + difference.view(kind)).view(difference.dtype))
+    held.view(kind).add_(difference.to(held.device).view(kind))
 
 
 def load(
@@ -99,6 +103,8 @@ def load(
                 yield name, tensor
 
     loader(others())
+    if not deltas:
+        return
     with _Adding(model):
         loader((name, decode(code)) for name, code in deltas)
 

@@ -38,22 +38,22 @@ SGLang takes a UUID there (sglang.srt.utils.patch_torch)."""
 class CudaIpcTransport:
     """One learner rank's way to the servers on its GPU. `send` is collective over all ranks."""
 
-    def __init__(self, chunks: Sequence[Module], family: Family, bucket_bytes: int) -> None:
-        self._chunks, self._family, self._bucket_bytes = chunks, family, bucket_bytes
+    def __init__(self, chunks: Sequence[Module], family: Family, last: LastSent, bucket_bytes: int) -> None:
+        self._chunks, self._family, self._last, self._bucket_bytes = chunks, family, last, bucket_bytes
         # Torch's other way, file descriptors, needs a connection between the two processes that they do not have.
         torch.multiprocessing.set_sharing_strategy("file_system")
 
-    def send(self, fleet: Fleet, ids: Sequence[int], version: int, last: LastSent, whole: bool) -> Sent:
-        """Bring the paused servers `ids` to this rank's weights (see Transport). COLLECTIVE."""
+    def send(self, fleet: Fleet, ids: Sequence[int], version: int) -> Sent:
+        """Bring the paused servers `ids` to this rank's weights. Every rank gets the same result. COLLECTIVE."""
         mine = [i for i in ids if i * fleet.servers[i].address.tensor_parallel == dist.get_rank()]
-        every = gathered(self._send(fleet, mine, last, whole))
+        every = gathered(self._send(fleet, mine))
         return Sent(
             {i: text for sent in every for i, text in sent.errors.items()},
             {name: value for sent in every for name, value in sent.checksums.items()},
             max(sent.bytes for sent in every),
         )
 
-    def _send(self, fleet: Fleet, mine: Sequence[int], last_sent: LastSent, whole: bool) -> Sent:
+    def _send(self, fleet: Fleet, mine: Sequence[int]) -> Sent:
         """Send to this rank's servers."""
         exported = hf.export(self._chunks, self._family, stacked=False)
         if not mine:
@@ -61,7 +61,7 @@ class CudaIpcTransport:
             return Sent({}, {}, 0)
         errors = fleet.each(mine, _check_and_begin)[1]
         sums, size = SentChecksums(self._family.architecture), 0
-        for bucket, last in with_last(buckets(last_sent.changed(sums.watch(exported), whole), self._bucket_bytes)):
+        for bucket, last in with_last(buckets(self._last.changed(sums.watch(exported)), self._bucket_bytes)):
             size += bucket.flat.nbytes
             alive = [i for i in mine if i not in errors]
             errors |= self._hand_over(fleet, alive, bucket, fleet.version if last else None)

@@ -17,6 +17,9 @@ from torch import Tensor
 
 from megarl.core.base.delta import DTYPES, SUFFIX, encode
 
+MOST = 1 / 16
+"""A tensor whose delta has a larger share of its bytes is sent itself: to decode that would take more memory than it has."""
+
 
 class _Held(NamedTuple):
     """What a server holds: a version, the checksum of all its parameters then, and the deltas since it was sent everything."""
@@ -28,17 +31,18 @@ class _Held(NamedTuple):
 
 class LastSent:
     """What this rank sent last: in the host's memory, as many bytes as it sends. For cuda_ipc that is the model on each rank
-    that has a server, for the others a pipeline stage on its source."""
+    that has a server, for the others a pipeline stage on its source.
+
+    whole: whether everything is sent now.
+    """
+
+    whole = True
 
     def __init__(self, full_every: int) -> None:
         self._full_every = full_every
         self._values: dict[str, Tensor] = {}
         self._version = 0
         self._held: dict[int, _Held] = {}
-
-    @property
-    def is_kept(self) -> bool:
-        return self._full_every > 1
 
     def expected(self, ids: Iterable[int]) -> dict[int, str] | None:
         """Return the checksums with which these servers can be given deltas; None if one of them must get everything."""
@@ -47,23 +51,24 @@ class LastSent:
             return None
         return {i: h.checksum for i, h in held.items()}
 
-    def changed(self, tensors: Iterable[tuple[str, Tensor]], whole: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield what is to be sent of these tensors, and keep them. A delta that would be no smaller goes as the tensor."""
-        for name, tensor in tensors if self.is_kept else ():
+    def changed(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield what is to be sent of these tensors, and keep them."""
+        if self._full_every == 1:
+            yield from tensors
+            return
+        for name, tensor in tensors:
             if name not in self._values:
                 self._values[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
             last = self._values[name]
-            code = None if whole or tensor.dtype not in DTYPES else encode(last.to(tensor.device), tensor)
+            code = None if self.whole or tensor.dtype not in DTYPES else encode(last.to(tensor.device), tensor)
             last.copy_(tensor)
-            if code is not None and len(code) < tensor.nbytes:
+            if code is not None and len(code) < MOST * tensor.nbytes:
                 yield name + SUFFIX, code.to(tensor.device)
             else:
                 yield name, tensor
-        if not self.is_kept:
-            yield from tensors
 
-    def arrived(self, version: int, checksums: Mapping[int, str], whole: bool) -> None:
+    def arrived(self, version: int, checksums: Mapping[int, str]) -> None:
         """Note that what was sent last is `version`, and that of the servers it was sent to these have it."""
-        deltas = {i: 0 if whole else self._held[i].deltas + 1 for i in checksums}
+        deltas = {i: 0 if self.whole else self._held[i].deltas + 1 for i in checksums}
         others = {i: held for i, held in self._held.items() if held.version == version}
         self._version, self._held = version, others | {i: _Held(version, c, deltas[i]) for i, c in checksums.items()}

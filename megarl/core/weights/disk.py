@@ -27,12 +27,13 @@ KEEP = 2
 class DiskTransport:
     """One learner rank's way to the servers. `send` is collective over all ranks."""
 
-    def __init__(self, chunks: Sequence[Module], family: Family, source: Path, directory: Path) -> None:
+    def __init__(self, chunks: Sequence[Module], family: Family, last: LastSent, source: Path, directory: Path) -> None:
         """source: Hugging Face directory to copy the configuration from."""
-        self._chunks, self._family, self._source, self._directory = chunks, family, source, directory
+        self._chunks, self._family, self._last = chunks, family, last
+        self._source, self._directory = source, directory
 
-    def send(self, fleet: Fleet, ids: Sequence[int], version: int, last: LastSent, whole: bool) -> Sent:
-        """Bring the paused servers `ids` to this rank's weights (see Transport). COLLECTIVE."""
+    def send(self, fleet: Fleet, ids: Sequence[int], version: int) -> Sent:
+        """Bring the paused servers `ids` to this rank's weights. Every rank gets the same result. COLLECTIVE."""
         path = self._directory / f"v{version}"
         if dist.get_rank() == 0:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -40,13 +41,10 @@ class DiskTransport:
         from_rank_0(None)
         sums = SentChecksums(self._family.architecture)
         sent = sums.watch(hf.export(self._chunks, self._family, stacked=False))
-        if (
-            writes := parallel_state.get_tensor_model_parallel_rank()
-            == parallel_state.get_data_parallel_rank(True)
-            == 0
-        ):
-            sent = last.changed(sent, whole)
-        if whole:
+        writes = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank(True) == 0
+        if writes:
+            sent = self._last.changed(sent)
+        if self._last.whole:
             hf.save(self._chunks, self._family, self._source, path)
             deque(sent, maxlen=0)
         else:

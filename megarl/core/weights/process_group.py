@@ -80,9 +80,11 @@ class _Attempt:
 class ProcessGroupTransport:
     """One learner rank's way to the servers. `send` is collective over all ranks."""
 
-    def __init__(self, chunks: Sequence[Module], family: Family, bucket_bytes: int, limit_s: float) -> None:
+    def __init__(
+        self, chunks: Sequence[Module], family: Family, last: LastSent, bucket_bytes: int, limit_s: float
+    ) -> None:
         """limit_s: for any one bucket (weights.timeout_s)."""
-        self._chunks, self._family = chunks, family
+        self._chunks, self._family, self._last = chunks, family, last
         self._bucket_bytes, self._limit_s = bucket_bytes, limit_s
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         self._stage, self._stages = pipeline.rank(), pipeline.size()
@@ -94,8 +96,8 @@ class ProcessGroupTransport:
         self._members: tuple[int, ...] = ()
         self._versions: dict[int, int] = {}  # what each member of the group was given last
 
-    def send(self, fleet: Fleet, ids: Sequence[int], version: int, last: LastSent, whole: bool) -> Sent:
-        """Bring the paused servers `ids` to this rank's weights (see Transport). COLLECTIVE."""
+    def send(self, fleet: Fleet, ids: Sequence[int], version: int) -> Sent:
+        """Bring the paused servers `ids` to this rank's weights. Every rank gets the same result. COLLECTIVE."""
         leader = dist.get_rank() == 0
         alive = tuple(ids)
         if self._source and self._group is not None and self._members == alive:
@@ -109,7 +111,7 @@ class ProcessGroupTransport:
             alive = tuple(i for i in alive if i not in errors)
             if not alive:
                 break
-            attempt = self._send_all(fleet, alive, last, whole)
+            attempt = self._send_all(fleet, alive)
             errors |= attempt.failed
             if not attempt.broken:
                 if leader:
@@ -119,30 +121,28 @@ class ProcessGroupTransport:
             why = "; ".join((attempt.failed or attempt.interrupted).values()) or attempt.broken
             log.warning("sending version %d again: %s", version, why)
             self._leave(fleet)
-            whole = True  # nobody knows what a server added
+            self._last.whole = True  # nobody knows what a server has added
         errors |= dict.fromkeys(alive, f"publishing version {version}: its process groups broke again and again")
         return Sent(errors, {}, 0)
 
-    def _send_all(self, fleet: Fleet, ids: tuple[int, ...], last: LastSent, whole: bool) -> _Attempt:
+    def _send_all(self, fleet: Fleet, ids: tuple[int, ...]) -> _Attempt:
         """Send all stages once, up to the first that fails."""
-        total = _Attempt()
+        whole = _Attempt()
         for stage in range(self._stages):
             mine = _Attempt()
             if stage == self._stage and self._exports:
-                self._send_stage(mine, fleet, ids, last, whole)
+                self._send_stage(mine, fleet, ids)
             for other in gathered(mine):
-                total.checksums |= other.checksums
-                total.bytes += other.bytes
-                total.failed |= other.failed
-                total.interrupted |= other.interrupted
-                total.broken = total.broken or other.broken
-            if total.broken:
+                whole.checksums |= other.checksums
+                whole.bytes += other.bytes
+                whole.failed |= other.failed
+                whole.interrupted |= other.interrupted
+                whole.broken = whole.broken or other.broken
+            if whole.broken:
                 break
-        return total
+        return whole
 
-    def _send_stage(
-        self, attempt: _Attempt, fleet: Fleet, ids: tuple[int, ...], last_sent: LastSent, whole: bool
-    ) -> None:
+    def _send_stage(self, attempt: _Attempt, fleet: Fleet, ids: tuple[int, ...]) -> None:
         """Send this stage's buckets from its source; the stage's other ranks take part in gathering the tensors."""
         exported = hf.export(self._chunks, self._family, stacked=False)
         if not self._source:
@@ -151,7 +151,7 @@ class ProcessGroupTransport:
         self._join(attempt, fleet, ids)
         sums = SentChecksums(self._family.architecture)
         under_way: _Transfer | None = None
-        for bucket, last in with_last(buckets(last_sent.changed(sums.watch(exported), whole), self._bucket_bytes)):
+        for bucket, last in with_last(buckets(self._last.changed(sums.watch(exported)), self._bucket_bytes)):
             self._finish(attempt, under_way)
             under_way = None
             if not attempt.broken and self._group is not None:

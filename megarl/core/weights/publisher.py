@@ -69,11 +69,11 @@ class Publisher:
         self._transport: Transport
         if weights.transport == "disk":
             directory = RunDir(recipe.run.path).weights
-            self._transport = DiskTransport(chunks, family, Path(recipe.model.path), directory)
+            self._transport = DiskTransport(chunks, family, self._last, Path(recipe.model.path), directory)
         elif weights.transport == "cuda_ipc":
-            self._transport = CudaIpcTransport(chunks, family, bucket_bytes)
+            self._transport = CudaIpcTransport(chunks, family, self._last, bucket_bytes)
         else:
-            self._transport = ProcessGroupTransport(chunks, family, bucket_bytes, weights.timeout_s)
+            self._transport = ProcessGroupTransport(chunks, family, self._last, bucket_bytes, weights.timeout_s)
 
     def publish(self, command: Publish, incarnation: str) -> Published | None:
         """Bring the command's servers to the weights this learner has now. COLLECTIVE; only rank 0 gets the result.
@@ -88,17 +88,17 @@ class Publisher:
         errors: dict[int, str] = {}
         checksums: dict[int, str] = {}
         sent: Sent | None = None
-        whole = from_rank_0(leader and self._needs_whole(fleet))
+        self._last.whole = from_rank_0(leader and self._needs_whole(fleet))
         started = time.monotonic()
         try:
             errors = from_rank_0(fleet.each(fleet.servers, self._stop)[1] if leader else {})
             paused = time.monotonic()
             alive = [i for i in fleet.servers if i not in errors]
-            sent = self._transport.send(fleet, alive, command.version, self._last, whole)
+            sent = self._transport.send(fleet, alive, command.version)
             errors |= sent.errors
             if leader:
                 checksums = self._compare(fleet, sent, errors, command.version)
-                self._last.arrived(command.version, {i: checksums[i] for i in alive if i not in errors}, whole)
+                self._last.arrived(command.version, {i: checksums[i] for i in alive if i not in errors})
             transferred = time.monotonic()
         finally:
             if leader:

@@ -16,7 +16,6 @@ from megarl.core.base.messages import ServerAddress
 from megarl.core.base.rundir import Endpoints
 from megarl.core.server.client import Fleet, ServerClient
 from megarl.core.server.served import as_held, is_padded_inside, place
-from megarl.core.weights.deltas import LastSent
 
 
 class Sent(NamedTuple):
@@ -30,9 +29,8 @@ class Sent(NamedTuple):
 class Transport(Protocol):
     """One learner rank's way to the servers."""
 
-    def send(self, fleet: Fleet, ids: Sequence[int], version: int, last: LastSent, whole: bool) -> Sent:
-        """Bring the paused servers `ids` to this rank's weights, by what changed since `last` unless `whole`. Every rank gets
-        the same result. COLLECTIVE."""
+    def send(self, fleet: Fleet, ids: Sequence[int], version: int) -> Sent:
+        """Bring the paused servers `ids` to this rank's weights. Every rank gets the same result. COLLECTIVE."""
 
 
 def open_fleet(servers: Iterable[ServerAddress], endpoints: Endpoints, limit_s: float, version: int) -> Fleet:

@@ -1,14 +1,17 @@
 """Deltas: whatever the bits, old + delta = new; what is damaged is refused; and they are as small as counting says."""
 
 import math
+from collections.abc import Iterable
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import Module, Parameter
 
-from megarl.core.base.delta import DTYPES, INTEGERS, LARGE, add, decode, encode
+from megarl.core.base import delta
+from megarl.core.base.delta import DTYPES, INTEGERS, LARGE, SUFFIX, add, decode, encode, load
 
 seeds, dtypes = st.integers(0, 2**31), st.sampled_from(DTYPES)
 shapes = st.lists(st.integers(0, 9), max_size=3) | st.tuples(st.integers(0, 5000))
@@ -70,6 +73,17 @@ def test_numbers_about_a_byte(gap: int, by: int) -> None:
     assert torch.equal(bits(given_back(old, new)), bits(new))
 
 
+@given(st.integers(0, 100), st.integers(0, 3), seeds)
+def test_pieces_of_a_long_tensor(size: int, share: int, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    old, other = (random_bits([size], torch.bfloat16, draw) for _ in "ab")
+    new = torch.where(torch.rand(size, generator=draw) < share / 3, other, old)
+    with pytest.MonkeyPatch.context() as patch:
+        whole = encode(old, new)
+        patch.setattr(delta, "PIECE", 16)
+        assert torch.equal(encode(old, new), whole)
+
+
 def test_views_at_any_place() -> None:
     memory = torch.arange(1000).short().view(torch.bfloat16)
     old, new = memory[1:801].view(20, 40), memory[3:803].view(40, 20).T
@@ -86,12 +100,31 @@ def test_parts_and_turned_ones() -> None:
     assert torch.equal(bits(held[:, :2]), bits(old.T[:, :2]))
 
 
-def test_a_server_holds_it_in_a_wider_type() -> None:
+class Fused(Module):
+    """Holds two tensors one after the other, turned, as a rank of two: the second half of each one's rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = Parameter(torch.zeros(5, 12, dtype=torch.bfloat16), requires_grad=False)
+        self.scratch = torch.ones(3)
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            self.scratch.copy_(torch.full((3,), 7.0))  # no parameter
+            first = 6 * (name == "up")
+            self.both.data[:, first : first + 6] = tensor[6:].T
+
+
+def test_a_loader_adds_deltas_where_it_copies_tensors() -> None:
     draw = torch.Generator().manual_seed(0)
-    old, new = (torch.randn(100, generator=draw).bfloat16() for _ in "ab")
-    held = old.float()
-    add(held, decode(encode(old, new)))
-    assert torch.equal(held, new.float())
+    old, new = ({name: random_bits([12, 5], torch.bfloat16, draw) for name in ("gate", "up")} for _ in "ab")
+    model, whole = Fused(), Fused()
+    load(model, model.load_weights, old.items())
+    load(whole, whole.load_weights, new.items())
+    assert not torch.equal(bits(model.both), bits(whole.both))
+    load(model, model.load_weights, [("gate", new["gate"]), ("up" + SUFFIX, encode(old["up"], new["up"]))])
+    assert torch.equal(bits(model.both), bits(whole.both))
+    assert model.scratch.eq(7).all()
 
 
 def test_damage_is_found() -> None:
