@@ -93,12 +93,10 @@ class Publisher:
         try:
             errors = from_rank_0(fleet.each(fleet.servers, self._stop)[1] if leader else {})
             paused = time.monotonic()
-            alive = [i for i in fleet.servers if i not in errors]
-            sent = self._transport.send(fleet, alive, command.version)
+            sent = self._transport.send(fleet, [i for i in fleet.servers if i not in errors], command.version)
             errors |= sent.errors
             if leader:
                 checksums = self._compare(fleet, sent, errors, command.version)
-                self._last.arrived(command.version, {i: checksums[i] for i in alive if i not in errors})
             transferred = time.monotonic()
         finally:
             if leader:
@@ -110,6 +108,7 @@ class Publisher:
             return None
         for text in errors.values():
             log.error("%s", text)
+        self._last.arrived(command.version, {i: c for i, c in checksums.items() if i not in errors})
         return Published(
             incarnation=incarnation,
             version=command.version,
