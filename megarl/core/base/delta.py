@@ -132,11 +132,12 @@ def _integers(tensor: Tensor) -> Tensor:
 
 
 def _changed(before: Tensor, after: Tensor) -> Tensor:
-    """Return where they differ [changed] int64, ascending. Whole words first: most are equal, and it is four times as fast."""
+    """Return where they differ [changed] int64, ascending. Whole words first, most of which are equal."""
     many = WORD // before.itemsize
     whole = len(before) // many * many
-    words = torch.nonzero(before[:whole].view(torch.int64) != after[:whole].view(torch.int64))
-    inside = (words * many + torch.arange(many, device=words.device)).view(-1)
-    rest = torch.arange(whole, len(before), device=words.device)
-    candidates = torch.cat([inside, rest])
-    return candidates[before[candidates] != after[candidates]]
+    old, new = (tensor[:whole].view(torch.int64) for tensor in (before, after))
+    words = torch.nonzero(old != new).view(-1)
+    places = (words[:, None] * many + torch.arange(many, device=words.device)).view(-1)
+    inside = places[old[words].view(before.dtype) != new[words].view(before.dtype)]
+    rest = torch.nonzero(before[whole:] != after[whole:]).view(-1) + whole
+    return torch.cat([inside, rest])
