@@ -105,6 +105,8 @@ class StandInFleet:
 class InProcess:
     """The way to them: every stage's tensors by way of all ranks, in place of the transports."""
 
+    staged = False
+
     def __init__(self, chunks: Sequence[Module], family: Family, last: LastSent) -> None:
         self._chunks, self._family, self._last = chunks, family, last
 

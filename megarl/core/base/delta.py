@@ -62,11 +62,11 @@ def encode(old: Tensor, new: Tensor) -> Tensor:
 
 
 def decode(code: Tensor) -> Tensor:
-    """Return the differences, of the tensor's type and shape, on the code's device. ValueError if the code is damaged."""
+    """Return the differences, of the tensor's type and shape, on the code's device. RuntimeError if the code is damaged."""
     try:
         data = torch.frombuffer(bytearray(zlib.decompress(code.cpu().numpy())), dtype=torch.uint8)
     except zlib.error as error:
-        raise ValueError(f"a delta is damaged: {error}") from None
+        raise RuntimeError(f"a delta is damaged: {error}") from None
     size = 8 * (1 + int(data[:8].view(torch.int64)))
     number, skipped, changed, *shape = data[8:size].view(torch.int64).tolist()
     dtype = DTYPES[number]

@@ -44,6 +44,11 @@ class LastSent:
         self._version = 0
         self._held: dict[int, _Held] = {}
 
+    @property
+    def base(self) -> int | None:
+        """The version that deltas are of; None if everything is sent."""
+        return None if self.whole else self._version
+
     def expected(self, ids: Iterable[int]) -> dict[int, str] | None:
         """Return the checksums with which these servers can be given deltas; None if one of them must get everything."""
         held = {i: self._held.get(i, _Held(-1, "", 0)) for i in ids}

@@ -84,20 +84,33 @@ class Publisher:
             return self._publish(fleet, command, incarnation)
 
     def _publish(self, fleet: Fleet, command: Publish, incarnation: str) -> Published | None:
-        leader = dist.get_rank() == 0
+        leader, staged = dist.get_rank() == 0, self._transport.staged
         errors: dict[int, str] = {}
         checksums: dict[int, str] = {}
         sent: Sent | None = None
         self._last.whole = from_rank_0(leader and self._needs_whole(fleet))
         started = time.monotonic()
-        try:
-            errors = from_rank_0(fleet.each(fleet.servers, self._stop)[1] if leader else {})
-            paused = time.monotonic()
+
+        def send() -> Sent:
             sent = self._transport.send(fleet, [i for i in fleet.servers if i not in errors], command.version)
-            errors |= sent.errors
+            errors.update(sent.errors)
             if leader:
-                checksums = self._compare(fleet, sent, errors, command.version)
-            transferred = time.monotonic()
+                checksums.update(self._compare(fleet, sent, errors, command.version))
+            return sent
+
+        if staged:
+            sent = send()
+        sent_at = time.monotonic()
+        try:
+            ready = [i for i in fleet.servers if i not in errors]
+            errors |= from_rank_0(fleet.each(ready, self._stop)[1] if leader else {})
+            paused = time.monotonic()
+            if not staged:
+                sent = send()
+            elif leader:
+                ready = [i for i in ready if i not in errors]
+                errors |= fleet.each(ready, lambda server: server.swap(command.version))[1]
+            done = time.monotonic()
         finally:
             if leader:
                 dirty = [i for i in fleet.servers if sent is None or i in errors]
@@ -109,16 +122,18 @@ class Publisher:
         for text in errors.values():
             log.error("%s", text)
         self._last.arrived(command.version, {i: c for i, c in checksums.items() if i not in errors})
+        assert sent is not None
         return Published(
             incarnation=incarnation,
             version=command.version,
             results=tuple(
                 ServerResult(id=i, error=errors.get(i, ""), checksum=checksums.get(i, "")) for i in fleet.servers
             ),
-            pause_seconds=paused - started,
-            transfer_seconds=transferred - paused,
-            resume_seconds=resumed - transferred,
+            pause_seconds=paused - sent_at,
+            transfer_seconds=sent_at - started if staged else done - paused,
+            resume_seconds=resumed - (paused if staged else done),
             bytes_sent=sent.bytes,
+            staged=staged,
         )
 
     def _needs_whole(self, fleet: Fleet) -> bool:
@@ -145,7 +160,8 @@ class Publisher:
 
     def _compare(self, fleet: Fleet, sent: Sent, errors: dict[int, str], version: int) -> dict[int, str]:
         """Return each server's checksum; add to `errors` those that differ from what was sent, or from the other servers'."""
-        answers, failed = fleet.each([i for i in fleet.servers if i not in errors], lambda server: server.checksums())
+        asked = ServerClient.staged_checksums if self._transport.staged else ServerClient.checksums
+        answers, failed = fleet.each([i for i in fleet.servers if i not in errors], asked)
         errors |= failed
         for i, (_, parameters) in answers.items():
             if wrong := differing(sent.checksums, parameters or {}):

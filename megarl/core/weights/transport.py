@@ -27,10 +27,12 @@ class Sent(NamedTuple):
 
 
 class Transport(Protocol):
-    """One learner rank's way to the servers."""
+    """One learner rank's way to the servers. staged: these receive while they generate (server/staging.py), then swap."""
+
+    staged: bool
 
     def send(self, fleet: Fleet, ids: Sequence[int], version: int) -> Sent:
-        """Bring the paused servers `ids` to this rank's weights. Every rank gets the same result. COLLECTIVE."""
+        """Bring this rank's weights to the servers `ids`, paused unless staged. Every rank gets the same result. COLLECTIVE."""
 
 
 def open_fleet(servers: Iterable[ServerAddress], endpoints: Endpoints, limit_s: float, version: int) -> Fleet:
