@@ -8,13 +8,10 @@ from torch import Tensor
 
 from megarl.core.base import delta
 from megarl.core.base.messages import Publish, Published
-from megarl.core.base.rundir import RunDir
 from megarl.core.weights import deltas
 from megarl.core.weights.publisher import Publisher
-from megarl.lab.evaluation.servers import wait_ready
-from tests.stack.conftest import START_LIMIT_S, Stack, serve
+from tests.stack.conftest import Stack
 from tests.stack.publish_world import nudge
-from tests.stack.test_server_faults import Pair, before, models, pair  # noqa: F401  fixtures
 
 pytestmark = [pytest.mark.stack]
 
@@ -106,38 +103,3 @@ def test_a_delta_that_is_not_what_changed_is_noticed(
     assert "checksum: " in result.error
     monkeypatch.undo()
     assert by.nudged(242).bytes_sent == whole
-
-
-@pytest.mark.faults
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_killed_between_two_deltas_and_back(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    """One of two servers dies in a delta: the other, which may have a part of it, gets everything at once. It comes back
-    with the weights of its directory: both get everything. Then deltas again."""
-    pair.publisher._last = pair.publisher._transport._last = deltas.LastSent(100)  # type: ignore[attr-defined]
-    chunks = pair.publisher._transport._chunks  # type: ignore[attr-defined]
-    addresses, victim = tuple(server.address for server in pair.servers), pair.servers[0]
-
-    def publish(version: int) -> tuple[int, list[str], set[str]]:
-        nudge(chunks, version)
-        published = pair.publisher.publish(Publish(version, addresses), "test")
-        assert published is not None
-        found = published.results
-        return published.bytes_sent, [r.error for r in found], {r.checksum for r in found if not r.error}
-
-    whole, errors, _ = publish(1)
-    size, errors, sums = publish(2)
-    assert (size < 0.02 * whole, errors, len(sums)) == (True, ["", ""], 1)
-
-    before(monkeypatch, "receive", 0, victim.stop)
-    size, errors, sums = publish(3)
-    assert errors[0]
-    assert (errors[1], size, len(sums)) == ("", whole, 1)
-    monkeypatch.undo()
-
-    victim.process = serve(RunDir(pair.recipe.run.path), victim.address, victim.log)
-    wait_ready(victim.address.url, START_LIMIT_S, victim.process.poll)
-    size, errors, sums = publish(4)
-    assert (size, errors, len(sums)) == (whole, ["", ""], 1)
-    size, errors, sums = publish(5)
-    assert (size < 0.02 * whole, errors, len(sums)) == (True, ["", ""], 1)

@@ -15,13 +15,25 @@ import psutil
 import pytest
 
 from megarl.core.base.messages import Publish, Published
-from megarl.core.base.rundir import Endpoints
+from megarl.core.base.rundir import Endpoints, RunDir
 from megarl.core.server.client import ServerClient, ServerLost
-from megarl.core.weights import process_group
+from megarl.core.weights import deltas, process_group
 from megarl.core.weights.publisher import Publisher
+from megarl.lab.evaluation.servers import wait_ready
 from tests.pessimistic_nccl import ERROR_AFTER, PessimisticNccl
 from tests.pessimistic_nccl import NAME as PESSIMISTIC_NCCL
-from tests.stack.conftest import POSITIONS, Network, Running, client_of, stack_recipe, start_servers, two_models
+from tests.stack.conftest import (
+    POSITIONS,
+    START_LIMIT_S,
+    Network,
+    Running,
+    client_of,
+    serve,
+    stack_recipe,
+    start_servers,
+    two_models,
+)
+from tests.stack.publish_world import nudge
 from tests.tiny import tiny_llama
 from tests.tiny_scores import difference, scores
 
@@ -273,3 +285,37 @@ async def test_standing_still_while_generating(pair: Pair, record_property: Any)
     (reference,) = scores(pair.models["a"], [np.concatenate([prefix, rest.tokens])])
     logprobs = np.concatenate([lost.logprobs, rest.logprobs])
     np.testing.assert_allclose(logprobs, reference[len(PROMPT) - 1 :], atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_killed_between_two_deltas_and_back(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two servers dies in a delta: the other, which may have a part of it, gets everything at once. It comes back
+    with the weights of its directory: both get everything. Then deltas again."""
+    pair.publisher._last = pair.publisher._transport._last = deltas.LastSent(100)  # type: ignore[attr-defined]
+    chunks = pair.publisher._transport._chunks  # type: ignore[attr-defined]
+    addresses, victim = tuple(server.address for server in pair.servers), pair.servers[0]
+
+    def publish(version: int) -> tuple[int, list[str], set[str]]:
+        nudge(chunks, version)
+        published = pair.publisher.publish(Publish(version, addresses), "test")
+        assert published is not None
+        found = published.results
+        return published.bytes_sent, [r.error for r in found], {r.checksum for r in found if not r.error}
+
+    whole, errors, _ = publish(1)
+    size, errors, sums = publish(2)
+    assert (size < 0.02 * whole, errors, len(sums)) == (True, ["", ""], 1)
+
+    before(monkeypatch, "receive", 0, victim.stop)
+    size, errors, sums = publish(3)
+    assert errors[0]
+    assert (errors[1], size, len(sums)) == ("", whole, 1)
+    monkeypatch.undo()
+
+    victim.process = serve(RunDir(pair.recipe.run.path), victim.address, victim.log)
+    wait_ready(victim.address.url, START_LIMIT_S, victim.process.poll)
+    size, errors, sums = publish(4)
+    assert (size, errors, len(sums)) == (whole, ["", ""], 1)
+    size, errors, sums = publish(5)
+    assert (size < 0.02 * whole, errors, len(sums)) == (True, ["", ""], 1)

@@ -127,14 +127,20 @@ def test_a_loader_adds_deltas_where_it_copies_tensors() -> None:
     assert model.scratch.eq(7).all()
 
 
-def test_damage_is_found() -> None:
-    old, new = torch.zeros(300).bfloat16(), torch.randn(300).bfloat16()
-    code = encode(old, new)
-    for place in range(0, len(code), 7):
+def test_damage_is_found_unless_it_changes_nothing() -> None:
+    """The last bits before the checksum mean nothing."""
+    draw = torch.Generator().manual_seed(0)
+    old, new = torch.zeros(300).bfloat16(), torch.randn(300, generator=draw).bfloat16()
+    code, found = encode(old, new), 0
+    for place in range(len(code)):
         damaged = code.clone()
         damaged[place] ^= 16
-        with pytest.raises(RuntimeError, match="damaged"):
-            decode(damaged)
+        try:
+            assert torch.equal(bits(decode(damaged)), bits(decode(code)))
+        except RuntimeError as error:
+            assert "damaged" in str(error)
+            found += 1
+    assert len(code) - 3 <= found <= len(code)
     with pytest.raises(RuntimeError, match="damaged"):
         decode(code[:-3])
 
