@@ -138,8 +138,7 @@ def test_damage_is_found_unless_it_changes_nothing() -> None:
         try:
             assert torch.equal(bits(decode(damaged)), bits(decode(code)))
         except RuntimeError as error:
-            assert "damaged" in str(error)
-            found += 1
+            found += "a delta is damaged" in str(error)
     assert len(code) - 3 <= found <= len(code)
     with pytest.raises(RuntimeError, match="damaged"):
         decode(code[:-3])
