@@ -41,6 +41,10 @@ from megarl.core.weights.transport import Sent, SentChecksums, buckets
 log = logging.getLogger(__name__)
 
 
+VIEWS = 16
+"""A tensor of so large a part of a bucket is sent from where it is, and not copied into one with others."""
+
+
 def backend() -> str:
     return "nccl" if torch.cuda.is_available() else "gloo"
 
@@ -160,7 +164,9 @@ class ProcessGroupTransport:
         def failed() -> str:
             return next((str(e) for call in calls.values() if call.done() and (e := call.exception())), "")
 
-        for bucket in itertools.chain(buckets(sums.watch(exported), self._bucket_bytes), [None]):
+        for bucket in itertools.chain(
+            buckets(sums.watch(exported), self._bucket_bytes, self._bucket_bytes / VIEWS), [None]
+        ):
             if attempt.broken or self._group is None:
                 continue
             try:
