@@ -54,7 +54,7 @@ class Staging:
         self._jobs.pop(step, None)
 
     def begin(self, live: Module, serves: str, version: str, base: str = "") -> None:
-        """Drop what was staged before and open (version, base). serves: the server's version. RuntimeError if base is another."""
+        """Drop what was staged before and open (version, base). serves: the server's version; RuntimeError if not base."""
         with self._loading:
             self._epoch += 1
             if base and serves != base:

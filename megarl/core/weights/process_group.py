@@ -42,6 +42,10 @@ from megarl.core.weights.transport import Sent, SentChecksums, buckets
 log = logging.getLogger(__name__)
 
 
+VIEWS = 16
+"""A tensor of so large a part of a bucket is sent from where it is, and not copied into one with others."""
+
+
 def backend() -> str:
     return "nccl" if torch.cuda.is_available() else "gloo"
 
@@ -121,7 +125,12 @@ class ProcessGroupTransport:
     def _send_all(self, fleet: Fleet, ids: tuple[int, ...]) -> _Attempt:
         """Send all stages once."""
         whole, mine = _Attempt(), _Attempt()
-        if self._exports:
+        joined = True
+        for stage in range(self._stages):  # one after the other: servers would wait in different ones for each other
+            if stage == self._stage and self._source:
+                self._join(mine, fleet, ids)
+            joined = joined and not any(gathered(mine.broken))
+        if joined and self._exports:
             self._send_stage(mine, fleet, ids)
         for other in gathered(mine):
             whole.checksums |= other.checksums
@@ -137,15 +146,13 @@ class ProcessGroupTransport:
         if not self._source:
             deque(exported, maxlen=0)
             return
-        self._join(attempt, fleet, ids)
-        group, calls = self._group, dict[int, Future[None]]()
-        if group is not None and not attempt.broken:
-            calls = fleet.start(ids, lambda server: server.receive(group.name))
+        group = self._group
+        assert group is not None
+        calls = fleet.start(ids, lambda server: server.receive(group.name))
         try:
-            attempt.checksums = self._broadcast(attempt, exported, calls)
+            attempt.checksums = self._broadcast(attempt, group, exported, calls)
         except BaseException as error:
-            if group is not None:
-                group.close(str(error))
+            group.close(str(error) or type(error).__name__)
             self._group = None
             raise
         _, late = wait_for(calls.values(), self._limit_s)
@@ -156,7 +163,11 @@ class ProcessGroupTransport:
         attempt.add(collect(calls)[1])
 
     def _broadcast(
-        self, attempt: _Attempt, exported: Iterator[tuple[str, Tensor]], calls: dict[int, Future[None]]
+        self,
+        attempt: _Attempt,
+        group: BroadcastGroup,
+        exported: Iterator[tuple[str, Tensor]],
+        calls: dict[int, Future[None]],
     ) -> dict[str, str]:
         """Broadcast buckets, each while the next is gathered; return the checksums. The first error breaks the group."""
         sums, under_way = SentChecksums(self._family.architecture), list[tuple[dist.Work, Tensor]]()
@@ -164,21 +175,22 @@ class ProcessGroupTransport:
         def failed() -> str:
             return next((str(e) for call in calls.values() if call.done() and (e := call.exception())), "")
 
-        for bucket in itertools.chain(buckets(self._last.changed(sums.watch(exported)), self._bucket_bytes), [None]):
-            if attempt.broken or self._group is None:
+        sent = self._last.changed(sums.watch(exported))
+        for bucket in itertools.chain(buckets(sent, self._bucket_bytes, self._bucket_bytes / VIEWS), [None]):
+            if attempt.broken:
                 continue
             try:
                 for work, _ in under_way:
-                    self._group.wait(work, failed)
+                    group.wait(work, failed)
                 if bucket is None:
-                    under_way = self._group.send()
+                    under_way = group.send()
                 else:
                     head = BucketHead(bucket.names, bucket.dtypes, bucket.shapes)
-                    under_way = self._group.send(msgspec.json.encode(head), bucket.flat)
+                    under_way = group.send(msgspec.json.encode(head), bucket.flat)
                     attempt.bytes += bucket.flat.nbytes
             except RuntimeError as error:
                 attempt.broken = str(error).splitlines()[0]
-                self._group.close(attempt.broken)
+                group.close(attempt.broken)
         return sums.expected()
 
     def _join(self, attempt: _Attempt, fleet: Fleet, ids: tuple[int, ...]) -> None:
