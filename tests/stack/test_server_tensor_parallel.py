@@ -46,7 +46,9 @@ async def test_two_ranks_serve_what_is_published(served: Stack) -> None:
     assert handed == loaded != by_gloo == by_stand_in
 
 
-@pytest.mark.parametrize("transport", ["cuda_ipc", "process_group", "disk"])
+@pytest.mark.parametrize(
+    "transport", ["process_group", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cuda_ipc", "disk"))]
+)
 async def test_deltas_reach_both_ranks(served: Stack, transport: str) -> None:
     """Experts, fused and turned tensors too. Everything, sent again, changes nothing."""
     overrides = [f"weights.transport={transport}", "weights.full_every=9"]
