@@ -32,22 +32,22 @@ LARGE = 255
 WORD = 8
 """Bytes that are compared at once."""
 PIECE = 1 << 24
-"""Elements that are compared at once: what is known of each of those that changed takes 50 bytes."""
+"""Elements that are compared at once, on the new ones' device: what is known of each that changed takes 50 bytes."""
 
 
 def encode(old: Tensor, new: Tensor) -> Tensor:
-    """Return what makes `new` of `old`, of the same shape and type and on any device: [bytes] uint8 on the CPU."""
+    """Return what makes `new` of `old`, of the same shape and type, each on any device: [bytes] uint8 on the CPU."""
     before, after = (_integers(tensor) for tensor in (old, new))
     parts: tuple[list[Tensor], ...] = ([], [], [])
     last = -1
     for start in range(0, max(1, len(before)), PIECE):
-        here = slice(start, start + PIECE)
-        where = _changed(before[here], after[here])
+        was, now = before[start : start + PIECE].to(new.device), after[start : start + PIECE]
+        where = _changed(was, now)
         gaps = torch.diff(where, prepend=where.new_tensor([last - start])) - 1
         ends = (gaps // LARGE + 1).cumsum(0)
         skips = torch.full((int(ends[-1]) if len(ends) else 0,), LARGE, dtype=torch.uint8, device=where.device)
         skips[ends - 1] = (gaps % LARGE).byte()
-        difference = after[here][where] - before[here][where]
+        difference = now[where] - was[where]
         folded = (difference.long() << 1) ^ (difference.long() >> 63)  # 0, -1, 1, -2, … as 0, 1, 2, 3, …
         large = folded >= LARGE
         for part, piece in zip(parts, (difference[large], skips, folded.masked_fill(large, LARGE).byte()), strict=True):

@@ -65,7 +65,7 @@ class LastSent:
             if name not in self._values:
                 self._values[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
             last = self._values[name]
-            code = None if self.whole or tensor.dtype not in DTYPES else encode(last.to(tensor.device), tensor)
+            code = None if self.whole or tensor.dtype not in DTYPES else encode(last, tensor)
             last.copy_(tensor)
             if code is not None and len(code) < MOST * tensor.nbytes:
                 yield name + SUFFIX, code.to(tensor.device)

@@ -89,8 +89,8 @@ class Publisher:
         errors: dict[int, str] = {}
         checksums: dict[int, str] = {}
         sent: Sent | None = None
-        self._last.whole = from_rank_0(leader and self._needs_whole(fleet))
         started = time.monotonic()
+        self._last.whole = from_rank_0(leader and self._needs_whole(fleet))
 
         def send() -> Sent:
             sent = self._transport.send(fleet, [i for i in fleet.servers if i not in errors], command.version)
