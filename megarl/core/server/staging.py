@@ -34,12 +34,17 @@ class BucketHead(msgspec.Struct):
     shapes: list[list[int]]
 
 
+class Unloadable(Exception):
+    """The model does not take a bucket: it is the server that fails, not the group."""
+
+
 class Staging:
     """The copy of one scheduler process. All steps but `swap` run in threads (`job`)."""
 
     def __init__(self) -> None:
         self.version = self.base = ""
         self._held = ""  # the version of which the copy has every value; "" while it is received
+        self._summed = False  # since the last bucket
         self._model: Module | None = None
         self._epoch, self._loading = 0, threading.Lock()
         self._jobs: dict[str, Future[Any]] = {}
@@ -63,10 +68,11 @@ class Staging:
                 self._model = copy_of(live)
             elif base and self._held != base:
                 _copy(live, self._model)
-            self.version, self.base, self._held = version, base, ""
+            self.version, self.base, self._held, self._summed = version, base, "", False
 
     def receive(self, group: BroadcastGroup) -> None:
-        """Load the buckets of one stage into the copy, to the end that its source sends. RuntimeError if the group breaks."""
+        """Load the buckets of one stage into the copy, to the end that its source sends. RuntimeError if the group breaks,
+        Unloadable if the model does not take one."""
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
         epoch, model = self._epoch, self._model
@@ -79,8 +85,12 @@ class Staging:
                 with self._loading:
                     if epoch != self._epoch:
                         raise RuntimeError("another publication has begun")
-                    model.load_weights(bucket.reconstruct_tensors())
-        except RuntimeError as error:
+                    self._summed = False
+                    try:
+                        model.load_weights(bucket.reconstruct_tensors())
+                    except Exception as error:
+                        raise Unloadable(f"{head.names[0]} …: {error}") from error
+        except Exception as error:
             group.close(str(error))
             raise
 
@@ -88,14 +98,17 @@ class Staging:
         """Return what /weights_checker would say of this rank's parameters, were they swapped."""
         from sglang.srt.utils.weight_checker import WeightChecker
 
-        return WeightChecker(get_model=lambda: self._model).handle("checksum", role="target")
+        sums = WeightChecker(get_model=lambda: self._model).handle("checksum", role="target")
+        self._summed = True
+        return sums
 
     def swap(self, live: Module, version: str) -> None:
-        """Put the copy in the parameters' place. Only in a pause, on the scheduler's thread."""
-        if self._model is None or version != self.version:
-            raise RuntimeError(f"version {version} is not staged, but {self.version or 'nothing'}")
-        _copy(self._model, live)
-        self._held = version
+        """Copy the copy, whose checksums were asked for, into the parameters. Only in a pause, on the scheduler's thread."""
+        with self._loading:
+            if self._model is None or version != self.version or not self._summed:
+                raise RuntimeError(f"version {version} is not staged with its checksums")
+            _copy(self._model, live)
+            self._held = version
 
 
 def copy_of(model: Module) -> Module:

@@ -89,7 +89,7 @@ def own_staging(limit_s: float) -> None:
 
     from megarl.core.base.broadcast import BroadcastGroup
     from megarl.core.server.client import BEGIN, CHECKSUMS, JOIN, LET_DOWN, RECEIVE, RUNNING, SWAP
-    from megarl.core.server.staging import Staging
+    from megarl.core.server.staging import Staging, Unloadable
 
     staging = Staging()
 
@@ -98,16 +98,9 @@ def own_staging(limit_s: float) -> None:
         updater._model_update_group[name] = BroadcastGroup(name, rank, world, backend, (master, port), limit_s)
 
     def step(self: Any, request: Any) -> Any:
-        updater, which, version = (
-            self.tp_worker.model_runner.weight_updater,
-            request.load_format,
-            request.weight_version,
-        )
-        live, groups, arguments = (
-            updater.get_model(),
-            updater._model_update_group,
-            msgspec.json.decode(request.names[0]),
-        )
+        updater, which = self.tp_worker.model_runner.weight_updater, request.load_format
+        live, groups = updater.get_model(), updater._model_update_group
+        arguments = msgspec.json.decode(request.names[0])
         acts: dict[str, Callable[[], Any]] = {
             BEGIN: lambda: staging.begin(live, get_serving().weight_version, **arguments),
             JOIN: lambda: join(updater, **arguments),
@@ -118,7 +111,7 @@ def own_staging(limit_s: float) -> None:
         try:
             if which == SWAP:
                 updater.begin_weight_update()
-                staging.swap(live, version)
+                staging.swap(live, request.weight_version)
                 updater.end_weight_update(run_post_load=False)
                 said = None
             else:
@@ -126,7 +119,7 @@ def own_staging(limit_s: float) -> None:
                 said = future.result() if future.done() else RUNNING
             error = ""
         except Exception as failed:
-            said, error = None, f"{LET_DOWN.get(which, which)}: {failed}"
+            said, error = None, f"{which if isinstance(failed, Unloadable) else LET_DOWN.get(which, which)}: {failed}"
             logging.getLogger(__name__).error("%s", error)
         ranks: list[Any] = [None] * dist.get_world_size(self.tp_cpu_group)
         dist.all_gather_object(ranks, (said, error), self.tp_cpu_group)
@@ -135,7 +128,7 @@ def own_staging(limit_s: float) -> None:
             return UpdateWeightsFromDistributedReqOutput(success=True, message=RUNNING)
         staging.ended(job)
         if not errors and which == SWAP:
-            self.record_weight_version_after_update(version)
+            self.record_weight_version_after_update(request.weight_version)
         message = errors[0] if errors else msgspec.json.encode([said for said, _ in ranks]).decode()
         return UpdateWeightsFromDistributedReqOutput(success=not errors, message=message)
 

@@ -109,14 +109,8 @@ NAMES: dict[str, tuple[str, str]] = {
     "wait_seconds": ("speed", "part of step_seconds: the learner waited for a batch"),
     "publish_seconds": ("publish", "all of a publication, in the step's time"),
     "pause_seconds": ("publish", "part of publish_seconds: until every server stood still"),
-    "transfer_seconds": (
-        "publish",
-        "part of publish_seconds: weights on the way (process_group: servers generate on)",
-    ),
-    "resume_seconds": (
-        "publish",
-        "part of publish_seconds: until every server went on, with staged weights swapped in",
-    ),
+    "transfer_seconds": ("publish", "part of publish_seconds: weights on the way"),
+    "resume_seconds": ("publish", "part of publish_seconds: swapping staged weights in, until every server went on"),
     "publish_bytes": ("publish", "bytes sent by a publication"),
     "parity_seconds": ("parity", "learner's time to score rollouts that the servers scored too"),
     "parity_rollouts": ("parity", "rollouts that both sides scored after the latest publication"),

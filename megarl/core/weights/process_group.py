@@ -46,6 +46,9 @@ VIEWS = 16
 """A tensor of so large a part of a bucket is sent from where it is, and not copied into one with others."""
 
 
+type _Calls = dict[int, Future[None]]
+
+
 def backend() -> str:
     return "nccl" if torch.cuda.is_available() else "gloo"
 
@@ -163,20 +166,16 @@ class ProcessGroupTransport:
         attempt.add(collect(calls)[1])
 
     def _broadcast(
-        self,
-        attempt: _Attempt,
-        group: BroadcastGroup,
-        exported: Iterator[tuple[str, Tensor]],
-        calls: dict[int, Future[None]],
+        self, attempt: _Attempt, group: BroadcastGroup, tensors: Iterator[tuple[str, Tensor]], calls: _Calls
     ) -> dict[str, str]:
         """Broadcast buckets, each while the next is gathered; return the checksums. The first error breaks the group."""
         sums, under_way = SentChecksums(self._family.architecture), list[tuple[dist.Work, Tensor]]()
+        made = buckets(self._last.changed(sums.watch(tensors)), self._bucket_bytes, self._bucket_bytes / VIEWS)
 
         def failed() -> str:
             return next((str(e) for call in calls.values() if call.done() and (e := call.exception())), "")
 
-        sent = self._last.changed(sums.watch(exported))
-        for bucket in itertools.chain(buckets(sent, self._bucket_bytes, self._bucket_bytes / VIEWS), [None]):
+        for bucket in itertools.chain(made, [None]):
             if attempt.broken:
                 continue
             try:
