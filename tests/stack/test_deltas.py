@@ -78,9 +78,9 @@ def test_everything_follows_half_a_delta(stack: Stack, learner: Any, monkeypatch
 
     def damaged(old: Tensor, new: Tensor) -> Tensor:
         nonlocal calls
-        calls += 1
+        calls += new.numel() > 5000  # smaller ones go whole
         code = delta.encode(old, new)
-        if calls == 20:
+        if calls == 10:
             code[len(code) // 2] ^= 64
         return code
 
