@@ -29,7 +29,7 @@ from megarl.core.journal.journal import JournalReader
 from megarl.core.recipe import Recipe, load
 from megarl.run.closing import how
 from megarl.run.launcher import LocalLauncher, RunningRole, task
-from megarl.run.nodes import LOOPBACK, Node, here
+from megarl.run.nodes import LOOPBACK, OF_SLURM, Node, here
 from megarl.run.observe import last_problem
 from megarl.run.placement import Place
 from megarl.run.process import SIGNALS, StopRequest, adopt_orphans, stop_requests
@@ -84,7 +84,7 @@ def opened(run: Path) -> tuple[RunDir, Recipe, Endpoints]:
 def listening(recipe: Recipe, endpoints: Endpoints, interface: str, ports: int = 0) -> Node:
     """Return this machine as the server sees it: its address on the run's network, and free ports there."""
     controller = str(urlsplit(endpoints.controller).hostname)
-    if controller == LOOPBACK and interface:
+    if controller == LOOPBACK and interface not in ("", OF_SLURM):
         raise MegarlError(f"--interface: the run listens on loopback alone; start it with run.interface={interface}")
     return here(ports, interface or recipe.run.interface, controller)
 
