@@ -185,7 +185,7 @@ class Guest:
         until = time.monotonic() + LEAVE_LIMIT_S
         self.link.interrupted = lambda: "asked twice" if self._asked.count > 1 or time.monotonic() > until else ""
         with suppress(MegarlError, Interrupted):
-            while not isinstance(self._say(Leave(life=self._join.life)), Ack):
+            while not isinstance(self._say(Leave(life=self._join.life)), Ack | Stop):
                 time.sleep(TICK_S)
 
     def _say(self, request: Request) -> Reply:

@@ -232,7 +232,8 @@ def _processes(frame: Frame) -> RenderableType:
         table.add_column(name, justify="left" if name in ("role", "node", "state") else "right", no_wrap=True)
     status = frame.observer.status
     servers = {s.id: s for s in status.servers} if status else {}
-    joined = {Role("server", i): RoleView("running", 0.0) for i in servers if i >= frame.recipe.resources.servers}
+    others = (Role("server", i) for i in servers if i >= frame.recipe.resources.servers)
+    joined = {role: RoleView("running", 0.0) for role in others if role not in frame.roles}
     for role, view in sorted((joined | frame.roles).items()):
         state, cells = view.state, [""] * 4
         if view.state == "running" and role.kind == "server":

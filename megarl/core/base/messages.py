@@ -113,7 +113,8 @@ class Leave(Record, frozen=True, tag="leave"):
     life: Incarnation
 
 
-Request = Next | Published | Scored | Stopped | Join | Leave
+FromServer = Join | Leave
+Request = Next | Published | Scored | Stopped | FromServer
 
 
 class Train(Record, frozen=True, tag="train"):

@@ -26,18 +26,7 @@ from megarl.core.algorithm.batch import batch_statistics
 from megarl.core.base.architecture import layers_of
 from megarl.core.base.contracts import Tasks
 from megarl.core.base.errors import MegarlError, first_of
-from megarl.core.base.messages import (
-    Join,
-    Leave,
-    Next,
-    Publish,
-    Published,
-    Refused,
-    Reply,
-    Scored,
-    Stop,
-    Train,
-)
+from megarl.core.base.messages import FromServer, Next, Publish, Published, Refused, Reply, Scored, Stop, Train
 from megarl.core.base.rundir import Endpoints, RunDir, complete, step_of, write_atomically
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Batch
@@ -158,11 +147,9 @@ class Controller:
 
     # What the learner and joined servers say, and what they are told (conversation.py).
 
-    def of_server(self, said: Join | Leave) -> Reply:
+    def of_server(self, said: FromServer) -> Reply:
         """Answer a server that joins the run, or leaves it."""
-        if isinstance(said, Leave):
-            return self.servers.leave(said)
-        return Stop(reason=self.stop_reason) if self._ending() else self.servers.join(said)
+        return Stop(reason=self.stop_reason) if self._ending() else self.servers.answer(said)
 
     def new_learner(self) -> None:
         """Note that another learner speaks: the earlier one is gone, and its publications will not end."""
@@ -256,7 +243,7 @@ class Controller:
         running, ahead = float(len(self.pipeline.running)), float(self.pipeline.ahead(step))
         stats = batch_statistics(batch) | spent.row() | task_statistics(batch, self.recipe) | self.meter.step()
         stats |= draw_metrics(self.tickets.mixture) | {"tickets_running": running, "tickets_ahead": ahead}
-        stats |= self.parity.metrics() | self._fleet()
+        stats |= self.parity.metrics()
         return Train(
             batch=batch, compute_hours=spent.total, compute_devices=self.compute.held, stats=stats, replay=replay
         )
@@ -287,11 +274,6 @@ class Controller:
             self._exported = status, self.meter.totals()
             await asyncio.to_thread(write_atomically, self.rundir.status, json.dumps(status).encode())
             await asyncio.to_thread(self.spans.flush)
-
-    def _fleet(self) -> dict[str, float]:
-        """Return how many servers can be sent requests, and how many of them have joined."""
-        clean, joined = self.servers.membership.clean(), self.servers.membership.joined()
-        return {"servers": float(len(clean)), "servers_joined": float(len(clean.keys() & joined.keys()))}
 
     def _counted(self) -> int:
         """Return how many joined servers are more compute. All cores of the controller's machine are counted already."""

@@ -30,8 +30,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import (
     LARGEST_REQUEST,
     Ack,
-    Join,
-    Leave,
+    FromServer,
     Next,
     Published,
     Refused,
@@ -145,7 +144,7 @@ class Conversation:
         """Take requests until the learner leaves."""
         while True:
             peer, request = await self._link.receive()
-            if isinstance(request, Join | Leave):
+            if isinstance(request, FromServer):
                 await self._link.reply(peer, self._answers.of_server(request))
                 continue
             if request.incarnation in self._superseded:

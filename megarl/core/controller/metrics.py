@@ -28,7 +28,9 @@ class Meter:
         then, self._step = self._step, self._mark()
         rates = np.array(list(_rates(then, self._step).values()))
         (_, busy, running), tokens = rates.mean(axis=0).tolist(), float(rates[:, 0].sum())
-        return {"rollout_tokens_per_second": tokens, "server_busy_share": busy, "server_running_mean": running}
+        clean, joined = self._places.membership.clean(), self._places.membership.joined()
+        counts = {"servers": float(len(clean)), "servers_joined": float(len(clean.keys() & joined.keys()))}
+        return counts | {"rollout_tokens_per_second": tokens, "server_busy_share": busy, "server_running_mean": running}
 
     def totals(self) -> dict[int, dict[str, float]]:
         """Return totals of each server since the controller's start."""
@@ -167,5 +169,5 @@ class ComputeClock:
         return Spent(total, self._state.startup_hours + starting, self._evaluation_hours())
 
     def _evaluation_hours(self) -> float:
-        devices = min(self._held * self._server_devices, self.devices)
+        devices = min(self._held * self._server_devices, self.held)
         return self._evaluation + devices * (time.monotonic() - self._held_since) / 3600

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.messages import Ack, Join, Joined, Leave, Refused, ServerAddress, Wait
+from megarl.core.base.messages import Ack, FromServer, Join, Joined, Leave, Refused, Reply, ServerAddress, Wait
 from megarl.core.base.rundir import Endpoints
 from megarl.core.recipe import Recipe
 from megarl.core.sampling.places import Places
@@ -122,7 +122,11 @@ class Servers:
 
     # Servers that the run has not started.
 
-    def join(self, said: Join) -> Joined | Wait | Refused:
+    def answer(self, said: FromServer) -> Reply:
+        """Answer a server that joins the run, or leaves it."""
+        return self._leave(said) if isinstance(said, Leave) else self._join(said)
+
+    def _join(self, said: Join) -> Joined | Wait | Refused:
         """Take in a server, or note its sign of life."""
         if reason := self._refused.get(said.life):
             return Refused(error=reason)
@@ -142,7 +146,7 @@ class Servers:
             self._changed()
         return Joined(server=server)
 
-    def leave(self, said: Leave) -> Ack | Wait:
+    def _leave(self, said: Leave) -> Ack | Wait:
         """Let a server go: at once, if it is forgotten already; else it asks again."""
         found = [s for s, m in self.membership.joined().items() if m.life == said.life]
         for server in found:

@@ -24,7 +24,7 @@ from megarl.run import join
 from megarl.run.process import free_ports
 
 SILENT = "192.0.2.1"
-"""Of TEST-NET-1 (RFC 5737), which no network has."""
+"""In TEST-NET-1 (RFC 5737), which no network has."""
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_requests_on_a_machine_that_is_gone_go_on_elsewhere(
         await asyncio.sleep(0)
         with hung() as url:
             said = Join(life="x", url=url)
-            joined = servers.join(said)
+            joined = servers.answer(said)
             assert isinstance(joined, Joined)
             here = joined.server
             assert here == 1
@@ -172,8 +172,8 @@ def test_requests_on_a_machine_that_is_gone_go_on_elsewhere(
             while here in servers.clients:
                 await asyncio.sleep(0.02)
             assert list(held.members) == list(servers.places.use) == [0]
-            assert isinstance(servers.leave(Leave(life="x")), Ack)
-            assert isinstance(servers.join(Join(life="x", url=url, server=1)), Joined), "it may come back"
+            assert isinstance(servers.answer(Leave(life="x")), Ack)
+            assert isinstance(servers.answer(Join(life="x", url=url, server=1)), Joined), "it may come back"
         task.cancel()
         await servers.close()
 
@@ -186,17 +186,17 @@ def test_a_server_that_is_sent_away_is_told_why(recipe: Recipe, run: RunDir) -> 
         task = asyncio.create_task(servers.run())
         await asyncio.sleep(0)
         said = Join(life="x", url=f"http://127.0.0.1:{free_ports(1)[0]}")
-        assert isinstance(servers.join(said), Joined)
+        assert isinstance(servers.answer(said), Joined)
         servers.dismiss(1, "it is too slow")
-        assert isinstance(reply := servers.join(said), Refused)
+        assert isinstance(reply := servers.answer(said), Refused)
         assert reply.error == "the run goes on without this server: it is too slow"
-        assert isinstance(servers.join(Join(life="y", url=said.url)), Wait), "its address is not free yet"
+        assert isinstance(servers.answer(Join(life="y", url=said.url)), Wait), "its address is not free yet"
         while 1 in servers.clients:
             await asyncio.sleep(0.02)
-        assert isinstance(servers.join(Join(life="y", url=said.url)), Joined)
+        assert isinstance(servers.answer(Join(life="y", url=said.url)), Joined)
         own = Join(life="z", url="http://127.0.0.1:1")
-        assert isinstance(servers.join(own), Wait)
-        assert isinstance(servers.leave(Leave(life="never seen")), Ack)
+        assert isinstance(servers.answer(own), Wait)
+        assert isinstance(servers.answer(Leave(life="never seen")), Ack)
         task.cancel()
         await servers.close()
 

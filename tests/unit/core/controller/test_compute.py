@@ -32,7 +32,7 @@ class Life:
         self._journal.append(
             PublishedVersion(
                 version=version, time=3600 * hour, compute_hours=spent.total, servers=(),
-                startup_hours=startup, evaluation_hours=evaluation,
+                startup_hours=startup, evaluation_hours=evaluation, joined_hours=self.clock.joined_hours(),
             )
         )  # fmt: skip
         return spent
@@ -73,3 +73,21 @@ def test_a_server_on_cores_has_its_threads(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(time, "monotonic", lambda: 3600.0)
     assert clock.spent().evaluation == 3.0
     journal.close()
+
+
+def test_servers_that_have_joined_are_counted_over_both_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session(session="one", time=0.0, devices=10, compute_unit="gpu")
+    life = Life(tmp_path, monkeypatch, session, 0.0)
+    assert life.publish(0, 1.0) == Spent(10.0, 10.0, 0.0)
+    life.clock.join(2)  # of two GPUs each
+    assert life.clock.held == 14
+    assert life.publish(1, 2.0) == Spent(24.0, 10.0, 0.0)
+    life.clock.join(1)
+    assert life.publish(2, 3.0) == Spent(36.0, 10.0, 0.0)
+    life.die()
+    again = Life(tmp_path, monkeypatch, session, 4.0)  # the controller alone; servers join it again
+    assert again.clock.hours() == 46.0
+    again.die()
+    new = Life(tmp_path, monkeypatch, Session(session="two", time=36e3, devices=10, compute_unit="gpu"), 10.0)
+    assert new.publish(3, 11.0) == Spent(46.0, 20.0, 0.0), "what was lost with the first supervisor is its last hour"
+    new.die()

@@ -11,7 +11,7 @@ from megarl.core.server.membership import FORGET_S, Membership
 OWN = st.integers(0, 2)
 SERVERS = st.integers(0, 5)
 PORTS = st.integers(0, 6)
-"""Of joined servers; those below 3 are of the run's own."""
+"""Ports of joined servers; those below 3 are of the run's own."""
 START_S = 100.0
 
 
