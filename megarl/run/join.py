@@ -4,8 +4,7 @@
               Join again every BEAT_S ─► Stop, or RUN/summary.json: the run has ended ──► exit 0
     SIGTERM ─► Leave again and again ─► Ack: its requests go on elsewhere ─────────────► exit 0, within LEAVE_LIMIT_S anyway
 
-The controller brings the server to the current weights, without a pause of the others, and then sends it requests. Whoever can
-read RUN/endpoints.json has the keys to join. It listens on loopback, or on the network that the run's recipe names.
+Whoever can read RUN/endpoints.json has the keys to join. The server listens on loopback, or on the network that the run names.
 """
 
 import json
@@ -22,13 +21,13 @@ from msgspec import structs
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.link import ControllerLink, Interrupted
-from megarl.core.base.messages import Ack, Join, Joined, Leave, Refused, Reply, Request, Stop, Wait
+from megarl.core.base.messages import Ack, FromServer, Join, Joined, Leave, Refused, Reply, Stop, Wait
 from megarl.core.base.rundir import Endpoints, RunDir
 from megarl.core.base.types import decode
 from megarl.core.journal.journal import JournalReader
 from megarl.core.recipe import Recipe, load
 from megarl.run.closing import how
-from megarl.run.launcher import LocalLauncher, RunningRole, task
+from megarl.run.launcher import LocalLauncher, RoleCommand, RunningRole, task
 from megarl.run.nodes import LOOPBACK, OF_SLURM, Node, here
 from megarl.run.observe import last_problem
 from megarl.run.placement import Place
@@ -50,10 +49,35 @@ def main(run: Path, interface: str) -> int:
     interface: the network interface to listen on; empty: the run's. MegarlError, before a server starts, if it cannot join.
     """
     rundir, recipe, endpoints = opened(run)
-    place = _place(recipe, endpoints, interface)
+    node, width = (
+        listening(recipe, endpoints, interface, 1 + len(endpoints.servers)),
+        recipe.resources.server_tensor_parallel,
+    )
+    if bool(node.gpus) != bool(endpoints.gpus) or (endpoints.gpus and len(node.gpus) < width):
+        needs = (
+            f"{width} GPUs (resources.server_tensor_parallel)"
+            if endpoints.gpus
+            else "CPUs (CUDA_VISIBLE_DEVICES= hides GPUs)"
+        )
+        raise MegarlError(f"a server of this run needs {needs}, and this machine shows {len(node.gpus)} GPUs")
+    urls = {port: f"http://{node.address}:{port}" for port in node.ports}
+    port = next(port for port, url in urls.items() if url not in endpoints.servers)  # these may be down for a moment
+    role = task(recipe, rundir, Role("server"), port, Place((node,), node.gpus[:width]))
+    words = (
+        "-m",
+        "megarl",
+        "serve",
+        "--join",
+        str(rundir.path),
+        "--interface",
+        interface,
+        "--port",
+        str(port),
+        "--index",
+    )
     adopt_orphans()
     with stop_requests() as asked:
-        guest = Guest(rundir, recipe, endpoints, place, interface, asked)
+        guest = Guest(endpoints, replace(role, arguments=words), urls[port], asked)
         with closing(guest.link):
             guest.stay()
     return 128 + asked.signal if asked.signal == signal.SIGUSR1 else 0
@@ -68,58 +92,34 @@ def opened(run: Path) -> tuple[RunDir, Recipe, Endpoints]:
     recipe = load(str(rundir.recipe), [f"run.dir={json.dumps(str(path.parent))}", f"run.name={json.dumps(path.name)}"])
     endpoints = rundir.endpoints()
     JournalReader(rundir.rollouts).begun()  # raises for another schema
-    for key, value in (
-        ("resources.colocate", recipe.resources.colocate),
-        ("weights.transport", recipe.weights.transport),
-    ):
-        if value in (True, "cuda_ipc"):
-            raise MegarlError(
-                f"{run}: no server joins a run with {key}={str(value).lower()}: its servers share the learner's GPUs"
-            )
+    if recipe.resources.colocate or recipe.weights.transport == "cuda_ipc":
+        key = "resources.colocate=true" if recipe.resources.colocate else "weights.transport=cuda_ipc"
+        raise MegarlError(f"{run}: no server joins a run with {key}, whose servers share the learner's GPUs")
     if not Path(recipe.model.path).exists():
         raise MegarlError(f"model.path: {recipe.model.path} is not here; start where the run was started")
     return rundir, recipe, endpoints
 
 
 def listening(recipe: Recipe, endpoints: Endpoints, interface: str, ports: int = 0) -> Node:
-    """Return this machine as the server sees it: its address on the run's network, and free ports there."""
+    """Return this machine with its address on the run's network, and free ports there."""
     controller = str(urlsplit(endpoints.controller).hostname)
     if controller == LOOPBACK and interface not in ("", OF_SLURM):
         raise MegarlError(f"--interface: the run listens on loopback alone; start it with run.interface={interface}")
     return here(ports, interface or recipe.run.interface, controller)
 
 
-def _place(recipe: Recipe, endpoints: Endpoints, interface: str) -> Place:
-    node = listening(recipe, endpoints, interface, 1 + len(endpoints.servers))
-    width = recipe.resources.server_tensor_parallel
-    if endpoints.gpus and len(node.gpus) < width:
-        raise MegarlError(
-            f"resources.server_tensor_parallel: {width} GPUs a server, and this machine shows {len(node.gpus)}"
-        )
-    if node.gpus and not endpoints.gpus:
-        raise MegarlError(
-            "the run is on CPUs, and this machine shows a GPU; hide it: CUDA_VISIBLE_DEVICES= megarl serve …"
-        )
-    return Place((node,), node.gpus[:width])
-
-
 class Guest:
-    """A server beside a run, and its conversation with the controller."""
+    """A server beside a run, and its conversation with the controller. role: its command, without the id that it will get."""
 
-    def __init__(
-        self, rundir: RunDir, recipe: Recipe, endpoints: Endpoints, place: Place, interface: str, asked: StopRequest
-    ) -> None:
-        self._rundir, self._recipe, self._endpoints, self._place, self._asked = rundir, recipe, endpoints, place, asked
-        node = place.nodes[0]
-        urls = {port: f"http://{node.address}:{port}" for port in node.ports}
-        self._port = next(port for port, url in urls.items() if url not in endpoints.servers)  # theirs may be down now
-        self._interface, self._written = interface, rundir.endpoints_file.read_bytes()
-        self._began = time.monotonic()
-        self._join = Join(life=uuid.uuid4().hex, url=urls[self._port])
+    def __init__(self, endpoints: Endpoints, role: RoleCommand, url: str, asked: StopRequest) -> None:
+        self._role, self._asked, self._began = role, asked, time.monotonic()
+        self._address, self._endpoints_file = endpoints.controller, role.rundir.endpoints_file
+        self._written = self._endpoints_file.read_bytes()
+        self._join = Join(life=uuid.uuid4().hex, url=url)
         self._launcher = LocalLauncher()
         self._process: RunningRole | None = None
         self.link = ControllerLink(
-            endpoints.controller, endpoints.link, self._why_end, resend_s=JOIN_LIMIT_S / 4, limit_s=JOIN_LIMIT_S
+            self._address, endpoints.link, self._why_end, resend_s=JOIN_LIMIT_S / 4, limit_s=JOIN_LIMIT_S
         )
 
     def stay(self) -> None:
@@ -127,11 +127,9 @@ class Guest:
         why = ""
         try:
             while not why:
-                why = self._beat() or self._why_end()
-                until = time.monotonic() + BEAT_S
-                while not why and time.monotonic() < until:
+                why, until = self._beat(), time.monotonic() + BEAT_S
+                while not (why := why or self._why_end()) and time.monotonic() < until:
                     time.sleep(TICK_S)
-                    why = self._why_end()
             print(f"megarl: leaving: {why}", flush=True)
             status = self._process.status() if self._process else None
             if self._process and (self._asked.count or status is not None):
@@ -142,7 +140,7 @@ class Guest:
                 self._process.wait_gone()
                 self._launcher.sweep([])
         if status is not None:
-            log = self._rundir.log("server", self._place.nodes[0].name, self._join.server)
+            log = self._role.log()
             raise MegarlError(f"server {self._join.server} {how(status)}: {last_problem(log) or 'see its log'} ({log})")
 
     def _beat(self) -> str:
@@ -154,10 +152,10 @@ class Guest:
         except MegarlError as error:
             raise MegarlError(str(error) if self._process else self._unheard()) from None
         match reply:
-            case Joined() if self._process is None:
-                self._start(reply.server)
             case Joined():
                 self._join = structs.replace(self._join, server=reply.server)
+                if self._process is None:
+                    self._start(reply.server)
             case Wait() if time.monotonic() - self._began > JOIN_LIMIT_S and self._process is None:
                 raise MegarlError(reply.reason)
             case Stop():
@@ -167,17 +165,15 @@ class Guest:
         return ""
 
     def _start(self, server: int) -> None:
-        self._join = structs.replace(self._join, server=server)
-        role = task(self._recipe, self._rundir, Role("server", server), self._port, self._place)
-        arguments = ["-m", "megarl", "serve", "--join", str(self._rundir.path), "--interface", self._interface]
-        arguments += ["--index", str(server), "--port", str(self._port)]
+        arguments = (*self._role.arguments, str(server))
+        self._role = replace(self._role, role=Role("server", server), arguments=arguments)
         # Slurm sends SIGTERM to all processes of a step at once. The server's part is to go on until its requests have left.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
-            self._process = self._launcher.start(replace(role, arguments=tuple(arguments)))
+            self._process = self._launcher.start(self._role)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        print(f"megarl: server {server} starts at {self._join.url}; its log: {role.log()}", flush=True)
+        print(f"megarl: server {server} starts at {self._join.url}; its log: {self._role.log()}", flush=True)
         self.link.limit_s = SILENT_LIMIT_S
 
     def _leave(self) -> None:
@@ -188,8 +184,8 @@ class Guest:
             while not isinstance(self._say(Leave(life=self._join.life)), Ack | Stop):
                 time.sleep(TICK_S)
 
-    def _say(self, request: Request) -> Reply:
-        reply: Reply = decode(self.link.ask(request), Reply)
+    def _say(self, word: FromServer) -> Reply:
+        reply: Reply = decode(self.link.ask(word), Reply)
         return reply
 
     def _why_end(self) -> str:
@@ -199,19 +195,18 @@ class Guest:
         if self._process and self._process.status() is not None:
             return "the server has ended"
         with suppress(OSError):  # a shared file system may be away for a while
-            if self._rundir.summary.exists() or self._rundir.endpoints_file.read_bytes() != self._written:
+            if self._role.rundir.summary.exists() or self._endpoints_file.read_bytes() != self._written:
                 return "the run has ended"
         return ""
 
     def _unheard(self) -> str:
         """Return why nobody has answered."""
-        address, keys = self._endpoints.controller, self._rundir.endpoints_file
-        at = urlsplit(address)
+        at, address = urlsplit(self._address), f"{self._address}, named in {self._endpoints_file}"
         try:
             socket.create_connection((str(at.hostname), int(at.port or 0)), JOIN_LIMIT_S / 4).close()
         except ConnectionRefusedError:
             other = ", or it is on another machine and has no run.interface" if at.hostname == LOOPBACK else ""
-            return f"nobody listens at {address}, named in {keys}: the run has ended, or its controller is down{other}"
+            return f"nobody listens at {address}: the run has ended, or its controller is down{other}"
         except OSError as error:
             return f"this machine does not reach the run's controller at {address} ({error}): are they on one network?"
-        return f"the controller at {address} does not answer: the keys in {keys} are not its own, or it hangs"
+        return f"the controller at {address}, does not answer: the keys there are not its own, or it hangs"

@@ -154,4 +154,4 @@ def test_who_cannot_join_is_told_why(run: Run) -> None:
     run.start()
     right = run.rundir.endpoints()
     run.rundir.write_endpoints(msgspec.structs.replace(right, link=LinkKeys.new()))
-    assert "does not answer: the keys in" in refusal(run)
+    assert "does not answer: the keys there" in refusal(run)
