@@ -130,7 +130,8 @@ class Servers:
         """Take in a server, or note its sign of life."""
         if reason := self._refused.get(said.life):
             return Refused(error=reason)
-        before = {m.life for m in self.membership.joined().values()}
+        before = self.membership.members.get(said.server)
+        known = before is not None and before.life == said.life
         try:
             server = self.membership.join(said.url, said.life, said.server, self._width, time.monotonic())
         except ValueError as error:
@@ -140,7 +141,7 @@ class Servers:
             self._lives[server] = 0
             self.places.add(server)
             self._tasks.create_task(self.watch(server), name=f"watch {server}")
-        if said.life not in before:
+        if not known:
             log.info("server %d at %s joins", server, said.url)
             self._lives[server] += 1
             self._changed()

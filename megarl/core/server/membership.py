@@ -119,7 +119,9 @@ class Membership:
         Another life at a known address is that server, started again. ValueError if the address is of one of the run's own, or
         of one that still leaves.
         """
-        server = next((s for s, m in self.members.items() if m.address.url == url), None)
+        before = self.members.get(wanted)  # so that a sign of life costs no look at all servers
+        same = before is not None and before.address.url == url
+        server = wanted if same else next((s for s, m in self.members.items() if m.address.url == url), None)
         if server is None:
             free = (s for s in (wanted, *range(self._own, self._own + len(self.members) + 1)) if s not in self.members)
             server = next(s for s in free if s >= self._own)
