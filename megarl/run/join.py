@@ -114,7 +114,7 @@ class Guest:
     def __init__(self, endpoints: Endpoints, role: RoleCommand, url: str, asked: StopRequest) -> None:
         self._role, self._asked, self._began = role, asked, time.monotonic()
         self._address, self._endpoints_file = endpoints.controller, role.rundir.endpoints_file
-        self._written = self._endpoints_file.read_bytes()
+        self._written = self._endpoints_file.stat().st_mtime_ns
         self._join = Join(life=uuid.uuid4().hex, url=url)
         self._launcher = LocalLauncher()
         self._process: RunningRole | None = None
@@ -195,7 +195,7 @@ class Guest:
         if self._process and self._process.status() is not None:
             return "the server has ended"
         with suppress(OSError):  # a shared file system may be away for a while
-            if self._role.rundir.summary.exists() or self._endpoints_file.read_bytes() != self._written:
+            if self._role.rundir.summary.exists() or self._endpoints_file.stat().st_mtime_ns != self._written:
                 return "the run has ended"
         return ""
 

@@ -57,6 +57,13 @@ def test_without_a_container(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-7:] == words
 
 
+def test_servers_that_join(tmp_path: Path) -> None:
+    done = run("servers.sbatch", tmp_path, RUN="runs/a", MEGARL="/v/bin/megarl")
+    words = ["/v/bin/python", "-m", "megarl", "serve", "--join", "runs/a", "--interface", "slurm"]
+    assert done.stdout.splitlines()[-8:] == words
+    assert "RUN: the directory of a run" in run("servers.sbatch", tmp_path).stderr
+
+
 def test_pyxis(tmp_path: Path) -> None:
     done = run("sft.sbatch", tmp_path, "a=1", CONTAINER="pyxis", IMAGE="reg#t/m:1", MOUNTS="/data,/home")
     words = done.stdout.splitlines()
