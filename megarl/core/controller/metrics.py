@@ -164,9 +164,9 @@ class ComputeClock:
 
     def spent(self) -> Spent:
         """Return the hours so far; the first record of a publication in a life of the supervisor ends its start-up."""
-        total = self.hours()
-        starting = 0.0 if self._state.session_published else self._own_hours() - self._state.earlier_hours
-        return Spent(total, self._state.startup_hours + starting, self._evaluation_hours())
+        own = self._own_hours()
+        starting = 0.0 if self._state.session_published else own - self._state.earlier_hours
+        return Spent(own + self.joined_hours(), self._state.startup_hours + starting, self._evaluation_hours())
 
     def _evaluation_hours(self) -> float:
         devices = min(self._held * self._server_devices, self.held)
