@@ -58,9 +58,9 @@ type Mark = tuple[float, dict[int, np.ndarray]]
 
 
 def _rates(then: Mark, now: Mark) -> dict[int, np.ndarray]:
-    """Return by how much totals grew each second, [3], by server; one that has joined between began with none."""
+    """Return by how much totals grew each second, [3], by server; one that has joined meanwhile began with none."""
     seconds = max(now[0] - then[0], 1e-9)
-    return {server: (totals - then[1].get(server, 0.0)) / seconds for server, totals in now[1].items()}
+    return {s: np.maximum(totals - then[1].get(s, 0.0), 0.0) / seconds for s, totals in now[1].items()}
 
 
 OF_EACH_TASK = (

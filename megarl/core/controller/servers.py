@@ -68,7 +68,7 @@ class Servers:
 
     def server_lost(self, server: int, life: int, reason: str) -> None:
         """Note that a request or health check failed that began in this life of the server."""
-        if life == self._lives.get(server):
+        if life == self._lives[server]:
             log.warning("server %d is lost: %s", server, reason)
             self._lives[server] += 1
             self.membership.lost(server)
@@ -138,7 +138,7 @@ class Servers:
             return Wait(reason=str(error))
         if server not in self.clients:
             self.clients[server] = ServerClient(self.membership.members[server].address, *self._keys)
-            self._lives[server] = 0
+            self._lives.setdefault(server, 0)  # a number is never used twice, but an id is
             self.places.add(server)
             self._tasks.create_task(self.watch(server), name=f"watch {server}")
         if not known:
@@ -182,7 +182,7 @@ class Servers:
         await self.clients[server].close()
         self.membership.forget(server)
         self.places.forget(server)
-        del self.clients[server], self._lives[server]
+        del self.clients[server]
         log.info("server %d is forgotten", server)
         self._changed()
 

@@ -1,7 +1,9 @@
 """`megarl serve --join` where it cannot: one message, before a server starts. And the limits of what it waits for."""
 
 import asyncio
+import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,9 +13,11 @@ import msgspec
 import pytest
 
 from megarl.cli import main
-from megarl.core.base.messages import Ack, Join, Joined, Leave, Refused, Wait
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.messages import Ack, FromServer, Join, Joined, Leave, Refused, Reply, Stop, Wait
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir
 from megarl.core.controller import servers as controller_servers
+from megarl.core.controller.conversation import Link
 from megarl.core.controller.servers import Servers
 from megarl.core.journal.file import FILE_HEADER, MAGIC
 from megarl.core.recipe import Recipe, dump
@@ -21,7 +25,11 @@ from megarl.core.server import membership
 from megarl.core.server.client import ServerLost
 from megarl.core.telemetry.spans import UNRECORDED
 from megarl.run import join
-from megarl.run.process import free_ports
+from megarl.run.launcher import LocalLauncher, RoleCommand
+from megarl.run.nodes import here
+from megarl.run.placement import Place
+from megarl.run.process import StopRequest, free_ports
+from megarl.run.restart import Role
 
 SILENT = "192.0.2.1"
 """In TEST-NET-1 (RFC 5737), which no network has."""
@@ -125,6 +133,105 @@ def test_an_interface_for_a_run_on_loopback(run: RunDir, capsys: pytest.CaptureF
 def test_the_command_line(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+# The server's side, with a stand-in for the server.
+
+
+class Answering(threading.Thread):
+    """A controller that gives the number 5, and lets a server go when it asks for the second time. said: what it heard."""
+
+    def __init__(self, endpoints: Endpoints, to_join: Reply) -> None:
+        super().__init__(daemon=True)
+        self._endpoints, self._to_join = endpoints, to_join
+        self.said: list[FromServer] = []
+        self.start()
+
+    def run(self) -> None:
+        asyncio.run(self._answer())
+
+    async def _answer(self) -> None:
+        link = Link(self._endpoints.controller, self._endpoints.link)
+        while True:
+            peer, said = await link.receive()
+            assert isinstance(said, FromServer)
+            self.said.append(said)
+            leaving: Reply = Ack() if self.lets_go() else Wait(reason="")
+            await link.reply(peer, leaving if isinstance(said, Leave) else self._to_join)
+
+    def lets_go(self) -> bool:
+        return [type(s) for s in self.said[-2:]] == [Leave, Leave]
+
+
+def stays(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, code: str, then: Callable[[StopRequest], object], to_join: Reply
+) -> list[FromServer]:
+    """A guest whose server is this Python code stays until `then` has happened, a moment later; what the controller heard."""
+    for limit, seconds in (("BEAT_S", 0.2), ("TICK_S", 0.05)):
+        monkeypatch.setattr(join, limit, seconds)
+    monkeypatch.setattr(LocalLauncher, "sweep", lambda *_: None)  # the other children are the tests'
+    endpoints, asked = run.endpoints(), StopRequest()
+    controller = Answering(endpoints, to_join)
+    role = RoleCommand(Role("server"), ("-c", code), {}, Place((here(1, ""),)), run)
+    guest = join.Guest(endpoints, role, "http://127.0.0.1:9", asked)
+    timer = threading.Timer(2.5, then, [asked])
+    timer.start()
+    try:
+        guest.stay()
+    finally:
+        timer.cancel()
+        guest.link.close()
+        assert guest._process is None or guest._process.status() is not None, "no server outlives its guest"
+    return controller.said
+
+
+def told(asked: StopRequest) -> None:
+    asked.heard(signal.SIGTERM, None)
+
+
+SERVE = "import time; time.sleep(100)"
+
+
+def test_it_says_that_it_is_there_and_goodbye(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = stays(run, monkeypatch, SERVE, told, Joined(server=5))
+    joins = [s for s in said if isinstance(s, Join)]
+    assert len(joins) > 2
+    assert [s.server for s in joins] == [-1, *[5] * (len(joins) - 1)]
+    assert len({s.life for s in said}) == 1
+    assert [type(s) for s in said[-2:]] == [Leave, Leave], "until it may go"
+
+
+def test_slurms_sigterm_to_all_processes_does_not_end_the_server_first(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import os, signal, time; os.kill(os.getpid(), signal.SIGTERM); time.sleep(100)"
+    assert isinstance(stays(run, monkeypatch, code, told, Joined(server=5))[-1], Leave)
+
+
+def test_it_leaves_within_its_limit_without_an_answer(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join, "LEAVE_LIMIT_S", 1.0)
+    monkeypatch.setattr(Answering, "lets_go", lambda _: False)
+    began = time.monotonic()
+    stays(run, monkeypatch, SERVE, told, Joined(server=5))
+    assert 3.5 <= time.monotonic() - began < 15.0
+
+
+def test_the_runs_end_is_its_end(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = stays(run, monkeypatch, SERVE, lambda _: run.summary.write_text("{}"), Joined(server=5))
+    assert not any(isinstance(s, Leave) for s in ended)
+    run.summary.unlink()
+    live(run, f"tcp://127.0.0.1:{free_ports(1)[0]}")
+    stays(run, monkeypatch, SERVE, told, Stop(reason="all steps are done"))
+
+
+def test_a_server_that_ends_by_itself(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MegarlError, match=r"server 5 ended with status 3: ValueError: no memory \("):
+        stays(run, monkeypatch, "print('ValueError: no memory'); raise SystemExit(3)", told, Joined(server=5))
+
+
+def test_refused(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MegarlError, match="the run goes on without this server"):
+        stays(run, monkeypatch, SERVE, told, Refused(error="the run goes on without this server"))
 
 
 # The controller's side.
