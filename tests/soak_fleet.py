@@ -1,12 +1,13 @@
 """The quickstart with one server of its own and up to three that join and leave at random.
 
-    python -m tests.soak_fleet [--seconds 3600] [--between 60] [--folder runs/soak-fleet] [--seed 0] [--windows 6]
+    python -m tests.soak_fleet [--seconds 3600] [--between 60] [--folder runs/soak-fleet] [--seed 0] [--windows 6] [--enter …]
 
     window 0: two joined servers stay    window 1: a join, SIGTERM or SIGKILL every `between` s    window 2: as 0   …   Ctrl-C
 
 Checked in the end: every SIGTERM was obeyed with status 0 within its limit; each ticket of the journal was trained in one step
 and none is missing. Measured: trained tokens per core-second of all processes of run and servers, in either kind of window;
-what joining servers spend until they have their first weights is not counted. FOLDER/fleet.json has the figures.
+what joining servers spend until they have their first weights is not counted. FOLDER/fleet.json has the figures. In a Slurm
+allocation whose nodes are this machine, `--enter "srun --nodes=1 --ntasks=1 --overlap"` makes each server a step.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from tests.e2e import runs
 from tests.e2e.runs import check_history, check_nothing_left, quiet
 from tests.soak import OVERRIDES, prepare
 
-LOOK_S = 0.5
+LOOK_S = 1.0
 MOST_JOINED, STAYING = 3, 2
 LEAST_SHARE = 0.9
 """Tokens per core-second while servers come and go, by those of a fleet that stays."""
@@ -58,6 +59,7 @@ class Fleet:
 
     folder: Path
     random: random.Random
+    enter: list[str]
     joined: list[JoinedServer] = field(default_factory=list)
     cpu: dict[tuple[int, float], float] = field(default_factory=dict)
     tokens: dict[str, float] = field(default_factory=dict)
@@ -78,7 +80,7 @@ class Fleet:
         status = json.loads(self.run.rundir.status.read_text()) if self.run.rundir.status.exists() else {"servers": []}
         clean = {s["id"] for s in status["servers"] if s["state"] == "clean"}
         for server in self.joined:
-            server.used = max(server.used, sum(self._used(p) for p in _family(server.process.pid)))
+            server.used = max(server.used, sum(self._used(p) for p in self._family(server)))
             if not server.began and (server.id() in clean or server.process.poll() is not None):
                 server.began = True
                 self.starts += server.used
@@ -96,6 +98,16 @@ class Fleet:
             return self.cpu[key]
         return 0.0
 
+    def _family(self, server: JoinedServer) -> list[psutil.Process]:
+        """The server and all it has started, wherever it was started."""
+        last = ["--index", str(server.id())]
+        for process in psutil.process_iter(["cmdline"]):
+            words = process.info["cmdline"] or []
+            if words[-2:] == last and str(self.run.rundir.path.resolve()) in words:
+                with suppress(psutil.Error):
+                    return [process, *process.children(recursive=True)]
+        return []
+
     def wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end and not until():
@@ -105,7 +117,7 @@ class Fleet:
     def join(self) -> None:
         self.count += 1
         output = self.folder / f"joined-{self.count}.out"
-        command = [sys.executable, "-m", "megarl", "serve", "--join", str(self.run.rundir.path)]
+        command = [*self.enter, sys.executable, "-m", "megarl", "serve", "--join", str(self.run.rundir.path)]
         with output.open("wb") as file:
             process = subprocess.Popen(command, cwd=self.folder, env=quiet(), stdout=file, stderr=subprocess.STDOUT)
         self.joined.append(JoinedServer(process, output))
@@ -142,12 +154,6 @@ class Fleet:
         return tokens, sum(self.cpu.values()) - self.starts - under_way
 
 
-def _family(pid: int) -> list[psutil.Process]:
-    with suppress(psutil.Error):
-        return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    return []
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak_fleet", description="servers that come and go")
     parser.add_argument("--seconds", type=float, default=3600, help="how long, without the first start (3600)")
@@ -155,9 +161,10 @@ def main() -> int:
     parser.add_argument("--windows", type=int, default=6, help="parts of it, quiet ones and others by turns (6)")
     parser.add_argument("--folder", type=Path, default=Path("runs/soak-fleet"), help="a new one (runs/soak-fleet)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--enter", default="", help="words before the command of a server, such as srun and its options")
     options = parser.parse_args()
     prepare(options.folder)
-    fleet = Fleet(options.folder.resolve(), random.Random(options.seed))
+    fleet = Fleet(options.folder.resolve(), random.Random(options.seed), options.enter.split())
     rates: dict[bool, list[float]] = {False: [], True: []}
     try:
         fleet.run.wait_for(lambda: fleet.run.steps() > 0, "the first step", 900)
