@@ -161,7 +161,9 @@ def main() -> int:
     parser.add_argument("--windows", type=int, default=6, help="parts of it, quiet ones and others by turns (6)")
     parser.add_argument("--folder", type=Path, default=Path("runs/soak-fleet"), help="a new one (runs/soak-fleet)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--enter", default="", help="words before the command of a server, such as srun and its options")
+    parser.add_argument(
+        "--enter", default="", help="words before the command of a server, such as srun and its options"
+    )
     options = parser.parse_args()
     prepare(options.folder)
     fleet = Fleet(options.folder.resolve(), random.Random(options.seed), options.enter.split())
