@@ -62,7 +62,6 @@ class Fleet:
     enter: list[str]
     joined: list[JoinedServer] = field(default_factory=list)
     cpu: dict[tuple[int, float], float] = field(default_factory=dict)
-    tokens: dict[str, float] = field(default_factory=dict)
     starts: float = 0.0
     events: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
