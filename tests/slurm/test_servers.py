@@ -20,7 +20,7 @@ def states(job: Job) -> dict[int, str]:
 
 def test_an_array_of_servers_joins_a_run_and_leaves(jobs: Jobs) -> None:
     shutil.rmtree(jobs.cwd / "runs" / "spot", ignore_errors=True)  # of a first try
-    job = jobs.train("spot", "run.steps=40", "resources.servers=1", nodes=1)
+    job = jobs.train("spot", "run.steps=9999", "resources.servers=1", nodes=1)
     job.wait_for(lambda: job.steps() >= 1, "a step", START_LIMIT_S)
     array = jobs.submit("servers.sbatch", options=("--array=0-1",), RUN="runs/spot")
     job.wait_for(
@@ -31,9 +31,11 @@ def test_an_array_of_servers_joins_a_run_and_leaves(jobs: Jobs) -> None:
     assert latest_rows(job.rundir.metrics)[-1]["servers_joined"] >= 1
     jobs.cluster.says("scancel", f"{array.number}_0")
     job.wait_for(lambda: len(states(job)) == 2, "one to leave", 60.0)
+    job.rundir.stop()
     job.wait_for_state("COMPLETED")
     jobs.cluster.wait_for(lambda: not jobs.cluster.says("squeue", "-h", "-j", array.number), "the end of the other")
-    check_history(job.rundir, job.recipe)
+    settings = job.recipe.run.model_copy(update={"steps": job.steps()})
+    check_history(job.rundir, job.recipe.model_copy(update={"run": settings}))
     _, alive = psutil.wait_procs(job.processes(), timeout=20)
     assert alive == []
     outputs = [path.read_text() for path in jobs.cwd.glob("slurm-*.out")]
