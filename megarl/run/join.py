@@ -119,7 +119,7 @@ class Guest:
         self._launcher = LocalLauncher()
         self._process: RunningRole | None = None
         self.link = ControllerLink(
-            self._address, endpoints.link, self._why_end, resend_s=JOIN_LIMIT_S / 4, limit_s=JOIN_LIMIT_S
+            self._address, endpoints.link, self._why_end, resend_s=JOIN_LIMIT_S, limit_s=JOIN_LIMIT_S
         )
 
     def stay(self) -> None:
