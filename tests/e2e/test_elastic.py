@@ -57,11 +57,10 @@ def test_a_run_whose_own_server_is_gone_goes_on_with_one_that_has_joined(workpla
         with joined(run) as server:
             run.wait_for(lambda: state(run, 1) == "clean", "the joined server")
             port = int(run.rundir.endpoints().servers[0].rpartition(":")[2])
-            run.roles()["serve"].kill()
-            with socket.socket() as taken:  # it cannot start again
-                taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                run.wait_for(lambda: taken.connect_ex(("127.0.0.1", port)) != 0, "its end")
-            with socket.create_server(("127.0.0.1", port)):
+            own = run.roles()["serve"]
+            own.kill()
+            own.wait(20)
+            with socket.create_server(("127.0.0.1", port)):  # it cannot start again
                 said = run.output.read_text
                 run.wait_for(lambda: "the run goes on with the other 1 servers" in said(), "its drop")
                 before = run.steps()
