@@ -161,8 +161,8 @@ class Publisher:
 
     def _compare(self, fleet: Fleet, sent: Sent, errors: dict[int, str], version: int) -> dict[int, str]:
         """Return each server's checksum; add to `errors` those that differ from what was sent, or from the other servers'."""
-        asked = ServerClient.staged_checksums if self._transport.staged else ServerClient.checksums
-        answers, failed = fleet.each([i for i in fleet.servers if i not in errors], asked)
+        asked, staged = [i for i in fleet.servers if i not in errors], self._transport.staged
+        answers, failed = fleet.each(asked, lambda s: s.staged_checksums() if staged else s.checksums())
         errors |= failed
         for i, (_, parameters) in answers.items():
             if wrong := differing(sent.checksums, parameters or {}):
