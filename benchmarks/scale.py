@@ -4,7 +4,7 @@
 
     routing     Places: one request finds its place among so many servers
     streaming   ServerClient: one chunk of a completion, from a stand-in server in another process
-    control     Fleet: one call of a publication to one server, likewise
+    publication Fleet: all calls of a publication, likewise, by the number of servers
     journal     one finished group written, and a batch of them read and encoded for the learner
 
 CPU seconds of this process, so that a busy machine matters little; the best of several repeats.
@@ -17,9 +17,12 @@ import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+import msgspec
 import numpy as np
 from aiohttp import web
 
@@ -30,11 +33,17 @@ from megarl.core.journal.journal import Admitted, Finished, Journal
 from megarl.core.sampling.places import Places
 from megarl.core.server.client import Fleet, ServerClient
 from megarl.core.server.membership import Membership
+from megarl.core.server.relay import RelayedCall, relayed
 
 REPEATS = 3
 CHUNK = 64
+SESSION = web.AppKey("session", aiohttp.ClientSession)
 TOKENS = 8192
 GENERATIONS = 16
+SERVERS = 1024
+BUCKETS = 30
+PARAMETERS = 291
+"""Of a Llama 3.1 8B, whose 16 GB are 30 buckets of 512 MiB."""
 
 
 def main() -> None:
@@ -47,9 +56,9 @@ def main() -> None:
     port: Any = multiprocessing.get_context("spawn").Queue()
     stand_in = multiprocessing.get_context("spawn").Process(target=serve, args=(port,), daemon=True)
     stand_in.start()
-    url = f"http://127.0.0.1:{port.get(timeout=60)}"
+    url = f"http://{address(0)}:{port.get(timeout=60)}"
     found["streaming_seconds_a_chunk"] = best(lambda: streaming(url))
-    found["control_seconds_a_call"] = {n: best(lambda n=n: control(url, n)) for n in (1, 16, 64)}
+    found["publication_seconds"] = {n: publication(url, n) for n in (1, 32, 64, 256, 1024)}
     stand_in.kill()
     found |= {f"journal_{name}": value for name, value in journal().items()}
     print(json.dumps(found, indent=2))
@@ -95,8 +104,14 @@ def routing(servers: int) -> float:
     return asyncio.run(work())
 
 
+def address(server: int) -> str:
+    """Each stand-in has an address of the loopback network, with one port for all."""
+    return f"127.0.{1 + server // 200}.{1 + server % 200}"
+
+
 def serve(port: Any) -> None:
-    """A stand-in: streams TOKENS tokens in chunks, as SGLang writes them, and answers any other call at once."""
+    """Stand-ins: they stream TOKENS tokens in chunks, as SGLang writes them, relay calls, and answer any other at once."""
+    table = {f"model.layers.{i}.weight": f"{i:064x}" for i in range(PARAMETERS)}
     ids = list(range(100_000, 100_000 + CHUNK))
     logprobs = [[-0.123456 - i / 1000, 100_000 + i, None] for i in range(CHUNK)]
     meta: dict[str, Any] = {"id": "x" * 32, "finish_reason": None, "output_token_logprobs": logprobs}
@@ -118,15 +133,33 @@ def serve(port: Any) -> None:
         await request.read()
         return web.json_response({"success": True, "message": ""})
 
+    async def checksums(request: web.Request) -> web.Response:
+        await request.read()
+        return web.json_response({"per_engine_checksum": "0" * 64, "ranks": [{"checksums": table}]})
+
+    async def relay(request: web.Request) -> web.StreamResponse:
+        call = msgspec.json.decode(await request.read(), type=RelayedCall)
+        reply = web.StreamResponse()
+        await reply.prepare(request)
+        async for line in relayed(request.app[SESSION], call, ""):
+            await reply.write(line)
+        await reply.write_eof()
+        return reply
+
     async def run() -> None:
         app = web.Application()
+        app[SESSION] = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         app.router.add_post("/generate", generate)
+        app.router.add_post("/relay", relay)
+        app.router.add_post("/weights_checker", checksums)
         app.router.add_route("*", "/{any:.*}", other)
         runner = web.AppRunner(app)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port.put(runner.addresses[0][1])
+        await web.TCPSite(runner, address(0), 0).start()
+        number = runner.addresses[0][1]
+        for server in range(1, SERVERS):
+            await web.TCPSite(runner, address(server), number).start()
+        port.put(number)
         await asyncio.Event().wait()
 
     asyncio.run(run())
@@ -145,20 +178,20 @@ def streaming(url: str) -> float:
     return asyncio.run(work())
 
 
-def control(url: str, servers: int) -> float:
-    """A bucket's call, whose body names 20 tensors."""
-    fleet = Fleet([ServerClient(ServerAddress(i, url), "", "", 60.0) for i in range(servers)], 0)
+def publication(url: str, servers: int) -> float:
+    """The calls of a publication in BUCKETS buckets, of which each names 20 tensors."""
+    port = int(url.rpartition(":")[2])
+    clients = [ServerClient(ServerAddress(i, f"http://{address(i)}:{port}"), "", "", 60.0) for i in range(servers)]
     names = [f"model.layers.{i}.self_attn.q_proj.weight" for i in range(20)]
-    call = 20 if servers > 1 else 200
+    dtypes, shapes = ["bfloat16"] * len(names), [[4096, 4096]] * len(names)
     begin = time.process_time()
-    for _ in range(call):
-        fleet.each(
-            fleet.servers,
-            lambda s: s.receive(names, ["bfloat16"] * 20, [[4096, 4096]] * 20, "group", None, False),
-        )
-    seconds = (time.process_time() - begin) / (call * servers)
-    fleet.close()
-    return seconds
+    with closing(Fleet(clients, 0)) as fleet:
+        before = [lambda s: s.pause("in_place"), lambda s: s.begin()]
+        buckets = [lambda s: s.receive(names, dtypes, shapes, "group", None)] * BUCKETS
+        for call in [*before, *buckets, lambda s: s.end(), lambda s: s.checksums(), lambda s: s.resume()]:
+            results, errors = fleet.each(fleet.servers, call)
+            assert len(results) == servers, next(iter(errors.values()))
+        return time.process_time() - begin
 
 
 def journal() -> dict[str, float]:

@@ -1,0 +1,231 @@
+"""Calls to many servers through some of them, so that a thousand cost the caller about as much as thirty.
+
+    caller ── POST /relay: the call, 32 addresses ──► gate of server 0 ── the call ──► gates of servers 0 … 31
+           ◄── an error at once, the rest together ◄──                ◄── an answer each ◄──
+
+`Fan` is the caller's side. It drives coroutines that ask one question after the other (ServerClient.asking), so equal
+questions of many servers go out as one relayed call, and equal answers come back as one. Up to DIRECT servers, and questions
+that only one server is asked, go directly.
+
+`relayed` is the gate's side (proxy.py): it passes a call on with the key that it came with, and each gate checks that itself.
+
+If a relay is lost, those of its servers that have not answered are asked directly, from then on always. A question that must
+not be asked twice gets RelayLost instead: the caller does not know whether those servers have heard it.
+"""
+
+import asyncio
+import types
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterable, Mapping
+from concurrent.futures import Future
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import aiohttp
+import msgspec
+
+from megarl.core.base.errors import MegarlError
+
+if TYPE_CHECKING:
+    from megarl.core.server.client import ServerClient
+
+DIRECT = 32
+"""Most servers that are asked without a relay."""
+GROUP = 48
+"""Servers behind a relay. More cost the caller less, and each call then takes longer: a gate needs 0.3 ms for each."""
+GRACE_S = 5.0
+"""A relay may take this much longer than the servers behind it."""
+KEEP_ALIVE_S = 2.0
+"""Idle connections are dropped after this time. The server closes them after 5 s; a request on a closed one would be lost."""
+OK = 200
+SILENT, UNREACHABLE, RELAY_LOST = 0, -1, -2
+"""In place of a status: no answer within the limit; no connection, or a lost one; nobody knows."""
+
+
+class RelayRefused(MegarlError):
+    """A server does not pass this call on: nobody has heard it."""
+
+
+class RelayLost(MegarlError):
+    """The server that relayed this call is gone, and the call must not be made twice."""
+
+
+class Question(NamedTuple):
+    """A call. Without a body it is a GET. once: it must not be repeated when nobody knows whether the server has heard it."""
+
+    path: str
+    body: object
+    key: str
+    limit_s: float
+    once: bool = False
+
+
+class Answer(NamedTuple):
+    """A reply's status and text. Where there was none, one of the numbers above, and why."""
+
+    status: int
+    text: str
+
+
+class RelayedCall(msgspec.Struct):
+    """The body of POST /relay. body: JSON, empty for a GET."""
+
+    path: str
+    body: str
+    urls: list[str]
+    limit_s: float
+
+
+class RelayedAnswer(msgspec.Struct):
+    """A line of the reply: the same answer from these of the servers, by their positions in the call."""
+
+    positions: list[int]
+    status: int
+    text: str
+
+
+_decode_answer = msgspec.json.Decoder(RelayedAnswer).decode
+
+
+async def exchange(session: aiohttp.ClientSession, url: str, body: bytes, key: str, limit_s: float) -> Answer:
+    """Make one call. An empty body makes it a GET."""
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    limit, method = aiohttp.ClientTimeout(total=limit_s), "POST" if body else "GET"
+    try:
+        async with session.request(
+            method, url, data=body or None, headers=headers, timeout=limit, allow_redirects=False
+        ) as reply:
+            return Answer(reply.status, await reply.text(errors="replace"))
+    except TimeoutError:
+        return Answer(SILENT, f"no answer within {limit_s:g} s")
+    except (aiohttp.ClientError, OSError) as error:
+        return Answer(UNREACHABLE, f"{type(error).__name__}: {error}")
+
+
+async def relayed(session: aiohttp.ClientSession, call: RelayedCall, key: str) -> AsyncIterator[bytes]:
+    """Make the call to all its servers at once, and yield the lines of the reply: errors as they come, good answers at last."""
+    good: dict[str, list[int]] = {}
+
+    async def one(position: int, url: str) -> tuple[int, Answer]:
+        return position, await exchange(session, url + call.path, call.body.encode(), key, call.limit_s)
+
+    calls = [asyncio.create_task(one(position, url)) for position, url in enumerate(call.urls)]
+    try:
+        for done in asyncio.as_completed(calls):
+            position, (status, text) = await done
+            if status == OK:
+                good.setdefault(text, []).append(position)
+            else:
+                yield _line(RelayedAnswer([position], status, text))
+        for text, positions in good.items():
+            yield _line(RelayedAnswer(positions, OK, text))
+    finally:
+        for task in calls:
+            task.cancel()
+
+
+def _line(answer: RelayedAnswer) -> bytes:
+    return msgspec.json.encode(answer) + b"\n"
+
+
+@types.coroutine
+def ask(question: Question) -> Generator[Question, Answer, Answer]:
+    """Hand a question to the Fan that drives the caller, and return the answer."""
+    return (yield question)
+
+
+class Fan[T]:
+    """Calls of one kind to several servers. results, errors: by server id. failed: done at the first error or the end.
+
+    clients: by server id. direct: groups whose relay was lost, which outlives the Fan. context: begins each error's text.
+    """
+
+    def __init__(self, clients: Mapping[int, "ServerClient"], direct: set[int], context: str = "") -> None:
+        self._clients, self._direct, self._context = clients, direct, context
+        self.results: dict[int, T] = {}
+        self.errors: dict[int, MegarlError] = {}
+        self.failed: Future[None] = Future()
+        self._running: dict[int, Coroutine[Any, Answer | None, T]] = {}
+
+    async def run(self, ids: Iterable[int], call: Callable[["ServerClient"], Coroutine[Any, Any, T]]) -> None:
+        """Run `call` with each of these servers to its end. It may await nothing but calls of its server."""
+        self._running = {i: call(self._clients[i].asking()) for i in ids}
+        try:
+            await self._ask(self._proceed(self._running, None))
+        finally:
+            for unfinished in self._running.values():
+                unfinished.close()
+            self._note_failure()
+
+    def _proceed(self, ids: Iterable[int], answer: Answer | None) -> dict[int, Question]:
+        """Continue these servers' calls with the answer. Return the questions that they ask next."""
+        asked = {}
+        for i in list(ids):
+            try:
+                asked[i] = self._running[i].send(answer)
+                continue
+            except StopIteration as end:
+                self.results[i] = end.value
+            except MegarlError as error:
+                error.args = (f"{self._context}{error}",)
+                self.errors[i] = error
+                self._note_failure()
+            del self._running[i]
+        return asked
+
+    def _note_failure(self) -> None:
+        if not self.failed.done():
+            self.failed.set_result(None)
+
+    async def _ask(self, asked: Mapping[int, Question]) -> None:
+        """Ask all of them at once, and go on with what follows."""
+        same: list[tuple[Question, list[int]]] = []
+        for i, question in asked.items():
+            if not same or question != same[-1][0]:
+                same.append((question, []))
+            same[-1][1].append(i)
+        groups = [(question, group) for question, ids in same for group in self._grouped(ids)]
+        if len(groups) == 1:
+            await self._ask_group(*groups[0])
+        elif groups:
+            async with asyncio.TaskGroup() as tasks:
+                for question, group in groups:
+                    tasks.create_task(self._ask_group(question, group))
+
+    def _grouped(self, ids: list[int]) -> list[list[int]]:
+        """Return these servers in groups of which the first is the relay, or of one, which is asked directly."""
+        if len(self._clients) <= DIRECT:
+            return [[i] for i in ids]
+        groups: dict[int, list[int]] = {}
+        for i in ids:
+            groups.setdefault(-1 - i if i // GROUP in self._direct else i // GROUP, []).append(i)
+        return list(groups.values())
+
+    async def _ask_group(self, question: Question, ids: list[int]) -> None:
+        if len(ids) == 1:
+            return await self._ask(self._proceed(ids, await self._clients[ids[0]].exchange(question)))
+        left, once = set(ids), question.once
+        try:
+            async with aclosing(self._through_relay(question, ids)) as answers:
+                async for some, answer in answers:
+                    left.difference_update(some)
+                    await self._ask(self._proceed(some, answer))
+        except RelayRefused:
+            once = False
+        if left:
+            self._direct.add(ids[0] // GROUP)
+            if once:
+                lost = Answer(RELAY_LOST, f"the relay, server {ids[0]}, was lost")
+                await self._ask(self._proceed(sorted(left), lost))
+            else:
+                await self._ask(dict.fromkeys(sorted(left), question))
+
+    async def _through_relay(self, question: Question, ids: list[int]) -> AsyncGenerator[tuple[list[int], Answer]]:
+        """Yield answers as they come. Those that are missing in the end were not had."""
+        urls = [self._clients[i].address.url for i in ids]
+        body = "" if question.body is None else msgspec.json.encode(question.body).decode()
+        call = RelayedCall(question.path, body, urls, question.limit_s)
+        limit_s = question.limit_s + GRACE_S
+        async with aclosing(self._clients[ids[0]].lines("/relay", call, question.key, limit_s)) as lines:
+            async for line in lines:
+                said = _decode_answer(line)
+                yield [ids[p] for p in said.positions], Answer(said.status, said.text)
