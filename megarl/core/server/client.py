@@ -23,10 +23,11 @@ request is sent twice: aiohttp repeats only a GET, which changes nothing, and a 
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from copy import copy
+from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple, Self
 
 import aiohttp
@@ -38,7 +39,18 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.types import float32, int32
 from megarl.core.server import relay
-from megarl.core.server.relay import KEEP_ALIVE_S, Answer, Fan, Question, RelayLost, RelayRefused, exchange
+from megarl.core.server.relay import (
+    GRACE_S,
+    KEEP_ALIVE_S,
+    Answer,
+    Fan,
+    Question,
+    RelayedAnswer,
+    RelayedCall,
+    RelayLost,
+    RelayRefused,
+    exchange,
+)
 
 CONNECT_LIMIT_S = 10.0
 HEALTH_LIMIT_S = 5.0
@@ -436,18 +448,16 @@ class ServerClient:
         if status in (relay.SILENT, relay.UNREACHABLE):
             setting = " (weights.timeout_s)" if status == relay.SILENT and limit_s == self._timeout_s else ""
             raise self.error(step, text + setting)
-        try:
-            said = msgspec.json.decode(text)
-        except msgspec.DecodeError:
-            said = None
+        said = _decoded(text)
         if status != relay.OK:
             fields = said if isinstance(said, dict) else {}
             message = str(fields.get("message") or fields.get("error") or text)
             raise ServerSaid(str(self.error(step, f"{status}: {message[:500]}")))
         return said
 
+    @cached_property
     def asking(self) -> "ServerClient":
-        """Return a client whose calls ask the Fan (relay.py) that drives them."""
+        """The same client, whose calls ask the Fan (relay.py) that drives them."""
         other = copy(self)
         other._ask = relay.ask
         return other
@@ -459,27 +469,34 @@ class ServerClient:
             self._connections(), self.address.url + question.path, body, question.key, question.limit_s
         )
 
-    async def lines(self, path: str, body: object, key: str, limit_s: float) -> AsyncGenerator[bytes]:
-        """Yield the lines of a relay's reply as they come. A lost connection ends them early. Raises RelayRefused."""
-        limit, headers = aiohttp.ClientTimeout(total=limit_s), {"Authorization": f"Bearer {key}"}
-        url, data = self.address.url + path, msgspec.json.encode(body)
-        try:
+    async def relay(self, call: RelayedCall, key: str, heard: Callable[[RelayedAnswer], Awaitable[None]]) -> None:
+        """Have the server pass a call on, and await `heard` for each answer. Ends early if it is lost. Raises RelayRefused."""
+        limit, headers = aiohttp.ClientTimeout(total=call.limit_s + GRACE_S), {"Authorization": f"Bearer {key}"}
+        url, data = f"{self.address.url}/relay", msgspec.json.encode(call)
+        with suppress(TimeoutError, aiohttp.ClientError, OSError):
             async with self._connections().post(url, data=data, headers=headers, timeout=limit) as reply:
                 if reply.status != relay.OK:
                     raise RelayRefused(f"{url}: {reply.status}")
                 rest = b""
                 async for piece in reply.content.iter_any():
-                    *whole, rest = (rest + piece).split(b"\n")
-                    for line in whole:
-                        yield line
-        except (TimeoutError, aiohttp.ClientError, OSError):
-            return
+                    *lines, rest = (rest + piece).split(b"\n")
+                    for line in lines:
+                        await heard(msgspec.json.decode(line, type=RelayedAnswer))
 
     def _connections(self) -> aiohttp.ClientSession:
         if self._session is None:  # it belongs to the running event loop, so it is made at the first request
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
         return self._session
+
+
+@lru_cache(maxsize=1)
+def _decoded(text: str) -> Any:
+    """Return what the JSON says, None if it is none. A thousand servers give the same answer, which is not to be changed."""
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return None
 
 
 def _bucket(complete: int | None) -> dict[str, object]:
