@@ -136,7 +136,7 @@ class Controller:
                 for server in self.servers.clients:
                     tasks.create_task(self.servers.watch(server), name=f"watch {server}")
                 parts = (self.records.run(), self.conversation.listen(), self.conversation.answer())
-                for coroutine in (*parts, self._tick(), self._drop_old()):
+                for coroutine in (*parts, self.servers.observe(self.places), self._tick(), self._drop_old()):
                     tasks.create_task(coroutine)
         except* ConversationOver:
             pass
@@ -211,6 +211,7 @@ class Controller:
             case Publish():
                 servers = [a.id for a in decision.servers]
                 self.servers.membership.publish(servers, decision.version, asked.incarnation)
+                self.places.refresh()
                 log.info("publish version %d to servers %s", decision.version, servers)
             case Stop():
                 log.info("the learner is told to stop: %s", decision.reason)

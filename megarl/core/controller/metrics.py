@@ -26,14 +26,17 @@ class Meter:
     def step(self) -> dict[str, float]:
         """Return metrics of the time since the last call."""
         then, self._step = self._step, self._mark()
-        _, tokens, busy, running = _rates(then, self._step).mean(axis=0).tolist()
-        tokens *= len(then)
-        return {"rollout_tokens_per_second": tokens, "server_busy_share": busy, "server_running_mean": running}
+        _, tokens, busy, running, *_ = _rates(then, self._step).mean(axis=0).tolist()
+        reusable, cached = (self._step - then)[:, -2:].sum(axis=0).tolist()
+        places = sum(use.limit for use in self._places.use.values()) / len(then)
+        stats = {"rollout_tokens_per_second": tokens * len(then), "server_busy_share": busy}
+        stats |= {"server_running_mean": running, "server_places_mean": places}
+        return stats | ({"cached_prompt_share": cached / reusable} if reusable else {})
 
     def totals(self) -> dict[int, dict[str, float]]:
         """Return totals of each server since the controller's start."""
         totals = zip(self._places.use, self._mark().tolist(), strict=True)
-        return {server: {"tokens": tokens, "busy_seconds": busy} for server, (_, tokens, busy, _) in totals}
+        return {server: {"tokens": tokens, "busy_seconds": busy} for server, (_, tokens, busy, *_) in totals}
 
     def second(self) -> dict[int, dict[str, float]]:
         """Return figures of each server for the time since the last call."""
@@ -41,19 +44,21 @@ class Meter:
         rates = zip(self._places.use.items(), _rates(then, self._second).tolist(), strict=True)
         return {
             server: {"running": use.running, "tokens_per_second": tokens, "busy_share": busy}
-            for (server, use), (_, tokens, busy, _) in rates
+            for (server, use), (_, tokens, busy, *_) in rates
         }
 
     def _mark(self) -> np.ndarray:
-        """Return each server's totals until now, [servers, 4]: seconds, tokens, busy seconds, place-seconds."""
+        """Return each server's totals until now, [servers, 6]: seconds, tokens, busy seconds, place-seconds, tokens of inputs
+        that could be in its cache, and those that were."""
         now = time.monotonic()
         for use in self._places.use.values():
             use.change(0)  # brings the seconds up to now
-        return np.array([(now, u.tokens, u.busy_seconds, u.place_seconds) for u in self._places.use.values()])
+        uses = self._places.use.values()
+        return np.array([(now, u.tokens, u.busy_seconds, u.place_seconds, u.reusable, u.cached) for u in uses])
 
 
 def _rates(then: np.ndarray, now: np.ndarray) -> np.ndarray:
-    """Return by how much totals grew each second, [servers, 4]."""
+    """Return by how much totals grew each second, [servers, 6]."""
     grown: np.ndarray = now - then
     return grown / max(grown[0, 0], 1e-9)
 

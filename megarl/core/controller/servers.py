@@ -1,8 +1,9 @@
 """The servers of a run: clients, states, health, and which version each has.
 
-    GET /health each 2 s ─► seen | lost ─┐
-    a request fails ───────► lost ────────┼─► Membership ─► changed()
-    the learner publishes ────────────────┘
+    GET /health each 2 s, or tokens ─► seen | lost ─┐
+    a request fails ─────────────────► lost ─────────┼─► Membership ─► changed()
+    the learner publishes ───────────────────────────┘
+    GET /v1/loads each 5 s, retracted requests ──────► Places.observe
 
 A server that comes back, or is met for the first time, first aborts all its requests, because nobody waits for them.
 """
@@ -16,14 +17,17 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.rundir import Endpoints
 from megarl.core.recipe import Recipe
-from megarl.core.server.client import ServerClient
+from megarl.core.sampling.places import Places
+from megarl.core.server.client import ServerClient, ServerLoad
 from megarl.core.server.membership import Membership
+from megarl.core.server.relay import Fan
 from megarl.core.telemetry.spans import Spans
 
 log = logging.getLogger(__name__)
 
 POLL_S = 2.0
 POLL_AFTER_MISS_S = 0.5
+LOAD_S = 5.0
 MISSES = 5
 """Consecutive missed health checks after which a server is lost: on a busy machine one or two mean nothing."""
 
@@ -38,6 +42,8 @@ class Servers:
         self.clients = {a.id: ServerClient(a, endpoints.api_key, endpoints.admin_key) for a in addresses}
         self._lives = dict.fromkeys(self.clients, 0)
         self._changed, self._spans, self._healthy = changed, spans, time.monotonic()
+        self._direct: set[int] = set()
+        self._told_to_retract = recipe.lends_memory
 
     def life(self, server: int) -> int:
         """Return a number that changes when the server is lost or its requests are aborted."""
@@ -74,12 +80,25 @@ class Servers:
             await asyncio.sleep(POLL_AFTER_MISS_S if misses else POLL_S)
             if member.state == "publishing":
                 continue
-            life, healthy = self._lives[server], await client.health()
+            spoke = member.state == "clean" and time.monotonic() - client.heard < POLL_S
+            life, healthy = self._lives[server], spoke or await client.health()
             if healthy and member.state in ("starting", "lost"):
                 await self._greet(server)
             misses = 0 if healthy or member.state == "publishing" else misses + 1
             if misses >= MISSES and member.state not in ("starting", "lost"):
                 self.server_lost(server, life, f"it missed {misses} health checks")
+
+    async def observe(self, places: Places) -> None:
+        """Adapt the places of servers to their load, for ever."""
+        retractions = dict.fromkeys(self.clients, 0)
+        while True:
+            await asyncio.sleep(LOAD_S)
+            fan = Fan[ServerLoad](self.clients, self._direct)
+            await fan.run(self.membership.clean(), lambda client: client.current_load())
+            for server, load in fan.results.items():
+                before, retractions[server] = retractions[server], self.clients[server].retractions
+                places.observe(server, load, retractions[server] > before and not self._told_to_retract)
+            places.refresh()
 
     async def _greet(self, server: int) -> None:
         try:

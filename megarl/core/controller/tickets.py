@@ -109,6 +109,7 @@ class Tickets:
                 temperature=recipe.sampling.temperature,
                 top_p=1.0,  # below it a server's log-probs are not over all of the vocabulary, as the learner's are
                 routed=self._routed,
+                started=places.cached,
             )
         )
         if self._parity.is_chosen(ticket, sample):

@@ -22,7 +22,9 @@ request is sent twice: aiohttp repeats only a GET, which changes nothing, and a 
 """
 
 import asyncio
+import math
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
@@ -75,7 +77,7 @@ class Generation(NamedTuple):
     """A finished request.
 
     tokens [n] int32, with the stop token; logprobs [n] float32; spans cover 0 … n in order. routing: the chosen experts
-    (RoutedLayers) if they were asked for, else "".
+    (RoutedLayers) if they were asked for, else "". cached: tokens of the input that the server had in its cache.
     """
 
     tokens: np.ndarray
@@ -83,6 +85,14 @@ class Generation(NamedTuple):
     spans: tuple[VersionSpan, ...]
     finish: Literal["stop", "length"]
     routing: str = ""
+    cached: int = 0
+
+
+class ServerLoad(NamedTuple):
+    """usage: share of the KV that requests hold. waiting: requests that the server has not begun, or put back."""
+
+    usage: float
+    waiting: int
 
 
 class Prefill(NamedTuple):
@@ -133,6 +143,8 @@ class _Meta(msgspec.Struct):
     output_token_sampling_logprobs: list[float] | None = None
     weight_versions: list[_ReportedSpan] = []
     routed_experts: str = ""
+    cached_tokens: int = 0
+    num_retractions: int = 0
 
 
 class _Error(msgspec.Struct):
@@ -192,7 +204,8 @@ class ServerClient:
     """Asynchronous client of one server, for one event loop: `async with`, or `close()` at the end.
 
     `generate` and `score` raise ServerLost or ServerRefused. The other calls raise ServerSaid if the server answered with an
-    error, else MegarlError.
+    error, else MegarlError. heard: when tokens last came (time.monotonic()). retractions: how often the server has put one of
+    our requests back, for want of KV or because it was told to.
     """
 
     def __init__(
@@ -202,6 +215,7 @@ class ServerClient:
         self.address = address
         self._api_key, self._admin_key = api_key, admin_key
         self._timeout_s = timeout_s
+        self.heard, self.retractions = -math.inf, 0
         self._session: aiohttp.ClientSession | None = None
         self._ask: Callable[[Question], Awaitable[Answer]] = self.exchange
 
@@ -228,12 +242,13 @@ class ServerClient:
         cache_salt: str | None = None,
         ignore_eos: bool = False,
         routing_from: int | None = None,
+        started: Callable[[], None] = lambda: None,
     ) -> Generation:
         """Sample until a stop token, the model's own end token, or `max_new_tokens`.
 
         cache_salt: requests with different salts share no cached prefixes. ignore_eos: go on to `max_new_tokens`
-        (benchmarks). routing_from: also return the experts chosen from this position of `input_ids` on. Cancelling aborts the
-        request on the server.
+        (benchmarks). routing_from: also return the experts chosen from this position of `input_ids` on. started: called when
+        tokens come; the server's cache then has the input. Cancelling aborts the request on the server.
         """
         sampling: dict[str, object] = {
             "max_new_tokens": max_new_tokens,
@@ -254,13 +269,17 @@ class ServerClient:
         if top_p < 1.0:
             body["return_sampling_mask"] = True
             sampling["top_k"] = TOP_K_WITH_TOP_P
-        received = _Received()
+        received, retractions = _Received(), 0
         async with self._sampling(body, received) as reply:
             async for event in events(reply.content.iter_any()):
                 chunk = _decode_chunk(event)
                 if chunk.error is not None:
                     raise self._refusal_or_loss(chunk.error.code, chunk.error.message, received)
                 received.add(chunk)
+                started()
+                self.heard = time.monotonic()
+                self.retractions += chunk.meta_info.num_retractions - retractions
+                retractions = chunk.meta_info.num_retractions
                 if (finish := chunk.meta_info.finish_reason) is not None:
                     return self._finished(finish, chunk.meta_info, received)
         raise ServerLost(f"{self.address.url} ended a stream before its last token", *received.joined())
@@ -328,7 +347,7 @@ class ServerClient:
             # A request aborted while its server was paused still gets one token, from weights that may be half replaced.
             raise ServerLost(f"{self.address.url} aborted a request: {finish.message}", tokens[:-1], logprobs[:-1])
         spans = tuple(VersionSpan(int(s.version), s.start, s.end) for s in meta.weight_versions)
-        return Generation(tokens, logprobs, spans, finish.type, meta.routed_experts)
+        return Generation(tokens, logprobs, spans, finish.type, meta.routed_experts, meta.cached_tokens)
 
     def _refusal_or_loss(self, status: int, text: str, received: _Received) -> MegarlError:
         if status in REFUSALS:
@@ -363,6 +382,15 @@ class ServerClient:
         """Return the version that the server labels tokens with; -1 if nothing was published to this process."""
         said = await self._call("ask for its version", "/model_info", key=self._api_key)
         return int(said["weight_version"])
+
+    async def current_load(self) -> ServerLoad:
+        """Return how busy the server is, as its scheduler last wrote down."""
+        said = await self._call("ask for its load", "/v1/loads", key=self._api_key)
+        try:
+            (of_all,) = said["loads"]
+            return ServerLoad(float(of_all["token_usage"]), int(of_all["num_waiting_reqs"]))
+        except (KeyError, TypeError, ValueError):
+            raise self.error("ask for its load", f"an answer without it: {said}") from None
 
     async def begin(self) -> None:
         """Open an update, after closing one that a lost learner left open."""
