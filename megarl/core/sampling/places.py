@@ -8,7 +8,8 @@ or wait for a publication can end on a server that is no longer eligible.
 
 How many places a server has follows what it bears (`observe`), by additive increase and multiplicative decrease (Chiu and
 Jain, 1989): a quarter fewer when it has retracted requests for want of KV, or lets requests wait at two observations; one in
-GROWTH more when all its places were taken and ROOM of its KV was not. A decrease must take effect before the next one.
+GROWTH more when all its places were taken and ROOM of its KV was not. A decrease must take effect before the next one. None
+leaves more places than the requests that the server works on.
 """
 
 import asyncio
@@ -137,8 +138,8 @@ class Places:
         use = self.use[server]
         waited, use.queued, peak, use.peak = use.queued, load.waiting > 0, use.peak, use.running
         if retracted or (waited and use.queued):
-            if use.running <= use.limit:
-                use.limit = max(1, min(int(min(peak, use.limit) * KEPT), use.running - load.waiting))
+            fewer = int(min(peak, use.limit) * KEPT) if use.running <= use.limit else use.limit
+            use.limit = max(1, min(fewer, use.running - load.waiting))
         elif peak >= use.limit and load.usage < ROOM:
             use.limit = min(self.limit, use.limit + max(1, self.limit // GROWTH))
 
