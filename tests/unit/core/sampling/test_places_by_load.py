@@ -143,7 +143,9 @@ def test_what_an_observation_changes() -> None:
             await places.take((1, 0, 0), anywhere)
         assert observed(waiting=3) == 32, "requests that wait once may just have come"
         assert observed(waiting=3) == int(32 * KEPT)
-        assert observed(waiting=3, retracted=True) == int(32 * KEPT), "more run than may: the decrease has not taken effect"
+        assert observed(waiting=3, retracted=True) == int(32 * KEPT), (
+            "more run than may: the decrease has not taken effect"
+        )
         for _ in range(8):
             places.give_back(0)
         assert observed(retracted=True) == int(24 * KEPT)
