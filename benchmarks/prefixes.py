@@ -103,7 +103,7 @@ async def share(servers: OwnServers, groups: int, seed: int, waits: bool) -> dic
     keys = servers.endpoints.api_key, servers.endpoints.admin_key
     clients = {n: ServerClient(m.address, *keys) for n, m in members.members.items()}
     places, admission = Places(members, recipe.serving.max_running_requests), Admission(1000, 8)
-    tokenizer: Any = SimpleNamespace(ids=lambda text: (), decode=lambda tokens: "", end=127)
+    tokenizer: Any = SimpleNamespace(ids=lambda text: np.zeros(0, np.int32), decode=lambda tokens: "", end=127)
     environments: Any = SimpleNamespace(of=lambda task: Counting())
     sampler = Sampler(recipe, tokenizer, clients, places, servers, environments)
 

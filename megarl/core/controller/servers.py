@@ -42,7 +42,6 @@ class Servers:
         self.clients = {a.id: ServerClient(a, endpoints.api_key, endpoints.admin_key) for a in addresses}
         self._lives = dict.fromkeys(self.clients, 0)
         self._changed, self._spans, self._healthy = changed, spans, time.monotonic()
-        self._direct: set[int] = set()
         self._told_to_retract = recipe.lends_memory
 
     def life(self, server: int) -> int:
@@ -89,14 +88,14 @@ class Servers:
                 self.server_lost(server, life, f"it missed {misses} health checks")
 
     async def observe(self, places: Places) -> None:
-        """Adapt the places of servers to their load, for ever."""
-        retractions = dict.fromkeys(self.clients, 0)
+        """Adapt the places of servers to their load, for ever. A learner on their GPU has them put requests back on purpose."""
+        retractions = dict[int, int]()
         while True:
             await asyncio.sleep(LOAD_S)
-            fan = Fan[ServerLoad](self.clients, self._direct)
+            fan = Fan[ServerLoad](self.clients, set())
             await fan.run(self.membership.clean(), lambda client: client.current_load())
             for server, load in fan.results.items():
-                before, retractions[server] = retractions[server], self.clients[server].retractions
+                before, retractions[server] = retractions.get(server, 0), self.clients[server].retractions
                 places.observe(server, load, retractions[server] > before and not self._told_to_retract)
             places.refresh()
 

@@ -50,7 +50,6 @@ from megarl.core.server.relay import (
     RelayedAnswer,
     RelayedCall,
     RelayLost,
-    RelayRefused,
     exchange,
 )
 
@@ -498,17 +497,15 @@ class ServerClient:
         )
 
     async def relay(self, call: RelayedCall, key: str, heard: Callable[[RelayedAnswer], Awaitable[None]]) -> None:
-        """Have the server pass a call on, and await `heard` for each answer. Ends early if it is lost. Raises RelayRefused."""
+        """Have the server pass a call on, and await `heard` for each answer. Ends early if it refuses or is lost."""
         limit, headers = aiohttp.ClientTimeout(total=call.limit_s + GRACE_S), {"Authorization": f"Bearer {key}"}
         url, data = f"{self.address.url}/relay", msgspec.json.encode(call)
         with suppress(TimeoutError, aiohttp.ClientError, OSError):
             async with self._connections().post(url, data=data, headers=headers, timeout=limit) as reply:
-                if reply.status != relay.OK:
-                    raise RelayRefused(f"{url}: {reply.status}")
                 rest = b""
                 async for piece in reply.content.iter_any():
                     *lines, rest = (rest + piece).split(b"\n")
-                    for line in lines:
+                    for line in lines if reply.status == relay.OK else ():
                         await heard(msgspec.json.decode(line, type=RelayedAnswer))
 
     def _connections(self) -> aiohttp.ClientSession:

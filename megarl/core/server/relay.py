@@ -9,8 +9,8 @@ that only one server is asked, go directly.
 
 `relayed` is the gate's side (proxy.py): it passes a call on with the key that it came with, and each gate checks that itself.
 
-If a relay is lost, those of its servers that have not answered are asked directly, from then on always. A question that must
-not be asked twice gets RelayLost instead: the caller does not know whether those servers have heard it.
+If a relay is lost or refuses, those of its servers that have not answered are asked directly, from then on always. A question
+that must not be asked twice gets RelayLost instead: the caller does not know whether those servers have heard it.
 """
 
 import asyncio
@@ -38,10 +38,6 @@ KEEP_ALIVE_S = 2.0
 OK = 200
 SILENT, UNREACHABLE, RELAY_LOST = 0, -1, -2
 """In place of a status: no answer within the limit; no connection, or a lost one; nobody knows."""
-
-
-class RelayRefused(MegarlError):
-    """A server does not pass this call on: nobody has heard it."""
 
 
 class RelayLost(MegarlError):
@@ -75,7 +71,7 @@ class RelayedCall(msgspec.Struct):
 
 
 class RelayedAnswer(msgspec.Struct):
-    """A line of the reply: the same answer from these of the servers, by their positions in the call."""
+    """A line of the reply: the same answer from these of its servers, by their positions."""
 
     positions: list[int]
     status: int
@@ -101,26 +97,23 @@ async def relayed(session: aiohttp.ClientSession, call: RelayedCall, key: str) -
     """Make the call to all its servers at once, and yield the lines of the reply: errors as they come, good answers at last."""
     good: dict[str, list[int]] = {}
 
-    async def one(position: int, url: str) -> tuple[int, Answer]:
-        return position, await exchange(session, url + call.path, call.body.encode(), key, call.limit_s)
+    async def one(position: int, url: str) -> RelayedAnswer:
+        answer = await exchange(session, url + call.path, call.body.encode(), key, call.limit_s)
+        return RelayedAnswer([position], *answer)
 
     calls = [asyncio.create_task(one(position, url)) for position, url in enumerate(call.urls)]
     try:
         for done in asyncio.as_completed(calls):
-            position, (status, text) = await done
-            if status == OK:
-                good.setdefault(text, []).append(position)
+            answer = await done
+            if answer.status == OK:
+                good.setdefault(answer.text, []).extend(answer.positions)
             else:
-                yield _line(RelayedAnswer([position], status, text))
+                yield msgspec.json.encode(answer) + b"\n"
         for text, positions in good.items():
-            yield _line(RelayedAnswer(positions, OK, text))
+            yield msgspec.json.encode(RelayedAnswer(positions, OK, text)) + b"\n"
     finally:
         for task in calls:
             task.cancel()
-
-
-def _line(answer: RelayedAnswer) -> bytes:
-    return msgspec.json.encode(answer) + b"\n"
 
 
 @types.coroutine
@@ -199,7 +192,7 @@ class Fan[T]:
     async def _ask_group(self, question: Question, ids: list[int]) -> None:
         if len(ids) == 1:
             return await self._ask(self._proceed(ids, await self._clients[ids[0]].exchange(question)))
-        left, once = set(ids), question.once
+        left = set(ids)
         body = "" if question.body is None else msgspec.json.encode(question.body).decode()
         call = RelayedCall(question.path, body, [self._clients[i].address.url for i in ids], question.limit_s)
 
@@ -208,13 +201,10 @@ class Fan[T]:
             left.difference_update(some)
             await self._ask(self._proceed(some, Answer(said.status, said.text)))
 
-        try:
-            await self._clients[ids[0]].relay(call, question.key, heard)
-        except RelayRefused:
-            once = False
+        await self._clients[ids[0]].relay(call, question.key, heard)
         if left:
             self._direct.add(ids[0] // GROUP)
-            if once:
+            if question.once:
                 lost = Answer(RELAY_LOST, f"the relay, server {ids[0]}, was lost")
                 await self._ask(self._proceed(sorted(left), lost))
             else:

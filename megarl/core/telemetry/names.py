@@ -106,7 +106,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "server_running_mean": ("speed", "requests running on a server, mean over the step"),
     "server_places_mean": (
         "speed",
-        "requests that a server may have at the end of the step, mean of servers: serving.max_running_requests or fewer",
+        "requests that a server may have (serving.max_running_requests or fewer), mean of servers",
     ),
     "cached_prompt_share": (
         "speed",
