@@ -1,9 +1,10 @@
 """What grows with the number of servers, tokens and groups on one process: CPU seconds, for scaling-out.md.
 
-    python -m benchmarks.scale [--json FILE]
+    python -m benchmarks.scale [--json FILE] [--streams 16384]
 
     routing     Places: one request finds its place among so many servers
-    streaming   ServerClient: one chunk of a completion, from a stand-in server in another process
+    streaming   ServerClient: one chunk of a completion, from a stand-in server in another process: 32 completions in bursts;
+                and so many that are under way at once, whose chunks come singly, at RATE tokens/s
     publication Fleet: all calls of a publication, likewise, by the number of servers
     journal     one finished group written, and a batch of them read and encoded for the learner
 
@@ -14,6 +15,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import resource
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,7 +32,7 @@ from megarl.core.base.admission import Admission
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.types import Batch, Group, Prompt, Rollout, Segment, encode
 from megarl.core.journal.journal import Admitted, Finished, Journal
-from megarl.core.sampling.places import Places
+from megarl.core.sampling.places import GroupPlaces, Places
 from megarl.core.server.client import Fleet, ServerClient
 from megarl.core.server.membership import Membership
 from megarl.core.server.relay import RelayedCall, relayed
@@ -41,6 +43,7 @@ SESSION = web.AppKey("session", aiohttp.ClientSession)
 TOKENS = 8192
 GENERATIONS = 16
 SERVERS = 1024
+RATE = 100_000.0
 BUCKETS = 30
 PARAMETERS = 291
 """Of a Llama 3.1 8B, whose 16 GB are 30 buckets of 512 MiB."""
@@ -49,6 +52,7 @@ PARAMETERS = 291
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--streams", type=int, default=16384)
     options = parser.parse_args()
     found: dict[str, Any] = {
         "routing_seconds_a_request": {servers: best(lambda s=servers: routing(s)) for servers in (64, 800, 12800)}
@@ -58,6 +62,7 @@ def main() -> None:
     stand_in.start()
     url = f"http://{address(0)}:{port.get(timeout=60)}"
     found["streaming_seconds_a_chunk"] = best(lambda: streaming(url))
+    found["streams"] = streams(options.streams)
     found["publication_seconds"] = {n: publication(url, n) for n in (1, 32, 64, 256, 1024)}
     stand_in.kill()
     found |= {f"journal_{name}": value for name, value in journal().items()}
@@ -83,22 +88,17 @@ def routing(servers: int) -> float:
         places, admission = Places(membership, 256), Admission(1000, 8)
         for use in places.use.values():
             use.running = 128
+        places.refresh()
         groups = 4 if servers > 1000 else 32
         begin = time.process_time()
         for _ in range(groups):
-            ticket = admission.admit()
-            home = places.emptiest(lambda version, ticket=ticket: admission.eligible(ticket, version))
-
-            def may_use(server: int, version: int, ticket: int = ticket, home: int | None = home) -> bool:
-                held = membership.clean_version(home)
-                if server != home and held is not None and admission.eligible(ticket, held):
-                    return False
-                return admission.eligible(ticket, version)
-
+            group = GroupPlaces(places, admission, admission.admit(), GENERATIONS)
+            group.cached()
             for sample in range(GENERATIONS):
-                server, _ = await places.take((1, ticket, sample), may_use)
+                server, _ = await group.take(sample)
                 if sample % 2:
                     places.give_back(server)
+                places.free(admission.can_admit)
         return (time.process_time() - begin) / (groups * GENERATIONS)
 
     return asyncio.run(work())
@@ -109,16 +109,21 @@ def address(server: int) -> str:
     return f"127.0.{1 + server // 200}.{1 + server % 200}"
 
 
-def serve(port: Any) -> None:
-    """Stand-ins: they stream TOKENS tokens in chunks, as SGLang writes them, relay calls, and answer any other at once."""
-    table = {f"model.layers.{i}.weight": f"{i:064x}" for i in range(PARAMETERS)}
+def chunks() -> list[bytes]:
+    """A chunk of CHUNK tokens, and the last one of a request."""
     ids = list(range(100_000, 100_000 + CHUNK))
     logprobs = [[-0.123456 - i / 1000, 100_000 + i, None] for i in range(CHUNK)]
     meta: dict[str, Any] = {"id": "x" * 32, "finish_reason": None, "output_token_logprobs": logprobs}
     version = [{"version": "0", "start": 0, "end": TOKENS}]
     end = meta | {"finish_reason": {"type": "length"}, "weight_versions": version}
     events = [{"output_ids": ids, "meta_info": about} for about in (meta, end)]
-    lines = [b"data: " + json.dumps(event).encode() + b"\n\n" for event in events]
+    return [b"data: " + json.dumps(event).encode() + b"\n\n" for event in events]
+
+
+def serve(port: Any) -> None:
+    """Stand-ins: they stream TOKENS tokens in chunks, as SGLang writes them, relay calls, and answer any other at once."""
+    table = {f"model.layers.{i}.weight": f"{i:064x}" for i in range(PARAMETERS)}
+    lines = chunks()
 
     async def generate(request: web.Request) -> web.StreamResponse:
         await request.read()
@@ -176,6 +181,72 @@ def streaming(url: str) -> float:
             return (time.process_time() - begin) / (32 * TOKENS / CHUNK)
 
     return asyncio.run(work())
+
+
+def streams(count: int) -> dict[str, float]:
+    """Two chunks of each of `count` completions that are under way at once. cores: CPU seconds a second at RATE."""
+    told: Any = multiprocessing.get_context("spawn").Queue()
+    stand_in = multiprocessing.get_context("spawn").Process(target=stream, args=(told, count), daemon=True)
+    stand_in.start()
+    allow_files(count)
+
+    async def work(url: str) -> float:
+        async with ServerClient(ServerAddress(id=0, url=url), "", "", 600) as client:
+            prompt = np.arange(256, dtype=np.int32)
+            running = []
+            for number in range(count):
+                running.append(asyncio.create_task(client.generate(prompt, TOKENS)))
+                if number % 100 == 0:
+                    await asyncio.sleep(0.1)
+            await asyncio.to_thread(told.get)  # all are connected
+            begin = time.process_time()
+            await asyncio.gather(*running)
+            return time.process_time() - begin
+
+    seconds, took = asyncio.run(work(f"http://127.0.0.1:{told.get(timeout=60)}")), told.get(timeout=60)
+    stand_in.kill()
+    a_chunk, rate = seconds / (2 * count), 2 * count * CHUNK / took
+    return {"seconds_a_chunk": a_chunk, "tokens_a_second": rate, "cores": a_chunk * RATE / CHUNK}
+
+
+def stream(told: Any, count: int) -> None:
+    """A stand-in that writes a chunk to one request after the other, at RATE tokens/s in all."""
+    first, last = (b"%x\r\n%s\r\n" % (len(line), line) for line in chunks())
+    allow_files(count)
+
+    async def run() -> None:
+        writers: list[asyncio.StreamWriter] = []
+        connected = asyncio.Event()
+
+        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            head = await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
+            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+            writers.append(writer)
+            if len(writers) == count:
+                connected.set()
+
+        server = await asyncio.start_server(handle, "127.0.0.1", 0, backlog=4096)
+        told.put(server.sockets[0].getsockname()[1])
+        await connected.wait()
+        told.put("connected")
+        await asyncio.sleep(1)
+        begin, sent = time.monotonic(), 0
+        for line in (first, last + b"0\r\n\r\n"):
+            for writer in writers:
+                writer.write(line)
+                sent += 1
+                if sent % 10 == 0:
+                    await asyncio.sleep(begin + sent * CHUNK / RATE - time.monotonic())
+        told.put(time.monotonic() - begin)
+        await asyncio.sleep(60)
+
+    asyncio.run(run())
+
+
+def allow_files(count: int) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(count + 1000, most), most))
 
 
 def publication(url: str, servers: int) -> float:

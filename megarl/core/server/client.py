@@ -42,7 +42,6 @@ from megarl.core.base.messages import ServerAddress
 from megarl.core.base.types import float32, int32
 from megarl.core.server import relay
 from megarl.core.server.relay import (
-    GRACE_S,
     KEEP_ALIVE_S,
     Answer,
     Fan,
@@ -498,7 +497,7 @@ class ServerClient:
 
     async def relay(self, call: RelayedCall, key: str, heard: Callable[[RelayedAnswer], Awaitable[None]]) -> None:
         """Have the server pass a call on, and await `heard` for each answer. Ends early if it refuses or is lost."""
-        limit, headers = aiohttp.ClientTimeout(total=call.limit_s + GRACE_S), {"Authorization": f"Bearer {key}"}
+        limit, headers = aiohttp.ClientTimeout(total=call.limit_s + relay.GRACE_S), {"Authorization": f"Bearer {key}"}
         url, data = f"{self.address.url}/relay", msgspec.json.encode(call)
         with suppress(TimeoutError, aiohttp.ClientError, OSError):
             async with self._connections().post(url, data=data, headers=headers, timeout=limit) as reply:

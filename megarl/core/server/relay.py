@@ -78,6 +78,11 @@ class RelayedAnswer(msgspec.Struct):
     text: str
 
 
+def in_a_row(servers: int) -> int:
+    """Return how many calls follow each other until all of so many servers are called: the caller's, and a relay's."""
+    return servers if servers <= DIRECT else -(-servers // GROUP) + GROUP
+
+
 async def exchange(session: aiohttp.ClientSession, url: str, body: bytes, key: str, limit_s: float) -> Answer:
     """Make one call. An empty body makes it a GET."""
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}

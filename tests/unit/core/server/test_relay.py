@@ -68,8 +68,8 @@ class StandIns:
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["path"] == "/relay":
                 self.relayed[number] += 1
-                if self.says.get((number, "/relay")) == "death":
-                    await asyncio.sleep(0.2)
+                if end := self.says.get((number, "/relay")):
+                    await asyncio.sleep(0.2 if end == "death" else 60)
                     return await send(
                         {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"9")]}
                     )
@@ -160,8 +160,9 @@ def test_errors_name_their_servers_and_are_told_at_once(stand_ins: StandIns) -> 
     assert told[9].startswith(f"publishing version 7 to server 9 ({nobody}): pause: ClientConnectorError")
 
 
-def test_servers_of_a_lost_relay_are_called_directly(stand_ins: StandIns) -> None:
-    stand_ins.says = {(4, "/relay"): "death"}
+@pytest.mark.parametrize("end", ["death", "silence"])
+def test_servers_of_a_lost_relay_are_called_directly(stand_ins: StandIns, end: str) -> None:
+    stand_ins.says = {(4, "/relay"): end}
     with closing(fleet_of(stand_ins)) as fleet:
         for _ in range(2):
             results, errors = fleet.each(fleet.servers, lambda s: s.pause("in_place"))
