@@ -6,6 +6,7 @@
     streaming   ServerClient: one chunk of a completion, from a stand-in server in another process: 32 completions in bursts;
                 and so many that are under way at once, whose chunks come singly, at RATE tokens/s
     publication Fleet: all calls of a publication, likewise, by the number of servers
+    load        Fan: all servers asked for their loads once, as the controller does each 5 s
     journal     one finished group written, and a batch of them read and encoded for the learner
 
 CPU seconds of this process, so that a busy machine matters little; the best of several repeats.
@@ -18,6 +19,7 @@ import multiprocessing
 import resource
 import tempfile
 import time
+import zlib
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -33,9 +35,9 @@ from megarl.core.base.messages import ServerAddress
 from megarl.core.base.types import Batch, Group, Prompt, Rollout, Segment, encode
 from megarl.core.journal.journal import Admitted, Finished, Journal
 from megarl.core.sampling.places import GroupPlaces, Places
-from megarl.core.server.client import Fleet, ServerClient
+from megarl.core.server.client import Fleet, ServerClient, ServerLoad
 from megarl.core.server.membership import Membership
-from megarl.core.server.relay import RelayedCall, relayed
+from megarl.core.server.relay import Fan, RelayedCall, relayed
 
 REPEATS = 3
 CHUNK = 64
@@ -64,6 +66,7 @@ def main() -> None:
     found["streaming_seconds_a_chunk"] = best(lambda: streaming(url))
     found["streams"] = streams(options.streams)
     found["publication_seconds"] = {n: publication(url, n) for n in (1, 32, 64, 256, 1024)}
+    found["load_seconds"] = {n: best(lambda n=n: sweep(url, n)) for n in (32, 1024)}
     stand_in.kill()
     found |= {f"journal_{name}": value for name, value in journal().items()}
     print(json.dumps(found, indent=2))
@@ -138,6 +141,10 @@ def serve(port: Any) -> None:
         await request.read()
         return web.json_response({"success": True, "message": ""})
 
+    async def loads(request: web.Request) -> web.Response:
+        load = {"token_usage": zlib.crc32(request.host.encode()) / 2**32, "num_waiting_reqs": 0}
+        return web.json_response({"timestamp": time.time(), "loads": [load]})
+
     async def checksums(request: web.Request) -> web.Response:
         await request.read()
         return web.json_response({"per_engine_checksum": "0" * 64, "ranks": [{"checksums": table}]})
@@ -156,6 +163,7 @@ def serve(port: Any) -> None:
         app[SESSION] = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         app.router.add_post("/generate", generate)
         app.router.add_post("/relay", relay)
+        app.router.add_get("/v1/loads", loads)
         app.router.add_post("/weights_checker", checksums)
         app.router.add_route("*", "/{any:.*}", other)
         runner = web.AppRunner(app)
@@ -179,6 +187,24 @@ def streaming(url: str) -> float:
             begin = time.process_time()
             await asyncio.gather(*(client.generate(prompt, TOKENS) for _ in range(32)))
             return (time.process_time() - begin) / (32 * TOKENS / CHUNK)
+
+    return asyncio.run(work())
+
+
+def sweep(url: str, servers: int) -> float:
+    """The controller asks all servers for their loads, of which no two are alike."""
+    port = int(url.rpartition(":")[2])
+    clients = {i: ServerClient(ServerAddress(i, f"http://{address(i)}:{port}"), "", "", 60.0) for i in range(servers)}
+
+    async def work() -> float:
+        begin = time.process_time()
+        fan = Fan[ServerLoad](clients, set())
+        await fan.run(clients, lambda client: client.current_load())
+        assert len(set(fan.results.values())) == servers
+        seconds = time.process_time() - begin
+        for client in clients.values():
+            await client.close()
+        return seconds
 
     return asyncio.run(work())
 
@@ -282,7 +308,7 @@ def journal() -> dict[str, float]:
     groups = [group(i) for i in range(16)]
     with tempfile.TemporaryDirectory() as folder:
         opened = Journal.open(Path(folder) / "rollouts", 16, 8, 1)
-        opened.append(*(Admitted(ticket=g.ticket, prompt_id=g.prompt.id, epoch=0) for g in groups))
+        opened.append(*(Admitted(ticket=g.ticket, task="", prompt_id=g.prompt.id, epoch=0, due=0) for g in groups))
         begin = time.process_time()
         for g in groups:
             opened.append(Finished(group=g, time=0.0))
