@@ -48,7 +48,7 @@ SERVERS = 1024
 RATE = 100_000.0
 BUCKETS = 30
 PARAMETERS = 291
-"""Of a Llama 3.1 8B, whose 16 GB are 30 buckets of 512 MiB."""
+"""A Llama 3.1 8B has so many; its 16 GB are 30 buckets of 512 MiB."""
 
 
 def main() -> None:

@@ -43,12 +43,12 @@ from megarl.core.base.types import float32, int32
 from megarl.core.server import relay
 from megarl.core.server.relay import (
     KEEP_ALIVE_S,
-    Answer,
     Fan,
-    Question,
     RelayedAnswer,
     RelayedCall,
     RelayLost,
+    ServerAnswer,
+    ServerQuestion,
     exchange,
 )
 
@@ -215,7 +215,7 @@ class ServerClient:
         self._timeout_s = timeout_s
         self.heard, self.retractions = -math.inf, 0
         self._session: aiohttp.ClientSession | None = None
-        self._ask: Callable[[Question], Awaitable[Answer]] = self.exchange
+        self._ask: Callable[[ServerQuestion], Awaitable[ServerAnswer]] = self.exchange
 
     async def __aenter__(self) -> Self:
         return self
@@ -468,7 +468,9 @@ class ServerClient:
     ) -> Any:
         """Return the reply's JSON, None if it has none. Without a body this is a GET. key: default the admin key."""
         limit_s = min(self._timeout_s, CONTROL_LIMIT_S) if limit_s is None else limit_s
-        status, text = await self._ask(Question(path, body, self._admin_key if key is None else key, limit_s, once))
+        status, text = await self._ask(
+            ServerQuestion(path, body, self._admin_key if key is None else key, limit_s, once)
+        )
         if status == relay.RELAY_LOST:
             raise RelayLost(str(self.error(step, text)))
         if status in (relay.SILENT, relay.UNREACHABLE):
@@ -488,7 +490,7 @@ class ServerClient:
         other._ask = relay.ask
         return other
 
-    async def exchange(self, question: Question) -> Answer:
+    async def exchange(self, question: ServerQuestion) -> ServerAnswer:
         """Make a call. Its failures are answers, too."""
         body = b"" if question.body is None else msgspec.json.encode(question.body)
         return await exchange(

@@ -44,7 +44,7 @@ class RelayLost(MegarlError):
     """The server that relayed this call is gone, and the call must not be made twice."""
 
 
-class Question(NamedTuple):
+class ServerQuestion(NamedTuple):
     """A call. Without a body it is a GET. once: it must not be repeated when nobody knows whether the server has heard it."""
 
     path: str
@@ -54,7 +54,7 @@ class Question(NamedTuple):
     once: bool = False
 
 
-class Answer(NamedTuple):
+class ServerAnswer(NamedTuple):
     """A reply's status and text. Where there was none, one of the numbers above, and why."""
 
     status: int
@@ -83,7 +83,7 @@ def in_a_row(servers: int) -> int:
     return servers if servers <= DIRECT else -(-servers // GROUP) + GROUP
 
 
-async def exchange(session: aiohttp.ClientSession, url: str, body: bytes, key: str, limit_s: float) -> Answer:
+async def exchange(session: aiohttp.ClientSession, url: str, body: bytes, key: str, limit_s: float) -> ServerAnswer:
     """Make one call. An empty body makes it a GET."""
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     limit, method = aiohttp.ClientTimeout(total=limit_s), "POST" if body else "GET"
@@ -91,11 +91,11 @@ async def exchange(session: aiohttp.ClientSession, url: str, body: bytes, key: s
         async with session.request(
             method, url, data=body or None, headers=headers, timeout=limit, allow_redirects=False
         ) as reply:
-            return Answer(reply.status, await reply.text(errors="replace"))
+            return ServerAnswer(reply.status, await reply.text(errors="replace"))
     except TimeoutError:
-        return Answer(SILENT, f"no answer within {limit_s:g} s")
+        return ServerAnswer(SILENT, f"no answer within {limit_s:g} s")
     except (aiohttp.ClientError, OSError) as error:
-        return Answer(UNREACHABLE, f"{type(error).__name__}: {error}")
+        return ServerAnswer(UNREACHABLE, f"{type(error).__name__}: {error}")
 
 
 async def relayed(session: aiohttp.ClientSession, call: RelayedCall, key: str) -> AsyncIterator[bytes]:
@@ -122,7 +122,7 @@ async def relayed(session: aiohttp.ClientSession, call: RelayedCall, key: str) -
 
 
 @types.coroutine
-def ask(question: Question) -> Generator[Question, Answer, Answer]:
+def ask(question: ServerQuestion) -> Generator[ServerQuestion, ServerAnswer, ServerAnswer]:
     """Hand a question to the Fan that drives the caller, and return the answer."""
     return (yield question)
 
@@ -138,7 +138,7 @@ class Fan[T]:
         self.results: dict[int, T] = {}
         self.errors: dict[int, MegarlError] = {}
         self.failed: Future[None] = Future()
-        self._running: dict[int, Coroutine[Any, Answer | None, T]] = {}
+        self._running: dict[int, Coroutine[Any, ServerAnswer | None, T]] = {}
 
     async def run(self, ids: Iterable[int], call: Callable[["ServerClient"], Coroutine[Any, Any, T]]) -> None:
         """Run `call` with each of these servers to its end. It may await nothing but calls of its server."""
@@ -150,7 +150,7 @@ class Fan[T]:
                 unfinished.close()
             self._note_failure()
 
-    def _proceed(self, ids: Iterable[int], answer: Answer | None) -> dict[int, Question]:
+    def _proceed(self, ids: Iterable[int], answer: ServerAnswer | None) -> dict[int, ServerQuestion]:
         """Continue these servers' calls with the answer. Return the questions that they ask next."""
         asked = {}
         for i in list(ids):
@@ -170,9 +170,9 @@ class Fan[T]:
         if not self.failed.done():
             self.failed.set_result(None)
 
-    async def _ask(self, asked: Mapping[int, Question]) -> None:
+    async def _ask(self, asked: Mapping[int, ServerQuestion]) -> None:
         """Ask all of them at once, and go on with what follows."""
-        same: list[tuple[Question, list[int]]] = []
+        same: list[tuple[ServerQuestion, list[int]]] = []
         for i, question in asked.items():
             if not same or question != same[-1][0]:
                 same.append((question, []))
@@ -194,7 +194,7 @@ class Fan[T]:
             groups.setdefault(-1 - i if i // GROUP in self._direct else i // GROUP, []).append(i)
         return list(groups.values())
 
-    async def _ask_group(self, question: Question, ids: list[int]) -> None:
+    async def _ask_group(self, question: ServerQuestion, ids: list[int]) -> None:
         if len(ids) == 1:
             return await self._ask(self._proceed(ids, await self._clients[ids[0]].exchange(question)))
         left = set(ids)
@@ -204,13 +204,13 @@ class Fan[T]:
         async def heard(said: RelayedAnswer) -> None:
             some = [ids[p] for p in said.positions]
             left.difference_update(some)
-            await self._ask(self._proceed(some, Answer(said.status, said.text)))
+            await self._ask(self._proceed(some, ServerAnswer(said.status, said.text)))
 
         await self._clients[ids[0]].relay(call, question.key, heard)
         if left:
             self._direct.add(ids[0] // GROUP)
             if question.once:
-                lost = Answer(RELAY_LOST, f"the relay, server {ids[0]}, was lost")
+                lost = ServerAnswer(RELAY_LOST, f"the relay, server {ids[0]}, was lost")
                 await self._ask(self._proceed(sorted(left), lost))
             else:
                 await self._ask(dict.fromkeys(sorted(left), question))
