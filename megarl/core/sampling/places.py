@@ -140,7 +140,7 @@ class Places:
         if retracted or (waited and use.queued):
             fewer = int(min(peak, use.limit) * KEPT) if use.running <= use.limit else use.limit
             use.limit = max(1, min(fewer, use.running - load.waiting))
-        elif peak >= use.limit and load.usage < ROOM:
+        elif use.running <= use.limit <= peak and load.usage < ROOM:
             use.limit = min(self.limit, use.limit + max(1, self.limit // GROWTH))
 
     def _give_out(self, servers: Iterable[int]) -> None:
