@@ -18,8 +18,8 @@ from megarl.core.base.messages import ServerAddress
 from megarl.core.base.rundir import Endpoints
 from megarl.core.recipe import Recipe
 from megarl.core.sampling.places import Places
-from megarl.core.server.client import ServerClient, ServerLoad
-from megarl.core.server.membership import Membership
+from megarl.core.server.client import ServerClient
+from megarl.core.server.membership import Membership, ServerLoad
 from megarl.core.server.relay import Fan
 from megarl.core.telemetry.spans import Spans
 

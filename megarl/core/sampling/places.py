@@ -20,14 +20,15 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from megarl.core.base.admission import Admission
-from megarl.core.server.client import ServerLoad
-from megarl.core.server.membership import Membership
+from megarl.core.server.membership import Membership, ServerLoad
 
 Order = tuple[int, int, int]
 """(0 for evaluation else 1, ticket, sample): smaller goes first."""
 MayUse = Callable[[int, int], bool]
 KEPT = 0.75
 """Part of the places that a decrease leaves."""
+SHORT_PROMPT = 32
+"""Tokens below which a prompt is computed as fast as waited for; SGLang, too, looks for common prefixes only from there on."""
 GROWTH = 32
 ROOM = 0.85
 """Share of its KV in use up to which a server gets more places: requests grow, and fill the rest."""

@@ -41,6 +41,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.types import float32, int32
 from megarl.core.server import relay
+from megarl.core.server.membership import ServerLoad
 from megarl.core.server.relay import (
     KEEP_ALIVE_S,
     Fan,
@@ -84,13 +85,6 @@ class Generation(NamedTuple):
     finish: Literal["stop", "length"]
     routing: str = ""
     cached: int = 0
-
-
-class ServerLoad(NamedTuple):
-    """usage: share of the KV that requests hold. waiting: requests that the server has not begun, or put back."""
-
-    usage: float
-    waiting: int
 
 
 class Prefill(NamedTuple):

@@ -23,14 +23,11 @@ import aiohttp
 import msgspec
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.server.membership import DIRECT, GROUP
 
 if TYPE_CHECKING:
     from megarl.core.server.client import ServerClient
 
-DIRECT = 32
-"""Most servers that are asked without a relay."""
-GROUP = 64
-"""Servers behind a relay. More cost the caller less, and each call then takes longer: a gate needs 0.3 ms for each."""
 GRACE_S = 5.0
 """A relay may take this much longer than the servers behind it."""
 KEEP_ALIVE_S = 2.0
@@ -76,11 +73,6 @@ class RelayedAnswer(msgspec.Struct):
     positions: list[int]
     status: int
     text: str
-
-
-def in_a_row(servers: int) -> int:
-    """Return how many calls follow each other until all of so many servers are called: the caller's, and a relay's."""
-    return servers if servers <= DIRECT else -(-servers // GROUP) + GROUP
 
 
 async def exchange(session: aiohttp.ClientSession, url: str, body: bytes, key: str, limit_s: float) -> ServerAnswer:

@@ -15,7 +15,7 @@ import numpy as np
 from megarl.core.algorithm.packing import HEAD_PASSES, LAYER_PASSES, Cost, pack
 from megarl.core.base.architecture import Architecture
 from megarl.core.recipe import Recipe
-from megarl.core.server.relay import in_a_row
+from megarl.core.server.membership import in_a_row
 from megarl.lab.planning import memory
 from megarl.lab.planning.hardware import ASSUMED, GB, Gpu
 from megarl.lab.planning.memory import FP32, HALF, WIDTH

@@ -14,7 +14,8 @@ from megarl.core.controller import servers as module
 from megarl.core.controller.metrics import Meter
 from megarl.core.controller.servers import Servers
 from megarl.core.sampling.places import Places
-from megarl.core.server.client import ServerClient, ServerLoad
+from megarl.core.server.client import ServerClient
+from megarl.core.server.membership import ServerLoad
 from megarl.core.telemetry.spans import UNRECORDED
 from tests.unit.core.sampling.test_places import anywhere
 

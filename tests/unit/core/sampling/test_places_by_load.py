@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from megarl.core.sampling.places import GROWTH, KEPT, ROOM, Places
-from megarl.core.server.client import ServerLoad
+from megarl.core.server.membership import ServerLoad
 from tests.unit.core.sampling.test_places import anywhere, clean
 
 CAP = 128
