@@ -221,6 +221,7 @@ class Controller:
             case Publish():
                 servers = [a.id for a in decision.servers]
                 self.servers.membership.publish(servers, decision.version, asked.incarnation)
+                self.places.refresh()
                 log.info("publish version %d to servers %s", decision.version, servers)
             case Stop():
                 log.info("the learner is told to stop: %s", decision.reason)

@@ -14,8 +14,6 @@ import socket
 import uuid
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future
-from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
@@ -33,7 +31,8 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.ranks import bound_store, from_rank_0, gathered
 from megarl.core.models import hf
 from megarl.core.models.families import Family
-from megarl.core.server.client import Fleet, ServerClient, ServerSaid, collect
+from megarl.core.server.client import Calls, Fleet, ServerClient, ServerSaid, collect
+from megarl.core.server.relay import RelayLost
 from megarl.core.weights.transport import Bucket, Sent, SentChecksums, buckets, with_last
 
 log = logging.getLogger(__name__)
@@ -51,7 +50,7 @@ class _Transfer(NamedTuple):
 
     bucket: Bucket
     work: dist.Work
-    calls: dict[int, Future[None]]
+    calls: Calls[None]
 
 
 @dataclass
@@ -71,7 +70,8 @@ class _Attempt:
     def add(self, errors: dict[int, MegarlError]) -> None:
         """Add servers' errors."""
         for i, error in errors.items():
-            let_down = isinstance(error, ServerSaid) and any(text in str(error) for text in LET_DOWN)
+            said = isinstance(error, ServerSaid) and any(text in str(error) for text in LET_DOWN)
+            let_down = said or isinstance(error, RelayLost)
             (self.interrupted if let_down else self.failed)[i] = str(error)
             self.broken = self.broken or str(error)
 
@@ -173,8 +173,8 @@ class ProcessGroupTransport:
         """Wait until the servers have the bucket. The first error breaks the group, so that nobody waits for a dead server."""
         if transfer is None or self._group is None:
             return
-        done, _ = wait_for(transfer.calls.values(), return_when=FIRST_EXCEPTION)
-        if error := next(filter(None, (call.exception() for call in done)), None):
+        transfer.calls.failed.result()
+        if error := next(iter(transfer.calls.errors.values()), None):
             self._group.close(str(error))
         attempt.add(collect(transfer.calls)[1])
         try:

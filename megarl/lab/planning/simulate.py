@@ -155,6 +155,7 @@ class _SimulatedRun:
             legs = [budget, length - budget] if length > budget else legs
         for tokens in legs:
             server, _ = await places.take(sample)
+            places.cached()
             ticket.versions.update(await self.servers[server].generate(context, tokens))
             context += tokens
             self.places.give_back(server)
@@ -207,6 +208,7 @@ class _SimulatedRun:
     async def _publish(self, command: Publish) -> None:
         ids = [address.id for address in command.servers]
         self.membership.publish(ids, command.version, LEARNER)
+        self.places.refresh()
         for i in ids:
             self.servers[i].pause()
         await asyncio.sleep(self.costs.transfer)
