@@ -174,6 +174,7 @@ class _SimulatedRun:
                 case TrainStep():
                     tickets = self.pipeline.admission.batch(step)
                     assert tickets is not None
+                    self.pipeline.taken(step)
                     chosen = [self.tickets[t] for t in tickets]
                     lengths = [n + self.work.prompt_tokens for t in chosen if kept or t.varied for n in t.lengths]
                     await asyncio.sleep(self.costs.train_seconds(lengths) if lengths else 0.0)
@@ -186,6 +187,7 @@ class _SimulatedRun:
                 case Stop():
                     return
                 case _:
+                    self.pipeline.waits(step)
                     await self.changed.wait()
                     spent["wait"] += now() - start
 
