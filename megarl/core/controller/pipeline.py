@@ -76,7 +76,7 @@ class Pipeline:
         self._steps, self._admit_steps = steps, admit_steps
         self.state, self.admission = records.state, records.state.admission
         self.evaluations = EvaluationSchedule(recipe, places, self.state)
-        self.window = Window(recipe)
+        self.window = Window(recipe, self.state.window)
         self.running: dict[int, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -134,23 +134,15 @@ class Pipeline:
     def _room(self) -> bool:
         """Return whether a step will train the next ticket, the window is open, and an eligible server has unclaimed places."""
         wanted = self.admitted < self._admit_steps * self._recipe.batch.prompts
-        return wanted and self._open() and self._places.free(self.admission.can_admit) > 0
+        is_open = self.ahead(max(self.state.published_version, 0)) < self.window.tickets
+        return wanted and is_open and self._places.free(self.admission.can_admit) > 0
 
-    def _open(self) -> bool:
-        """Return whether the window has room, or an evaluation will need it all."""
-        version, schedule = max(self.state.published_version, 0), self.evaluations
-        if self.ahead(version) < self.window.steps * self._recipe.batch.prompts or schedule.running:
-            return True
-        return any(schedule.is_due(coming, self.final_step) for coming in range(version, self.admission.next_due() + 1))
-
-    def waits(self, step: int) -> None:
-        """Note that the learner has nothing to do but wait for the batch of this step."""
-        if self.batches() <= step:
-            self.window.wait()
-
-    def taken(self, step: int) -> None:
-        """Note that the learner takes the batch of this step."""
-        self.window.taken(step)
+    def published(self, version: int) -> int:
+        """Adapt the window to the times up to this publication, and return it for the record."""
+        coming = range(version, min(version + self.window.lead, self.final_step))
+        due = any(self.evaluations.is_due(later, self.final_step) for later in coming)
+        self.window.published(version, due or bool(self.evaluations.running))
+        return self.window.tickets
 
     def _start(self, tasks: asyncio.TaskGroup, admitted: Admitted) -> None:
         ticket, rollouts = admitted.ticket, self._recipe.sampling.generations

@@ -61,7 +61,9 @@ class Removed(Record, frozen=True, tag="removed"):
 
 
 class PublishedVersion(Record, frozen=True, tag="published_version"):
-    """These servers have these weights. Seconds are the slowest server's; startup and evaluation hours are totals so far."""
+    """These servers have these weights. Seconds are the slowest server's; startup and evaluation hours are totals so far.
+    window: most tickets that may be drawn and not trained from now on.
+    """
 
     version: int
     time: float
@@ -72,6 +74,7 @@ class PublishedVersion(Record, frozen=True, tag="published_version"):
     resume_seconds: float = 0.0
     startup_hours: float = 0.0
     evaluation_hours: float = 0.0
+    window: int = 0
 
 
 class Evaluated(Record, frozen=True, tag="evaluated"):
@@ -118,11 +121,12 @@ class Snapshot(Record, frozen=True, tag="snapshot"):
     evaluation_hours: float = 0.0
     session_published: bool = False
     earlier_sessions: tuple[str, ...] = ()
+    window: int = 0
 
 
 SHARED = (
     "published_version", "session", "earlier_hours", "last_time", "generated_tokens", "finished", "void", "removed",
-    "startup_hours", "evaluation_hours", "session_published", "earlier_sessions",
+    "startup_hours", "evaluation_hours", "session_published", "earlier_sessions", "window",
 )  # fmt: skip
 """Fields that `Snapshot` has as `State` has them."""
 JournalRecord = Session | Admitted | Finished | Removed | PublishedVersion | Evaluated | Snapshot
@@ -150,6 +154,7 @@ class State:
     evaluation_hours: float = 0.0
     session_published: bool = False  # whether weights were published in this life of the supervisor
     earlier_sessions: tuple[str, ...] = ()  # names; those before a snapshot of an older version are not known
+    window: int = 0  # tickets, of the last publication; 0 before the first
 
     def compute_hours(self, now: float) -> float:
         """Return devices held × wall time up to `now`; earlier sessions count up to their last record."""
@@ -191,6 +196,7 @@ class State:
                 self.startup_hours = max(self.startup_hours, record.startup_hours)
                 self.evaluation_hours = max(self.evaluation_hours, record.evaluation_hours)
                 self.session_published = True
+                self.window = record.window
             case Evaluated():
                 self.evaluations[record.version] = record
                 self.last_time = max(self.last_time, record.time)

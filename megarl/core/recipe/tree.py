@@ -323,7 +323,8 @@ class PipelineSection(Section):
     k: int = Field(8, ge=0, description="largest lag of a trained token, in steps; ppo-off-policy: steps per phase")
     window: Literal["full", "auto"] = Field(
         "full",
-        description="full: prompts are drawn as early as k allows; auto: as late as the learner need not wait for them",
+        description="full: prompts are drawn as early as k allows; auto: only as early as the learner would wait for them "
+        "otherwise; ppo-off-policy: phases are drawn whole",
     )
 
     @property
