@@ -139,9 +139,9 @@ class Pipeline:
 
     def published(self, version: int) -> int:
         """Adapt the window to the times up to this publication, and return it for the record."""
-        coming = range(version, min(version + self.window.lead, self.final_step))
-        due = any(self.evaluations.is_due(later, self.final_step) for later in coming)
-        self.window.published(version, due or bool(self.evaluations.running))
+        far, schedule = version + self.window.lead, self.evaluations
+        coming = (v for v in range(version, min(far, self.final_step)) if schedule.is_due(v, self.final_step))
+        self.window.published(version, 0 if schedule.running else next(coming, far) - version)
         return self.window.tickets
 
     def _start(self, tasks: asyncio.TaskGroup, admitted: Admitted) -> None:

@@ -56,8 +56,8 @@ class Window:
 
     @property
     def lead(self) -> int:
-        """Publications until the window would be wholly open, and one more."""
-        return math.ceil((self._most - self.batches) / RAMP) + 1
+        """Publications in which the window opens from nothing: an evaluation that is farther away changes nothing."""
+        return math.ceil(self._most / RAMP)
 
     def drawn(self, batches: int) -> None:
         """Note that all prompts of this many batches, from the first on, are drawn."""
@@ -74,8 +74,8 @@ class Window:
         """Note that the learner takes the batch of this step, not in a replay."""
         self._taken = step, asyncio.get_running_loop().time()
 
-    def published(self, version: int, evaluation: bool) -> None:
-        """Adapt the window. evaluation: one runs, or is due within `lead` versions."""
+    def published(self, version: int, evaluation: int) -> None:
+        """Adapt the window. evaluation: versions until the next one, 0 while one runs."""
         now = asyncio.get_running_loop().time()
         if self._taken is not None and self._taken[0] + 1 == version and self._steady:
             self._busy += (SMOOTHING if self._busy else 1.0) * (now - self._taken[1] - self._busy)
@@ -88,9 +88,10 @@ class Window:
             self._steps = max(min(self._steps, closed), self._needed(OPENS * longest))
         if self._steps != before:
             self._recent = deque(self._recent, min(2 * memory, LONGEST_MEMORY * self._most))
-        wanted = (self._most if evaluation else self._steps) * self._prompts
+        least = math.ceil((self._most - RAMP * evaluation) * self._prompts)
+        wanted = max(self._steps * self._prompts, least)
         self.tickets = min(wanted, self.tickets + math.ceil(RAMP * self._prompts))
-        self._steady = self.tickets == wanted and not evaluation
+        self._steady = self.tickets == self._steps * self._prompts and evaluation > 0
 
     def _needed(self, seconds: float) -> int:
         """Return W for an L of so many seconds."""
