@@ -1,6 +1,7 @@
 """`pipeline.window`: real runs whose learner limits, with a full window and with `auto`, in alternated pairs.
 
     python -m benchmarks.window [--pairs 5] [--steps 80] [--json FILE]     ten runs of a minute or so on two quiet cores
+    python -m benchmarks.window --simulate                                 scalerl-8b on 80 H100, two minutes of a core
 
 The workload is that of `workload.py` with short answers, and two epochs a step make the learner the bottleneck. Counted are the
 steps after `WARM_UP`, in which the window fills and closes, up to the last for which a full window still draws. The interval is
@@ -22,8 +23,13 @@ from scipy import stats
 from benchmarks.end_to_end import make_model, output, recipe_of, write_data
 from benchmarks.workload import GrpoStepSizes
 from megarl.core import recipe as recipes
+from megarl.core.base import architecture
 from megarl.core.base.rundir import RunDir, latest_rows
 from megarl.core.recipe import Recipe
+from megarl.lab.planning.hardware import gpu_named
+from megarl.lab.planning.layouts import PlanningProblem, as_written
+from megarl.lab.planning.simulate import simulated
+from megarl.lab.planning.workload import lognormal, workload
 
 WORK = GrpoStepSizes(generations=8, mean_tokens=16, max_tokens=48)
 WARM_UP = 30
@@ -36,7 +42,12 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--json", type=Path, help="write the figures of each run there too")
+    parser.add_argument(
+        "--simulate", action="store_true", help="simulate 80 GPUs instead, learner-bound and nearly balanced"
+    )
     options = parser.parse_args()
+    if options.simulate:
+        return simulate()
     found: dict[str, list[dict[str, float]]] = {window: [] for window in WINDOWS}
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
@@ -52,6 +63,25 @@ def main() -> None:
         options.json.write_text(
             json.dumps({"cores": os.cpu_count(), "steps": options.steps, "runs": found}, indent=1) + "\n"
         )
+
+
+def simulate() -> None:
+    print("| servers + learner | window | tokens/s | mean lag | learner idle |\n|---|---|---|---|---|")
+    for servers in (72, 64):
+        for window in WINDOWS:
+            split = [
+                f"resources.servers={servers}",
+                f"resources.learner_ranks={80 - servers}",
+                f"pipeline.window={window}",
+            ]
+            recipe = recipes.load("scalerl-8b", split)
+            drawn = workload(recipe, lognormal(recipe, 8000, 0.5), 1.0, 0)
+            posed = PlanningProblem(recipe, architecture.read("llama-3.1-8b"), gpu_named("h100"), 80, drawn)
+            plan = as_written(posed)
+            assert not isinstance(plan, str), plan
+            found = simulated(posed, plan, 12).summary
+            figures = f"{found.tokens_per_second:,.0f} | {found.lag_mean:.2f} | {found.learner_idle:.1%}"
+            print(f"| {servers} + {80 - servers} | {window} | {figures} |", flush=True)
 
 
 def made(place: Path, steps: int, window: str, pair: int) -> Recipe:
