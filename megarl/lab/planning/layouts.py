@@ -8,7 +8,6 @@ A step is estimated as the slower of its two halves; `megarl plan --simulate` ru
 """
 
 import itertools
-import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -16,7 +15,6 @@ from typing import NamedTuple
 
 from megarl.core.algorithm.packing import cost_of, sizes_to_try
 from megarl.core.base.architecture import Architecture
-from megarl.core.controller.window import CLOSES
 from megarl.core.recipe import Recipe
 from megarl.core.recipe.rules import impossible, impossible_for
 from megarl.lab.planning import memory, speed
@@ -278,10 +276,9 @@ def evaluate(problem: PlanningProblem, learner: LearnerChoice, server: ServerMem
         decode = tokens / (servers * running / seconds)
         # Who shares a GPU has it for part of the time; both stand still for a publication.
         step = decode + busy if shared else max(decode + transfers, busy)
-        # A learner that limits finds the window full: tickets of so many steps are ahead of it. Otherwise tokens wait for the
-        # last of their group, and half of them are sampled in the first half of that time.
-        needed = min(k, math.ceil(CLOSES * longest / step)) if pipeline.window == "auto" else k
-        lag = needed if busy > decode + transfers else min(k, 0.5 + longest / 2 / step)
+        # A learner that limits finds the window full: k steps' tickets are ahead of it. Otherwise tokens wait for the last of
+        # their group, and half of them are sampled in the first half of that time.
+        lag = k if busy > decode + transfers else min(k, 0.5 + longest / 2 / step)
     else:  # nothing is made ahead: the halves take turns, each phase waits for its last rollout; lag is half a phase
         requests = pipeline.phase_steps * work.rollouts / servers
         limit = min(recipe.serving.max_running_requests, server.kv_tokens / work.live_context)
