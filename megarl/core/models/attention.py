@@ -90,8 +90,25 @@ def positions_of(boundaries: Sequence[int]) -> Tensor:
 
 def l2_norm(x: Tensor, epsilon: float) -> Tensor:
     """Return x / rms(x) over the last dimension, computed in float32 (as transformers' Llama4TextL2Norm, LlamaRMSNorm)."""
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype)
+    return _L2Norm.apply(x, epsilon)
+
+
+class _L2Norm(torch.autograd.Function):
+    """With n = x / rms(x), the gradient of x is (g - n mean(g n)) / rms(x)."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, epsilon: float) -> Tensor:
+        wide = x.float()
+        inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+        ctx.save_for_backward(x, inverse)
+        return (wide * inverse).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+        x, inverse = ctx.saved_tensors
+        normal, wide = x.float() * inverse, gradient.float()
+        along = (wide * normal).mean(-1, keepdim=True)
+        return normal.mul_(-along).add_(wide).mul_(inverse).to(x.dtype), None
 
 
 def temperatures(positions: Tensor, floor: int, scale: float) -> Tensor:

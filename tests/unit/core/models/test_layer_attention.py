@@ -9,11 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.models import parallel  # noqa: F401  makes megatron importable on a CPU
-from megarl.core.models.attention import LayerAttention, positions_of, segments, temperatures
-from megarl.core.models.layers import ChunkedTEAttention
+from megarl.core.models.attention import LayerAttention, l2_norm, positions_of, segments, temperatures
+from megarl.core.models.layers import ChunkedTEAttention, Rope
 
 # isort: split
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -32,6 +34,44 @@ def test_divided_sequences_see_what_the_chunk_lets_them_see(lengths: list[int], 
     assert torch.equal(part[:, None] == part, same)
     if max(lengths) <= chunk:
         assert torch.equal(part, sequence.unique(return_inverse=True)[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotation_and_its_gradient_are_transformers(interleaved: bool, dtype: torch.dtype) -> None:
+    """Halves bit for bit forward. Complex products may be fused, and autograd rounds more than once backward."""
+    draw = torch.Generator().manual_seed(0)
+    x, upstream = (torch.randn(9, 4, 8, generator=draw, dtype=torch.float32).to(dtype) for _ in range(2))
+    rope = Rope(1.0 / 10000 ** (torch.arange(4) / 4), interleaved)
+    cos, sin = rope(torch.arange(9), dtype)
+    plain, ours = x.clone().requires_grad_(), x.clone().requires_grad_()
+    if interleaved:
+        expected = apply_rotary_emb(plain[None], plain[None], torch.complex(cos[:, 0], sin[:, 0])[None])[0][0]
+    else:
+        whole = (torch.cat([part, part], -1)[None, :, 0] for part in (cos, sin))
+        expected = apply_rotary_pos_emb(plain[None], plain[None], *whole, unsqueeze_dim=2)[0][0]
+    found = rope.rotate(ours, cos, sin)
+    assert torch.equal(found, expected) or interleaved
+    torch.testing.assert_close(found, expected)
+    expected.backward(upstream)
+    found.backward(upstream)
+    assert plain.grad is not None
+    assert ours.grad is not None
+    torch.testing.assert_close(ours.grad, plain.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_and_its_gradient_are_transformers(dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, upstream = (torch.randn(9, 64, generator=draw, dtype=torch.float32).to(dtype) for _ in range(2))
+    plain, ours = x.clone().requires_grad_(), x.clone().requires_grad_()
+    expected, found = LlamaRMSNorm(64, 1e-5).to(dtype)(plain), l2_norm(ours, 1e-5)
+    assert torch.equal(found, expected)
+    expected.backward(upstream)
+    found.backward(upstream)
+    assert plain.grad is not None
+    assert ours.grad is not None
+    torch.testing.assert_close(ours.grad, plain.grad)
 
 
 def test_temperature_is_one_until_the_floor() -> None:
