@@ -64,10 +64,7 @@ def write(study: Study, console: Console) -> int:
     for task in study.tasks:
         if task not in missing:
             # For `megarl scaling`; no value has a comma.
-            lines = [
-                f"{p.compute_hours:.6f},{p.pass_rate:.6f},{p.step},{p.tokens},{p.seed},{p.compute_unit},{p.lag:.3f}"
-                for p in read(task)
-            ]
+            lines = [f"{h:.6f},{rate:.6f},{','.join(map(str, rest))}" for h, rate, *rest in read(task)]
             text = "\n".join([",".join(EvaluationPoint._fields), *lines, ""])
             write_atomically(study.path / "points" / f"{task.name}.csv", text.encode())
     write_atomically(study.path / "table.md", markdown(rows, [task.name for task in missing]).encode())
@@ -112,25 +109,15 @@ def read(task: StudyTask) -> tuple[EvaluationPoint, ...]:
     points = []
     for row in latest_scores(task.rundir.eval):
         made = [earlier for earlier in rows if earlier["step"] < row["step"]]
-        tokens, lag = int(sum(earlier["generated_tokens"] for earlier in made)), mean(made, "lag_mean") or 0.0
+        tokens, lag = int(sum(earlier["generated_tokens"] for earlier in made)), round(mean(made, "lag_mean") or 0.0, 3)
         values = row["compute_hours"], row[score], row["step"], tokens, task.seed, row["compute_unit"], lag
         points.append(EvaluationPoint(*values))
     return tuple(points)
 
 
 HEADINGS = (
-    "variant",
-    "seeds",
-    "before",
-    "after",
-    "at equal compute",
-    "lag",
-    "A",
-    "B",
-    "C_mid",
-    "hours a run",
-    "tokens a run",
-)
+    "variant", "seeds", "before", "after", "at equal compute", "lag", "A", "B", "C_mid", "hours a run", "tokens a run"
+)  # fmt: skip
 
 
 def cells(row: VariantResult) -> list[str]:

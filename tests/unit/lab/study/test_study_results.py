@@ -71,9 +71,9 @@ def test_files(study: Study) -> None:
     assert written == [f"points/{v}-seed{s}.csv" for v in sorted(TRUTH) for s in (0, 1)]
     lines = (study.path / written[-1]).read_text().splitlines()
     assert lines[0] == "compute_hours,pass_rate,step,tokens,seed,compute_unit,lag"
-    assert lines[1] == "0.000000,0.400000,0,0,1,core,0.000"
+    assert lines[1] == "0.000000,0.400000,0,0,1,core,0.0"
     assert lines[3].split(",")[2:4] == ["2", "20"]  # two steps of ten tokens
-    assert [line.split(",")[-1] for line in lines[3:5]] == ["1.250", "1.500"]  # means of 1, 1.5 and of 1, 1.5, 2
+    assert [line.split(",")[-1] for line in lines[3:5]] == ["1.25", "1.5"]  # means of 1, 1.5 and of 1, 1.5, 2
     for picture in ("scaling.png", "scaling.svg", "final.png", "final.svg"):
         assert (study.path / picture).stat().st_size > 5_000
 
