@@ -3,9 +3,9 @@
     python -m benchmarks.window [--pairs 5] [--steps 80] [--json FILE]     ten runs of a minute or so on two quiet cores
     python -m benchmarks.window --simulate                                 scalerl-8b on 80 H100, two minutes of a core
 
-The workload is that of `workload.py` with short answers, and two epochs a step make the learner the bottleneck. Counted are the
-steps after `WARM_UP`, in which the window fills and closes, up to the last for which a full window still draws. The interval is
-Student's t of the pairs' logarithms; one pair has none.
+The workload is that of `workload.py` with answers about as long as prompts: a server reads a prompt once for a group, the
+learner with every answer, so the learner is the bottleneck. Counted are the steps after `WARM_UP`, in which the window fills and
+closes, up to the last for which a full window still draws. The interval is Student's t of the pairs' logarithms; one pair has none.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from megarl.lab.planning.layouts import PlanningProblem, as_written
 from megarl.lab.planning.simulate import simulated
 from megarl.lab.planning.workload import lognormal, workload
 
-WORK = GrpoStepSizes(generations=8, mean_tokens=16, max_tokens=48)
+WORK = GrpoStepSizes(prompts=8, generations=8, mean_tokens=16, max_tokens=48)
 WARM_UP = 30
 WINDOWS = ("full", "auto")
 FIGURES = ("tokens_per_second", "lag_mean", "learner_idle_share", "window")
@@ -89,7 +89,6 @@ def made(place: Path, steps: int, window: str, pair: int) -> Recipe:
     update = {
         "run": recipe.run.model_copy(update={"name": f"{window}-{pair}"}),
         "pipeline": recipe.pipeline.model_copy(update={"window": window}),
-        "learner": recipe.learner.model_copy(update={"epochs": 2}),
     }
     return recipe.model_copy(update=update)
 
