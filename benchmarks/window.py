@@ -4,8 +4,9 @@
     python -m benchmarks.window --simulate                                 scalerl-8b on 80 H100, two minutes of a core
 
 The workload is that of `workload.py` with answers about as long as prompts: a server reads a prompt once for a group, the
-learner with every answer, so the learner is the bottleneck. Counted are the steps after `WARM_UP`, in which the window fills and
-closes, up to the last for which a full window still draws. The interval is Student's t of the pairs' logarithms; one pair has none.
+learner with every answer, so the learner is the bottleneck. Counted are the steps after `WARM_UP`, in which the window fills
+and closes, up to the last for which a full window still draws. The interval is Student's t of the pairs' logarithms; one pair
+has none.
 """
 
 import argparse
