@@ -305,14 +305,28 @@ def doctor() -> int:
 
 @app.command()
 def serve(
-    recipe: p.RecipeName,
+    recipe: p.RecipeOrNone,
     overrides: p.Overrides,
-    index: Annotated[int, Option(min=0, help="which of the recipe's servers this is, from 0")],
-    port: Annotated[int, Option(min=1, max=65_535)],
+    index: Annotated[int | None, Option(min=0, help="which of the recipe's servers this is, from 0")] = None,
+    port: Annotated[int | None, Option(min=1, max=65_535)] = None,
+    join: Annotated[Path | None, Option(metavar="RUN", help="instead: be one more server of this run")] = None,
+    interface: Annotated[str, Option(help="of --join: network interface to listen on; else run.interface")] = "",
 ) -> int:
-    """Role: one SGLang server."""
+    """Role: one SGLang server. With --join: one more for a run that is under way, until SIGTERM or the run's end."""
     from megarl.core.server.launch import main
 
+    if join is not None:
+        from megarl.run import join as joining
+
+        if recipe is not None:
+            raise MegarlError(f"--join takes the run's recipe; leave out {recipe}")
+        if index is None or port is None:
+            return joining.main(join, interface)
+        _, loaded, endpoints = joining.opened(join)
+        main(loaded, index, port, joining.listening(loaded, endpoints, interface).address)
+        return 0
+    if recipe is None or index is None or port is None or interface:
+        raise MegarlError("give --join RUN [--interface NAME], or RECIPE --index N --port N")
     loaded = _load(recipe, overrides)
     last = loaded.resources.servers - 1
     if index > last:

@@ -23,6 +23,12 @@ def repeated(metavar: str, about: str) -> Any:
 
 
 RecipeName = Annotated[str, Argument(help=RECIPE, autocompletion=recipe_names)]
+RecipeOrNone = Annotated[
+    str | None,
+    Argument(
+        metavar="RECIPE", default_factory=lambda: None, show_default=False, help=RECIPE, autocompletion=recipe_names
+    ),
+]
 Overrides = Annotated[
     list[str],
     Argument(metavar="key=value", default_factory=list, show_default=False, help="such as model.tensor_parallel=2"),

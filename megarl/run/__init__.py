@@ -2,7 +2,7 @@
 
 train.py      starts and watches the roles, restarts them, ends the run with an exit status
 checks.py     validates where and how a run starts                   prepare.py   writes what the roles read first
-fork.py       a run that begins at a step of another
+fork.py       a run that begins at a step of another               join.py      a server more, for a run under way
 nodes.py      a node's address, GPUs and free ports                  devices.py   finds the GPUs
 placement.py  assigns roles to nodes and GPUs: pure
 launcher.py   starts, watches and ends a role: the interface, and local processes

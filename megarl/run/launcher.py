@@ -121,7 +121,9 @@ class LocalLauncher:
 
     def start(self, task: RoleCommand, n: int = 0) -> "LocalProcess":
         """Start the task; n: which of its nodes this machine is."""
-        own = {SUPERVISOR: str(os.getpid()), NODE: task.place.nodes[n].name}
+        node = task.place.nodes[n]
+        own = {SUPERVISOR: str(os.getpid()), NODE: node.name}
+        own |= {"GLOO_SOCKET_IFNAME": node.interface, "NCCL_SOCKET_IFNAME": node.interface}  # for its process groups
         own |= devices.kernel_caches() if task.place.gpus else {}
         remove_abandoned_shared_memory()
         with writing(task.log(n)):

@@ -41,9 +41,9 @@ class Node:
     ports: tuple[int, ...]
 
 
-def here(ports: int, interface: str) -> Node:
-    """Describe this machine. interface: see `address_of`."""
-    address = address_of(interface)
+def here(ports: int, interface: str, peer: str = "") -> Node:
+    """Describe this machine. interface, peer: see `address_of`."""
+    address = address_of(interface, peer)
     host = socket.gethostname().split(".")[0]
     return Node(
         name=os.environ.get("SLURMD_NODENAME", host),
@@ -57,12 +57,13 @@ def here(ports: int, interface: str) -> Node:
     )
 
 
-def address_of(interface: str) -> str:
+def address_of(interface: str, peer: str = "") -> str:
     """Return the address of this interface or, for OF_SLURM, of the one Slurm uses; loopback if there is no name, or no job.
 
-    MegarlError if there is no such interface with an IPv4 address.
+    peer: an address on Slurm's network, which a step knows by itself. MegarlError if there is no such interface with an IPv4
+    address.
     """
-    supervisor = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")  # in steps
+    supervisor = peer or os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")  # in steps
     if not interface or (interface == OF_SLURM and not supervisor):
         return LOOPBACK
     if interface == OF_SLURM:

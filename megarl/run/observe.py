@@ -130,9 +130,15 @@ class Observer:
         kind, rank = last.log.parent.name, last.log.stem.rpartition(".")[2]
         well = self.steps_made > last.steps_made
         if kind == "server":
-            servers = self.status.servers if self.status and self.status.time > last.time else []
-            well = well and any(str(s.id) == rank and s.state.startswith("clean") for s in servers)
+            known = self.status is not None and self.status.time > last.time
+            servers = self.status.servers if self.status and known else []
+            well = well and known and all(s.state.startswith("clean") for s in servers if str(s.id) == rank)
         return "" if well else f"{kind} {last.log.stem}: {last.text}"
+
+    def joined(self, own: int) -> list[ServerStatus]:
+        """Return the servers at work that the run, which has `own` of its own, has not started."""
+        servers = self.status.servers if self.status else []
+        return [s for s in servers if s.id >= own and s.state in ("clean", "publishing")]
 
     def forget_status(self) -> None:
         """Discard the status of the controller's last life when it is started again."""

@@ -6,6 +6,7 @@
     learner left (0) ──► the run ends
     learner or controller left RUN/failure (train.py) ──► the run ends as failed
     too many deaths  ──► the run ends as failed     too many within minutes, or without a step between them
+    its last server  ──► the run goes on without it while servers that have joined work
     a message        ──► before the first step the run fails (for servers: once all have sent one); later, at the second
                          message; but while there are other servers, that server is dropped instead
     node is down     ──► its servers are dropped, and the run goes on with the others; without its last server, the learner or
@@ -98,9 +99,14 @@ class RestartPolicy:
         self._deaths: dict[Role, list[tuple[float, int]]] = {}  # time, and number of steps made by then
         self._steps_at_message: dict[Role, int] = {}
         self._unable: set[Role] = set()  # servers that sent a message before the first step
+        self._joined = 0
 
-    def died(self, role: Role, status: int, at: float, steps: int, node: NodeState = "up") -> Reaction:
-        """Decide after `role` ended with `status` (negative: a signal) at `at` seconds, `steps` steps after the start."""
+    def died(self, role: Role, status: int, at: float, steps: int, node: NodeState = "up", joined: int = 0) -> Reaction:
+        """Decide after `role` ended with `status` (negative: a signal) at `at` seconds, `steps` steps after the start.
+
+        joined: servers at work that this run has not started.
+        """
+        self._joined = joined
         if status == 0 and role.kind == "learner":
             return Done()
         if status == 0 and role.kind == "controller":
@@ -114,6 +120,8 @@ class RestartPolicy:
         count = len(earlier) + 1
         if count > self.most_deaths and node == "silent":
             return self._without_node(role)
+        if count > self.most_deaths and joined and self._can_drop(role):
+            return Drop(role, "it dies again and again")
         if count > self.most_deaths:
             return GiveUp(role, f"{role.name} died {count} times within {(at - earlier[0][0]) / 60:.0f} minutes")
         return Restart(role, 0.0 if count == 1 else min(2.0 ** (count - 1), LONGEST_DELAY_S))
@@ -134,7 +142,7 @@ class RestartPolicy:
 
     def _can_drop(self, role: Role) -> bool:
         """Return whether this server can be dropped and, if so, count it as dropped."""
-        if role.kind != "server" or self.servers == 1:
+        if role.kind != "server" or self.servers + self._joined == 1:
             return False
         self.servers -= 1
         self._unable.discard(role)

@@ -15,7 +15,6 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -74,11 +73,9 @@ def main(argument: str) -> int:
         signal.signal(number, lambda *_: None)  # of Slurm to the step or this process; the role would inherit SIG_IGN
     task = msgspec.json.decode(argument, type=RoleCommand, dec_hook=lambda _, path: RunDir(Path(path)))
     n = int(os.environ["SLURM_PROCID"])
-    node = task.place.nodes[n]
-    interface = {"GLOO_SOCKET_IFNAME": node.interface, "NCCL_SOCKET_IFNAME": node.interface}  # for its process groups
     adopt_orphans()
     launcher = LocalLauncher()
-    process = launcher.start(replace(task, environment={**task.environment, **interface}), n)
+    process = launcher.start(task, n)
     if task.role.kind != "server":  # learner and controller save
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: process.signal(number))
@@ -89,13 +86,13 @@ def main(argument: str) -> int:
         if time.monotonic() >= due:
             due = time.monotonic() + BEAT_S
             orders.unanswered += 1
-            _say(Report(node=node.name, stopped=process.still() is not None))
+            _say(Report(node=task.place.nodes[n].name, stopped=process.still() is not None))
         time.sleep(TICK_S)
     process.kill()
     process.wait_gone()
     launcher.sweep([])
     status = -signal.SIGKILL if status is None else status
-    _say(Report(node=node.name, status=status))
+    _say(Report(node=task.place.nodes[n].name, status=status))
     return 128 - status if status < 0 else status
 
 

@@ -194,7 +194,8 @@ class Supervisor:
             problem = last_problem(log) if log is not None else ""
             self.deaths.append(Death(role, self._nodes(role), time.time(), how(status), problem))
         node = process.node_state() if status else "up"
-        match self.policy.died(role, status, now, self.observer.steps_made, node):
+        joined = len(self.observer.joined(self.recipe.resources.servers))
+        match self.policy.died(role, status, now, self.observer.steps_made, node, joined):
             case Done():
                 if self.stop_request.count or self.rundir.stop_file.exists():
                     return RunEnd("stopped", "as asked")
@@ -214,7 +215,7 @@ class Supervisor:
                 self._note("dropped", culprit, nodes=self._nodes(culprit))
                 self.screen.say(
                     f"{culprit.name} on {', '.join(self._nodes(culprit))} {how(status)}; {reason}: the run goes on with the "
-                    f"other {self.policy.servers} servers"
+                    f"other {self.policy.servers + joined} servers"
                 )
             case Restart(culprit, delay):
                 self.restarts[culprit] += 1

@@ -78,6 +78,8 @@ def line(frame: Frame) -> str:
         parts.append(f"held-out {newest['pass_rate']:.2f} at {newest['step']}")
     if dropped := sum(view.state == "dropped" for view in frame.roles.values()):
         parts.append(f"{dropped} servers dropped")
+    if joined := len(observer.joined(frame.recipe.resources.servers)):
+        parts.append(f"{joined} servers joined")
     if observer.rows:
         parts.append(f"{show(recent(observer, 'tokens_per_second'))} tok/s")
         parts.append(f"lag {show(row.get('lag_mean'), ',.1f')}/{show(row.get('lag_max'))}")
@@ -231,7 +233,9 @@ def _processes(frame: Frame) -> RenderableType:
         table.add_column(name, justify="left" if name in ("role", "node", "state") else "right", no_wrap=True)
     status = frame.observer.status
     servers = {s.id: s for s in status.servers} if status else {}
-    for role, view in sorted(frame.roles.items()):
+    others = (Role("server", i) for i in servers if i >= frame.recipe.resources.servers)
+    joined = {role: RoleView("running", 0.0) for role in others if role not in frame.roles}
+    for role, view in sorted((joined | frame.roles).items()):
         state, cells = view.state, [""] * 4
         if view.state == "running" and role.kind == "server":
             server = servers.get(role.index, ServerStatus(id=role.index))
@@ -243,11 +247,11 @@ def _processes(frame: Frame) -> RenderableType:
             state = "up" if status and (role.kind == "controller" or status.phase != "starting") else "starting"
         style = STYLES.get(state.split("(")[0], "")
         table.add_row(
-            role.name,
-            *([" … ".join(dict.fromkeys((view.nodes[0], view.nodes[-1])))] if several else []),
+            f"{role.name} (joined)" if role in joined else role.name,
+            *([" … ".join(dict.fromkeys((*view.nodes[:1], *view.nodes[-1:])))] if several else []),
             Text(state, style=style),
             *cells,
-            clock(view.seconds),
+            "" if role in joined else clock(view.seconds),
             str(view.restarts) if view.restarts else "",
         )
     return table

@@ -23,6 +23,7 @@ import zmq
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from megarl.core.base.link import ControllerLink
 from megarl.core.base.messages import (
     Next,
     Publish,
@@ -43,7 +44,6 @@ from megarl.core.base.rundir import RunDir, read_jsonl
 from megarl.core.base.types import Group, decode, encode
 from megarl.core.journal.journal import JournalReader
 from megarl.core.journal.records import Admitted
-from megarl.core.learner.link import ControllerLink
 from megarl.core.recipe import Recipe, dump
 from megarl.run.process import free_ports
 from tests.stack.conftest import ROOT, Stack, stack_recipe

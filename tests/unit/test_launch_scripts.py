@@ -31,7 +31,7 @@ def test_shellcheck() -> None:
     scripts = [*BATCH, *(script for folder in folders for script in (ROOT / folder).rglob("*.sh"))]
     done = subprocess.run([SHELLCHECK, "-x", *scripts], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(BATCH) == 6
+    assert len(BATCH) == 7
 
 
 @pytest.mark.parametrize("name", ["scalerl_8b", "scalerl_17bx16"])
@@ -55,6 +55,13 @@ def test_without_a_container(tmp_path: Path) -> None:
     done = run("convert.sbatch", tmp_path, FROM="runs/a", TO="out dir", MEGARL="/v/bin/megarl")
     words = ["/v/bin/python", "-m", "checkpoints_tools", "convert", "megatron-to-hf", "runs/a", "out dir"]
     assert done.stdout.splitlines()[-7:] == words
+
+
+def test_servers_that_join(tmp_path: Path) -> None:
+    done = run("servers.sbatch", tmp_path, RUN="runs/a", MEGARL="/v/bin/megarl")
+    words = ["/v/bin/python", "-m", "megarl", "serve", "--join", "runs/a", "--interface", "slurm"]
+    assert done.stdout.splitlines()[-8:] == words
+    assert "RUN: the directory of a run" in run("servers.sbatch", tmp_path).stderr
 
 
 def test_pyxis(tmp_path: Path) -> None:

@@ -14,6 +14,11 @@ The learner executes and the controller decides. Rank 0 asks `Next`; the answer 
 
 `Next` is idempotent: the same step gets the same batch, from the journal if need be, so a restarted learner replays
 what it lost. A learner identifies its incarnation; a new one makes every server's weights suspect until published.
+
+A server that joins a run (`megarl serve --join`) speaks to the controller over the same socket, with the same keys:
+
+    Join(url), every few seconds     ───────► Joined(server=5) | Stop(the run ends) | Refused
+    Leave, until it may go           ───────► Wait(requests and weights are under way) | Ack
 """
 
 from collections.abc import Sequence
@@ -91,7 +96,25 @@ class Stopped(Record, frozen=True, tag="stopped"):
     step: Count
 
 
-Request = Next | Published | Scored | Stopped
+class Join(Record, frozen=True, tag="join"):
+    """A server that the run has not started says that it is there, or will be. Repeated, it is the server's sign of life.
+
+    life: names its process. server: the id it had from an earlier answer, -1 before.
+    """
+
+    life: Incarnation
+    url: Annotated[str, msgspec.Meta(max_length=256, pattern=r"^http://[^/@]+:[0-9]{1,5}$")]
+    server: Annotated[int, msgspec.Meta(ge=-1, le=1 << 30)] = -1
+
+
+class Leave(Record, frozen=True, tag="leave"):
+    """A joined server goes. From here on it gets no request, and those under way go on elsewhere."""
+
+    life: Incarnation
+
+
+FromServer = Join | Leave
+Request = Next | Published | Scored | Stopped | FromServer
 
 
 class Train(Record, frozen=True, tag="train"):
@@ -160,7 +183,13 @@ class Refused(Record, frozen=True, tag="refused"):
     error: str
 
 
-Reply = Train | Publish | Score | Wait | Stop | Ack | Refused
+class Joined(Record, frozen=True, tag="joined"):
+    """The server is one of the run's, with this id."""
+
+    server: int
+
+
+Reply = Train | Publish | Score | Wait | Stop | Ack | Refused | Joined
 
 
 _SCHEMA = f"megarl {SCHEMA_VERSION}".encode()

@@ -153,7 +153,12 @@ class RunDir:
             raise MegarlError(
                 f"{self.endpoints_file}: no such file; the run is not live. Start it with `megarl train`."
             )
-        return msgspec.json.decode(self.endpoints_file.read_bytes(), type=Endpoints)
+        try:
+            return msgspec.json.decode(self.endpoints_file.read_bytes(), type=Endpoints)
+        except msgspec.DecodeError as error:
+            raise MegarlError(
+                f"{self.endpoints_file}: not as this megarl writes it: {error}; use the run's version"
+            ) from None
 
     def write_endpoints(self, endpoints: Endpoints) -> None:
         write_atomically(self.endpoints_file, msgspec.json.encode(endpoints), mode=0o600)

@@ -20,12 +20,13 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from urllib.parse import urlsplit
 
 from megarl.core.algorithm.batch import batch_statistics
 from megarl.core.base.architecture import layers_of
 from megarl.core.base.contracts import Tasks
 from megarl.core.base.errors import MegarlError, first_of
-from megarl.core.base.messages import Next, Publish, Published, Refused, Reply, Scored, Stop, Train
+from megarl.core.base.messages import FromServer, Next, Publish, Published, Refused, Reply, Scored, Stop, Train
 from megarl.core.base.rundir import Endpoints, RunDir, complete, step_of, write_atomically
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Batch
@@ -44,7 +45,6 @@ from megarl.core.journal.journal import Journal
 from megarl.core.journal.records import PublishedVersion
 from megarl.core.journal.writer import JournalWriter
 from megarl.core.recipe import Recipe
-from megarl.core.sampling.places import Places
 from megarl.core.sampling.sampler import Sampler
 from megarl.core.telemetry.spans import Spans
 
@@ -87,10 +87,11 @@ class Controller:
         rundir, endpoints = self.rundir, self.rundir.endpoints()
         journal = Journal.open(rundir.rollouts, recipe.batch.prompts, pipeline.max_lag, pipeline.phase_steps)
         journal.append(session_of(rundir))
-        self.link = Link(endpoints.controller, endpoints.link)
+        self._address = endpoints.controller
+        self.link = Link(self._address, endpoints.link)
         self.spans = Spans(rundir.trace / "controller.jsonl")
         self.servers = Servers(recipe, endpoints, self._on_change, self.spans)
-        self.places = Places(self.servers.membership, recipe.serving.max_running_requests)
+        self.places = self.servers.places
         self.environments = tasks.environments()
         self.sampler = Sampler(
             recipe, tokenizer, self.servers.clients, self.places, self.servers, self.environments, self.spans
@@ -133,9 +134,7 @@ class Controller:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 self._sampling = tasks.create_task(self.pipeline.run(), name="tickets")
-                for server in self.servers.clients:
-                    tasks.create_task(self.servers.watch(server), name=f"watch {server}")
-                parts = (self.records.run(), self.conversation.listen(), self.conversation.answer())
+                parts = (self.servers.run(), self.records.run(), self.conversation.listen(), self.conversation.answer())
                 for coroutine in (*parts, self._tick(), self._drop_old()):
                     tasks.create_task(coroutine)
         except* ConversationOver:
@@ -146,7 +145,11 @@ class Controller:
             await self._close()
         return 1 if self.failure else 0
 
-    # What the learner says, and what it is told (conversation.py).
+    # What the learner and joined servers say, and what they are told (conversation.py).
+
+    def of_server(self, said: FromServer) -> Reply:
+        """Answer a server that joins the run, or leaves it."""
+        return Stop(reason=self.stop_reason) if self._ending() else self.servers.answer(said)
 
     def new_learner(self) -> None:
         """Note that another learner speaks: the earlier one is gone, and its publications will not end."""
@@ -170,14 +173,21 @@ class Controller:
                     version=result.version, time=time.time(), compute_hours=spent.total, startup_hours=spent.startup,
                     evaluation_hours=spent.evaluation, servers=tuple(clean), pause_seconds=result.pause_seconds,
                     transfer_seconds=result.transfer_seconds, resume_seconds=result.resume_seconds,
+                    joined_hours=self.compute.joined_hours(),
                     window=self.pipeline.published(result.version),
                 )
             )  # fmt: skip
             self.parity.published(result.version)
             self.evaluate_if_due(result.version)
         for r in result.results:
-            if r.error and not membership.clean() and membership.members[r.id].failures >= PUBLISH_TRIES:
-                self._fail(f"weights did not reach server {r.id} {PUBLISH_TRIES} times in a row: {r.error}")
+            member = membership.members.get(r.id)
+            if not r.error or member is None or member.failures < PUBLISH_TRIES:
+                continue
+            why = f"weights did not reach server {r.id} {PUBLISH_TRIES} times in a row: {r.error}"
+            if member.life:
+                self.servers.dismiss(r.id, why)
+            elif not membership.clean():
+                self._fail(why)
         self._on_change()
 
     def scored(self, result: Scored) -> None:
@@ -238,7 +248,7 @@ class Controller:
         stats |= draw_metrics(self.tickets.mixture) | {"tickets_running": running, "tickets_ahead": ahead}
         stats |= self.parity.metrics() | {"window": self.pipeline.window.batches}
         return Train(
-            batch=batch, compute_hours=spent.total, compute_devices=self.compute.devices, stats=stats, replay=replay
+            batch=batch, compute_hours=spent.total, compute_devices=self.compute.held, stats=stats, replay=replay
         )
 
     # Changes, and the end.
@@ -255,6 +265,7 @@ class Controller:
             await asyncio.sleep(STATUS_S)
             if self.rundir.stop_file.exists():
                 self._stop(f"{self.rundir.stop_file} exists")
+            self.compute.join(self._counted())
             limit = self.recipe.serving.start_timeout_s
             if not self._ending() and self.servers.seconds_without() > limit:
                 self._fail(f"no server was healthy for {limit:g} s (serving.start_timeout_s); see the servers' logs")
@@ -266,6 +277,11 @@ class Controller:
             self._exported = status, self.meter.totals()
             await asyncio.to_thread(write_atomically, self.rundir.status, json.dumps(status).encode())
             await asyncio.to_thread(self.spans.flush)
+
+    def _counted(self) -> int:
+        """Return how many joined servers are more compute. All cores of the controller's machine are counted already."""
+        joined, here = self.servers.membership.joined().values(), urlsplit(self._address).hostname
+        return sum(self.compute.unit == "gpu" or urlsplit(m.address.url).hostname != here for m in joined)
 
     async def _drop_old(self) -> None:
         """From time to time delete what no kept checkpoint replays, if the recipe says so."""

@@ -8,6 +8,7 @@ Messages from another key are never read; one that is too long ends its connecti
 
     learner ── Next ──────────────► held, at most HOLD_S ── decide, again whenever something has changed ──► the reply
             ── Published, Scored, Stopped ► taken in, acknowledged
+    servers ── Join, Leave ───────► answered at once
 
 Only the learner that spoke last is listened to: a new incarnation supersedes the one before.
 """
@@ -29,6 +30,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import (
     LARGEST_REQUEST,
     Ack,
+    FromServer,
     Next,
     Published,
     Refused,
@@ -142,6 +144,9 @@ class Conversation:
         """Take requests until the learner leaves."""
         while True:
             peer, request = await self._link.receive()
+            if isinstance(request, FromServer):
+                await self._link.reply(peer, self._answers.of_server(request))
+                continue
             if request.incarnation in self._superseded:
                 error = f"a newer learner ({self.incarnation}) has taken over; this one should have ended"
                 await self._link.reply(peer, Refused(error=error))

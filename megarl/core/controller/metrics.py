@@ -26,36 +26,41 @@ class Meter:
     def step(self) -> dict[str, float]:
         """Return metrics of the time since the last call."""
         then, self._step = self._step, self._mark()
-        _, tokens, busy, running = _rates(then, self._step).mean(axis=0).tolist()
-        tokens *= len(then)
-        return {"rollout_tokens_per_second": tokens, "server_busy_share": busy, "server_running_mean": running}
+        rates = np.array(list(_rates(then, self._step).values()))
+        (_, busy, running), tokens = rates.mean(axis=0).tolist(), float(rates[:, 0].sum())
+        clean, joined = self._places.membership.clean(), self._places.membership.joined()
+        counts = {"servers": float(len(clean)), "servers_joined": float(len(clean.keys() & joined.keys()))}
+        return counts | {"rollout_tokens_per_second": tokens, "server_busy_share": busy, "server_running_mean": running}
 
     def totals(self) -> dict[int, dict[str, float]]:
         """Return totals of each server since the controller's start."""
-        totals = zip(self._places.use, self._mark().tolist(), strict=True)
-        return {server: {"tokens": tokens, "busy_seconds": busy} for server, (_, tokens, busy, _) in totals}
+        totals = self._mark()[1].items()
+        return {server: {"tokens": float(tokens), "busy_seconds": float(busy)} for server, (tokens, busy, _) in totals}
 
     def second(self) -> dict[int, dict[str, float]]:
         """Return figures of each server for the time since the last call."""
         then, self._second = self._second, self._mark()
-        rates = zip(self._places.use.items(), _rates(then, self._second).tolist(), strict=True)
+        rates, uses = _rates(then, self._second), self._places.use
         return {
-            server: {"running": use.running, "tokens_per_second": tokens, "busy_share": busy}
-            for (server, use), (_, tokens, busy, _) in rates
+            server: {"running": uses[server].running, "tokens_per_second": float(tokens), "busy_share": float(busy)}
+            for server, (tokens, busy, _) in rates.items()
         }
 
-    def _mark(self) -> np.ndarray:
-        """Return each server's totals until now, [servers, 4]: seconds, tokens, busy seconds, place-seconds."""
-        now = time.monotonic()
+    def _mark(self) -> "Mark":
         for use in self._places.use.values():
             use.change(0)  # brings the seconds up to now
-        return np.array([(now, u.tokens, u.busy_seconds, u.place_seconds) for u in self._places.use.values()])
+        totals = {s: np.array((u.tokens, u.busy_seconds, u.place_seconds)) for s, u in self._places.use.items()}
+        return time.monotonic(), totals
 
 
-def _rates(then: np.ndarray, now: np.ndarray) -> np.ndarray:
-    """Return by how much totals grew each second, [servers, 4]."""
-    grown: np.ndarray = now - then
-    return grown / max(grown[0, 0], 1e-9)
+type Mark = tuple[float, dict[int, np.ndarray]]
+"""Seconds, and each server's totals until then, [3]: tokens, busy seconds, place-seconds."""
+
+
+def _rates(then: Mark, now: Mark) -> dict[int, np.ndarray]:
+    """Return by how much totals grew each second, [3], by server; one that has joined meanwhile began with none."""
+    seconds = max(now[0] - then[0], 1e-9)
+    return {s: np.maximum(totals - then[1].get(s, 0.0), 0.0) / seconds for s, totals in now[1].items()}
 
 
 OF_EACH_TASK = (
@@ -119,7 +124,7 @@ class Spent:
 
 
 class ComputeClock:
-    """Counts device-hours: `hours()` is the total so far, `spent()` what they went into."""
+    """Counts device-hours: `hours()` is the total so far, `spent()` what they went into. held: devices now."""
 
     def __init__(self, state: State, resources: Resources) -> None:
         assert state.session is not None
@@ -131,10 +136,26 @@ class ComputeClock:
         self.devices, self.unit = state.session.devices, state.session.compute_unit
         cores = 1 if self.unit == "gpu" else resources.threads
         self._server_devices = resources.server_tensor_parallel * cores
+        self._joined_hours, self._joined, self._joined_since = state.joined_hours, 0, self._began
+
+    @property
+    def held(self) -> int:
+        return self.devices + self._joined * self._server_devices
 
     def hours(self) -> float:
+        return self._own_hours() + self.joined_hours()
+
+    def _own_hours(self) -> float:
         seconds = self._seconds_before + time.monotonic() - self._began
         return self._state.earlier_hours + self.devices * seconds / 3600
+
+    def join(self, servers: int) -> None:
+        """Note how many joined servers there are from now on."""
+        self._joined_hours, self._joined_since, self._joined = self.joined_hours(), time.monotonic(), servers
+
+    def joined_hours(self) -> float:
+        """Return the hours of joined servers, over all lives."""
+        return self._joined_hours + self._joined * self._server_devices * (time.monotonic() - self._joined_since) / 3600
 
     def hold(self, servers: int) -> None:
         """Note that this many more servers (fewer if negative) score from now on."""
@@ -143,10 +164,10 @@ class ComputeClock:
 
     def spent(self) -> Spent:
         """Return the hours so far; the first record of a publication in a life of the supervisor ends its start-up."""
-        total = self.hours()
-        starting = 0.0 if self._state.session_published else total - self._state.earlier_hours
-        return Spent(total, self._state.startup_hours + starting, self._evaluation_hours())
+        own = self._own_hours()
+        starting = 0.0 if self._state.session_published else own - self._state.earlier_hours
+        return Spent(own + self.joined_hours(), self._state.startup_hours + starting, self._evaluation_hours())
 
     def _evaluation_hours(self) -> float:
-        devices = min(self._held * self._server_devices, self.devices)
+        devices = min(self._held * self._server_devices, self.held)
         return self._evaluation + devices * (time.monotonic() - self._held_since) / 3600

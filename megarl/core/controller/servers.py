@@ -5,19 +5,24 @@
     the learner publishes ────────────────┘
 
 A server that comes back, or is met for the first time, first aborts all its requests, because nobody waits for them.
+
+    Join ──► one member more: watched, published to, sent requests   ── no answer and no word ─┐
+    Leave ─► no new requests; those under way are aborted and go on elsewhere ─► forgotten ◄───┘
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.messages import ServerAddress
+from megarl.core.base.messages import Ack, FromServer, Join, Joined, Leave, Refused, Reply, ServerAddress, Wait
 from megarl.core.base.rundir import Endpoints
 from megarl.core.recipe import Recipe
+from megarl.core.sampling.places import Places
 from megarl.core.server.client import ServerClient
-from megarl.core.server.membership import Membership
+from megarl.core.server.membership import FORGET_S, Membership
 from megarl.core.telemetry.spans import Spans
 
 log = logging.getLogger(__name__)
@@ -26,18 +31,36 @@ POLL_S = 2.0
 POLL_AFTER_MISS_S = 0.5
 MISSES = 5
 """Consecutive missed health checks after which a server is lost: on a busy machine one or two mean nothing."""
+DRAIN_S, DRAIN_POLL_S = 5.0, 0.05
+"""How long a leaving server may take to abort its requests, after which the connections are closed, and how often we look."""
 
 
 class Servers:
-    """All servers of the endpoints. `changed` is called when a server's state has changed."""
+    """The servers of the endpoints, and those that join. `changed` is called when a server's state has changed."""
 
     def __init__(self, recipe: Recipe, endpoints: Endpoints, changed: Callable[[], None], spans: Spans) -> None:
-        width = recipe.resources.server_tensor_parallel
-        addresses = [ServerAddress(id=n, url=u, tensor_parallel=width) for n, u in enumerate(endpoints.servers)]
+        self._width, self._start_s = recipe.resources.server_tensor_parallel, recipe.serving.start_timeout_s
+        addresses = [ServerAddress(id=n, url=u, tensor_parallel=self._width) for n, u in enumerate(endpoints.servers)]
         self.membership = Membership(addresses)
-        self.clients = {a.id: ServerClient(a, endpoints.api_key, endpoints.admin_key) for a in addresses}
+        self.places = Places(self.membership, recipe.serving.max_running_requests)
+        self._keys = endpoints.api_key, endpoints.admin_key
+        self.clients = {a.id: ServerClient(a, *self._keys) for a in addresses}
         self._lives = dict.fromkeys(self.clients, 0)
+        self._refused: dict[str, str] = {}  # why, by life of a server that has joined
         self._changed, self._spans, self._healthy = changed, spans, time.monotonic()
+
+    async def run(self) -> None:
+        """Watch all servers for ever, and forget joined ones that are no more."""
+        async with asyncio.TaskGroup() as self._tasks:
+            for server in self.clients:
+                self._tasks.create_task(self.watch(server), name=f"watch {server}")
+            while True:
+                await asyncio.sleep(POLL_S)
+                now = time.monotonic()
+                for server in self.membership.silent(now):
+                    self._part(server, f"it does not answer and has said nothing for {FORGET_S:g} s")
+                for server in self.membership.stuck(now, self._start_s):
+                    self.dismiss(server, f"it did not answer for {self._start_s:g} s (serving.start_timeout_s)")
 
     def life(self, server: int) -> int:
         """Return a number that changes when the server is lost or its requests are aborted."""
@@ -68,17 +91,19 @@ class Servers:
         return time.monotonic() - self._healthy
 
     async def watch(self, server: int) -> None:
-        """Check its health for ever, except while it is published to: it then stands still and may be slow to answer."""
+        """Check its health as long as it is a member, except while it is published to: it then stands still and may be slow to
+        answer.
+        """
         member, client, misses = self.membership.members[server], self.clients[server], 1
-        while True:
+        while self.membership.members.get(server) is member:
             await asyncio.sleep(POLL_AFTER_MISS_S if misses else POLL_S)
-            if member.state == "publishing":
+            if member.state in ("publishing", "leaving"):
                 continue
             life, healthy = self._lives[server], await client.health()
-            if healthy and member.state in ("starting", "lost"):
+            if healthy and member.away:
                 await self._greet(server)
             misses = 0 if healthy or member.state == "publishing" else misses + 1
-            if misses >= MISSES and member.state not in ("starting", "lost"):
+            if misses >= MISSES and not member.away:
                 self.server_lost(server, life, f"it missed {misses} health checks")
 
     async def _greet(self, server: int) -> None:
@@ -87,9 +112,78 @@ class Servers:
         except MegarlError as error:
             log.warning("server %d is healthy but does not obey: %s", server, error)
             return
+        member = self.membership.members.get(server)
+        if member is None or not member.away:  # it has left meanwhile
+            return
         self.membership.seen(server)
         self._spans.event(f"server {server}/busy", "up")
         log.info("server %d at %s is up", server, self.clients[server].address.url)
+        self._changed()
+
+    # Servers that the run has not started.
+
+    def answer(self, said: FromServer) -> Reply:
+        """Answer a server that joins the run, or leaves it."""
+        return self._leave(said) if isinstance(said, Leave) else self._join(said)
+
+    def _join(self, said: Join) -> Joined | Wait | Refused:
+        """Take in a server, or note its sign of life."""
+        if reason := self._refused.get(said.life):
+            return Refused(error=reason)
+        before = self.membership.members.get(said.server)
+        known = before is not None and before.life == said.life
+        try:
+            server = self.membership.join(said.url, said.life, said.server, self._width, time.monotonic())
+        except ValueError as error:
+            return Wait(reason=str(error))
+        if server not in self.clients:
+            self.clients[server] = ServerClient(self.membership.members[server].address, *self._keys)
+            self._lives.setdefault(server, 0)  # a number is never used twice, but an id is
+            self.places.add(server)
+            self._tasks.create_task(self.watch(server), name=f"watch {server}")
+        if not known:
+            log.info("server %d at %s joins", server, said.url)
+            self._lives[server] += 1
+            self._changed()
+        return Joined(server=server)
+
+    def _leave(self, said: Leave) -> Ack | Wait:
+        """Let a server go: at once, if it is forgotten already; else it asks again."""
+        found = [s for s, m in self.membership.joined().items() if m.life == said.life]
+        for server in found:
+            if not self.membership.leaves(server):
+                self._part(server, "it says goodbye")
+        return Wait(reason="requests or weights are under way") if found else Ack()
+
+    def dismiss(self, server: int, reason: str) -> None:
+        """Go on without a joined server. Should its process speak again, it is told why."""
+        self._refused[self.membership.members[server].life] = f"the run goes on without this server: {reason}"
+        self._part(server, reason)
+
+    def _part(self, server: int, reason: str) -> None:
+        log.info("server %d leaves: %s", server, reason)
+        self.membership.leave(server)
+        self._lives[server] += 1
+        self._spans.event(f"server {server}/busy", "left", reason=reason)
+        self._tasks.create_task(self._forget(server), name=f"forget {server}")
+        self._changed()
+
+    async def _forget(self, server: int) -> None:
+        """Have its requests go on elsewhere, and forget it once none is left and no learner sends it weights."""
+        member, use = self.membership.members[server], self.places.use[server]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S):
+                await self.abort([server])
+                while use.running:
+                    await asyncio.sleep(DRAIN_POLL_S)
+        while use.running or member.receives:
+            await self.clients[server].close()  # ends what is left, also on a machine that is gone
+            await asyncio.sleep(DRAIN_POLL_S)
+        await self.clients[server].close()
+        self.membership.forget(server)
+        self.places.forget(server)
+        del self.clients[server]
+        log.info("server %d is forgotten", server)
         self._changed()
 
     async def close(self) -> None:

@@ -74,6 +74,7 @@ class PublishedVersion(Record, frozen=True, tag="published_version"):
     resume_seconds: float = 0.0
     startup_hours: float = 0.0
     evaluation_hours: float = 0.0
+    joined_hours: float = 0.0  # of servers that the run has not started
     window: int = 0
 
 
@@ -121,12 +122,13 @@ class Snapshot(Record, frozen=True, tag="snapshot"):
     evaluation_hours: float = 0.0
     session_published: bool = False
     earlier_sessions: tuple[str, ...] = ()
+    joined_hours: float = 0.0
     window: int = 0
 
 
 SHARED = (
     "published_version", "session", "earlier_hours", "last_time", "generated_tokens", "finished", "void", "removed",
-    "startup_hours", "evaluation_hours", "session_published", "earlier_sessions", "window",
+    "startup_hours", "evaluation_hours", "session_published", "earlier_sessions", "joined_hours", "window",
 )  # fmt: skip
 """Fields that `Snapshot` has as `State` has them."""
 JournalRecord = Session | Admitted | Finished | Removed | PublishedVersion | Evaluated | Snapshot
@@ -152,6 +154,7 @@ class State:
     removed: int = 0
     startup_hours: float = 0.0  # compute of all lives (megarl/core/controller/metrics.py)
     evaluation_hours: float = 0.0
+    joined_hours: float = 0.0
     session_published: bool = False  # whether weights were published in this life of the supervisor
     earlier_sessions: tuple[str, ...] = ()  # names; those before a snapshot of an older version are not known
     window: int = 0  # tickets, of the last publication; 0 before the first
@@ -194,6 +197,7 @@ class State:
                 self.published_version = max(self.published_version, record.version)
                 self.last_time = max(self.last_time, record.time)
                 self.startup_hours = max(self.startup_hours, record.startup_hours)
+                self.joined_hours = max(self.joined_hours, record.joined_hours)
                 self.evaluation_hours = max(self.evaluation_hours, record.evaluation_hours)
                 self.session_published = True
                 self.window = record.window

@@ -1,7 +1,6 @@
 """`megarl learn`: a torchrun world of Megatron ranks that executes what the controller decides.
 
 main.py          the collective command loop: Next -> Train | Publish | Score | Wait | Stop
-link.py          rank 0's conversation with the controller
 torchrun.py      the learner as several processes
 trainer.py       the policy, and one step: who learns from what, what is counted
 network.py       a model on its ranks: micro-batches through Megatron's schedule

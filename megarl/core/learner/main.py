@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.link import ControllerLink, Interrupted
 from megarl.core.base.messages import Next, Publish, Refused, Reply, Request, Score, ServerAddress, Stop, Stopped, Train
 from megarl.core.base.process import NODE, ignore_late_signals, log_to, start_logging
 from megarl.core.base.ranks import from_rank_0
@@ -29,7 +30,6 @@ from megarl.core.base.types import decode, encode
 from megarl.core.learner import microbatch_size
 from megarl.core.learner.checkpoint import Checkpoints, replay_parent
 from megarl.core.learner.clock import StepClock
-from megarl.core.learner.link import ControllerLink, Interrupted
 from megarl.core.learner.network import OutOfMemory
 from megarl.core.learner.torchrun import become_torchrun, is_rank
 from megarl.core.learner.trainer import Trainer

@@ -79,6 +79,14 @@ class Places:
         self.claims: list[Claim] = []
         self.changed = asyncio.Event()
 
+    def add(self, server: int) -> None:
+        """Take in a server that has joined."""
+        self.use[server] = Use()
+
+    def forget(self, server: int) -> None:
+        """Remove a server that has left, of which no place is taken."""
+        del self.use[server]
+
     def claim(self, order: Order, may_use: MayUse) -> Claim:
         """Return a claim on a place, to be awaited or dropped. It needs a running event loop."""
         claim = Claim(order, may_use, asyncio.get_running_loop().create_future(), self)

@@ -220,7 +220,7 @@ class Sampler:
                     done.routing.append(job.routed.decoded(generation.routing))
             except ServerLost as lost:
                 self.watcher.server_lost(server, life, str(lost))
-                done.retries += 1
+                done.retries += not self._places.membership.leaves(server)  # one that says goodbye is no failure
                 if done.retries > MAX_RETRIES:
                     raise Void(f"{done.retries} requests were lost, the last: {lost}") from None
                 # The version at sending: a later one is not known, and an older one only looks staler.

@@ -199,9 +199,9 @@ class ServerClient:
 
     async def close(self) -> None:
         """Drop all connections; the server aborts the requests on them."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
 
     async def generate(
         self,

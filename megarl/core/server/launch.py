@@ -38,8 +38,11 @@ KEPT_FROM_INPUT = 6
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-def main(recipe: Recipe, index: int, port: int) -> None:
-    """Serve until killed. The server is killed when its parent dies, and its child processes with it."""
+def main(recipe: Recipe, index: int, port: int, host: str = "") -> None:
+    """Serve until killed. The server is killed when its parent dies, and its child processes with it.
+
+    host: where it listens; empty: where the endpoints say.
+    """
     die_with_parent()
     os.umask(0o077)  # SGLang's processes talk through sockets in the file system, and believe what they hear there
     start_logging(f"server {index}")
@@ -50,7 +53,7 @@ def main(recipe: Recipe, index: int, port: int) -> None:
     from megarl.shims import fp16_on_cpu, sglang_cpu
 
     cuda = torch.cuda.is_available()
-    host = str(urlsplit(endpoints.servers[index]).hostname)
+    host = host or str(urlsplit(endpoints.servers[index]).hostname)
     check(recipe, cuda)
     check_free(host, port)
     os.environ.update(environment(recipe, index, sorted(os.sched_getaffinity(0)), cuda))

@@ -9,6 +9,11 @@
 
 Only clean servers get requests. A pinned server (held at its version by an evaluation) is not published to. A clean server
 whose weights came from an earlier learner stays in use until the new learner publishes to it.
+
+The run's own servers are members for ever. Others join and leave:
+
+    join ──► starting ─► … ─► leave, from any state ──► leaving ──► forgotten, when nobody sends it anything any more
+                 └ it does not answer, and is silent for FORGET_S ─► leaving
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +22,9 @@ from typing import Literal
 
 from megarl.core.base.messages import ServerAddress
 
-ServerState = Literal["starting", "unknown", "publishing", "clean", "lost"]
+ServerState = Literal["starting", "unknown", "publishing", "clean", "lost", "leaving"]
+FORGET_S = 30.0
+"""How long a joined server that does not answer may be silent before it is forgotten. It speaks every two seconds."""
 
 
 @dataclass
@@ -31,6 +38,15 @@ class Member:
     pinned: bool = False
     failures: int = 0  # publications that failed one after the other
     failed_version: int = -1  # of the last of them
+    life: str = ""  # names the process of a server that has joined; empty: one of the run's own
+    heard: float = 0.0  # seconds, when that process spoke last
+    away_since: float = 0.0  # and since when the server has been away
+    receives: bool = False  # it leaves while the learner still sends it weights
+
+    @property
+    def away(self) -> bool:
+        """Return whether it does not answer, not yet or no longer."""
+        return self.state in ("starting", "lost")
 
 
 class Membership:
@@ -38,19 +54,20 @@ class Membership:
 
     def __init__(self, addresses: Sequence[ServerAddress]) -> None:
         self.members = {address.id: Member(address) for address in addresses}
+        self._own = len(self.members)
 
     # What happens to servers.
 
     def seen(self, server: int) -> None:
         """Note that the server answered a health check."""
         member = self.members[server]
-        if member.state in ("starting", "lost"):
+        if member.away:
             member.state, member.failures = "unknown", 0
 
     def lost(self, server: int) -> None:
         """Note that the server does not answer: whatever it held is gone."""
         member = self.members[server]
-        if member.state != "starting":
+        if member.state not in ("starting", "leaving"):
             member.state, member.pinned, member.incarnation = "lost", False, ""
 
     def publish(self, servers: Iterable[int], version: int, incarnation: str) -> None:
@@ -66,6 +83,8 @@ class Membership:
     def published(self, server: int, version: int, incarnation: str, error: str) -> bool:
         """Note the learner's result, unless it is no longer awaited, and return whether it has made the server clean."""
         member = self.members.get(server)
+        if member is not None and member.state == "leaving":
+            member.receives = False
         if member is None or (member.state, member.version, member.incarnation) != ("publishing", version, incarnation):
             return False
         if error:
@@ -79,6 +98,8 @@ class Membership:
         broken = [s for s, m in self.members.items() if m.state == "publishing"]
         for server in broken:
             self.members[server].state = "unknown"
+        for member in self.members.values():
+            member.receives = False
         return broken
 
     def pin(self, server: int) -> None:
@@ -89,6 +110,61 @@ class Membership:
 
     def unpin(self, server: int) -> None:
         self.members[server].pinned = False
+
+    # Servers that the run has not started.
+
+    def join(self, url: str, life: str, wanted: int, tensor_parallel: int, at: float) -> int:
+        """Note at `at` seconds that a server has said it is there, and return its id: the one it had before, if it is free.
+
+        Another life at a known address is that server, started again. ValueError if the address is of one of the run's own, or
+        of one that still leaves.
+        """
+        before = self.members.get(wanted)  # so that a sign of life costs no look at all servers
+        same = before is not None and before.address.url == url
+        server = wanted if same else next((s for s, m in self.members.items() if m.address.url == url), None)
+        if server is None:
+            free = (s for s in (wanted, *range(self._own, self._own + len(self.members) + 1)) if s not in self.members)
+            server = next(s for s in free if s >= self._own)
+            address = ServerAddress(id=server, url=url, tensor_parallel=tensor_parallel)
+            self.members[server] = Member(address, life=life, away_since=at)
+        member = self.members[server]
+        if not member.life or member.state == "leaving":
+            whose = "leaves" if member.life else "is the run's own"
+            raise ValueError(f"server {server} at {url} {whose}")
+        if member.life != life:
+            self.lost(server)
+            member.life, member.away_since = life, at
+        member.heard = at
+        return server
+
+    def leave(self, server: int) -> None:
+        """Note that a joined server goes: no requests and no more publications."""
+        member = self.members[server]
+        member.receives = member.receives or member.state == "publishing"
+        member.state, member.pinned = "leaving", False
+
+    def forget(self, server: int) -> None:
+        """Remove a server that has left."""
+        member = self.members[server]
+        if member.state != "leaving" or member.receives:
+            raise ValueError(f"server {server} is {self.describe(server)}: only one that has left is forgotten")
+        del self.members[server]
+
+    def silent(self, at: float) -> list[int]:
+        """Return the joined servers that neither answer nor have spoken for FORGET_S."""
+        return [s for s, m in self.joined().items() if m.away and at - m.heard > FORGET_S]
+
+    def stuck(self, at: float, limit_s: float) -> list[int]:
+        """Return the joined servers that have not answered for `limit_s`. Call this now and then: it notes which do."""
+        for member in self.joined().values():
+            member.away_since = member.away_since if member.away else at
+        return [s for s, m in self.joined().items() if m.away and at - m.away_since > limit_s]
+
+    def joined(self) -> dict[int, Member]:
+        return {s: m for s, m in self.members.items() if m.life}
+
+    def leaves(self, server: int) -> bool:
+        return self.members[server].state == "leaving"
 
     # What follows.
 
@@ -106,7 +182,7 @@ class Membership:
         return max(self.clean().values(), default=None)
 
     def healthy(self) -> list[int]:
-        return [s for s, m in self.members.items() if m.state not in ("starting", "lost")]
+        return [s for s, m in self.members.items() if not m.away and m.state != "leaving"]
 
     def wanting(self, version: int, incarnation: str) -> tuple[ServerAddress, ...]:
         """Return servers that the learner `incarnation`, which asks and so is not publishing, should bring to `version`.

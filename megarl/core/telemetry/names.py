@@ -103,6 +103,8 @@ NAMES: dict[str, tuple[str, str]] = {
     "retries": ("pipeline", "requests of the batch that were lost and continued elsewhere"),
     "tokens_per_second": ("speed", "generated_tokens / step_seconds"),
     "rollout_tokens_per_second": ("speed", "tokens that all servers sampled per second"),
+    "servers": ("speed", "servers that can be sent requests"),
+    "servers_joined": ("speed", "those of them that the run has not started (`megarl serve --join`)"),
     "server_busy_share": ("speed", "share of the step's time a server had requests running, mean of servers"),
     "server_running_mean": ("speed", "requests running on a server, mean over the step"),
     "step_seconds": ("speed", "wall time from the end of the last step to the end of this one"),

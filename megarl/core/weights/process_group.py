@@ -92,11 +92,16 @@ class ProcessGroupTransport:
         self._group: BroadcastGroup | None = None
         self._members: tuple[int, ...] = ()
         self._versions: dict[int, int] = {}  # what each member of the group was given last
+        self._untold: dict[
+            int, str
+        ] = {}  # the group that a server still keeps, as it was left while others were published to
 
     def send(self, fleet: Fleet, ids: Sequence[int], version: int) -> Sent:
         """Bring the paused servers `ids` to this rank's weights. Every rank gets the same result. COLLECTIVE."""
         leader = dist.get_rank() == 0
         alive = tuple(ids)
+        untold = {i: self._untold.pop(i) for i in alive if i in self._untold}
+        fleet.each(untold, lambda server: server.leave_group(untold[server.address.id]))
         if self._source and self._group is not None and self._members == alive:
             # A server that was started again at the same address is not in the group: its version tells.
             versions, failed = fleet.each(alive, lambda server: server.served_version())
@@ -214,6 +219,7 @@ class ProcessGroupTransport:
             return
         group, self._group = self._group, None
         group.close()
+        self._untold |= {i: group.name for i in self._members if i not in fleet.servers}
         fleet.each([i for i in self._members if i in fleet.servers], lambda server: server.leave_group(group.name))
 
 

@@ -29,6 +29,19 @@ def test_orderly_ends() -> None:
     assert isinstance(policy.died(Role("server"), 0, 0.0, 10), Restart)  # a server has no reason to leave
 
 
+def test_the_last_server_is_dropped_only_while_others_have_joined() -> None:
+    for joined in (0, 1):
+        policy, server = RestartPolicy(1, most_deaths=2), Role("server", 0)
+        assert isinstance(policy.died(server, -9, 0.0, 10, joined=joined), Restart)
+        assert isinstance(policy.died(server, -9, 1.0, 10, joined=joined), Restart)
+        assert isinstance(policy.died(server, -9, 2.0, 10, joined=joined), Drop if joined else GiveUp)
+        policy = RestartPolicy(1)
+        assert isinstance(policy.died(server, -9, 0.0, 10, "down", joined=joined), Drop if joined else Elsewhere)
+        policy = RestartPolicy(1)
+        assert isinstance(policy.died(server, MESSAGE_STATUS, 0.0, 10, joined=joined), Restart)
+        assert isinstance(policy.died(server, MESSAGE_STATUS, 1.0, 10, joined=joined), Drop if joined else GiveUp)
+
+
 @given(st.lists(st.tuples(roles, crashes, gaps), max_size=60))
 def test_gives_up_exactly_when_one_role_dies_too_often(deaths: list[tuple[Role, int, float]]) -> None:
     policy, now = RestartPolicy(2, most_deaths=3, window_s=600), 0.0

@@ -231,6 +231,17 @@ def test_nodes_are_shown_where_there_are_several(recipe: Recipe, write_run: Call
     assert "1 servers dropped" in line(shown)
 
 
+def test_joined_servers_are_shown(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+    shown = replace(
+        frame(recipe, write_run(3)),
+        roles={Role("server", 0): RoleView("running", 60), Role("learner"): RoleView("running", 60)},
+    )
+    lines = [words.strip("│ ").split() for words in text(shown).splitlines()]
+    assert ["server-1", "(joined)", "publishing"] in [words[:3] for words in lines]
+    assert ["server-0", "clean"] in [words[:2] for words in lines]
+    assert "1 servers joined" in line(shown)
+
+
 def test_log_that_says_why(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
     """The learner's log is that of the rank with a problem, though another wrote later; a server's is its newest."""
     rundir = write_run(0)

@@ -5,10 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from megarl.core.controller.metrics import ComputeClock, Spent
+from megarl.core.base.messages import ServerAddress
+from megarl.core.controller.metrics import ComputeClock, Meter, Spent
 from megarl.core.journal.journal import Journal
 from megarl.core.journal.records import PublishedVersion, Session
 from megarl.core.recipe import Resources
+from megarl.core.sampling.places import Places
+from megarl.core.server.membership import Membership
 
 
 class Life:
@@ -32,7 +35,7 @@ class Life:
         self._journal.append(
             PublishedVersion(
                 version=version, time=3600 * hour, compute_hours=spent.total, servers=(),
-                startup_hours=startup, evaluation_hours=evaluation,
+                startup_hours=startup, evaluation_hours=evaluation, joined_hours=self.clock.joined_hours(),
             )
         )  # fmt: skip
         return spent
@@ -73,3 +76,45 @@ def test_a_server_on_cores_has_its_threads(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(time, "monotonic", lambda: 3600.0)
     assert clock.spent().evaluation == 3.0
     journal.close()
+
+
+def test_servers_that_have_joined_are_counted_over_both_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session(session="one", time=0.0, devices=10, compute_unit="gpu")
+    life = Life(tmp_path, monkeypatch, session, 0.0)
+    assert life.publish(0, 1.0) == Spent(10.0, 10.0, 0.0)
+    life.clock.join(2)  # of two GPUs each
+    assert life.clock.held == 14
+    assert life.publish(1, 2.0) == Spent(24.0, 10.0, 0.0)
+    life.clock.join(1)
+    assert life.publish(2, 3.0) == Spent(36.0, 10.0, 0.0)
+    life.die()
+    again = Life(tmp_path, monkeypatch, session, 4.0)  # the controller alone; servers join it again
+    assert again.clock.hours() == 46.0
+    again.die()
+    new = Life(tmp_path, monkeypatch, Session(session="two", time=36e3, devices=10, compute_unit="gpu"), 10.0)
+    assert new.publish(3, 11.0) == Spent(46.0, 20.0, 0.0), "what was lost with the first supervisor is its last hour"
+    new.die()
+
+
+def test_how_busy_servers_are_while_one_joins_and_another_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that the test sets: server 0 is busy all the time, server 1 from its third second on."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    places = Places(Membership([ServerAddress(id=0, url="http://own")]), 4)
+    meter = Meter(places)
+    places.use[0].change(+1)
+    now[0] = 2.0
+    places.membership.join("http://other", "life", -1, 1, at=2.0)
+    places.add(1)
+    places.use[1].change(+2)
+    places.use[0].tokens, places.use[1].tokens = 40, 20
+    now[0] = 4.0
+    row = meter.step()
+    assert (row["rollout_tokens_per_second"], row["server_busy_share"], row["server_running_mean"]) == (15.0, 0.75, 1.0)
+    assert (row["servers"], row["servers_joined"]) == (0.0, 0.0), "none has weights"
+    places.forget(1)
+    now[0] = 6.0
+    assert meter.step()["server_busy_share"] == 1.0
+    places.add(1)  # the number again, with less than it had
+    now[0] = 8.0
+    assert meter.second()[1] == {"running": 0, "tokens_per_second": 0.0, "busy_share": 0.0}

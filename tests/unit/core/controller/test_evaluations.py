@@ -262,8 +262,9 @@ def test_of_several_tasks_the_named_one_is_forecast_and_decides(tmp_path: Path, 
     assert all("predicted to gain code 0.0" in s for s in stops)
 
 
-def test_several_servers_share_it_and_one_may_be_lost(tmp_path: Path) -> None:
-    """Three of four are held; the fourth is published to. What a lost one leaves is done by the others."""
+@pytest.mark.parametrize("leaves", [False, True], ids=["lost", "left"])
+def test_several_servers_share_it_and_one_may_be_lost_or_leave(tmp_path: Path, leaves: bool) -> None:
+    """Three of four are held; the fourth is published to. What one leaves that is lost, or goes, is done by the others."""
     tree: dict[str, Any] = {"data": {"tasks": {"math": {"train": "", "heldout": ""}}}}
     tree |= {"evaluation": {"prompts": 9, "samples": 2, "servers": 3}, "run": {"name": "r", "dir": str(tmp_path)}}
     recipe = from_tree(tree)
@@ -271,7 +272,9 @@ def test_several_servers_share_it_and_one_may_be_lost(tmp_path: Path) -> None:
     rundir.create()
     journal = Journal.open(rundir.rollouts, 2, 1)
     journal.append(Session(session="s", time=0.0, devices=1, compute_unit="core"))
-    members = Membership([ServerAddress(id=n, url="") for n in range(4)])
+    members = Membership([ServerAddress(id=0, url="http://own")])
+    for n in range(1, 4):
+        assert members.join(f"http://joined-{n}", f"life{n}", -1, 1, at=0.0) == n
     for n in range(4):
         members.seen(n)
     members.publish(range(4), 0, "a")
@@ -289,11 +292,14 @@ def test_several_servers_share_it_and_one_may_be_lost(tmp_path: Path) -> None:
             assert {n for n in range(4) if members.members[n].pinned} == held
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-            members.lost(min(held))
+            gone = max(held) if leaves else min(held)
+            (members.leave if leaves else members.lost)(gone)
             evaluations.cancel_lost()
+            if leaves:
+                members.forget(gone)
             await asyncio.wait_for(task, 10)
             assert answers.allowed[0] == held
-            assert answers.allowed[-1] == held - {min(held)}
+            assert answers.allowed[-1] == held - {gone}
             assert not any(m.pinned for m in members.members.values())
             writer.cancel()
         await records.close()

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.link import ControllerLink
 from megarl.core.base.messages import LARGEST_REQUEST, Ack, Next, Request, Stopped, from_frames, to_frames
 from megarl.core.base.rundir import LinkKeys
 from megarl.core.base.types import encode
 from megarl.core.controller.conversation import Link
-from megarl.core.learner.link import ControllerLink
 from megarl.run.process import free_ports
 
 pytestmark = pytest.mark.processes

@@ -12,10 +12,12 @@ import pytest
 
 from megarl.core.base.architecture import CONFIGS, RoutedLayers, layers_of
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.messages import ServerAddress
 from megarl.core.base.types import Prompt, Rollout, Segment, decode, encode
 from megarl.core.recipe import from_tree
 from megarl.core.sampling.sampler import Job, Sampler, routed_layers
 from megarl.core.server.client import Generation, ServerLost, VersionSpan
+from megarl.core.server.membership import Membership
 from megarl.tasks.environments.registry import TaskEnvironments
 from tests.tiny import tiny_qwen3_moe
 
@@ -96,6 +98,7 @@ class Words:
 class OnePlace:
     def __init__(self) -> None:
         self.use = {0: type("Use", (), {"tokens": 0})()}
+        self.membership = Membership([ServerAddress(id=0, url="")])
 
     async def take(self, order: Any, may_use: Any) -> tuple[int, int]:
         return 0, 0

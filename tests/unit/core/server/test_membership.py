@@ -6,9 +6,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from megarl.core.base.messages import ServerAddress
-from megarl.core.server.membership import Membership
+from megarl.core.server.membership import FORGET_S, Membership
 
-SERVERS = st.integers(0, 2)
+OWN = st.integers(0, 2)
+SERVERS = st.integers(0, 5)
+PORTS = st.integers(0, 6)
+"""Ports of joined servers; those below 3 are of the run's own."""
+START_S = 100.0
 
 
 def membership(count: int = 3) -> Membership:
@@ -20,9 +24,10 @@ def ids(addresses: tuple[ServerAddress, ...]) -> list[int]:
 
 
 class Life(RuleBasedStateMachine):
-    """Servers come, die and return, learners publish and are replaced, evaluations hold a server.
+    """Servers come, die and return, learners publish and are replaced, evaluations hold a server, other servers join and leave.
 
-    `real` is what each server truly holds: None after a (re)start or half a publication, until one is complete.
+    `real` is what each server truly holds: None after a (re)start or half a publication, until one is complete. `spoke`: when
+    the process of a joined server said last that it is there.
     """
 
     def __init__(self) -> None:
@@ -33,23 +38,26 @@ class Life(RuleBasedStateMachine):
         self.learner, self.version = 0, 0
         self.publishing: tuple[str, int, list[int]] | None = None
         self.pinned: dict[int, int | None] = {}
+        self.now, self.lives, self.spoke = 0.0, 0, dict[int, float]()
 
     @property
     def name(self) -> str:
         return f"learner{self.learner}"
 
-    @rule(server=SERVERS)
+    @rule(server=OWN)
     def start(self, server: int) -> None:
         if not self.alive[server]:
             self.alive[server], self.real[server] = True, None
 
     @rule(server=SERVERS)
     def notice_up(self, server: int) -> None:
-        if self.alive[server]:
+        if self.alive.get(server):
             self.members.seen(server)
 
     @rule(server=SERVERS)
     def die_and_be_noticed(self, server: int) -> None:
+        if server not in self.members.members:
+            return
         self.alive[server], self.real[server] = False, None
         self.pinned.pop(server, None)
         self.members.lost(server)
@@ -72,8 +80,9 @@ class Life(RuleBasedStateMachine):
         name, version, servers = self.publishing
         self.publishing = None
         for server in servers:
-            works = self.alive[server] and server not in failing
-            self.real[server] = version if works and self.members.members[server].state == "publishing" else None
+            works = bool(self.alive.get(server)) and server not in failing
+            member = self.members.members.get(server)
+            self.real[server] = version if works and member and member.state == "publishing" else None
             became_clean = self.members.published(server, version, name, "" if works else "broken pipe")
             assert became_clean <= works
 
@@ -95,13 +104,67 @@ class Life(RuleBasedStateMachine):
 
     @rule(server=SERVERS)
     def unpin(self, server: int) -> None:
-        self.members.unpin(server)
-        self.pinned.pop(server, None)
+        if server in self.pinned:
+            self.members.unpin(server)
+            del self.pinned[server]
+
+    @rule(port=PORTS, wanted=st.integers(-1, 5), again=st.booleans())
+    def join(self, port: int, wanted: int, again: bool) -> None:
+        """A server at this port starts, anew if there is one, or (again) says once more that it is there."""
+        url = f"http://127.0.0.1:{port}"
+        known = next((s for s, m in self.members.members.items() if m.address.url == url), None)
+        if known is not None and (known < 3 or self.members.leaves(known)):
+            with pytest.raises(ValueError, match=r"is the run's own|leaves"):
+                self.members.join(url, "other", wanted, 1, self.now)
+            return
+        self.lives += 1
+        life = self.members.members[known].life if again and known is not None else f"life{self.lives}"
+        before = set(self.members.members)
+        server = self.members.join(url, life, wanted, 1, self.now)
+        if known is not None:
+            assert server == known, "the same id"
+        elif wanted >= 3 and wanted not in before:
+            assert server == wanted, "the id it had before"
+        else:
+            assert server >= 3
+            assert server not in before
+        if not (again and known is not None):
+            self.alive[server], self.real[server] = True, None
+            self.pinned.pop(server, None)
+        self.spoke[server] = self.now
+
+    @rule(server=SERVERS)
+    def leave(self, server: int) -> None:
+        if server in self.members.joined():
+            self.members.leave(server)
+            self.pinned.pop(server, None)
+
+    @rule(seconds=st.sampled_from([1.0, FORGET_S, FORGET_S + 1, START_S]))
+    def forget(self, seconds: float) -> None:
+        """Time passes. The silent and the stuck are sent away; who has left is forgotten, unless it is being published to."""
+        self.now += seconds
+        silent, stuck = self.members.silent(self.now), self.members.stuck(self.now, START_S)
+        for server in {*silent, *stuck}:
+            assert self.members.members[server].away, "one that answers stays"
+        for server in silent:
+            assert self.now - self.spoke[server] > FORGET_S, "one that speaks stays"
+            self.members.leave(server)
+        for server in {s for s in self.members.joined() if self.members.leaves(s)}:
+            under_way = self.publishing is not None and server in self.publishing[2]
+            if self.members.members[server].receives:
+                assert under_way, "nothing else keeps it"
+                with pytest.raises(ValueError, match="only one that has left"):
+                    self.members.forget(server)
+            else:
+                self.members.forget(server)
+                self.alive.pop(server), self.real.pop(server), self.spoke.pop(server)
+        assert set(self.members.members) >= {0, 1, 2}, "the run's own stay, whatever they do"
 
     @invariant()
     def clean_servers_hold_what_is_believed(self) -> None:
         for server, version in self.members.clean().items():
             assert self.alive[server]
+            assert not self.members.leaves(server)
             assert self.real[server] == version
 
     @invariant()
@@ -115,7 +178,42 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestLife.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+def test_a_server_that_joins_is_published_to_alone_and_one_that_leaves_is_left_out() -> None:
+    m = membership(1)
+    m.seen(0)
+    m.publish([0], 7, "a")
+    m.published(0, 7, "a", "")
+    assert m.join("http://127.0.0.1:9", "x", -1, 1, at=0.0) == 1
+    assert ids(m.wanting(7, "a")) == [], "not awaited while it starts"
+    m.seen(1)
+    assert ids(m.wanting(7, "a")) == [1], "the other server is not paused for it"
+    m.publish([1], 7, "a")
+    m.leave(1)
+    assert ids(m.wanting(8, "a")) == [0], "in the middle of a publication"
+    assert not m.published(1, 7, "a", "")
+    assert m.clean() == {0: 7}
+    m.forget(1)
+    assert list(m.members) == [0]
+
+
+def test_a_silent_server_is_forgotten_and_a_speaking_one_after_the_limit_of_a_start() -> None:
+    m = membership(1)
+    m.join("http://127.0.0.1:9", "x", -1, 1, at=0.0)
+    m.join("http://127.0.0.1:8", "y", -1, 1, at=0.0)
+    for at in range(0, 400, 2):
+        m.join("http://127.0.0.1:8", "y", 2, 1, at=float(at))
+        assert m.silent(at) == ([1] if at > FORGET_S else [])
+        assert m.stuck(at, 300.0) == ([1, 2] if at > 300 else [])
+    m.seen(1)
+    m.seen(2)
+    assert m.silent(1000.0) == []
+    assert m.stuck(1000.0, 300.0) == []
+    m.lost(2)
+    assert m.stuck(1299.0, 300.0) == []
+    assert m.stuck(1301.0, 300.0) == [2]
 
 
 def test_a_server_is_published_to_before_it_is_used() -> None:

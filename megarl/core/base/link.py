@@ -1,4 +1,5 @@
-"""Learner rank 0's end of the conversation with the controller (megarl/core/base/messages.py): ask, wait, ask again.
+"""The asking end of a conversation with the controller (megarl/core/base/messages.py): ask, wait, ask again. Learner rank 0
+has one, and each server that joins a run.
 
 All requests are idempotent, so a request without an answer is sent again over a new socket: a late answer to the old one
 reaches a closed socket, and a controller that was restarted meanwhile hears it for the first time.
@@ -23,7 +24,7 @@ LAST_WORD_S = 5.0
 
 
 class Interrupted(Exception):
-    """The learner was asked to stop while it waited; the text says how."""
+    """The asking process has to stop waiting; the text says why."""
 
 
 class ControllerLink:

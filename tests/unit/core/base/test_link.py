@@ -7,10 +7,10 @@ import pytest
 import zmq
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.link import ControllerLink, Interrupted
 from megarl.core.base.messages import Ack, Next, Reply, Request, Wait, from_frames, to_frames
 from megarl.core.base.rundir import LinkKeys
 from megarl.core.base.types import decode, encode
-from megarl.core.learner.link import ControllerLink, Interrupted
 from megarl.run.process import free_ports
 
 KEYS = LinkKeys.new()

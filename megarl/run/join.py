@@ -1,0 +1,212 @@
+"""`megarl serve --join RUN`: a server more for a run, from another shell, Slurm job or machine that sees the run directory.
+
+    checks ─► Join ─► Joined(5) ─► `megarl serve --join RUN --index 5 --port P`, a process that dies with this one
+              Join again every BEAT_S ─► Stop, or RUN/summary.json: the run has ended ──► exit 0
+    SIGTERM ─► Leave again and again ─► Ack: its requests go on elsewhere ─────────────► exit 0, within LEAVE_LIMIT_S anyway
+
+Whoever can read RUN/endpoints.json has the keys to join. The server listens on loopback, or on the network that the run names.
+"""
+
+import json
+import signal
+import socket
+import time
+import uuid
+from contextlib import closing, suppress
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from msgspec import structs
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.link import ControllerLink, Interrupted
+from megarl.core.base.messages import Ack, FromServer, Join, Joined, Leave, Refused, Reply, Stop, Wait
+from megarl.core.base.rundir import Endpoints, RunDir
+from megarl.core.base.types import decode
+from megarl.core.journal.journal import JournalReader
+from megarl.core.recipe import Recipe, load
+from megarl.run.closing import how
+from megarl.run.launcher import LocalLauncher, RoleCommand, RunningRole, task
+from megarl.run.nodes import LOOPBACK, OF_SLURM, Node, here
+from megarl.run.observe import last_problem
+from megarl.run.placement import Place
+from megarl.run.process import SIGNALS, StopRequest, adopt_orphans, stop_requests
+from megarl.run.restart import Role
+
+BEAT_S, TICK_S = 2.0, 0.2
+JOIN_LIMIT_S = 20.0
+"""From the first word to the first answer. A controller that has just been started takes some seconds."""
+SILENT_LIMIT_S = 120.0
+"""How long the controller may be silent later: its restart takes less."""
+LEAVE_LIMIT_S = 20.0
+"""From the request to end to the exit. Slurm kills what is left 30 s after its SIGTERM (KillWait)."""
+
+
+def main(run: Path, interface: str) -> int:
+    """Serve until the run has ended (0), SIGTERM or Ctrl-C (0), or SIGUSR1, after which a job goes on elsewhere (138).
+
+    interface: the network interface to listen on; empty: the run's. MegarlError, before a server starts, if it cannot join.
+    """
+    rundir, recipe, endpoints = opened(run)
+    node, width = (
+        listening(recipe, endpoints, interface, 1 + len(endpoints.servers)),
+        recipe.resources.server_tensor_parallel,
+    )
+    if bool(node.gpus) != bool(endpoints.gpus) or (endpoints.gpus and len(node.gpus) < width):
+        needs = (
+            f"{width} GPUs (resources.server_tensor_parallel)"
+            if endpoints.gpus
+            else "CPUs (CUDA_VISIBLE_DEVICES= hides GPUs)"
+        )
+        raise MegarlError(f"a server of this run needs {needs}, and this machine shows {len(node.gpus)} GPUs")
+    urls = {port: f"http://{node.address}:{port}" for port in node.ports}
+    port = next(port for port, url in urls.items() if url not in endpoints.servers)  # these may be down for a moment
+    role = task(recipe, rundir, Role("server"), port, Place((node,), node.gpus[:width]))
+    words = (
+        "-m",
+        "megarl",
+        "serve",
+        "--join",
+        str(rundir.path),
+        "--interface",
+        interface,
+        "--port",
+        str(port),
+        "--index",
+    )
+    adopt_orphans()
+    with stop_requests() as asked:
+        guest = Guest(endpoints, replace(role, arguments=words), urls[port], asked)
+        with closing(guest.link):
+            guest.stay()
+    return 128 + asked.signal if asked.signal == signal.SIGUSR1 else 0
+
+
+def opened(run: Path) -> tuple[RunDir, Recipe, Endpoints]:
+    """Return what a live run says of itself. Its recipe names the directory as it is called here."""
+    path = run.resolve()
+    rundir = RunDir.opened(path)
+    if rundir.summary.exists():
+        raise MegarlError(f"{run}: this run has ended ({rundir.summary} exists); resume it first")
+    recipe = load(str(rundir.recipe), [f"run.dir={json.dumps(str(path.parent))}", f"run.name={json.dumps(path.name)}"])
+    endpoints = rundir.endpoints()
+    JournalReader(rundir.rollouts).begun()  # raises for another schema
+    if recipe.resources.colocate or recipe.weights.transport == "cuda_ipc":
+        key = "resources.colocate=true" if recipe.resources.colocate else "weights.transport=cuda_ipc"
+        raise MegarlError(f"{run}: no server joins a run with {key}, whose servers share the learner's GPUs")
+    if not Path(recipe.model.path).exists():
+        raise MegarlError(f"model.path: {recipe.model.path} is not here; start where the run was started")
+    return rundir, recipe, endpoints
+
+
+def listening(recipe: Recipe, endpoints: Endpoints, interface: str, ports: int = 0) -> Node:
+    """Return this machine with its address on the run's network, and free ports there."""
+    controller = str(urlsplit(endpoints.controller).hostname)
+    if controller == LOOPBACK and interface not in ("", OF_SLURM):
+        raise MegarlError(f"--interface: the run listens on loopback alone; start it with run.interface={interface}")
+    return here(ports, interface or recipe.run.interface, controller)
+
+
+class Guest:
+    """A server beside a run, and its conversation with the controller. role: its command, without the id that it will get."""
+
+    def __init__(self, endpoints: Endpoints, role: RoleCommand, url: str, asked: StopRequest) -> None:
+        self._role, self._asked, self._began = role, asked, time.monotonic()
+        self._address, self._endpoints_file = endpoints.controller, role.rundir.endpoints_file
+        self._written = self._endpoints_file.stat().st_mtime_ns
+        self._join = Join(life=uuid.uuid4().hex, url=url)
+        self._launcher = LocalLauncher()
+        self._process: RunningRole | None = None
+        self.link = ControllerLink(
+            self._address, endpoints.link, self._why_end, resend_s=JOIN_LIMIT_S, limit_s=JOIN_LIMIT_S
+        )
+
+    def stay(self) -> None:
+        """Join, serve, leave. MegarlError if the controller refuses or is silent, or the server ends by itself."""
+        why = ""
+        try:
+            while not why:
+                why, until = self._beat(), time.monotonic() + BEAT_S
+                while not (why := why or self._why_end()) and time.monotonic() < until:
+                    time.sleep(TICK_S)
+            print(f"megarl: leaving: {why}", flush=True)
+            status = self._process.status() if self._process else None
+            if self._process and (self._asked.count or status is not None):
+                self._leave()
+        finally:
+            if self._process:
+                self._process.kill()
+                self._process.wait_gone()
+                self._launcher.sweep([])
+        if status is not None:
+            log = self._role.log()
+            raise MegarlError(f"server {self._join.server} {how(status)}: {last_problem(log) or 'see its log'} ({log})")
+
+    def _beat(self) -> str:
+        """Say that we are there; the first time, start the server. Return why to end, if that is the answer."""
+        try:
+            reply = self._say(self._join)
+        except Interrupted as ended:
+            return str(ended)
+        except MegarlError as error:
+            raise MegarlError(str(error) if self._process else self._unheard()) from None
+        match reply:
+            case Joined():
+                self._join = structs.replace(self._join, server=reply.server)
+                if self._process is None:
+                    self._start(reply.server)
+            case Wait() if time.monotonic() - self._began > JOIN_LIMIT_S and self._process is None:
+                raise MegarlError(reply.reason)
+            case Stop():
+                return f"the run is ending: {reply.reason}"
+            case Refused():
+                raise MegarlError(reply.error)
+        return ""
+
+    def _start(self, server: int) -> None:
+        arguments = (*self._role.arguments, str(server))
+        self._role = replace(self._role, role=Role("server", server), arguments=arguments)
+        # Slurm sends SIGTERM to all processes of a step at once. The server's part is to go on until its requests have left.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            self._process = self._launcher.start(self._role)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        print(f"megarl: server {server} starts at {self._join.url}; its log: {self._role.log()}", flush=True)
+        self.link.limit_s = SILENT_LIMIT_S
+
+    def _leave(self) -> None:
+        """Say goodbye until all has left, the limit is over or the run is."""
+        until = time.monotonic() + LEAVE_LIMIT_S
+        self.link.interrupted = lambda: "asked twice" if self._asked.count > 1 or time.monotonic() > until else ""
+        with suppress(MegarlError, Interrupted):
+            while not isinstance(self._say(Leave(life=self._join.life)), Ack | Stop):
+                time.sleep(TICK_S)
+
+    def _say(self, word: FromServer) -> Reply:
+        reply: Reply = decode(self.link.ask(word), Reply)
+        return reply
+
+    def _why_end(self) -> str:
+        """Return why not to go on; empty if there is no reason."""
+        if self._asked.count:
+            return f"{signal.Signals(self._asked.signal).name} came"
+        if self._process and self._process.status() is not None:
+            return "the server has ended"
+        with suppress(OSError):  # a shared file system may be away for a while
+            if self._role.rundir.summary.exists() or self._endpoints_file.stat().st_mtime_ns != self._written:
+                return "the run has ended"
+        return ""
+
+    def _unheard(self) -> str:
+        """Return why nobody has answered."""
+        at, address = urlsplit(self._address), f"{self._address}, named in {self._endpoints_file}"
+        try:
+            socket.create_connection((str(at.hostname), int(at.port or 0)), JOIN_LIMIT_S / 4).close()
+        except ConnectionRefusedError:
+            other = ", or it is on another machine and has no run.interface" if at.hostname == LOOPBACK else ""
+            return f"nobody listens at {address}: the run has ended, or its controller is down{other}"
+        except OSError as error:
+            return f"this machine does not reach the run's controller at {address} ({error}): are they on one network?"
+        return f"the controller at {address}, does not answer: the keys there are not its own, or it hangs"
