@@ -96,6 +96,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "versions_per_rollout_max": ("pipeline", "largest number of weight versions in a completion"),
     "tickets_running": ("pipeline", "tickets being generated when the step was taken"),
     "tickets_ahead": ("pipeline", "tickets drawn and not trained yet"),
+    "window": ("pipeline", "batches that might be drawn and not trained when the step was taken (pipeline.window)"),
     "epoch": ("pipeline", "passes over the training prompts"),
     "pool_prompts": ("pipeline", "prompts the present epoch goes through, the easiest first (data.curriculum)"),
     "excluded_prompts": ("pipeline", "prompts not drawn again: solved (no-positive-resampling)"),
