@@ -10,8 +10,11 @@ over the same kind of group.
     bare      the same buckets to a process that does nothing but receive them
     gather    the learner's part without sending: weights into buckets
     hash      gather, with what the server's checksums must be
-    transfer  hash, broadcasting, and the server loading what it gets, one bucket while the next is made
-    whole     pause, transfer, the server's checksums and their comparison, continue
+    transfer  hash, broadcasting, and the server loading what it gets into its copy, one bucket while the next is made
+    whole     transfer, the copy's checksums and their comparison, pause, swap, continue
+    pause     of whole, from the pause to the answer that the server goes on
+
+Then, in MiB, the most memory that learner and server ever had, and the server before its first publication.
 
 All of a table are repeated in turn, so that a busy machine is busy for all. The passes run on one thread of the CPU. One
 learner rank, one server; gloo without a GPU.
@@ -32,6 +35,7 @@ from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -47,7 +51,7 @@ from megarl.core.base.rundir import Endpoints
 from megarl.core.models import build, family_of, hf, parallel
 from megarl.core.recipe import Recipe
 from megarl.core.server.client import Fleet, ServerClient
-from megarl.core.weights.process_group import ProcessGroupTransport, backend
+from megarl.core.weights.process_group import VIEWS, ProcessGroupTransport, backend
 from megarl.core.weights.publisher import Publisher
 from megarl.core.weights.transport import Bucket, SentChecksums, buckets
 from megarl.lab.evaluation.servers import wait_ready
@@ -71,7 +75,7 @@ def main() -> None:
         process, endpoints = start(recipe)
         try:
             wait_ready(endpoints.servers[0], recipe.serving.start_timeout_s, process.poll)
-            measure(recipe, endpoints, options.repeats)
+            measure(recipe, endpoints, process.pid, options.repeats)
         finally:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -144,7 +148,8 @@ def make(directory: Path, layers: int, hidden: int, bucket_mb: int) -> Recipe:
     )
 
 
-def measure(recipe: Recipe, endpoints: Endpoints, repeats: int) -> None:
+def measure(recipe: Recipe, endpoints: Endpoints, server: int, repeats: int) -> None:
+    before = memory(server)
     parallel.start(recipe.model, 0, 120)
     path = Path(recipe.model.path)
     family = family_of(path)
@@ -159,6 +164,7 @@ def measure(recipe: Recipe, endpoints: Endpoints, repeats: int) -> None:
     def exported() -> Iterator[tuple[str, Tensor]]:
         return hf.export(chunks, family, stacked=False)
 
+    pauses: list[float] = []
     peer, group = receiver([len(b.flat) for b in buckets(exported(), limit)])
     version = 0
 
@@ -166,19 +172,19 @@ def measure(recipe: Recipe, endpoints: Endpoints, repeats: int) -> None:
         return sum(broadcast(bucket, group) for bucket in filled)
 
     def gather() -> int:
-        return sum(len(bucket.flat) for bucket in buckets(exported(), limit))
+        return sum(len(bucket.flat) for bucket in buckets(exported(), limit, limit / VIEWS))
 
     def hashed() -> int:
         sums = SentChecksums(family.architecture)
-        size = sum(len(bucket.flat) for bucket in buckets(sums.watch(exported()), limit))
+        size = sum(len(bucket.flat) for bucket in buckets(sums.watch(exported()), limit, limit / VIEWS))
         assert sums.expected()
         return size
 
     def transfer() -> int:
         nonlocal version
         version += 1
-        server = ServerClient(address, endpoints.api_key, endpoints.admin_key, recipe.weights.timeout_s)
-        with closing(Fleet([server], version)) as fleet:
+        client = ServerClient(address, endpoints.api_key, endpoints.admin_key, recipe.weights.timeout_s)
+        with closing(Fleet([client], version)) as fleet:
             sent = transport.send(fleet, [0], version)
         assert not sent.errors, sent.errors
         return sent.bytes
@@ -190,15 +196,29 @@ def measure(recipe: Recipe, endpoints: Endpoints, repeats: int) -> None:
         published = publisher.publish(command, "benchmark")
         assert published is not None
         assert not published.results[0].error, published.results[0].error
+        pauses.append(published.pause_seconds + published.resume_seconds)
         return published.bytes_sent
 
     filled = list(buckets(exported(), limit))
     ways = {"bare": bare, "gather": gather, "hash": hashed, "transfer": transfer, "whole": whole}
     seconds, size = timed(ways, repeats)  # the first forms the groups
+    seconds["pause"] = pauses[1:]
     peer.kill()
     title = f"{size / 2**20:.0f} MiB in buckets of {recipe.weights.bucket_mb} MiB, {backend()}, medians of {repeats}"
     show(title, seconds, size, "bare")
+    print(f"learner {most(os.getpid())}, server {memory(server)}, before its first publication {before}")
     parallel.stop()
+
+
+def most(process: int) -> int:
+    """The most memory [MiB] that it ever had."""
+    (line,) = [line for line in Path(f"/proc/{process}/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) >> 10
+
+
+def memory(server: int) -> int:
+    """The most [MiB] that any of the server's processes ever had: its scheduler, which owns the model."""
+    return max(most(process.pid) for process in psutil.Process(server).children(recursive=True))
 
 
 def broadcast(bucket: Bucket, group: BroadcastGroup) -> int:

@@ -3,20 +3,22 @@
 import asyncio
 import itertools
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from megarl.core.base.broadcast import BroadcastGroup
 from megarl.core.base.messages import Publish, Published
 from megarl.core.models.families import Family, Weight
-from megarl.core.server.client import ServerClient
+from megarl.core.server.client import Fleet, ServerClient, ServerSaid
 from megarl.core.weights import process_group
 from megarl.core.weights.publisher import Publisher
 from megarl.core.weights.transport import buckets
 from tests.pessimistic_nccl import NAME as PESSIMISTIC_NCCL
-from tests.stack.conftest import Stack, stack_recipe
+from tests.stack.conftest import Stack, client_of, stack_recipe
 from tests.tiny_scores import difference, scores
 
 pytestmark = [pytest.mark.stack, pytest.mark.anyio]
@@ -129,17 +131,20 @@ def test_weights_that_a_server_did_not_take_are_noticed(
     stack: Stack, learner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One tensor is changed behind the checksums' back, on its way to the server."""
+    assert_good(publish(stack, learner, "b", 19))
     chunks, family = learner("a")
 
-    def first_doubled(tensors: Iterable[tuple[str, torch.Tensor]], limit: int) -> Iterator[Any]:
+    def first_doubled(tensors: Iterable[tuple[str, torch.Tensor]], *sizes: float) -> Iterator[Any]:
         names = iter(tensors)
         name, tensor = next(names)
-        return buckets(itertools.chain([(name, 2 * tensor)], names), limit)
+        return buckets(itertools.chain([(name, 2 * tensor)], names), *sizes)
 
     monkeypatch.setattr(process_group, "buckets", first_doubled)
     publisher = Publisher(stack.recipe, stack.endpoints, chunks, family)
     (result,) = publish(stack, learner, "a", 20, publisher).results
     assert "checksum: 1 differ" in result.error
+    assert stack.ask(lambda client: client.served_version()) == 19
+    assert served_difference(stack, "b") < 1e-4, "the old version stays, whole"
     monkeypatch.undo()
     assert_good(publish(stack, learner, "a", 21))
 
@@ -169,6 +174,39 @@ async def test_an_update_left_open_by_a_lost_learner_does_not_hinder_the_next(st
         await client.begin()
         assert_good(await asyncio.to_thread(publish, stack, learner, "a", 31))
         assert (await client.generate(PROMPT, 5)).spans[0].version == 31
+
+
+async def test_what_was_checked_is_what_is_served_and_a_copy_that_was_left_is_dropped(
+    stack: Stack, learner: Any
+) -> None:
+    """A learner that is lost while it sends leaves its group and its copy; the server serves on, and the next begins anew."""
+    before = assert_good(await asyncio.to_thread(publish, stack, learner, "a", 34))
+    chunks, family = learner("b")
+    transport = process_group.ProcessGroupTransport(chunks, family, 100_000, 20)
+    real, sent = BroadcastGroup.send, itertools.count()
+
+    def lost(self: BroadcastGroup, *what: Any) -> Any:
+        if next(sent) == 2:
+            raise KeyboardInterrupt
+        return real(self, *what)
+
+    async with stack.client() as client:
+        under_way = asyncio.create_task(client.generate(PROMPT, 900))
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            closing(Fleet([client_of(stack.server, stack.endpoints)], 35)) as fleet,
+        ):
+            patch.setattr(BroadcastGroup, "send", lost)
+            with pytest.raises(KeyboardInterrupt):
+                await asyncio.to_thread(transport.send, fleet, [0], 35)
+        with pytest.raises(ServerSaid, match="version 35 is not staged with its checksums"):
+            await client.swap(35)
+        with pytest.raises(ServerSaid, match="version 36 comes as differences from 33, and this server has 34"):
+            await client.stage(36, base=33)
+        assert [(s.version, s.end) for s in (await under_way).spans] == [(34, 900)]
+        assert (await client.checksums())[0] == before
+        after = assert_good(await asyncio.to_thread(publish, stack, learner, "b", 37))
+        assert after == (await client.checksums())[0] == (await client.staged_checksums())[0] != before
 
 
 async def test_an_error_on_the_learners_side_leaves_no_server_paused(stack: Stack, learner: Any) -> None:

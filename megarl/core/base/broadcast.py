@@ -46,6 +46,8 @@ class BroadcastGroup:
         # A store's client does one thing at a time, and that one waits for the others.
         self._line = PrefixStore(f"{name}/line", dist.TCPStore(*address, world, False, limit))
         self._group: ProcessGroup | None = None
+        self._device = torch.device("cuda" if backend == "nccl" else "cpu")
+        self._landing = torch.empty(0, dtype=torch.uint8, device=self._device)
 
         def form() -> None:
             with environment(NO_WATCHDOG):
@@ -56,8 +58,7 @@ class BroadcastGroup:
                 )  # fmt: skip
             self._group = group
             _world.pg_group_ranks[group] = {r: r for r in range(world)}
-            device = torch.device("cuda" if backend == "nccl" else "cpu")
-            self.wait(self.broadcast(torch.zeros(1, device=device)))  # NCCL's communicator is made in the first
+            self.wait(self.broadcast(torch.zeros(1, device=self._device)))  # NCCL's communicator is made in the first
 
         formed = in_thread(form)
         try:
@@ -72,9 +73,30 @@ class BroadcastGroup:
         assert self._group is not None
         return dist.broadcast(flat, group_src=0, group=self._group, async_op=True)
 
-    def wait(self, work: dist.Work) -> None:
-        """Return when `work` is done on this rank and its bytes can be read."""
-        self._until(work.is_completed, "done with a broadcast", self._limit_s)
+    def send(self, head: bytes = b"", flat: Tensor | None = None) -> list[tuple[dist.Work, Tensor]]:
+        """On rank 0, begin to bring a head and bytes to the others' `receive`; without them, the end. Wait for each work."""
+        head_bytes = torch.frombuffer(bytearray(head or b" "), dtype=torch.uint8).to(self._device)
+        sizes = torch.tensor([len(head), 0 if flat is None else len(flat)], device=self._device)
+        tensors = [sizes] if flat is None else [sizes, head_bytes, flat]
+        return [(self.broadcast(tensor), tensor) for tensor in tensors]
+
+    def receive(self) -> tuple[bytes, Tensor] | None:
+        """Return what rank 0 sends next, None at its end. The bytes are valid until the next call."""
+        sizes = self._received(torch.empty(2, dtype=torch.int64, device=self._device)).tolist()
+        if not sizes[0]:
+            return None
+        head = self._received(torch.empty(sizes[0], dtype=torch.uint8, device=self._device))
+        if len(self._landing) < sizes[1]:  # new memory costs more than the broadcast
+            self._landing = torch.empty(sizes[1], dtype=torch.uint8, device=self._device)
+        return head.cpu().numpy().tobytes(), self._received(self._landing[: sizes[1]])
+
+    def _received(self, tensor: Tensor) -> Tensor:
+        self.wait(self.broadcast(tensor))
+        return tensor
+
+    def wait(self, work: dist.Work, failed: Callable[[], str] = str) -> None:
+        """Return when `work` is done on this rank and its bytes can be read. failed: why that will not be, if it is known."""
+        self._until(work.is_completed, "done with a broadcast", self._limit_s, failed)
         work.wait()  # gloo raises what went wrong; NCCL has this stream wait for its own, and keeps what went wrong to itself
         if self._backend != "gloo" and (error := work.exception()):
             raise RuntimeError(str(error))
@@ -102,7 +124,7 @@ class BroadcastGroup:
         if not gone.done():
             log.warning("group %s was not destroyed within %g s; it is left as it is", self.name, CLOSE_LIMIT_S)
 
-    def _until(self, done: Callable[[], bool], what: str, limit_s: float) -> None:
+    def _until(self, done: Callable[[], bool], what: str, limit_s: float, failed: Callable[[], str] = str) -> None:
         until = time.monotonic() + limit_s
         look = time.monotonic() + LOOK_S
         while not done():
@@ -111,22 +133,23 @@ class BroadcastGroup:
                 raise RuntimeError(f"the process group was not {what} within {limit_s:g} s (weights.timeout_s)")
             if now > look:
                 look = now + LOOK_S
+                if why := failed():
+                    raise RuntimeError(why)
                 if self._line.check([BROKEN]):
                     raise RuntimeError(f"the process group is broken: {self._line.get(BROKEN).decode()}")
             time.sleep(0.0005)
 
 
-def in_thread(act: Callable[[], None]) -> Future[None]:
+def in_thread[T](act: Callable[[], T]) -> Future[T]:
     """Run `act` in a thread on the same GPU, which may outlast us."""
-    done: Future[None] = Future()
+    done: Future[T] = Future()
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def run() -> None:
         try:
             if device is not None:
                 torch.cuda.set_device(device)
-            act()
-            done.set_result(None)
+            done.set_result(act())
         except BaseException as error:
             done.set_exception(error)
 

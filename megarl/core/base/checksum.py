@@ -4,20 +4,22 @@
               v ──► checksum(v, |q| + |k|) ─┼─► +                         ▲
               k ──► checksum(k, |q|) ───────┘   └──────── equal ──────────┘
 
-The parameter's bytes are signed 32-bit words x(0), x(1), … (the last one filled up with zeros). Modulo 2^64,
+The parameter's bytes are signed numbers x(0), x(1), …. Modulo 2^64,
 
     checksum = bytes · LENGTH + Σ x(i) · w(i)        w(i) = column(i mod COLUMNS) · row(i div COLUMNS)
 
-with fixed pseudo-random odd 64-bit columns and rows. A piece that begins or ends inside a word has zeros for the rest of it,
-and the sum is the same. Multiplication and addition of 64-bit integers wrap in the same way on a CPU and on a GPU.
+with fixed pseudo-random odd 64-bit columns and rows. To compute it, a column is written as eight signed digits of base 256, so
+that a matrix product of 8-bit numbers, which CPUs and GPUs have instructions for, reads the bytes once:
 
-How much it finds. Let d(i) be the changes of the words and 2^t the largest power of two that divides all of them; t is at most
-31. One changed word, be it by a bit, is always found: |d| < 2^32 and w is odd, so d · w is no multiple of 2^64. Several
-changed words of one row cancel only if Σ d(i) · column(i) = 0 modulo 2^64, which for random odd columns has a probability of
-at most 2^-(63 - t). Changes in several rows can also cancel between them, and the sum over what rows may have in common makes
-that 2^-(57 - t) at most. Words, rows or pieces that were swapped, shifted, repeated or lost are such changes, with t near 0; t
-is 31 only if nothing but sign bits of words has changed, and then 2^-26 is left. Bytes that are all zero are known by LENGTH.
-This guards against errors on the way. It keeps out nobody: changes that cancel are easy to compute.
+    bytes [rows, COLUMNS] int8 · digits [COLUMNS, 8] int8 ──► [rows, 8] int32, exact: at most 2^26 ──► · 256^digit · row ──► Σ
+
+How much it finds. Let d(i) be the changes of the bytes and 2^t the largest power of two that divides all of them; t is at most
+7. One changed byte, be it by a bit, is always found: |d| < 2^8 and w is odd, so d · w is no multiple of 2^64. Several changed
+bytes of one row cancel only if Σ d(i) · column(i) = 0 modulo 2^64, which for random odd columns has a probability of at most
+2^-(63 - t). Changes in several rows can also cancel between them, and the sum over what rows may have in common makes that
+2^-(57 - t) at most, so 2^-50. Values, rows or pieces that were swapped, shifted, repeated or lost are such changes. Bytes that
+are all zero are known by LENGTH. This guards against errors on the way. It keeps out nobody: changes that cancel are easy to
+compute.
 """
 
 import functools
@@ -25,12 +27,16 @@ import functools
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-WORD = 4
 COLUMNS = 4096
-ROWS_AT_ONCE = {"cpu": 7, "cuda": 2048}
-"""The products of so many rows, 32 KiB a row, are held at once. On a CPU they fit in its cache and are fewer than the 32,768
-numbers from which on torch takes all threads: on a busy machine those wait for each other, and it took thirty times as long."""
+DIGITS = 8
+WIDTH = 16
+"""Columns of the matrix of digits, filled up with zeros: of 8 columns CPU and GPU take slower ways."""
+FEWEST_ROWS = 17
+"""That a GPU multiplies in this way (torch._int_mm)."""
+ALIGNED = 16
+"""Bytes of which a GPU wants an address to be a multiple."""
 LENGTH = 0x1E3779B97F4A7C15
 _COLUMNS, _ROWS = 1, 2
 """Seeds."""
@@ -38,20 +44,18 @@ _COLUMNS, _ROWS = 1, 2
 
 def checksum(piece: Tensor, start: int = 0) -> Tensor:
     """Return the checksum [] (int64, on its device) of a piece that begins `start` bytes into its parameter, of any type."""
-    data = piece.detach().contiguous().as_strided((piece.numel(),), (1,)).view(torch.uint8)
+    data = piece.detach().contiguous().as_strided((piece.numel(),), (1,)).view(torch.int8)
     total = torch.full((), _signed(len(data) * LENGTH), dtype=torch.int64, device=data.device)
-    if not len(data):  # a server may have such buffers
-        return total
-    before, after = start % WORD, -(start + len(data)) % WORD
-    if before or after or data.storage_offset() % WORD:
-        data = torch.cat([data.new_zeros(before), data, data.new_zeros(after)])
-    words, first = data.view(torch.int32), start // WORD
-    edge = min(-first % COLUMNS, len(words))  # the rest of a row that began before the piece
-    whole = (len(words) - edge) // COLUMNS * COLUMNS
-    for part in words.split([edge, whole, len(words) - edge - whole]):
+    row, column = divmod(start, COLUMNS)
+    edge = min(-start % COLUMNS, len(data))  # the rest of a row that began before the piece
+    whole = (len(data) - edge) // COLUMNS * COLUMNS
+    for part in data.split([edge, whole, len(data) - edge - whole]):
         if len(part):
-            total += _sum(part.view(-1, min(COLUMNS, len(part))), *divmod(first, COLUMNS))
-            first += len(part)
+            if len(part) < COLUMNS:
+                part = pad(part, (column, COLUMNS - column - len(part)))
+            rows = part.view(-1, COLUMNS)
+            total += _sum(rows, row)
+            row, column = row + len(rows), 0
     return total
 
 
@@ -65,17 +69,29 @@ def _signed(value: int) -> int:
     return (value + 2**63) % 2**64 - 2**63
 
 
-def _sum(words: Tensor, row: int, column: int) -> Tensor:
-    """Return Σ x · w [] of words [rows, columns], the first of which is at (row, column) of its parameter."""
-    height, width = words.shape
-    columns = _odd(_COLUMNS, COLUMNS, words.device)[column : column + width]
-    rows = _odd(_ROWS, 1 << (row + height).bit_length(), words.device)[row : row + height]
-    at_once = ROWS_AT_ONCE[words.device.type]
-    sums = torch.cat([(part * columns).sum(1) for part in words.split(at_once)])
-    return (sums * rows).sum()
+def _sum(data: Tensor, row: int) -> Tensor:
+    """Return Σ x · w [] of whole rows [rows, COLUMNS] int8, the first of which is `row` of its parameter."""
+    height = len(data)
+    keys = _odd(_ROWS, 1 << (row + height).bit_length(), data.device)[row : row + height]
+    if data.is_cuda and (height < FEWEST_ROWS or data.data_ptr() % ALIGNED):
+        data = pad(data, (0, 0, 0, FEWEST_ROWS))
+    digits, scales = _digits(data.device)
+    sums = (torch._int_mm(data, digits)[:height, :DIGITS] * scales).sum(1)
+    return (sums * keys).sum()
 
 
 @functools.cache
 def _odd(seed: int, count: int, device: torch.device) -> Tensor:
     """Return the first `count` odd numbers [count] int64 of a pseudo-random sequence."""
     return torch.from_numpy(np.random.PCG64(seed).random_raw(count).view(np.int64) | 1).to(device)
+
+
+@functools.cache
+def _digits(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the columns' digits [COLUMNS, WIDTH] int8, and what each digit counts [DIGITS] int64."""
+    rest = np.random.PCG64(_COLUMNS).random_raw(COLUMNS) | np.uint64(1)
+    digits = np.zeros((COLUMNS, WIDTH), np.int8)
+    for n in range(DIGITS):
+        digits[:, n] = rest.astype(np.uint8).view(np.int8)
+        rest = (rest - digits[:, n].astype(np.int64).view(np.uint64)) >> np.uint64(8)
+    return torch.from_numpy(digits).to(device), torch.tensor([256**n for n in range(DIGITS)], device=device)

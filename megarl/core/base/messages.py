@@ -63,7 +63,10 @@ class ServerResult(Record, frozen=True):
 
 
 class Published(Record, frozen=True, tag="published"):
-    """Publication of `version` is over. Seconds are wall time of the slowest server."""
+    """Publication of `version` is over. Seconds are wall time of the slowest server.
+
+    staged: the transfer was before the pause, and the swap is in resume_seconds.
+    """
 
     incarnation: Incarnation
     version: Count
@@ -72,6 +75,7 @@ class Published(Record, frozen=True, tag="published"):
     transfer_seconds: float
     resume_seconds: float
     bytes_sent: Count
+    staged: bool = False
 
 
 class Scored(Record, frozen=True, tag="scored"):

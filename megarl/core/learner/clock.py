@@ -51,15 +51,19 @@ class StepClock:
     def published(self, result: Published) -> None:
         """Trace the publication that has just ended, its phases and how long it held each server; it counts in this step."""
         phases = {"pause": result.pause_seconds, "transfer": result.transfer_seconds, "resume": result.resume_seconds}
+        if result.staged:
+            phases = {"transfer": phases.pop("transfer"), **phases}
         self._publication = {f"{name}_seconds": seconds for name, seconds in phases.items()}
         self._publication["publish_bytes"] = float(result.bytes_sent)
-        end = self._part_begin
+        end = paused = self._part_begin
+        if result.staged:
+            paused += result.transfer_seconds
         for name, seconds in phases.items():
             begin, end = end, end + seconds
             self._spans.span(PLACE, name, begin, end)
         for r in result.results:
             told = {"error": r.error} if r.error else {}
-            self._spans.span(f"server {r.id}/paused", f"version {result.version}", self._part_begin, end, **told)
+            self._spans.span(f"server {r.id}/paused", f"version {result.version}", paused, end, **told)
 
     def next_step(self, step: int) -> dict[str, float]:
         """Return the columns of the step that ends now."""

@@ -22,6 +22,7 @@ request is sent twice: aiohttp repeats only a GET, which changes nothing, and a 
 """
 
 import asyncio
+import hashlib
 import math
 import threading
 import time
@@ -53,7 +54,15 @@ from megarl.core.server.relay import (
     exchange,
 )
 
+BEGIN, JOIN, RECEIVE, CHECKSUMS, SWAP = (f"staged_{step}" for step in ("begin", "join", "receive", "checksums", "swap"))
+"""Steps in which a server gets weights (staging.py)."""
+RUNNING = "running"
+"""The scheduler's reply to a step that has not ended: it is asked again."""
+LET_DOWN = {JOIN: "Failed to form a process group", RECEIVE: "Failed to receive weights"}
+"""A server's errors when the group fails, not the server."""
 CONNECT_LIMIT_S = 10.0
+RECEIVE_LIMIT_S = 86_400.0
+"""Longer than any publication: the learner limits each bucket, and ends the call."""
 HEALTH_LIMIT_S = 5.0
 CONTROL_LIMIT_S = 30.0
 REQUEST_LIMIT_S = 3600.0
@@ -397,31 +406,45 @@ class ServerClient:
     async def end(self) -> None:
         await self._call("end", "/end_weight_update", {}, self._timeout_s)
 
-    async def join_group(self, name: str, master: str, port: int, first_rank: int, world: int, backend: str) -> None:
-        """Make the server's tensor-parallel ranks ranks `first_rank` … of a process group with the learner's rank 0."""
-        body = {
-            "master_address": master,
-            "master_port": port,
-            "rank_offset": first_rank,
-            "world_size": world,
-            "group_name": name,
-            "backend": backend,
-        }
-        await self._call("form a process group", "/init_weights_update_group", body, self._timeout_s, once=True)
+    async def stage(self, version: int, base: int | None = None) -> None:
+        """Open what is to be staged (staging.py), and drop what was. base: the version that it is differences from, if any."""
+        differences = {} if base is None else {"base": str(base)}
+        await self._staging("begin", BEGIN, {"version": str(version)} | differences, self._timeout_s)
+
+    async def join_group(self, name: str, master: str, port: int, first: int, world: int, backend: str) -> None:
+        """Make the server's tensor-parallel ranks ranks `first` … of a process group with the learner's rank 0."""
+        arguments = {"name": name, "master": master, "port": port, "first": first, "world": world, "backend": backend}
+        await self._staging("form a process group", JOIN, arguments, self._timeout_s, once=True)
 
     async def leave_group(self, name: str) -> None:
         await self._call("leave a process group", "/destroy_weights_update_group", {"group_name": name})
 
-    async def receive(
-        self, names: list[str], dtypes: list[str], shapes: list[list[int]], group: str, complete: int | None
-    ) -> None:
-        """Take part in one broadcast of a bucket. complete: the version, if this is its last bucket."""
-        body = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group}
+    async def receive(self, group: str) -> None:
+        """Stage what is broadcast in the group, to its end. The server limits each wait in it; the caller limits the whole."""
+        await self._staging("receive", RECEIVE, {"group": group}, RECEIVE_LIMIT_S, once=True)
+
+    async def staged_checksums(self) -> tuple[str, dict[str, str] | None]:
+        """Return what `checksums` will be after the swap."""
+        ranks = _decoded(await self._staging("checksum", CHECKSUMS, {}, self._timeout_s))
+        whole = hashlib.sha256("".join(rank["per_gpu_checksum"] for rank in ranks).encode())
+        return whole.hexdigest(), ranks[0]["checksums"] if len(ranks) == 1 else None
+
+    async def swap(self, version: int) -> None:
+        """Put what is staged into the place of the paused server's weights, and label tokens with its version from here on."""
+        await self._staging("swap", SWAP, {}, self._timeout_s, version=str(version))
+
+    async def _staging(
+        self, what: str, step: str, arguments: object, limit_s: float, *, once: bool = False, version: str | None = None
+    ) -> str:
+        """Return what the ranks of the server say to a step of staging, in JSON."""
+        names = [msgspec.json.encode(arguments).decode()]
+        body = {"names": names, "dtypes": [], "shapes": [], "load_format": step, "weight_version": version}
         path = "/update_weights_from_distributed"
-        await self._call("transfer", path, body | _bucket(complete), self._timeout_s, once=True)
+        said = await self._call(what, path, body | {"flush_cache": False}, limit_s, once=once)
+        return str(said["message"])
 
     async def take(self, handles: list[str], complete: int | None) -> None:
-        """Copy a bucket from the learner's memory through one handle (cuda_ipc.py) per server rank. complete: see `receive`."""
+        """Copy a bucket from the learner's memory through one handle per server rank. complete: the version, with the last."""
         body = {"serialized_named_tensors": handles} | _bucket(complete)
         await self._call("hand over", "/update_weights_from_tensor", body, self._timeout_s)
 
@@ -510,7 +533,7 @@ class ServerClient:
         return self._session
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)
 def _decoded(text: str) -> Any:
     """Return what the JSON says, None if it is none. A thousand servers give the same answer, which is not to be changed."""
     try:

@@ -63,6 +63,7 @@ def main(recipe: Recipe, index: int, port: int, host: str = "") -> None:
         fp16_on_cpu.install()
 
     workers.own_ports()
+    workers.own_requests()
 
     from sglang.srt.entrypoints.http_server import app, launch_server
     from sglang.srt.server_args import ServerArgs

@@ -55,7 +55,6 @@ ADMIN = frozenset(
         "/flush_cache",
         "/begin_weight_update",
         "/end_weight_update",
-        "/init_weights_update_group",
         "/destroy_weights_update_group",
         "/update_weights_from_distributed",
         "/update_weights_from_disk",

@@ -3,18 +3,23 @@
 With a GPU, SGLang starts them with `spawn`, which imports this module first; without one they are forked.
 """
 
+import asyncio
 import logging
 import os
 import threading
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from urllib.parse import urlsplit
+
+import msgspec
 
 from megarl.core.base.process import die_with_parent, shared_memory_mark
 
 EARLIER = 0.75
 """A server gives a bucket up at this share of the learner's limit, so that its answer, which says so, arrives in time."""
+POLL_S = 0.01
+"""How often the scheduler, between two steps of its own, is asked whether a step of staging has ended."""
 
 
 def scheduler(weights_limit_s: float, *args: object, **kwargs: object) -> None:
@@ -25,7 +30,7 @@ def scheduler(weights_limit_s: float, *args: object, **kwargs: object) -> None:
 
     ranks.bind_all()
     own_buffers()
-    own_groups(weights_limit_s * EARLIER)
+    own_staging(weights_limit_s * EARLIER)
     own_labels()
     own_checksums()
     # At each bucket it would warn of all parameters that are not in it: 1.7 TB of logs in a long run of Scout.
@@ -69,38 +74,93 @@ def own_labels() -> None:
     Scheduler.record_weight_version_change = change_after_what_is_queued
 
 
-def own_groups(limit_s: float) -> None:
-    """Receive weights through megarl's group, whose waits end, in place of SGLang's."""
-    from sglang.srt.model_executor.model_runner_components import weight_updater
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+def own_staging(limit_s: float) -> None:
+    """Take weights as staging.py does, from megarl's groups, whose waits end within limit_s.
+
+    A step is SGLang's request to update from a group: load_format names it, the first of `names` has its arguments in JSON.
+    """
+    import torch.distributed as dist
+    from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+    from sglang.srt.runtime_context import get_serving
 
     from megarl.core.base.broadcast import BroadcastGroup
+    from megarl.core.server.client import BEGIN, CHECKSUMS, JOIN, LET_DOWN, RECEIVE, RUNNING, SWAP
+    from megarl.core.server.staging import Staging, Unloadable
 
-    def join(backend: str, init_method: str, world_size: int, rank: int, group_name: str) -> BroadcastGroup:
-        at = urlsplit(init_method)
-        return BroadcastGroup(group_name, rank, world_size, backend, (str(at.hostname), int(at.port or 0)), limit_s)
+    staging = Staging()
 
-    def receive(
-        self: Any, *, names: list[str], dtypes: list[str], shapes: list[list[int]], group_name: str
-    ) -> list[tuple[str, Any]]:
-        bucket = FlattenedTensorBucket.empty(names, dtypes, shapes, self.device)
-        group = self._model_update_group[group_name]
+    def join(updater: Any, name: str, master: str, port: int, first: int, world: int, backend: str) -> None:
+        rank = first + updater.tp_rank
+        updater._model_update_group[name] = BroadcastGroup(name, rank, world, backend, (master, port), limit_s)
+
+    def step(self: Any, request: Any) -> Any:
+        updater, which = self.tp_worker.model_runner.weight_updater, request.load_format
+        live, groups = updater.get_model(), updater._model_update_group
+        arguments = msgspec.json.decode(request.names[0])
+        acts: dict[str, Callable[[], Any]] = {
+            BEGIN: lambda: staging.begin(live, get_serving().weight_version, **arguments),
+            JOIN: lambda: join(updater, **arguments),
+            RECEIVE: lambda: staging.receive(groups[arguments["group"]]),
+            CHECKSUMS: staging.checksums,
+        }
+        job = f"{which} {request.names[0]}"
         try:
-            group.wait(group.broadcast(bucket.get_flattened_tensor()))
-        except RuntimeError as error:
-            group.close(str(error))
-            raise
-        return bucket.reconstruct_tensors()
+            if which == SWAP:
+                updater.begin_weight_update()
+                staging.swap(live, request.weight_version)
+                updater.end_weight_update(run_post_load=False)
+                said = None
+            else:
+                future = staging.job(job, acts[which])
+                said = future.result() if future.done() else RUNNING
+            error = ""
+        except Exception as failed:
+            said, error = None, f"{which if isinstance(failed, Unloadable) else LET_DOWN.get(which, which)}: {failed}"
+            logging.getLogger(__name__).error("%s", error)
+        ranks: list[Any] = [None] * dist.get_world_size(self.tp_cpu_group)
+        dist.all_gather_object(ranks, (said, error), self.tp_cpu_group)
+        errors = [error for _, error in ranks if error]
+        if not errors and any(said == RUNNING for said, _ in ranks):
+            return UpdateWeightsFromDistributedReqOutput(success=True, message=RUNNING)
+        staging.ended(job)
+        if not errors and which == SWAP:
+            self.record_weight_version_after_update(request.weight_version)
+        message = errors[0] if errors else msgspec.json.encode([said for said, _ in ranks]).decode()
+        return UpdateWeightsFromDistributedReqOutput(success=not errors, message=message)
 
     def leave(self: Any, group_name: str) -> tuple[bool, str]:
         if group := self._model_update_group.pop(group_name, None):
             group.close()
         return True, ""
 
-    weight_updater.init_custom_process_group = join
-    updater = weight_updater.WeightUpdater
-    updater._receive_bucketed_weights_from_distributed = receive
-    updater.destroy_weights_update_group = leave
+    SchedulerWeightUpdaterManager.update_weights_from_distributed = step
+    WeightUpdater.destroy_weights_update_group = leave
+
+
+def own_requests() -> None:
+    """Pass the steps of staging on at once, where SGLang would wait until no request is running, and until they have ended."""
+    from sglang.srt.managers.communicator import FanOutCommunicator
+    from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin
+
+    from megarl.core.server.client import RUNNING, SWAP
+
+    paused = TokenizerControlMixin.update_weights_from_distributed
+
+    async def step(self: Any, request: Any, *more: object) -> tuple[bool, str]:
+        if request.load_format == SWAP:
+            return await paused(self, request, *more)
+        self.auto_create_handle_loop()
+        while True:
+            success, message = FanOutCommunicator.merge_results(
+                await self.update_weights_from_distributed_communicator(request)
+            )
+            if message != RUNNING:
+                return success, message
+            await asyncio.sleep(POLL_S)
+
+    TokenizerControlMixin.update_weights_from_distributed = step
 
 
 def own_checksums() -> None:

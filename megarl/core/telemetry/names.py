@@ -121,7 +121,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "publish_seconds": ("publish", "all of a publication, in the step's time"),
     "pause_seconds": ("publish", "part of publish_seconds: until every server stood still"),
     "transfer_seconds": ("publish", "part of publish_seconds: weights on the way"),
-    "resume_seconds": ("publish", "part of publish_seconds: until every server went on"),
+    "resume_seconds": ("publish", "part of publish_seconds: swapping staged weights in, until every server went on"),
     "publish_bytes": ("publish", "bytes sent by a publication"),
     "parity_seconds": ("parity", "learner's time to score rollouts that the servers scored too"),
     "parity_rollouts": ("parity", "rollouts that both sides scored after the latest publication"),

@@ -37,6 +37,8 @@ SGLang takes a UUID there (sglang.srt.utils.patch_torch)."""
 class CudaIpcTransport:
     """One learner rank's way to the servers on its GPU. `send` is collective over all ranks."""
 
+    staged = False
+
     def __init__(self, chunks: Sequence[Module], family: Family, bucket_bytes: int) -> None:
         self._chunks, self._family, self._bucket_bytes = chunks, family, bucket_bytes
         # Torch's other way, file descriptors, needs a connection between the two processes that they do not have.

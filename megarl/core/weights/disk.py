@@ -24,6 +24,8 @@ KEEP = 2
 class DiskTransport:
     """One learner rank's way to the servers. `send` is collective over all ranks."""
 
+    staged = False
+
     def __init__(self, chunks: Sequence[Module], family: Family, source: Path, directory: Path) -> None:
         """source: Hugging Face directory to copy the configuration from."""
         self._chunks, self._family, self._source, self._directory = chunks, family, source, directory

@@ -1,27 +1,28 @@
-"""Transport: each pipeline stage broadcasts its weights to all servers at once, bucket by bucket.
+"""Transport: the pipeline stages broadcast their weights to all servers, at once, bucket by bucket, while these generate.
 
     stage 0   source rank ──group──► server ranks       rank 0 of a group is the stage's source; the servers' ranks follow
-    stage 1   source rank ──group──► server ranks       in the order of the servers
-                                                        stage after stage: a server does one thing at a time
+    stage 1   source rank ──group──► server ranks       in the order of the servers; each group has a thread on each of them
 
 No rank holds the whole model. Groups are kept from one publication to the next and formed anew, under a new name, when a
 server fails, comes back, or joins. When one dies, the others fail at different buckets: they get everything again from bucket
-0, still paused. The source goes on through the export even when it cannot send, because its tensor-parallel peers take part.
+0. The source goes on through the export even when it cannot send, because its tensor-parallel peers take part.
 """
 
+import itertools
 import logging
 import socket
 import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
+import msgspec
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch import Tensor
 from torch.nn import Module
 
 from megarl.core.base import device
@@ -31,26 +32,20 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.ranks import bound_store, from_rank_0, gathered
 from megarl.core.models import hf
 from megarl.core.models.families import Family
-from megarl.core.server.client import Calls, Fleet, ServerClient, ServerSaid, collect
+from megarl.core.server.client import LET_DOWN, Calls, Fleet, ServerClient, ServerSaid, collect
 from megarl.core.server.relay import RelayLost
-from megarl.core.weights.transport import Bucket, Sent, SentChecksums, buckets, with_last
+from megarl.core.server.staging import BucketHead
+from megarl.core.weights.transport import Sent, SentChecksums, buckets
 
 log = logging.getLogger(__name__)
 
-LET_DOWN = ("Failed to receive weights", "Failed to initialize custom process group")
-"""A server's errors when the group fails, not the server."""
+
+VIEWS = 16
+"""A tensor of so large a part of a bucket is sent from where it is, and not copied into one with others."""
 
 
 def backend() -> str:
     return "nccl" if torch.cuda.is_available() else "gloo"
-
-
-class _Transfer(NamedTuple):
-    """A bucket that is being broadcast, and the servers' calls that receive it."""
-
-    bucket: Bucket
-    work: dist.Work
-    calls: Calls[None]
 
 
 @dataclass
@@ -70,7 +65,7 @@ class _Attempt:
     def add(self, errors: dict[int, MegarlError]) -> None:
         """Add servers' errors."""
         for i, error in errors.items():
-            said = isinstance(error, ServerSaid) and any(text in str(error) for text in LET_DOWN)
+            said = isinstance(error, ServerSaid) and any(text in str(error) for text in LET_DOWN.values())
             let_down = said or isinstance(error, RelayLost)
             (self.interrupted if let_down else self.failed)[i] = str(error)
             self.broken = self.broken or str(error)
@@ -78,6 +73,8 @@ class _Attempt:
 
 class ProcessGroupTransport:
     """One learner rank's way to the servers. `send` is collective over all ranks."""
+
+    staged = True
 
     def __init__(self, chunks: Sequence[Module], family: Family, bucket_bytes: int, limit_s: float) -> None:
         """limit_s: for any one bucket (weights.timeout_s)."""
@@ -97,7 +94,7 @@ class ProcessGroupTransport:
         ] = {}  # the group that a server still keeps, as it was left while others were published to
 
     def send(self, fleet: Fleet, ids: Sequence[int], version: int) -> Sent:
-        """Bring the paused servers `ids` to this rank's weights. Every rank gets the same result. COLLECTIVE."""
+        """Bring the servers `ids` this rank's weights, beside their own. Every rank gets the same result. COLLECTIVE."""
         leader = dist.get_rank() == 0
         alive = tuple(ids)
         untold = {i: self._untold.pop(i) for i in alive if i in self._untold}
@@ -107,19 +104,19 @@ class ProcessGroupTransport:
             versions, failed = fleet.each(alive, lambda server: server.served_version())
             if failed or versions != self._versions:
                 self._leave(fleet)
-        errors = from_rank_0(fleet.each(alive, lambda server: server.begin())[1] if leader else {})
+        errors: dict[int, str] = {}
         # Each attempt loses a server, or is the last; one more if a group breaks by itself.
         for _ in range(len(ids) + 1):
+            alive = tuple(i for i in alive if i not in errors)
+            errors |= from_rank_0(fleet.each(alive, lambda server: server.stage(version))[1] if leader else {})
             alive = tuple(i for i in alive if i not in errors)
             if not alive:
                 break
             attempt = self._send_all(fleet, alive)
             errors |= attempt.failed
             if not attempt.broken:
-                if leader:
-                    errors |= fleet.each(alive, lambda server: server.end())[1]
                 self._versions = dict.fromkeys(alive, version)
-                return Sent(from_rank_0(errors), attempt.checksums, attempt.bytes)
+                return Sent(errors, attempt.checksums, attempt.bytes)
             why = "; ".join((attempt.failed or attempt.interrupted).values()) or attempt.broken
             log.warning("sending version %d again: %s", version, why)
             self._leave(fleet)
@@ -127,20 +124,21 @@ class ProcessGroupTransport:
         return Sent(errors, {}, 0)
 
     def _send_all(self, fleet: Fleet, ids: tuple[int, ...]) -> _Attempt:
-        """Send all stages once, up to the first that fails."""
-        whole = _Attempt()
-        for stage in range(self._stages):
-            mine = _Attempt()
-            if stage == self._stage and self._exports:
-                self._send_stage(mine, fleet, ids)
-            for other in gathered(mine):
-                whole.checksums |= other.checksums
-                whole.bytes += other.bytes
-                whole.failed |= other.failed
-                whole.interrupted |= other.interrupted
-                whole.broken = whole.broken or other.broken
-            if whole.broken:
-                break
+        """Send all stages once."""
+        whole, mine = _Attempt(), _Attempt()
+        joined = True
+        for stage in range(self._stages):  # one after the other: servers would wait in different ones for each other
+            if stage == self._stage and self._source:
+                self._join(mine, fleet, ids)
+            joined = joined and not any(gathered(mine.broken))
+        if joined and self._exports:
+            self._send_stage(mine, fleet, ids)
+        for other in gathered(mine):
+            whole.checksums |= other.checksums
+            whole.bytes += other.bytes
+            whole.failed |= other.failed
+            whole.interrupted |= other.interrupted
+            whole.broken = whole.broken or other.broken
         return whole
 
     def _send_stage(self, attempt: _Attempt, fleet: Fleet, ids: tuple[int, ...]) -> None:
@@ -149,40 +147,50 @@ class ProcessGroupTransport:
         if not self._source:
             deque(exported, maxlen=0)
             return
-        self._join(attempt, fleet, ids)
-        sums = SentChecksums(self._family.architecture)
-        under_way: _Transfer | None = None
-        for bucket, last in with_last(buckets(sums.watch(exported), self._bucket_bytes)):
-            self._finish(attempt, under_way)
-            under_way = None
-            if not attempt.broken and self._group is not None:
-                complete = fleet.version if last and self._stage == self._stages - 1 else None
-                under_way = self._launch(fleet, ids, bucket, self._group, complete)
-        self._finish(attempt, under_way)
-        attempt.checksums = sums.expected()
-
-    def _launch(
-        self, fleet: Fleet, ids: tuple[int, ...], bucket: Bucket, group: BroadcastGroup, complete: int | None
-    ) -> _Transfer:
-        """Begin to broadcast a bucket. complete: see ServerClient.receive."""
-        names, dtypes, shapes, flat = bucket
-        calls = fleet.start(ids, lambda s: s.receive(names, dtypes, shapes, group.name, complete))
-        return _Transfer(bucket, group.broadcast(flat), calls)
-
-    def _finish(self, attempt: _Attempt, transfer: _Transfer | None) -> None:
-        """Wait until the servers have the bucket. The first error breaks the group, so that nobody waits for a dead server."""
-        if transfer is None or self._group is None:
-            return
-        transfer.calls.failed.result()
-        if error := next(iter(transfer.calls.errors.values()), None):
-            self._group.close(str(error))
-        attempt.add(collect(transfer.calls)[1])
+        group = self._group
+        assert group is not None
+        calls = fleet.start(ids, lambda server: server.receive(group.name))
         try:
-            if not attempt.broken:
-                self._group.wait(transfer.work)
-                attempt.bytes += transfer.bucket.flat.nbytes
-        except RuntimeError as error:
-            attempt.broken = str(error).splitlines()[0]
+            attempt.checksums = self._broadcast(attempt, group, exported, calls)
+        except BaseException as error:
+            group.close(str(error) or type(error).__name__)
+            self._group = None
+            raise
+        try:
+            calls.over.result(self._limit_s)
+        except TimeoutError:
+            calls.over.cancel()
+            for i in set(ids) - calls.results.keys() - calls.errors.keys():
+                why = fleet.servers[i].error("receive", f"no answer within {self._limit_s:g} s (weights.timeout_s)")
+                attempt.add({i: MegarlError(f"publishing version {fleet.version} to {why}")})
+        attempt.add(calls.errors)
+
+    def _broadcast(
+        self, attempt: _Attempt, group: BroadcastGroup, tensors: Iterator[tuple[str, Tensor]], calls: Calls[None]
+    ) -> dict[str, str]:
+        """Broadcast buckets, each while the next is gathered; return the checksums. The first error breaks the group."""
+        sums, under_way = SentChecksums(self._family.architecture), list[tuple[dist.Work, Tensor]]()
+        made = buckets(sums.watch(tensors), self._bucket_bytes, self._bucket_bytes / VIEWS)
+
+        def failed() -> str:
+            return next(map(str, list(calls.errors.values())), "")
+
+        for bucket in itertools.chain(made, [None]):
+            if attempt.broken:
+                continue
+            try:
+                for work, _ in under_way:
+                    group.wait(work, failed)
+                if bucket is None:
+                    under_way = group.send()
+                else:
+                    head = BucketHead(bucket.names, bucket.dtypes, bucket.shapes)
+                    under_way = group.send(msgspec.json.encode(head), bucket.flat)
+                    attempt.bytes += bucket.flat.nbytes
+            except RuntimeError as error:
+                attempt.broken = str(error).splitlines()[0]
+                group.close(attempt.broken)
+        return sums.expected()
 
     def _join(self, attempt: _Attempt, fleet: Fleet, ids: tuple[int, ...]) -> None:
         """Form a group of this rank and the servers, unless there is one."""

@@ -1,36 +1,37 @@
 """Publication of the learner's weights to the servers, in flight: requests go on over it.
 
-    pause all ─► transport (process_group.py | cuda_ipc.py | disk.py) ─► checksums ─► continue ─► Published
-                 └ a server that fails is left out; its half-replaced weights answer nobody: its requests are aborted
+    process_group.py   transport ─► checksums ─► pause all ─► swap ─► continue ─► Published      the servers generate meanwhile
+    cuda_ipc, disk     pause all ─► transport ─► checksums ─► continue ─► Published              no memory for a second copy
+                        └ a server that fails is left out: its requests are aborted
 
 The law of errors: whatever happens to one server, the others end with the new version, running, and the caller gets a result
 for each server within bounded time. A server that did not get the new weights, whole, has an error in its result.
 
 An example. A learner of two tensor-parallel ranks has trained step 6, so its weights are version 7; servers a and b still hold
-version 6. The controller replies `Publish(version=7, servers=(a, b))` to `Next(step=7)`; both ranks get it and call `publish`:
+version 6. The controller replies `Publish(version=7, servers=(a, b))` to `Next(step=7)`; both ranks get it and call `publish`.
+A step of staging (server/staging.py) runs in a thread of each server, which generates on and answers when it has ended:
 
     rank 0                                        rank 1             servers a and b
- 1  POST /pause_generation ───────────────────────────────────────►  stop sampling, keep requests and their KV cache, answer
+ 1  begin (version 7) ───────────────────────────────────────────►  drop what was staged before; the first time, make the copy
     waits for both answers; tells who failed ───► waits for rank 0
- 2  POST /begin_weight_update ────────────────────────────────────►  open an update, answer
-    waits for both answers; tells who failed ───► waits for rank 0
- 3  POST /init_weights_update_group ──────────────────────────────►  become ranks 1 and 2 of a group whose rank 0 is ours
+ 2  join ────────────────────────────────────────────────────────►  become ranks 1 and 2 of a group whose rank 0 is ours
     waits until the group is formed (only the first time: it is kept)
- 4  all-gathers buckets 0 and 1 ◄───────────────► all-gathers
-    POST /update_weights_from_distributed ────────────────────────►  learn names, types and shapes, wait for the broadcast
-    begins to broadcast bucket 0 ─────────────────────────────────►  copy it into their parameters, answer
-    all-gathers bucket 2 meanwhile ◄────────────► all-gathers
-    waits for the broadcast and both answers, then sends bucket 1 in the same way; the last bucket also names version 7
- 5  tells how it went ◄─────────────────────────► waits for rank 0   (if b failed: 3 and 4 again from bucket 0, with a alone)
- 6  POST /end_weight_update ──────────────────────────────────────►  close the update, answer
+ 3  receive ─────────────────────────────────────────────────────►  wait for what is broadcast
+    all-gathers bucket 0 ◄────────────────────────► all-gathers
+    begins to broadcast its names, types, shapes, bytes ─────────►  load them into the copy
+    all-gathers bucket 1 meanwhile ◄──────────────► all-gathers
+    waits for the broadcast, then sends bucket 1 in the same way; after the last bucket, the end ─►  answer
+ 4  tells how it went ◄─────────────────────────► waits for rank 0   (if b failed: 1 to 3 again from bucket 0, with a alone)
+ 5  checksums ───────────────────────────────────────────────────►  answer with a checksum of every parameter of the copy
+    compares them with what was sent, and with each other: a server whose checksum is wrong is not asked to swap
+ 6  POST /pause_generation ──────────────────────────────────────►  stop sampling, keep requests and their KV cache, answer
     waits for both answers; tells who failed ───► waits, is done
- 7  POST /weights_checker ────────────────────────────────────────►  answer with a checksum of every parameter
-    compares them with what was sent, and with each other
- 8  POST /continue_generation ────────────────────────────────────►  go on; their next tokens are labelled version 7
+ 7  swap (version 7) ────────────────────────────────────────────►  copy the copy into the parameters, answer
+ 8  POST /continue_generation ───────────────────────────────────►  go on; their next tokens are labelled version 7
     returns Published(version=7, …), which the learner sends to the controller; only then are requests routed to a and b again
 
-Requests under way notice only the pause: their tokens before 1 have version 6, those after 8 version 7. With several pipeline
-stages, 3 to 5 happen once for each, from its own source rank.
+Requests under way notice only the pause: their tokens before 6 have version 6, those after 8 version 7. With several pipeline
+stages, 2 and 3 happen for all of them at once, each from its own source rank.
 """
 
 import logging
@@ -82,19 +83,32 @@ class Publisher:
             return self._publish(fleet, command, incarnation)
 
     def _publish(self, fleet: Fleet, command: Publish, incarnation: str) -> Published | None:
-        leader = dist.get_rank() == 0
+        leader, staged = dist.get_rank() == 0, self._transport.staged
         errors: dict[int, str] = {}
         checksums: dict[int, str] = {}
         sent: Sent | None = None
         started = time.monotonic()
-        try:
-            errors = from_rank_0(fleet.each(fleet.servers, self._stop)[1] if leader else {})
-            paused = time.monotonic()
+
+        def send() -> Sent:
             sent = self._transport.send(fleet, [i for i in fleet.servers if i not in errors], command.version)
-            errors |= sent.errors
+            errors.update(sent.errors)
             if leader:
-                checksums = self._compare(fleet, sent, errors, command.version)
-            transferred = time.monotonic()
+                checksums.update(self._compare(fleet, sent, errors, command.version))
+            return sent
+
+        if staged:
+            sent = send()
+        sent_at = time.monotonic()
+        try:
+            ready = [i for i in fleet.servers if i not in errors]
+            errors |= from_rank_0(fleet.each(ready, self._stop)[1] if leader else {})
+            paused = time.monotonic()
+            if not staged:
+                sent = send()
+            elif leader:
+                ready = [i for i in ready if i not in errors]
+                errors |= fleet.each(ready, lambda server: server.swap(command.version))[1]
+            done = time.monotonic()
         finally:
             if leader:
                 dirty = [i for i in fleet.servers if sent is None or i in errors]
@@ -105,16 +119,18 @@ class Publisher:
             return None
         for text in errors.values():
             log.error("%s", text)
+        assert sent is not None
         return Published(
             incarnation=incarnation,
             version=command.version,
             results=tuple(
                 ServerResult(id=i, error=errors.get(i, ""), checksum=checksums.get(i, "")) for i in fleet.servers
             ),
-            pause_seconds=paused - started,
-            transfer_seconds=transferred - paused,
-            resume_seconds=resumed - transferred,
+            pause_seconds=paused - sent_at,
+            transfer_seconds=sent_at - started if staged else done - paused,
+            resume_seconds=resumed - (paused if staged else done),
             bytes_sent=sent.bytes,
+            staged=staged,
         )
 
     async def _stop(self, server: ServerClient) -> None:
@@ -128,7 +144,8 @@ class Publisher:
 
     def _compare(self, fleet: Fleet, sent: Sent, errors: dict[int, str], version: int) -> dict[int, str]:
         """Return each server's checksum; add to `errors` those that differ from what was sent, or from the other servers'."""
-        answers, failed = fleet.each([i for i in fleet.servers if i not in errors], lambda server: server.checksums())
+        asked, staged = [i for i in fleet.servers if i not in errors], self._transport.staged
+        answers, failed = fleet.each(asked, lambda s: s.staged_checksums() if staged else s.checksums())
         errors |= failed
         for i, (_, parameters) in answers.items():
             if wrong := differing(sent.checksums, parameters or {}):

@@ -4,6 +4,7 @@
 """
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -27,10 +28,12 @@ class Sent(NamedTuple):
 
 
 class Transport(Protocol):
-    """One learner rank's way to the servers."""
+    """One learner rank's way to the servers. staged: these receive while they generate (server/staging.py), then swap."""
+
+    staged: bool
 
     def send(self, fleet: Fleet, ids: Sequence[int], version: int) -> Sent:
-        """Bring the paused servers `ids` to this rank's weights. Every rank gets the same result. COLLECTIVE."""
+        """Bring this rank's weights to the servers `ids`, paused unless staged. Every rank gets the same result. COLLECTIVE."""
 
 
 def open_fleet(servers: Iterable[ServerAddress], endpoints: Endpoints, limit_s: float, version: int) -> Fleet:
@@ -47,11 +50,17 @@ class Bucket(NamedTuple):
     flat: Tensor
 
 
-def buckets(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[Bucket]:
-    """Yield buckets of at most `limit` bytes, or of one tensor that alone is larger."""
+def buckets(tensors: Iterable[tuple[str, Tensor]], limit: int, alone: float = math.inf) -> Iterator[Bucket]:
+    """Yield buckets of at most `limit` bytes, or of one tensor that alone is larger.
+
+    alone: from so many bytes on, a tensor is a bucket by itself and is not copied: it may be memory of the model.
+    """
     held: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in tensors:
+        if tensor.nbytes >= alone:
+            yield _bucket([(name, tensor)])
+            continue
         if held and size + tensor.nbytes > limit:
             yield _bucket(held)
             held, size = [], 0
@@ -63,11 +72,12 @@ def buckets(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[Bucke
 
 def _bucket(held: list[tuple[str, Tensor]]) -> Bucket:
     held = sorted(held, key=lambda item: -item[1].itemsize)
+    flat = [tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in held]
     return Bucket(
         names=[name for name, _ in held],
         dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in held],
         shapes=[list(tensor.shape) for _, tensor in held],
-        flat=torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in held]),
+        flat=flat[0] if len(flat) == 1 else torch.cat(flat),
     )
 
 

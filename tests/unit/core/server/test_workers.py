@@ -60,7 +60,7 @@ def test_scouts_loader_does_not_warn_of_each_bucket(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(logging.getLogger(name), "level", logging.NOTSET)
     for owner, change in (
         (workers, "own_buffers"),
-        (workers, "own_groups"),
+        (workers, "own_staging"),
         (workers, "own_labels"),
         (ranks, "bind_all"),
     ):

@@ -37,6 +37,15 @@ def test_sizes() -> None:
     assert list(buckets([], 80)) == []
 
 
+def test_a_large_tensor_is_not_copied() -> None:
+    """It may overtake smaller ones. One that is not contiguous must be copied."""
+    tensors = {"a": torch.zeros(2), "b": torch.randn(8), "c": torch.zeros(3), "d": torch.randn(4, 2).T}
+    large, turned, small = buckets(tensors.items(), 80, alone=32)
+    assert [large.names, turned.names, small.names] == [["b"], ["d"], ["a", "c"]]
+    assert large.flat.data_ptr() == tensors["b"].data_ptr()
+    assert torch.equal(taken_apart(turned)["d"], tensors["d"])
+
+
 def test_only_the_last_one_is_marked() -> None:
     made = list(buckets([(str(n), torch.zeros(10)) for n in range(3)], 40))
     assert [last for _, last in with_last(made)] == [False, False, True]

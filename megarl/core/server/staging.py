@@ -1,0 +1,158 @@
+"""Weights that a server receives while it generates: into a copy of its parameters, which is swapped in at the end.
+
+    learner ──group──► bucket ──SGLang's load_weights──► the copy ──checksums──► learner
+                       threads of the scheduler process     │
+                       the scheduler, in a pause            └──swap──► the parameters, labelled with the version
+
+SGLang's own session (begin_weight_update, end_weight_update) does not serve: it loads each bucket into the live parameters, on
+the scheduler's thread, so nothing is generated meanwhile and what has arrived cannot be taken back.
+
+The copy lies in the host's memory (pinned beside a GPU) and has what this rank has of the model, in the same names, shapes and
+types. It is keyed by (version, base): what is being received, and the version whose differences are received, if not everything
+is. A copy that is not swapped (a broken group, a wrong checksum, a lost learner) is dropped by the next `begin`. Until a swap
+the server has its old version, whole.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import nullcontext
+from typing import Any
+
+import msgspec
+import torch
+from torch.nn import Module
+
+from megarl.core.base.broadcast import BroadcastGroup, in_thread
+
+
+class BucketHead(msgspec.Struct):
+    """What comes before the bytes of a bucket: the tensors in them, one after the other."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+
+
+class Unloadable(Exception):
+    """The model does not take a bucket: it is the server that fails, not the group."""
+
+
+class Staging:
+    """The copy of one scheduler process. All steps but `swap` run in threads (`job`)."""
+
+    def __init__(self) -> None:
+        self.version = self.base = ""
+        self._held = ""  # the version of which the copy has every value; "" while it is received
+        self._summed = False  # since the last bucket
+        self._model: Module | None = None
+        self._epoch, self._loading = 0, threading.Lock()
+        self._jobs: dict[str, Future[Any]] = {}
+
+    def job(self, step: str, act: Callable[[], Any]) -> Future[Any]:
+        """Start the step in a thread, unless it was; return its result to be. `ended` forgets it."""
+        if step not in self._jobs:
+            self._jobs[step] = in_thread(lambda: _beside(act))
+        return self._jobs[step]
+
+    def ended(self, step: str) -> None:
+        self._jobs.pop(step, None)
+
+    def begin(self, live: Module, serves: str, version: str, base: str = "") -> None:
+        """Drop what was staged before and open (version, base). serves: the server's version; RuntimeError if not base."""
+        with self._loading:
+            self._epoch += 1
+            if base and serves != base:
+                raise RuntimeError(f"version {version} comes as differences from {base}, and this server has {serves}")
+            if self._model is None:
+                self._model = copy_of(live)
+            elif base and self._held != base:
+                _copy(live, self._model)
+            self.version, self.base, self._held, self._summed = version, base, "", False
+
+    def receive(self, group: BroadcastGroup) -> None:
+        """Load the buckets of one stage into the copy, to the end that its source sends. RuntimeError if the group breaks,
+        Unloadable if the model does not take one."""
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+        epoch, model = self._epoch, self._model
+        assert model is not None
+        try:
+            while (received := group.receive()) is not None:
+                head = msgspec.json.decode(received[0], type=BucketHead)
+                bucket = FlattenedTensorBucket.empty(head.names, head.dtypes, head.shapes, "meta")
+                bucket.flattened_tensor = received[1]
+                with self._loading:
+                    if epoch != self._epoch:
+                        raise RuntimeError("another publication has begun")
+                    self._summed = False
+                    try:
+                        model.load_weights(bucket.reconstruct_tensors())
+                    except Exception as error:
+                        raise Unloadable(f"{head.names[0]} …: {error}") from error
+        except Exception as error:
+            group.close(str(error))
+            raise
+
+    def checksums(self) -> Any:
+        """Return what /weights_checker would say of this rank's parameters, were they swapped."""
+        from sglang.srt.utils.weight_checker import WeightChecker
+
+        sums = WeightChecker(get_model=lambda: self._model).handle("checksum", role="target")
+        self._summed = True
+        return sums
+
+    def swap(self, live: Module, version: str) -> None:
+        """Copy the copy, whose checksums were asked for, into the parameters. Only in a pause, on the scheduler's thread."""
+        with self._loading:
+            if self._model is None or version != self.version or not self._summed:
+                raise RuntimeError(f"version {version} is not staged with its checksums")
+            _copy(self._model, live)
+            self._held = version
+
+
+def copy_of(model: Module) -> Module:
+    """Return the model with parameters and buffers of its own, of the same values, in the host's memory. All else is shared.
+
+    SGLang's loaders, which belong to the layers, write to the parameter that they are given.
+    """
+    made: dict[int, Any] = {}
+
+    def once(what: Any, make: Callable[[Any], Any]) -> Any:
+        if what is not None and id(what) not in made:
+            made[id(what)] = make(what)
+        return made.get(id(what))
+
+    def tensor(there: torch.Tensor) -> torch.Tensor:
+        here = torch.empty_like(there, device="cpu", pin_memory=there.is_cuda, requires_grad=False).copy_(there)
+        if isinstance(there, torch.nn.Parameter):
+            here = torch.Tensor._make_subclass(type(there), here, False)
+        here.__dict__.update(vars(there))
+        return here
+
+    def module(there: Module) -> Module:
+        here = there.__class__.__new__(there.__class__)
+        here.__dict__.update(vars(there))
+        passing = there._non_persistent_buffers_set
+        here.__dict__["_parameters"] = {n: once(p, tensor) for n, p in there._parameters.items()}
+        here.__dict__["_buffers"] = {n: b if n in passing else once(b, tensor) for n, b in there._buffers.items()}
+        here.__dict__["_modules"] = {n: once(m, module) for n, m in there._modules.items()}
+        return here
+
+    return module(model)
+
+
+def _copy(source: Module, destination: Module) -> None:
+    """Copy parameters and buffers, but those that are shared."""
+    there = dict(destination.named_parameters()) | dict(destination.named_buffers())
+    for name, tensor in (dict(source.named_parameters()) | dict(source.named_buffers())).items():
+        if tensor is not there[name]:
+            there[name].data.copy_(tensor.data, non_blocking=True)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _beside(act: Callable[[], Any]) -> Any:
+    """Run it beside the scheduler: without gradients, and on a GPU on a stream of its own."""
+    with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()) if torch.cuda.is_available() else nullcontext():
+        return act()
