@@ -1,10 +1,12 @@
 """What grows with the number of servers, tokens and groups on one process: CPU seconds, for scaling-out.md.
 
-    python -m benchmarks.scale [--json FILE]
+    python -m benchmarks.scale [--json FILE] [--streams 16384]
 
     routing     Places: one request finds its place among so many servers
-    streaming   ServerClient: one chunk of a completion, from a stand-in server in another process
-    control     Fleet: one call of a publication to one server, likewise
+    streaming   ServerClient: one chunk of a completion, from a stand-in server in another process: 32 completions in bursts;
+                and so many that are under way at once, whose chunks come singly, at RATE tokens/s
+    publication Fleet: all calls of a publication, likewise, by the number of servers
+    load        Fan: all servers asked for their loads once, as the controller does each 5 s
     journal     one finished group written, and a batch of them read and encoded for the learner
 
 CPU seconds of this process, so that a busy machine matters little; the best of several repeats.
@@ -14,12 +16,17 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import resource
 import tempfile
 import time
+import zlib
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+import msgspec
 import numpy as np
 from aiohttp import web
 
@@ -27,19 +34,27 @@ from megarl.core.base.admission import Admission
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.types import Batch, Group, Prompt, Rollout, Segment, encode
 from megarl.core.journal.journal import Admitted, Finished, Journal
-from megarl.core.sampling.places import Places
+from megarl.core.sampling.places import GroupPlaces, Places
 from megarl.core.server.client import Fleet, ServerClient
-from megarl.core.server.membership import Membership
+from megarl.core.server.membership import Membership, ServerLoad
+from megarl.core.server.relay import Fan, RelayedCall, relayed
 
 REPEATS = 3
 CHUNK = 64
+SESSION = web.AppKey("session", aiohttp.ClientSession)
 TOKENS = 8192
 GENERATIONS = 16
+SERVERS = 1024
+RATE = 100_000.0
+BUCKETS = 30
+PARAMETERS = 291
+"""A Llama 3.1 8B has so many; its 16 GB are 30 buckets of 512 MiB."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--streams", type=int, default=16384)
     options = parser.parse_args()
     found: dict[str, Any] = {
         "routing_seconds_a_request": {servers: best(lambda s=servers: routing(s)) for servers in (64, 800, 12800)}
@@ -47,9 +62,11 @@ def main() -> None:
     port: Any = multiprocessing.get_context("spawn").Queue()
     stand_in = multiprocessing.get_context("spawn").Process(target=serve, args=(port,), daemon=True)
     stand_in.start()
-    url = f"http://127.0.0.1:{port.get(timeout=60)}"
+    url = f"http://{address(0)}:{port.get(timeout=60)}"
     found["streaming_seconds_a_chunk"] = best(lambda: streaming(url))
-    found["control_seconds_a_call"] = {n: best(lambda n=n: control(url, n)) for n in (1, 16, 64)}
+    found["streams"] = streams(options.streams)
+    found["publication_seconds"] = {n: publication(url, n) for n in (1, 32, 64, 256, 1024)}
+    found["load_seconds"] = {n: best(lambda n=n: sweep(url, n)) for n in (32, 1024)}
     stand_in.kill()
     found |= {f"journal_{name}": value for name, value in journal().items()}
     print(json.dumps(found, indent=2))
@@ -74,36 +91,42 @@ def routing(servers: int) -> float:
         places, admission = Places(membership, 256), Admission(1000, 8)
         for use in places.use.values():
             use.running = 128
+        places.refresh()
         groups = 4 if servers > 1000 else 32
         begin = time.process_time()
         for _ in range(groups):
-            ticket = admission.admit()
-            home = places.emptiest(lambda version, ticket=ticket: admission.eligible(ticket, version))
-
-            def may_use(server: int, version: int, ticket: int = ticket, home: int | None = home) -> bool:
-                held = membership.clean_version(home)
-                if server != home and held is not None and admission.eligible(ticket, held):
-                    return False
-                return admission.eligible(ticket, version)
-
+            group = GroupPlaces(places, admission, admission.admit(), GENERATIONS)
+            group.cached()
             for sample in range(GENERATIONS):
-                server, _ = await places.take((1, ticket, sample), may_use)
+                server, _ = await group.take(sample)
                 if sample % 2:
                     places.give_back(server)
+                places.free(admission.can_admit)
         return (time.process_time() - begin) / (groups * GENERATIONS)
 
     return asyncio.run(work())
 
 
-def serve(port: Any) -> None:
-    """A stand-in: streams TOKENS tokens in chunks, as SGLang writes them, and answers any other call at once."""
+def address(server: int) -> str:
+    """Each stand-in has an address of the loopback network, with one port for all."""
+    return f"127.0.{1 + server // 200}.{1 + server % 200}"
+
+
+def chunks() -> list[bytes]:
+    """A chunk of CHUNK tokens, and the last one of a request."""
     ids = list(range(100_000, 100_000 + CHUNK))
     logprobs = [[-0.123456 - i / 1000, 100_000 + i, None] for i in range(CHUNK)]
     meta: dict[str, Any] = {"id": "x" * 32, "finish_reason": None, "output_token_logprobs": logprobs}
     version = [{"version": "0", "start": 0, "end": TOKENS}]
     end = meta | {"finish_reason": {"type": "length"}, "weight_versions": version}
     events = [{"output_ids": ids, "meta_info": about} for about in (meta, end)]
-    lines = [b"data: " + json.dumps(event).encode() + b"\n\n" for event in events]
+    return [b"data: " + json.dumps(event).encode() + b"\n\n" for event in events]
+
+
+def serve(port: Any) -> None:
+    """Stand-ins: they stream TOKENS tokens in chunks, as SGLang writes them, relay calls, and answer any other at once."""
+    table = {f"model.layers.{i}.weight": f"{i:064x}" for i in range(PARAMETERS)}
+    lines = chunks()
 
     async def generate(request: web.Request) -> web.StreamResponse:
         await request.read()
@@ -118,15 +141,38 @@ def serve(port: Any) -> None:
         await request.read()
         return web.json_response({"success": True, "message": ""})
 
+    async def loads(request: web.Request) -> web.Response:
+        load = {"token_usage": zlib.crc32(request.host.encode()) / 2**32, "num_waiting_reqs": 0}
+        return web.json_response({"timestamp": time.time(), "loads": [load]})
+
+    async def checksums(request: web.Request) -> web.Response:
+        await request.read()
+        return web.json_response({"per_engine_checksum": "0" * 64, "ranks": [{"checksums": table}]})
+
+    async def relay(request: web.Request) -> web.StreamResponse:
+        call = msgspec.json.decode(await request.read(), type=RelayedCall)
+        reply = web.StreamResponse()
+        await reply.prepare(request)
+        async for line in relayed(request.app[SESSION], call, ""):
+            await reply.write(line)
+        await reply.write_eof()
+        return reply
+
     async def run() -> None:
         app = web.Application()
+        app[SESSION] = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         app.router.add_post("/generate", generate)
+        app.router.add_post("/relay", relay)
+        app.router.add_get("/v1/loads", loads)
+        app.router.add_post("/weights_checker", checksums)
         app.router.add_route("*", "/{any:.*}", other)
         runner = web.AppRunner(app)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port.put(runner.addresses[0][1])
+        await web.TCPSite(runner, address(0), 0).start()
+        number = runner.addresses[0][1]
+        for server in range(1, SERVERS):
+            await web.TCPSite(runner, address(server), number).start()
+        port.put(number)
         await asyncio.Event().wait()
 
     asyncio.run(run())
@@ -145,20 +191,104 @@ def streaming(url: str) -> float:
     return asyncio.run(work())
 
 
-def control(url: str, servers: int) -> float:
-    """A bucket's call, whose body names 20 tensors."""
-    fleet = Fleet([ServerClient(ServerAddress(i, url), "", "", 60.0) for i in range(servers)], 0)
+def sweep(url: str, servers: int) -> float:
+    """The controller asks all servers for their loads, of which no two are alike."""
+    port = int(url.rpartition(":")[2])
+    clients = {i: ServerClient(ServerAddress(i, f"http://{address(i)}:{port}"), "", "", 60.0) for i in range(servers)}
+
+    async def work() -> float:
+        begin = time.process_time()
+        fan = Fan[ServerLoad](clients, set())
+        await fan.run(clients, lambda client: client.current_load())
+        assert len(set(fan.results.values())) == servers
+        seconds = time.process_time() - begin
+        for client in clients.values():
+            await client.close()
+        return seconds
+
+    return asyncio.run(work())
+
+
+def streams(count: int) -> dict[str, float]:
+    """Two chunks of each of `count` completions that are under way at once. cores: CPU seconds a second at RATE."""
+    told: Any = multiprocessing.get_context("spawn").Queue()
+    stand_in = multiprocessing.get_context("spawn").Process(target=stream, args=(told, count), daemon=True)
+    stand_in.start()
+    allow_files(count)
+
+    async def work(url: str) -> float:
+        async with ServerClient(ServerAddress(id=0, url=url), "", "", 600) as client:
+            prompt = np.arange(256, dtype=np.int32)
+            running = []
+            for number in range(count):
+                running.append(asyncio.create_task(client.generate(prompt, TOKENS)))
+                if number % 100 == 0:
+                    await asyncio.sleep(0.1)
+            await asyncio.to_thread(told.get)  # all are connected
+            begin = time.process_time()
+            await asyncio.gather(*running)
+            return time.process_time() - begin
+
+    seconds, took = asyncio.run(work(f"http://127.0.0.1:{told.get(timeout=60)}")), told.get(timeout=60)
+    stand_in.kill()
+    a_chunk, rate = seconds / (2 * count), 2 * count * CHUNK / took
+    return {"seconds_a_chunk": a_chunk, "tokens_a_second": rate, "cores": a_chunk * RATE / CHUNK}
+
+
+def stream(told: Any, count: int) -> None:
+    """A stand-in that writes a chunk to one request after the other, at RATE tokens/s in all."""
+    first, last = (b"%x\r\n%s\r\n" % (len(line), line) for line in chunks())
+    allow_files(count)
+
+    async def run() -> None:
+        writers: list[asyncio.StreamWriter] = []
+        connected = asyncio.Event()
+
+        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            head = await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
+            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+            writers.append(writer)
+            if len(writers) == count:
+                connected.set()
+
+        server = await asyncio.start_server(handle, "127.0.0.1", 0, backlog=4096)
+        told.put(server.sockets[0].getsockname()[1])
+        await connected.wait()
+        told.put("connected")
+        await asyncio.sleep(1)
+        begin, sent = time.monotonic(), 0
+        for line in (first, last + b"0\r\n\r\n"):
+            for writer in writers:
+                writer.write(line)
+                sent += 1
+                if sent % 10 == 0:
+                    await asyncio.sleep(begin + sent * CHUNK / RATE - time.monotonic())
+        told.put(time.monotonic() - begin)
+        await asyncio.sleep(60)
+
+    asyncio.run(run())
+
+
+def allow_files(count: int) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(count + 1000, most), most))
+
+
+def publication(url: str, servers: int) -> float:
+    """The calls of a publication in BUCKETS buckets, of which each names 20 tensors."""
+    port = int(url.rpartition(":")[2])
+    clients = [ServerClient(ServerAddress(i, f"http://{address(i)}:{port}"), "", "", 60.0) for i in range(servers)]
     names = [f"model.layers.{i}.self_attn.q_proj.weight" for i in range(20)]
-    call = 20 if servers > 1 else 200
+    dtypes, shapes = ["bfloat16"] * len(names), [[4096, 4096]] * len(names)
     begin = time.process_time()
-    for _ in range(call):
-        fleet.each(
-            fleet.servers,
-            lambda s: s.receive(names, ["bfloat16"] * 20, [[4096, 4096]] * 20, "group", None, False),
-        )
-    seconds = (time.process_time() - begin) / (call * servers)
-    fleet.close()
-    return seconds
+    with closing(Fleet(clients, 0)) as fleet:
+        before = [lambda s: s.pause("in_place"), lambda s: s.begin()]
+        buckets = [lambda s: s.receive(names, dtypes, shapes, "group", None)] * BUCKETS
+        for call in [*before, *buckets, lambda s: s.end(), lambda s: s.checksums(), lambda s: s.resume()]:
+            results, errors = fleet.each(fleet.servers, call)
+            assert len(results) == servers, next(iter(errors.values()))
+        return time.process_time() - begin
 
 
 def journal() -> dict[str, float]:
@@ -178,7 +308,7 @@ def journal() -> dict[str, float]:
     groups = [group(i) for i in range(16)]
     with tempfile.TemporaryDirectory() as folder:
         opened = Journal.open(Path(folder) / "rollouts", 16, 8, 1)
-        opened.append(*(Admitted(ticket=g.ticket, prompt_id=g.prompt.id, epoch=0) for g in groups))
+        opened.append(*(Admitted(ticket=g.ticket, task="", prompt_id=g.prompt.id, epoch=0, due=0) for g in groups))
         begin = time.process_time()
         for g in groups:
             opened.append(Finished(group=g, time=0.0))

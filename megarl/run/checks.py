@@ -35,7 +35,7 @@ type Fingerprints = Mapping[str, str]
 """Fingerprint by recipe key and part of it: `model.path: weights`."""
 HISTORY = (
     "run.seed", "run.fork", "model.path", "model.dtype", "model.fp32_head", "model.fp8", "data", "length", "sampling",
-    "pipeline", "batch", "loss", "reference", "learner.epochs", "critic.dtype", "critic.lam",
+    "pipeline.kind", "pipeline.k", "batch", "loss", "reference", "learner.epochs", "critic.dtype", "critic.lam",
 )  # fmt: skip
 """Keys and sections that determine a run's steps. Layout, servers, learning rate and cadences may change on resuming."""
 

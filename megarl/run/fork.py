@@ -95,6 +95,7 @@ def _forked(state: State, recipe: Recipe, last: Row) -> State:
         earlier_hours=last["compute_hours"],
         startup_hours=last["startup_hours"],
         evaluation_hours=last["evaluation_hours"],
+        window=0,
     )
 
 

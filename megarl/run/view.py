@@ -189,7 +189,8 @@ def _numbers(frame: Frame) -> Iterator[tuple[str, str]]:
     ]
     yield "tokens/s", show(recent(observer, "tokens_per_second"))
     lag = f"mean {show(row.get('lag_mean'), ',.2f')} · max {show(row.get('lag_max'))}"
-    yield "lag, steps", f"{lag} · limit {frame.recipe.pipeline.lag_limit}"
+    window = f"window {show(row.get('window'), ',.1f')}"
+    yield "lag, steps", f"{lag} · limit {frame.recipe.pipeline.lag_limit} · {window}"
     yield "learner", " · ".join(shares) or "–"
     yield "publication", f"{show(row.get('publish_seconds'), ',.2f')} s"
     yield "server − learner", _parity(observer.compared)

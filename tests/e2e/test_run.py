@@ -98,7 +98,7 @@ def test_compute_and_evaluations(rundir: RunDir, recipe: Recipe) -> None:
         assert all(sum(of_row) <= total + 1e-9 for *of_row, total in zip(*parts, hours, strict=True))
     assert scores[0]["startup_hours"] > scores[0]["training_hours"]
     assert scores[0]["evaluation_hours"] == 0 < scores[-1]["evaluation_hours"] < scores[-1]["compute_hours"]
-    names = {"weight_version", "tokens_per_second", "lag_max", "lag_mean", "pass_rate_train"}
+    names = {"weight_version", "tokens_per_second", "lag_max", "lag_mean", "window", "pass_rate_train"}
     assert all(names <= row.keys() for row in rows)
     assert all(json.loads(line, parse_constant=pytest.fail) for line in rundir.metrics.read_text().splitlines())
 

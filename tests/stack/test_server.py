@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megarl.core.server.client import ServerClient, ServerLost, ServerRefused, ServerSaid
+from megarl.core.server.relay import RelayedAnswer, RelayedCall
 from tests.stack.conftest import Stack
 from tests.tiny_scores import scores
 
@@ -133,6 +134,33 @@ async def test_keys_are_asked_for(stack: Stack) -> None:
         with pytest.raises(ServerSaid, match="continue: 401"):
             await client.resume()
     assert "admin-key" not in stack.server.log.read_text()
+
+
+async def test_its_load_its_cache_and_its_relay(stack: Stack) -> None:
+    begun, heard, url = list[int](), list[RelayedAnswer](), stack.server.address.url
+
+    async def hear(answer: RelayedAnswer) -> None:
+        heard.append(answer)
+
+    async with stack.client() as client:
+        prompt = np.arange(64, dtype=np.int32)
+        first = await client.generate(prompt, 20, cache_salt="load", ignore_eos=True, started=lambda: begun.append(1))
+        second = await client.generate(np.concatenate([prompt, first.tokens]), 5, cache_salt="load", ignore_eos=True)
+        assert (first.cached, second.cached) == (0, 64 + 20 - 1), "the last token's keys and values were not computed"
+        assert begun
+        assert await client.current_load() == (0.0, 0)
+        many = [asyncio.create_task(client.generate(prompt, 1200, ignore_eos=True)) for _ in range(36)]
+        await asyncio.sleep(
+            3
+        )  # 36 of 1,264 tokens do not fit into 16,384: SGLang begins fewer, long before its KV is full
+        load = await client.current_load()
+        assert 0 < load.usage <= 1
+        assert load.waiting > 0
+        await client.relay(RelayedCall("/v1/loads", "", [url, url], 10), stack.endpoints.api_key, hear)
+        assert sorted(p for answer in heard for p in answer.positions) == [0, 1]
+        assert {answer.status for answer in heard} == {200}
+        await client.abort_all()
+        await asyncio.gather(*many, return_exceptions=True)
 
 
 async def test_an_aborted_request_keeps_what_had_arrived(stack: Stack) -> None:

@@ -144,6 +144,7 @@ def metrics_row(step: int, rng: random.Random) -> Tree:
         "lr": 1e-4,
         "lag_mean": 1.4 + rng.random(),
         "lag_max": float(rng.randint(2, 5)),
+        "window": 6.0,
         "versions_per_rollout": 1.8,
         "parity_rollouts": 4.0,
         **parity("kernels", 2e-6 * (1 + rng.random()), 400 + step),

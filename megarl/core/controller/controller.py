@@ -174,6 +174,7 @@ class Controller:
                     evaluation_hours=spent.evaluation, servers=tuple(clean), pause_seconds=result.pause_seconds,
                     transfer_seconds=result.transfer_seconds, resume_seconds=result.resume_seconds,
                     joined_hours=self.compute.joined_hours(),
+                    window=self.pipeline.published(result.version),
                 )
             )  # fmt: skip
             self.parity.published(result.version)
@@ -221,6 +222,7 @@ class Controller:
             case Publish():
                 servers = [a.id for a in decision.servers]
                 self.servers.membership.publish(servers, decision.version, asked.incarnation)
+                self.places.refresh()
                 log.info("publish version %d to servers %s", decision.version, servers)
             case Stop():
                 log.info("the learner is told to stop: %s", decision.reason)
@@ -238,12 +240,14 @@ class Controller:
             self._fail(f"nothing could be generated or graded for batch {decision.step}: {reasons[0]}")
             return Stop(reason=self.failure, error=True)
         self.phase = "replay" if decision.replay else "train"
+        if not decision.replay:
+            self.pipeline.window.taken(decision.step)
         step, replay, spent = decision.step, decision.replay, self.compute.spent()
         self.spans.event("controller/batches", f"batch {step}", step=step, replay=replay, tickets=list(tickets))
         running, ahead = float(len(self.pipeline.running)), float(self.pipeline.ahead(step))
         stats = batch_statistics(batch) | spent.row() | task_statistics(batch, self.recipe) | self.meter.step()
         stats |= draw_metrics(self.tickets.mixture) | {"tickets_running": running, "tickets_ahead": ahead}
-        stats |= self.parity.metrics()
+        stats |= self.parity.metrics() | {"window": self.pipeline.window.batches}
         return Train(
             batch=batch, compute_hours=spent.total, compute_devices=self.compute.held, stats=stats, replay=replay
         )

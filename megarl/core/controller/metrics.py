@@ -27,15 +27,19 @@ class Meter:
         """Return metrics of the time since the last call."""
         then, self._step = self._step, self._mark()
         rates = np.array(list(_rates(then, self._step).values()))
-        (_, busy, running), tokens = rates.mean(axis=0).tolist(), float(rates[:, 0].sum())
+        _, busy, running, *_ = rates.mean(axis=0).tolist()
+        reusable, cached = np.array(list(_grown(then, self._step).values()))[:, -2:].sum(axis=0).tolist()
         clean, joined = self._places.membership.clean(), self._places.membership.joined()
-        counts = {"servers": float(len(clean)), "servers_joined": float(len(clean.keys() & joined.keys()))}
-        return counts | {"rollout_tokens_per_second": tokens, "server_busy_share": busy, "server_running_mean": running}
+        stats = {"servers": float(len(clean)), "servers_joined": float(len(clean.keys() & joined.keys()))}
+        stats |= {"rollout_tokens_per_second": float(rates[:, 0].sum()), "server_busy_share": busy}
+        stats |= {"server_running_mean": running}
+        stats |= {"server_places_mean": sum(use.limit for use in self._places.use.values()) / len(rates)}
+        return stats | ({"cached_prompt_share": cached / reusable} if reusable else {})
 
     def totals(self) -> dict[int, dict[str, float]]:
         """Return totals of each server since the controller's start."""
         totals = self._mark()[1].items()
-        return {server: {"tokens": float(tokens), "busy_seconds": float(busy)} for server, (tokens, busy, _) in totals}
+        return {server: {"tokens": float(tokens), "busy_seconds": float(busy)} for server, (tokens, busy, *_) in totals}
 
     def second(self) -> dict[int, dict[str, float]]:
         """Return figures of each server for the time since the last call."""
@@ -43,24 +47,33 @@ class Meter:
         rates, uses = _rates(then, self._second), self._places.use
         return {
             server: {"running": uses[server].running, "tokens_per_second": float(tokens), "busy_share": float(busy)}
-            for server, (tokens, busy, _) in rates.items()
+            for server, (tokens, busy, *_) in rates.items()
         }
 
     def _mark(self) -> "Mark":
         for use in self._places.use.values():
             use.change(0)  # brings the seconds up to now
-        totals = {s: np.array((u.tokens, u.busy_seconds, u.place_seconds)) for s, u in self._places.use.items()}
+        totals = {
+            s: np.array((u.tokens, u.busy_seconds, u.place_seconds, u.reusable, u.cached))
+            for s, u in self._places.use.items()
+        }
         return time.monotonic(), totals
 
 
 type Mark = tuple[float, dict[int, np.ndarray]]
-"""Seconds, and each server's totals until then, [3]: tokens, busy seconds, place-seconds."""
+"""Seconds, and each server's totals until then, [5]: tokens, busy seconds, place-seconds, tokens of inputs that could be in its
+cache, and those that were."""
+
+
+def _grown(then: Mark, now: Mark) -> dict[int, np.ndarray]:
+    """Return by how much totals grew, [5], by server; one that has joined meanwhile began with none."""
+    return {s: np.maximum(totals - then[1].get(s, 0.0), 0.0) for s, totals in now[1].items()}
 
 
 def _rates(then: Mark, now: Mark) -> dict[int, np.ndarray]:
-    """Return by how much totals grew each second, [3], by server; one that has joined meanwhile began with none."""
+    """Return by how much totals grew each second, [5], by server."""
     seconds = max(now[0] - then[0], 1e-9)
-    return {s: np.maximum(totals - then[1].get(s, 0.0), 0.0) / seconds for s, totals in now[1].items()}
+    return {s: grown / seconds for s, grown in _grown(then, now).items()}
 
 
 OF_EACH_TASK = (

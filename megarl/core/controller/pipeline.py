@@ -15,6 +15,7 @@ from typing import Protocol
 
 from megarl.core.base.types import Group
 from megarl.core.controller.decision import ControllerView, is_due
+from megarl.core.controller.window import Window
 from megarl.core.journal.records import Admitted, Finished, JournalRecord, Removed, State
 from megarl.core.recipe import Recipe
 from megarl.core.sampling.places import GroupPlaces, Places
@@ -75,6 +76,7 @@ class Pipeline:
         self._steps, self._admit_steps = steps, admit_steps
         self.state, self.admission = records.state, records.state.admission
         self.evaluations = EvaluationSchedule(recipe, places, self.state)
+        self.window = Window(recipe, self.state.window)
         self.running: dict[int, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -93,6 +95,8 @@ class Pipeline:
                             self.changed()  # the run may be over; only once, for a change leads back here
                         break
                     self.records.write(drawn)
+                    if self.admitted % self._recipe.batch.prompts == 0:
+                        self.window.drawn(self.admission.next_due())
                     self._start(tasks, drawn)
 
     def batches(self) -> int:
@@ -128,9 +132,17 @@ class Pipeline:
         )
 
     def _room(self) -> bool:
-        """Return whether a step will train the next ticket, and an eligible server has unclaimed places."""
+        """Return whether a step will train the next ticket, the window is open, and an eligible server has unclaimed places."""
         wanted = self.admitted < self._admit_steps * self._recipe.batch.prompts
-        return wanted and self._places.free(self.admission.can_admit) > 0
+        is_open = self.ahead(max(self.state.published_version, 0)) < self.window.tickets
+        return wanted and is_open and self._places.free(self.admission.can_admit) > 0
+
+    def published(self, version: int) -> int:
+        """Adapt the window to the times up to this publication, and return it for the record."""
+        far, schedule = version + self.window.lead, self.evaluations
+        coming = (v for v in range(version, min(far, self.final_step)) if schedule.is_due(v, self.final_step))
+        self.window.published(version, 0 if schedule.running else next(coming, far) - version)
+        return self.window.tickets
 
     def _start(self, tasks: asyncio.TaskGroup, admitted: Admitted) -> None:
         ticket, rollouts = admitted.ticket, self._recipe.sampling.generations
@@ -146,6 +158,7 @@ class Pipeline:
             places.close()
         await self.records.write(record)
         del self.running[ticket]
+        self.window.complete(self.batches())
         self.changed()
 
 

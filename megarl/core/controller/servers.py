@@ -1,8 +1,9 @@
 """The servers of a run: clients, states, health, and which version each has.
 
-    GET /health each 2 s ─► seen | lost ─┐
-    a request fails ───────► lost ────────┼─► Membership ─► changed()
-    the learner publishes ────────────────┘
+    GET /health each 2 s, or tokens ─► seen | lost ─┐
+    a request fails ─────────────────► lost ─────────┼─► Membership ─► changed()
+    the learner publishes ───────────────────────────┘
+    GET /v1/loads each 5 s, retracted requests ──────► Places.observe
 
 A server that comes back, or is met for the first time, first aborts all its requests, because nobody waits for them.
 
@@ -22,13 +23,15 @@ from megarl.core.base.rundir import Endpoints
 from megarl.core.recipe import Recipe
 from megarl.core.sampling.places import Places
 from megarl.core.server.client import ServerClient
-from megarl.core.server.membership import FORGET_S, Membership
+from megarl.core.server.membership import FORGET_S, Membership, ServerLoad
+from megarl.core.server.relay import Fan
 from megarl.core.telemetry.spans import Spans
 
 log = logging.getLogger(__name__)
 
 POLL_S = 2.0
 POLL_AFTER_MISS_S = 0.5
+LOAD_S = 5.0
 MISSES = 5
 """Consecutive missed health checks after which a server is lost: on a busy machine one or two mean nothing."""
 DRAIN_S, DRAIN_POLL_S = 5.0, 0.05
@@ -48,12 +51,14 @@ class Servers:
         self._lives = dict.fromkeys(self.clients, 0)
         self._refused: dict[str, str] = {}  # why, by life of a server that has joined
         self._changed, self._spans, self._healthy = changed, spans, time.monotonic()
+        self._told_to_retract = recipe.lends_memory
 
     async def run(self) -> None:
         """Watch all servers for ever, and forget joined ones that are no more."""
         async with asyncio.TaskGroup() as self._tasks:
             for server in self.clients:
                 self._tasks.create_task(self.watch(server), name=f"watch {server}")
+            self._tasks.create_task(self.observe(), name="load of servers")
             while True:
                 await asyncio.sleep(POLL_S)
                 now = time.monotonic()
@@ -99,12 +104,26 @@ class Servers:
             await asyncio.sleep(POLL_AFTER_MISS_S if misses else POLL_S)
             if member.state in ("publishing", "leaving"):
                 continue
-            life, healthy = self._lives[server], await client.health()
+            spoke = member.state == "clean" and time.monotonic() - client.heard < POLL_S
+            life, healthy = self._lives[server], spoke or await client.health()
             if healthy and member.away:
                 await self._greet(server)
             misses = 0 if healthy or member.state == "publishing" else misses + 1
             if misses >= MISSES and not member.away:
                 self.server_lost(server, life, f"it missed {misses} health checks")
+
+    async def observe(self) -> None:
+        """Adapt the places of servers to their load, for ever. A learner on their GPU has them put requests back on purpose."""
+        retractions = dict[int, int]()
+        while True:
+            await asyncio.sleep(LOAD_S)
+            fan = Fan[ServerLoad](self.clients, set())
+            await fan.run(self.membership.clean(), lambda client: client.current_load())
+            for server in fan.results.keys() & self.clients.keys():  # some may have left meanwhile
+                before, retractions[server] = retractions.get(server, 0), self.clients[server].retractions
+                retracted = retractions[server] > before and not self._told_to_retract
+                self.places.observe(server, fan.results[server], retracted)
+            self.places.refresh()
 
     async def _greet(self, server: int) -> None:
         try:

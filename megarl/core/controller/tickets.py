@@ -18,7 +18,7 @@ from megarl.core.controller.pipeline import settled
 from megarl.core.journal.records import Admitted, Finished, Removed
 from megarl.core.recipe import Length, Recipe
 from megarl.core.sampling import length_control
-from megarl.core.sampling.places import GroupPlaces
+from megarl.core.sampling.places import SHORT_PROMPT, GroupPlaces
 from megarl.core.sampling.sampler import Job, Sampler, Void, routed_layers
 from megarl.core.telemetry.spans import TICKETS, UNRECORDED, Spans
 
@@ -61,6 +61,8 @@ class Tickets:
         ticket, begin, length = admitted.ticket, time.monotonic(), self._recipe.length.at(admitted.due)
         self._spans.open(TICKETS, "ticket", begin, ticket=ticket)
         prompt, void = self._prompt(admitted), ""
+        if len(prompt.tokens) < SHORT_PROMPT:
+            places.cached()
         rollouts: tuple[Rollout, ...] = ()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -109,6 +111,7 @@ class Tickets:
                 temperature=recipe.sampling.temperature,
                 top_p=1.0,  # below it a server's log-probs are not over all of the vocabulary, as the learner's are
                 routed=self._routed,
+                started=places.cached,
             )
         )
         if self._parity.is_chosen(ticket, sample):

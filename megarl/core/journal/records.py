@@ -61,7 +61,9 @@ class Removed(Record, frozen=True, tag="removed"):
 
 
 class PublishedVersion(Record, frozen=True, tag="published_version"):
-    """These servers have these weights. Seconds are the slowest server's; startup and evaluation hours are totals so far."""
+    """These servers have these weights. Seconds are the slowest server's; startup and evaluation hours are totals so far.
+    window: most tickets that may be drawn and not trained from now on.
+    """
 
     version: int
     time: float
@@ -73,6 +75,7 @@ class PublishedVersion(Record, frozen=True, tag="published_version"):
     startup_hours: float = 0.0
     evaluation_hours: float = 0.0
     joined_hours: float = 0.0  # of servers that the run has not started
+    window: int = 0
 
 
 class Evaluated(Record, frozen=True, tag="evaluated"):
@@ -120,11 +123,12 @@ class Snapshot(Record, frozen=True, tag="snapshot"):
     session_published: bool = False
     earlier_sessions: tuple[str, ...] = ()
     joined_hours: float = 0.0
+    window: int = 0
 
 
 SHARED = (
     "published_version", "session", "earlier_hours", "last_time", "generated_tokens", "finished", "void", "removed",
-    "startup_hours", "evaluation_hours", "session_published", "earlier_sessions", "joined_hours",
+    "startup_hours", "evaluation_hours", "session_published", "earlier_sessions", "joined_hours", "window",
 )  # fmt: skip
 """Fields that `Snapshot` has as `State` has them."""
 JournalRecord = Session | Admitted | Finished | Removed | PublishedVersion | Evaluated | Snapshot
@@ -153,6 +157,7 @@ class State:
     joined_hours: float = 0.0
     session_published: bool = False  # whether weights were published in this life of the supervisor
     earlier_sessions: tuple[str, ...] = ()  # names; those before a snapshot of an older version are not known
+    window: int = 0  # tickets, of the last publication; 0 before the first
 
     def compute_hours(self, now: float) -> float:
         """Return devices held × wall time up to `now`; earlier sessions count up to their last record."""
@@ -195,6 +200,7 @@ class State:
                 self.joined_hours = max(self.joined_hours, record.joined_hours)
                 self.evaluation_hours = max(self.evaluation_hours, record.evaluation_hours)
                 self.session_published = True
+                self.window = record.window
             case Evaluated():
                 self.evaluations[record.version] = record
                 self.last_time = max(self.last_time, record.time)

@@ -321,6 +321,11 @@ class PipelineSection(Section):
         description="ppo-off-policy: k x batch.prompts prompts are generated with one version, then trained in k steps",
     )
     k: int = Field(8, ge=0, description="largest lag of a trained token, in steps; ppo-off-policy: steps per phase")
+    window: Literal["full", "auto"] = Field(
+        "full",
+        description="full: prompts are drawn as early as k allows; auto: only as early as the learner would wait for them "
+        "otherwise; ppo-off-policy: phases are drawn whole",
+    )
 
     @property
     def phase_steps(self) -> int:

@@ -54,12 +54,14 @@ class Job:
     temperature: float
     top_p: float
     routed: RoutedLayers | None = None  # record the experts that the servers choose
+    started: Callable[[], None] = lambda: None  # called when a request has a token, or has ended
 
 
 @dataclass
 class Completion:
     """What was sampled for a job so far, or in the end.
 
+    kept: tokens of prompt and completion that the cache of its last server should have, 0 before the first request.
     message: tokens of the message in progress, without replies. text: the last finished message, without its stop token.
     verdict, episode: from the environment; without a verdict the task's grader judges the text.
     """
@@ -68,6 +70,7 @@ class Completion:
     finish: FinishReason = "length"
     interrupted: bool = False
     retries: int = 0
+    kept: int = 0
     text: str = ""
     routing: list[np.ndarray] = field(default_factory=list)  # tables of the requests so far
     message: list[np.ndarray] = field(default_factory=list)
@@ -213,7 +216,9 @@ class Sampler:
                     cache_salt=job.salt,
                     # What a lost request has left unknown, the next one tells.
                     routing_from=None if job.routed is None else done.rows,
+                    started=job.started,
                 )
+                self._note_cache(job, done, server, generation.cached)
                 segments = length_control.sampled(generation.tokens, generation.logprobs, generation.spans)
                 finish: FinishReason | None = generation.finish
                 if job.routed is not None:
@@ -229,14 +234,24 @@ class Sampler:
             except ServerRefused as refused:
                 raise Void(str(refused)) from None
             finally:
+                job.started()
                 self._places.give_back(server)
                 tokens = sum(len(s.tokens) for s in segments)
                 end = time.monotonic()
                 self._spans.span(f"server {server}/requests", name, begin, end, version=version, tokens=tokens)
             done.write(segments)
+            done.kept = len(job.prompt.tokens) + len(done.tokens) - 1  # the last token is only sampled
             self._places.use[server].tokens += tokens
             limit -= tokens
             if finish is not None:
                 done.finish = finish
                 return finish == "stop"
         return False
+
+    def _note_cache(self, job: Job, done: Completion, server: int, cached: int) -> None:
+        """Count how much of a training request's input its group had sent or received, and what the server had still."""
+        kind, _, sample = job.order
+        if kind == 1:
+            first = len(job.prompt.tokens) - 1 if sample else 0  # a token must be computed, to sample the next
+            self._places.use[server].reusable += done.kept or first
+            self._places.use[server].cached += cached

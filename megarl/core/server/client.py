@@ -18,16 +18,19 @@ The learner is synchronous, and calls all servers at once through a `Fleet`:
     fleet.each(ids, lambda server: server.pause("in_place"))  ──►  results and errors, by server id
 
 Every call has a limit, and its error names the step and the server. A dead server costs the others only that limit. No
-request is sent twice: aiohttp repeats only a GET, which changes nothing.
+request is sent twice: aiohttp repeats only a GET, which changes nothing, and a Fleet what is harmless (relay.py).
 """
 
 import asyncio
 import hashlib
 import math
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from copy import copy
+from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple, Self
 
 import aiohttp
@@ -38,6 +41,18 @@ from megarl.core.base.device import DeviceIdentity
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.types import float32, int32
+from megarl.core.server import relay
+from megarl.core.server.membership import ServerLoad
+from megarl.core.server.relay import (
+    KEEP_ALIVE_S,
+    Fan,
+    RelayedAnswer,
+    RelayedCall,
+    RelayLost,
+    ServerAnswer,
+    ServerQuestion,
+    exchange,
+)
 
 BEGIN, JOIN, RECEIVE, CHECKSUMS, SWAP = (f"staged_{step}" for step in ("begin", "join", "receive", "checksums", "swap"))
 """Steps in which a server gets weights (staging.py)."""
@@ -46,13 +61,13 @@ RUNNING = "running"
 LET_DOWN = {JOIN: "Failed to form a process group", RECEIVE: "Failed to receive weights"}
 """A server's errors when the group fails, not the server."""
 CONNECT_LIMIT_S = 10.0
+RECEIVE_LIMIT_S = 86_400.0
+"""Longer than any publication: the learner limits each bucket, and ends the call."""
 HEALTH_LIMIT_S = 5.0
 CONTROL_LIMIT_S = 30.0
 REQUEST_LIMIT_S = 3600.0
 """Limit of a generation request: 32,768 tokens at 10 tokens/s take 55 minutes. Health checks notice a lost server sooner."""
 """Limit of calls whose duration does not depend on the model, unless the client's own limit is shorter."""
-KEEP_ALIVE_S = 2.0
-"""Idle connections are dropped after this time. The server closes them after 5 s; a request on a closed one would be lost."""
 REFUSALS = frozenset({400, 401, 403, 404, 413, 422})
 TOP_K_WITH_TOP_P = 4096
 """SGLang reports the sampling support only for a bounded number of candidates; top_p seldom leaves as many."""
@@ -70,7 +85,7 @@ class Generation(NamedTuple):
     """A finished request.
 
     tokens [n] int32, with the stop token; logprobs [n] float32; spans cover 0 … n in order. routing: the chosen experts
-    (RoutedLayers) if they were asked for, else "".
+    (RoutedLayers) if they were asked for, else "". cached: tokens of the input that the server had in its cache.
     """
 
     tokens: np.ndarray
@@ -78,6 +93,7 @@ class Generation(NamedTuple):
     spans: tuple[VersionSpan, ...]
     finish: Literal["stop", "length"]
     routing: str = ""
+    cached: int = 0
 
 
 class Prefill(NamedTuple):
@@ -128,6 +144,8 @@ class _Meta(msgspec.Struct):
     output_token_sampling_logprobs: list[float] | None = None
     weight_versions: list[_ReportedSpan] = []
     routed_experts: str = ""
+    cached_tokens: int = 0
+    num_retractions: int = 0
 
 
 class _Error(msgspec.Struct):
@@ -187,7 +205,8 @@ class ServerClient:
     """Asynchronous client of one server, for one event loop: `async with`, or `close()` at the end.
 
     `generate` and `score` raise ServerLost or ServerRefused. The other calls raise ServerSaid if the server answered with an
-    error, else MegarlError.
+    error, else MegarlError. heard: when tokens last came (time.monotonic()). retractions: how often the server has put one of
+    our requests back, for want of KV or because it was told to.
     """
 
     def __init__(
@@ -197,7 +216,9 @@ class ServerClient:
         self.address = address
         self._api_key, self._admin_key = api_key, admin_key
         self._timeout_s = timeout_s
+        self.heard, self.retractions = -math.inf, 0
         self._session: aiohttp.ClientSession | None = None
+        self._ask: Callable[[ServerQuestion], Awaitable[ServerAnswer]] = self.exchange
 
     async def __aenter__(self) -> Self:
         return self
@@ -222,12 +243,13 @@ class ServerClient:
         cache_salt: str | None = None,
         ignore_eos: bool = False,
         routing_from: int | None = None,
+        started: Callable[[], None] = lambda: None,
     ) -> Generation:
         """Sample until a stop token, the model's own end token, or `max_new_tokens`.
 
         cache_salt: requests with different salts share no cached prefixes. ignore_eos: go on to `max_new_tokens`
-        (benchmarks). routing_from: also return the experts chosen from this position of `input_ids` on. Cancelling aborts the
-        request on the server.
+        (benchmarks). routing_from: also return the experts chosen from this position of `input_ids` on. started: called when
+        tokens come; the server's cache then has the input. Cancelling aborts the request on the server.
         """
         sampling: dict[str, object] = {
             "max_new_tokens": max_new_tokens,
@@ -248,13 +270,17 @@ class ServerClient:
         if top_p < 1.0:
             body["return_sampling_mask"] = True
             sampling["top_k"] = TOP_K_WITH_TOP_P
-        received = _Received()
+        received, retractions = _Received(), 0
         async with self._sampling(body, received) as reply:
             async for event in events(reply.content.iter_any()):
                 chunk = _decode_chunk(event)
                 if chunk.error is not None:
                     raise self._refusal_or_loss(chunk.error.code, chunk.error.message, received)
                 received.add(chunk)
+                started()
+                self.heard = time.monotonic()
+                self.retractions += chunk.meta_info.num_retractions - retractions
+                retractions = chunk.meta_info.num_retractions
                 if (finish := chunk.meta_info.finish_reason) is not None:
                     return self._finished(finish, chunk.meta_info, received)
         raise ServerLost(f"{self.address.url} ended a stream before its last token", *received.joined())
@@ -300,7 +326,11 @@ class ServerClient:
         limit = aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=CONNECT_LIMIT_S)
         url = self.address.url
         try:
-            async with self._request("/generate", body, self._api_key, limit) as reply:
+            headers = {"Authorization": f"Bearer {self._api_key}", "Content-Type": "application/json"}
+            data = msgspec.json.encode(body)
+            async with self._connections().post(
+                f"{url}/generate", data=data, headers=headers, timeout=limit, allow_redirects=False
+            ) as reply:
                 if reply.status != 200:
                     raise self._refusal_or_loss(reply.status, await reply.text(), received)
                 yield reply
@@ -318,7 +348,7 @@ class ServerClient:
             # A request aborted while its server was paused still gets one token, from weights that may be half replaced.
             raise ServerLost(f"{self.address.url} aborted a request: {finish.message}", tokens[:-1], logprobs[:-1])
         spans = tuple(VersionSpan(int(s.version), s.start, s.end) for s in meta.weight_versions)
-        return Generation(tokens, logprobs, spans, finish.type, meta.routed_experts)
+        return Generation(tokens, logprobs, spans, finish.type, meta.routed_experts, meta.cached_tokens)
 
     def _refusal_or_loss(self, status: int, text: str, received: _Received) -> MegarlError:
         if status in REFUSALS:
@@ -354,6 +384,15 @@ class ServerClient:
         said = await self._call("ask for its version", "/model_info", key=self._api_key)
         return int(said["weight_version"])
 
+    async def current_load(self) -> ServerLoad:
+        """Return how busy the server is, as its scheduler last wrote down."""
+        said = await self._call("ask for its load", "/v1/loads", key=self._api_key)
+        try:
+            (of_all,) = said["loads"]
+            return ServerLoad(float(of_all["token_usage"]), int(of_all["num_waiting_reqs"]))
+        except (KeyError, TypeError, ValueError):
+            raise self.error("ask for its load", f"an answer without it: {said}") from None
+
     async def begin(self) -> None:
         """Open an update, after closing one that a lost learner left open."""
         try:
@@ -375,32 +414,33 @@ class ServerClient:
     async def join_group(self, name: str, master: str, port: int, first: int, world: int, backend: str) -> None:
         """Make the server's tensor-parallel ranks ranks `first` … of a process group with the learner's rank 0."""
         arguments = {"name": name, "master": master, "port": port, "first": first, "world": world, "backend": backend}
-        await self._staging("form a process group", JOIN, arguments, self._timeout_s)
+        await self._staging("form a process group", JOIN, arguments, self._timeout_s, once=True)
 
     async def leave_group(self, name: str) -> None:
         await self._call("leave a process group", "/destroy_weights_update_group", {"group_name": name})
 
     async def receive(self, group: str) -> None:
         """Stage what is broadcast in the group, to its end. The server limits each wait in it; the caller limits the whole."""
-        await self._staging("receive", RECEIVE, {"group": group}, math.inf)
+        await self._staging("receive", RECEIVE, {"group": group}, RECEIVE_LIMIT_S, once=True)
 
     async def staged_checksums(self) -> tuple[str, dict[str, str] | None]:
         """Return what `checksums` will be after the swap."""
-        ranks = msgspec.json.decode(await self._staging("checksum", CHECKSUMS, {}, self._timeout_s))
+        ranks = _decoded(await self._staging("checksum", CHECKSUMS, {}, self._timeout_s))
         whole = hashlib.sha256("".join(rank["per_gpu_checksum"] for rank in ranks).encode())
         return whole.hexdigest(), ranks[0]["checksums"] if len(ranks) == 1 else None
 
     async def swap(self, version: int) -> None:
         """Put what is staged into the place of the paused server's weights, and label tokens with its version from here on."""
-        await self._staging("swap", SWAP, {}, self._timeout_s, str(version))
+        await self._staging("swap", SWAP, {}, self._timeout_s, version=str(version))
 
     async def _staging(
-        self, what: str, step: str, arguments: object, limit_s: float, version: str | None = None
+        self, what: str, step: str, arguments: object, limit_s: float, *, once: bool = False, version: str | None = None
     ) -> str:
         """Return what the ranks of the server say to a step of staging, in JSON."""
         names = [msgspec.json.encode(arguments).decode()]
         body = {"names": names, "dtypes": [], "shapes": [], "load_format": step, "weight_version": version}
-        said = await self._call(what, "/update_weights_from_distributed", body | {"flush_cache": False}, limit_s)
+        path = "/update_weights_from_distributed"
+        said = await self._call(what, path, body | {"flush_cache": False}, limit_s, once=once)
         return str(said["message"])
 
     async def take(self, handles: list[str], complete: int | None) -> None:
@@ -435,44 +475,71 @@ class ServerClient:
         return MegarlError(f"server {self.address.id} ({self.address.url}): {step}: {what}")
 
     async def _call(
-        self, step: str, path: str, body: object = None, limit_s: float | None = None, key: str | None = None
+        self,
+        step: str,
+        path: str,
+        body: object = None,
+        limit_s: float | None = None,
+        key: str | None = None,
+        once: bool = False,
     ) -> Any:
         """Return the reply's JSON, None if it has none. Without a body this is a GET. key: default the admin key."""
         limit_s = min(self._timeout_s, CONTROL_LIMIT_S) if limit_s is None else limit_s
-        key = self._admin_key if key is None else key
-        limit = aiohttp.ClientTimeout(total=None if limit_s == math.inf else limit_s)
-        try:
-            async with self._request(path, body, key, limit) as reply:
-                text = await reply.text(errors="replace")
-        except TimeoutError:
-            setting = " (weights.timeout_s)" if limit_s == self._timeout_s else ""
-            raise self.error(step, f"no answer within {limit_s:g} s{setting}") from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise self.error(step, f"{type(error).__name__}: {error}") from None
-        try:
-            said = msgspec.json.decode(text)
-        except msgspec.DecodeError:
-            said = None
-        if reply.status != 200:
+        status, text = await self._ask(
+            ServerQuestion(path, body, self._admin_key if key is None else key, limit_s, once)
+        )
+        if status == relay.RELAY_LOST:
+            raise RelayLost(str(self.error(step, text)))
+        if status in (relay.SILENT, relay.UNREACHABLE):
+            setting = " (weights.timeout_s)" if status == relay.SILENT and limit_s == self._timeout_s else ""
+            raise self.error(step, text + setting)
+        said = _decoded(text)
+        if status != relay.OK:
             fields = said if isinstance(said, dict) else {}
             message = str(fields.get("message") or fields.get("error") or text)
-            raise ServerSaid(str(self.error(step, f"{reply.status}: {message[:500]}")))
+            raise ServerSaid(str(self.error(step, f"{status}: {message[:500]}")))
         return said
 
-    def _request(
-        self, path: str, body: object, key: str, limit: aiohttp.ClientTimeout
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    @cached_property
+    def asking(self) -> "ServerClient":
+        """The same client, whose calls ask the Fan (relay.py) that drives them."""
+        other = copy(self)
+        other._ask = relay.ask
+        return other
+
+    async def exchange(self, question: ServerQuestion) -> ServerAnswer:
+        """Make a call. Its failures are answers, too."""
+        body = b"" if question.body is None else msgspec.json.encode(question.body)
+        return await exchange(
+            self._connections(), self.address.url + question.path, body, question.key, question.limit_s
+        )
+
+    async def relay(self, call: RelayedCall, key: str, heard: Callable[[RelayedAnswer], Awaitable[None]]) -> None:
+        """Have the server pass a call on, and await `heard` for each answer. Ends early if it refuses or is lost."""
+        limit, headers = aiohttp.ClientTimeout(total=call.limit_s + relay.GRACE_S), {"Authorization": f"Bearer {key}"}
+        url, data = f"{self.address.url}/relay", msgspec.json.encode(call)
+        with suppress(TimeoutError, aiohttp.ClientError, OSError):
+            async with self._connections().post(url, data=data, headers=headers, timeout=limit) as reply:
+                rest = b""
+                async for piece in reply.content.iter_any():
+                    *lines, rest = (rest + piece).split(b"\n")
+                    for line in lines if reply.status == relay.OK else ():
+                        await heard(msgspec.json.decode(line, type=RelayedAnswer))
+
+    def _connections(self) -> aiohttp.ClientSession:
         if self._session is None:  # it belongs to the running event loop, so it is made at the first request
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
-        return self._session.request(
-            "GET" if body is None else "POST",
-            f"{self.address.url}{path}",
-            data=None if body is None else msgspec.json.encode(body),
-            headers={"Authorization": f"Bearer {key}", "Content-Type": "application/json"},
-            timeout=limit,
-            allow_redirects=False,
-        )
+        return self._session
+
+
+@lru_cache(maxsize=2)
+def _decoded(text: str) -> Any:
+    """Return what the JSON says, None if it is none. A thousand servers give the same answer, which is not to be changed."""
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return None
 
 
 def _bucket(complete: int | None) -> dict[str, object]:
@@ -495,6 +562,15 @@ CLOSE_LIMIT_S = 5.0
 type Call[T] = Callable[[ServerClient], Coroutine[object, object, T]]
 
 
+class Calls[T](NamedTuple):
+    """Calls under way in another thread. results, errors: by server id, so far. failed: done at the first error or the end."""
+
+    results: dict[int, T]
+    errors: dict[int, MegarlError]
+    failed: Future[None]
+    over: Future[None]
+
+
 class Fleet:
     """Synchronous calls to several servers at once, to bring them to weights of `version`.
 
@@ -504,12 +580,17 @@ class Fleet:
 
     def __init__(self, servers: Iterable[ServerClient], version: int) -> None:
         self.servers, self.version = {s.address.id: s for s in servers}, version
+        self._direct: set[int] = set()
         self._loop, self._over = asyncio.new_event_loop(), asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="publish", daemon=True)
         self._thread.start()
 
-    def start[T](self, ids: Iterable[int], call: Call[T]) -> dict[int, Future[T]]:
-        return {i: asyncio.run_coroutine_threadsafe(self._named(call, self.servers[i]), self._loop) for i in ids}
+    def start[T](self, ids: Iterable[int], call: Call[T]) -> Calls[T]:
+        """Begin calls. Each may await nothing but its server."""
+        fan = Fan[T](self.servers, self._direct, f"publishing version {self.version} to ")
+        return Calls(
+            fan.results, fan.errors, fan.failed, asyncio.run_coroutine_threadsafe(fan.run(ids, call), self._loop)
+        )
 
     def each[T](self, ids: Iterable[int], call: Call[T]) -> tuple[dict[int, T], dict[int, str]]:
         """Return results and texts of errors by server id."""
@@ -521,14 +602,6 @@ class Fleet:
         self._loop.call_soon_threadsafe(self._over.set)
         self._thread.join(CLOSE_LIMIT_S)
 
-    async def _named[T](self, call: Call[T], server: ServerClient) -> T:
-        """Run the call; its error also names the version."""
-        try:
-            return await call(server)
-        except MegarlError as error:
-            error.args = (f"publishing version {self.version} to {error}",)
-            raise
-
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._until_closed())
@@ -539,13 +612,7 @@ class Fleet:
             await server.close()
 
 
-def collect[T](futures: dict[int, Future[T]]) -> tuple[dict[int, T], dict[int, MegarlError]]:
+def collect[T](calls: Calls[T]) -> tuple[dict[int, T], dict[int, MegarlError]]:
     """Wait for all of them; each call has its own limit."""
-    results: dict[int, T] = {}
-    errors: dict[int, MegarlError] = {}
-    for i, future in futures.items():
-        try:
-            results[i] = future.result()
-        except MegarlError as error:
-            errors[i] = error
-    return results, errors
+    calls.over.result()
+    return calls.results, calls.errors

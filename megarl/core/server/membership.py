@@ -18,13 +18,29 @@ The run's own servers are members for ever. Others join and leave:
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megarl.core.base.messages import ServerAddress
 
+DIRECT = 32
+"""Most servers that are asked without a relay."""
+GROUP = 64
+"""Servers behind a relay. More cost the caller less, and each call then takes longer: a gate needs 0.3 ms for each."""
 ServerState = Literal["starting", "unknown", "publishing", "clean", "lost", "leaving"]
 FORGET_S = 30.0
 """How long a joined server that does not answer may be silent before it is forgotten. It speaks every two seconds."""
+
+
+def in_a_row(servers: int) -> int:
+    """Return how many calls follow each other until all of so many servers are called: the caller's, and a relay's."""
+    return servers if servers <= DIRECT else -(-servers // GROUP) + GROUP
+
+
+class ServerLoad(NamedTuple):
+    """usage: share of the KV that requests hold. waiting: requests that the server has not begun, or put back."""
+
+    usage: float
+    waiting: int
 
 
 @dataclass

@@ -1,10 +1,11 @@
 """Access control in front of an SGLang server. All HTTP passes here; SGLang itself gets no keys.
 
     GET  /health                                      anybody
-    POST /generate, GET /model_info                   the user key
+    POST /generate, GET /model_info, GET /v1/loads    the user key
     GET  /metrics                                     the metrics key, if monitor.prometheus is on
     calls that pause, continue or replace weights     the admin key
     POST /update_weights_from_tensor                  the admin key, from this machine, with weights.transport: cuda_ipc
+    POST /relay                                       the key of the call to pass on, to servers of the run (relay.py)
     POST /freeze_gc                                   this machine, once: SGLang calls itself at the end of its start
     all else                                          nobody
 
@@ -30,18 +31,20 @@ import logging
 import secrets
 from typing import Any
 
+import aiohttp
 import msgspec
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megarl.core.base.device import DeviceIdentity
 from megarl.core.base.rundir import Endpoints
+from megarl.core.server.relay import KEEP_ALIVE_S, RelayedCall, relayed
 
 log = logging.getLogger(__name__)
 
 OPEN = frozenset({("GET", "/health")})
-USER = frozenset({("POST", "/generate"), ("GET", "/model_info")})
+USER = frozenset({("POST", "/generate"), ("GET", "/model_info"), ("GET", "/v1/loads")})
 METRICS = frozenset({("GET", "/metrics")})
 ADMIN = frozenset(
     ("POST", path)
@@ -61,6 +64,7 @@ ADMIN = frozenset(
     )
 ) | {("GET", "/device_identity")}
 LOCAL = frozenset({("POST", "/update_weights_from_tensor")})
+RELAY = ("POST", "/relay")
 FREEZE = ("POST", "/freeze_gc")
 """Moves the objects made at the start out of the garbage collector's sight. SGLang calls it without a key."""
 
@@ -126,6 +130,7 @@ class Gate:
         self._app, self._endpoints, self._handles, self._vocabulary = app, endpoints, handles, vocabulary
         self.refused = 0
         self._frozen = False
+        self._session: aiohttp.ClientSession | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -134,6 +139,8 @@ class Gate:
             self._refuse("a websocket", scope)
             return await send({"type": "websocket.close", "code": 1008})
         authorization = dict(scope["headers"]).get(b"authorization", b"")
+        if (scope["method"], scope["path"]) == RELAY:
+            return await self._relay(authorization, scope, receive, send)
         # Who asks at an address of this machine from that same address is on it.
         local = scope["client"][0] == scope["server"][0]
         code = status(scope["method"], scope["path"], authorization, self._endpoints, self._handles and local)
@@ -152,6 +159,30 @@ class Gate:
             return await self._app(scope, receive, send)
         self._refuse(f"{scope['method']} {scope['path']!r:.100}: {code}{': ' + said if code == 400 else ''}", scope)
         await JSONResponse({"error": said}, code)(scope, receive, send)
+
+    async def _relay(self, authorization: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a call on that this gate would let through with this key, to servers of the run."""
+        keys, code, call = (self._endpoints.api_key, self._endpoints.admin_key), 401, None
+        if any(secrets.compare_digest(authorization, f"Bearer {key}".encode()) for key in keys):
+            try:
+                call = msgspec.json.decode(await Request(scope, receive).body(), type=RelayedCall)
+            except ClientDisconnect:
+                return None
+            except (msgspec.DecodeError, RecursionError):
+                code = 400
+        if call is not None:
+            code = status("POST" if call.body else "GET", call.path, authorization, self._endpoints, handles=False)
+            if call.path == "/generate" or not set(call.urls) <= set(self._endpoints.servers):
+                code = 404
+        if call is None or code != 200:
+            self._refuse(f"POST /relay {call.path if call else ''!r:.100}: {code}", scope)
+            return await JSONResponse({"error": "Not relayed"}, code)(scope, receive, send)
+        if self._session is None:  # it belongs to the running event loop
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+            )
+        key = authorization.decode().removeprefix("Bearer ")
+        await StreamingResponse(relayed(self._session, call, key))(scope, receive, send)
 
     def _refuse(self, what: str, scope: Scope) -> None:
         self.refused += 1

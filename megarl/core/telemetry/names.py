@@ -96,6 +96,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "versions_per_rollout_max": ("pipeline", "largest number of weight versions in a completion"),
     "tickets_running": ("pipeline", "tickets being generated when the step was taken"),
     "tickets_ahead": ("pipeline", "tickets drawn and not trained yet"),
+    "window": ("pipeline", "batches that might be drawn and not trained when the step was taken (pipeline.window)"),
     "epoch": ("pipeline", "passes over the training prompts"),
     "pool_prompts": ("pipeline", "prompts the present epoch goes through, the easiest first (data.curriculum)"),
     "excluded_prompts": ("pipeline", "prompts not drawn again: solved (no-positive-resampling)"),
@@ -106,6 +107,14 @@ NAMES: dict[str, tuple[str, str]] = {
     "servers_joined": ("speed", "those of them that the run has not started (`megarl serve --join`)"),
     "server_busy_share": ("speed", "share of the step's time a server had requests running, mean of servers"),
     "server_running_mean": ("speed", "requests running on a server, mean over the step"),
+    "server_places_mean": (
+        "speed",
+        "requests that a server may have (serving.max_running_requests or fewer), mean of servers",
+    ),
+    "cached_prompt_share": (
+        "speed",
+        "tokens of requests' inputs found in a server's cache, of those that their group had sent or received before",
+    ),
     "step_seconds": ("speed", "wall time from the end of the last step to the end of this one"),
     "train_seconds": ("speed", "part of step_seconds: forward, backward and optimiser"),
     "wait_seconds": ("speed", "part of step_seconds: the learner waited for a batch"),

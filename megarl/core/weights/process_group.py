@@ -14,8 +14,6 @@ import socket
 import uuid
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from datetime import timedelta
 from urllib.parse import urlsplit
@@ -34,7 +32,8 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.ranks import bound_store, from_rank_0, gathered
 from megarl.core.models import hf
 from megarl.core.models.families import Family
-from megarl.core.server.client import LET_DOWN, Fleet, ServerClient, ServerSaid, collect
+from megarl.core.server.client import LET_DOWN, Calls, Fleet, ServerClient, ServerSaid, collect
+from megarl.core.server.relay import RelayLost
 from megarl.core.server.staging import BucketHead
 from megarl.core.weights.deltas import LastSent
 from megarl.core.weights.transport import Sent, SentChecksums, buckets
@@ -44,9 +43,6 @@ log = logging.getLogger(__name__)
 
 VIEWS = 16
 """A tensor of so large a part of a bucket is sent from where it is, and not copied into one with others."""
-
-
-type _Calls = dict[int, Future[None]]
 
 
 def backend() -> str:
@@ -70,7 +66,8 @@ class _Attempt:
     def add(self, errors: dict[int, MegarlError]) -> None:
         """Add servers' errors."""
         for i, error in errors.items():
-            let_down = isinstance(error, ServerSaid) and any(text in str(error) for text in LET_DOWN.values())
+            said = isinstance(error, ServerSaid) and any(text in str(error) for text in LET_DOWN.values())
+            let_down = said or isinstance(error, RelayLost)
             (self.interrupted if let_down else self.failed)[i] = str(error)
             self.broken = self.broken or str(error)
 
@@ -163,22 +160,24 @@ class ProcessGroupTransport:
             group.close(str(error) or type(error).__name__)
             self._group = None
             raise
-        _, late = wait_for(calls.values(), self._limit_s)
-        for i in [i for i, call in calls.items() if call in late]:
-            calls.pop(i).cancel()
-            why = fleet.servers[i].error("receive", f"no answer within {self._limit_s:g} s (weights.timeout_s)")
-            attempt.add({i: MegarlError(f"publishing version {fleet.version} to {why}")})
-        attempt.add(collect(calls)[1])
+        try:
+            calls.over.result(self._limit_s)
+        except TimeoutError:
+            calls.over.cancel()
+            for i in set(ids) - calls.results.keys() - calls.errors.keys():
+                why = fleet.servers[i].error("receive", f"no answer within {self._limit_s:g} s (weights.timeout_s)")
+                attempt.add({i: MegarlError(f"publishing version {fleet.version} to {why}")})
+        attempt.add(calls.errors)
 
     def _broadcast(
-        self, attempt: _Attempt, group: BroadcastGroup, tensors: Iterator[tuple[str, Tensor]], calls: _Calls
+        self, attempt: _Attempt, group: BroadcastGroup, tensors: Iterator[tuple[str, Tensor]], calls: Calls[None]
     ) -> dict[str, str]:
         """Broadcast buckets, each while the next is gathered; return the checksums. The first error breaks the group."""
         sums, under_way = SentChecksums(self._family.architecture), list[tuple[dist.Work, Tensor]]()
         made = buckets(self._last.changed(sums.watch(tensors)), self._bucket_bytes, self._bucket_bytes / VIEWS)
 
         def failed() -> str:
-            return next((str(e) for call in calls.values() if call.done() and (e := call.exception())), "")
+            return next(map(str, list(calls.errors.values())), "")
 
         for bucket in itertools.chain(made, [None]):
             if attempt.broken:

@@ -155,6 +155,7 @@ class _SimulatedRun:
             legs = [budget, length - budget] if length > budget else legs
         for tokens in legs:
             server, _ = await places.take(sample)
+            places.cached()
             ticket.versions.update(await self.servers[server].generate(context, tokens))
             context += tokens
             self.places.give_back(server)
@@ -174,6 +175,7 @@ class _SimulatedRun:
                 case TrainStep():
                     tickets = self.pipeline.admission.batch(step)
                     assert tickets is not None
+                    self.pipeline.window.taken(step)
                     chosen = [self.tickets[t] for t in tickets]
                     lengths = [n + self.work.prompt_tokens for t in chosen if kept or t.varied for n in t.lengths]
                     await asyncio.sleep(self.costs.train_seconds(lengths) if lengths else 0.0)
@@ -207,6 +209,7 @@ class _SimulatedRun:
     async def _publish(self, command: Publish) -> None:
         ids = [address.id for address in command.servers]
         self.membership.publish(ids, command.version, LEARNER)
+        self.places.refresh()
         for i in ids:
             self.servers[i].pause()
         await asyncio.sleep(self.costs.transfer)
@@ -215,7 +218,10 @@ class _SimulatedRun:
         await asyncio.sleep(self.costs.parity)
         for i in ids:
             self.membership.published(i, command.version, LEARNER, "")
-        self.pipeline.state.apply(PublishedVersion(version=command.version, time=0.0, compute_hours=0.0, servers=()))
+        window, version = self.pipeline.published(command.version), command.version
+        self.pipeline.state.apply(
+            PublishedVersion(version=version, time=0.0, compute_hours=0.0, servers=(), window=window)
+        )
         self._on_change()
 
     # Evaluation.
@@ -319,8 +325,9 @@ def costs(problem: PlanningProblem, plan: Plan) -> Costs:
 
 
 def simulated(problem: PlanningProblem, plan: Plan, steps: int) -> Simulation:
-    """Simulate `steps` steps of the plan, after those that fill its window."""
-    recipe, warm_up = plan.recipe, 2 * plan.recipe.pipeline.window_steps
+    """Simulate `steps` steps of the plan, after those that fill its window, and let an `auto` one close."""
+    recipe, pipeline = plan.recipe, plan.recipe.pipeline
+    warm_up = (4 if pipeline.window == "auto" else 2) * pipeline.window_steps
     done = simulate(recipe, problem.work, costs(problem, plan), steps + warm_up + 1, recipe.run.seed)
     return Simulation(plan, done, warm_up, summary(done, recipe.resources.servers, warm_up))
 

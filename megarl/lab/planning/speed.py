@@ -15,6 +15,7 @@ import numpy as np
 from megarl.core.algorithm.packing import HEAD_PASSES, LAYER_PASSES, Cost, pack
 from megarl.core.base.architecture import Architecture
 from megarl.core.recipe import Recipe
+from megarl.core.server.membership import in_a_row
 from megarl.lab.planning import memory
 from megarl.lab.planning.hardware import ASSUMED, GB, Gpu
 from megarl.lab.planning.memory import FP32, HALF, WIDTH
@@ -230,7 +231,8 @@ def publication(recipe: Recipe, shape: Architecture, gpu: Gpu, devices: int) -> 
     buckets = max(recipe.model.pipeline_parallel, -(-int(size) // bucket))
     rate = (gpu.nvlink if devices <= gpu.nvlink_gpus else gpu.network) * ASSUMED.network_efficiency
     # A pipelined ring: bytes pass each link once, and the last rank is as many hops away as there are receivers: [Ring]
-    wire, calls = size / buckets / rate + servers * ranks * ASSUMED.hop_latency_s, servers * ASSUMED.call_seconds
+    wire = size / buckets / rate + servers * ranks * ASSUMED.hop_latency_s
+    calls = in_a_row(servers) * ASSUMED.call_seconds
     transfer = buckets * max(wire, calls) + CONTROL_CALLS * calls + ASSUMED.control_seconds
     return Publication(transfer, ASSUMED.parity_seconds)
 

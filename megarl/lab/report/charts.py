@@ -183,7 +183,8 @@ def pictures(recipe: Recipe, rows: list[Row], timed: list[Row], evaluations: lis
     """Return all SVGs of the report, in reading order, without empty ones. `timed`: rows whose times are meaningful."""
 
     def lag(axes: Axes) -> bool:
-        drawn, limit = lines(axes, rows, {"lag_max": "largest", "lag_mean": "mean"}), recipe.pipeline.lag_limit
+        names = {"lag_max": "largest", "lag_mean": "mean", "window": "window, batches"}
+        drawn, limit = lines(axes, rows, names), recipe.pipeline.lag_limit
         axes.set_ylim(0, max(axes.get_ylim()[1], limit * 1.12))
         axes.axhline(limit, color=RED, linestyle="--", linewidth=1)  # no trained token may be above it
         text, at = (

@@ -23,10 +23,11 @@ from megarl.lab.scaling.compare import RunFit, compare
 from megarl.lab.scaling.fit import Fit
 from megarl.lab.scaling.points import Curve, read_points
 from megarl.lab.study.plan import Study, StudyTask
+from megarl.run.summary import mean
 
 
 class EvaluationPoint(NamedTuple):
-    """One evaluation of one run: a line of its CSV. tokens: generated up to then."""
+    """One evaluation of one run: a line of its CSV. tokens: generated up to then; lag: mean of the steps up to then."""
 
     compute_hours: float
     pass_rate: float
@@ -34,6 +35,7 @@ class EvaluationPoint(NamedTuple):
     tokens: int
     seed: int
     compute_unit: str
+    lag: float
 
 
 class VariantResult(NamedTuple):
@@ -62,7 +64,7 @@ def write(study: Study, console: Console) -> int:
     for task in study.tasks:
         if task not in missing:
             # For `megarl scaling`; no value has a comma.
-            lines = [f"{h:.6f},{rate:.6f},{step},{tokens},{s},{unit}" for h, rate, step, tokens, s, unit in read(task)]
+            lines = [f"{h:.6f},{rate:.6f},{','.join(map(str, rest))}" for h, rate, *rest in read(task)]
             text = "\n".join([",".join(EvaluationPoint._fields), *lines, ""])
             write_atomically(study.path / "points" / f"{task.name}.csv", text.encode())
     write_atomically(study.path / "table.md", markdown(rows, [task.name for task in missing]).encode())
@@ -103,29 +105,33 @@ def collect(study: Study) -> list[VariantResult]:
 def read(task: StudyTask) -> tuple[EvaluationPoint, ...]:
     """Return a run's evaluations by step: what its recipe forecasts, else the score of all tasks together."""
     score = load(str(task.recipe)).forecast_column or "pass_rate"
-    generated = {row["step"]: row["generated_tokens"] for row in latest_rows(task.rundir.metrics)}
+    rows = latest_rows(task.rundir.metrics)
     points = []
     for row in latest_scores(task.rundir.eval):
-        tokens = int(sum(n for step, n in generated.items() if step < row["step"]))
-        values = row["compute_hours"], row[score], row["step"], tokens, task.seed, row["compute_unit"]
+        made = [earlier for earlier in rows if earlier["step"] < row["step"]]
+        tokens, lag = int(sum(earlier["generated_tokens"] for earlier in made)), round(mean(made, "lag_mean") or 0.0, 3)
+        values = row["compute_hours"], row[score], row["step"], tokens, task.seed, row["compute_unit"], lag
         points.append(EvaluationPoint(*values))
     return tuple(points)
 
 
-HEADINGS = ("variant", "seeds", "before", "after", "at equal compute", "A", "B", "C_mid", "hours a run", "tokens a run")
+HEADINGS = (
+    "variant", "seeds", "before", "after", "at equal compute", "lag", "A", "B", "C_mid", "hours a run", "tokens a run"
+)  # fmt: skip
 
 
 def cells(row: VariantResult) -> list[str]:
     before = np.mean([run[0].pass_rate for run in row.runs])
     hours = np.mean([run[-1].compute_hours for run in row.runs])
     tokens = np.mean([run[-1].tokens for run in row.runs])
+    lag = np.mean([run[-1].lag for run in row.runs])
     found, held = row.fit, row.at_ceiling
     fitted = ["-"] * 3
     if found is not None and held is not None:
         values = (found.A, *found.A_interval), (held.B, *held.B_interval), (found.C_mid, *found.C_mid_interval)
         forms = ("{:.3f} [{:.3f}, {:.3f}]", "{:.2f} [{:.2f}, {:.2f}]", "{:.3g} [{:.3g}, {:.3g}]")
         fitted = [form.format(*three) for form, three in zip(forms, values, strict=True)]
-    rates = [f"{before:.3f}", _spread(row.final), _spread(row.common)]
+    rates = [f"{before:.3f}", _spread(row.final), _spread(row.common), f"{lag:.2f}"]
     return [row.variant, str(len(row.runs)), *rates, *fitted, f"{hours:.3g}", f"{tokens:,.0f}"]
 
 
@@ -141,8 +147,8 @@ def markdown(rows: Sequence[VariantResult], missing: Sequence[str] = ()) -> str:
         *("| " + " | ".join(cells(row)) + " |" for row in rows),
         "",
         f"Pass rates are of held-out prompts: mean over seeds ± standard deviation of a seed. Compute in {unit}-hours. At "
-        f"equal compute: at the {common_hours:.3g} hours that every run reached, interpolated. A, B, C_mid: sigmoid "
-        f"fitted to all seeds of a variant together{held}; with 95 % intervals.",
+        f"equal compute: at the {common_hours:.3g} hours that every run reached, interpolated. Lag: mean over a run. A, B, "
+        f"C_mid: sigmoid fitted to all seeds of a variant together{held}; with 95 % intervals.",
     ]
     notes: dict[str, list[str]] = {}
     for row in rows:

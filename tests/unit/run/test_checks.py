@@ -267,6 +267,7 @@ def test_history_is_not_altered(
         ("run", {"steps": 500}),
         ("evaluation", {"every": 5}),
         ("checkpoint", {"keep": 9}),
+        ("pipeline", {"window": "auto"}),
     ],
 )
 def test_the_rest_may_change(tree: Tree, write_run: Callable[[int], RunDir], section: str, change: Tree) -> None:

@@ -265,6 +265,7 @@ def test_requests_on_a_machine_that_is_gone_go_on_elsewhere(
             held.seen(here)
             held.publish([here], 3, "learner")
             held.published(here, 3, "learner", "")
+            servers.places.refresh()
             server, version = await servers.places.take((1, 0, 0), lambda s, v: True)
             assert (server, version) == (here, 3)
             request = asyncio.create_task(servers.clients[here].generate([1, 2], 8))

@@ -67,7 +67,7 @@ def test_in_the_middle(recipe: Recipe, write_run: Callable[[int], RunDir]) -> No
         "held out",
         "0.863",
         "step 40",
-        "limit 8",
+        "limit 8 · window 6.0",
         "publishing",
         "2,310",
         "93%",

@@ -30,6 +30,7 @@ class World:
         self.published, self.versions = -1, set[int]()  # the highest; all that ever were
         self.step = self.checkpoint = self.lives = 0
         self.publishing: Publish | None = None
+        self.window = pipeline.window_steps * prompts
         self.in_flight: dict[int, int] = {}  # ticket -> server
         self.token_versions: dict[int, set[int]] = {}
         self.trained: dict[int, tuple[int, ...]] = {}
@@ -52,7 +53,10 @@ class World:
         """Admit what may be; some requests start, all get a token of their server's weights, some end."""
         clean, newest = self.membership.clean(), self.membership.newest()
         while (
-            newest is not None and len(self.admission.queue) < STEPS * self.prompts and self.admission.can_admit(newest)
+            newest is not None
+            and len(self.admission.queue)
+            < min(STEPS * self.prompts, max(self.published, 0) * self.prompts + self.window)
+            and self.admission.can_admit(newest)
         ):
             self.record("admit", self.admission.next_ticket)
         for ticket in self.admission.unfinished():
@@ -76,6 +80,8 @@ class World:
                 if self.membership.published(server.id, self.publishing.version, self.learner, error):
                     self.published = max(self.published, self.publishing.version)
                     self.versions.add(self.publishing.version)
+                    if self.pipeline.kind == "pipeline-rl":  # any window that holds a batch
+                        self.window = self.random.randint(1, self.pipeline.window_steps) * self.prompts
             self.publishing = None
             return
         unfinished = self.admission.unfinished()

@@ -6,8 +6,9 @@ from collections.abc import Awaitable, Callable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.core.base.admission import Admission
 from megarl.core.base.messages import ServerAddress
-from megarl.core.sampling.places import Places
+from megarl.core.sampling.places import GroupPlaces, Places
 from megarl.core.server.membership import Membership
 
 
@@ -109,5 +110,80 @@ def test_cancelled_claims_leave_no_place_taken(claims: list[tuple[int, bool]], l
         await asyncio.gather(*tasks, return_exceptions=True)
         assert not places.claims
         assert [use.running for use in places.use.values()] == [0, 0]
+
+    run(scenario)
+
+
+def test_a_group_waits_for_its_first_request_and_stays_where_its_prompt_is() -> None:
+    async def scenario() -> None:
+        places, admission = Places(clean(0, 0, 0), limit=4), Admission(1, 8)
+        for _ in range(2):
+            await places.take((0, 0, 0), lambda server, _: server == 0)
+        group = GroupPlaces(places, admission, admission.admit(), rollouts=3)
+        home = group.server
+        assert home in (1, 2), "the emptiest"
+        first = await group.take(1)
+        others = [asyncio.create_task(group.take(n)) for n in (0, 2)]
+        await settle()
+        assert not any(task.done() for task in others), "they would compute the prompt once more"
+        group.cached()
+        assert [first, *await asyncio.gather(*others)] == [(home, 0)] * 3
+        assert places.use[home].running == 3
+        await places.take((1, 9, 0), lambda server, _: server == home)
+        turn = asyncio.create_task(group.take(2))
+        await settle()
+        assert not turn.done(), "its server is full, and others, which have places, do not have its prefix"
+        places.give_back(home)
+        assert await turn == (home, 0)
+
+    run(scenario)
+
+
+def test_a_group_whose_server_is_lost_moves_as_a_whole() -> None:
+    async def scenario() -> None:
+        members = clean(0, 0, 0)
+        places, admission = Places(members, limit=8), Admission(1, 8)
+        group = GroupPlaces(places, admission, admission.admit(), rollouts=4)
+        home, _ = await group.take(0)
+        group.cached()
+        members.lost(home)
+        places.refresh()
+        moved = {(await group._claim(n).place())[0] for n in range(4)}
+        assert len(moved) == 1
+        assert home not in moved
+
+    run(scenario)
+
+
+def test_a_group_leaves_a_server_that_the_lag_forbids() -> None:
+    async def scenario() -> None:
+        members = clean(0, 0)
+        places, admission = Places(members, limit=8), Admission(1, 1)
+        tickets = [admission.admit() for _ in range(2)]
+        group = GroupPlaces(places, admission, tickets[1], rollouts=2)
+        home, _ = await group.take(0)
+        group.cached()
+        for version, server in ((1, home), (5, 1 - home)):
+            members.publish([server], version, "a")
+            members.published(server, version, "a", "")
+        places.refresh()
+        assert (await group._claim(1).place()) == (home, 1), "still within the lag"
+        late = [admission.admit() for _ in range(4)][-1]
+        other = GroupPlaces(places, admission, late, rollouts=1)
+        assert await other.take(0) == (1 - home, 5), "version 1 is too old for step 5"
+
+    run(scenario)
+
+
+def test_cancelling_a_wait_for_the_first_request_gives_the_place_back() -> None:
+    async def scenario() -> None:
+        places, admission = Places(clean(0), limit=4), Admission(1, 8)
+        group = GroupPlaces(places, admission, admission.admit(), rollouts=2)
+        await group.take(0)
+        waiting = asyncio.create_task(group.take(1))
+        await settle()
+        waiting.cancel()
+        await settle()
+        assert places.use[0].running == 1
 
     run(scenario)

@@ -48,8 +48,8 @@ def test_each_server_costs_no_more_than_its_own_limit() -> None:
     with closing(fleet_of(*urls)) as fleet:
         began = time.monotonic()
         calls = fleet.start(fleet.servers, lambda server: server.pause("in_place"))
-        calls[0].result()
-        assert not calls[1].done()
+        calls.failed.result(LIMIT_S / 2)
+        assert 1 not in calls.results | calls.errors, "an error is told before the silent server's limit"
         results, errors = collect(calls)
         assert time.monotonic() - began < 2 * LIMIT_S
     assert list(results) == [0]
@@ -74,7 +74,7 @@ def test_a_call_whose_connection_ends_is_not_made_again() -> None:
 
 def test_closing_waits_for_no_call() -> None:
     fleet = fleet_of(scripted(SILENCE)[0])
-    (call,) = fleet.start([0], lambda server: server.end()).values()
+    call = fleet.start([0], lambda server: server.end()).over
     time.sleep(LIMIT_S / 4)
     began = time.monotonic()
     fleet.close()

@@ -31,7 +31,8 @@ def study(tmp_path: Path) -> Study:
         hours = rate * np.arange(1, 13)
         shift = 0.002 * (1 if task.seed else -1)
         for step in range(12):
-            append_jsonl(task.rundir.metrics, {"step": step, "generated_tokens": 10.0})
+            lag = step / 2 + (1.0 if task.variant == "quickstart" else 0.0)
+            append_jsonl(task.rundir.metrics, {"step": step, "generated_tokens": 10.0, "lag_mean": lag})
         points = [(0.0, R_0), *zip(hours, sigmoid(hours, *TRUTH[task.variant]) + shift, strict=True)]
         for step, (hour, value) in enumerate(points):
             row = {"step": step, "compute_hours": float(hour), "pass_rate": float(value), "compute_unit": "core"}
@@ -54,6 +55,8 @@ def test_table(study: Study) -> None:
     last = float(sigmoid(np.array(0.12), 0.9, 2.0, 0.02))
     assert f"| quickstart | 2 | 0.400 | {last:.3f} ± 0.003 |" in text  # 0.002 around it: sqrt(2) x 0.002
     assert "core-hours" in text
+    lag = results.HEADINGS.index("lag")
+    assert [results.cells(rows[variant])[lag] for variant in TRUTH] == ["3.75", "2.75"]
     held = {variant: row.at_ceiling for variant, row in rows.items()}
     ceilings = {round(fit.A, 5) for fit in held.values() if fit is not None}
     assert len(ceilings) == 1  # B stands at one A
@@ -67,9 +70,10 @@ def test_files(study: Study) -> None:
     written = sorted(str(p.relative_to(study.path)) for p in study.path.glob("**/*.csv"))
     assert written == [f"points/{v}-seed{s}.csv" for v in sorted(TRUTH) for s in (0, 1)]
     lines = (study.path / written[-1]).read_text().splitlines()
-    assert lines[0] == "compute_hours,pass_rate,step,tokens,seed,compute_unit"
-    assert lines[1] == "0.000000,0.400000,0,0,1,core"
+    assert lines[0] == "compute_hours,pass_rate,step,tokens,seed,compute_unit,lag"
+    assert lines[1] == "0.000000,0.400000,0,0,1,core,0.0"
     assert lines[3].split(",")[2:4] == ["2", "20"]  # two steps of ten tokens
+    assert [line.split(",")[-1] for line in lines[3:5]] == ["1.25", "1.5"]  # means of 1, 1.5 and of 1, 1.5, 2
     for picture in ("scaling.png", "scaling.svg", "final.png", "final.svg"):
         assert (study.path / picture).stat().st_size > 5_000
 

@@ -1,0 +1,139 @@
+"""How much of what requests have in common comes from the servers' caches: tiny servers, groups of conversations.
+
+    python -m benchmarks.prefixes [--servers 4] [--groups 48] [--json FILE]
+
+Each group samples its prompt GENERATIONS times, in TURNS turns of an environment that answers with REPLY tokens, through
+Places, GroupPlaces and Sampler as in a run. Ideal: all of an input that its group has sent or received before.
+
+    waiting     the group waits for its first request, as in a run
+    at once     all first requests are sent together
+"""
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megarl.core import recipe as recipes
+from megarl.core.base.admission import Admission
+from megarl.core.base.contracts import Observation
+from megarl.core.base.messages import ServerAddress
+from megarl.core.base.types import Episode, Prompt
+from megarl.core.sampling.places import GroupPlaces, Places
+from megarl.core.sampling.sampler import Job, Sampler
+from megarl.core.server.client import ServerClient
+from megarl.core.server.membership import Membership
+from megarl.lab.evaluation.servers import OwnServers, own_servers
+from tests.tiny import tiny_llama
+
+GENERATIONS = 8
+TURNS = 3
+PROMPT, REPLY, LIMIT = 256, 16, 400
+STOP = (0, 1, 2, 3)
+"""A turn ends with one of these or the end token, after 26 of 128 random tokens in the mean."""
+
+
+class Counting:
+    """An environment of TURNS turns."""
+
+    turns, stop_tokens = TURNS, STOP
+
+    def __init__(self) -> None:
+        self.step_number = 0
+
+    @asynccontextmanager
+    async def played(self, prompt: Prompt) -> AsyncIterator[None]:
+        yield
+
+    async def step(self, tokens: np.ndarray) -> Observation:
+        self.step_number += 1
+        return Observation(np.arange(REPLY, dtype=np.int32), done=self.step_number == TURNS)
+
+    async def reward(self) -> None:
+        return None
+
+    def told(self, turns: int, limited: bool) -> Episode:
+        return Episode(turns=turns, calls=turns, errors=0, seconds=0.0, limited=limited)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--servers", type=int, default=4)
+    parser.add_argument("--groups", type=int, default=48)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_llama(Path(folder) / "a", max_position_embeddings=1024)
+        recipe = recipes.from_tree({
+            "run": {"name": "run", "dir": folder},
+            "model": {"path": f"{folder}/a", "dtype": "fp32"},
+            "length": {"prompt_tokens": PROMPT, "thinking_tokens": [LIMIT, LIMIT + 1], "answer_tokens": 50},
+            "serving": {"kv_tokens": 32768, "max_running_requests": 32},
+            "resources": {"servers": options.servers},
+        })  # fmt: skip
+        with own_servers(recipe) as servers:
+            found = {
+                name: asyncio.run(share(servers, options.groups, seed, waits))
+                for seed, (name, waits) in enumerate((("waiting", True), ("at once", False)))
+            }
+    print(json.dumps(found, indent=2))
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+async def share(servers: OwnServers, groups: int, seed: int, waits: bool) -> dict[str, float]:
+    """Groups arrive as places become free, as in a pipeline that is full."""
+    recipe, random = servers.recipe, np.random.default_rng(seed)
+    members = Membership([ServerAddress(id=n, url=url) for n, url in enumerate(servers.endpoints.servers)])
+    for n in members.members:
+        members.seen(n)
+        members.publish([n], -1, "")
+        members.published(n, -1, "", "")
+    keys = servers.endpoints.api_key, servers.endpoints.admin_key
+    clients = {n: ServerClient(m.address, *keys) for n, m in members.members.items()}
+    places, admission = Places(members, recipe.serving.max_running_requests), Admission(1000, 8)
+    tokenizer: Any = SimpleNamespace(ids=lambda text: np.zeros(0, np.int32), decode=lambda tokens: "", end=127)
+    environments: Any = SimpleNamespace(of=lambda task: Counting())
+    sampler = Sampler(recipe, tokenizer, clients, places, servers, environments)
+
+    async def group(ticket: int) -> None:
+        held = GroupPlaces(places, admission, ticket, GENERATIONS)
+        if not waits:
+            held.cached()
+        prompt = Prompt(id=str(ticket), tokens=random.integers(0, 127, PROMPT, dtype=np.int32), answer="")
+        jobs = (
+            Job(prompt, (1, ticket, n), partial(held.take, n), f"{seed}/{ticket}", LIMIT, 1.0, 1.0,
+                started=held.cached)
+            for n in range(GENERATIONS)
+        )  # fmt: skip
+        await asyncio.gather(*map(sampler.complete, jobs))
+
+    begin, running = time.monotonic(), set()
+    for _ in range(groups):
+        while places.free(lambda version: True) <= 0:
+            places.changed.clear()
+            await places.changed.wait()
+        running.add(asyncio.create_task(group(admission.admit())))
+        await asyncio.sleep(0)
+    await asyncio.gather(*running)
+    for client in clients.values():
+        await client.close()
+    uses = places.use.values()
+    reusable, cached = sum(use.reusable for use in uses), sum(use.cached for use in uses)
+    return {"reusable_tokens": reusable, "cached_tokens": cached, "share": cached / reusable,
+            "seconds": time.monotonic() - begin}  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""`pipeline.window`: real runs whose learner limits, with a full window and with `auto`, in alternated pairs.
+
+    python -m benchmarks.window [--pairs 5] [--steps 80] [--json FILE]     ten runs of a minute or so on two quiet cores
+    python -m benchmarks.window --simulate                                 scalerl-8b on 80 H100, two minutes of a core
+
+The workload is that of `workload.py` with answers about as long as prompts: a server reads a prompt once for a group, the
+learner with every answer, so the learner is the bottleneck. Counted are the steps after `WARM_UP`, in which the window fills
+and closes, up to the last for which a full window still draws. The interval is Student's t of the pairs' logarithms; one pair
+has none.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from scipy import stats
+
+from benchmarks.end_to_end import make_model, output, recipe_of, write_data
+from benchmarks.workload import GrpoStepSizes
+from megarl.core import recipe as recipes
+from megarl.core.base import architecture
+from megarl.core.base.rundir import RunDir, latest_rows
+from megarl.core.recipe import Recipe
+from megarl.lab.planning.hardware import gpu_named
+from megarl.lab.planning.layouts import PlanningProblem, as_written
+from megarl.lab.planning.simulate import simulated
+from megarl.lab.planning.workload import lognormal, workload
+
+WORK = GrpoStepSizes(prompts=8, generations=8, mean_tokens=16, max_tokens=48)
+WARM_UP = 30
+WINDOWS = ("full", "auto")
+FIGURES = ("tokens_per_second", "lag_mean", "learner_idle_share", "window")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--json", type=Path, help="write the figures of each run there too")
+    parser.add_argument(
+        "--simulate", action="store_true", help="simulate 80 GPUs instead, learner-bound and nearly balanced"
+    )
+    options = parser.parse_args()
+    if options.simulate:
+        return simulate()
+    found: dict[str, list[dict[str, float]]] = {window: [] for window in WINDOWS}
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        make_model(place / "model", WORK)
+        write_data(place, WORK, options.steps)
+        for pair in range(options.pairs):
+            for window in WINDOWS[:: -1 if pair % 2 else 1]:
+                found[window].append(measured(made(place, options.steps, window, pair)))
+                figures = ", ".join(f"{name} {value:,.3g}" for name, value in found[window][-1].items())
+                print(f"pair {pair}, {window}: {figures}; load {os.getloadavg()[0]:.1f}", flush=True)
+    print(table(found))
+    if options.json:
+        options.json.write_text(
+            json.dumps({"cores": os.cpu_count(), "steps": options.steps, "runs": found}, indent=1) + "\n"
+        )
+
+
+def simulate() -> None:
+    print("| servers + learner | window | tokens/s | mean lag | learner idle |\n|---|---|---|---|---|")
+    for servers in (72, 64):
+        for window in WINDOWS:
+            split = [
+                f"resources.servers={servers}",
+                f"resources.learner_ranks={80 - servers}",
+                f"pipeline.window={window}",
+            ]
+            recipe = recipes.load("scalerl-8b", split)
+            drawn = workload(recipe, lognormal(recipe, 8000, 0.5), 1.0, 0)
+            posed = PlanningProblem(recipe, architecture.read("llama-3.1-8b"), gpu_named("h100"), 80, drawn)
+            plan = as_written(posed)
+            assert not isinstance(plan, str), plan
+            found = simulated(posed, plan, 12).summary
+            figures = f"{found.tokens_per_second:,.0f} | {found.lag_mean:.2f} | {found.learner_idle:.1%}"
+            print(f"| {servers} + {80 - servers} | {window} | {figures} |", flush=True)
+
+
+def made(place: Path, steps: int, window: str, pair: int) -> Recipe:
+    recipe = recipe_of(place, WORK, steps)
+    update = {
+        "run": recipe.run.model_copy(update={"name": f"{window}-{pair}"}),
+        "pipeline": recipe.pipeline.model_copy(update={"window": window}),
+    }
+    return recipe.model_copy(update=update)
+
+
+def measured(recipe: Recipe) -> dict[str, float]:
+    """Run it, and return its figures over the counted steps; shares and means are over their seconds."""
+    rundir = RunDir(recipe.run.path)
+    file = rundir.path.parent / f"{recipe.run.name}.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(recipes.dump(recipe))
+    output([sys.executable, "-m", "megarl", "train", str(file)], {})
+    rows = latest_rows(rundir.metrics)[WARM_UP : -recipe.pipeline.window_steps]
+    seconds = np.array([row["step_seconds"] for row in rows])
+    return {name: float(np.average([row[name] for row in rows], weights=seconds)) for name in FIGURES}
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Return the geometric mean of the pairs' ratios and its 95 % interval; without bounds from one pair."""
+    logs = np.log(ratios)
+    if len(logs) == 1:
+        return math.exp(logs[0]), 0.0, math.inf
+    half = stats.t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / math.sqrt(len(logs))
+    return math.exp(logs.mean()), math.exp(logs.mean() - half), math.exp(logs.mean() + half)
+
+
+def table(found: dict[str, list[dict[str, float]]]) -> str:
+    lines = ["| window | tokens/s | mean lag | learner idle | batches |", "|---|---|---|---|---|"]
+    for window, runs in found.items():
+        tokens, lag, idle, batches = (np.mean([run[name] for run in runs]) for name in FIGURES)
+        lines.append(f"| {window} | {tokens:,.0f} | {lag:.2f} | {idle:.1%} | {batches:.1f} |")
+    pairs = list(zip(found["auto"], found["full"], strict=True))
+    for name in FIGURES[:2]:
+        mean, low, high = interval([auto[name] / full[name] for auto, full in pairs])
+        lines.append(f"\n{name}, auto / full: {mean:.3f} [{low:.3f}, {high:.3f}] over {len(pairs)} pairs")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""What the controller learns of servers between requests: their load, and that one whose tokens come is alive."""
+
+import asyncio
+import math
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.core import recipe as recipes
+from megarl.core.base.rundir import Endpoints, LinkKeys
+from megarl.core.controller import servers as module
+from megarl.core.controller.metrics import Meter
+from megarl.core.controller.servers import Servers
+from megarl.core.sampling.places import Places
+from megarl.core.server.client import ServerClient
+from megarl.core.server.membership import ServerLoad
+from megarl.core.telemetry.spans import UNRECORDED
+from tests.unit.core.sampling.test_places import anywhere
+
+
+def servers_of(count: int) -> Servers:
+    recipe = recipes.from_tree({"run": {"name": "r"}, "model": {"path": "m"}, "serving": {"max_running_requests": 64}})
+    endpoints = Endpoints(
+        session="s", controller="", servers=tuple(f"http://127.0.0.1:{n + 1}" for n in range(count)), api_key="u",
+        admin_key="a", link=LinkKeys.new(), rendezvous_port=1,
+    )  # fmt: skip
+    servers = Servers(recipe, endpoints, lambda: None, UNRECORDED)
+    for n in servers.clients:
+        servers.membership.seen(n)
+        servers.membership.publish([n], 0, "a")
+        servers.membership.published(n, 0, "a", "")
+    return servers
+
+
+@pytest.mark.parametrize("lends", [False, True])
+def test_a_server_that_puts_requests_back_gets_fewer(lends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a learner that shares its GPU has told it to. A server that does not tell its load keeps its places."""
+    monkeypatch.setattr(module, "LOAD_S", 0.01)
+
+    async def load(self: ServerClient) -> ServerLoad:
+        if self.address.id == 2:
+            raise self.error("ask for its load", "nothing")
+        return ServerLoad(0.5, 0)
+
+    monkeypatch.setattr(ServerClient, "current_load", load)
+
+    async def scenario() -> list[int]:
+        servers = servers_of(3)
+        servers._told_to_retract = lends
+        places = servers.places
+        places.refresh()
+        for _ in range(3 * 64):
+            await places.take((1, 0, 0), anywhere)
+        for client in (servers.clients[1], servers.clients[2]):
+            client.retractions = 1
+        observing = asyncio.create_task(servers.observe())
+        await asyncio.sleep(0.1)
+        observing.cancel()
+        return [use.limit for use in places.use.values()]
+
+    assert asyncio.run(scenario()) == [64, 64 if lends else 48, 64]
+
+
+def test_a_server_whose_tokens_come_is_not_asked_for_its_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "POLL_AFTER_MISS_S", 0.01)
+    monkeypatch.setattr(module, "POLL_S", 0.05)
+    asked: list[int] = []
+
+    async def scenario(heard: float) -> str:
+        servers = servers_of(1)
+        servers.clients[0].heard = heard
+
+        async def health() -> bool:
+            asked.append(0)
+            return False
+
+        client: Any = servers.clients[0]
+        client.health = health
+        watching = asyncio.create_task(servers.watch(0))
+        await asyncio.sleep(0.3)
+        watching.cancel()
+        return servers.membership.members[0].state
+
+    assert asyncio.run(scenario(time.monotonic() + 60)) == "clean"
+    assert not asked
+    assert asyncio.run(scenario(-math.inf)) == "lost"
+    assert asked
+
+
+def test_the_share_from_the_cache_is_of_what_could_be_there() -> None:
+    async def scenario() -> None:
+        places = Places(servers_of(2).membership, 4)
+        meter = Meter(places)
+        assert "cached_prompt_share" not in meter.step()
+        places.use[0].reusable, places.use[0].cached, places.use[1].reusable = 300, 250, 100
+        places.use[1].limit = 2
+        row = SimpleNamespace(**meter.step())
+        assert (row.cached_prompt_share, row.server_places_mean) == (250 / 400, 3)
+        places.use[0].reusable += 10
+        assert meter.step()["cached_prompt_share"] == 0, "of this step alone"
+
+    asyncio.run(scenario())
