@@ -59,7 +59,7 @@ class StandIns:
             if said == "silence":
                 await asyncio.sleep(60)
             status = said if isinstance(said, int) else 200
-            body = {"message": "no"} if status != 200 else {"weight_version": str(number)}
+            body = {"message": "no"} if status != 200 else {"weight_version": str(number), "message": ""}
             await JSONResponse(body, status)(scope, receive, send)
 
         gate = Gate(answer, self.endpoints, handles=False, vocabulary=8)
@@ -136,7 +136,8 @@ def test_each_server_gets_its_own_question(stand_ins: StandIns) -> None:
     with closing(fleet_of(stand_ins)) as fleet:
         errors = fleet.each(fleet.servers, lambda s: s.join_group("g", "127.0.0.1", 1, s.address.id, 12, "gloo"))[1]
     assert errors == {}
-    assert {number: msgspec.json.decode(body)["rank_offset"] for number, _, body in stand_ins.heard} == {
+    asked = {number: msgspec.json.decode(body)["names"][0] for number, _, body in stand_ins.heard}
+    assert {number: msgspec.json.decode(names)["first"] for number, names in asked.items()} == {
         i: i for i in range(SERVERS)
     }
 
@@ -182,11 +183,11 @@ def test_what_must_not_be_repeated_is_not(stand_ins: StandIns) -> None:
     """A second call to receive a bucket would wait for a broadcast that never comes."""
     stand_ins.says = {(4, "/relay"): "death"}
     with closing(fleet_of(stand_ins)) as fleet:
-        results, errors = collect(fleet.start(fleet.servers, lambda s: s.receive([], [], [], "g", None)))
+        results, errors = collect(fleet.start(fleet.servers, lambda s: s.receive("g")))
         assert sorted(results) == [0, 1, 2, 3, 8, 9, 10]
         assert {type(error) for error in errors.values()} == {RelayLost}
-        assert "transfer: the relay, server 4, was lost" in str(errors[6])
-        results, errors = collect(fleet.start(fleet.servers, lambda s: s.receive([], [], [], "g", None)))
+        assert "receive: the relay, server 4, was lost" in str(errors[6])
+        results, errors = collect(fleet.start(fleet.servers, lambda s: s.receive("g")))
         assert (sorted(results), errors) == ([*range(SERVERS)], {}), "directly, from then on"
 
 

@@ -22,8 +22,7 @@ class Told:
         return SimpleNamespace(
             address=SimpleNamespace(id=i),
             leave_group=lambda name: self.left.append((i, name)),
-            begin=lambda: None,
-            end=lambda: None,
+            stage=lambda version, base=None: None,
             served_version=lambda: 1,
         )
 
@@ -35,6 +34,7 @@ def test_each_server_leaves_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
     transport: Any = ProcessGroupTransport.__new__(ProcessGroupTransport)
     transport._source, transport._group, transport._members = True, None, ()
     transport._versions, transport._untold, formed = {}, {}, 0
+    transport._last = SimpleNamespace(base=None)
 
     def send_all(fleet: Any, ids: tuple[int, ...]) -> _Attempt:
         nonlocal formed
