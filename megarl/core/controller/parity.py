@@ -105,7 +105,7 @@ class Parity:
 
     def finished(self, candidate: Candidate) -> None:
         self._waiting.append(candidate)
-        if self._comparable and self._membership.clean_version(candidate.server) == candidate.version:
+        if self._comparable and self._membership.serving_version(candidate.server) == candidate.version:
             task = asyncio.create_task(self._score_again(candidate))
             self._scoring.add(task)
             task.add_done_callback(self._scoring.discard)

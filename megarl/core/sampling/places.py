@@ -106,7 +106,7 @@ class Places:
         self.use = {server: Use(limit) for server in membership.members}
         self.claims: list[Claim] = []
         self.changed = asyncio.Event()
-        self._clean: dict[int, int] = {}  # version of each, and free places of each version, since `refresh`
+        self._serving: dict[int, int] = {}  # version of each, and free places of each version, since `refresh`
         self._open: Counter[int] = Counter()
         self.refresh()
 
@@ -122,7 +122,7 @@ class Places:
     def claim(self, order: Order, may_use: MayUse, home: Callable[[], int | None] = lambda: None) -> Claim:
         """Return a claim on a place, to be awaited or dropped. It needs a running event loop."""
         claim = Claim(order, may_use, home, asyncio.get_running_loop().create_future(), self)
-        if not self._grant(claim, self._clean):
+        if not self._grant(claim, self._serving):
             insort(self.claims, claim, key=lambda c: c.order)
         return claim
 
@@ -138,10 +138,10 @@ class Places:
     def refresh(self) -> None:
         """Give out places. Call this whenever a server's state, or what an older claim may use, has changed."""
         self.changed.set()
-        self._clean, self._open = self.membership.clean(), Counter()
-        for server, version in self._clean.items():
+        self._serving, self._open = self.membership.serving(), Counter()
+        for server, version in self._serving.items():
             self._open[version] += self.use[server].free
-        self._give_out(self._clean)
+        self._give_out(self._serving)
 
     def observe(self, server: int, load: ServerLoad, retracted: bool) -> None:
         """Adapt a server's places to its load; `refresh` then gives them out. retracted: it has put requests back meanwhile."""
@@ -155,33 +155,33 @@ class Places:
 
     def _give_out(self, servers: Iterable[int]) -> None:
         """Give free places of these servers to waiting claims, the oldest first."""
-        free = {s for s in servers if self.use[s].free and self.membership.clean_version(s) is not None}
+        free = {s for s in servers if self.use[s].free and self.membership.serving_version(s) is not None}
         if free and self.claims:
             self.claims = [c for c in self.claims if not c.granted.cancelled() and not self._grant(c, free)]
 
     def _grant(self, claim: Claim, servers: Collection[int]) -> bool:
         """Give the claim a place on the emptiest of these servers that suits it, if there is one."""
         home = claim.home()
-        suited = [
-            s
+        suited = {
+            s: version
             for s in (servers if home is None else (home,) if home in servers else ())
             if self.use[s].free
-            and (version := self.membership.clean_version(s)) is not None
+            and (version := self.membership.serving_version(s)) is not None
             and claim.may_use(s, version)
-        ]
+        }
         if not suited:
             return False
         server = max(suited, key=lambda s: self.use[s].free)
         self._change(server, +1)
-        claim.granted.set_result((server, self.membership.members[server].version))
+        claim.granted.set_result((server, suited[server]))
         return True
 
     def _change(self, server: int, by: int) -> None:
         use = self.use[server]
         before = use.free
         use.change(by)
-        if server in self._clean:
-            self._open[self._clean[server]] += use.free - before
+        if server in self._serving:
+            self._open[self._serving[server]] += use.free - before
 
     def free(self, version_suits: Callable[[int], bool]) -> int:
         """Return the places left on servers of suitable version when all claims are met; negative if there are more claims."""
@@ -189,7 +189,7 @@ class Places:
 
     def emptiest(self, version_suits: Callable[[int], bool]) -> int | None:
         """Return the server with most free places among those of suitable version."""
-        suited = [s for s, v in self.membership.clean().items() if version_suits(v)]
+        suited = [s for s, v in self.membership.serving().items() if version_suits(v)]
         return max(suited, key=lambda s: self.use[s].limit - self.use[s].running, default=None)
 
 
@@ -238,7 +238,7 @@ class GroupPlaces:
 
     def _home(self) -> int | None:
         """Return the group's server, and choose another one for all of the group if it may not be used."""
-        held = self._places.membership.clean_version(self.server)
+        held = self._places.membership.serving_version(self.server)
         if held is None or not self._admission.eligible(self._ticket, held):
             self.server = self._places.emptiest(lambda version: self._admission.eligible(self._ticket, version))
         return self.server

@@ -7,8 +7,9 @@
         ▲  seen (it may have restarted: its weights are unknown)
         └──────── lost, from any state
 
-Only clean servers get requests. A pinned server (held at its version by an evaluation) is not published to. A clean server
-whose weights came from an earlier learner stays in use until the new learner publishes to it.
+Clean servers get requests, and publishing ones whose weights are staged: they serve the old ones until their swap. A pinned
+server (held at its version by an evaluation) is not published to. A clean server whose weights came from an earlier learner
+stays in use until the new learner publishes to it.
 
 The run's own servers are members for ever. Others join and leave:
 
@@ -58,17 +59,27 @@ class Member:
     heard: float = 0.0  # seconds, when that process spoke last
     away_since: float = 0.0  # and since when the server has been away
     receives: bool = False  # it leaves while the learner still sends it weights
+    keeps: int = -1  # the version that a publishing server serves until its swap; -1: none
 
     @property
     def away(self) -> bool:
         """Return whether it does not answer, not yet or no longer."""
         return self.state in ("starting", "lost")
 
+    @property
+    def serves(self) -> int | None:
+        """Return the version that a request would meet, or a newer one; None: it may be sent none."""
+        if self.state == "publishing":
+            return self.keeps if self.keeps >= 0 else None
+        return self.version if self.state == "clean" else None
+
 
 class Membership:
-    """The states of all servers of a run, by id."""
+    """The states of all servers of a run, by id. staged: new weights are brought to them beside the old ones, which they serve
+    meanwhile."""
 
-    def __init__(self, addresses: Sequence[ServerAddress]) -> None:
+    def __init__(self, addresses: Sequence[ServerAddress], staged: bool = False) -> None:
+        self._staged = staged
         self.members = {address.id: Member(address) for address in addresses}
         self._own = len(self.members)
 
@@ -94,6 +105,8 @@ class Membership:
                 raise ValueError(f"server {server} is {self.describe(server)}: it cannot be published to")
             if member.state == "clean" and version < member.version:
                 raise ValueError(f"server {server} holds version {member.version}: {version} would be a step back")
+            if member.state != "publishing":
+                member.keeps = member.version if self._staged and member.state == "clean" else -1
             member.state, member.version, member.incarnation = "publishing", version, incarnation
 
     def published(self, server: int, version: int, incarnation: str, error: str) -> bool:
@@ -185,17 +198,21 @@ class Membership:
     # What follows.
 
     def clean(self) -> dict[int, int]:
-        """Return the version of each server that may be sent requests."""
+        """Return the version of each server that has its weights and gets no others now."""
         return {s: m.version for s, m in self.members.items() if m.state == "clean"}
 
-    def clean_version(self, server: int | None) -> int | None:
+    def serving(self) -> dict[int, int]:
+        """Return the version of each server that may be sent requests."""
+        return {s: version for s, m in self.members.items() if (version := m.serves) is not None}
+
+    def serving_version(self, server: int | None) -> int | None:
         """Return this server's version if it may be sent requests. No look at the others: every request asks this."""
         member = self.members.get(server) if server is not None else None
-        return member.version if member is not None and member.state == "clean" else None
+        return None if member is None else member.serves
 
     def newest(self) -> int | None:
         """Return the newest version that requests can be sent to."""
-        return max(self.clean().values(), default=None)
+        return max(self.serving().values(), default=None)
 
     def healthy(self) -> list[int]:
         return [s for s, m in self.members.items() if not m.away and m.state != "leaving"]

@@ -54,6 +54,19 @@ def test_the_oldest_claim_goes_first_and_evaluation_before_all() -> None:
     run(scenario)
 
 
+def test_a_request_while_weights_are_staged_has_the_old_version() -> None:
+    async def scenario() -> None:
+        members = Membership([ServerAddress(id=0, url="")], staged=True)
+        members.seen(0)
+        for version in (3, 4):
+            members.publish([0], version, "a")
+            if version == 3:
+                members.published(0, version, "a", "")
+        assert await Places(members, limit=1).take((1, 0, 0), anywhere) == (0, 3)
+
+    run(scenario)
+
+
 def test_a_claim_waits_for_a_server_that_suits_it() -> None:
     async def scenario() -> None:
         members = clean(3, 5)

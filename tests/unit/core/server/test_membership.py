@@ -15,8 +15,8 @@ PORTS = st.integers(0, 6)
 START_S = 100.0
 
 
-def membership(count: int = 3) -> Membership:
-    return Membership([ServerAddress(id=n, url=f"http://127.0.0.1:{n}") for n in range(count)])
+def membership(count: int = 3, staged: bool = False) -> Membership:
+    return Membership([ServerAddress(id=n, url=f"http://127.0.0.1:{n}") for n in range(count)], staged)
 
 
 def ids(addresses: tuple[ServerAddress, ...]) -> list[int]:
@@ -26,13 +26,15 @@ def ids(addresses: tuple[ServerAddress, ...]) -> list[int]:
 class Life(RuleBasedStateMachine):
     """Servers come, die and return, learners publish and are replaced, evaluations hold a server, other servers join and leave.
 
-    `real` is what each server truly holds: None after a (re)start or half a publication, until one is complete. `spoke`: when
-    the process of a joined server said last that it is there.
+    `real` is what each server truly holds: None after a (re)start or half a publication, until one is complete; if weights are
+    staged, what it held before, until then. `spoke`: when the process of a joined server said last that it is there.
     """
+
+    staged = False
 
     def __init__(self) -> None:
         super().__init__()
-        self.members = membership()
+        self.members = membership(staged=self.staged)
         self.alive = dict.fromkeys(range(3), False)
         self.real: dict[int, int | None] = dict.fromkeys(range(3))
         self.learner, self.version = 0, 0
@@ -70,7 +72,7 @@ class Life(RuleBasedStateMachine):
         if wanting:
             self.members.publish(wanting, self.version, self.name)
             self.publishing = self.name, self.version, wanting
-            for server in wanting:
+            for server in wanting if not self.staged else ():
                 self.real[server] = None  # half of the buckets are there
 
     @precondition(lambda self: self.publishing is not None)
@@ -168,6 +170,14 @@ class Life(RuleBasedStateMachine):
             assert self.real[server] == version
 
     @invariant()
+    def requests_meet_the_version_that_is_believed(self) -> None:
+        serving = self.members.serving()
+        for server, version in serving.items():
+            assert self.alive[server]
+            assert self.real[server] == version == self.members.serving_version(server)
+        assert serving.items() >= self.members.clean().items()
+
+    @invariant()
     def held_servers_keep_their_version(self) -> None:
         for server, version in self.pinned.items():
             assert self.members.clean()[server] == version
@@ -177,8 +187,30 @@ class Life(RuleBasedStateMachine):
         assert (self.members.newest() or 0) <= self.version
 
 
-TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+class StagedLife(Life):
+    staged = True
+
+
+TestLife, TestStagedLife = Life.TestCase, StagedLife.TestCase
+TestLife.settings = TestStagedLife.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_server_serves_its_old_weights_while_new_ones_are_staged(staged: bool) -> None:
+    m = membership(2, staged)
+    m.seen(0)
+    m.seen(1)
+    m.publish([0], 7, "a")
+    assert m.serving() == {}, "it holds nothing yet"
+    m.published(0, 7, "a", "")
+    m.publish([0, 1], 8, "a")
+    m.publish([0, 1], 8, "a")  # the answer was lost
+    assert m.serving() == ({0: 7} if staged else {})
+    assert m.newest() == (7 if staged else None)
+    assert m.clean() == {}
+    m.published(0, 8, "a", "checksum")
+    m.published(1, 8, "a", "")
+    assert m.serving() == m.clean() == {1: 8}, "what failed is not sent any"
 
 
 def test_a_server_that_joins_is_published_to_alone_and_one_that_leaves_is_left_out() -> None:
