@@ -44,7 +44,7 @@ class Servers:
     def __init__(self, recipe: Recipe, endpoints: Endpoints, changed: Callable[[], None], spans: Spans) -> None:
         self._width, self._start_s = recipe.resources.server_tensor_parallel, recipe.serving.start_timeout_s
         addresses = [ServerAddress(id=n, url=u, tensor_parallel=self._width) for n, u in enumerate(endpoints.servers)]
-        self.membership = Membership(addresses, staged=recipe.weights.transport == "process_group")
+        self.membership = Membership(addresses, recipe.stages_weights)
         self.places = Places(self.membership, recipe.serving.max_running_requests)
         self._keys = endpoints.api_key, endpoints.admin_key
         self.clients = {a.id: ServerClient(a, *self._keys) for a in addresses}

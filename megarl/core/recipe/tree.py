@@ -585,6 +585,11 @@ class Recipe(Section):
         return self.resources.learner_ranks // self.model.model_parallel_size
 
     @property
+    def stages_weights(self) -> bool:
+        """Servers get new weights beside the old ones, which they serve meanwhile (megarl/core/server/staging.py)."""
+        return self.weights.transport == "process_group"
+
+    @property
     def lends_memory(self) -> bool:
         """Servers wait while the learner trains, on GPUs that they share: it uses the memory of their KV cache meanwhile."""
         return self.resources.colocate and self.pipeline.max_lag == 0

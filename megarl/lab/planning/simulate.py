@@ -108,7 +108,8 @@ class _SimulatedRun:
     def __init__(self, recipe: Recipe, work: Workload, costs: Costs, steps: int, seed: int, evaluate: bool) -> None:
         self.recipe, self.work, self.costs, self.count = recipe, work, costs, steps
         self.random = np.random.default_rng(seed)
-        self.membership = Membership([ServerAddress(i, "") for i in range(recipe.resources.servers)])
+        addresses = [ServerAddress(i, "") for i in range(recipe.resources.servers)]
+        self.membership = Membership(addresses, recipe.stages_weights)
         self.servers = [SimulatedServer(costs.step_seconds) for _ in self.membership.members]
         self.places = Places(self.membership, costs.limit)
         self.tickets: dict[int, _Ticket] = {}
@@ -210,7 +211,7 @@ class _SimulatedRun:
         ids = [address.id for address in command.servers]
         self.membership.publish(ids, command.version, LEARNER)
         self.places.refresh()
-        for i in ids:
+        for i in ids if not self.recipe.stages_weights else ():
             self.servers[i].pause()
         await asyncio.sleep(self.costs.transfer)
         for i in ids:
