@@ -144,10 +144,10 @@ def ask(live: LiveRun, method: str, path: str, key: str = "", body: bytes = b"{}
 
 
 def paths_of_a_server() -> list[str]:
-    """List every path that SGLang answers, and those of megarl/core/server/proxy.py."""
+    """List every path that SGLang answers, of its routers one, and those of megarl/core/server/proxy.py."""
     (package,) = find_spec("sglang").submodule_search_locations  # type: ignore[union-attr, misc]
     source = (Path(package) / "srt/entrypoints/http_server.py").read_text()
-    return sorted({"/device_identity", *re.findall(r'@app\.\w+\(\s*"(/[^"]*)"', source)})
+    return sorted({"/device_identity", "/v1/loads", *re.findall(r'@app\.\w+\(\s*"(/[^"]*)"', source)})
 
 
 def test_nothing_is_answered_without_a_key_but_that_it_is_ready(live: LiveRun) -> None:

@@ -111,12 +111,13 @@ def family_tree(server: Running) -> list[psutil.Process]:
 
 
 def before(monkeypatch: pytest.MonkeyPatch, call: str, victim: int, action: Callable[[], Any], number: int = 1) -> None:
-    """Do it just before the victim is called so for the `number`th time; what it was called for before, it has answered."""
+    """Do it just before the victim is called so for the `number`th time; what it was called for before, it has answered. The
+    calls of a fleet await nothing but their server, so all wait while it is done."""
     real, calls = vars(ServerClient)[call], itertools.count(1)
 
     async def act_then_call(self: ServerClient, *args: Any) -> Any:
         if self.address.id == victim and next(calls) == number:
-            await asyncio.to_thread(action)
+            action()
         return await real(self, *args)
 
     monkeypatch.setattr(ServerClient, call, act_then_call)
