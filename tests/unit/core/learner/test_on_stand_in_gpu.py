@@ -66,7 +66,9 @@ def test_a_step_is_the_cpus(measured: tuple[dict[str, Any], dict[str, Any]], cas
     for mine, theirs in zip(gpu["steps"], cpu["steps"], strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5 if exact else 0.03, abs=1e-5 if exact else 0.01)
     assert gpu["published"] == cpu["published"]
-    assert gpu["logprobs"] == pytest.approx(cpu["logprobs"], abs=1e-4 if exact else 0.1)
+    # In bf16 a rounding may turn a choice of experts; those of fp32 are the ones that would show a fault.
+    rounded = 0.2 if "moe" in case else 0.1
+    assert gpu["logprobs"] == pytest.approx(cpu["logprobs"], abs=1e-4 if exact else rounded)
 
 
 def test_devices_that_are_mixed_are_found(tmp_path: Path) -> None:
