@@ -50,7 +50,8 @@ from megarl.core.base.process import die_with_parent
 from megarl.core.base.rundir import Endpoints
 from megarl.core.models import build, family_of, hf, parallel
 from megarl.core.recipe import Recipe
-from megarl.core.server.client import Fleet, ServerClient
+from megarl.core.server.client import ServerClient
+from megarl.core.server.fleet import Fleet
 from megarl.core.weights.deltas import LastSent
 from megarl.core.weights.process_group import VIEWS, ProcessGroupTransport, backend
 from megarl.core.weights.publisher import Publisher

@@ -35,9 +35,10 @@ from megarl.core.base.messages import ServerAddress
 from megarl.core.base.types import Batch, Group, Prompt, Rollout, Segment, encode
 from megarl.core.journal.journal import Admitted, Finished, Journal
 from megarl.core.sampling.places import GroupPlaces, Places
-from megarl.core.server.client import Fleet, ServerClient
+from megarl.core.server.client import ServerClient
+from megarl.core.server.fleet import Fan, Fleet
 from megarl.core.server.membership import Membership, ServerLoad
-from megarl.core.server.relay import Fan, RelayedCall, relayed
+from megarl.core.server.relay import RelayedCall, relayed
 
 REPEATS = 3
 CHUNK = 64

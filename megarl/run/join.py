@@ -49,32 +49,17 @@ def main(run: Path, interface: str) -> int:
     interface: the network interface to listen on; empty: the run's. MegarlError, before a server starts, if it cannot join.
     """
     rundir, recipe, endpoints = opened(run)
-    node, width = (
-        listening(recipe, endpoints, interface, 1 + len(endpoints.servers)),
-        recipe.resources.server_tensor_parallel,
-    )
+    width = recipe.resources.server_tensor_parallel
+    node = listening(recipe, endpoints, interface, 1 + len(endpoints.servers))
     if bool(node.gpus) != bool(endpoints.gpus) or (endpoints.gpus and len(node.gpus) < width):
-        needs = (
-            f"{width} GPUs (resources.server_tensor_parallel)"
-            if endpoints.gpus
-            else "CPUs (CUDA_VISIBLE_DEVICES= hides GPUs)"
-        )
+        gpus = f"{width} GPUs (resources.server_tensor_parallel)"
+        needs = gpus if endpoints.gpus else "CPUs (CUDA_VISIBLE_DEVICES= hides GPUs)"
         raise MegarlError(f"a server of this run needs {needs}, and this machine shows {len(node.gpus)} GPUs")
     urls = {port: f"http://{node.address}:{port}" for port in node.ports}
     port = next(port for port, url in urls.items() if url not in endpoints.servers)  # these may be down for a moment
     role = task(recipe, rundir, Role("server"), port, Place((node,), node.gpus[:width]))
-    words = (
-        "-m",
-        "megarl",
-        "serve",
-        "--join",
-        str(rundir.path),
-        "--interface",
-        interface,
-        "--port",
-        str(port),
-        "--index",
-    )
+    join = ("-m", "megarl", "serve", "--join", str(rundir.path))
+    words = (*join, "--interface", interface, "--port", str(port), "--index")
     adopt_orphans()
     with stop_requests() as asked:
         guest = Guest(endpoints, replace(role, arguments=words), urls[port], asked)

@@ -13,7 +13,8 @@ import torch
 from megarl.core.base.broadcast import BroadcastGroup
 from megarl.core.base.messages import Publish, Published
 from megarl.core.models.families import Family, Weight
-from megarl.core.server.client import Fleet, ServerClient, ServerSaid
+from megarl.core.server.client import ServerClient, ServerSaid
+from megarl.core.server.fleet import Fleet
 from megarl.core.weights import process_group
 from megarl.core.weights.deltas import LastSent
 from megarl.core.weights.publisher import Publisher

@@ -27,7 +27,8 @@ from megarl.core.base.messages import Publish, ServerAddress
 from megarl.core.base.rundir import Endpoints, LinkKeys
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import parallel
-from megarl.core.server.client import Fleet, ServerClient
+from megarl.core.server.client import ServerClient
+from megarl.core.server.fleet import Fleet
 from megarl.core.server.served import as_held, place
 from megarl.core.weights import cuda_ipc, publisher
 from megarl.core.weights.transport import Bucket

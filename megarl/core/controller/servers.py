@@ -23,8 +23,8 @@ from megarl.core.base.rundir import Endpoints
 from megarl.core.recipe import Recipe
 from megarl.core.sampling.places import Places
 from megarl.core.server.client import ServerClient
+from megarl.core.server.fleet import Fan
 from megarl.core.server.membership import FORGET_S, Membership, ServerLoad
-from megarl.core.server.relay import Fan
 from megarl.core.telemetry.spans import Spans
 
 log = logging.getLogger(__name__)

@@ -21,13 +21,10 @@ Every call has a limit, and its error names the step and the server. A dead serv
 request is sent twice: aiohttp repeats only a GET, which changes nothing, and a Fleet what is harmless (relay.py).
 """
 
-import asyncio
 import hashlib
 import math
-import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from copy import copy
 from functools import cached_property, lru_cache
@@ -45,7 +42,6 @@ from megarl.core.server import relay
 from megarl.core.server.membership import ServerLoad
 from megarl.core.server.relay import (
     KEEP_ALIVE_S,
-    Fan,
     RelayedAnswer,
     RelayedCall,
     RelayLost,
@@ -502,7 +498,7 @@ class ServerClient:
 
     @cached_property
     def asking(self) -> "ServerClient":
-        """The same client, whose calls ask the Fan (relay.py) that drives them."""
+        """The same client, whose calls ask the Fan (fleet.py) that drives them."""
         other = copy(self)
         other._ask = relay.ask
         return other
@@ -555,64 +551,3 @@ def _prefill(meta: dict[str, Any]) -> Prefill:
     logprobs = np.array([entry[0] for entry in tokens], np.float32)  # None becomes nan
     against = np.array([entry[0][0] for entry in others], np.float32) if others else np.full_like(logprobs, np.nan)
     return Prefill(logprobs, against, int(meta["weight_version"]), meta.get("routed_experts") or "")
-
-
-CLOSE_LIMIT_S = 5.0
-
-type Call[T] = Callable[[ServerClient], Coroutine[object, object, T]]
-
-
-class Calls[T](NamedTuple):
-    """Calls under way in another thread. results, errors: by server id, so far. failed: done at the first error or the end."""
-
-    results: dict[int, T]
-    errors: dict[int, MegarlError]
-    failed: Future[None]
-    over: Future[None]
-
-
-class Fleet:
-    """Synchronous calls to several servers at once, to bring them to weights of `version`.
-
-    An event loop in its own thread makes the calls. `close` ends the thread before any later fork; a process that ends
-    without `close` does not wait for it.
-    """
-
-    def __init__(self, servers: Iterable[ServerClient], version: int) -> None:
-        self.servers, self.version = {s.address.id: s for s in servers}, version
-        self._direct: set[int] = set()
-        self._loop, self._over = asyncio.new_event_loop(), asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="publish", daemon=True)
-        self._thread.start()
-
-    def start[T](self, ids: Iterable[int], call: Call[T]) -> Calls[T]:
-        """Begin calls. Each may await nothing but its server."""
-        fan = Fan[T](self.servers, self._direct, f"publishing version {self.version} to ")
-        return Calls(
-            fan.results, fan.errors, fan.failed, asyncio.run_coroutine_threadsafe(fan.run(ids, call), self._loop)
-        )
-
-    def each[T](self, ids: Iterable[int], call: Call[T]) -> tuple[dict[int, T], dict[int, str]]:
-        """Return results and texts of errors by server id."""
-        results, errors = collect(self.start(ids, call))
-        return results, {i: str(error) for i, error in errors.items()}
-
-    def close(self) -> None:
-        """Drop all connections and the calls on them."""
-        self._loop.call_soon_threadsafe(self._over.set)
-        self._thread.join(CLOSE_LIMIT_S)
-
-    def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._until_closed())
-
-    async def _until_closed(self) -> None:
-        await self._over.wait()
-        for server in self.servers.values():
-            await server.close()
-
-
-def collect[T](calls: Calls[T]) -> tuple[dict[int, T], dict[int, MegarlError]]:
-    """Wait for all of them; each call has its own limit."""
-    calls.over.result()
-    return calls.results, calls.errors

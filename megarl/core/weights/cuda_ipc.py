@@ -26,7 +26,8 @@ from megarl.core.base import device
 from megarl.core.base.ranks import gathered
 from megarl.core.models import hf
 from megarl.core.models.families import Family
-from megarl.core.server.client import Fleet, ServerClient
+from megarl.core.server.client import ServerClient
+from megarl.core.server.fleet import Fleet
 from megarl.core.weights.deltas import LastSent
 from megarl.core.weights.transport import Bucket, Sent, SentChecksums, buckets, with_last
 

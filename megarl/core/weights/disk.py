@@ -17,7 +17,7 @@ from torch.nn import Module
 from megarl.core.base.ranks import from_rank_0, gathered
 from megarl.core.models import hf
 from megarl.core.models.families import Family
-from megarl.core.server.client import Fleet
+from megarl.core.server.fleet import Fleet
 from megarl.core.weights.deltas import LastSent
 from megarl.core.weights.transport import Sent, SentChecksums
 

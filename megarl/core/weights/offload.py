@@ -18,7 +18,8 @@ from megarl.core.base.messages import ServerAddress
 from megarl.core.base.ranks import gathered
 from megarl.core.base.rundir import Endpoints
 from megarl.core.recipe import Recipe
-from megarl.core.server.client import Call, ServerClient
+from megarl.core.server.client import ServerClient
+from megarl.core.server.fleet import Call
 from megarl.core.weights.transport import open_fleet
 
 log = logging.getLogger(__name__)

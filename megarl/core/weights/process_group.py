@@ -32,7 +32,8 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.ranks import bound_store, from_rank_0, gathered
 from megarl.core.models import hf
 from megarl.core.models.families import Family
-from megarl.core.server.client import LET_DOWN, Calls, Fleet, ServerClient, ServerSaid, collect
+from megarl.core.server.client import LET_DOWN, ServerClient, ServerSaid
+from megarl.core.server.fleet import Calls, Fleet, collect
 from megarl.core.server.relay import RelayLost
 from megarl.core.server.staging import BucketHead
 from megarl.core.weights.deltas import LastSent
@@ -92,9 +93,8 @@ class ProcessGroupTransport:
         self._group: BroadcastGroup | None = None
         self._members: tuple[int, ...] = ()
         self._versions: dict[int, int] = {}  # what each member of the group was given last
-        self._untold: dict[
-            int, str
-        ] = {}  # the group that a server still keeps, as it was left while others were published to
+        # By server, the group that it still keeps, as others were published to when that was left.
+        self._untold: dict[int, str] = {}
 
     def send(self, fleet: Fleet, ids: Sequence[int], version: int) -> Sent:
         """Bring the servers `ids` this rank's weights, beside their own. Every rank gets the same result. COLLECTIVE."""

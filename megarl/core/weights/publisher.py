@@ -28,9 +28,10 @@ A step of staging (server/staging.py) runs in a thread of each server, which gen
     waits for both answers; tells who failed ───► waits, is done
  7  swap (version 7) ────────────────────────────────────────────►  copy the copy into the parameters, answer
  8  POST /continue_generation ───────────────────────────────────►  go on; their next tokens are labelled version 7
-    returns Published(version=7, …), which the learner sends to the controller; only then are requests routed to a and b again
+    returns Published(version=7, …), which the learner sends to the controller: from there on requests count on version 7
 
-Requests under way notice only the pause: their tokens before 6 have version 6, those after 8 version 7. With several pipeline
+Requests go to a and b all the time, and notice only the pause: their tokens before 6 have version 6, those after 8 version 7.
+With `cuda_ipc` and `disk`, new ones wait for Published. With several pipeline
 stages, 2 and 3 happen for all of them at once, each from its own source rank.
 """
 
@@ -48,7 +49,8 @@ from megarl.core.base.ranks import from_rank_0
 from megarl.core.base.rundir import Endpoints, RunDir
 from megarl.core.models.families import Family
 from megarl.core.recipe import Recipe
-from megarl.core.server.client import Fleet, ServerClient
+from megarl.core.server.client import ServerClient
+from megarl.core.server.fleet import Fleet
 from megarl.core.weights.cuda_ipc import CudaIpcTransport
 from megarl.core.weights.deltas import LastSent
 from megarl.core.weights.disk import DiskTransport

@@ -15,7 +15,8 @@ from megarl.core.base.architecture import Architecture
 from megarl.core.base.checksum import checksum, written
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.rundir import Endpoints
-from megarl.core.server.client import Fleet, ServerClient
+from megarl.core.server.client import ServerClient
+from megarl.core.server.fleet import Fleet
 from megarl.core.server.served import as_held, is_padded_inside, place
 
 
