@@ -3,7 +3,7 @@
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
 TE := $(HOME)/.cache/megarl/transformer-engine
-.PHONY: help setup quickstart quickstart-moe quickstart-tools test test-unit test-slow test-faults test-recipes test-gpu-paths soak lint bench bench-gpu lock clean
+.PHONY: help setup quickstart quickstart-moe quickstart-tools test test-unit test-slow test-faults test-recipes test-families test-gpu-paths soak lint bench bench-gpu lock clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -34,6 +34,12 @@ test-faults: setup ## every fault of benchmarks/faults.md, those of "make test" 
 
 test-recipes: setup ## every shipped recipe at a tiny size, by "megarl train" in its own precision: about a minute each
 	$(PYTEST) tests/unit/test_recipe_twins.py tests/e2e/test_recipe_twins.py -v
+
+FAMILIES := unit/core/models/test_families.py unit/checkpoints_tools/test_round_trips.py parallel/test_models_layouts.py \
+	parallel/test_routing_replay.py stack/test_server_families.py
+
+test-families: setup ## each family of models on both sides: against transformers at every layout, served, published, converted
+	$(PYTEST) $(FAMILIES:%=tests/%) -v
 
 test-gpu-paths: setup ## what goes on a CPU of a GPU's layers, Transformer Engine's: the first time it compiles them, with a CUDA toolkit
 	launch/build_te.sh $(PYTHON) $(TE) $(TE)/site

@@ -117,8 +117,8 @@ def _parts_of_rank(hf_dir: Path, layout: Parallelism, dtype: str, rank: int) -> 
     chunks = build.build(layout.section(hf_dir, dtype), hf_dir, transformer_engine=False)
     states = checkpoint.model_state(chunks).values()
     for chunk, state in zip(chunks, states, strict=True):
-        local = (name for name, _ in chunk.named_parameters())
-        for (name, parameter), key in zip(hf.named_parameters([chunk]), local, strict=True):
+        local = (name for name, _ in hf.stored_tensors(chunk))
+        for (name, parameter), key in zip(hf.named_tensors([chunk]), local, strict=True):
             part = StoredPart(tuple(parameter.shape), parameter.dtype, rank, name, hf.shard_of(name), state[key])
             if all(is_main_replica(shard.replica_id) for shard in part.shards()):
                 yield part

@@ -6,6 +6,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     Llama4Config,
     Llama4ForCausalLM,
     Llama4ForConditionalGeneration,
@@ -113,6 +117,70 @@ LLAMA4: dict[str, Any] = {
 }
 
 
+def tiny_glm4_moe(
+    path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
+) -> Glm4MoeForCausalLM:
+    """Likewise a GLM-4.5: a dense layer first, 3 of 8 experts by a random bias and a shared one, half of each head rotated,
+    biases of q, k and v, norms of heads."""
+    config = (
+        COMMON
+        | BALANCED
+        | {"rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.5}, "n_group": 1, "topk_group": 1}
+    )
+    config |= {"use_qk_norm": True, "attention_bias": True}
+    return _saved(Glm4MoeForCausalLM(Glm4MoeConfig(**config | overrides)), path, dtype, seed)
+
+
+def tiny_deepseek_v3(
+    path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
+) -> DeepseekV3ForCausalLM:
+    """Likewise a DeepSeek-V3: 4 of 8 experts, in 2 of 4 groups; narrow q; YaRN; an epsilon other than its narrow norms'."""
+    config = (
+        COMMON | BALANCED | LATENT | {"num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "rope_parameters": YARN}
+    )
+    return _saved(DeepseekV3ForCausalLM(DeepseekV3Config(**config | overrides)), path, dtype, seed)
+
+
+MOONLIGHT: dict[str, Any] = {
+    "num_experts_per_tok": 3,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": None,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 2.446,
+}
+"""What Moonlight has other than DeepSeek-V3; its rotation is plain, too."""
+PLAIN_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+YARN = PLAIN_ROPE | {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+BALANCED: dict[str, Any] = {
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0,
+}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "head_dim": 8,
+}
+
+
 def _saved[Model: torch.nn.Module](model: Model, path: Path, dtype: torch.dtype, seed: int) -> Model:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -121,7 +189,14 @@ def _saved[Model: torch.nn.Module](model: Model, path: Path, dtype: torch.dtype,
                 parameter.uniform_(0.5, 1.5, generator=generator)
             else:
                 parameter.normal_(0, 0.1, generator=generator)
-    model.to(dtype).save_pretrained(path)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.normal_(0, 0.2, generator=generator)
+    biases = {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith("correction_bias")}
+    model.to(dtype)
+    for name, bias in biases.items():  # fp32 in released models, whatever the rest is
+        model.get_submodule(name.rpartition(".")[0]).e_score_correction_bias = bias
+    model.save_pretrained(path)
     return model.eval()
 
 

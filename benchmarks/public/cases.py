@@ -19,7 +19,7 @@ import numpy as np
 import yaml
 
 from megarl.core import recipe as recipes
-from megarl.core.base.architecture import Architecture
+from megarl.core.base.architecture import Architecture, Latent
 from megarl.core.recipe import Recipe
 from megarl.lab.planning import layouts, memory, speed
 from megarl.lab.planning.hardware import GPUS, Gpu
@@ -41,24 +41,9 @@ SPREAD = 0.5  # of the lengths' logarithm, as in `megarl plan`; no source states
 
 @dataclass(frozen=True)
 class PublishedModel(Architecture):
-    """A model that megarl may not train. latent: of attention with low ranks; see models.yaml."""
+    """A model that megarl may not train. weights: see models.yaml."""
 
-    latent: tuple[int, ...] = ()
     weights: float = 2.0
-
-    @property
-    def attention_parameters(self) -> int:
-        if not self.latent:
-            return super().attention_parameters
-        q, kv, plain, turned, value = self.latent
-        wide = self.heads * (plain + turned)
-        query = (self.hidden + wide) * q if q else self.hidden * wide
-        return query + self.hidden * (kv + turned) + self.heads * (kv * (plain + value) + value * self.hidden)
-
-    @property
-    def query(self) -> int:
-        """Mean width of scores and of their sums over values."""
-        return self.heads * sum(self.latent[2:]) // 2 if self.latent else super().query
 
 
 class RowLeftOut(Exception):
@@ -138,14 +123,17 @@ def shape_of(name: str, layers: int = 0) -> PublishedModel:
     m = models()[name]
     layers = layers or m["layers"]
     routed = tuple(i for i in range(m.get("dense", 0), layers) if not (i + 1) % m.get("every", 1))
+    q, *rest = m.get("latent", [0])
+    latent = Latent(q or None, *rest) if rest else None
+    head_dim = latent.content + latent.position if latent else m.get("head_dim", m["hidden"] // m["heads"])
     return PublishedModel(
         name=name, layers=layers, hidden=m["hidden"], heads=m["heads"], groups=m["groups"],
-        head_dim=m.get("head_dim", m["hidden"] // m["heads"]), vocabulary=m["vocabulary"], context=1 << 20,
+        head_dim=head_dim, rotated=head_dim, latent=latent, vocabulary=m["vocabulary"], context=1 << 20,
         feed_forward=m["feed_forward"] * 2 // 3 if m.get("ungated") else m["feed_forward"], tied=m.get("tied", False),
         epsilon=1e-5, rope_theta=1e4, attention_chunk=m.get("window"), experts=m.get("experts", 0),
         unrotated_layers=tuple(range(m["full"] - 1, layers, m["full"])) if "window" in m else (),
         experts_per_token=m.get("chosen", 0), expert_feed_forward=m.get("expert", 0), shared_feed_forward=m.get("shared", 0),
-        expert_layers=routed if "experts" in m else (), latent=tuple(m.get("latent", ())), weights=m.get("weights", 2.0),
+        expert_layers=routed if "experts" in m else (), weights=m.get("weights", 2.0),
     )  # fmt: skip
 
 
@@ -251,14 +239,9 @@ def serve(row: CaseRow, name: str, kind: str) -> list[Case]:
     return [Case("serve", row, name, kind, "SGLang", fitted, value, layout, layout, 1.0, seconds)]
 
 
-def kv_token(shape: PublishedModel, ranks: int) -> float:
-    """Return bytes on each GPU; latent k and v are one vector, which every rank holds."""
-    return shape.layers * 2 * (shape.latent[1] + shape.latent[3]) if shape.latent else memory.kv_bytes(shape, ranks, 2)
-
-
 def decoder_of(recipe: Recipe, shape: PublishedModel, gpu: Gpu) -> Decoder:
     """Return the planner's, with weights as they are published: FP8 is read and multiplied twice as fast."""
-    decoder = Decoder(recipe, shape, gpu, kv_token(shape, recipe.resources.server_tensor_parallel))
+    decoder = Decoder(recipe, shape, gpu, memory.kv_bytes(shape, recipe.resources.server_tensor_parallel, 2))
     decoder.read *= shape.weights / 2
     decoder.read_expert *= shape.weights / 2
     decoder.flop_rate *= 2 / shape.weights
@@ -325,7 +308,7 @@ def step(row: CaseRow, name: str, kind: str) -> list[Case]:
             recipe, memory.learner(recipe, shape, packed.largest, packed.microbatches),
             2 * scored - speed.train_seconds(alone, shape, packed, gpu),
         )  # fmt: skip
-        server = replace(memory.server(recipe, shape, gpu), kv_token=kv_token(shape, ranks))
+        server = replace(memory.server(recipe, shape, gpu), kv_token=memory.kv_bytes(shape, ranks, 2))
         return layouts.evaluate(problem, learner, server, ranks, servers).step_seconds
 
     engine = "colocated" if shared else f"{whole(row, 'async_lag', 0)} step ahead"

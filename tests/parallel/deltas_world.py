@@ -148,7 +148,7 @@ def main(model: Path, ranks: int, publications: int, kills: int) -> None:
     draw = random.Random(0)
     killed_at = set(draw.sample(range(2, publications), kills))
     first = whole_model(chunks, family)
-    checkpoint, saved = 0, [p.detach().clone() for _, p in hf.named_parameters(chunks)]
+    checkpoint, saved = 0, [p.detach().clone() for _, p in hf.named_tensors(chunks)]
 
     def learner() -> Publisher:
         publisher = Publisher(recipe, NO_ENDPOINTS, chunks, family)
@@ -161,7 +161,7 @@ def main(model: Path, ranks: int, publications: int, kills: int) -> None:
     for version in range(1, publications + 1):
         nudge(chunks, version)
         if version % 25 == 0:
-            checkpoint, saved = version, [p.detach().clone() for _, p in hf.named_parameters(chunks)]
+            checkpoint, saved = version, [p.detach().clone() for _, p in hf.named_tensors(chunks)]
         if version in killed_at:
             killed += 1
             victim = draw.choice(list(servers))
@@ -171,7 +171,7 @@ def main(model: Path, ranks: int, publications: int, kills: int) -> None:
                 case "in the middle":
                     servers[victim].dies_after = draw.randrange(1, 40)
                 case "learner":  # goes on from its checkpoint
-                    for (_, parameter), values in zip(hf.named_parameters(chunks), saved, strict=True):
+                    for (_, parameter), values in zip(hf.named_tensors(chunks), saved, strict=True):
                         parameter.data.copy_(values)
                     for step in range(checkpoint + 1, version + 1):
                         nudge(chunks, step)

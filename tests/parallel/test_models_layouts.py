@@ -7,7 +7,18 @@ import pytest
 import torch
 
 from tests.parallel.worlds import run_world
-from tests.tiny import gradients, tiny_llama, tiny_llama4, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
+from tests.tiny import (
+    MOONLIGHT,
+    PLAIN_ROPE,
+    gradients,
+    tiny_deepseek_v3,
+    tiny_glm4_moe,
+    tiny_llama,
+    tiny_llama4,
+    tiny_qwen2,
+    tiny_qwen3,
+    tiny_qwen3_moe,
+)
 
 MODELS = {
     "llama": tiny_llama,
@@ -16,6 +27,9 @@ MODELS = {
     "qwen3": partial(tiny_qwen3, vocab_size=131, tie_word_embeddings=True),
     "qwen3_moe": partial(tiny_qwen3_moe, vocab_size=131, mlp_only_layers=[1]),
     "llama4": tiny_llama4,
+    "glm4_moe": tiny_glm4_moe,
+    "deepseek_v3": partial(tiny_deepseek_v3, vocab_size=131),
+    "moonlight": partial(tiny_deepseek_v3, rope_parameters=PLAIN_ROPE, **MOONLIGHT),
 }
 PACKED = [[8, 48, 16, 4, 20], [32, 12]]
 
@@ -49,6 +63,19 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_layouts_compute_what_transformers_computes(references: Path, ranks: int) -> None:
-    print(run_world(ranks, "tests.parallel.models_world", str(references)))
+SLOW = ("glm4_moe", "moonlight")
+"""What these have, deepseek_v3 or another has, too."""
+QUICK = [name for name in MODELS if name not in SLOW]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        pytest.param(2, [*MODELS], marks=pytest.mark.slow, id="2"),
+        pytest.param(4, [*SLOW], marks=pytest.mark.slow, id="4, the rest"),
+        pytest.param(4, QUICK, id="4"),
+    ],
+)
+@pytest.mark.timeout(900)
+def test_layouts_compute_what_transformers_computes(references: Path, ranks: int, names: list[str]) -> None:
+    print(run_world(ranks, "tests.parallel.models_world", str(references), *names, timeout_s=800))

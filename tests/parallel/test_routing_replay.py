@@ -2,6 +2,7 @@
 And how far its own choices are from them, which is what parity counts.
 """
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,9 +14,19 @@ from megarl.core.base.types import Batch, Rollout, Routing, encode
 from tests.parallel.replay_world import OTHER
 from tests.parallel.test_learner_layouts import VOCABULARY, make_batch, scalerl_by_transformers
 from tests.parallel.worlds import run_world
-from tests.tiny import tiny_llama4, tiny_qwen3_moe
+from tests.tiny import tiny_deepseek_v3, tiny_glm4_moe, tiny_llama4, tiny_qwen3_moe
 
-MODELS = {"qwen3_moe": (tiny_qwen3_moe, 4, 2), "llama4": (tiny_llama4, 3, 1)}  # layers with experts, experts a token
+# Layers with experts, experts a token.
+MODELS = {
+    "qwen3_moe": (tiny_qwen3_moe, 4, 2),
+    "llama4": (tiny_llama4, 3, 1),
+    "glm4_moe": (partial(tiny_glm4_moe, n_routed_experts=4), 3, 3),
+    "deepseek_v3": (
+        partial(tiny_deepseek_v3, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2),
+        3,
+        2,
+    ),
+}
 EXPERTS = 4
 
 
@@ -58,7 +69,9 @@ class Forced:
         self.model.double()
         return self
 
-    def topk(self, scores: torch.Tensor, k: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def topk(self, scores: torch.Tensor, k: int, dim: int, sorted: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+        if scores.shape[-1] != EXPERTS:  # of groups of experts
+            return scores.topk(k, dim)
         chosen = self.layers.pop(0)
         assert chosen.shape == (len(scores), k)
         return scores.gather(dim, chosen), chosen
@@ -83,7 +96,8 @@ def free(model: Any, batch: Batch, other: int) -> dict[str, Any]:
 
             def remembered(*arguments: Any, topk: Any = topk, chosen: Any = chosen, **named: Any) -> Any:
                 values, indices = topk(*arguments, **named)
-                chosen.append(indices)
+                if arguments[0].shape[-1] == EXPERTS:
+                    chosen.append(indices)
                 return values, indices
 
             monkeypatch.setattr(torch, "topk", remembered)

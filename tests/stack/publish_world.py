@@ -75,7 +75,7 @@ def main(path: str, url: str, first_version: int, plan: list[dict[str, Any]]) ->
 @torch.no_grad()
 def nudge(chunks: Sequence[Module], seed: int, share: float = 0.01) -> None:
     """Change so many values by one, the same ones on all ranks that hold them."""
-    for name, parameter in hf.named_parameters(chunks):
+    for name, parameter in hf.named_tensors(chunks):
         draw = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         chosen = torch.rand(parameter.shape, generator=draw) < share
         parameter.data.view(INTEGERS[parameter.itemsize]).add_(chosen)

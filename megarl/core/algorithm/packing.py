@@ -45,8 +45,9 @@ LAYER_PASSES, HEAD_PASSES = 3, 4
 
 def cost_of(model: Architecture) -> Cost:
     """Return the cost of training in floating-point operations, in all layers and the head: 2 for each parameter that a token
-    is multiplied with, 4 for each number of a query that meets a position (PaLM, arXiv 2204.02311, appendix B)."""
-    pair = LAYER_PASSES * 4 * model.query
+    is multiplied with, 2 for each number of a query that meets a position and of a value that is added (PaLM, arXiv 2204.02311,
+    appendix B)."""
+    pair = LAYER_PASSES * 2 * (model.query + model.attended)
     return Cost(
         token=LAYER_PASSES * 2 * model.body_parameters + HEAD_PASSES * 2 * model.embedding_parameters,
         pair=pair * (model.layers - model.local_layers),

@@ -9,6 +9,7 @@ Whatever a vision tower has is neither trained nor published, and not described 
 """
 
 import base64
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,34 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class Yarn:
+    """YaRN (arXiv 2309.00071): wavelengths that turn less than `slow` times in `original` positions are multiplied by `factor`,
+    those that turn more than `fast` times are kept, those between interpolated; truncate: from whole pairs on.
+    magnitude: of rotated q and k. scores: what attention's scores are multiplied with besides (DeepSeek's squared mscale)."""
+
+    factor: float
+    fast: float
+    slow: float
+    original: int
+    truncate: bool
+    magnitude: float
+    scores: float = 1.0
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): widths of a token's compressed q (None: q is not compressed)
+    and of what k and v are made from, `shared`; per head, of k's part from it, `content`, of the rotated part that all heads
+    share, `position`, and of v, `value`."""
+
+    query: int | None
+    shared: int
+    content: int
+    position: int
+    value: int
+
+
+@dataclass(frozen=True)
 class Architecture:
     """A decoder. Layers are counted from 0; sizes are numbers of elements.
 
@@ -42,6 +71,8 @@ class Architecture:
     groups                heads of k and v                                  context   the longest position it knows
     feed_forward          inner size of a dense layer's MLP                 epsilon   of the RMS norms
     rope_theta            base of the rotary embedding                      rope_interleaved   it turns pairs of neighbours
+    rotated               elements of a head that it turns, its first ones; with `latent` its last
+    latent                k and v come from a narrow vector; q and k, not v, are head_dim wide; None: usual attention
     unrotated_layers      layers without rotary embedding, which attend to all positions before
     attention_chunk       the other layers attend within chunks of so many positions; None: to all before
     temperature           (floor, scale) of the growing factor on q in unrotated layers; None: there is none
@@ -50,7 +81,10 @@ class Architecture:
     experts               of each layer in expert_layers; 0: the model is dense
     shared_feed_forward   inner size of the expert that all tokens take; 0: there is none
     expert_step           what config.json says instead of a list: every so manieth layer has experts
-    router                what weighs an expert's output (sigmoid: its input)
+    router                what weighs an expert's output (sigmoid: its input). balanced: the sigmoids of the chosen, normalised
+                          and times router_scale; chosen by sigmoid plus a bias that is no parameter (arXiv 2408.15664)
+    router_groups         (groups, chosen ones) of experts: a token's experts are of so many groups; None: of any
+    predicting_layers     behind the last one, for multi-token prediction; they are carried along, and not counted here
     """
 
     name: str
@@ -65,7 +99,8 @@ class Architecture:
     tied: bool
     epsilon: float
     rope_theta: float
-    rope_scaling: RopeScaling | None = None
+    rotated: int
+    rope_scaling: RopeScaling | Yarn | None = None
     rope_interleaved: bool = False
     unrotated_layers: tuple[int, ...] = ()
     attention_chunk: int | None = None
@@ -79,7 +114,11 @@ class Architecture:
     shared_feed_forward: int = 0
     expert_layers: tuple[int, ...] = ()
     expert_step: int = 1
-    router: Literal["softmax", "softmax of the chosen", "sigmoid"] = "softmax"
+    router: Literal["softmax", "softmax of the chosen", "sigmoid", "balanced"] = "softmax"
+    router_scale: float = 1.0
+    router_groups: tuple[int, int] | None = None
+    latent: Latent | None = None
+    predicting_layers: int = 0
 
     @property
     def query(self) -> int:
@@ -88,8 +127,28 @@ class Architecture:
 
     @property
     def key(self) -> int:
-        """Width of k, and of v."""
+        """Width of k, all heads together."""
         return self.groups * self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head of v."""
+        return self.latent.value if self.latent else self.head_dim
+
+    @property
+    def value(self) -> int:
+        """Width of v, all heads together."""
+        return self.groups * self.value_dim
+
+    @property
+    def attended(self) -> int:
+        """Width of what attention gives, all heads together."""
+        return self.heads * self.value_dim
+
+    @property
+    def cached(self) -> int:
+        """Numbers that a server keeps of a token in each layer: k and v, or what they are made from."""
+        return self.latent.shared + self.latent.position if self.latent else self.key + self.value
 
     @property
     def moe_layers(self) -> int:
@@ -104,7 +163,11 @@ class Architecture:
     @property
     def attention_parameters(self) -> int:
         """Matrices of one layer's attention: q, k, v, output."""
-        return self.hidden * (2 * self.query + 2 * self.key)
+        if (low := self.latent) is None:
+            return self.hidden * (2 * self.query + 2 * self.key)
+        q = self.hidden * self.query if low.query is None else low.query * (self.hidden + self.query)
+        up = self.heads * (low.content + low.value)
+        return q + self.hidden * (low.shared + low.position) + low.shared * up + self.attended * self.hidden
 
     @property
     def expert_parameters(self) -> int:
@@ -120,6 +183,8 @@ class Architecture:
     def vector_parameters(self) -> int:
         """Norms and biases of all layers, and the norm behind them."""
         layer = 2 * self.hidden + self.head_norms * 2 * self.head_dim + self.qkv_biases * (self.query + 2 * self.key)
+        if self.latent:
+            layer += (self.latent.query or 0) + self.latent.shared
         return self.layers * layer + self.hidden
 
     @property
@@ -155,20 +220,25 @@ class Architecture:
         chosen = self.moe_layers * self.experts_per_token * self.expert_parameters
         return self.dense_parameters - self.vector_parameters + chosen
 
-    def megatron_sizes(self) -> dict[str, int]:
-        """Sizes by the names of megatron's TransformerConfig; of experts only what there is."""
-        sizes = {
+    def megatron_sizes(self) -> dict[str, int | None]:
+        """Sizes by the names of megatron's TransformerConfig; of experts and latent attention only what there is."""
+        sizes: dict[str, int | None] = {
             "num_attention_heads": self.heads,
             "num_query_groups": self.groups,
             "ffn_hidden_size": self.feed_forward,
             "num_layers": self.layers,
             "hidden_size": self.hidden,
-            "kv_channels": self.head_dim,
+            "kv_channels": self.value_dim,
         }
         if self.experts:
             sizes |= {"num_moe_experts": self.experts, "moe_ffn_hidden_size": self.expert_feed_forward}
         if self.shared_feed_forward:
             sizes |= {"moe_shared_expert_intermediate_size": self.shared_feed_forward}
+        if self.router == "balanced":
+            sizes |= {"moe_router_enable_expert_bias": True}
+        if low := self.latent:
+            sizes |= {"q_lora_rank": low.query, "kv_lora_rank": low.shared, "v_head_dim": low.value}
+            sizes |= {"qk_head_dim": low.content, "qk_pos_emb_head_dim": low.position}
         return sizes
 
 
@@ -263,6 +333,72 @@ def _llama4(name: str, config: JsonObject, where: Path | str) -> Architecture:
     )  # fmt: skip
 
 
+def _glm4_moe(name: str, config: JsonObject, where: Path | str) -> Architecture:
+    partial = (config.get("rope_parameters") or {}).get(
+        "partial_rotary_factor", config.get("partial_rotary_factor", 0.5)
+    )
+    return _decoder(
+        name, config, where, {}, ("default",),
+        rotated=int(_size(config, "head_dim") * partial),
+        head_norms=config.get("use_qk_norm", False),
+        qkv_biases=config.get("attention_bias", False),
+        **_balanced(config, where),
+    )  # fmt: skip
+
+
+def _deepseek_v3(name: str, config: JsonObject, where: Path | str) -> Architecture:
+    query = config.get("q_lora_rank")
+    latent = Latent(
+        _size(config, "q_lora_rank") if query is not None else None,
+        *(_size(config, key) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")),
+    )
+    if latent.value > latent.content + latent.position:
+        raise MegarlError(f"{where}: v_head_dim={latent.value}, wider than a head of q and k, is not supported")
+    heads = _size(config, "num_attention_heads")
+    only = NO_BIAS | {
+        "num_key_value_heads": heads,
+        "moe_layer_freq": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+    }
+    return _decoder(
+        name, config | {"head_dim": latent.content + latent.position}, where, only, ("default", "yarn"),
+        rotated=latent.position,
+        rope_interleaved=config.get("rope_interleave", True),
+        latent=latent,
+        **_balanced(config, where),
+    )  # fmt: skip
+
+
+def _balanced(config: JsonObject, where: Path | str) -> JsonObject:
+    """Read what DeepSeek-V3 and GLM-4.5 say of their experts."""
+    chosen, experts = _size(config, "num_experts_per_tok"), _size(config, "n_routed_experts")
+    groups, some = _size(config, "n_group", 1), _size(config, "topk_group", 1)
+    if not config.get("norm_topk_prob", True) or chosen == 1:
+        raise MegarlError(
+            f"{where}: norm_topk_prob=false or num_experts_per_tok=1 is not supported: weights are normalised"
+        )
+    if groups > 1 and (experts % groups or chosen // some != GROUP_BEST):
+        raise MegarlError(
+            f"{where}: n_group={groups}, topk_group={some} with {chosen} of {experts} experts is not supported: megatron ranks "
+            f"a group by its best num_experts_per_tok / topk_group experts, this model by its best {GROUP_BEST}"
+        )
+    inner = _size(config, "moe_intermediate_size")
+    return {
+        "experts": experts,
+        "experts_per_token": chosen,
+        "expert_feed_forward": inner,
+        "shared_feed_forward": inner * _size(config, "n_shared_experts"),
+        "expert_layers": tuple(range(int(config["first_k_dense_replace"]), _size(config, "num_hidden_layers"))),
+        "router": "balanced",
+        "router_scale": config["routed_scaling_factor"],
+        "router_groups": (groups, some) if groups > 1 else None,
+        "predicting_layers": config.get("num_nextn_predict_layers", config.get("num_mtp_layers")) or 0,
+    }
+
+
+GROUP_BEST = 2
+"""Experts by whose scores DeepSeek-V3 ranks a group (arXiv 2412.19437, section 2.1.2)."""
 READERS: dict[str, Callable[[str, JsonObject, Path | str], Architecture]] = {
     "LlamaForCausalLM": lambda name, config, where: _decoder(name, config, where, NO_BIAS | {"mlp_bias": False}),
     "Qwen2ForCausalLM": lambda name, config, where: _decoder(name, config, where, QWEN, qkv_biases=True),
@@ -271,14 +407,24 @@ READERS: dict[str, Callable[[str, JsonObject, Path | str], Architecture]] = {
         name, {"head_dim": 128, **config}, where, QWEN | NO_BIAS, head_norms=True
     ),
     "Qwen3MoeForCausalLM": _qwen3_moe,
+    "Glm4MoeForCausalLM": _glm4_moe,
+    "DeepseekV3ForCausalLM": _deepseek_v3,
     "Llama4ForCausalLM": _llama4,
     "Llama4ForConditionalGeneration": _llama4_multimodal,
 }
 """By the name in `architectures` of config.json."""
 
 
-def _decoder(name: str, config: JsonObject, where: Path | str, only: JsonObject, **more: Any) -> Architecture:
-    """Read the fields that most architectures share, and add `more`. only: settings with a single implemented value."""
+def _decoder(
+    name: str,
+    config: JsonObject,
+    where: Path | str,
+    only: JsonObject,
+    ropes: Sequence[str] = ("default", "llama3"),
+    **more: Any,
+) -> Architecture:
+    """Read the fields that most architectures share, and add `more`. only: settings with a single implemented value. ropes:
+    kinds of rotary embedding that are implemented on both sides."""
     for key, value in ({"hidden_act": "silu"} | only).items():
         if config.get(key, value) != value:
             raise MegarlError(f"{where}: {key}={config[key]!r} is not supported, only {value!r}")
@@ -288,25 +434,51 @@ def _decoder(name: str, config: JsonObject, where: Path | str, only: JsonObject,
         "rope_theta": config.get("rope_theta", 10000.0),
         **(config.get("rope_scaling") or {}),
     }
-    kind = rope.get("rope_type", "default")
-    if kind not in ("default", "llama3"):
-        raise MegarlError(f"{where}: rope_type {kind!r} is not supported; supported: default, llama3")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ropes:
+        raise MegarlError(f"{where}: rope_type {kind!r} is not supported; supported: {', '.join(ropes)}")
     llama3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    head_dim = _size(config, "head_dim", hidden // heads)
+    more = {"rotated": head_dim} | more
+    if kind == "yarn":
+        more["rope_scaling"] = _yarn(rope, bool(more.get("latent")))
+    elif kind == "llama3":
+        more["rope_scaling"] = RopeScaling(*(rope[key] for key in llama3))
     return Architecture(
         name=name,
         layers=_size(config, "num_hidden_layers"),
         hidden=hidden,
         heads=heads,
         groups=_size(config, "num_key_value_heads", heads),
-        head_dim=_size(config, "head_dim", hidden // heads),
+        head_dim=head_dim,
         feed_forward=_size(config, "intermediate_size"),
         vocabulary=_size(config, "vocab_size"),
         context=_size(config, "max_position_embeddings"),
         tied=config.get("tie_word_embeddings", False),
         epsilon=config["rms_norm_eps"],
         rope_theta=rope["rope_theta"],
-        rope_scaling=RopeScaling(*(rope[key] for key in llama3)) if kind == "llama3" else None,
         **more,
+    )
+
+
+def _yarn(rope: JsonObject, latent: bool) -> Yarn:
+    """Read YaRN as transformers does (modeling_rope_utils.py); latent: as DeepSeek's attention, whose scores grow, too."""
+    factor, scale, all_dim = rope["factor"], rope.get("mscale"), rope.get("mscale_all_dim")
+
+    def grown(by: float) -> float:
+        return 0.1 * by * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    magnitude = rope.get("attention_factor")
+    if magnitude is None:
+        magnitude = grown(scale) / grown(all_dim) if scale and all_dim else grown(1.0)
+    return Yarn(
+        factor=factor,
+        fast=rope.get("beta_fast") or 32,
+        slow=rope.get("beta_slow") or 1,
+        original=int(rope["original_max_position_embeddings"]),
+        truncate=rope.get("truncate", True),
+        magnitude=magnitude,
+        scores=grown(all_dim) ** 2 if latent and all_dim else 1.0,
     )
 
 

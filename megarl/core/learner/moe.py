@@ -15,6 +15,9 @@ Load: each step counts it, with the loss that evens it out if the recipe asks fo
     each micro-batch   padding ──► routers ──routing map──► tokens of each expert of each layer       (padding left out)
     after the step     summed over ranks ──► max / mean of each layer: 1 is even, the number of experts is all to one
 
+Routers' biases (model.moe.bias_update_rate) move after each update, from these counts: up where an expert had fewer tokens than
+the mean of its layer, down where it had more (arXiv 2408.15664). A skipped step moves none.
+
 The balancing loss is megatron's (Switch Transformer, arXiv 2101.03961, eq. 4), computed for each micro-batch. Each counts by
 its share of the step's tokens, so that a step's balancing gradient does not grow with the number of micro-batches.
 """
@@ -116,14 +119,17 @@ class ExpertLoad:
 
     def __init__(self, chunks: Sequence[GPTModel], settings: Moe) -> None:
         config, device = chunks[0].config, next(chunks[0].parameters()).device
-        self._coefficient = settings.aux_loss
+        self._coefficient, self._bias_rate = settings.aux_loss, settings.bias_update_rate
         self._sharded = config.sequence_parallel
         self._tokens = torch.zeros(config.num_layers, config.num_moe_experts, device=device)
         self._step_tokens = 0
         # For each router of a chunk, the coefficients of the micro-batches that it has not seen with gradients yet.
         self._waiting: dict[GPTModel, list[deque[float]]] = {chunk: [] for chunk in chunks}
+        self._biases: list[tuple[int, Tensor]] = []
         for chunk in chunks:
             for layer, router in _routers(chunk):
+                if self._bias_rate:
+                    self._biases.append((layer, router.expert_bias))
                 waiting: deque[float] = deque()
                 self._waiting[chunk].append(waiting)
                 router.register_forward_pre_hook(partial(_weigh, waiting))
@@ -152,6 +158,12 @@ class ExpertLoad:
             if sum(tokens)
         }
         return imbalance | {"expert_imbalance_max": max(imbalance.values(), default=1.0)}
+
+    def balance(self) -> None:
+        """Move the routers' biases by the step's tokens. After `metrics`, which sums them over all ranks."""
+        for layer, bias in self._biases:
+            tokens = self._tokens[layer]
+            bias += self._bias_rate * torch.sign(tokens.mean() - tokens)
 
     def _count(self, layer: int, _: Module, inputs: tuple[Tensor, Tensor], outputs: tuple[Tensor, Tensor]) -> None:
         """After a router: inputs are hidden states and the mask [s, b], outputs probabilities and the map [s * b, experts]."""

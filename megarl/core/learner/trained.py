@@ -140,5 +140,7 @@ class TrainedNetwork(Network):
             )
         with self.full_memory_named():
             self.optimizer.step_with_ready_grads()
+        if self.expert_load:
+            self.expert_load.balance()
         if self.device.type == "cuda":
             torch.cuda.synchronize()  # or its time would be counted as that of whatever waits next

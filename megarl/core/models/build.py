@@ -19,6 +19,7 @@ on one without it, and on a CPU     layers.py: our norm, torch's kernels for att
 
 import functools
 import importlib
+import math
 from pathlib import Path
 
 import torch
@@ -26,17 +27,29 @@ from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import get_te_version
 
-from megarl.core.base.architecture import Architecture, in_directory
+from megarl.core.base.architecture import Architecture, Yarn, in_directory
 from megarl.core.base.errors import MegarlError
 from megarl.core.models import parallel
 from megarl.core.models.attention import LayerAttention
-from megarl.core.models.layers import CausalAttention, ChunkedTEAttention, RMSNorm, Rope, inverse_frequencies
+from megarl.core.models.layers import (
+    CausalAttention,
+    ChunkedTEAttention,
+    LatentAttention,
+    RMSNorm,
+    Rope,
+    inverse_frequencies,
+)
 from megarl.core.recipe import Model
 from megarl.core.recipe.rules import impossible_for
 from megarl.shims import fp16_on_cpu
@@ -88,11 +101,11 @@ def transformer_config(
 ) -> TransformerConfig:
     """`fused`: use the kernels that need a GPU and Transformer Engine.
 
-    No token is dropped, no bias moves tokens between experts, and routing is computed in float32.
+    No token is dropped, and routing is computed in float32.
     """
     for problem in impossible_for(model, architecture.megatron_sizes()):
         raise MegarlError(problem)
-    layers, sigmoid, more = range(architecture.layers), architecture.router == "sigmoid", dict(RECOMPUTE[recompute])
+    layers, router, more = range(architecture.layers), architecture.router, dict(RECOMPUTE[recompute])
     if model.fp8 != "none":
         more |= {"fp8": FP8_FORMATS[model.fp8], "fp8_recipe": model.fp8, "fp8_param": False}
     if architecture.unrotated_layers:
@@ -101,16 +114,25 @@ def transformer_config(
         more |= {
             "moe_layer_freq": [int(i in architecture.expert_layers) for i in layers],
             "moe_router_topk": architecture.experts_per_token,
-            "moe_router_score_function": "sigmoid" if sigmoid else "softmax",
-            "moe_router_pre_softmax": architecture.router == "softmax",
-            "moe_apply_probs_on_input": sigmoid,
+            "moe_router_score_function": "sigmoid" if router in ("sigmoid", "balanced") else "softmax",
+            "moe_router_pre_softmax": router == "softmax",
+            "moe_router_topk_scaling_factor": architecture.router_scale,
+            "moe_apply_probs_on_input": router == "sigmoid",
             "moe_router_dtype": "fp32",
             "moe_router_load_balancing_type": "aux_loss" if model.moe.aux_loss else "none",
             "moe_aux_loss_coeff": model.moe.aux_loss,
             "moe_grouped_gemm": fused,
             "moe_permute_fusion": fused,
         }
-    return TransformerConfig(
+    if architecture.router_groups:
+        more["moe_router_num_groups"], more["moe_router_group_topk"] = architecture.router_groups
+    latent, scaling = architecture.latent is not None, architecture.rope_scaling
+    if latent:
+        # The scale of attention's scores is ours, and so is rotation: megatron's YaRN is left at none.
+        more |= {"rope_type": "rope", "rotary_scaling_factor": 1.0}
+    if isinstance(scaling, Yarn):
+        more["softmax_scale"] = scaling.scores / math.sqrt(architecture.head_dim)
+    return (MLATransformerConfig if latent else TransformerConfig)(
         **architecture.megatron_sizes(),
         **more,
         layernorm_epsilon=architecture.epsilon,
@@ -120,7 +142,7 @@ def transformer_config(
         add_bias_linear=False,
         add_qkv_bias=architecture.qkv_biases,
         qk_layernorm=architecture.head_norms,
-        rotary_interleaved=architecture.rope_interleaved,
+        rotary_interleaved=architecture.rope_interleaved and not latent,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=DTYPES[model.dtype],
@@ -142,7 +164,7 @@ def transformer_config(
         variable_seq_lengths=model.pipeline_parallel > 1,
         moe_token_dispatcher_type="alltoall",  # required for dense models too, with variable lengths
         bias_activation_fusion=fused,
-        apply_rope_fusion=fused,
+        apply_rope_fusion=fused and not latent,
     )
 
 
@@ -155,24 +177,23 @@ def _chunk(
         block_spec(config, architecture, transformer_engine, vp_stage),
         vocab_size=-(-architecture.vocabulary // model.tensor_parallel) * model.tensor_parallel,
         max_sequence_length=architecture.context,
-        position_embedding_type="rope" if transformer_engine else "none",
+        position_embedding_type="rope" if (rotates := transformer_engine and architecture.latent is None) else "none",
+        rotary_percent=architecture.rotated / architecture.head_dim,
         share_embeddings_and_output_weights=architecture.tied,
         pre_process=parallel_state.is_pipeline_first_stage(**stage),
         post_process=parallel_state.is_pipeline_last_stage(**stage),
         vp_stage=vp_stage,
     )
-    if transformer_engine:  # megatron supports only one set of scaling constants
+    if rotates:  # megatron supports only one set of scaling constants
         frequencies = chunk.rotary_pos_emb.inv_freq
         chunk.rotary_pos_emb.inv_freq = inverse_frequencies(architecture).to(frequencies.device)
     device = next(chunk.parameters()).device
-    for name, parameter in chunk.named_parameters():
-        if name.endswith(".mlp.router.weight"):
-            # Megatron makes it on the CPU and moves it in the first forward pass. The first publication can come before that.
-            parameter.data = parameter.data.to(device)
-            if model.moe.freeze_router:
-                parameter.requires_grad = False
-                # megatron makes it on the CPU. DDP moves what is trained; this would wait for its first forward pass.
-                parameter.data = parameter.data.to(next(chunk.parameters()).device)
+    for router in (module for module in chunk.modules() if isinstance(module, TopKRouter)):
+        # Megatron makes it on the CPU and moves it in the first forward pass. The first publication can come before that.
+        router.weight.data = router.weight.data.to(device)
+        router.weight.requires_grad = not model.moe.freeze_router
+        # Megatron would count tokens for its bias, with a mask of the wrong shape, and move it even if the step is skipped.
+        router.enable_expert_bias, router.frozen_expert_bias = False, True
     return chunk
 
 
@@ -195,25 +216,47 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """Return this rank's layers of chunk `vp_stage`. Our attention rotates; with Transformer Engine's the model does."""
     spec = get_gpt_decoder_block_spec(config, transformer_engine, normalization="RMSNorm", vp_stage=vp_stage)
+    scaling = architecture.rope_scaling
+    magnitude = scaling.magnitude if isinstance(scaling, Yarn) else 1.0
+    latent = architecture.latent is not None
+    rope = Rope(inverse_frequencies(architecture), architecture.rope_interleaved, magnitude, last=latent)
     l2_epsilon = architecture.epsilon if architecture.l2_norms else None
     rotated = LayerAttention(chunk=architecture.attention_chunk, l2_epsilon=l2_epsilon)
     unrotated = LayerAttention(rotary=False, temperature=architecture.temperature)
     layers = [unrotated if i in architecture.unrotated_layers else rotated for i in range(architecture.layers)]
+    if latent:
+        for layer in (spec.submodules for spec in spec.layer_specs):
+            layer.self_attention = latent_attention(
+                ModuleSpec(CausalAttention, params={"rope": rope, "layers": layers})
+            )
+            if layer.mlp.func is not MoELayer:
+                layer.sharded_state_dict_keys_map = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
     if transformer_engine:
-        if set(layers) != {LayerAttention()}:
+        if not latent and set(layers) != {LayerAttention()}:
             for layer in spec.layer_specs:
                 attention = layer.submodules.self_attention.submodules
                 attention.core_attention = functools.partial(ChunkedTEAttention, layers=layers)
         return spec
-    rope = Rope(inverse_frequencies(architecture), architecture.rope_interleaved)
     spec.layer_norm = RMSNorm
     for layer in (spec.submodules for spec in spec.layer_specs):
+        layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+        if latent:
+            continue
         attention = layer.self_attention.submodules
         attention.core_attention = functools.partial(CausalAttention, rope=rope, layers=layers)
         if attention.q_layernorm is not IdentityOp:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
-        layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
         # Checkpoints use Transformer Engine's names, which fuse this norm with a projection, but not with experts.
         if layer.mlp.func is MoELayer:
             layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)  # layers share it
     return spec
+
+
+def latent_attention(core_attention: ModuleSpec) -> ModuleSpec:
+    """Return attention with narrow q, k and v, by megatron's own linear maps also where there is Transformer Engine."""
+    column = ColumnParallelLinear
+    maps = {f"linear_{name}_proj": column for name in ("q", "q_down", "q_up", "kv_down", "kv_up")}
+    submodules = MLASelfAttentionSubmodules(
+        linear_proj=RowParallelLinear, q_layernorm=RMSNorm, kv_layernorm=RMSNorm, core_attention=core_attention, **maps
+    )
+    return ModuleSpec(LatentAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)

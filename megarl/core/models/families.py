@@ -12,7 +12,9 @@ its own part, and one rule serves loading, export and every layout.
 
 Megatron fuses q, k, v into one tensor, ordered by key-value group (q of the group, its k, its v), and gate with up.
 
-Qwen3-MoE    each expert has its own gate_proj, up_proj and down_proj
+Qwen3-MoE    each expert has its own gate_proj, up_proj and down_proj; so have those of GLM-4.5 and DeepSeek-V3, whose shared
+             experts are one MLP. Their layers for multi-token prediction, behind the last one, are carried along untouched
+DeepSeek-V3  q by way of a narrow q_a_proj, k and v by way of kv_a_proj_with_mqa; Megatron calls these down and up projections
 Llama 4      a layer's experts are stacked and transposed against Linear's: gate_up_proj [experts, hidden, 2 x inner],
              down_proj [experts, inner, hidden]. A multimodal directory (the released ones) has the text model behind
              `language_model.`; vision tower and projector are carried along untouched
@@ -56,6 +58,7 @@ class Weight:
 
     sources: the views it is made from. split: the dimension of each view along which TP (for experts: expert TP) divides it;
     None: every rank holds it whole. vocabulary: rows without the padding that makes them divide by TP; None: no padding.
+    served: the type that servers hold it in, if that is not the model's.
     """
 
     sources: tuple[SourceView, ...]
@@ -63,6 +66,7 @@ class Weight:
     merge: Callable[[Sequence[Tensor]], Tensor] = itemgetter(0)
     unmerge: Callable[[Tensor], Sequence[Tensor]] = lambda tensor: [tensor]
     vocabulary: int | None = None
+    served: torch.dtype | None = None
 
 
 NamedWeights = dict[str, Weight]
@@ -100,12 +104,17 @@ _TRANSFORMER_ENGINE = [
 ]
 
 
+SERVED_ROUTERS = {"Glm4MoeForCausalLM": torch.float32}
+"""Of routers' weights, by architecture."""
+
+
 def family_of(hf_dir: Path) -> Family:
     """Return the family that can read this Hugging Face directory, configured by it."""
     model = architecture.in_directory(hf_dir)
     if model.name == "Llama4ForConditionalGeneration":
         return Family(model, _weights(model, "language_model."), ("vision_model.", "multi_modal_projector."))
-    return Family(model, _weights(model))
+    layers = range(model.layers, model.layers + model.predicting_layers)
+    return Family(model, _weights(model), tuple(f"model.layers.{i}." for i in layers))
 
 
 def _weights(model: Architecture, prefix: str = "") -> NamedWeights:
@@ -113,7 +122,8 @@ def _weights(model: Architecture, prefix: str = "") -> NamedWeights:
     weights: NamedWeights = {}
     for i in range(model.layers):
         hf = f"{prefix}model.layers.{i}."
-        layer = _attention(model, hf + "self_attn.") | _feed_forward(model, hf, i in model.expert_layers)
+        attention = _attention if model.latent is None else _latent_attention
+        layer = attention(model, hf + "self_attn.") | _feed_forward(model, hf, i in model.expert_layers)
         layer["input_layernorm.weight"] = _plain(hf + "input_layernorm.weight")
         layer["pre_mlp_layernorm.weight"] = _plain(hf + "post_attention_layernorm.weight")
         weights |= {f"decoder.layers.{i}.{name}": weight for name, weight in layer.items()}
@@ -143,15 +153,33 @@ def _attention(model: Architecture, hf: str) -> NamedWeights:
     return weights
 
 
+def _latent_attention(model: Architecture, hf: str) -> NamedWeights:
+    """Return the projections and norms of `hf` (…self_attn.) with a narrow q, if it is, and a narrow k and v."""
+    names = {"kv_down": "kv_a_proj_with_mqa", "kv_up": "kv_b_proj", "q": "q_proj"}
+    norms = {"kv_layernorm": "kv_a_layernorm"}
+    if model.latent and model.latent.query is not None:
+        del names["q"]
+        names |= {"q_down": "q_a_proj", "q_up": "q_b_proj"}
+        norms["q_layernorm"] = "q_a_layernorm"
+    weights = {f"self_attention.linear_{ours}_proj.weight": _plain(f"{hf}{n}.weight", 0) for ours, n in names.items()}
+    weights |= {f"self_attention.{ours}.weight": _plain(f"{hf}{name}.weight") for ours, name in norms.items()}
+    return weights | {"self_attention.linear_proj.weight": _plain(hf + "o_proj.weight", 1)}
+
+
 def _feed_forward(model: Architecture, hf: str, experts: bool) -> NamedWeights:
     """Return the MLP of layer `hf`, or its router and experts."""
-    llama4 = model.name.startswith("Llama4")
+    llama4, balanced = model.name.startswith("Llama4"), model.router == "balanced"
     hf += "feed_forward." if llama4 else "mlp."
     if not experts:
         return _gated_mlp("mlp.", hf)
-    weights = {"mlp.router.weight": _plain(hf + ("router.weight" if llama4 else "gate.weight"))}
+    router = Weight(
+        (SourceView(hf + ("router.weight" if llama4 else "gate.weight")),), served=SERVED_ROUTERS.get(model.name)
+    )
+    weights = {"mlp.router.weight": router}
+    if balanced:
+        weights["mlp.router.expert_bias"] = _plain(hf + "gate.e_score_correction_bias")
     if model.shared_feed_forward:
-        weights |= _gated_mlp("mlp.shared_experts.", hf + "shared_expert.")
+        weights |= _gated_mlp("mlp.shared_experts.", hf + ("shared_experts." if balanced else "shared_expert."))
     for e in range(model.experts):
         megatron = f"mlp.experts.local_experts.{e}."
         weights |= (

@@ -28,7 +28,7 @@ from megatron.core import parallel_state
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import INDEX, read_config, weight_files
@@ -61,7 +61,7 @@ def load(chunks: Sequence[Module], family: Family, hf_dir: Path) -> None:
     with ExitStack() as stack, torch.no_grad():
         file_of = _open(hf_dir, stack)
         check_names(hf_dir, file_of.keys(), family)
-        for name, parameter in named_parameters(chunks):
+        for name, parameter in named_tensors(chunks):
             weight, (rank, size) = family.weight(name), shard_of(name)
             names = ", ".join(dict.fromkeys(source.name for source in weight.sources))
             try:
@@ -81,7 +81,8 @@ def export(chunks: Sequence[Module], family: Family, stacked: bool = True) -> It
     """Yield this pipeline stage's weights as (Hugging Face name, whole tensor), one at a time, always in the same order.
 
     stacked: give a layer's experts as one tensor where the family has them so (Llama 4); else each by a name of its own, as
-    other families have them, which servers take as well: Scout's stack alone has 2.7 GB, and no bucket bounds it.
+    other families have them, which servers take as well: Scout's stack alone has 2.7 GB, and no bucket bounds it. Then a tensor
+    also has the type that servers hold it in, since a delta is added to its bits.
 
     COLLECTIVE over the stage's tensor-parallel group and, if experts are divided, its expert-parallel groups, and so over every
     data-parallel copy: each rank must run the iterator to its end. All get the same whole tensors in the parameters' dtype
@@ -89,7 +90,7 @@ def export(chunks: Sequence[Module], family: Family, stacked: bool = True) -> It
     """
     stacks: dict[str, Tensor] = {}  # [experts, …], filled view by view
     missing: Counter[str] = Counter()
-    for name, parameter in named_parameters(chunks):
+    for name, parameter in named_tensors(chunks):
         if family.architecture.tied and name == "output_layer.weight":
             continue
         for name_there, shards in _gathered(name, parameter.detach(), family):
@@ -97,7 +98,8 @@ def export(chunks: Sequence[Module], family: Family, stacked: bool = True) -> It
             for source, pieces in zip(weight.sources, zip(*map(weight.unmerge, shards), strict=True), strict=True):
                 view = torch.cat(pieces, weight.split) if len(pieces) > 1 else pieces[0]
                 if source.expert is None:
-                    yield source.name, view[: weight.vocabulary].contiguous()
+                    view = view[: weight.vocabulary].contiguous()
+                    yield source.name, view if stacked or weight.served is None else view.to(weight.served)
                     continue
                 if not stacked:
                     yield source.alone, view.T.contiguous()
@@ -159,10 +161,16 @@ def begun(destination: Path, fill: Callable[[Path], None]) -> Path:
     return partial
 
 
-def named_parameters(chunks: Sequence[Module]) -> Iterator[tuple[str, Parameter]]:
-    """Yield this rank's parameters by Megatron's name, with layers and experts counted over the whole model."""
+def stored_tensors(chunk: Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters, and routers' biases, which are FP32 buffers: nothing trains them, but they are part of the model."""
+    yield from chunk.named_parameters()
+    yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".router.expert_bias"))
+
+
+def named_tensors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
+    """Yield this rank's `stored_tensors` by Megatron's name, with layers and experts counted over the whole model."""
     for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
+        for name, parameter in stored_tensors(chunk):
             if match := _LAYER.fullmatch(name):
                 layer = chunk.decoder.layers[int(match[2])]
                 name = f"{match[1]}{layer.layer_number - 1}{match[3]}"

@@ -2,6 +2,7 @@
 critic's head.
 
     CausalAttention      q, k, v [tokens, heads, head_dim] ─ rotate by position ─► attention.py ─► [tokens, heads * head_dim]
+    LatentAttention      hidden ─► narrow q; narrow k and v, and k's rotated part ─► q, k, v of each head ─► CausalAttention
     ChunkedTEAttention   megatron rotates ─► L2 norm or temperature ─► TEDotProductAttention, given shorter sequences in chunks
 
 Under context parallelism a rank's queries meet the gathered keys and values. megatron-core's own modules do not suffice: its
@@ -10,13 +11,14 @@ norm refuses sequence parallelism, its attention refuses packed sequences, its r
 Rotary embedding turns pairs of a head's elements:
 
 halves         (x0 … x7)  ->  pairs (x0, x4) (x1, x5) (x2, x6) (x3, x7)       most models
-interleaved    (x0 … x7)  ->  pairs (x0, x1) (x2, x3) (x4, x5) (x6, x7)       Llama 4, which rotates in float32
+interleaved    (x0 … x7)  ->  pairs (x0, x1) (x2, x3) (x4, x5) (x6, x7)       Llama 4, DeepSeek-V3; rotated in float32
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,13 +27,19 @@ from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.nn import Module, Parameter
 
-from megarl.core.base.architecture import Architecture
+from megarl.core.base.architecture import Architecture, Yarn
 from megarl.core.base.errors import MegarlError
 from megarl.core.models.attention import (
     Kernels,
@@ -45,12 +53,24 @@ from megarl.core.models.attention import (
 
 
 def inverse_frequencies(model: Architecture) -> Tensor:
-    """Return [head_dim / 2] float32, bit for bit transformers' `default` and `llama3` (modeling_rope_utils.py)."""
-    steps = torch.arange(0, model.head_dim, 2, dtype=torch.int64).float()
-    frequencies = 1.0 / (model.rope_theta ** (steps / model.head_dim))
+    """Return [rotated / 2] float32, bit for bit transformers' `default`, `llama3` and `yarn` (modeling_rope_utils.py)."""
+    steps = torch.arange(0, model.rotated, 2, dtype=torch.int64).float()
+    wavelengths = model.rope_theta ** (steps / model.rotated)
+    frequencies = 1.0 / wavelengths
     scaling = model.rope_scaling
     if scaling is None:
         return frequencies
+    if isinstance(scaling, Yarn):
+        first, last = (
+            model.rotated * math.log(scaling.original / (turns * 2 * math.pi)) / (2 * math.log(model.rope_theta))
+            for turns in (scaling.fast, scaling.slow)
+        )
+        if scaling.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, model.rotated - 1)
+        ramp = (torch.arange(len(steps), dtype=torch.float32) - first) / (last - first or 0.001)
+        kept = 1 - ramp.clamp(0, 1)
+        return 1.0 / (scaling.factor * wavelengths) * (1 - kept) + frequencies * kept
     factor, low, high, original = scaling.factor, scaling.low, scaling.high, scaling.original
     wavelengths = 2 * math.pi / frequencies
     stretched = torch.where(wavelengths > original / low, frequencies / factor, frequencies)
@@ -62,22 +82,31 @@ def inverse_frequencies(model: Architecture) -> Tensor:
 
 
 class Rope:
-    """Rotary embedding of one model. inverse_frequencies [head_dim / 2] float32."""
+    """Rotary embedding of one model. inverse_frequencies [rotated / 2] float32: of a head's first elements, or of its `last`.
+    magnitude: what these are multiplied with."""
 
-    def __init__(self, inverse_frequencies: Tensor, interleaved: bool) -> None:
+    def __init__(
+        self, inverse_frequencies: Tensor, interleaved: bool, magnitude: float = 1.0, last: bool = False
+    ) -> None:
         self.inverse_frequencies, self.interleaved = inverse_frequencies, interleaved
+        self.magnitude, self.last = magnitude, last
         self.pack_of_rows = functools.lru_cache(maxsize=4)(_pack_of_rows)  # each keeps this model's layout of it
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos, sin [positions, 1, head_dim / 2] of each pair's angle, computed in float32; kept so if interleaved, else
+        """Return cos, sin [positions, 1, rotated / 2] of each pair's angle, computed in float32; kept so if interleaved, else
         converted to `dtype`."""
         angles = (positions.float()[:, None] * self.inverse_frequencies.to(positions.device))[:, None]
         kept = torch.float32 if self.interleaved else dtype
-        return angles.cos().to(kept), angles.sin().to(kept)
+        return (angles.cos() * self.magnitude).to(kept), (angles.sin() * self.magnitude).to(kept)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate each pair of x [..., head_dim] by its angle, keeping x's dtype."""
-        return _Rotation.apply(x, cos, sin, self.interleaved)
+        rotated = 2 * cos.shape[-1]
+        if not (rest := x.shape[-1] - rotated):
+            return _Rotation.apply(x, cos, sin, self.interleaved)
+        parts = list(x.split([rest, rotated] if self.last else [rotated, rest], -1))
+        parts[self.last] = _Rotation.apply(parts[self.last], cos, sin, self.interleaved)
+        return torch.cat(parts, -1)
 
 
 class _Rotation(torch.autograd.Function):
@@ -169,7 +198,9 @@ class CausalAttention(Module):
             q = (q * temperatures(positions[:, None, None], *self.layer.temperature)).to(q.dtype)
         if self.cp.size() > 1:
             k, v = (gather_from_sequence_parallel_region(t.contiguous(), group=self.cp) for t in (k, v))
-        return kernels(q, k, v, self.scale).flatten(1)
+        width = v.shape[-1]
+        v = F.pad(v, (0, q.shape[-1] - width))  # kernels want one width, which latent attention does not have
+        return kernels(q, k, v, self.scale)[..., :width].flatten(1)
 
     def _layout(self, packed: PackedSeqParams, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Kernels]:
         """Return where this rank's tokens are: positions [tokens] in their sequences, cos, sin, kernels.
@@ -181,6 +212,56 @@ class CausalAttention(Module):
             here = positions_of(boundaries)[segments(boundaries, None, size, rank).queries].to(like.device)
             known[chunk] = here, *self.rope(here, like.dtype), attention_of(boundaries, chunk, size, rank, like)
         return known[chunk]
+
+
+class LatentAttention(MLASelfAttention):
+    """megatron's multi-head latent attention, with ours for what is between its projections.
+
+    megatron's rotates in Python, sequence by sequence, and loses gradients with tensor parallelism: the rotated part of k is
+    for all heads, so what the heads of each rank say of it has to be summed.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
+        """Return the layers between down and up. Their norms have transformers' default epsilon, whatever rms_norm_eps says."""
+
+        def norm(hidden_size: int, config: TransformerConfig, eps: float) -> RMSNorm:
+            return RMSNorm(config, hidden_size, LATENT_EPSILON)
+
+        linear = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
+        return {name: getattr(submodules, name) for name in linear} | {"q_layernorm": norm, "kv_layernorm": norm}
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        _key_value_states: None = None,
+        _position_ids: None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: object,
+    ) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        """Map hidden [s/tp, b, h] to this rank's heads of q, k and v, not rotated: [s, b, heads, …]; packed: [s, heads, …]."""
+        low: MLATransformerConfig = self.config
+        if low.q_lora_rank is None:
+            q, _ = self.linear_q_proj(hidden_states)
+        else:
+            narrow = gather_from_tensor_model_parallel_region(self.linear_q_down_proj(hidden_states)[0])
+            q, _ = self.linear_q_up_proj(self.q_layernorm(self._divided(narrow)))
+        narrow = gather_from_tensor_model_parallel_region(self.linear_kv_down_proj(hidden_states)[0])
+        shared, position = narrow.split([low.kv_lora_rank, low.qk_pos_emb_head_dim], -1)
+        kv, _ = self.linear_kv_up_proj(self.kv_layernorm(self._divided(shared)))
+        q, kv = (t.unflatten(-1, (self.num_attention_heads_per_partition, -1)) for t in (q, kv))
+        k, v = kv.split([low.qk_head_dim, low.v_head_dim], -1)
+        position = copy_to_tensor_model_parallel_region(position).unsqueeze(-2)
+        k = torch.cat([k, position.expand(*k.shape[:-1], -1)], -1)
+        if packed_seq_params is not None:
+            q, k, v = (t.squeeze(1) for t in (q, k, v))
+        return q, k, v, None, None
+
+    def _divided(self, x: Tensor) -> Tensor:
+        """Return this rank's tokens, as its norm and the projection after it want them."""
+        return scatter_to_sequence_parallel_region(x) if self.config.sequence_parallel else x
+
+
+LATENT_EPSILON = 1e-6
 
 
 class ChunkedTEAttention(Module):

@@ -209,15 +209,22 @@ def impossible_for(m: Model, sizes: Mapping[str, Any]) -> Iterator[str]:
     for key, layout, parts in (
         ("num_attention_heads", "tensor_parallel", m.tensor_parallel),
         ("num_query_groups", "tensor_parallel", m.tensor_parallel),
+        ("q_lora_rank", "tensor_parallel", m.tensor_parallel),
+        ("kv_lora_rank", "tensor_parallel", m.tensor_parallel),
+        ("qk_pos_emb_head_dim", "tensor_parallel", m.tensor_parallel),
         ("ffn_hidden_size", "tensor_parallel", m.tensor_parallel),
         ("moe_shared_expert_intermediate_size", "tensor_parallel", m.tensor_parallel),
         ("num_layers", "pipeline_parallel", stages),
         ("num_moe_experts", "expert_parallel", m.expert_parallel),
         ("moe_ffn_hidden_size", "expert_tensor_parallel", m.expert_tensor_parallel),
     ):
-        if sizes.get(key, 0) % parts:
+        if (sizes.get(key) or 0) % parts:
             yield f"model.{layout}: {key}={sizes[key]} of {m.path} does not divide by {parts}"
+    if m.moe.bias_update_rate and not sizes.get("moe_router_enable_expert_bias"):
+        yield f"model.moe.bias_update_rate: the routers of {m.path} have no bias; set it to 0"
     if m.fp8 != "none":
+        if "kv_lora_rank" in sizes:
+            yield f"model.fp8: the attention of {m.path} has no FP8 products here; set model.fp8=none"
         for name, size in _products(m, sizes).items():
             if size % FP8_MULTIPLE:
                 yield (

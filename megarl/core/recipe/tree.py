@@ -207,10 +207,15 @@ class Run(Section):
 class Moe(Section):
     """How experts are trained.
 
-    Fixed, because other choices harm RL: no token is dropped, no bias moves tokens between experts, routing is in float32.
+    Fixed, because other choices harm RL: no token is dropped, and routing is in float32.
     """
 
     aux_loss: float = Field(0.0, ge=0, description="coefficient of the Switch Transformer's balancing loss; 0: none")
+    bias_update_rate: float = Field(
+        0.0,
+        ge=0,
+        description="by how much a step moves routers' biases towards an even load (DeepSeek-V3: 1e-3); 0: fixed",
+    )
     freeze_router: bool = Field(False, description="true: routers keep the weights they came with")
     routing_replay: bool = Field(False, description="the learner takes the experts that the server chose")
 

@@ -11,6 +11,8 @@ from megarl.core.recipe import Recipe
 
 TEXT_ONLY = "Llama4ForCausalLM"
 """The text-only Llama 4. Our class loads it everywhere, because SGLang's own leaves its experts empty."""
+OWN_EVERYWHERE = (TEXT_ONLY, "DeepseekV3ForCausalLM")
+"""Architectures that servers with a GPU, too, take from sglang_models/."""
 
 
 def check(recipe: Recipe, cuda: bool) -> None:

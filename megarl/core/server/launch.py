@@ -24,7 +24,7 @@ from megarl.core.base.process import check_free, die_with_parent, start_logging
 from megarl.core.base.rundir import Endpoints, RunDir
 from megarl.core.recipe import Recipe
 from megarl.core.server import workers
-from megarl.core.server.checks import TEXT_ONLY, check
+from megarl.core.server.checks import OWN_EVERYWHERE, check
 from megarl.core.server.client import ServerClient, ServerSaid
 from megarl.core.server.proxy import Gate, OwnReplies
 
@@ -123,11 +123,12 @@ def memory_arguments(recipe: Recipe, cuda: bool) -> dict[str, object]:
 def environment(recipe: Recipe, index: int, cores: list[int], cuda: bool) -> dict[str, str]:
     """Return environment variables for the server and its processes."""
     common = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if not cuda or in_directory(recipe.model.path).name == TEXT_ONLY:
+    if not cuda or in_directory(recipe.model.path).name in OWN_EVERYWHERE:
         common["SGLANG_EXTERNAL_MODEL_PACKAGE"] = MODELS
     if cuda:
         return common
-    cpu = {"SGLANG_USE_CPU_ENGINE": "1"}
+    # SGLang compiles how experts are chosen with a bias: on a CPU by a C++ compiler, for each number of tokens.
+    cpu = {"SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1"}
     ranks, threads = recipe.resources.server_tensor_parallel, recipe.resources.threads
     if ranks > 1:
         first = index * ranks * threads
@@ -172,6 +173,8 @@ def engine_arguments(recipe: Recipe, index: int, host: str, port: int, cuda: boo
         "enable_metrics": recipe.monitor.prometheus,
         # For routing replay, and to compare the choices of both sides.
         "enable_return_routed_experts": bool(model.experts),
+        # It would count as another expert that every token chooses, in what is served and in what is told.
+        "disable_shared_experts_fusion": bool(model.shared_feed_forward),
         # On Blackwell SGLang takes kernels that choose the experts themselves, and nobody learns which.
         "moe_runner_backend": "triton" if cuda and model.experts else "auto",
         "log_level": "info",

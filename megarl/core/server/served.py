@@ -3,6 +3,7 @@
 q_proj, k_proj, v_proj                              ►  qkv_proj           Llama 4: rows of q and k in rotary order
 gate_proj, up_proj                                  ►  gate_up_proj
 experts.0.gate_proj, experts.0.up_proj, …1…         ►  experts.w13_weight
+q_a_proj, kv_a_proj_with_mqa                        ►  fused_qkv_a_proj_with_mqa     DeepSeek-V3, where q is narrow, too
 embed_tokens, lm_head                               ►  the same, with zero rows up to a multiple of 64
 """
 
@@ -20,6 +21,7 @@ INNER_MULTIPLE = 32
 """On a CPU the inner dimension of a gated MLP is padded to a multiple of this."""
 
 _ATTENTION = re.compile(r"\.(q|k|v)_proj\.(weight|bias)$")
+_LATENT = re.compile(r"\.(q_a_proj|kv_a_proj_with_mqa)\.weight$")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.(gate|up|down)_proj\.weight$")
 _GATED = re.compile(r"\.(gate|up)_proj\.weight$")
 
@@ -33,7 +35,11 @@ class ServedPart(NamedTuple):
 
 def place(name: str, tensor: Tensor, model: Architecture) -> ServedPart:
     """Return where the server holds this Hugging Face tensor."""
-    if match := _ATTENTION.search(name):
+    if low := model.latent:
+        if (match := _LATENT.search(name)) and low.query is not None:
+            rows = 0 if match[1] == "q_a_proj" else low.query
+            return ServedPart(_LATENT.sub(".fused_qkv_a_proj_with_mqa.weight", name), rows * tensor[0].nbytes)
+    elif match := _ATTENTION.search(name):
         rows = {"q": 0, "k": model.query, "v": model.query + model.key}[match[1]]
         return ServedPart(_ATTENTION.sub(r".qkv_proj.\2", name), rows * tensor[0].nbytes)
     if match := _EXPERT.search(name):
@@ -48,7 +54,7 @@ def place(name: str, tensor: Tensor, model: Architecture) -> ServedPart:
 
 def as_held(name: str, tensor: Tensor, model: Architecture) -> Tensor:
     """Return the tensor as the server holds it."""
-    if model.rope_interleaved and name.endswith((".q_proj.weight", ".k_proj.weight")):
+    if model.rope_interleaved and not model.latent and name.endswith((".q_proj.weight", ".k_proj.weight")):
         return rotary_order(tensor, model.head_dim)
     missing = -len(tensor) % VOCABULARY_MULTIPLE if name.endswith(PADDED) else 0
     return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor

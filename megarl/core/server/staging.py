@@ -25,6 +25,9 @@ from torch.nn import Module
 
 from megarl.core.base.broadcast import BroadcastGroup, in_thread
 
+DERIVED = ("w_kc", "w_vc")
+"""Tensors that SGLang makes of a parameter (DeepSeek-V3's kv_b_proj) when that is loaded, in place, and computes with."""
+
 
 class BucketHead(msgspec.Struct):
     """What comes before the bytes of a bucket: the tensors in them, one after the other."""
@@ -136,6 +139,9 @@ def copy_of(model: Module) -> Module:
         passing = there._non_persistent_buffers_set
         here.__dict__["_parameters"] = {n: once(p, tensor) for n, p in there._parameters.items()}
         here.__dict__["_buffers"] = {n: b if n in passing else once(b, tensor) for n, b in there._buffers.items()}
+        for name in DERIVED:
+            if isinstance(derived := vars(there).get(name), torch.Tensor):
+                here.__dict__[name] = once(derived, tensor)
         here.__dict__["_modules"] = {n: once(m, module) for n, m in there._modules.items()}
         return here
 
@@ -143,13 +149,19 @@ def copy_of(model: Module) -> Module:
 
 
 def _copy(source: Module, destination: Module) -> None:
-    """Copy parameters and buffers, but those that are shared."""
-    there = dict(destination.named_parameters()) | dict(destination.named_buffers())
-    for name, tensor in (dict(source.named_parameters()) | dict(source.named_buffers())).items():
+    """Copy parameters and buffers, but those that are shared, and what is derived."""
+    there = _tensors(destination)
+    for name, tensor in _tensors(source).items():
         if tensor is not there[name]:
             there[name].data.copy_(tensor.data, non_blocking=True)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def _tensors(model: Module) -> dict[str, torch.Tensor]:
+    derived = {f"{path}.{name}": vars(module).get(name) for path, module in model.named_modules() for name in DERIVED}
+    found = {name: tensor for name, tensor in derived.items() if isinstance(tensor, torch.Tensor)}
+    return dict(model.named_parameters()) | dict(model.named_buffers()) | found
 
 
 def _beside(act: Callable[[], Any]) -> Any:

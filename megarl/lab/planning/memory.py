@@ -185,8 +185,11 @@ def attention_activation_bytes(shape: Architecture, width: int, kept: int) -> fl
     [AR] equation 1 without 5as/h: flash attention (arXiv 2205.14135) recomputes the scores. The map after it keeps the same
     output, unless it keeps it in FP8.
     """
-    output_again = shape.query * kept if kept != width else 0
-    return (2 * shape.query + 2 * shape.key) * width + output_again + FP32 * shape.heads
+    output_again = shape.attended * kept if kept != width else 0
+    wide = shape.query + shape.key + shape.value + shape.attended
+    if low := shape.latent:
+        wide += (low.query or 0) + low.shared + shape.value  # and padded v, as wide as k, at most
+    return wide * width + output_again + FP32 * shape.heads
 
 
 def mlp_activation_bytes(feed_forward: int, width: int, kept: int) -> float:
@@ -228,4 +231,6 @@ def head_bytes(tokens: float, shape: Architecture, width: int) -> float:
 
 def kv_bytes(shape: Architecture, tensor_parallel: int, width: int) -> float:
     """Return KV bytes per token on each GPU of a server. [Inf] With more GPUs than KV groups, GPUs hold copies."""
+    if shape.latent:
+        return shape.layers * shape.cached * width  # one vector for all heads, which every GPU holds
     return 2 * shape.layers * max(shape.groups / tensor_parallel, 1) * shape.head_dim * width

@@ -115,7 +115,7 @@ def _link_seconds(recipe: Recipe, shape: Architecture, tokens: float, gpu: Gpu, 
         seconds += shape.layers * size / (gpu.nvlink * ASSUMED.network_efficiency)
     if (context := model.context_parallel) > 1:
         # k and v of all ranks are gathered, their gradients scattered (models/layers.py); recomputation gathers again.
-        size = (3 if again == "full" else 2) * tokens * (context - 1) * 2 * HALF * shape.key / tensor
+        size = (3 if again == "full" else 2) * tokens * (context - 1) * HALF * (shape.key + shape.value) / tensor
         seconds += shape.layers * size / (gpu.nvlink * ASSUMED.network_efficiency)
     if experts > 1:  # each pass there and back: GShard, arXiv 2006.16668
         passes, chosen = 4 if again == "none" else 6, shape.experts_per_token
@@ -246,7 +246,7 @@ def attention_flop(shape: Architecture, positions: float) -> float:
     """Return FLOP forward of a token that attends to so many positions: scores and their sum over values. [PaLM], causal."""
     chunk = shape.attention_chunk or positions
     local = shape.local_layers * min(positions, chunk)
-    return 4 * shape.query * (local + (shape.layers - shape.local_layers) * positions)
+    return 2 * (shape.query + shape.attended) * (local + (shape.layers - shape.local_layers) * positions)
 
 
 def head_flop(shape: Architecture) -> float:

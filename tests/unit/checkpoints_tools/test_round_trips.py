@@ -13,9 +13,20 @@ from checkpoints_tools.__main__ import main
 from checkpoints_tools.convert import hf_to_megatron, megatron_to_hf
 from checkpoints_tools.layout import Parallelism
 from checkpoints_tools.safetensors_files import Directory
+from megarl.core.base.errors import MegarlError
 from megarl.core.models import build, checkpoint, family_of, hf, parallel
 from megarl.core.recipe import Model
-from tests.tiny import tiny_llama, tiny_llama4, tiny_llama4_multimodal, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
+from tests.tiny import (
+    MOONLIGHT,
+    tiny_deepseek_v3,
+    tiny_glm4_moe,
+    tiny_llama,
+    tiny_llama4,
+    tiny_llama4_multimodal,
+    tiny_qwen2,
+    tiny_qwen3,
+    tiny_qwen3_moe,
+)
 
 # isort: split
 from safetensors.torch import load_file, save_file
@@ -27,6 +38,9 @@ FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "qwen3": (tiny_qwen3, {}),
     "qwen3-moe, one dense layer": (tiny_qwen3_moe, {"mlp_only_layers": [1]}),
     "llama 4": (tiny_llama4, {"num_key_value_heads": 2}),
+    "glm-4.5": (tiny_glm4_moe, {}),
+    "deepseek-v3": (tiny_deepseek_v3, {}),
+    "moonlight": (tiny_deepseek_v3, MOONLIGHT),
 }
 DENSE = (["--tp", "2", "--pp", "2"], ["--tp", "4"])
 EXPERTS = (["--tp", "2", "--pp", "2", "--ep", "2"], ["--pp", "4", "--ep", "4"])
@@ -101,6 +115,27 @@ def test_files_and_index(tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == sum(p.nbytes for p in reference.parameters())
     copy = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
     assert all(torch.equal(a, b) for a, b in zip(copy.parameters(), reference.parameters(), strict=True))
+
+
+def test_layers_for_multi_token_prediction_are_put_back_untouched(tmp_path: Path) -> None:
+    """Released directories have one behind the last layer, which is not trained. config.json must announce it."""
+    tiny_glm4_moe(tmp_path / "hf", num_hidden_layers=2)
+    file, config = tmp_path / "hf/model.safetensors", tmp_path / "hf/config.json"
+    more = {f"model.layers.2.{name}": torch.randn(8, 8) for name in ("eh_proj.weight", "self_attn.q_proj.weight")}
+    save_file(load_file(file) | more, file, metadata={"format": "pt"})
+    with pytest.raises(MegarlError, match=r"not of this model 2 tensors \(model.layers.2.eh_proj.weight"):
+        hf_to_megatron(tmp_path / "hf", tmp_path / "no", Parallelism())
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 1}))
+    run("convert", "hf-to-megatron", tmp_path / "hf", tmp_path / "step", "--ep", 2)
+    run("convert", "megatron-to-hf", tmp_path / "step", tmp_path / "back")
+    assert same(tmp_path / "hf", tmp_path / "back")
+    model = Model(path=str(tmp_path / "hf"), dtype="fp32")
+    parallel.start(model, seed=0, timeout_s=60)
+    chunks, family = build.build(model, tmp_path / "hf"), family_of(tmp_path / "hf")
+    hf.load(chunks, family, tmp_path / "hf")
+    hf.save(chunks, family, tmp_path / "hf", tmp_path / "saved")
+    parallel.stop()
+    assert same(tmp_path / "hf", tmp_path / "saved")
 
 
 def test_vision_tower_is_put_back_untouched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megarl.core.algorithm.packing import HEAD_PASSES, LAYER_PASSES, cost_of
 from megarl.core.base import architecture
-from tests.tiny import tiny_llama, tiny_llama4, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
+from tests.tiny import (
+    MOONLIGHT,
+    tiny_deepseek_v3,
+    tiny_glm4_moe,
+    tiny_llama,
+    tiny_llama4,
+    tiny_qwen2,
+    tiny_qwen3,
+    tiny_qwen3_moe,
+)
 
 MODELS = {
     "llama": tiny_llama,
@@ -17,6 +26,9 @@ MODELS = {
     "qwen3": tiny_qwen3,
     "qwen3_moe": partial(tiny_qwen3_moe, mlp_only_layers=[1]),
     "llama4": tiny_llama4,
+    "glm4_moe": tiny_glm4_moe,
+    "deepseek_v3": tiny_deepseek_v3,
+    "moonlight": partial(tiny_deepseek_v3, **MOONLIGHT),
 }
 
 

@@ -1,6 +1,7 @@
 """Bad directories and layouts end in one message that says what and where; nothing half-written stays."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -13,7 +14,15 @@ from megarl.core.models import build, checkpoint, family_of, hf, parallel
 from megarl.core.recipe import Model
 from tests.damage import flip_a_bit
 from tests.full_disk import files_no_larger_than
-from tests.tiny import tiny_llama, tiny_llama4, tiny_llama4_multimodal, tiny_qwen2, tiny_qwen3_moe
+from tests.tiny import (
+    tiny_deepseek_v3,
+    tiny_glm4_moe,
+    tiny_llama,
+    tiny_llama4,
+    tiny_llama4_multimodal,
+    tiny_qwen2,
+    tiny_qwen3_moe,
+)
 
 # isort: split
 from safetensors.torch import load_file, save_file
@@ -54,6 +63,41 @@ def test_unsupported_settings_are_refused(directory: Path, change: dict[str, obj
     edit_config(directory, **change)
     with pytest.raises(MegarlError, match=r"config.json: .* not supported"):
         family_of(directory)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"norm_topk_prob": False}, "norm_topk_prob=false or num_experts_per_tok=1"),
+        ({"num_experts_per_tok": 1, "topk_group": 1}, "norm_topk_prob=false or num_experts_per_tok=1"),
+        # Megatron would rank each group by its best 3, or its best 1: other experts, and no word.
+        ({"num_experts_per_tok": 6}, "topk_group=2 with 6 of 8 experts"),
+        ({"num_experts_per_tok": 3}, "topk_group=2 with 3 of 8 experts"),
+        ({"n_group": 3}, "n_group=3"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads=4"),
+        ({"v_head_dim": 25}, "v_head_dim=25"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"scoring_func": "softmax"}, "scoring_func='softmax'"),
+        ({"topk_method": "greedy"}, "topk_method='greedy'"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq=2"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type 'llama3'"),
+    ],
+)
+def test_unsupported_experts_and_latent_attention_are_refused(
+    tmp_path: Path, change: dict[str, object], said: str
+) -> None:
+    tiny_deepseek_v3(tmp_path, num_hidden_layers=1)
+    family_of(tmp_path)
+    edit_config(tmp_path, **change)
+    with pytest.raises(MegarlError, match=rf"config.json: .*{re.escape(said)}.* not supported"):
+        family_of(tmp_path)
+
+
+def test_glm_without_plain_rotation_is_refused(tmp_path: Path) -> None:
+    tiny_glm4_moe(tmp_path, num_hidden_layers=1)
+    edit_config(tmp_path, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0})
+    with pytest.raises(MegarlError, match="rope_type 'yarn' is not supported"):
+        family_of(tmp_path)
 
 
 def test_sliding_windows_are_refused(tmp_path: Path) -> None:

@@ -81,6 +81,34 @@ def test_a_copy_shares_what_is_no_weight() -> None:
     assert not torch.equal(model.first.weight, NEW)
 
 
+class Latent(Model):
+    """A layer like DeepSeek-V3's attention: loading fills, in place, a tensor that is neither parameter nor buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.w_kc = None
+        self.load_weights([("first.weight", self.first.weight.data)])
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        super().load_weights(tensors)
+        turned = self.first.weight.data.T.contiguous()
+        self.first.w_kc = turned if self.first.w_kc is None else self.first.w_kc.copy_(turned)
+
+
+def test_what_loading_derives_is_staged_and_swapped_too(staging: Staging) -> None:
+    """SGLang computes attention with it. Were it shared, a request would get new values before the swap; were it not copied,
+    old ones after it."""
+    model = Latent()
+    held, old = model.first.w_kc, model.first.w_kc.clone()
+    staging.begin(model, "6", "7")
+    staging.receive(Group(bucket("first.weight", NEW)))
+    assert torch.equal(model.first.w_kc, old)
+    staging.checksums()
+    staging.swap(model, "7")
+    assert model.first.w_kc is held, "a captured graph reads it where it was"
+    assert torch.equal(model.first.w_kc, NEW.T)
+
+
 def test_the_model_changes_at_the_swap_and_only_with_checksums(staging: Staging) -> None:
     model = Model()
     bias = model.first.bias.clone()

@@ -11,7 +11,18 @@ from transformers import CONFIG_MAPPING
 
 from megarl.core.base import architecture
 from megarl.core.base.errors import MegarlError
-from tests.tiny import tiny_llama, tiny_llama4, tiny_llama4_multimodal, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
+from megarl.lab.planning.memory import kv_bytes
+from tests.tiny import (
+    MOONLIGHT,
+    tiny_deepseek_v3,
+    tiny_glm4_moe,
+    tiny_llama,
+    tiny_llama4,
+    tiny_llama4_multimodal,
+    tiny_qwen2,
+    tiny_qwen3,
+    tiny_qwen3_moe,
+)
 
 
 def test_llama_3_1_8b_has_the_published_number_of_parameters() -> None:
@@ -44,6 +55,37 @@ def test_scout_has_the_published_number_of_parameters() -> None:
     assert shape.local_layers == 36  # every fourth of 48 has no rotation and sees everything
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters", "active"),
+    [
+        ("glm-4.5", 355e9, 32e9),
+        ("glm-4.5-air", 106e9, 12e9),
+        ("deepseek-v3", 671e9, 37e9),
+        ("moonlight-16b-a3b", 16e9, 3e9),
+        ("kimi-k2", 1.03e12, 32e9),
+    ],
+)
+def test_balanced_models_have_the_published_numbers_of_parameters(name: str, parameters: float, active: float) -> None:
+    """In all and active, by the model cards (Kimi K2's says 1T), without the layers for multi-token prediction. Some cards
+    count embedding and head as active and some do not."""
+    shape = architecture.read(name)
+    assert shape.parameters == pytest.approx(parameters, rel=0.015)
+    assert shape.body_parameters <= 1.02 * active
+    assert shape.active_parameters >= 0.97 * active
+
+
+def test_deepseek_v3_has_exactly_the_published_number_of_parameters() -> None:
+    """671,026,419,200 in the released files without layer 61, among them the routers' biases, which are not counted here."""
+    assert architecture.read("deepseek-v3").parameters + 58 * 256 == 671_026_419_200
+
+
+def test_narrow_keys_and_values_are_cached_as_they_are() -> None:
+    """DeepSeek-V3: 512 + 64 numbers a token and layer (arXiv 2412.19437, section 4.2), on every GPU of a server."""
+    shape = architecture.read("deepseek-v3")
+    assert kv_bytes(shape, 1, 2) == kv_bytes(shape, 8, 2) == 61 * 576 * 2
+    assert kv_bytes(architecture.read("glm-4.5"), 4, 2) == 92 * 2 * (8 // 4) * 128 * 2
+
+
 MODELS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "llama": (tiny_llama, {}),
     "llama, tied": (tiny_llama, {"tie_word_embeddings": True}),
@@ -52,6 +94,10 @@ MODELS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "qwen3-moe": (tiny_qwen3_moe, {}),
     "qwen3-moe, some layers dense": (tiny_qwen3_moe, {"mlp_only_layers": [1]}),
     "qwen3-moe, every second layer": (tiny_qwen3_moe, {"decoder_sparse_step": 2}),
+    "glm-4.5": (tiny_glm4_moe, {"first_k_dense_replace": 2}),
+    "glm-4.5-air": (tiny_glm4_moe, {"use_qk_norm": False}),
+    "deepseek-v3": (tiny_deepseek_v3, {}),
+    "moonlight": (tiny_deepseek_v3, MOONLIGHT),
     "llama4": (tiny_llama4, {}),
     "llama4, without chunks": (tiny_llama4, {"attention_chunk_size": None}),
     "llama4, multimodal": (tiny_llama4_multimodal, {}),
@@ -95,7 +141,8 @@ def test_what_is_not_written_is_what_transformers_takes(name: str) -> None:
     found = architecture.read(name)
     text = CONFIG_MAPPING[config["model_type"]](**config).get_text_config()
     assert {ours: getattr(found, ours) for ours in SAME} == {ours: getattr(text, key) for ours, key in SAME.items()}
-    assert found.head_dim == (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    if found.latent is None:
+        assert found.head_dim == (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
     assert found.rope_theta == text.rope_parameters["rope_theta"]
     if config["model_type"] == "llama4":
         assert found.expert_layers == tuple(text.moe_layers)

@@ -1,0 +1,76 @@
+"""Corrections to DeepSeek-V3 in SGLang 0.5.23; GLM-4.5 needs none.
+
+Everywhere:
+    loading     q_a_proj and kv_a_proj_with_mqa are one parameter, which SGLang fills only if both come in one call, and else
+                leaves as it was without a word; tensors on the host are copied by other threads, where deltas are not seen
+    norms       of narrow q, k and v: SGLang takes rms_norm_eps, transformers (and the released models' code) 1e-6
+    config      moe_layer_freq, topk_method and scoring_func must be in config.json; transformers 5 does not write them
+
+Without a GPU also:
+    attention   the plain backend is handed what only the triton one computes
+    rotation    without YaRN (Moonlight) an assertion fails
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from sglang.srt.layers.rotary_embedding import get_rope
+from sglang.srt.models import deepseek_v2
+from sglang.srt.models.deepseek_common import deepseek_weight_loader
+from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
+from torch import Tensor
+
+NARROW = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
+EPSILON = 1e-6
+SETTINGS = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+
+
+class DeepseekV3ForCausalLM(deepseek_v2.DeepseekV3ForCausalLM):
+    """DeepSeek-V3, DeepSeek-R1, Moonlight, Kimi K2."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        for name, value in SETTINGS.items():
+            if not hasattr(config, name):
+                setattr(config, name, value)
+        super().__init__(config, *args, **kwargs)
+        for layer in self.model.layers:
+            for name in ("q_a_layernorm", "kv_a_layernorm"):
+                if hasattr(layer, "self_attn") and hasattr(layer.self_attn, name):
+                    getattr(layer.self_attn, name).variance_epsilon = EPSILON
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], is_nextn: bool = False) -> None:
+        super().load_weights(self._others(weights) if self.fuse_qkv_a_proj and not is_nextn else weights, is_nextn)
+
+    def _others(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Copy narrow projections into their rows of the joint parameter; yield all else."""
+        parameters = dict(self.named_parameters())
+        for name, weight in weights:
+            joint = name
+            for ending in NARROW:
+                joint = joint.replace(ending, "fused_qkv_a_proj_with_mqa.weight")
+            if joint == name or joint not in parameters:
+                yield name, weight
+                continue
+            rows = parameters[joint].data
+            (rows[: len(weight)] if name.endswith(NARROW[0]) else rows[-len(weight) :]).copy_(weight)
+
+
+EntryClass = [DeepseekV3ForCausalLM, Glm4MoeForCausalLM]
+deepseek_weight_loader.should_async_load = lambda weight: False
+
+_rope = deepseek_v2.get_rope_wrapper
+
+
+def rope_without_yarn(*args: Any, rope_scaling: Any = None, device: Any = None, **kwargs: Any) -> Any:
+    """Replace deepseek_v2.get_rope_wrapper, which on a CPU knows YaRN only."""
+    if rope_scaling is None:
+        return get_rope(*args, rope_scaling=None, **kwargs)
+    return _rope(*args, rope_scaling=rope_scaling, device=device, **kwargs)
+
+
+if not torch.cuda.is_available():
+    deepseek_v2.get_rope_wrapper = rope_without_yarn
+    AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
