@@ -1,10 +1,14 @@
-"""A real run of a tiny Llama 4: experts divided over two ranks, and the learner takes the experts that the server chose."""
+"""A real run of a tiny Llama 4, and of a tiny DeepSeek-V3 whose routers' biases move: experts divided over two ranks, and the
+learner takes the experts that the server chose."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
+from checkpoints_tools.__main__ import main as convert
+from megarl.tasks.data.arithmetic_models import LLAMA, save_model
 from tests.e2e import runs
 from tests.e2e.runs import batches, check_history, check_nothing_left, check_parity, megarl, publications
 
@@ -24,10 +28,48 @@ OVERRIDES = (
 )
 
 
+DEEPSEEK = LLAMA | {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "moe_intermediate_size": 96,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+}
+
+
 def test_experts_over_two_ranks_with_routing_replay(workplace: Path) -> None:
-    warm = megarl("sft", "quickstart-moe", "sft.steps=20", cwd=workplace)
+    check_run(workplace, [], layers=4, chosen=1)
+
+
+@pytest.mark.slow
+def test_deepseek_learns_with_moving_biases(workplace: Path) -> None:
+    folder = workplace / "runs/quickstart-data/init-deepseek"
+    save_model(folder, DEEPSEEK, seed=0)
+    overrides = [f"sft.init={folder}", "model.path=runs/deepseek-sft", "model.moe.bias_update_rate=0.01"]
+    check_run(workplace, overrides, layers=3, chosen=2)
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    before = load_file(workplace / "runs/deepseek-sft/model.safetensors")[bias]
+    converted = workplace / "converted"
+    assert convert(["convert", "megatron-to-hf", str(workplace / "runs/quickstart-moe"), str(converted)]) == 0
+    moved = (load_file(converted / "model.safetensors")[bias] - before).abs()
+    assert 0 < moved.max() <= 4 * 0.01 + 1e-6, "four steps of 0.01"
+
+
+def check_run(workplace: Path, more: list[str], layers: int, chosen: int) -> None:
+    """more: overrides. layers: with experts. chosen: experts of a token."""
+    warm = megarl("sft", "quickstart-moe", "sft.steps=20", *more, cwd=workplace)
     assert warm.returncode == 0, warm.stderr
-    run = runs.start(workplace, *OVERRIDES, recipe="quickstart-moe")
+    run = runs.start(workplace, *OVERRIDES, *more, recipe="quickstart-moe")
     try:
         run.wait_for(run.rundir.status.exists, "a status")
         family, ports = run.family(), run.ports()
@@ -44,5 +86,5 @@ def test_experts_over_two_ranks_with_routing_replay(workplace: Path) -> None:
     rollouts = [r for groups in batches(run.rundir, run.recipe) for g in groups for r in g.rollouts]
     tables = [r.routing.table for r in rollouts if r.routing is not None]
     assert len(tables) == len(rollouts)
-    assert {table.shape[1:] for table in tables} == {(4, 1)}
+    assert {table.shape[1:] for table in tables} == {(layers, chosen)}
     assert set(np.unique(np.concatenate(tables))) == {0, 1, 2, 3}

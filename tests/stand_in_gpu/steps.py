@@ -24,7 +24,7 @@ from megarl.core.models import hf, parallel
 from megarl.core.weights.transport import buckets
 from tests.parallel.test_learner_layouts import make_batch
 from tests.parallel.test_routing_replay import with_routing
-from tests.tiny import tiny_llama, tiny_llama4, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
+from tests.tiny import tiny_deepseek_v3, tiny_llama, tiny_llama4, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
 
 MODELS = {
     "llama": tiny_llama,
@@ -32,6 +32,7 @@ MODELS = {
     "qwen3": tiny_qwen3,
     "qwen3_moe": tiny_qwen3_moe,
     "llama4": tiny_llama4,
+    "deepseek_v3": tiny_deepseek_v3,
 }
 VOCABULARY = 131
 BUCKET = 1 << 15
@@ -47,6 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
     "llama fp32": {"model": {"dtype": "fp32"}},
     "qwen3_moe fp32": {"model": {"dtype": "fp32", "moe": {"aux_loss": 0.1}}, "learner": {"recompute": "selective"}},
     "qwen3_moe replay fp32": {"model": {"dtype": "fp32", "moe": {"routing_replay": True}}},
+    "deepseek_v3 fp32": {"model": {"dtype": "fp32", "moe": {"bias_update_rate": 0.01}}},
     "llama4 fp32": {"model": {"dtype": "fp32", "moe": {"freeze_router": True}}},
     "llama critic, reference fp32": {
         "model": {"dtype": "fp32"}, "batch": CRITIC, "reference": {"coefficient": 0.1, "where": "loss", "estimator": "k3"},

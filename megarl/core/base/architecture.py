@@ -334,12 +334,11 @@ def _llama4(name: str, config: JsonObject, where: Path | str) -> Architecture:
 
 
 def _glm4_moe(name: str, config: JsonObject, where: Path | str) -> Architecture:
-    partial = (config.get("rope_parameters") or {}).get(
-        "partial_rotary_factor", config.get("partial_rotary_factor", 0.5)
-    )
+    rope: JsonObject = config.get("rope_parameters") or {}  # before transformers 5 the share stood beside
+    share: float = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5))
     return _decoder(
         name, config, where, {}, ("default",),
-        rotated=int(_size(config, "head_dim") * partial),
+        rotated=int(_size(config, "head_dim") * share),
         head_norms=config.get("use_qk_norm", False),
         qkv_biases=config.get("attention_bias", False),
         **_balanced(config, where),

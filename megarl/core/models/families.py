@@ -105,7 +105,7 @@ _TRANSFORMER_ENGINE = [
 
 
 SERVED_ROUTERS = {"Glm4MoeForCausalLM": torch.float32}
-"""Of routers' weights, by architecture."""
+"""The type of routers' weights on a server, by architecture."""
 
 
 def family_of(hf_dir: Path) -> Family:

@@ -198,8 +198,8 @@ class CausalAttention(Module):
             q = (q * temperatures(positions[:, None, None], *self.layer.temperature)).to(q.dtype)
         if self.cp.size() > 1:
             k, v = (gather_from_sequence_parallel_region(t.contiguous(), group=self.cp) for t in (k, v))
-        width = v.shape[-1]
-        v = F.pad(v, (0, q.shape[-1] - width))  # kernels want one width, which latent attention does not have
+        if (width := v.shape[-1]) < q.shape[-1]:  # latent attention; kernels want one width
+            v = F.pad(v, (0, q.shape[-1] - width))
         return kernels(q, k, v, self.scale)[..., :width].flatten(1)
 
     def _layout(self, packed: PackedSeqParams, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Kernels]:

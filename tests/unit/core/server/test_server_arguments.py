@@ -110,6 +110,33 @@ def test_llama_4_without_its_vision_tower_is_always_ours(tmp_path: Path) -> None
     assert "SGLANG_EXTERNAL_MODEL_PACKAGE" not in environment(a_recipe(tmp_path, config=whole), 0, [0], cuda=True)
 
 
+BALANCED = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
+
+
+def test_deepseek_v3_is_always_ours_and_its_shared_expert_is_no_routed_one(tmp_path: Path) -> None:
+    """SGLang would make the shared expert of the released models one more of those it tells of, and publishes to."""
+    recipe = a_recipe(tmp_path, config=BALANCED)
+    for cuda in (False, True):
+        assert environment(recipe, 0, [0], cuda)["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "megarl.core.server.sglang_models"
+        assert engine_arguments(recipe, 0, "127.0.0.1", 1, cuda)["disable_shared_experts_fusion"]
+    assert "TORCH_COMPILE_DISABLE" not in environment(recipe, 0, [0], cuda=True)
+    assert environment(recipe, 0, [0], cuda=False)["TORCH_COMPILE_DISABLE"] == "1"
+    dense = a_recipe(tmp_path / "dense")
+    assert not engine_arguments(dense, 0, "127.0.0.1", 1, cuda=True)["disable_shared_experts_fusion"]
+
+
 @pytest.mark.parametrize(
     ("changed", "cuda", "message"),
     [
