@@ -95,7 +95,9 @@ def check(path: Path, model: Model, recompute: str, what: str, output: Path, oth
         logits = forward_backward(ddp, family, reference[case])
         if logits:
             difference = max((a - b).abs().max().item() for a, b in zip(logits, reference[case]["logits"], strict=True))
-            assert difference <= 5e-6, f"{what}: {case} logits differ by {difference:.1e}"
+            # Weights of chosen experts that add up to 2.5 widen roundings, too.
+            limit = 8e-6 if family.architecture.router == "balanced" else 5e-6
+            assert difference <= limit, f"{what}: {case} logits differ by {difference:.1e}"
             print(f"{what}: {case} logits {difference:.1e}", flush=True)
         worst = gradient_difference(chunks, family, reference[case]["gradients"])
         # Two roundings of float32, each about 1e-6 of the largest gradient.

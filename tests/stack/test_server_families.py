@@ -24,6 +24,7 @@ from tests.stack.test_publication import PROMPT, kept_cache_scores
 from tests.tiny import (
     MOONLIGHT,
     PLAIN_ROPE,
+    YARN,
     tiny_deepseek_v3,
     tiny_glm4_moe,
     tiny_llama4,
@@ -55,7 +56,11 @@ CASES = {
     "qwen3": Case(tiny_qwen3, {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "qwen3_moe": Case(tiny_qwen3_moe, {"num_experts": 8, "moe_intermediate_size": 32}, "mlp.gate"),
     "glm4_moe": Case(tiny_glm4_moe, {"moe_intermediate_size": 32}, "mlp.gate"),
-    "deepseek_v3": Case(tiny_deepseek_v3, {"moe_intermediate_size": 32}, "mlp.gate"),
+    "deepseek_v3": Case(
+        tiny_deepseek_v3,
+        {"moe_intermediate_size": 32, "rope_parameters": YARN | {"original_max_position_embeddings": POSITIONS // 8}},
+        "mlp.gate",
+    ),
     "moonlight": Case(
         tiny_deepseek_v3, MOONLIGHT | {"moe_intermediate_size": 32, "rope_parameters": PLAIN_ROPE}, "mlp.gate"
     ),

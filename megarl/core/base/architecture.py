@@ -335,7 +335,7 @@ def _llama4(name: str, config: JsonObject, where: Path | str) -> Architecture:
 
 def _glm4_moe(name: str, config: JsonObject, where: Path | str) -> Architecture:
     rope: JsonObject = config.get("rope_parameters") or {}  # before transformers 5 the share stood beside
-    share: float = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5))
+    share: float = (config | rope).get("partial_rotary_factor", 0.5)
     return _decoder(
         name, config, where, {}, ("default",),
         rotated=int(_size(config, "head_dim") * share),

@@ -24,6 +24,7 @@ from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
 from torch import Tensor
 
 NARROW = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
+JOINT = "fused_qkv_a_proj_with_mqa.weight"
 EPSILON = 1e-6
 SETTINGS = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
@@ -48,14 +49,12 @@ class DeepseekV3ForCausalLM(deepseek_v2.DeepseekV3ForCausalLM):
         """Copy narrow projections into their rows of the joint parameter; yield all else."""
         parameters = dict(self.named_parameters())
         for name, weight in weights:
-            joint = name
-            for ending in NARROW:
-                joint = joint.replace(ending, "fused_qkv_a_proj_with_mqa.weight")
-            if joint == name or joint not in parameters:
+            layer, _, kind = name.rpartition(".self_attn.")
+            joint = parameters.get(f"{layer}.self_attn.{JOINT}")
+            if joint is None or kind not in NARROW:
                 yield name, weight
-                continue
-            rows = parameters[joint].data
-            (rows[: len(weight)] if name.endswith(NARROW[0]) else rows[-len(weight) :]).copy_(weight)
+            else:
+                (joint.data[: len(weight)] if kind == NARROW[0] else joint.data[-len(weight) :]).copy_(weight)
 
 
 EntryClass = [DeepseekV3ForCausalLM, Glm4MoeForCausalLM]
