@@ -89,19 +89,19 @@ def check(path: Path, model: Model, recompute: str, what: str, output: Path, oth
 
     reference = torch.load(path.with_suffix(".pt"))
     ddp = with_gradients(chunks)
+    # Weights of chosen experts that add up to 2.5 widen roundings: transformers' own gradients are 1.8e-6 off float64 there.
+    wide = family.architecture.router == "balanced"
     for case in ("unpacked", "packed"):
         if case == "unpacked" and model.context_parallel > 1:
             continue
         logits = forward_backward(ddp, family, reference[case])
         if logits:
             difference = max((a - b).abs().max().item() for a, b in zip(logits, reference[case]["logits"], strict=True))
-            # Weights of chosen experts that add up to 2.5 widen roundings, too.
-            limit = 8e-6 if family.architecture.router == "balanced" else 5e-6
-            assert difference <= limit, f"{what}: {case} logits differ by {difference:.1e}"
+            assert difference <= (8e-6 if wide else 5e-6), f"{what}: {case} logits differ by {difference:.1e}"
             print(f"{what}: {case} logits {difference:.1e}", flush=True)
         worst = gradient_difference(chunks, family, reference[case]["gradients"])
         # Two roundings of float32, each about 1e-6 of the largest gradient.
-        assert worst <= 2e-6, f"{what}: {case} gradients differ by {worst:.1e}"
+        assert worst <= (4e-6 if wide else 2e-6), f"{what}: {case} gradients differ by {worst:.1e}"
         print(f"{what}: {case} gradients {worst:.1e}", flush=True)
 
     hf.save(chunks, family, path, output / "hf", shard_bytes=1 << 15)
