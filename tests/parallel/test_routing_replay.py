@@ -14,15 +14,14 @@ from megarl.core.base.types import Batch, Rollout, Routing, encode
 from tests.parallel.replay_world import OTHER
 from tests.parallel.test_learner_layouts import VOCABULARY, make_batch, scalerl_by_transformers
 from tests.parallel.worlds import run_world
-from tests.tiny import tiny_deepseek_v3, tiny_glm4_moe, tiny_llama4, tiny_qwen3_moe
+from tests.tiny import tiny_deepseek_v3, tiny_llama4, tiny_qwen3_moe
 
 # Layers with experts, experts a token.
 MODELS = {
     "qwen3_moe": (tiny_qwen3_moe, 4, 2),
     "llama4": (tiny_llama4, 3, 1),
-    "glm4_moe": (partial(tiny_glm4_moe, n_routed_experts=4), 3, 3),
     "deepseek_v3": (
-        partial(tiny_deepseek_v3, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2),
+        partial(tiny_deepseek_v3, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2),
         3,
         2,
     ),

@@ -9,16 +9,23 @@ import pytest
 from tests.pessimistic_nccl import NAME as PESSIMISTIC_NCCL
 from tests.stack.conftest import Stack, running, two_models
 from tests.stack.publish_world import NUDGED, SAME, publish_from
-from tests.stack.test_server_families import ENDLESS, LLAMA4, assert_serves
-from tests.tiny import tiny_llama4
+from tests.stack.test_server_families import CASES, ENDLESS, LLAMA4, assert_serves
+from tests.tiny import tiny_deepseek_v3, tiny_llama4
 
 pytestmark = [pytest.mark.stack, pytest.mark.anyio, pytest.mark.timeout(900)]
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+MODELS = {
+    "llama4": (tiny_llama4, LLAMA4 | {"num_key_value_heads": 2}),
+    "deepseek_v3": (tiny_deepseek_v3, CASES["deepseek_v3"].overrides),
+}
+
+
+@pytest.fixture(scope="module", params=["llama4", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     directory = tmp_path_factory.mktemp("tensor_parallel")
-    models = two_models(directory, tiny_llama4, **ENDLESS, **LLAMA4, num_key_value_heads=2)
+    make, overrides = MODELS[request.param]
+    models = two_models(directory, make, **ENDLESS, **overrides)
     with running(
         directory,
         models,

@@ -42,6 +42,7 @@ FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "deepseek-v3": (tiny_deepseek_v3, {}),
     "moonlight": (tiny_deepseek_v3, MOONLIGHT),
 }
+SLOW = ("glm-4.5", "moonlight")
 DENSE = (["--tp", "2", "--pp", "2"], ["--tp", "4"])
 EXPERTS = (["--tp", "2", "--pp", "2", "--ep", "2"], ["--pp", "4", "--ep", "4"])
 
@@ -58,7 +59,7 @@ def same(a: Path, b: Path) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in FAMILIES])
 def test_every_bit_survives_two_layouts(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     tiny, overrides = FAMILIES[name]
     tiny(tmp_path / "hf", dtype, **overrides)
