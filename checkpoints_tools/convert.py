@@ -176,10 +176,11 @@ def _untouched(base: Path, family: Family) -> dict[str, Region]:
     """Return the tensors of the original model that are not trained here."""
     if not family.elsewhere:
         return {}
-    untouched = {}
-    if (base / "config.json").is_file():
+    untouched, found = {}, (base / "config.json").is_file()
+    if found:
         untouched = {name: region for name, region in Directory(base).regions.items() if family.passthrough(name)}
-    if not untouched:
+    # transformers leaves out layers for multi-token prediction, and config.json still announces them.
+    if not untouched and not (found and family.architecture.predicting_layers):
         raise MegarlError(
             f"{base}: no tensors {', '.join(f'{start}*' for start in family.elsewhere)} there, which the exported model needs; "
             "give the original model with --base"

@@ -187,8 +187,8 @@ def attention_activation_bytes(shape: Architecture, width: int, kept: int) -> fl
     """
     output_again = shape.attended * kept if kept != width else 0
     wide = shape.query + shape.key + shape.value + shape.attended
-    if low := shape.latent:
-        wide += (low.query or 0) + low.shared + shape.value  # and padded v, as wide as k, at most
+    if low := shape.latent:  # v and the output are padded to the width of q (models/layers.py)
+        wide += (low.query or 0) + low.shared + 2 * (shape.query - shape.attended)
     return wide * width + output_again + FP32 * shape.heads
 
 

@@ -137,6 +137,15 @@ def test_layers_for_multi_token_prediction_are_put_back_untouched(tmp_path: Path
     hf.save(chunks, family, tmp_path / "hf", tmp_path / "saved")
     parallel.stop()
     assert same(tmp_path / "hf", tmp_path / "saved")
+    with pytest.raises(MegarlError, match=r"nowhere: no tensors model.layers.2.\* there"):
+        megatron_to_hf(tmp_path / "step", tmp_path / "no", tmp_path / "nowhere")
+    tiny_glm4_moe(tmp_path / "without", num_hidden_layers=2, num_nextn_predict_layers=1)
+    assert same(tmp_path / "without", written(tmp_path / "step", tmp_path / "shorter", tmp_path / "without"))
+
+
+def written(source: Path, destination: Path, base: Path) -> Path:
+    megatron_to_hf(source, destination, base)
+    return destination
 
 
 def test_vision_tower_is_put_back_untouched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
