@@ -38,7 +38,8 @@ VOCABULARY = 131
 BUCKET = 1 << 15
 CRITIC = {"centring": "critic", "zero_variance": "keep", "positive_threshold": None}
 CASES: dict[str, dict[str, Any]] = {
-    **{name: {} for name in MODELS},
+    # In bf16 a rounding may turn a choice of four experts of eight: only fp32 would show a fault.
+    **{name: {} for name in MODELS if name != "deepseek_v3"},
     "llama fp16": {"model": {"dtype": "fp16"}},
     "llama unpacked": {"learner": {"packing": False}},
     "qwen3_moe unpacked": {"learner": {"packing": False}},
@@ -54,7 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
         "model": {"dtype": "fp32"}, "batch": CRITIC, "reference": {"coefficient": 0.1, "where": "loss", "estimator": "k3"},
     },
 }  # fmt: skip
-RESUMED = ("llama fp32", "qwen3_moe replay fp32")
+RESUMED = ("llama fp32", "qwen3_moe replay fp32", "deepseek_v3 fp32")
 """Cases whose second step is taken by a trainer that has loaded the checkpoint after the first."""
 MEASURED = ("loss", "grad_norm", "entropy", "ratio_max", "value_loss", "critic_grad_norm", "kl_reference")
 

@@ -116,7 +116,6 @@ def transformer_config(
             "moe_router_topk": architecture.experts_per_token,
             "moe_router_score_function": "sigmoid" if router in ("sigmoid", "balanced") else "softmax",
             "moe_router_pre_softmax": router == "softmax",
-            "moe_router_topk_scaling_factor": architecture.router_scale,
             "moe_apply_probs_on_input": router == "sigmoid",
             "moe_router_dtype": "fp32",
             "moe_router_load_balancing_type": "aux_loss" if model.moe.aux_loss else "none",
@@ -124,6 +123,8 @@ def transformer_config(
             "moe_grouped_gemm": fused,
             "moe_permute_fusion": fused,
         }
+    if router == "balanced":
+        more["moe_router_topk_scaling_factor"] = architecture.router_scale
     if architecture.router_groups:
         more["moe_router_num_groups"], more["moe_router_group_topk"] = architecture.router_groups
     latent, scaling = architecture.latent is not None, architecture.rope_scaling
