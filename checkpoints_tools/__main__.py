@@ -83,6 +83,17 @@ def hf_to_megatron(
 
 
 @app.command()
+def dequantize(
+    source: Annotated[Path, Argument(help="Hugging Face directory in FP8 with scales of blocks, or in MXFP4")],
+    destination: Destination,
+) -> None:
+    """Write a quantised Hugging Face directory in bf16, which learner and servers need."""
+    from checkpoints_tools import quantized
+
+    quantized.dequantize(source, destination)
+
+
+@app.command()
 def reshard(
     source: CheckpointPath,
     destination: Destination,

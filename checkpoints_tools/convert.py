@@ -120,25 +120,41 @@ def megatron_to_hf(source: Path, destination: Path, base: Path | None = None, fi
     check_keys(shards, [part for group in tensors for part in group.parts])
     untouched = _untouched(base or Path(what.meta.hf_source), family)
     tensors += [TensorGroup((), {name: Shape(region.shape, region.dtype)}) for name, region in untouched.items()]
-    files, total = _planned(tensors, file_bytes), sum(group.nbytes for group in tensors)
     with writing(destination, _identity("megatron-to-hf", what.path, WHOLE, what.dtype, file_bytes)) as partial:
-        partial.expect("safetensors", total)
-        for name, members in files.items():
-            if name in partial.finished:
-                partial.skip(sum(group.nbytes for group in members))
-                continue
-            shapes = {tensor: shape for group in members for tensor, shape in group.tensors.items()}
-            with closing(SafetensorsFile(partial.unfinished(name), shapes)) as file:
-                for tensor, entry, value in _values(members, family, shards, untouched):
+        write_tensors(partial, tensors, lambda group: _values(group, family, shards, untouched), file_bytes)
+        copy_description(what.hf_dir, partial.path, DTYPES[what.dtype])
+        (partial.path / card.FILE).write_text(card.render(what.path, what.meta))
+
+
+def write_tensors(
+    partial: Partial,
+    tensors: Sequence[TensorGroup],
+    values: Callable[[TensorGroup], Iterable[tuple[str, int, Tensor]]],
+    file_bytes: int,
+) -> None:
+    """Write the weights of a Hugging Face directory, those of a group in one file of about `file_bytes`, and their index.
+
+    values: yields (name, entry along dimension 0 if it is stacked, values) of all tensors of a group.
+    """
+    files, total = _planned(tensors, file_bytes), sum(group.nbytes for group in tensors)
+    partial.expect("safetensors", total)
+    gc.freeze()  # objects that exist already are not searched again, so that collecting is quick
+    for name, members in files.items():
+        if name in partial.finished:
+            partial.skip(sum(group.nbytes for group in members))
+            continue
+        shapes = {tensor: shape for group in members for tensor, shape in group.tensors.items()}
+        with closing(SafetensorsFile(partial.unfinished(name), shapes)) as file:
+            for group in members:
+                gc.collect()  # views hold maps of the source's files, some of which only this releases
+                for tensor, entry, value in values(group):
                     file.write(tensor, value, entry)
                     partial.wrote(name, value.nbytes)
-            partial.finish(name, None)
-        partial.flush()
-        copy_description(what.hf_dir, partial.path, DTYPES[what.dtype])
-        if len(files) > 1:
-            file_of = {tensor: name for name, members in files.items() for group in members for tensor in group.tensors}
-            write_index(partial.path, file_of, total)
-        (partial.path / card.FILE).write_text(card.render(what.path, what.meta))
+        partial.finish(name, None)
+    partial.flush()
+    if len(files) > 1:
+        file_of = {tensor: name for name, members in files.items() for group in members for tensor in group.tensors}
+        write_index(partial.path, file_of, total)
 
 
 def _write_checkpoint(
@@ -189,18 +205,15 @@ def _untouched(base: Path, family: Family) -> dict[str, Region]:
 
 
 def _values(
-    members: Sequence[TensorGroup], family: Family, shards: Shards, untouched: Mapping[str, Region]
+    group: TensorGroup, family: Family, shards: Shards, untouched: Mapping[str, Region]
 ) -> Iterator[tuple[str, int, Tensor]]:
     """Yield (Hugging Face name, entry along dimension 0 if it is stacked, values)."""
-    gc.freeze()  # objects that exist already are not searched again, so that collecting is quick
-    for group in members:
-        gc.collect()  # views hold maps of the source's files, some of which only this releases
-        for part in group.parts:
-            for source, value in views(part, family, stored_value(part, shards)):
-                yield source.name, source.expert or 0, value
-        if not group.parts:
-            for name in group.tensors:
-                yield name, 0, untouched[name].tensor()
+    for part in group.parts:
+        for source, value in views(part, family, stored_value(part, shards)):
+            yield source.name, source.expert or 0, value
+    if not group.parts:
+        for name in group.tensors:
+            yield name, 0, untouched[name].tensor()
 
 
 def _planned(tensors: Sequence[TensorGroup], file_bytes: int) -> dict[str, list[TensorGroup]]:

@@ -91,7 +91,7 @@ def check_names_and_shapes(
         if name in present and present[name] != shape
     ]
     if wrong:
-        raise MegarlError(f"{hf_dir}: tensors do not have the shapes config.json says: {_few(wrong)}")
+        raise MegarlError(f"{hf_dir}: tensors do not have the shapes config.json says: {few(wrong)}")
 
 
 def check_keys(shards: Shards, needed: Sequence[StoredPart]) -> None:
@@ -105,10 +105,11 @@ def check_keys(shards: Shards, needed: Sequence[StoredPart]) -> None:
         if shape != tuple(shard.global_shape) and not shard.allow_shape_mismatch:  # a padded vocabulary may differ
             problems.append(f"{key} is {list(shape)} instead of {list(shard.global_shape)}")
     if problems:
-        raise MegarlError(f"{shards.path}: tensors do not fit its config.json: {_few(problems)}")
+        raise MegarlError(f"{shards.path}: tensors do not fit its config.json: {few(problems)}")
 
 
-def _few(problems: Sequence[str]) -> str:
+def few(problems: Sequence[str]) -> str:
+    """Join the first problems for a message."""
     return "; ".join(problems[:8]) + (f"; … ({len(problems)} in all)" if len(problems) > 8 else "")
 
 

@@ -37,7 +37,7 @@ from megarl.core.models.families import Family, SourceView, Weight
 
 SHARD_BYTES = 4 << 30
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
-_EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)")
+_EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)(.*)")
 _WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pth|pt|gguf|h5|msgpack)(\.index\.json)?|\..*")
 
 
@@ -102,7 +102,7 @@ def export(chunks: Sequence[Module], family: Family, stacked: bool = True) -> It
                     yield source.name, view if stacked or weight.served is None else view.to(weight.served)
                     continue
                 if not stacked:
-                    yield source.alone, view.T.contiguous()
+                    yield source.alone, view.t().contiguous().to(weight.served or view.dtype)
                     continue
                 part, parts = source.part or (0, 1)
                 if source.name not in stacks:
@@ -277,13 +277,15 @@ def everywhere[T](work: Callable[[], T], partial: Path | None = None) -> list[T]
 
 
 def copy_description(source: Path, destination: Path, dtype: torch.dtype | None = None) -> None:
-    """Copy configuration, generation configuration, tokenizer: every file without weights. `dtype` is put into the config."""
+    """Copy configuration, generation configuration, tokenizer: every file without weights. `dtype`, which is not
+    quantised, is put into the config."""
     config = read_config(source)
     destination.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
         if path.is_file() and not _WEIGHT_FILES.fullmatch(path.name):
             shutil.copyfile(path, destination / path.name)
     if dtype is not None:
+        config.pop("quantization_config", None)
         for part in (config, config["text_config"]) if "text_config" in config else (config,):
             part["torch_dtype" if "torch_dtype" in part else "dtype"] = str(dtype).removeprefix("torch.")
         write_config(destination, config)
