@@ -20,16 +20,19 @@ from megarl.core.base.architecture import Architecture
 @dataclass(frozen=True)
 class Cost:
     """Cost of a sequence, in any unit: per token, and per pair of positions in layers with full attention (pair) and in layers
-    with attention within chunks of `chunk` positions (local_pair)."""
+    with attention within chunks of `chunk` positions, or, if there is one, within a `window` (local_pair)."""
 
     token: float = 1.0
     pair: float = 0.0
     local_pair: float = 0.0
     chunk: int = 1
+    window: int = 0
 
     def of(self, tokens: int) -> float:
         whole, rest = divmod(tokens, self.chunk)
         local = whole * self.chunk**2 + rest**2
+        if self.window:
+            local = tokens**2 - max(tokens - self.window, 0) ** 2
         return self.token * tokens + (self.pair * tokens**2 + self.local_pair * local) / 2
 
     def attention(self, tokens: int) -> float:
@@ -53,6 +56,7 @@ def cost_of(model: Architecture) -> Cost:
         pair=pair * (model.layers - model.local_layers),
         local_pair=pair * model.local_layers,
         chunk=model.attention_chunk or 1,
+        window=model.window or 0,
     )
 
 

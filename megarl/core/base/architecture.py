@@ -77,7 +77,10 @@ class Architecture:
     attention_chunk       the other layers attend within chunks of so many positions; None: to all before
     temperature           (floor, scale) of the growing factor on q in unrotated layers; None: there is none
     head_norms, l2_norms  RMS norms of each head's q and k before rotation; norms without weights after it
-    qkv_biases            q, k and v have biases
+    qkv_biases, biases    q, k and v have biases; so have all other linear maps of a layer, router and experts too
+    sinks                 each head has a score beside those of the keys, without a value (arXiv 2309.17453)
+    window                layers in window_layers attend to so many positions, a token's own the last; None: to all before
+    glu_limit             an expert's gate g and up u are clamped by it, and give (u + 1) g sigmoid(1.702 g); None: u silu(g)
     experts               of each layer in expert_layers; 0: the model is dense
     shared_feed_forward   inner size of the expert that all tokens take; 0: there is none
     expert_step           what config.json says instead of a list: every so manieth layer has experts
@@ -119,6 +122,11 @@ class Architecture:
     router_groups: tuple[int, int] | None = None
     latent: Latent | None = None
     predicting_layers: int = 0
+    biases: bool = False
+    sinks: bool = False
+    window: int | None = None
+    window_layers: tuple[int, ...] = ()
+    glu_limit: float | None = None
 
     @property
     def query(self) -> int:
@@ -157,8 +165,14 @@ class Architecture:
 
     @property
     def local_layers(self) -> int:
-        """How many layers attend within chunks."""
-        return 0 if self.attention_chunk is None else self.layers - len(self.unrotated_layers)
+        """How many layers attend within chunks or windows."""
+        chunked = 0 if self.attention_chunk is None else self.layers - len(self.unrotated_layers)
+        return chunked + len(self.window_layers)
+
+    @property
+    def local_positions(self) -> int | None:
+        """To how many positions at most these layers attend."""
+        return self.attention_chunk or self.window
 
     @property
     def attention_parameters(self) -> int:
@@ -172,7 +186,12 @@ class Architecture:
     @property
     def expert_parameters(self) -> int:
         """Parameters of one routed expert in one layer: gate, up and down."""
-        return 3 * self.hidden * self.expert_feed_forward
+        return 3 * self.hidden * self.expert_feed_forward + self.expert_biases
+
+    @property
+    def expert_biases(self) -> int:
+        """Those of them that are biases."""
+        return self.biases * (2 * self.expert_feed_forward + self.hidden)
 
     @property
     def embedding_parameters(self) -> int:
@@ -185,6 +204,7 @@ class Architecture:
         layer = 2 * self.hidden + self.head_norms * 2 * self.head_dim + self.qkv_biases * (self.query + 2 * self.key)
         if self.latent:
             layer += (self.latent.query or 0) + self.latent.shared
+        layer += self.biases * (self.hidden + self.experts) + self.sinks * self.heads
         return self.layers * layer + self.hidden
 
     @property
@@ -212,12 +232,13 @@ class Architecture:
     @property
     def active_parameters(self) -> int:
         """Parameters that one token meets."""
-        return self.body_parameters + self.vector_parameters + self.embedding_parameters + self.head_parameters
+        vectors = self.vector_parameters + self.moe_layers * self.experts_per_token * self.expert_biases
+        return self.body_parameters + vectors + self.embedding_parameters + self.head_parameters
 
     @property
     def body_parameters(self) -> int:
         """Parameters that one token is multiplied with, without the head. The embedding is looked up, not multiplied."""
-        chosen = self.moe_layers * self.experts_per_token * self.expert_parameters
+        chosen = self.moe_layers * self.experts_per_token * (self.expert_parameters - self.expert_biases)
         return self.dense_parameters - self.vector_parameters + chosen
 
     def megatron_sizes(self) -> dict[str, int | None]:
@@ -228,6 +249,7 @@ class Architecture:
             "ffn_hidden_size": self.feed_forward,
             "num_layers": self.layers,
             "hidden_size": self.hidden,
+            "add_bias_linear": self.biases,
             "kv_channels": self.value_dim,
         }
         if self.experts:
@@ -257,8 +279,15 @@ def read(name_or_path: str) -> Architecture:
 
 
 def in_directory(hf_dir: Path | str) -> Architecture:
-    """The model in a Hugging Face directory."""
-    return of(read_config(hf_dir), Path(hf_dir) / "config.json")
+    """The model in a Hugging Face directory, whose weights are not quantised."""
+    config = read_config(hf_dir)
+    if quantization := config.get("quantization_config"):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise MegarlError(
+            f"{hf_dir}: its weights are quantised (quant_method {method}), and megarl trains and serves bf16; write it anew: "
+            f"python -m checkpoints_tools dequantize {hf_dir} NEW"
+        )
+    return of(config, Path(hf_dir) / "config.json")
 
 
 def of(config: JsonObject, where: Path | str) -> Architecture:
@@ -396,6 +425,33 @@ def _balanced(config: JsonObject, where: Path | str) -> JsonObject:
     }
 
 
+def _gpt_oss(name: str, config: JsonObject, where: Path | str) -> Architecture:
+    layers, chosen = range(_size(config, "num_hidden_layers")), _size(config, "num_experts_per_tok")
+    kinds = config.get("layer_types") or [("sliding_attention", "full_attention")[i % 2] for i in layers]
+    if chosen == 1:
+        raise MegarlError(f"{where}: num_experts_per_tok=1 is not supported: the router has no effect")
+    if len(kinds) != len(layers) or not {"sliding_attention", "full_attention"}.issuperset(kinds):
+        raise MegarlError(
+            f"{where}: layer_types is not supported: only sliding_attention and full_attention, one a layer"
+        )
+    windowed = tuple(i for i in layers if kinds[i] == "sliding_attention")
+    inner = _size(config, "intermediate_size")
+    return _decoder(
+        name, config, where, {"attention_bias": True, "swiglu_alpha": 1.702}, ("default", "yarn"),
+        qkv_biases=True,
+        biases=True,
+        sinks=True,
+        window=_size(config, "sliding_window") if windowed else None,
+        window_layers=windowed,
+        glu_limit=float(config.get("swiglu_limit", 7.0)),
+        experts=_size(config, "num_local_experts"),
+        experts_per_token=chosen,
+        expert_feed_forward=inner,
+        expert_layers=tuple(layers),
+        router="softmax of the chosen",
+    )  # fmt: skip
+
+
 GROUP_BEST = 2
 """Experts by whose scores DeepSeek-V3 ranks a group (arXiv 2412.19437, section 2.1.2)."""
 READERS: dict[str, Callable[[str, JsonObject, Path | str], Architecture]] = {
@@ -408,6 +464,7 @@ READERS: dict[str, Callable[[str, JsonObject, Path | str], Architecture]] = {
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "Glm4MoeForCausalLM": _glm4_moe,
     "DeepseekV3ForCausalLM": _deepseek_v3,
+    "GptOssForCausalLM": _gpt_oss,
     "Llama4ForCausalLM": _llama4,
     "Llama4ForConditionalGeneration": _llama4_multimodal,
 }

@@ -15,6 +15,11 @@ A layer's attention may also have what `LayerAttention` describes; Llama 4 uses 
 Queries and keys are rotated at their true positions before they meet, so attention within chunks is plain causal attention
 over shorter sequences: the packed row's boundaries are subdivided at multiples of the chunk.
 
+gpt-oss has a sink in each head, a score beside those of the keys that draws probability and has no value (arXiv 2309.17453),
+and in every second layer a window: a query meets only so many positions, itself the last. `_WithSinks` adds the sink to what a
+kernel gives. Where a kernel knows no window, segments are cut into pieces of a window's queries, for which one mask of two
+windows' width serves.
+
 The kernels hold neither a mask nor all scores of a sequence:
 
     Flash            bf16 or fp16 on a GPU: torch's flash kernel, given the segment boundaries
@@ -25,12 +30,12 @@ Under context parallelism keys and values are gathered from all ranks, in rank o
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from inspect import signature
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -52,13 +57,24 @@ class Segments(NamedTuple):
         return ranges(self.at, self.to)
 
 
-def segments(boundaries: Sequence[int], chunk: int | None = None, cp_size: int = 1, cp_rank: int = 0) -> Segments:
-    """Return one rank's segments of sequences [boundaries[i], boundaries[i+1]), with attention within multiples of `chunk`."""
+def segments(
+    boundaries: Sequence[int],
+    chunk: int | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    window: int | None = None,
+) -> Segments:
+    """Return one rank's segments of sequences [boundaries[i], boundaries[i+1]), with attention within multiples of `chunk`.
+    window: cut them into so many queries each, which have all keys that windows of this length reach; without chunks only."""
     parts = []
     for start, end in itertools.pairwise(boundaries):
         within, piece = chunk or max(end - start, 1), (end - start) // (2 * cp_size)
         pieces = [(start + p * piece, start + (p + 1) * piece) for p in (cp_rank, 2 * cp_size - 1 - cp_rank)]
         for at, to in pieces if cp_size > 1 else [(start, end)]:
+            if window is not None:
+                cuts = range(at, to, window)
+                parts += [(max(start, first - window + 1), first, min(to, first + window)) for first in cuts]
+                continue
             for first in range(start + (at - start) // within * within, to, within):
                 parts.append((first, max(at, first), min(to, first + within)))
     return Segments(*torch.tensor(parts, dtype=torch.int64).view(-1, 3).unbind(1))
@@ -74,12 +90,15 @@ def ranges(starts: Tensor, ends: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class LayerAttention:
     """How a layer attends. rotary: rotate q and k. chunk: only within chunks of this length; None: to all before. l2_epsilon:
-    normalise q and k after rotation; None: do not. temperature: (floor, scale), see `temperatures`; None: 1."""
+    normalise q and k after rotation; None: do not. temperature: (floor, scale), see `temperatures`; None: 1. sinks: each head
+    has one. window: only to so many positions, itself the last; None: to all before; only with sinks."""
 
     rotary: bool = True
     chunk: int | None = None
     l2_epsilon: float | None = None
     temperature: tuple[int, float] | None = None
+    sinks: bool = False
+    window: int | None = None
 
 
 def positions_of(boundaries: Sequence[int]) -> Tensor:
@@ -126,12 +145,23 @@ def flash_takes(query: Tensor) -> bool:
     return query.is_cuda and half and query.shape[-1] <= 256 and query.shape[-1] % 8 == 0
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """Attend causally: [batch, positions, heads, head_dim] in and out; a head of k and v may serve several of q's."""
+def causal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    sinks: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Attend causally: [batch, positions, heads, head_dim] in and out; a head of k and v may serve several of q's.
+    sinks [heads], window: see LayerAttention."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     shared = q.shape[1] // k.shape[1]
-    if q.is_cuda and shared > 1 and not flash_takes(q):  # the memory-efficient kernel lacks grouped queries
+    if shared > 1 and (sinks is not None or (q.is_cuda and not flash_takes(q))):  # these kernels lack grouped queries
         k, v = (t.repeat_interleave(shared, 1) for t in (k, v))
+    if sinks is not None:
+        mask = None if window is None else band(q, window)
+        return _WithSinks.apply(q, k, v, sinks, (_efficient if q.is_cuda else _cpu)(scale, mask)).transpose(1, 2)
     with sdpa_kernel(FUSED) if q.is_cuda else nullcontext():
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2)
@@ -151,12 +181,99 @@ def _varlen_attn() -> tuple[Callable[..., Tensor], bool]:
     return varlen.varlen_attn, "enable_gqa" in signature(varlen.varlen_attn).parameters
 
 
+def band(q: Tensor, window: int) -> Tensor:
+    """Return what is added to the scores of q [.., .., positions, ..]: 0 for the last `window` keys up to a query, else
+    -infinity. [1, 1, positions, positions], its rows aligned as the memory-efficient kernel wants."""
+    length = q.shape[2]
+    seen = q.new_ones(length, -(-length // 8) * 8, dtype=torch.bool).tril().triu(1 - window)
+    return q.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)[None, None, :, :length]
+
+
+type _Kernel = tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, ...]]]
+"""Forward: q, k, v ─► the output, log-sum-exp of each query's scores [.., heads, queries], what backward needs besides.
+Backward: the output's gradient, q, k, v and all of these ─► the gradients of q, k and v."""
+
+
+def _cpu(scale: float | None, mask: Tensor | None) -> _Kernel:
+    """Return torch's flash kernel for CPUs: [batch, heads, positions, head_dim]. mask: see `band`; None: causal."""
+    name, causal = "_scaled_dot_product_flash_attention_for_cpu", mask is None
+    kernel, of_kernel = (getattr(torch.ops.aten, name + ending) for ending in ("", "_backward"))
+    return (
+        lambda *qkv: kernel(*qkv, 0.0, causal, attn_mask=mask, scale=scale),
+        lambda gradient, *kept: of_kernel(gradient, *kept, 0.0, causal, attn_mask=mask, scale=scale),
+    )
+
+
+def _efficient(scale: float | None, mask: Tensor | None) -> _Kernel:
+    """Return torch's memory-efficient kernel for GPUs, likewise. It pads log-sum-exps to a multiple of 32."""
+    name, causal, needed = "_scaled_dot_product_efficient_attention", mask is None, [True, True, True, False]
+    kernel, of_kernel = (getattr(torch.ops.aten, name + ending) for ending in ("", "_backward"))
+
+    def added(q: Tensor) -> Tensor | None:
+        return None if mask is None else mask.expand(*q.shape[:2], -1, -1)
+
+    return (
+        lambda q, k, v: kernel(q, k, v, added(q), True, 0.0, causal, scale=scale),
+        lambda gradient, q, k, v, *kept: of_kernel(
+            gradient, q, k, v, added(q), *kept, 0.0, needed, causal, scale=scale
+        )[:3],
+    )
+
+
+def _varlen(scale: float | None, where: Mapping[str, Any]) -> _Kernel:
+    """Return torch's flash kernel for GPUs: [tokens, heads, head_dim]. where: see Flash."""
+    left, right = where["window_size"]
+    places = *(where[key] for key in ("cu_seq_q", "cu_seq_k", "max_q", "max_k")), 0.0, left == -1
+    window = {"scale": scale, "window_size_left": left, "window_size_right": right}
+    kernel, of_kernel = torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
+    return (
+        lambda *qkv: kernel(*qkv, *places, False, **window)[:4],
+        lambda gradient, *kept: of_kernel(gradient, *kept[:5], *places, *kept[5:], **window),
+    )
+
+
+class _WithSinks(torch.autograd.Function):
+    """Adds sinks to a kernel's attention, without scores.
+
+    A kernel gives the output o and l, log-sum-exp of a query's scores. With the sink s, l' = log(exp l + exp s) and
+    o' = o exp(l - l'). Probabilities are then exp(score - l'), and the gradient of a score is its probability times g (value -
+    o'), g being the output's: a kernel's backward pass is right if it is given o' and l' as if they were its own. The sink's
+    value is 0, so its gradient is -exp(s - l') g o', summed over queries.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, kernel: _Kernel) -> Tensor:
+        """sinks [heads]"""
+        forward, ctx.backward_of_kernel = kernel
+        out, scores, *rest = forward(q, k, v)
+        with_sink = torch.logaddexp(scores, sinks.float()[:, None])
+        out = (out * _by_query(torch.exp(scores - with_sink), out)).to(q.dtype)
+        ctx.save_for_backward(sinks, q, k, v, out, with_sink, *rest)
+        return out
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        sinks, *kept = ctx.saved_tensors
+        out, with_sink = kept[3:5]
+        drawn = _by_query(torch.exp(sinks.float()[:, None] - with_sink), out)
+        of_sinks = -(drawn * gradient * out).sum(-1)
+        others = [dimension for dimension in range(of_sinks.dim()) if dimension != 1]
+        of_inputs = ctx.backward_of_kernel(gradient.contiguous(), *kept)
+        return *of_inputs, of_sinks.sum(others).to(sinks.dtype), None
+
+
+def _by_query(scores: Tensor, out: Tensor) -> Tensor:
+    """Return [.., heads, queries] as something to multiply the output with: [tokens, heads, ..] or [.., heads, queries, ..]."""
+    return scores.t()[..., None] if out.dim() == 3 else scores[..., : out.shape[2], None]
+
+
 class Flash:
     """Attention by torch's flash kernel, varlen_attn: without the block mask, compiler and conversions of FlexAttention and
     jagged tensors. If a segment has more keys than queries, the causal window is aligned to the last of both."""
 
-    def __init__(self, parts: Segments, keys: Tensor | None, device: torch.device) -> None:
-        """Prepare for these segments. keys: for each, positions among the gathered keys; None: the same as the queries."""
+    def __init__(self, parts: Segments, keys: Tensor | None, device: torch.device, window: int | None = None) -> None:
+        """Prepare for these segments. keys: for each, positions among the gathered keys; None: the same as the queries.
+        window: only so many keys up to a query; None: all."""
         self.keys = None if keys is None else keys.to(device)
         queries_each, keys_each = parts.to - parts.at, parts.to - parts.start
         self.where = {
@@ -164,13 +281,15 @@ class Flash:
             "cu_seq_k": F.pad(keys_each.cumsum(0), (1, 0)).int().to(device),
             "max_q": int(queries_each.max()),
             "max_k": int(keys_each.max()),
-            "window_size": (-1, 0),
+            "window_size": (-1 if window is None else window - 1, 0),
         }
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        """Attend: [tokens, heads, head_dim] of queries in and out."""
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor | None = None) -> Tensor:
+        """Attend: [tokens, heads, head_dim] of queries in and out. sinks [heads]"""
         if self.keys is not None:
             k, v = k.index_select(0, self.keys), v.index_select(0, self.keys)
+        if sinks is not None:
+            return _WithSinks.apply(q, k, v, sinks, _varlen(scale, self.where))
         return flash(q, k, v, scale=scale, **self.where)
 
 
@@ -186,8 +305,9 @@ class PaddedSegments:
     backward pass of unpacking is packing: a gather, many times faster than the scatter-add that autograd would do.
     """
 
-    def __init__(self, parts: Segments, keys: Tensor | None, device: torch.device) -> None:
-        """Prepare for these segments. keys: as in Flash."""
+    def __init__(self, parts: Segments, keys: Tensor | None, device: torch.device, window: int | None = None) -> None:
+        """Prepare for these segments, which a window has cut if there is one. keys: as in Flash."""
+        self.window = window
         lengths = parts.to - parts.start
         self.shapes, first = _padded(lengths.tolist())
         slots = sum(n * longest for n, longest in self.shapes)
@@ -201,8 +321,8 @@ class PaddedSegments:
         unpack = _scattered(pack, torch.arange(len(pack)), slots)
         self.unpack, self.pack, self.padding = (t.to(device) for t in (unpack, pack, (~taken).nonzero().flatten()))
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        """Attend: [tokens, heads, head_dim] of queries in and out."""
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor | None = None) -> Tensor:
+        """Attend: [tokens, heads, head_dim] of queries in and out. sinks [heads]"""
         if self.keys is not None:
             k, v = k.index_select(0, self.keys), v.index_select(0, self.keys)
         elif self.unpack is not None:
@@ -211,8 +331,8 @@ class PaddedSegments:
             q = _Gather.apply(q, self.unpack, self.pack, None)
         in_buckets = [t.split([n * longest for n, longest in self.shapes]) for t in (q, k, v)]
         outputs = [
-            causal(q.unflatten(0, shape), k.unflatten(0, shape), v.unflatten(0, shape), scale).flatten(0, 1)
-            for shape, q, k, v in zip(self.shapes, *in_buckets, strict=True)
+            causal(q.unflatten(0, n), k.unflatten(0, n), v.unflatten(0, n), scale, sinks, self.window).flatten(0, 1)
+            for n, q, k, v in zip(self.shapes, *in_buckets, strict=True)
         ]
         output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         return output if self.pack is None else _Gather.apply(output, self.pack, self.unpack, self.padding)
@@ -221,14 +341,23 @@ class PaddedSegments:
 type Kernels = Flash | PaddedSegments
 
 
-def attention_of(boundaries: Sequence[int], chunk: int | None, cp_size: int, cp_rank: int, like: Tensor) -> Kernels:
+def attention_of(
+    boundaries: Sequence[int],
+    chunk: int | None,
+    cp_size: int,
+    cp_rank: int,
+    like: Tensor,
+    window: int | None = None,
+) -> Kernels:
     """Return attention over the sequences [boundaries[i], boundaries[i+1]) for this rank's queries, shaped like `like`."""
-    mine = segments(boundaries, chunk, cp_size, cp_rank)
+    kernels = Flash if flash_takes(like) else PaddedSegments
+    cut = window if kernels is PaddedSegments else None
+    mine = segments(boundaries, chunk, cp_size, cp_rank, cut)
     keys = None
-    if cp_size > 1:
+    if cp_size > 1 or cut:  # some occur twice, and not all occur
         gathered = torch.cat([segments(boundaries, None, cp_size, rank).queries for rank in range(cp_size)])
-        keys = torch.argsort(gathered)[ranges(mine.start, mine.to)]  # some occur twice, and not all occur
-    return (Flash if flash_takes(like) else PaddedSegments)(mine, keys, like.device)
+        keys = torch.argsort(gathered)[ranges(mine.start, mine.to)]
+    return kernels(mine, keys, like.device, window)
 
 
 def _padded(lengths: list[int]) -> tuple[list[tuple[int, int]], Tensor]:

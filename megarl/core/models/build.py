@@ -17,6 +17,7 @@ on a GPU with Transformer Engine    its fused norms, its attention over packed r
 on one without it, and on a CPU     layers.py: our norm, torch's kernels for attention; experts one after the other
 """
 
+import dataclasses
 import functools
 import importlib
 import math
@@ -25,6 +26,7 @@ from pathlib import Path
 import torch
 from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -127,6 +129,8 @@ def transformer_config(
         more["moe_router_topk_scaling_factor"] = architecture.router_scale
     if architecture.router_groups:
         more["moe_router_num_groups"], more["moe_router_group_topk"] = architecture.router_groups
+    if architecture.glu_limit is not None:
+        more |= {"glu_linear_offset": 1.0, "activation_func_clamp_value": architecture.glu_limit}
     latent, scaling = architecture.latent is not None, architecture.rope_scaling
     if latent:
         # The scale of attention's scores is ours, and so is rotation: megatron's YaRN is left at none.
@@ -138,9 +142,8 @@ def transformer_config(
         **more,
         layernorm_epsilon=architecture.epsilon,
         normalization="RMSNorm",
-        activation_func=torch.nn.functional.silu,
+        activation_func=torch.nn.functional.silu if architecture.glu_limit is None else quick_gelu,
         gated_linear_unit=True,
-        add_bias_linear=False,
         add_qkv_bias=architecture.qkv_biases,
         qk_layernorm=architecture.head_norms,
         rotary_interleaved=architecture.rope_interleaved and not latent,
@@ -173,12 +176,13 @@ def _chunk(
     model: Model, architecture: Architecture, config: TransformerConfig, transformer_engine: bool, vp_stage: int | None
 ) -> GPTModel:
     stage = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+    rotates = transformer_engine and not own_attention(architecture)
     chunk = GPTModel(
         config,
         block_spec(config, architecture, transformer_engine, vp_stage),
         vocab_size=-(-architecture.vocabulary // model.tensor_parallel) * model.tensor_parallel,
         max_sequence_length=architecture.context,
-        position_embedding_type="rope" if (rotates := transformer_engine and architecture.latent is None) else "none",
+        position_embedding_type="rope" if rotates else "none",
         rotary_percent=architecture.rotated / architecture.head_dim,
         share_embeddings_and_output_weights=architecture.tied,
         pre_process=parallel_state.is_pipeline_first_stage(**stage),
@@ -191,11 +195,32 @@ def _chunk(
     device = next(chunk.parameters()).device
     for router in (module for module in chunk.modules() if isinstance(module, TopKRouter)):
         # Megatron makes it on the CPU and moves it in the first forward pass. The first publication can come before that.
-        router.weight.data = router.weight.data.to(device)
-        router.weight.requires_grad = not model.moe.freeze_router
+        for parameter in router.parameters():
+            parameter.data = parameter.data.to(device)
+            parameter.requires_grad = not model.moe.freeze_router
         # Megatron would count tokens for its bias, with a mask of the wrong shape, and move it even if the step is skipped.
         router.enable_expert_bias, router.frozen_expert_bias = False, True
+    if architecture.biases:
+        _mend_experts(chunk)
     return chunk
+
+
+def own_attention(architecture: Architecture) -> bool:
+    """Return whether CausalAttention, which rotates, too, takes the place of Transformer Engine's."""
+    return architecture.latent is not None or architecture.sinks
+
+
+def _mend_experts(chunk: GPTModel) -> None:
+    """Correct megatron's experts with biases. It takes an expert's bias for one that all tensor-parallel ranks apply to their
+    tokens, and would sum gradients of different experts. Without Transformer Engine it adds a bias in place to a view, which
+    autograd refuses."""
+    for name, module in chunk.named_modules():
+        if ".experts." in f"{name}.":
+            for bias, parameter in module.named_parameters(recurse=False):
+                if bias.startswith("bias"):
+                    parameter.sequence_parallel = False
+            if isinstance(module, RowParallelLinear):
+                module.register_forward_hook(lambda _, __, output: (output[0].clone(), output[1]))
 
 
 def check(model: Model, transformer_engine: bool) -> None:
@@ -222,9 +247,11 @@ def block_spec(
     latent = architecture.latent is not None
     rope = Rope(inverse_frequencies(architecture), architecture.rope_interleaved, magnitude, last=latent)
     l2_epsilon = architecture.epsilon if architecture.l2_norms else None
-    rotated = LayerAttention(chunk=architecture.attention_chunk, l2_epsilon=l2_epsilon)
+    rotated = LayerAttention(chunk=architecture.attention_chunk, l2_epsilon=l2_epsilon, sinks=architecture.sinks)
     unrotated = LayerAttention(rotary=False, temperature=architecture.temperature)
-    layers = [unrotated if i in architecture.unrotated_layers else rotated for i in range(architecture.layers)]
+    special = dict.fromkeys(architecture.unrotated_layers, unrotated)
+    special |= dict.fromkeys(architecture.window_layers, dataclasses.replace(rotated, window=architecture.window))
+    layers = [special.get(i, rotated) for i in range(architecture.layers)]
     if latent:
         for layer in (spec.submodules for spec in spec.layer_specs):
             layer.self_attention = latent_attention(
@@ -232,11 +259,13 @@ def block_spec(
             )
             if layer.mlp.func is not MoELayer:
                 layer.sharded_state_dict_keys_map = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+    ours = functools.partial(CausalAttention, rope=rope, layers=layers)
     if transformer_engine:
         if not latent and set(layers) != {LayerAttention()}:
             for layer in spec.layer_specs:
                 attention = layer.submodules.self_attention.submodules
-                attention.core_attention = functools.partial(ChunkedTEAttention, layers=layers)
+                chunked = functools.partial(ChunkedTEAttention, layers=layers)
+                attention.core_attention = ours if own_attention(architecture) else chunked
         return spec
     spec.layer_norm = RMSNorm
     for layer in (spec.submodules for spec in spec.layer_specs):
@@ -244,7 +273,7 @@ def block_spec(
         if latent:
             continue
         attention = layer.self_attention.submodules
-        attention.core_attention = functools.partial(CausalAttention, rope=rope, layers=layers)
+        attention.core_attention = ours
         if attention.q_layernorm is not IdentityOp:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
         # Checkpoints use Transformer Engine's names, which fuse this norm with a projection, but not with experts.

@@ -18,6 +18,8 @@ DeepSeek-V3  q by way of a narrow q_a_proj, k and v by way of kv_a_proj_with_mqa
 Llama 4      a layer's experts are stacked and transposed against Linear's: gate_up_proj [experts, hidden, 2 x inner],
              down_proj [experts, inner, hidden]. A multimodal directory (the released ones) has the text model behind
              `language_model.`; vision tower and projector are carried along untouched
+gpt-oss      stacked and transposed likewise, gate and up alternating in gate_up_proj; biases of all linear maps; a sink of
+             each head, which Megatron calls softmax_offset
 """
 
 import re
@@ -47,9 +49,10 @@ class SourceView:
     def alone(self) -> str:
         """The name that this view of a stack has as a tensor of its own, transposed: `experts.3.gate_proj.weight`."""
         stack, _, name = self.name.rpartition(".")
+        name, bias, _ = name.partition("_bias")
         if self.part is not None:
             name = name.removesuffix("_proj").split("_")[self.part[0]] + "_proj"
-        return f"{stack}.{self.expert}.{name}.weight"
+        return f"{stack}.{self.expert}.{name}.{'bias' if bias else 'weight'}"
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ class Family:
 _TRANSFORMER_ENGINE = [
     (re.compile(r"\.self_attention\.linear_qkv\.layer_norm_weight$"), ".input_layernorm.weight"),
     (re.compile(r"\.mlp\.linear_fc1\.layer_norm_weight$"), ".pre_mlp_layernorm.weight"),
-    (re.compile(r"\.experts\.(linear_fc[12])\.weight(\d+)$"), r".experts.local_experts.\2.\1.weight"),
+    (re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$"), r".experts.local_experts.\3.\1.\2"),
 ]
 
 
@@ -148,6 +151,10 @@ def _attention(model: Architecture, hf: str) -> NamedWeights:
         sources = tuple(SourceView(f"{hf}{x}_proj.{kind}") for x in "qkv")
         fused = Weight(sources, 0, partial(_merge_qkv, model.head_dim), partial(_unmerge_qkv, model))
         weights[f"self_attention.linear_qkv.{kind}"] = fused
+    if model.biases:
+        weights["self_attention.linear_proj.bias"] = _plain(hf + "o_proj.bias")
+    if model.sinks:
+        weights["self_attention.core_attention.softmax_offset"] = _plain(hf + "sinks", 0)
     if model.head_norms:
         weights |= {f"self_attention.{x}_layernorm.weight": _plain(f"{hf}{x}_norm.weight") for x in "qk"}
     return weights
@@ -169,6 +176,8 @@ def _latent_attention(model: Architecture, hf: str) -> NamedWeights:
 def _feed_forward(model: Architecture, hf: str, experts: bool) -> NamedWeights:
     """Return the MLP of layer `hf`, or its router and experts."""
     llama4, balanced = model.name.startswith("Llama4"), model.router == "balanced"
+    if model.biases:
+        return _experts_with_biases(model, hf + "mlp.")
     hf += "feed_forward." if llama4 else "mlp."
     if not experts:
         return _gated_mlp("mlp.", hf)
@@ -207,6 +216,30 @@ def _stacked_expert(megatron: str, hf: str, expert: int) -> NamedWeights:
         ),
         megatron + "linear_fc2.weight": Weight(down, 0, lambda views: views[0].T, lambda tensor: [tensor.T]),
     }
+
+
+def _experts_with_biases(model: Architecture, hf: str) -> NamedWeights:
+    """Return router and experts of `hf` (…mlp.). Transposed, a stack's entry of gate and up has rows of both in turn."""
+    weights = {f"mlp.router.{kind}": _plain(f"{hf}router.{kind}") for kind in ("weight", "bias")}
+    for e in range(model.experts):
+        for ending, kind, served in (("", "weight", None), ("_bias", "bias", torch.float32)):
+            gate_up, down = (SourceView(f"{hf}experts.{name}_proj{ending}", e) for name in ("gate_up", "down"))
+            megatron = f"mlp.experts.local_experts.{e}.linear_fc"
+            weights[f"{megatron}1.{kind}"] = Weight((gate_up,), None, _apart, _in_turn, served=served)
+            weights[f"{megatron}2.{kind}"] = Weight(
+                (down,), None, lambda views: views[0].t(), lambda tensor: [tensor.t()], served=served
+            )
+    return weights
+
+
+def _apart(views: Sequence[Tensor]) -> Tensor:
+    """Map [hidden, 2 inner] or [2 inner], gate and up in turn, to [2 inner, …], gate before up."""
+    rows = views[0].t()
+    return torch.cat([rows[0::2], rows[1::2]])
+
+
+def _in_turn(fused: Tensor) -> list[Tensor]:
+    return [torch.stack(fused.chunk(2), 1).flatten(0, 1).t()]
 
 
 def _merge_qkv(head_dim: int, views: Sequence[Tensor]) -> Tensor:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -32,9 +33,11 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.nn import Module, Parameter
@@ -172,7 +175,23 @@ class CausalAttention(Module):
         self.scale = config.softmax_scale
         self.rope = rope
         self.layer = layers[layer_number - 1]
-        self.cp = pg_collection.cp
+        self.cp, self.tp = pg_collection.cp, pg_collection.tp
+        self.softmax_offset = None  # megatron's name of sinks
+        if self.layer.sinks:
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            device = torch.cuda.current_device()
+            self.softmax_offset = Parameter(torch.zeros(heads, dtype=config.params_dtype, device=device))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Return the sinks, of which each tensor-parallel rank has those of its heads."""
+        state, split = self.state_dict(prefix="", keep_vars=True), {"softmax_offset": 0}
+        group = ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]
+        return make_sharded_tensors_for_checkpoint(
+            state, prefix, split, sharded_offsets, tp_group=self.tp, dp_cp_group=group
+        )
 
     def forward(
         self,
@@ -200,18 +219,19 @@ class CausalAttention(Module):
             k, v = (gather_from_sequence_parallel_region(t.contiguous(), group=self.cp) for t in (k, v))
         if (width := v.shape[-1]) < q.shape[-1]:  # latent attention; kernels want one width
             v = F.pad(v, (0, q.shape[-1] - width))
-        return kernels(q, k, v, self.scale)[..., :width].flatten(1)
+        return kernels(q, k, v, self.scale, self.softmax_offset)[..., :width].flatten(1)
 
     def _layout(self, packed: PackedSeqParams, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Kernels]:
         """Return where this rank's tokens are: positions [tokens] in their sequences, cos, sin, kernels.
         The first layer that needs it makes it for all, and keeps it with the parameters that all get."""
         known = vars(packed).setdefault("megarl_layouts", {})
-        chunk = self.layer.chunk if self.layer.chunk and packed.max_seqlen_q > self.layer.chunk else None
-        if chunk not in known:
+        chunk, window = (n if n and packed.max_seqlen_q > n else None for n in (self.layer.chunk, self.layer.window))
+        if (chunk, window) not in known:
             boundaries, size, rank = packed.cu_seqlens_q.tolist(), self.cp.size(), self.cp.rank()
             here = positions_of(boundaries)[segments(boundaries, None, size, rank).queries].to(like.device)
-            known[chunk] = here, *self.rope(here, like.dtype), attention_of(boundaries, chunk, size, rank, like)
-        return known[chunk]
+            kernels = attention_of(boundaries, chunk, size, rank, like, window)
+            known[chunk, window] = here, *self.rope(here, like.dtype), kernels
+        return known[chunk, window]
 
 
 class LatentAttention(MLASelfAttention):

@@ -220,6 +220,11 @@ def impossible_for(m: Model, sizes: Mapping[str, Any]) -> Iterator[str]:
     ):
         if (sizes.get(key) or 0) % parts:
             yield f"model.{layout}: {key}={sizes[key]} of {m.path} does not divide by {parts}"
+    if sizes.get("add_bias_linear") and m.expert_tensor_parallel > 1:
+        yield (
+            f"model.expert_tensor_parallel: experts of {m.path} have biases, which megatron does not divide; set it to 1 "
+            "(checkpoints_tools: give --ep with --tp)"
+        )
     if m.moe.bias_update_rate and not sizes.get("moe_router_enable_expert_bias"):
         yield f"model.moe.bias_update_rate: the routers of {m.path} have no bias; set it to 0"
     if m.fp8 != "none":

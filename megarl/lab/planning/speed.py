@@ -182,8 +182,8 @@ class Decoder:
     def step_seconds(self, running: float, context_tokens: float) -> float:
         """Return seconds to decode one token for each of `running` requests that hold `context_tokens` in total."""
         shape, positions = self.shape, context_tokens  # tokens whose k and v are read, averaged over layers
-        if shape.attention_chunk is not None:
-            local = min(context_tokens, running * shape.attention_chunk)
+        if shape.local_positions is not None:
+            local = min(context_tokens, running * shape.local_positions)
             positions -= shape.local_layers / shape.layers * (context_tokens - local)
         moved = self.read + positions * self.kv_token
         if shape.experts:  # those that requests reach, each choosing uniformly
@@ -244,8 +244,7 @@ def layer_flop(shape: Architecture) -> float:
 
 def attention_flop(shape: Architecture, positions: float) -> float:
     """Return FLOP forward of a token that attends to so many positions: scores and their sum over values. [PaLM], causal."""
-    chunk = shape.attention_chunk or positions
-    local = shape.local_layers * min(positions, chunk)
+    local = shape.local_layers * min(positions, shape.local_positions or positions)
     return 2 * (shape.query + shape.attended) * (local + (shape.layers - shape.local_layers) * positions)
 
 
