@@ -5,7 +5,8 @@
 
 The stock backend (`torch_native`) walks over the requests in Python in every layer, which was 63 % of a server's time with
 180 requests of a small model. What depends on the lengths alone is made once a step and shared by all layers. Only plain
-decoding is replaced; the rest stays SGLang's. Nothing here runs where there is a GPU.
+decoding is replaced, and attention with sinks (gpt-oss) and their windows, which the stock backend lacks; the rest stays
+SGLang's. Nothing here runs where there is a GPU.
 """
 
 from typing import Any, NamedTuple
@@ -46,8 +47,17 @@ def batches(lengths: Tensor, slots_of: Tensor) -> list[DecodeBatch]:
     return out
 
 
-def decode(query: Tensor, keys: Tensor, values: Tensor, parts: list[DecodeBatch], scale: float | None) -> Tensor:
-    """Attend from a new token of each request. query [requests, heads, head_dim]; keys, values [slots, kv_heads, head_dim]."""
+def decode(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    parts: list[DecodeBatch],
+    scale: float | None,
+    sinks: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Attend from a new token of each request. query [requests, heads, head_dim]; keys, values [slots, kv_heads, head_dim];
+    sinks [heads]; window: so many tokens before its own; None: all."""
     out = torch.empty_like(query)
     groups, width = keys.shape[1:]
     for part in parts:
@@ -55,13 +65,38 @@ def decode(query: Tensor, keys: Tensor, values: Tensor, parts: list[DecodeBatch]
         k, v = (t.index_select(0, part.slots).view(n, longest, groups, width).transpose(1, 2) for t in (keys, values))
         # The queries of a key-value group are rows of one product: nothing is repeated for them.
         q = query[part.requests].view(n, groups, -1, width)
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=part.mask, scale=scale)
+        mask = part.mask
+        if window is not None:
+            mask = mask & (torch.arange(longest) >= mask.sum(-1, keepdim=True) - 1 - window)
+        if sinks is None:
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        else:
+            attended = attend_with_sinks(q, k, v, mask, scale, sinks.view(groups, -1))
         out[part.requests] = attended.view(n, -1, width)
     return out
 
 
+def attend_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None, sinks: Tensor) -> Tensor:
+    """Attend where a score without a value, sinks [heads, 1 or queries], stands beside those of the keys. q, k, v [batch,
+    heads, .., head_dim]; mask: which keys a query meets. It needs only log-sum-exp of the scores (core/models/attention.py)."""
+    added = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, scores = kernel(q, k, v, attn_mask=added, scale=scale)
+    return (out * torch.sigmoid(scores - sinks)[..., None]).to(q.dtype)
+
+
 class BatchedDecode(TorchNativeAttnBackend):
-    """SGLang's backend `torch_native`, with plain decoding replaced."""
+    """SGLang's backend `torch_native`, with plain decoding replaced and sinks added."""
+
+    _sinks: Tensor | None = None
+
+    def forward_extend(self, *args: Any, sinks: Tensor | None = None, **options: Any) -> Tensor:
+        self._sinks = sinks
+        return super().forward_extend(*args, **options)
+
+    def forward_decode(self, *args: Any, sinks: Tensor | None = None, **options: Any) -> Tensor:
+        self._sinks = sinks
+        return super().forward_decode(*args, **options)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
@@ -76,6 +111,43 @@ class BatchedDecode(TorchNativeAttnBackend):
     ) -> Tensor:
         same = query.dtype == k_cache.dtype and query.shape[-1] == v_cache.shape[-1]
         window = options["sliding_window_size"]
+        if self._sinks is not None:
+            assert self._batches is not None  # only a model with an encoder has none
+            options = {"scale": options["scaling"], "sinks": self._sinks, "window": window}
+            return output.copy_(decode(query, k_cache, v_cache, self._batches, **options))
         if self._batches is None or not same or (window is not None and self._longest > window):
             return super()._run_sdpa_forward_decode(query, output, k_cache, v_cache, *rest, **options)
         return output.copy_(decode(query, k_cache, v_cache, self._batches, options["scaling"]))
+
+    def _run_sdpa_forward_extend(
+        self,
+        query: Tensor,
+        output: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        req_to_token: Tensor,
+        requests: Tensor,
+        lengths: Tensor,
+        before: Tensor,
+        new: Tensor,
+        *rest: object,
+        **options: Any,
+    ) -> Tensor:
+        """Map query [tokens, heads, head_dim]: `new` tokens of each request, whose `lengths` are with those `before`."""
+        if self._sinks is None:
+            return super()._run_sdpa_forward_extend(
+                query, output, k_cache, v_cache, req_to_token, requests, lengths, before, new, *rest, **options
+            )
+        window, shared = options["sliding_window_size"], query.shape[1] // k_cache.shape[1]
+        sizes = new.tolist()
+        parts = zip(requests, lengths.tolist(), query.split(sizes), output.split(sizes), strict=True)
+        for request, length, q, out in parts:
+            slots = req_to_token[request, :length].long()
+            k, v = (t[slots].repeat_interleave(shared, 1).transpose(0, 1)[None] for t in (k_cache, v_cache))
+            mask = torch.ones(len(q), length, dtype=torch.bool).tril(length - len(q))
+            if window is not None:
+                mask = mask.triu(length - len(q) - window)
+            q = q.transpose(0, 1)[None]
+            attended = attend_with_sinks(q, k, v, mask[None, None], options["scaling"], self._sinks[:, None])
+            out.copy_(attended[0].transpose(0, 1))
+        return output

@@ -11,7 +11,7 @@ from megarl.core.recipe import Recipe
 
 TEXT_ONLY = "Llama4ForCausalLM"
 """The text-only Llama 4. Our class loads it everywhere, because SGLang's own leaves its experts empty."""
-OWN_EVERYWHERE = (TEXT_ONLY, "DeepseekV3ForCausalLM")
+OWN_EVERYWHERE = (TEXT_ONLY, "DeepseekV3ForCausalLM", "GptOssForCausalLM")
 """Architectures that servers with a GPU, too, take from sglang_models/."""
 
 
@@ -22,6 +22,8 @@ def check(recipe: Recipe, cuda: bool) -> None:
     longest = recipe.length.context_tokens
     _check_qwen(path, model)
     _check_llama4(path, model, longest, cuda)
+    if model.sinks and cuda and recipe.model.dtype != "bf16":
+        raise MegarlError(f"model.dtype: {recipe.model.dtype}: SGLang's GPU kernels take attention sinks in bf16 only")
     if model.context < longest:
         raise MegarlError(
             f"length: prompt_tokens + thinking_tokens + answer_tokens is {longest}, but {path} has positions for "

@@ -2,7 +2,7 @@
 
 q_proj, k_proj, v_proj                              ►  qkv_proj           Llama 4: rows of q and k in rotary order
 gate_proj, up_proj                                  ►  gate_up_proj
-experts.0.gate_proj, experts.0.up_proj, …1…         ►  experts.w13_weight
+experts.0.gate_proj, experts.0.up_proj, …1…         ►  experts.w13_weight     gpt-oss: gate_up_proj; w13_weight_bias
 q_a_proj, kv_a_proj_with_mqa                        ►  fused_qkv_a_proj_with_mqa     DeepSeek-V3, where q is narrow, too
 embed_tokens, lm_head                               ►  the same, with zero rows up to a multiple of 64
 """
@@ -22,7 +22,7 @@ INNER_MULTIPLE = 32
 
 _ATTENTION = re.compile(r"\.(q|k|v)_proj\.(weight|bias)$")
 _LATENT = re.compile(r"\.(q_a_proj|kv_a_proj_with_mqa)\.weight$")
-_EXPERT = re.compile(r"\.experts\.(\d+)\.(gate|up|down)_proj\.weight$")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.(gate|up|gate_up|down)_proj\.(weight|bias)$")
 _GATED = re.compile(r"\.(gate|up)_proj\.weight$")
 
 
@@ -43,10 +43,11 @@ def place(name: str, tensor: Tensor, model: Architecture) -> ServedPart:
         rows = {"q": 0, "k": model.query, "v": model.query + model.key}[match[1]]
         return ServedPart(_ATTENTION.sub(r".qkv_proj.\2", name), rows * tensor[0].nbytes)
     if match := _EXPERT.search(name):
-        expert = int(match[1])
+        expert, bias = int(match[1]), "_bias" if match[3] == "bias" else ""
         if match[2] == "down":
-            return ServedPart(_EXPERT.sub(".experts.w2_weight", name), expert * tensor.nbytes)
-        return ServedPart(_EXPERT.sub(".experts.w13_weight", name), (2 * expert + (match[2] == "up")) * tensor.nbytes)
+            return ServedPart(_EXPERT.sub(f".experts.w2_weight{bias}", name), expert * tensor.nbytes)
+        before = expert if match[2] == "gate_up" else 2 * expert + (match[2] == "up")
+        return ServedPart(_EXPERT.sub(f".experts.w13_weight{bias}", name), before * tensor.nbytes)
     if match := _GATED.search(name):
         return ServedPart(_GATED.sub(".gate_up_proj.weight", name), (match[1] == "up") * tensor.nbytes)
     return ServedPart(name)
