@@ -9,17 +9,30 @@ from torch import Tensor
 from megarl.core.models.attention import segments
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, boundaries: Sequence[int], chunk: int | None = None) -> Tensor:
-    """[tokens, heads, head_dim] in and out."""
+def dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    boundaries: Sequence[int],
+    chunk: int | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """[tokens, heads, head_dim] in and out. sinks [heads]: a column of scores that is left out of the sum, as in transformers'
+    modeling_gpt_oss.py."""
     sequence = torch.repeat_interleave(torch.tensor(boundaries).diff())
     place = torch.arange(len(q))
     position = place - torch.tensor(boundaries)[sequence]
     seen = (sequence[:, None] == sequence) & (place[:, None] >= place)
     if chunk:
         seen &= (position // chunk)[:, None] == position // chunk
+    if window:
+        seen &= place[:, None] - place < window
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+    scores = (torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5).masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:2], 1)], -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v)
 
 
 def row(boundaries: Sequence[int], heads: int, groups: int, head_dim: int, dtype: torch.dtype) -> list[Tensor]:
@@ -29,27 +42,33 @@ def row(boundaries: Sequence[int], heads: int, groups: int, head_dim: int, dtype
     return [torch.randn(shape, generator=random, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def values_and_gradients(attend: Callable[[Tensor, Tensor, Tensor], Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Output, and the gradients of q, k and v, on the CPU in float64."""
-    q, k, v = (t.detach().clone().requires_grad_() for t in tensors[:3])
-    out = attend(q, k, v)
+def values_and_gradients(attend: Callable[..., Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Output, and the gradients of q, k and v, and of sinks if they come after the upstream gradient, on the CPU in float64."""
+    inputs = [t.detach().clone().requires_grad_() for t in (*tensors[:3], *tensors[4:])]
+    out = attend(*inputs)
     out.backward(tensors[3])
-    return [t.detach().double().cpu() for t in (out, q.grad, k.grad, v.grad)]  # type: ignore[union-attr]
+    return [t.detach().double().cpu() for t in (out, *(t.grad for t in inputs))]  # type: ignore[union-attr]
 
 
-def exact(tensors: Sequence[Tensor], boundaries: Sequence[int], chunk: int | None = None) -> list[Tensor]:
+def exact(
+    tensors: Sequence[Tensor], boundaries: Sequence[int], chunk: int | None = None, window: int | None = None
+) -> list[Tensor]:
     """`values_and_gradients` of the dense way."""
-    return values_and_gradients(lambda q, k, v: dense(q, k, v, boundaries, chunk), [t.double().cpu() for t in tensors])
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return dense(q, k, v, boundaries, chunk, window, sinks)
+
+    return values_and_gradients(attend, [t.double().cpu() for t in tensors])
 
 
 def on_ranks(ranks: Sequence[Callable[..., Tensor]], boundaries: Sequence[int]) -> Callable[..., Tensor]:
     """Attention of the whole row by context-parallel ranks, each its part, one after the other."""
 
-    def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def whole(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
         mine = [segments(boundaries, None, len(ranks), rank).queries.to(q.device) for rank in range(len(ranks))]
         gathered = torch.cat(mine)
         k, v = k[gathered], v[gathered]
-        outputs = [attend(q[places], k, v, None) for attend, places in zip(ranks, mine, strict=True)]
+        outputs = [attend(q[places], k, v, None, *sinks) for attend, places in zip(ranks, mine, strict=True)]
         return torch.cat(outputs)[torch.argsort(gathered)]
 
     return whole

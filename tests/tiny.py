@@ -10,6 +10,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     Llama4Config,
     Llama4ForCausalLM,
     Llama4ForConditionalGeneration,
@@ -141,6 +143,21 @@ def tiny_deepseek_v3(
     return _saved(DeepseekV3ForCausalLM(DeepseekV3Config(**config | overrides)), path, dtype, seed)
 
 
+def tiny_gpt_oss(path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> GptOssForCausalLM:
+    """Likewise a gpt-oss: 3 of 8 experts, windows of 16 positions in every second layer, YaRN from fractions of a pair on,
+    biases and sinks that matter, gates that reach the limit."""
+    oss = {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 48,
+        "sliding_window": 16,
+        "swiglu_limit": 0.9,
+    }
+    yarn = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    oss["rope_parameters"] = yarn | {"truncate": False, "original_max_position_embeddings": 64}
+    return _saved(GptOssForCausalLM(GptOssConfig(**COMMON | oss | overrides)), path, dtype, seed)
+
+
 MOONLIGHT: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "n_group": 1,
@@ -188,7 +205,8 @@ def _saved[Model: torch.nn.Module](model: Model, path: Path, dtype: torch.dtype,
             if name.endswith("norm.weight"):
                 parameter.uniform_(0.5, 1.5, generator=generator)
             else:
-                parameter.normal_(0, 0.1, generator=generator)
+                wide = name.endswith(("sinks", "proj_bias", "o_proj.bias", "router.bias"))
+                parameter.normal_(0, 0.5 if wide else 0.1, generator=generator)
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
                 buffer.normal_(0, 0.2, generator=generator)

@@ -1,10 +1,11 @@
-"""A real run of a tiny Llama 4, and of a tiny DeepSeek-V3 whose routers' biases move: experts divided over two ranks, and the
-learner takes the experts that the server chose."""
+"""A real run of a tiny Llama 4, of a tiny DeepSeek-V3 whose routers' biases move, and of a tiny gpt-oss: experts divided over
+two ranks, and the learner takes the experts that the server chose."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from checkpoints_tools.__main__ import main as convert
@@ -47,6 +48,18 @@ DEEPSEEK = LLAMA | {
 }
 
 
+GPT_OSS = LLAMA | {
+    "model_type": "gpt_oss",
+    "head_dim": 32,
+    "intermediate_size": 192,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 16,  # shorter than most sequences
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 2.0, "truncate": False}
+    | {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 256},
+}
+
+
 def test_experts_over_two_ranks_with_routing_replay(workplace: Path) -> None:
     check_run(workplace, [], layers=4, chosen=1)
 
@@ -63,6 +76,18 @@ def test_deepseek_learns_with_moving_biases(workplace: Path) -> None:
     assert convert(["convert", "megatron-to-hf", str(workplace / "runs/quickstart-moe"), str(converted)]) == 0
     moved = (load_file(converted / "model.safetensors")[bias] - before).abs()
     assert 0 < moved.max() <= 4 * 0.01 + 1e-6, "four steps of 0.01"
+
+
+@pytest.mark.slow
+def test_gpt_oss_learns(workplace: Path) -> None:
+    folder = workplace / "runs/quickstart-data/init-gpt-oss"
+    save_model(folder, GPT_OSS, seed=0)
+    check_run(workplace, [f"sft.init={folder}", "model.path=runs/gpt-oss-sft"], layers=4, chosen=2)
+    sinks = "model.layers.1.self_attn.sinks"
+    before = load_file(folder / "model.safetensors")[sinks]
+    converted = workplace / "converted"
+    assert convert(["convert", "megatron-to-hf", str(workplace / "runs/quickstart-moe"), str(converted)]) == 0
+    assert not torch.equal(load_file(converted / "model.safetensors")[sinks], before), "the warm start trains them"
 
 
 def check_run(workplace: Path, more: list[str], layers: int, chosen: int) -> None:

@@ -65,6 +65,8 @@ def main(directory: Path, names: list[str]) -> None:
         written = None
         layouts = WITH_EXPERTS if family_of(path).architecture.experts else DENSE
         for i, layout in enumerate(layouts[world]):
+            if family_of(path).architecture.biases and "expert_tensor_parallel" in layout:
+                continue  # refused: megatron does not divide experts' biases
             recompute = layout.get("recompute", "none")
             model = Model(path=str(path), dtype="fp32", **{k: v for k, v in layout.items() if k != "recompute"})
             output = directory.parent / f"{path.name}-{world}-{i}"

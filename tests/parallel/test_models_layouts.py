@@ -13,6 +13,7 @@ from tests.tiny import (
     gradients,
     tiny_deepseek_v3,
     tiny_glm4_moe,
+    tiny_gpt_oss,
     tiny_llama,
     tiny_llama4,
     tiny_qwen2,
@@ -30,6 +31,7 @@ MODELS = {
     "glm4_moe": tiny_glm4_moe,
     "deepseek_v3": partial(tiny_deepseek_v3, vocab_size=131),
     "moonlight": partial(tiny_deepseek_v3, rope_parameters=PLAIN_ROPE, **MOONLIGHT),
+    "gpt_oss": partial(tiny_gpt_oss, vocab_size=131),
 }
 PACKED = [[8, 48, 16, 4, 20], [32, 12]]
 

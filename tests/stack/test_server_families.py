@@ -27,6 +27,7 @@ from tests.tiny import (
     YARN,
     tiny_deepseek_v3,
     tiny_glm4_moe,
+    tiny_gpt_oss,
     tiny_llama4,
     tiny_llama4_multimodal,
     tiny_qwen2,
@@ -64,6 +65,7 @@ CASES = {
     "moonlight": Case(
         tiny_deepseek_v3, MOONLIGHT | {"moe_intermediate_size": 32, "rope_parameters": PLAIN_ROPE}, "mlp.gate"
     ),
+    "gpt_oss": Case(tiny_gpt_oss, {"intermediate_size": 32}, "mlp.router"),
     "llama4": Case(tiny_llama4, LLAMA4, "feed_forward.router"),
     "llama4_multimodal": Case(tiny_llama4_multimodal, LLAMA4, "feed_forward.router"),
 }
@@ -113,7 +115,8 @@ def experts_of(model: Any, routers: str, tokens: np.ndarray, chosen: int) -> np.
 
     def choose(router: Any, inputs: tuple[torch.Tensor, ...], outputs: Any) -> None:
         logits = torch.nn.functional.linear(inputs[0].reshape(-1, inputs[0].shape[-1]), router.weight)
-        best = outputs[2] if hasattr(router, "e_score_correction_bias") else logits.topk(chosen).indices
+        biased = hasattr(router, "e_score_correction_bias") or hasattr(router, "bias")
+        best = outputs[2] if biased else logits.topk(chosen).indices
         tables.append(best.sort().values)
 
     hooks = [m.register_forward_hook(choose) for name, m in model.named_modules() if name.endswith(routers)]
@@ -180,9 +183,10 @@ def language_bytes(model: Any) -> int:
 async def test_tensors_arrive_one_by_one_while_it_generates(
     served: Stack, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """SGLang's loader of DeepSeek-V3 wants two tensors in one call, and loading fills what attention computes with in place. A
+    """SGLang's loader of DeepSeek-V3 wants two tensors in one call, that of gpt-oss whole stacks of experts; loading fills what
+    DeepSeek-V3's attention computes with in place. A
     request that goes on over the publication has log-probs of the old weights before the swap and of the new ones after it."""
-    if request.node.callspec.params["served"] not in BALANCED:
+    if request.node.callspec.params["served"] not in (*BALANCED, "gpt_oss"):
         return
     recipe = served.recipe.model_copy(update={"weights": served.recipe.weights.model_copy(update={"full_every": 3})})
     parallel.start(recipe.model, seed=0, timeout_s=60)
@@ -220,5 +224,8 @@ async def test_tensors_arrive_one_by_one_while_it_generates(
         assert await asyncio.to_thread(difference, served.server.address.url, served.endpoints, nudged) < 1e-5
         publisher = Publisher(recipe, served.endpoints, chunks, family)
         assert await asyncio.to_thread(publish, 23) == delta
+        disk = recipe.model_copy(update={"weights": recipe.weights.model_copy(update={"transport": "disk"})})
+        publisher = Publisher(disk, served.endpoints, chunks, family)
+        assert await asyncio.to_thread(publish, 24) == delta
     finally:
         parallel.stop()

@@ -10,7 +10,7 @@ from tests.pessimistic_nccl import NAME as PESSIMISTIC_NCCL
 from tests.stack.conftest import Stack, running, two_models
 from tests.stack.publish_world import NUDGED, SAME, publish_from
 from tests.stack.test_server_families import CASES, ENDLESS, LLAMA4, assert_serves
-from tests.tiny import tiny_deepseek_v3, tiny_llama4
+from tests.tiny import tiny_deepseek_v3, tiny_gpt_oss, tiny_llama4
 
 pytestmark = [pytest.mark.stack, pytest.mark.anyio, pytest.mark.timeout(900)]
 
@@ -18,10 +18,13 @@ pytestmark = [pytest.mark.stack, pytest.mark.anyio, pytest.mark.timeout(900)]
 MODELS = {
     "llama4": (tiny_llama4, LLAMA4 | {"num_key_value_heads": 2}),
     "deepseek_v3": (tiny_deepseek_v3, CASES["deepseek_v3"].overrides),
+    "gpt_oss": (tiny_gpt_oss, {"intermediate_size": 64}),
 }
 
 
-@pytest.fixture(scope="module", params=["llama4", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["llama4", *(pytest.param(n, marks=pytest.mark.slow) for n in ("deepseek_v3", "gpt_oss"))]
+)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     directory = tmp_path_factory.mktemp("tensor_parallel")
     make, overrides = MODELS[request.param]

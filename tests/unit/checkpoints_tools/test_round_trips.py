@@ -20,6 +20,7 @@ from tests.tiny import (
     MOONLIGHT,
     tiny_deepseek_v3,
     tiny_glm4_moe,
+    tiny_gpt_oss,
     tiny_llama,
     tiny_llama4,
     tiny_llama4_multimodal,
@@ -41,6 +42,7 @@ FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "glm-4.5": (tiny_glm4_moe, {}),
     "deepseek-v3": (tiny_deepseek_v3, {}),
     "moonlight": (tiny_deepseek_v3, MOONLIGHT),
+    "gpt-oss": (tiny_gpt_oss, {}),
 }
 SLOW = ("glm-4.5", "moonlight")
 DENSE = (["--tp", "2", "--pp", "2"], ["--tp", "4"])

@@ -13,6 +13,7 @@ from tests.tiny import (
     MOONLIGHT,
     tiny_deepseek_v3,
     tiny_glm4_moe,
+    tiny_gpt_oss,
     tiny_llama,
     tiny_llama4,
     tiny_qwen2,
@@ -29,6 +30,7 @@ MODELS = {
     "glm4_moe": tiny_glm4_moe,
     "deepseek_v3": tiny_deepseek_v3,
     "moonlight": partial(tiny_deepseek_v3, **MOONLIGHT),
+    "gpt_oss": tiny_gpt_oss,
 }
 
 
@@ -51,3 +53,12 @@ def test_chunks_bound_what_local_layers_cost(tmp_path: Path) -> None:
     cost = cost_of(architecture.in_directory(tmp_path))
     assert (cost.local_pair, cost.chunk) == (3 * cost.pair, 16)
     assert cost.attention(32) == (3 * 2 + 4) / 4 * cost.attention(16)
+
+
+def test_windows_bound_what_local_layers_cost(tmp_path: Path) -> None:
+    """In every second layer a token meets 16 positions, its own among them, or as many as there are."""
+    tiny_gpt_oss(tmp_path)
+    cost = cost_of(architecture.in_directory(tmp_path))
+    assert (cost.local_pair, cost.window) == (cost.pair, 16)
+    assert cost.attention(16) == 16**2 * cost.pair
+    assert cost.attention(40) == (40**2 + 16 * (40 + 40 - 16)) / 2 * cost.pair

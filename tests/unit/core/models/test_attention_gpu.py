@@ -49,6 +49,22 @@ def test_packed(dtype: torch.dtype, lengths: str, heads: int, groups: int, head_
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_sinks_and_windows(dtype: torch.dtype, window: int | None, cp_size: int) -> None:
+    """As gpt-oss has them. The sum over all queries that is a sink's gradient is the largest number there."""
+    boundaries = [0, *itertools.accumulate([300, 16, 4, 452, 256])]
+    tensors = [t.cuda() for t in row(boundaries, 8, 2, 64, dtype)]
+    tensors.append(torch.linspace(-2, 3, 8).to(dtype).cuda())
+    ranks = [attention_of(boundaries, None, cp_size, rank, tensors[0], window) for rank in range(cp_size)]
+    assert {type(rank) for rank in ranks} == {Flash if dtype is torch.bfloat16 else PaddedSegments}
+    found = values_and_gradients(on_ranks(ranks, boundaries), tensors)
+    expected = exact(tensors, boundaries, None, window)
+    assert largest_difference(found[:1], expected[:1]) <= VALUES[dtype]
+    assert largest_difference(found[1:], expected[1:]) <= GRADIENTS[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("cp_size", [2, 4])
 def test_context_parallel(dtype: torch.dtype, cp_size: int) -> None:
     """Where there are more keys than queries, the kernel's causal window ends with both."""

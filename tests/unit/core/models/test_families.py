@@ -20,6 +20,7 @@ from tests.tiny import (
     gradients,
     tiny_deepseek_v3,
     tiny_glm4_moe,
+    tiny_gpt_oss,
     tiny_llama,
     tiny_llama4,
     tiny_llama4_multimodal,
@@ -83,6 +84,23 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         MOONLIGHT
         | {"hidden_size": 48, "num_attention_heads": 5, "num_key_value_heads": 5, "vocab_size": 131, "v_head_dim": 14}
         | {"qk_nope_head_dim": 10, "kv_lora_rank": 18, "rope_parameters": DEFAULT_ROPE, "n_routed_experts": 5},
+    ),
+    "gpt-oss": (tiny_gpt_oss, {}),
+    "gpt-oss, odd, YaRN from whole pairs on, windows in the first and third layer": (
+        tiny_gpt_oss,
+        ODD
+        | {
+            "vocab_size": 131,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 7,
+            "intermediate_size": 21,
+        }
+        | {"rope_parameters": YARN | {"truncate": True}, "layer_types": None},
+    ),
+    "gpt-oss, tied, plain rotation, no windows": (
+        tiny_gpt_oss,
+        {"tie_word_embeddings": True, "rope_parameters": DEFAULT_ROPE, "layer_types": ["full_attention"] * 4},
     ),
     "llama 4": (tiny_llama4, {}),
     "llama 4, tied, odd, no norm, no temperature, every second layer": (
@@ -151,6 +169,8 @@ def test_logits_gradients_and_export_are_those_of_transformers(one_rank: None, t
         (SourceView("layers.1.experts.gate_up_proj", 3, (0, 2)), "layers.1.experts.3.gate_proj.weight"),
         (SourceView("layers.1.experts.gate_up_proj", 12, (1, 2)), "layers.1.experts.12.up_proj.weight"),
         (SourceView("layers.1.experts.down_proj", 0), "layers.1.experts.0.down_proj.weight"),
+        (SourceView("layers.1.experts.gate_up_proj", 7), "layers.1.experts.7.gate_up_proj.weight"),
+        (SourceView("layers.1.experts.down_proj_bias", 7), "layers.1.experts.7.down_proj.bias"),
     ],
 )
 def test_an_expert_of_a_stack_has_a_name_of_its_own(view: SourceView, name: str) -> None:
@@ -181,3 +201,19 @@ def made_by(entry: Any) -> str:
     """The architecture that an entry's function of tests/tiny.py makes."""
     make = getattr(entry, "make", entry[0] if isinstance(entry, tuple) else entry)
     return inspect.signature(getattr(make, "func", make)).return_annotation.__name__
+
+
+def test_experts_in_turn_are_sent_one_by_one_as_servers_hold_them(one_rank: None, tmp_path: Path) -> None:
+    """Put together they are transformers' stacks, transposed; biases in FP32, whatever the model is."""
+    reference = tiny_gpt_oss(tmp_path, torch.bfloat16, num_hidden_layers=1)
+    (chunk,), family = build.build(Model(path=str(tmp_path)), tmp_path), family_of(tmp_path)
+    hf.load([chunk], family, tmp_path)
+    sent, held = dict(hf.export([chunk], family, stacked=False)), reference.model.layers[0].mlp.experts
+    for name in ("gate_up_proj", "down_proj"):
+        for kind, ending, dtype in (("weight", "", torch.bfloat16), ("bias", "_bias", torch.float32)):
+            alone = [sent.pop(f"model.layers.0.mlp.experts.{e}.{name}.{kind}") for e in range(8)]
+            expected = getattr(held, name + ending).detach()
+            assert {tensor.dtype for tensor in alone} == {dtype}
+            assert torch.equal(torch.stack(alone), (expected if ending else expected.mT).to(dtype))
+    assert not [name for name in sent if ".experts." in name]
+    assert {tensor.dtype for tensor in sent.values()} == {torch.bfloat16}

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megarl.core import models
+from megarl.core.base.architecture import in_directory
 from megarl.core.base.errors import MegarlError
 from megarl.core.models import build, checkpoint, family_of, hf, parallel
 from megarl.core.recipe import Model
@@ -17,6 +18,7 @@ from tests.full_disk import files_no_larger_than
 from tests.tiny import (
     tiny_deepseek_v3,
     tiny_glm4_moe,
+    tiny_gpt_oss,
     tiny_llama,
     tiny_llama4,
     tiny_llama4_multimodal,
@@ -91,6 +93,34 @@ def test_unsupported_experts_and_latent_attention_are_refused(
     edit_config(tmp_path, **change)
     with pytest.raises(MegarlError, match=rf"config.json: .*{re.escape(said)}.* not supported"):
         family_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"attention_bias": False}, "attention_bias=False is not supported"),
+        ({"swiglu_alpha": 1.5}, "swiglu_alpha=1.5 is not supported"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 is not supported"),
+        ({"layer_types": ["chunked_attention"]}, "layer_types is not supported"),
+        ({"layer_types": ["full_attention"] * 2}, "layer_types is not supported"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type 'llama3' is not supported"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quant_method mxfp4"),
+    ],
+)
+def test_unsupported_gpt_oss_are_refused(tmp_path: Path, change: dict[str, object], said: str) -> None:
+    tiny_gpt_oss(tmp_path, num_hidden_layers=1)
+    family_of(tmp_path)
+    edit_config(tmp_path, **change)
+    with pytest.raises(MegarlError, match=said):
+        family_of(tmp_path)
+
+
+def test_experts_with_biases_are_not_divided(tmp_path: Path) -> None:
+    tiny_gpt_oss(tmp_path, num_hidden_layers=1)
+    architecture = in_directory(tmp_path)
+    build.transformer_config(Model(path="x", tensor_parallel=2), architecture, False)
+    with pytest.raises(MegarlError, match=r"model.expert_tensor_parallel: experts of x have biases.*set it to 1"):
+        build.transformer_config(Model(path="x", tensor_parallel=2, expert_tensor_parallel=2), architecture, False)
 
 
 def test_glm_without_plain_rotation_is_refused(tmp_path: Path) -> None:

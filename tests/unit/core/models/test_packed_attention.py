@@ -67,6 +67,100 @@ def test_equals_a_dense_mask(
     assert largest_difference(found, exact(tensors, boundaries, chunk)) < 1e-12
 
 
+class DenseVarlen:
+    """torch's flash kernel for GPUs in its stead: what it says it computes, and, from the output and log-sum-exps that it is
+    given, the gradients by the formula of its backward pass (arXiv 2205.14135, algorithm 4)."""
+
+    def __init__(self, told: list[Any]) -> None:
+        """told: its arguments, as the real one checks them in test_torch_takes_what_its_kernel_is_told."""
+        q_ends, k_ends, _, _, _, causal, *_ = told[0]
+        self.left = told[1]["window_size_left"]
+        assert (told[1]["window_size_right"], causal) == (0, self.left < 0)
+        self.ends = [list(itertools.pairwise(ends.tolist())) for ends in (q_ends, k_ends)]
+
+    def pieces(self, q: Tensor, k: Tensor) -> Any:
+        for (qa, qb), (ka, kb) in zip(*self.ends, strict=True):
+            seen = torch.ones(qb - qa, kb - ka, dtype=torch.bool).tril(kb - ka - (qb - qa))
+            if self.left >= 0:
+                seen = seen.triu(kb - ka - (qb - qa) - self.left)
+            scores = torch.einsum("qhd,khd->hqk", q[qa:qb], k[ka:kb]) / q.shape[-1] ** 0.5
+            yield slice(qa, qb), slice(ka, kb), scores.masked_fill(~seen, -torch.inf)
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, *places: Any, **window: Any) -> tuple[Tensor, ...]:
+        out, sums, shared = torch.empty_like(q), q.new_empty(q.shape[1], len(q)), q.shape[1] // k.shape[1]
+        k, v = (t.repeat_interleave(shared, 1) for t in (k, v))
+        for mine, theirs, scores in DenseVarlen([places, window]).pieces(q, k):
+            out[mine] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[theirs])
+            sums[:, mine] = scores.logsumexp(-1)
+        return out, sums, torch.empty(0), torch.empty(1), torch.empty(2)
+
+    @staticmethod
+    def backward(
+        gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, *places: Any, **window: Any
+    ) -> tuple[Tensor, ...]:
+        assert [len(tensor) for tensor in places[-2:]] == [0, 1], "the state and what is unused, as they came"
+        groups, shared, scale = k.shape[1], q.shape[1] // k.shape[1], q.shape[-1] ** -0.5
+        k, v = (t.repeat_interleave(shared, 1) for t in (k, v))
+        of_q, of_k, of_v = (torch.zeros_like(t) for t in (q, k, v))
+        for mine, theirs, scores in DenseVarlen([places, window]).pieces(q, k):
+            g = gradient[mine]
+            probabilities = torch.exp(scores - sums[:, mine, None])
+            of_v[theirs] += torch.einsum("hqk,qhd->khd", probabilities, g)
+            own = (g * out[mine]).sum(-1).t()[..., None]
+            of_scores = probabilities * (torch.einsum("qhd,khd->hqk", g, v[theirs]) - own) * scale
+            of_q[mine] += torch.einsum("hqk,khd->qhd", of_scores, k[theirs])
+            of_k[theirs] += torch.einsum("hqk,qhd->khd", of_scores, q[mine])
+        return of_q, *(t.unflatten(1, (groups, shared)).sum(2) for t in (of_k, of_v))
+
+
+@pytest.mark.parametrize("kernel", [PaddedSegments, Flash])
+@settings(max_examples=30, deadline=None)
+@given(
+    units=st.lists(st.integers(0, 12), min_size=1, max_size=6).filter(any),
+    window=st.none() | st.integers(1, 20),
+    cp_size=st.sampled_from([1, 2, 3]),
+    grouped=st.booleans(),
+)
+def test_sinks_and_windows_equal_a_dense_mask(
+    kernel: type[Flash | PaddedSegments], units: list[int], window: int | None, cp_size: int, grouped: bool
+) -> None:
+    """Values and the gradients of q, k, v and sinks, all context-parallel ranks taken together."""
+    boundaries = [0, *itertools.accumulate(n * (2 * cp_size if cp_size > 1 else 1) for n in units)]
+    tensors = row(boundaries, heads=4, groups=2 if grouped else 4, head_dim=8, dtype=torch.float64)
+    tensors.append(torch.tensor([-2.0, 0.0, 1.0, 3.0], dtype=torch.float64))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "flash_takes", lambda _: kernel is Flash)
+        for name in ("forward", "backward"):
+            patch.setattr(torch.ops.aten, f"_flash_attention_{name}", getattr(DenseVarlen, name))
+        ranks = [attention_of(boundaries, None, cp_size, rank, tensors[0], window) for rank in range(cp_size)]
+        assert {type(r) for r in ranks} == {kernel}
+        found = values_and_gradients(on_ranks(ranks, boundaries), tensors)
+    # The sums of sinks are FP32.
+    assert largest_difference(found, exact(tensors, boundaries, None, window)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "gradient"),
+    [(torch.float32, 2e-6, 5e-6), (torch.float16, 2**-9, 2**-8), (torch.bfloat16, 2**-6, 2**-5)],
+)
+def test_sinks_in_the_precisions_of_training(dtype: torch.dtype, value: float, gradient: float) -> None:
+    """Four steps between bf16 numbers (fp16's are finer) for the largest value, eight for the largest gradient."""
+    boundaries = [0, 70, 71, 200]
+    tensors = [*row(boundaries, 4, 2, 16, dtype), torch.tensor([-2.0, 0.0, 1.0, 3.0]).to(dtype)]
+    found = values_and_gradients(on_ranks([attention_of(boundaries, None, 1, 0, tensors[0], 32)], boundaries), tensors)
+    expected = exact(tensors, boundaries, None, 32)
+    assert largest_difference(found[:1], expected[:1]) <= value
+    assert largest_difference(found[1:], expected[1:]) <= gradient
+    # An alarm that can ring: without sinks, and with a window that is one too long.
+    no_sinks = values_and_gradients(
+        on_ranks([attention_of(boundaries, None, 1, 0, tensors[0])], boundaries), tensors[:4]
+    )
+    assert largest_difference(no_sinks[:1], exact(tensors[:4], boundaries)[:1]) <= value
+    assert largest_difference(no_sinks[:1], expected[:1]) > 10 * value
+    assert largest_difference(exact(tensors, boundaries, None, 33)[:1], expected[:1]) > 2 * value
+
+
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.none() | st.integers(1, 20), st.sampled_from([1, 2, 4]))
 def test_ranks_share_the_queries_of_a_row(units: list[int], chunk: int | None, cp_size: int) -> None:
     """Each query is one rank's, ranks have as many, and a chunk changes neither order nor number."""
@@ -109,6 +203,17 @@ def test_nothing_is_the_square_of_the_row(lengths: Sequence[int], chunk: int | N
     assert made.elements <= 3 * tensors[0].numel() < boundaries[-1] ** 2 / 8
 
 
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("lengths", [[1024], [4, 500, 512, 8]], ids=["one", "mixed"])
+def test_sinks_and_windows_make_nothing_of_the_square(lengths: Sequence[int], window: int | None) -> None:
+    """Windows take the keys of two; a mask of two windows' width is the largest that is not of the row's size."""
+    boundaries = [0, *itertools.accumulate(lengths)]
+    tensors = [*row(boundaries, heads=4, groups=2, head_dim=8, dtype=torch.float32), torch.zeros(4)]
+    with LargestTensor() as made:
+        values_and_gradients(on_ranks([attention_of(boundaries, None, 1, 0, tensors[0], window)], boundaries), tensors)
+    assert made.elements <= 3 * tensors[0].numel() < boundaries[-1] ** 2 / 8
+
+
 @pytest.mark.parametrize("tiny", [tiny_llama, tiny_llama4])
 def test_a_model_makes_nothing_of_the_square(one_rank: None, tmp_path: Path, tiny: Any) -> None:
     """Loss and gradient of a packed row of 1024 tokens, whose widest activations have 256 columns."""
@@ -135,6 +240,24 @@ def test_torch_takes_what_its_kernel_is_told(monkeypatch: pytest.MonkeyPatch) ->
     assert out.shape == q.shape
     assert q.grad is not None
     assert k.grad is not None
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_torch_takes_what_its_kernels_with_sinks_are_told(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    """Its GPU kernels, on tensors without contents: arguments, shapes, and a backward pass."""
+    monkeypatch.setattr(attention, "flash_takes", lambda q: q.dtype == torch.bfloat16)
+    monkeypatch.setattr(attention, "_cpu", attention._efficient)
+    for dtype, kind in ((torch.bfloat16, Flash), (torch.float32, PaddedSegments)):
+        told = attention_of([0, 8, 24], None, 1, 0, torch.zeros(1, dtype=dtype), window)
+        assert isinstance(told, kind)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            q, k, sinks = (
+                torch.empty(shape, dtype=dtype, requires_grad=True) for shape in ((24, 4, 16), (24, 2, 16), (4,))
+            )
+            out = told(q, k, k, None, sinks)
+            out.sum().backward()
+        assert out.shape == q.shape
+        assert [t.grad.shape for t in (q, k, sinks) if t.grad is not None] == [q.shape, k.shape, sinks.shape]
 
 
 @pytest.mark.parametrize("groups", [2, 4])

@@ -1,5 +1,6 @@
 """The models that a server makes load deltas, and so do the copies of them that weights are staged in."""
 
+import importlib
 import sys
 from collections.abc import Callable, Iterable
 from types import ModuleType, SimpleNamespace
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from megarl.core.base.delta import SUFFIX, encode
+from megarl.core.base.delta import SUFFIX, encode, load
 from megarl.core.server import workers
 from megarl.core.server.staging import copy_of
 
@@ -49,3 +50,85 @@ def test_a_copy_takes_deltas_and_the_model_keeps_its_weights(make: Callable[[], 
     assert torch.equal(model.inner.weight, old)
     model.load_weights([("inner.weight" + SUFFIX, encode(old, new))])
     assert torch.equal(model.inner.weight, new)
+
+
+@pytest.fixture
+def gpt_oss(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Our class of gpt-oss, over as much of SGLang's module as it replaces."""
+
+    class Stock(Module):
+        def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+            self.left = dict(tensors)
+
+    class Attention(Module):
+        def __init__(self, dtype: torch.dtype) -> None:
+            super().__init__()
+            self.sinks = Parameter(torch.zeros(2, dtype=dtype), requires_grad=False)
+
+    ours = "megarl.core.server.sglang_models.gpt_oss"
+    for name in ("sglang", "sglang.srt", "sglang.srt.models"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    models = sys.modules["sglang.srt.models"]
+    models.gpt_oss = SimpleNamespace(GptOssForCausalLM=Stock, GptOssAttention=Attention)  # type: ignore[attr-defined]
+    monkeypatch.delitem(sys.modules, ours, raising=False)
+    module = importlib.import_module(ours)
+    monkeypatch.delitem(sys.modules, ours)
+    return module
+
+
+def test_each_rank_takes_its_part_of_single_experts(gpt_oss: ModuleType) -> None:
+    """All ranks' parts together are the whole: rows of gate and up, columns of down; the bias of down, which their sum gets, is
+    rank 0's. As differences, too. What else comes is left to SGLang's loader."""
+    draw, prefix = torch.Generator().manual_seed(0), "model.layers.0.mlp.experts"
+    shapes = {
+        "gate_up_proj.weight": (8, 6),
+        "gate_up_proj.bias": (8,),
+        "down_proj.weight": (6, 4),
+        "down_proj.bias": (6,),
+    }
+    old, new = (
+        {f"{prefix}.{e}.{name}": torch.randn(shape, generator=draw) for e in range(3) for name, shape in shapes.items()}
+        for _ in range(2)
+    )
+    ranks = []
+    for rank in range(2):
+        model = gpt_oss.GptOssForCausalLM()
+        module: Module = model
+        for name in prefix.split("."):
+            module.add_module(name, Module())
+            module = module.get_submodule(name)
+        module.moe_tp_rank = rank  # type: ignore[assignment]
+        held = {"w13_weight": (3, 4, 6), "w13_weight_bias": (3, 4), "w2_weight": (3, 6, 2), "w2_weight_bias": (3, 6)}
+        for name, shape in held.items():
+            module.register_parameter(name, Parameter(torch.full(shape, torch.nan), requires_grad=False))
+        model.load_weights([*old.items(), ("model.norm.weight", torch.ones(2))])
+        assert model.left.keys() == {"model.norm.weight"}
+        ranks.append(model)
+    for tensors in (old, new):
+        if tensors is new:
+            for model in ranks:
+                changes = [(name + SUFFIX, encode(old[name], new[name])) for name in old]
+                load(model, model.load_weights, changes)
+        whole = {name: torch.stack([tensors[f"{prefix}.{e}.{name}"] for e in range(3)]) for name in shapes}
+        first, second = ({n.rpartition(".")[2]: p for n, p in model.named_parameters()} for model in ranks)
+        assert torch.equal(torch.cat([first["w13_weight"], second["w13_weight"]], 1), whole["gate_up_proj.weight"])
+        assert torch.equal(
+            torch.cat([first["w13_weight_bias"], second["w13_weight_bias"]], 1), whole["gate_up_proj.bias"]
+        )
+        assert torch.equal(torch.cat([first["w2_weight"], second["w2_weight"]], 2), whole["down_proj.weight"])
+        assert torch.equal(first["w2_weight_bias"], whole["down_proj.bias"])
+        assert not second["w2_weight_bias"].any()
+
+
+def test_sinks_have_the_precision_of_the_model_or_of_a_kernel_that_wants_fp32(gpt_oss: ModuleType) -> None:
+    attention = gpt_oss.gpt_oss.GptOssAttention
+    for default, made, expected in (
+        (torch.float32, torch.bfloat16, torch.float32),
+        (torch.float16, torch.bfloat16, torch.float16),
+        (torch.bfloat16, torch.float32, torch.float32),
+    ):
+        torch.set_default_dtype(default)
+        try:
+            assert attention(made).sinks.dtype == expected
+        finally:
+            torch.set_default_dtype(torch.float32)

@@ -125,6 +125,27 @@ BALANCED = {
 }
 
 
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": 16,
+}
+
+
+def test_gpt_oss_is_always_ours_and_on_a_gpu_in_bf16(tmp_path: Path) -> None:
+    """SGLang's own takes experts by gigabytes."""
+    recipe = a_recipe(tmp_path, config=GPT_OSS)
+    for cuda in (False, True):
+        assert environment(recipe, 0, [0], cuda)["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "megarl.core.server.sglang_models"
+    check(a_recipe(tmp_path, config=GPT_OSS, model={"dtype": "bf16"}), cuda=True)
+    for dtype in ("fp16", "fp32"):
+        other = a_recipe(tmp_path, config=GPT_OSS, model={"dtype": dtype})
+        check(other, cuda=False)
+        with pytest.raises(MegarlError, match=f"model.dtype: {dtype}: .* sinks in bf16 only"):
+            check(other, cuda=True)
+
+
 def test_deepseek_v3_is_always_ours_and_its_shared_expert_is_no_routed_one(tmp_path: Path) -> None:
     """SGLang would make the shared expert of the released models one more of those it tells of, and publishes to."""
     recipe = a_recipe(tmp_path, config=BALANCED)

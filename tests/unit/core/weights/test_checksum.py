@@ -37,6 +37,10 @@ def test_places() -> None:
     assert at(f"{layer}.mlp.experts.5.up_proj.weight") == (f"{layer}.mlp.experts.w13_weight", 11 * 24)
     assert at(f"{layer}.mlp.experts.5.down_proj.weight") == (f"{layer}.mlp.experts.w2_weight", 5 * 24)
     assert at(f"{layer}.mlp.down_proj.weight") == (f"{layer}.mlp.down_proj.weight", 0)
+    for part, start in (("gate_up_proj", 5 * 24), ("down_proj", 5 * 24)):  # gpt-oss
+        served = f"{layer}.mlp.experts.{'w2' if part == 'down_proj' else 'w13'}_weight"
+        assert at(f"{layer}.mlp.experts.5.{part}.weight") == (served, start)
+        assert at(f"{layer}.mlp.experts.5.{part}.bias") == (f"{served}_bias", start)
     llama4 = "language_model.model.layers.3.feed_forward"
     assert at(f"{llama4}.shared_expert.gate_proj.weight") == (f"{llama4}.shared_expert.gate_up_proj.weight", 0)
 

@@ -16,6 +16,7 @@ from tests.tiny import (
     MOONLIGHT,
     tiny_deepseek_v3,
     tiny_glm4_moe,
+    tiny_gpt_oss,
     tiny_llama,
     tiny_llama4,
     tiny_llama4_multimodal,
@@ -45,6 +46,17 @@ def test_qwens_have_the_published_numbers_of_parameters(name: str, parameters: i
     shape = architecture.read(name)
     assert shape.parameters == parameters
     assert shape.active_parameters == pytest.approx(active, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "active"), [("gpt-oss-20b", 20.91e9, 3.61e9), ("gpt-oss-120b", 116.83e9, 5.13e9)]
+)
+def test_gpt_oss_have_the_published_numbers_of_parameters(name: str, parameters: float, active: float) -> None:
+    """Table 1 of the model card (arXiv 2508.10925), to all digits; the embedding is not counted as active there."""
+    shape = architecture.read(name)
+    assert shape.parameters == pytest.approx(parameters, abs=0.005e9)
+    assert shape.active_parameters - shape.embedding_parameters == pytest.approx(active, abs=0.005e9)
+    assert (shape.local_layers, shape.local_positions) == (shape.layers // 2, 128)
 
 
 def test_scout_has_the_published_number_of_parameters() -> None:
@@ -98,6 +110,8 @@ MODELS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "glm-4.5-air": (tiny_glm4_moe, {"use_qk_norm": False}),
     "deepseek-v3": (tiny_deepseek_v3, {}),
     "moonlight": (tiny_deepseek_v3, MOONLIGHT),
+    "gpt-oss": (tiny_gpt_oss, {}),
+    "gpt-oss, windows in no layer": (tiny_gpt_oss, {"layer_types": ["full_attention"] * 4}),
     "llama4": (tiny_llama4, {}),
     "llama4, without chunks": (tiny_llama4, {"attention_chunk_size": None}),
     "llama4, multimodal": (tiny_llama4_multimodal, {}),
@@ -125,7 +139,9 @@ def test_layers_are_those_of_the_model(name: str, tmp_path: Path) -> None:
     assert found.layers == len(layers)
     assert found.expert_layers == tuple(i for i, has in enumerate(experts) if has)
     assert found.unrotated_layers == tuple(i for i, turns in enumerate(rotated) if not turns)
-    assert found.local_layers == (sum(rotated) if name in ("llama4", "llama4, multimodal") else 0)
+    windowed = [getattr(layer.self_attn, "sliding_window", None) is not None for layer in layers]
+    assert found.local_layers == (sum(rotated) if name in ("llama4", "llama4, multimodal") else sum(windowed))
+    assert found.window_layers == tuple(i for i, has in enumerate(windowed) if has)
 
 
 SAME = {
@@ -144,6 +160,9 @@ def test_what_is_not_written_is_what_transformers_takes(name: str) -> None:
     if found.latent is None:
         assert found.head_dim == (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
     assert found.rope_theta == text.rope_parameters["rope_theta"]
+    if config["model_type"] == "gpt_oss":
+        assert (found.glu_limit, found.window) == (text.swiglu_limit, text.sliding_window)
+        assert found.window_layers == tuple(i for i, kind in enumerate(text.layer_types) if kind == "sliding_attention")
     if config["model_type"] == "llama4":
         assert found.expert_layers == tuple(text.moe_layers)
         assert found.unrotated_layers == tuple(i for i, turns in enumerate(text.no_rope_layers) if not turns)
