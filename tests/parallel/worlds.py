@@ -1,6 +1,6 @@
 """Worlds of processes for the parallel tests: what torchrun would start, without its own seconds of start-up.
 
-    run_world(2, "tests.parallel.models_world", "dir")      # python -m tests.parallel.models_world dir, as ranks 0 and 1
+    run_world(2, "tests.parallel.models_world", "dir", "a")  # python -m tests.parallel.models_world dir a, as ranks 0 and 1
 
 Imports take seconds, so a world makes them once and forks its ranks, and a test starts one world and goes through its layouts
 inside.
