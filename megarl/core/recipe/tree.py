@@ -378,8 +378,8 @@ class BatchSection(Section):
 class Loss(Section):
     kind: str = Field(
         "cispo",
-        description="policy loss: cispo, clip (PPO, GRPO, DAPO), gspo, reinforce, or package.module:function of your "
-        "own (docs/add-a-loss.md)",
+        description="policy loss: cispo, clip (PPO, GRPO, DAPO), dppo, gmpo, gspo, reinforce, or package.module:function of "
+        "your own (docs/add-a-loss.md)",
     )
     cap: float = Field(
         4.0,
@@ -390,11 +390,30 @@ class Loss(Section):
         0.2,
         ge=0,
         le=1,
-        description="clip: a token's ratio is clipped at 1 - clip_low; gspo: a sequence's ratio, for which 3e-4 is usual",
+        description="clip: a token's ratio is clipped at 1 - clip_low; gspo: a sequence's ratio, for which 3e-4 is usual; "
+        "gmpo: a token's at exp(-clip_low), 0.4 in its paper; dppo: a token may fall by this divergence",
     )
-    clip_high: float = Field(0.2, ge=0, description="upper bound, 1 + clip_high; gspo: 4e-4 is usual")
+    clip_high: float = Field(
+        0.2,
+        ge=0,
+        description="upper bound, 1 + clip_high; gspo: 4e-4 is usual; gmpo: exp(clip_high); dppo: rise by this",
+    )
+    divergence: Literal["tv", "kl"] = Field(
+        "tv", description="dppo: of two distributions; tv: total variation, 0.15 in its recipe; kl: 0.05"
+    )
     correction: Literal["none", "truncate", "mask"] = Field(
-        "none", description="clip, gspo (mask only), reinforce: what becomes of a token's weight above `cap`"
+        "none",
+        description="clip, dppo, gmpo and gspo (mask only), reinforce: what becomes of a token's weight above `cap`",
+    )
+    lower: float = Field(
+        0.0, ge=0, description="correction: mask: smallest importance ratio that is trained; IcePop: 0.5, with cap 5"
+    )
+    sequence_mask: tuple[float, float] | None = Field(
+        None,
+        description="[low, high]: a rollout whose ratios have a geometric mean outside is not trained; null: none is masked",
+    )
+    log_ratio_penalty: float = Field(
+        0.0, ge=0, description="coefficient of (log importance ratio)^2 in the loss; prime-rl: 1e-3"
     )
     entropy_bonus: float = Field(0.0, ge=0, description="coefficient of the entropy in the loss; ScaleRL has none")
 

@@ -53,6 +53,17 @@ IMPOSSIBLE = [
     ),
     ({"loss": {"correction": "mask"}}, "loss.correction: cispo is truncated importance sampling already"),
     ({"loss": {"kind": "gspo", "correction": "truncate"}}, "loss.correction: the weight of gspo is of a sequence"),
+    ({"loss": {"kind": "gmpo", "correction": "truncate"}}, "loss.correction: the weight of gmpo is of a sequence"),
+    (
+        {"loss": {"kind": "gmpo"}, "batch": {"centring": "critic", "zero_variance": "keep"}},
+        "loss.kind: gmpo clips towards the side of a rollout's one advantage",
+    ),
+    ({"loss": {"lower": 0.1}}, "loss.lower: is for correction: mask, below its cap (4)"),
+    (
+        {"loss": {"kind": "clip", "correction": "mask", "lower": 5.0, "cap": 2.0}},
+        "loss.lower: is for correction: mask, below its cap (2)",
+    ),
+    ({"loss": {"sequence_mask": [1.0, 1.01]}}, "loss.sequence_mask: give [low, high] around 1"),
     (
         {"run": {"steps": 100}, "learner": {"optimizer": {"schedule": "cosine"}}},
         "learner.optimizer.warmup_steps: 100 of run.steps=100 leave none",
@@ -124,7 +135,7 @@ IMPOSSIBLE = [
     (shared(serving={}), "serving.memory_fraction: with resources.colocate say which share of a GPU"),
     (
         {"loss": {"kind": "cispp"}},
-        "loss.kind: 'cispp' is no loss; did you mean cispo? known: cispo, clip, gspo, rei",
+        "loss.kind: 'cispp' is no loss; did you mean cispo? known: cispo, clip, dppo, gmpo, gspo, rei",
     ),
     ({"loss": {"kind": "mine:loss", "correction": "mask"}}, "loss.correction: a loss of your own"),
     (shared(resources={"colocate": True, "servers": 2}), "resources.colocate: each GPU has a learner rank"),
