@@ -128,6 +128,29 @@ def _losses(r: Recipe) -> Iterator[str]:
         )
 
 
+def _teacher(r: Recipe) -> Iterator[str]:
+    """Check what a teacher cannot be combined with."""
+    if not r.teacher.coefficient:
+        return
+    if not r.teacher.path:
+        yield "teacher.path: with teacher.coefficient a teacher is needed; give its directory, or set teacher.coefficient=0"
+    if r.batch.zero_variance != "keep":
+        yield (
+            f"batch.zero_variance: with a teacher a group of one reward has a gradient; set keep, not {r.batch.zero_variance}"
+        )
+    if r.has_critic:
+        yield "teacher.coefficient: with batch.centring=critic the critic gives tokens their advantages; set another centring"
+    if r.loss.kind == "gmpo":
+        yield "loss.kind: gmpo needs one advantage a rollout, and with a teacher each token has its own; use another loss"
+    if r.sampling.temperature != 1:
+        yield (
+            "sampling.temperature: the teacher scores at temperature 1, and rollouts are sampled at "
+            f"{r.sampling.temperature:g}; set 1"
+        )
+    if r.resources.colocate:
+        yield "resources.colocate: the teacher's servers need GPUs of their own; set resources.colocate=false"
+
+
 def _optimizers(r: Recipe) -> Iterator[str]:
     """Check warm-ups against schedules, and where the optimiser lies."""
     optimizer = r.learner.optimizer
@@ -305,6 +328,6 @@ def _graders(r: Recipe) -> Iterator[str]:
 
 
 RULES: tuple[Callable[[Recipe], Iterator[str]], ...] = (
-    _layout, _prompts, _sharing, _lengths, _graders, _environments, _advantages, _losses, _optimizers,
+    _layout, _prompts, _sharing, _lengths, _graders, _environments, _advantages, _losses, _teacher, _optimizers,
 )  # fmt: skip
 """All rules of a recipe; the first problem is the one that is reported."""

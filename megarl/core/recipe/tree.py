@@ -257,6 +257,8 @@ class Resources(Section):
         "(pipeline), the learner has the KV cache's memory while it trains",
     )
     threads: int = Field(1, ge=1, description="CPU threads per learner rank or server")
+    teacher_servers: int = Field(1, ge=1, description="servers of the teacher, if there is one (teacher.coefficient)")
+    teacher_tensor_parallel: int = Field(1, ge=1, description="GPUs per server of the teacher")
 
 
 class Stage(Section):
@@ -429,6 +431,18 @@ class Reference(Section):
     )
 
 
+class Teacher(Section):
+    """On-policy distillation: a frozen model, on servers of its own, scores what the policy samples. Not part of ScaleRL."""
+
+    path: str = Field("", description="Hugging Face directory of the teacher, with the policy's tokens")
+    coefficient: float = Field(
+        0.0, ge=0, description="weight of log pi_teacher - log mu in a token's advantage; 0: no teacher is served"
+    )
+    reward: float = Field(
+        1.0, ge=0, description="with a teacher: weight of the reward's advantage; 0: distillation alone"
+    )
+
+
 class Optimizer(Section):
     lr: float = Field(5e-7, gt=0, description="learning rate after the warm-up")
     warmup_steps: int = Field(100, ge=0, description="steps of linear warm-up")
@@ -589,6 +603,7 @@ class Recipe(Section):
     batch: BatchSection = BatchSection()
     loss: Loss = Loss()
     reference: Reference = Reference()
+    teacher: Teacher = Teacher()
     learner: Learner = Learner()
     critic: Critic = Critic()
     weights: Weights = Weights()
@@ -616,6 +631,22 @@ class Recipe(Section):
     @property
     def has_critic(self) -> bool:
         return self.batch.centring == "critic"
+
+    @property
+    def teachers(self) -> int:
+        """Number of the teacher's servers."""
+        return self.resources.teacher_servers if self.teacher.coefficient else 0
+
+    @property
+    def teacher_recipe(self) -> "Recipe":
+        """The recipe by which the teacher's servers serve: its model, at the policy's precision and lengths."""
+        resources = {"servers": self.teachers, "server_tensor_parallel": self.resources.teacher_tensor_parallel}
+        return self.model_copy(
+            update={
+                "model": self.model.model_copy(update={"path": self.teacher.path}),
+                "resources": self.resources.model_copy(update=resources),
+            }
+        )
 
     @property
     def forecast_column(self) -> str:

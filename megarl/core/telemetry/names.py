@@ -86,6 +86,10 @@ NAMES: dict[str, tuple[str, str]] = {
     "kl_k3": ("learner", "k3 estimate of KL(behaviour || learner) on trained tokens, nats"),
     "kl_reference": ("learner", "mean estimate of KL(learner || reference) (reference.estimator), nats"),
     "kl_reference_max": ("learner", "largest estimate of KL(learner || reference) of a token, nats"),
+    "kl_teacher": (
+        "learner",
+        "mean of log mu - log pi_teacher over sampled tokens: k1 estimate of the reverse KL, nats",
+    ),
     "advantage_mean": ("learner", "mean advantage of the rollouts in the loss; with a critic, of trained tokens"),
     "advantage_std": ("learner", "deviation of the advantages"),
     "advantage_abs_max": ("learner", "largest advantage, of either sign"),
