@@ -14,8 +14,8 @@ policy, and the correction is a second factor. Here the old policy is what the s
 contains the mismatch: its weight is bounded, not multiplied again. REINFORCE has no ratio, so it gains one.
 
 A mask with both bounds is IcePop (Ring-1T, arXiv 2510.18855, section 2.3: lower 0.5, cap 5). There the ratio is that of learner
-and server at equal weights, before a clip; here it contains the lag as well, so the mask acts on both, as it does in INTELLECT-3
-(arXiv 2512.16144, equation 1) on REINFORCE.
+and server at equal weights, before a clip; here it contains the lag as well, so the mask acts on both, as on REINFORCE in
+INTELLECT-3 (arXiv 2512.16144, equation 1).
 
 Sequence mask: no token of a rollout is trained if the geometric mean of its ratios is outside [low, high].
 
