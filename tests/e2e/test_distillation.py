@@ -12,7 +12,7 @@ from tests.e2e.runs import LiveRun, batches, check_history, check_nothing_left, 
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(900)]
 
-STEPS = 20
+STEPS = 16
 OVERRIDES = (
     "run.name=distilled",
     f"run.steps={STEPS}",
@@ -27,7 +27,7 @@ OVERRIDES = (
     f"evaluation.every={STEPS}",
     "evaluation.prompts=20",
     "checkpoint.every=4",
-    "learner.optimizer.lr=1e-3",
+    "learner.optimizer.lr=5e-4",
 )
 
 
@@ -62,4 +62,4 @@ def test_a_student_approaches_its_teacher_over_two_deaths(workplace: Path) -> No
     assert all(r.teacher_logprobs is not None and len(r.teacher_logprobs) == len(r.tokens) for r in rollouts)
     apart = [row["kl_teacher"] for row in latest_rows(run.rundir.metrics)]
     print("kl_teacher", *(f"{x:.3f}" for x in apart))
-    assert np.mean(apart[-3:]) < 0.7 * np.mean(apart[:3])
+    assert np.mean(apart[-3:]) < 0.8 * np.mean(apart[:3])
