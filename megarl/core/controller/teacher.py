@@ -38,6 +38,7 @@ class TeacherServers:
         self._clients = [ServerClient(address, *keys, SCORE_LIMIT_S) for address in addresses]
         self._limit_s = recipe.serving.start_timeout_s
         self._places = asyncio.Semaphore(len(addresses) * recipe.serving.max_running_requests)
+        self._met: set[int] = set()  # those that have answered
         self._lost: set[int] = set()
 
     async def logprobs(self, ticket: int, prompt: np.ndarray, segments: Sequence[Segment]) -> np.ndarray:
@@ -62,7 +63,10 @@ class TeacherServers:
                 raise Void(f"the teacher refuses a rollout: {error}") from None
             except ServerLost as error:
                 if server not in self._lost:
-                    log.warning("teacher %d does not answer: %s", server, error)
+                    starting = server not in self._met  # which takes longer than the first rollouts
+                    log.log(
+                        logging.INFO if starting else logging.WARNING, "teacher %d does not answer: %s", server, error
+                    )
                 self._lost.add(server)
                 if time.monotonic() + pause > until:
                     why = f"no teacher scored a rollout within {self._limit_s:g} s (serving.start_timeout_s): {error}"
@@ -71,6 +75,7 @@ class TeacherServers:
                 if server in self._lost:
                     log.info("teacher %d answers", server)
                 self._lost.discard(server)
+                self._met.add(server)
                 return scored
             await asyncio.sleep(pause)
             pause, turn = min(2 * pause, LONGEST_PAUSE_S), turn + 1
