@@ -27,6 +27,7 @@ FAMILIES = {
     "qwen3-8b-2nodes": "qwen3",
     "qwen3-30b-a3b-2nodes": "qwen3-moe",
     "qwen3-8b-zero": "qwen3-base",
+    "qwen3-8b-distill": "qwen3",
 }
 """The model family of a recipe; all others have a Llama. Llama 4 Scout is released with a vision tower."""
 
@@ -65,6 +66,7 @@ def model_ranks(recipe: Recipe) -> int:
 RULES = (
     # Model and data
     Rule("model.path", lambda r, old: f"models/{family_of(r)}", "a model of the same family, of 0.2 million parameters"),
+    Rule("teacher.path", lambda r, old: old and f"models/{family_of(r)}", "the model itself, which has its tokens"),
     Rule("data.tasks.*.train", fixed("{kind}.jsonl"), "made prompts of the task's grader or environment"),
     Rule("data.tasks.*.heldout", fixed("{kind}-heldout.jsonl"), "likewise, others"),
     # Layout: the same kinds of parallelism, each of two ranks; one data-parallel copy
@@ -74,6 +76,8 @@ RULES = (
     Rule("resources.servers", lambda r, old: min(old, 2 if r.resources.server_tensor_parallel == 1 else 1),
          "several are two; of servers that are tensor parallel themselves one, for each of its ranks is a process"),
     Rule("resources.server_tensor_parallel", at_most(2), "several ranks are two"),
+    Rule("resources.teacher_servers", fixed(1), "one process"),
+    Rule("resources.teacher_tensor_parallel", fixed(1), "one process"),
     Rule("resources.threads", fixed(1), "two cores for all roles"),
     Rule("resources.colocate", fixed(False), "NOT KEPT: there is no GPU to share"),
     Rule("learner.optimizer_offload", fixed(0.0), "NOT KEPT: there is no GPU whose memory it would spare"),

@@ -236,7 +236,9 @@ def status(run: p.RunDirectory) -> int:
 @app.command()
 def logs(
     run: p.RunDirectory,
-    role: Annotated[str, Option(help="server, server-3, learner, learner-0, controller or supervisor")] = "learner-0",
+    role: Annotated[
+        str, Option(help="server, server-3, teacher, learner, learner-0, controller or supervisor")
+    ] = "learner-0",
     lines: Annotated[int, Option("-n", min=1, metavar="LINES", help="of each file")] = 20,
     follow: Annotated[bool, Option("-f", "--follow", help="go on until the run has ended")] = False,
 ) -> int:
@@ -309,6 +311,7 @@ def serve(
     overrides: p.Overrides,
     index: Annotated[int | None, Option(min=0, help="which of the recipe's servers this is, from 0")] = None,
     port: Annotated[int | None, Option(min=1, max=65_535)] = None,
+    teacher: Annotated[bool, Option("--teacher", help="serve the recipe's teacher")] = False,
     join: Annotated[Path | None, Option(metavar="RUN", help="instead: be one more server of this run")] = None,
     interface: Annotated[str, Option(help="of --join: network interface to listen on; else run.interface")] = "",
 ) -> int:
@@ -318,8 +321,8 @@ def serve(
     if join is not None:
         from megarl.run import join as joining
 
-        if recipe is not None:
-            raise MegarlError(f"--join takes the run's recipe; leave out {recipe}")
+        if recipe is not None or teacher:
+            raise MegarlError(f"--join takes the run's recipe and serves its policy; leave out {recipe or '--teacher'}")
         if index is None or port is None:
             return joining.main(join, interface)
         _, loaded, endpoints = joining.opened(join)
@@ -328,10 +331,11 @@ def serve(
     if recipe is None or index is None or port is None or interface:
         raise MegarlError("give --join RUN [--interface NAME], or RECIPE --index N --port N")
     loaded = _load(recipe, overrides)
-    last = loaded.resources.servers - 1
+    last = (loaded.teachers if teacher else loaded.resources.servers) - 1
     if index > last:
-        raise MegarlError(f"--index: {index}, and the recipe's servers are numbered from 0 to {last}")
-    main(loaded, index, port)
+        numbers = "the recipe has no teacher" if last < 0 else f"the recipe's servers are numbered from 0 to {last}"
+        raise MegarlError(f"--index: {index}, and {numbers}")
+    main(loaded, index, port, teacher=teacher)
     return 0
 
 

@@ -49,6 +49,8 @@ def check_inputs(recipe: Recipe) -> Fingerprints:
     check_graders(recipe)  # here, for the controller starts with this environment
     if recipe.loss.kind not in LOSSES:
         check_own_loss(recipe)
+    if recipe.teachers:
+        check_teacher(recipe)
     wandb_writer.check(recipe)
     return read_inputs(recipe)
 
@@ -110,6 +112,19 @@ def _check_sources(recipe: Recipe) -> None:
         load_chat(recipe.model.path)
 
 
+def check_teacher(recipe: Recipe) -> None:
+    """Check that the teacher is there and its tokens are the policy's: each id stands for the same text."""
+    _check_model("teacher.path", recipe.teacher.path)
+    of_policy, of_teacher = (load_tokenizer(p).backend.get_vocab() for p in (recipe.model.path, recipe.teacher.path))
+    if other := sorted(of_policy.items() ^ of_teacher.items(), key=lambda token: token[1]):
+        text, number = other[0]
+        has, lacks = ("policy", "teacher") if of_policy.get(text) == number else ("teacher", "policy")
+        raise MegarlError(
+            f"teacher.path: its tokens are not those of model.path: {number} is {text!r} for the {has} and not for the {lacks} "
+            f"({len(other)} such differences in tokenizer.json); only a teacher with the same vocabulary can score its tokens"
+        )
+
+
 def check_own_loss(recipe: Recipe) -> None:
     """Check in another process that a user's loss is one: that needs torch, and importing may do anything."""
     from megarl.tasks.graders.functions import import_problem  # imports aiohttp
@@ -132,6 +147,11 @@ def read_inputs(recipe: Recipe) -> Fingerprints:
     weights = [file for kind in ("", ".index.json") for file in sorted(path.glob(f"*.safetensors{kind}"))]
     fingerprints["model.path: config.json"] = _hash_files([path / "config.json"])
     fingerprints["model.path: weights"] = _hash_files(weights)
+    if recipe.teachers:
+        teacher = Path(recipe.teacher.path)
+        architecture.read(recipe.teacher.path)
+        files = [teacher / "config.json", *sorted(teacher.glob("*.safetensors*"))]
+        fingerprints["teacher.path: weights"] = _hash_files(files)
     for name, prompts in load_tasks(recipe, tokenizer).items():
         fingerprints[f"data.tasks.{name}.train: prompts"] = _hash_prompts(prompts.train)
         fingerprints[f"data.tasks.{name}.heldout: prompts"] = _hash_prompts(prompts.heldout)

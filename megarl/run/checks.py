@@ -35,7 +35,7 @@ type Fingerprints = Mapping[str, str]
 """Fingerprint by recipe key and part of it: `model.path: weights`."""
 HISTORY = (
     "run.seed", "run.fork", "model.path", "model.dtype", "model.fp32_head", "model.fp8", "data", "length", "sampling",
-    "pipeline.kind", "pipeline.k", "batch", "loss", "reference", "learner.epochs", "critic.dtype", "critic.lam",
+    "pipeline.kind", "pipeline.k", "batch", "loss", "reference", "teacher", "learner.epochs", "critic.dtype", "critic.lam",
 )  # fmt: skip
 """Keys and sections that determine a run's steps. Layout, servers, learning rate and cadences may change on resuming."""
 
@@ -63,7 +63,12 @@ def check_start(recipe: Recipe, fingerprints: Fingerprints, host_bytes: float) -
     else:
         with_gpus = True  # the nodes report their GPUs when the run starts
     gpus = devices.needed(recipe) if with_gpus else 0
-    counts = ((recipe.resources.servers, "server"), (recipe.resources.learner_ranks, "rank"), (gpus, "GPU"))
+    roles = (
+        (recipe.resources.servers, "server"),
+        (recipe.teachers, "teacher"),
+        (recipe.resources.learner_ranks, "rank"),
+    )
+    counts = (*(counted for counted in roles if counted[0]), (gpus, "GPU"))
     return ", ".join(f"{count} {word}{'s' * (count != 1)}" for count, word in counts)
 
 
@@ -98,6 +103,8 @@ def check_placed(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: float
         nodes = {node.name: node.cores for where in placed.values() for node in where.nodes}
         server_ranks = resources.servers * resources.server_tensor_parallel
         processes = {"server processes": server_ranks, "learner ranks": resources.learner_ranks}
+        if recipe.teachers:
+            processes["teacher processes"] = recipe.teachers * resources.teacher_tensor_parallel
         check_cpu(recipe, recipe.model.path, processes, sum(nodes.values()))
         if recipe.learner.microbatch_tokens == "auto":
             raise MegarlError(
@@ -141,6 +148,8 @@ def check_allocator(recipe: Recipe) -> None:
 def check_served(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
     """The servers can serve the model with these lengths."""
     check_server(recipe, cuda=bool(placed[Role("server", 0)].gpus))
+    if recipe.teachers:
+        check_server(recipe.teacher_recipe, cuda=bool(placed[Role("teacher", 0)].gpus))
 
 
 def check_history(recipe: Recipe, rundir: RunDir, fingerprints: Fingerprints) -> bool:

@@ -36,7 +36,7 @@ ALIKE = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """What learner and servers must agree on where they share a node, unless the user has set it for both. NCCL reads a peer's
 memory by its own setting and fails, or hangs, if the peer's differs; its default is 1, SGLang sets 0 in its own processes.
 """
-COMMANDS = {"server": "serve", "controller": "rollout", "learner": "learn"}
+COMMANDS = {"server": "serve", "teacher": "serve", "controller": "rollout", "learner": "learn"}
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class RoleCommand:
 
     def log(self, n: int = 0) -> Path:
         """Return the role's log on its n-th node; further ranks there have their own (`megarl.core.base.process.log_to`)."""
-        rank = self.role.index if self.role.kind == "server" else n * self.place.ranks
+        rank = self.role.index if self.role.serves else n * self.place.ranks
         return self.rundir.log(self.role.kind, self.place.nodes[n].name, rank)
 
 
@@ -91,10 +91,12 @@ class Launcher(Protocol):
 
 
 def task(recipe: Recipe, rundir: RunDir, role: Role, port: int, place: Place) -> RoleCommand:
-    """Build the task that runs the role on the resolved recipe. `port` is for servers."""
+    """Build the task that runs the role on the resolved recipe. `port` is for what serves."""
     arguments = ["-m", "megarl", COMMANDS[role.kind], str(rundir.recipe)]
-    if role.kind == "server":
+    if role.serves:
         arguments += ["--index", str(role.index), "--port", str(port)]
+    if role.kind == "teacher":
+        arguments.append("--teacher")
     threads = "1" if role.kind == "controller" else str(recipe.resources.threads)
     environment: dict[str, str | None] = {
         **{name: os.environ.get(name, value) for name, value in ALIKE.items()},

@@ -167,7 +167,7 @@ def log_of(rundir: RunDir, role: Role) -> Path | None:
     def telling(log: Path) -> tuple[bool, float]:
         return role.kind == "learner" and bool(last_problem(log)), log.stat().st_mtime
 
-    rank = str(role.index) if role.kind == "server" else "*"
+    rank = str(role.index) if role.serves else "*"
     return max(rundir.logs.glob(f"{role.kind}/*.{rank}.log"), key=telling, default=None)
 
 

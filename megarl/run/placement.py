@@ -1,7 +1,7 @@
 """Which role runs where, and on which GPUs. Pure.
 
     node 1    server-0  server-1 … server-7      controller
-    node 2    server-8  …                        servers from the first node on, each within a node
+    node 2    server-8  …                        servers from the first node on, each within a node, then the teacher's
     …
     node 9    learner ranks 0 … 7                the learner on the last GPUs: part of a node, or whole nodes
     node 10   learner ranks 8 … 15
@@ -18,7 +18,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import Recipe
 from megarl.run.devices import needed
 from megarl.run.nodes import Node
-from megarl.run.restart import Role
+from megarl.run.restart import Role, RoleKind
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,10 @@ def place(recipe: Recipe, nodes: Sequence[Node]) -> dict[Role, Place]:
     placed = {Role("learner"): learner}
     if resources.colocate:
         return placed | _colocated(recipe, learner) | {Role("controller"): Place((learner.nodes[0],))}
-    return placed | _servers(recipe, nodes, free) | {Role("controller"): Place((nodes[0],))}
+    placed |= _servers(recipe, nodes, free)
+    if recipe.teachers:
+        placed |= _servers(recipe.teacher_recipe, nodes, free, "teacher")
+    return placed | {Role("controller"): Place((nodes[0],))}
 
 
 def _colocated(recipe: Recipe, learner: Place) -> dict[Role, Place]:
@@ -72,19 +75,21 @@ def place_servers(recipe: Recipe, node: Node) -> dict[Role, Place]:
     return _servers(recipe, [node], [list(node.gpus) or [""] * (count * width)])
 
 
-def _servers(recipe: Recipe, nodes: Sequence[Node], free: list[list[str]]) -> dict[Role, Place]:
+def _servers(
+    recipe: Recipe, nodes: Sequence[Node], free: list[list[str]], kind: RoleKind = "server"
+) -> dict[Role, Place]:
     """Place servers from the first free GPUs on, and remove those from `free`."""
     resources, placed = recipe.resources, {}
     for i in range(resources.servers):
         n = next((n for n, slots in enumerate(free) if len(slots) >= resources.server_tensor_parallel), None)
         if n is None:
             raise MegarlError(
-                f"resources: server {i} of {resources.servers} finds no node with {resources.server_tensor_parallel} free "
+                f"resources: {kind} {i} of {resources.servers} finds no node with {resources.server_tensor_parallel} free "
                 f"GPUs (free: {', '.join(f'{node.name} {len(slots)}' for node, slots in zip(nodes, free, strict=True))}); "
-                "a server lies within a node: choose resources.server_tensor_parallel so that it divides a node's GPUs"
+                f"it lies within a node: choose resources.{kind}_tensor_parallel so that it divides a node's GPUs"
             )
         taken = [free[n].pop(0) for _ in range(resources.server_tensor_parallel)]
-        placed[Role("server", i)] = Place((nodes[n],), _named(taken))
+        placed[Role(kind, i)] = Place((nodes[n],), _named(taken))
     return placed
 
 
@@ -113,6 +118,8 @@ def _named(slots: Sequence[str]) -> tuple[str, ...]:
 def _too_few(recipe: Recipe, nodes: Sequence[Node], free: Sequence[Sequence[str]]) -> str:
     resources = recipe.resources
     servers = "" if resources.colocate else f"{resources.servers} servers x {resources.server_tensor_parallel} GPUs + "
+    if recipe.teachers:
+        servers += f"{recipe.teachers} teachers x {resources.teacher_tensor_parallel} GPUs + "
     need = f"resources: {servers}{resources.learner_ranks} learner ranks need {needed(recipe)} GPUs, and "
     lower = "lower resources.servers, resources.server_tensor_parallel or resources.learner_ranks"
     if len(nodes) == 1:

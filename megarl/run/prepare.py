@@ -63,11 +63,13 @@ def endpoints_of(recipe: Recipe, placed: Mapping[Role, Place]) -> Endpoints:
         return "{}:{}".format(*address(role)) if recipe.monitor.prometheus else ""
 
     servers = [address(Role("server", i)) for i in range(recipe.resources.servers)]
+    teachers = [address(Role("teacher", i)) for i in range(recipe.teachers)]
     rendezvous_host, rendezvous_port = address(Role("learner"))
     return Endpoints(
         session=uuid.uuid4().hex,
         controller="tcp://{}:{}".format(*address(Role("controller"))),
         servers=tuple(f"http://{host}:{port}" for host, port in servers),
+        teachers=tuple(f"http://{host}:{port}" for host, port in teachers),
         api_key=secrets.token_hex(16),
         admin_key=secrets.token_hex(16),
         link=LinkKeys.new(),
@@ -90,6 +92,7 @@ def write_targets(recipe: Recipe, rundir: RunDir, endpoints: Endpoints) -> None:
         (endpoints.controller_metrics, {"role": "controller"}),
         (endpoints.learner_metrics, {"role": "learner"}),
         *((urlsplit(url).netloc, {"role": "server", "server": str(n)}) for n, url in enumerate(endpoints.servers)),
+        *((urlsplit(url).netloc, {"role": "teacher", "server": str(n)}) for n, url in enumerate(endpoints.teachers)),
     ]
     targets = [{"targets": [at], "labels": {"run": recipe.run.name} | labels} for at, labels in labelled]
     rundir.prometheus.mkdir(exist_ok=True)

@@ -2,6 +2,7 @@
 
     server died      ──► restart that server        the controller finds it lost, the learner brings it up to date
     controller died  ──► restart the controller     it folds its journal; the learner asks again
+    teacher died     ──► restart it                 rollouts wait for its scores
     learner died     ──► restart all its ranks      it loads its checkpoint and replays what came after
     learner left (0) ──► the run ends
     learner or controller left RUN/failure (train.py) ──► the run ends as failed
@@ -33,7 +34,7 @@ LONGEST_DELAY_S = 30.0
 
 NodeState = Literal["up", "silent", "down"]
 """State of a dead role's node. silent: the role was started there and nothing was heard from it."""
-RoleKind = Literal["server", "controller", "learner"]
+RoleKind = Literal["server", "teacher", "controller", "learner"]
 
 
 @dataclass(frozen=True, order=True)
@@ -46,6 +47,10 @@ class Role:
     @property
     def name(self) -> str:
         return f"{self.kind}-{self.index}"
+
+    @property
+    def serves(self) -> bool:
+        return self.kind in ("server", "teacher")
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def main(argument: str) -> int:
     adopt_orphans()
     launcher = LocalLauncher()
     process = launcher.start(task, n)
-    if task.role.kind != "server":  # learner and controller save
+    if not task.role.serves:  # learner and controller save
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: process.signal(number))
     orders = Orders(process)

@@ -62,7 +62,7 @@ def main(recipe: Recipe, fingerprints: checks.Fingerprints, host_bytes: float, w
     with lock(rundir.path, "megarl train", "run.name"):
         resumed = checks.check_history(recipe, rundir, fingerprints)
         launcher = chosen(recipe, rundir)
-        nodes = launcher.survey(PORTS_A_ROLE * (4 + recipe.resources.servers))
+        nodes = launcher.survey(PORTS_A_ROLE * (4 + recipe.resources.servers + recipe.teachers))
         placed = place(recipe, nodes)
         checks.check_placed(recipe, placed, host_bytes)
         endpoints = prepare(recipe, rundir, placed, fingerprints, resumed)
@@ -106,7 +106,8 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         servers = self.recipe.resources.servers
-        self.roles = [*(Role("server", i) for i in range(servers)), Role("controller"), Role("learner")]
+        teachers = (Role("teacher", i) for i in range(self.recipe.teachers))
+        self.roles = [*(Role("server", i) for i in range(servers)), *teachers, Role("controller"), Role("learner")]
         self.restarts = dict.fromkeys(self.roles, 0)
         self.policy, self.watch = RestartPolicy(servers), Watch(self.recipe.serving.start_timeout_s)
         self.observer = Observer(self.rundir)
@@ -162,8 +163,8 @@ class Supervisor:
         if role.kind == "controller":
             self.observer.forget_status()
         self.watch.forget(role, time.monotonic())
-        url = self.endpoints.servers[role.index] if role.kind == "server" else ""
-        port = int(url.rpartition(":")[2]) if url else 0
+        urls = {"server": self.endpoints.servers, "teacher": self.endpoints.teachers}.get(role.kind)
+        port = int(urls[role.index].rpartition(":")[2]) if urls else 0
         self.running[role] = self.launcher.start(task(self.recipe, self.rundir, role, port, self.placed[role]))
         self._note("started", role, pid=self.running[role].pid, nodes=self._nodes(role))
 
@@ -183,13 +184,13 @@ class Supervisor:
         return None
 
     def _after(self, role: Role, process: RunningRole, status: int, now: float) -> RunEnd | None:
-        if role.kind != "server" and self.rundir.failure_file.exists():
+        if not role.serves and self.rundir.failure_file.exists():
             return self._failure(role, now)
         if self.stopping_since is not None and not (role.kind == "learner" and status == 0):
             if role.kind != "learner":
                 return None  # no longer needed: the learner saves by itself
             return self._unsaved(f"{role.name} {how(status)} before it had saved", role)
-        if status or role.kind == "server":
+        if status or role.serves:
             log = log_of(self.rundir, role)
             problem = last_problem(log) if log is not None else ""
             self.deaths.append(Death(role, self._nodes(role), time.time(), how(status), problem))

@@ -119,7 +119,8 @@ def warnings(frame: Frame) -> list[str]:
     row = frame.observer.latest
     if observer.status is not None and observer.status.parity:
         messages.append(observer.status.parity)
-    if row.get("groups_in_loss") == 0:
+    teaches_anyway = frame.recipe.has_critic or frame.recipe.teachers
+    if row.get("groups_in_loss") == 0 and not teaches_anyway:
         messages.append("no group of the last step had both right and wrong answers: nothing was learnt from it")
     elif row.get("skipped"):
         messages.append("the last step was skipped: its loss or gradient was not finite (see bad-rollouts.jsonl)")

@@ -124,7 +124,11 @@ class LiveRun:
     def ports(self) -> list[int]:
         """Ports the run's endpoints name."""
         endpoints = self.rundir.endpoints()
-        urls = (endpoints.controller, *endpoints.servers, endpoints.controller_metrics, endpoints.learner_metrics)
+        served, metrics = (
+            (*endpoints.servers, *endpoints.teachers),
+            (endpoints.controller_metrics, endpoints.learner_metrics),
+        )
+        urls = (endpoints.controller, *served, *metrics)
         return [int(url.rsplit(":", 1)[1]) for url in urls if url]
 
     def scraped(self) -> dict[str, str]:

@@ -36,6 +36,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "loss": {"kind": "clip", "clip_low": 0.2, "clip_high": 0.28, "correction": "truncate", "cap": 1.5},
         "batch": {"aggregation": "constant", "advantage": "none", "centring": "leave_one_out"},
     },
+    "gmpo": {
+        "loss": {"kind": "gmpo", "clip_low": 0.2, "clip_high": 0.2},
+        "batch": {"aggregation": "sample", "advantage": "group"},
+    },
+    "dppo": {
+        "loss": {
+            "kind": "dppo",
+            "divergence": "kl",
+            "clip_low": 1e-3,
+            "clip_high": 1e-3,
+            "log_ratio_penalty": 0.1,
+            "sequence_mask": [0.5, 1.5],
+        },
+        "batch": {"aggregation": "token", "advantage": "none"},
+    },
     "kl-in-loss": {
         "loss": {"kind": "reinforce"},
         "batch": {"aggregation": "token", "advantage": "none"},

@@ -1,6 +1,6 @@
-"""GSPO, whose ratio is a whole sequence's, the clip with what can be put on it, and KL to a reference in loss and reward are
-the same at every layout: what autograd makes of the papers' formulas over transformers' logits in float64, a sequence at a
-time."""
+"""GSPO and GMPO, whose ratio is a whole sequence's, masks of tokens and sequences, the clip with what can be put on it, and KL
+to a reference in loss and reward are the same at every layout: what autograd makes of the papers' formulas over transformers'
+logits in float64, a sequence at a time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,6 +55,30 @@ def dr_dapo(rollout: Scored, everything: list[Scored]) -> tuple[Tensor, dict[str
     return -objective.sum() / LONGEST / len(everything), {"clipped_share": bounded * gain < ratio * gain}
 
 
+def gmpo(rollout: Scored, everything: list[Scored]) -> tuple[Tensor, dict[str, Tensor]]:
+    """arXiv 2507.20673: the geometric mean of clipped ratios, written as the product that it is."""
+    loss, rewards = SETTINGS["gmpo"]["loss"], rollout.group.rewards
+    gain = (rewards[rollout.i] - rewards.mean()) / rewards.std()
+    sign, ratio = np.sign(gain), rollout.ratio
+    bounded = ratio.clamp(np.exp(-loss["clip_low"]), np.exp(loss["clip_high"]))
+    product = torch.minimum(ratio**sign, bounded**sign).prod() ** (sign / len(ratio))
+    return -product * gain / len(everything), {"clipped_share": bounded**sign < ratio**sign}
+
+
+def dppo(rollout: Scored, everything: list[Scored]) -> tuple[Tensor, dict[str, Tensor]]:
+    """arXiv 2602.04879, Binary-KL, with a squared log ratio (arXiv 2602.02276), on sequences that are not masked."""
+    loss, rewards, p, q = SETTINGS["dppo"]["loss"], rollout.group.rewards, rollout.behaviour.exp(), rollout.logp.exp()
+    gain = rewards[rollout.i] - rewards.mean()
+    apart = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+    moved = (apart > loss["clip_high"]) & (q > p) if gain > 0 else (apart > loss["clip_low"]) & (q < p)
+    low, high = loss["sequence_mask"]
+    masked = not low <= rollout.ratio.log().mean().exp() <= high
+    total = -rollout.ratio * gain * ~moved * (not masked) + loss["log_ratio_penalty"] * rollout.ratio.log() ** 2
+    shown = {"clipped_share": moved, "divergence_max": apart.detach(), "divergence_mean": apart.detach()}
+    shown["sequence_masked_share"] = torch.full_like(apart, float(masked)).detach()
+    return total.sum() / sum(len(r.logp) for r in everything), shown
+
+
 def kl_in_loss(rollout: Scored, everything: list[Scored]) -> tuple[Tensor, dict[str, Tensor]]:
     """REINFORCE with GRPO's penalty, arXiv 2402.03300, equation 4."""
     coefficient, rewards = SETTINGS["kl-in-loss"]["reference"]["coefficient"], rollout.group.rewards
@@ -81,6 +105,8 @@ def kl_in_reward(rollout: Scored, everything: list[Scored]) -> tuple[Tensor, dic
 
 FORMULAS: dict[str, Callable[[Scored, list[Scored]], tuple[Tensor, dict[str, Tensor]]]] = {
     "gspo": gspo,
+    "gmpo": gmpo,
+    "dppo": dppo,
     "dr-dapo": dr_dapo,
     "kl-in-loss": kl_in_loss,
     "kl-in-reward": kl_in_reward,
@@ -104,6 +130,8 @@ def by_transformers(model: Any, reference: Any, batch: Batch, name: str, path: P
     shown = {key: torch.cat([m[key] for m in metrics]).double() for key in metrics[0]}
     means = {key: float(values.mean()) for key, values in shown.items()}
     assert 0.1 < means.get("clipped_share", 0.5) < 0.9
+    assert 0.1 < means.get("sequence_masked_share", 0.5) < 0.9
+    means |= {key: float(values.max()) for key, values in shown.items() if key.endswith("_max")}
     if "kl_reference" in shown:
         means["kl_reference_max"] = float(shown["kl_reference"].max())
     ratio = torch.cat([r.ratio for r in everything]).detach()

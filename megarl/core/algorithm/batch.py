@@ -36,6 +36,7 @@ class TrainSequence:
     value, value_target  with a critic: its expectation before each trained token, and the value to learn
     reference_logprobs of each token, 0 where not trained: by the frozen reference
     kl_penalty         of each token, 0 where not trained: amount that the KL to the reference takes off the reward
+    teacher_gain       of each token, 0 where not trained: log pi_teacher(y) - log mu(y); without a teacher 0
     experts            [at most prompt + completion, layers with experts, experts a token]: to be replayed; None: free choice
     """
 
@@ -51,6 +52,7 @@ class TrainSequence:
     value_target: PerToken = 0.0
     reference_logprobs: PerToken = 0.0
     kl_penalty: PerToken = 0.0
+    teacher_gain: PerToken = 0.0
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -103,7 +105,8 @@ def with_advantages(
     """Give the batch's `sequences_in_loss` their advantages, from rewards less the sum of each rollout's `kl_penalty`.
 
     before: statistics of earlier batches' rewards. The second result has this batch's, too; `batch.advantage: running` divides
-    by it. With a critic all advantages stay 0 here: gae.py computes them from its values.
+    by it. With a critic all advantages stay 0 here: gae.py computes them from its values. With a teacher tokens have advantages
+    of their own: `teacher.reward` times the rollout's, and `teacher.coefficient` times `teacher_gain`.
     """
     settings = recipe.batch
     if settings.centring == "critic":
@@ -118,12 +121,28 @@ def with_advantages(
         for group, group_gains in zip(groups, gains, strict=True)
         for rollout, gain in zip(group.rollouts, group_gains, strict=True)
     }
-    return [replace(s, advantage=gain_of[s.ticket, s.sample]) for s in sequences], after
+    return [replace(s, advantage=_with_teacher(gain_of[s.ticket, s.sample], s, recipe)) for s in sequences], after
+
+
+def _with_teacher(gain: float, sequence: TrainSequence, recipe: Recipe) -> PerToken:
+    """Return the advantage of the reward, mixed with the teacher's if there is one.
+
+    On tokens of mu, log mu - log pi_T is the k1 estimate of the reverse KL(mu || pi_T). With its negative as the advantage each
+    token descends that KL's gradient, without credit for later ones: on-policy distillation (Lu and Thinking Machines Lab 2025,
+    "On-Policy Distillation"; GKD, arXiv 2306.13649, with lambda 1 and reverse KL). It is not centred and not divided, because 0
+    is where both agree.
+    """
+    teacher = recipe.teacher
+    if not teacher.coefficient:
+        return gain
+    mixed = teacher.reward * gain + teacher.coefficient * np.asarray(sequence.teacher_gain)
+    return mixed.astype(np.float32)
 
 
 def _sequence(group: Group, rollout: Rollout, weight: float) -> TrainSequence:
     before = np.zeros(len(group.prompt.tokens), np.float32)
-    trained = rollout.trained
+    trained, teacher = rollout.trained, rollout.teacher_logprobs
+    gain = None if teacher is None else np.where(trained, teacher - rollout.logprobs, np.float32(0))
     return TrainSequence(
         ticket=group.ticket,
         sample=rollout.sample,
@@ -133,6 +152,7 @@ def _sequence(group: Group, rollout: Rollout, weight: float) -> TrainSequence:
         advantage=0.0,
         reward=rollout.reward,
         experts=None if rollout.routing is None else rollout.routing.table,
+        teacher_gain=0.0 if gain is None else np.concatenate([before, gain]),
     )
 
 
@@ -157,6 +177,9 @@ def batch_statistics(batch: Batch) -> dict[str, float]:
     versions = np.array([len({s.weight_version for s in segments}) for segments in sampled], dtype=np.int64)
     varied = [g.has_variance for g in groups]
     names = dict.fromkeys(name for r in rollouts for name in r.rewards)
+    more = {f"reward/{name}": _mean([r.rewards[name] for r in rollouts if name in r.rewards]) for name in names}
+    if apart := [(r.logprobs - r.teacher_logprobs)[r.trained] for r in rollouts if r.teacher_logprobs is not None]:
+        more["kl_teacher"] = _mean(np.concatenate(apart))
     return {
         "pass_rate_train": _mean(correct),
         "reward_mean": _mean([r.reward for r in rollouts]),
@@ -177,7 +200,7 @@ def batch_statistics(batch: Batch) -> dict[str, float]:
         "versions_per_rollout": _mean(versions),
         "versions_per_rollout_max": float(versions.max(initial=0)),
         "retries": float(sum(r.retries for r in rollouts)),
-    } | {f"reward/{name}": _mean([r.rewards[name] for r in rollouts if name in r.rewards]) for name in names}
+    } | more
 
 
 def advantage_statistics(sequences: Sequence[TrainSequence]) -> dict[str, float]:

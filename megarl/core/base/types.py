@@ -101,7 +101,8 @@ class Episode(Record, frozen=True):
 class Rollout(Record, frozen=True):
     """One completion of a ticket's prompt, graded. `sample` counts 0 … generations-1 within the group.
 
-    graded: the graders' reward before the overlong penalty; None: the same as `reward`.
+    graded: the graders' reward before the overlong penalty; None: the same as `reward`. teacher_logprobs [completion_len]
+    float32: the teacher's, 0 where not trained; None without one.
     """
 
     sample: int
@@ -118,6 +119,7 @@ class Rollout(Record, frozen=True):
     retries: int = 0  # requests that were lost and continued elsewhere
     routing: Routing | None = None  # recorded with model.moe.routing_replay
     episode: Episode | None = None  # if the task has an environment
+    teacher_logprobs: np.ndarray | None = None
 
     @property
     def tokens(self) -> np.ndarray:

@@ -6,7 +6,8 @@ decision.py      what the learner is told to do next, pure
 servers.py       which servers are up, and which version each has
 pipeline.py      admits tickets, has them generated, settles them, schedules evaluations; the simulator runs it too
 window.py        how far ahead of the learner the pipeline draws, from what batches and steps took
-tickets.py       how a ticket becomes a group: drawn, sampled, graded
+tickets.py       how a ticket becomes a group: drawn, sampled, scored by the teacher if there is one, graded
+teacher.py       scores of the teacher's servers
 draw.py          which task and which prompt is drawn next, pure
 evaluations.py   which versions are scored, on servers that are held for it
 parity.py        which rollouts both sides score, when, and what follows

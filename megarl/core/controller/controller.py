@@ -38,6 +38,7 @@ from megarl.core.controller.metrics import ComputeClock, Meter, Spent, session_o
 from megarl.core.controller.parity import Parity
 from megarl.core.controller.pipeline import Pipeline
 from megarl.core.controller.servers import Servers
+from megarl.core.controller.teacher import TeacherServers
 from megarl.core.controller.tickets import Tickets
 from megarl.core.evaluation.forecast import Forecast, TrustedWatch
 from megarl.core.evaluation.score import Asker, Questions
@@ -97,6 +98,7 @@ class Controller:
             recipe, tokenizer, self.servers.clients, self.places, self.servers, self.environments, self.spans
         )
         self.graders = tasks.graders()
+        self.teacher = TeacherServers(recipe, endpoints) if recipe.teachers else None
         self.records = JournalWriter(journal, self.spans)
         self.parity = Parity(
             recipe, tokenizer.end, layers_of(recipe.model.path), self.servers.clients, self.servers.membership,
@@ -104,7 +106,7 @@ class Controller:
         )  # fmt: skip
         mixture = mixture_of(recipe, tasks.prompts, journal.state)
         self.tickets = Tickets(
-            recipe, tasks.prompts, mixture, self.sampler, self.graders, self.parity, salt, self.spans
+            recipe, tasks.prompts, mixture, self.sampler, self.graders, self.parity, salt, self.spans, self.teacher
         )
         self.pipeline = Pipeline(
             recipe, self.records, self.places, self.tickets, self._on_change, recipe.run.steps, recipe.run.steps
@@ -323,6 +325,8 @@ class Controller:
         self.graders.close()
         self.environments.close()
         await self.servers.close()
+        if self.teacher is not None:
+            await self.teacher.close()
         await self.records.close()
         self.link.close()
         self.spans.flush()

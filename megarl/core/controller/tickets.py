@@ -1,6 +1,7 @@
 """Makes the groups of tickets: prompts are drawn, sampled, graded.
 
-Mixture ─► draw ─► Admitted ═► make: generations x (Sampler ─► Grader of the task) ─► Group     (pipeline.py does the rest)
+Mixture ─► draw ─► Admitted ═► make: generations x (Sampler ─► teacher, if any ─► Grader of the task) ─► Group
+                                                                                       (pipeline.py does the rest)
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from megarl.core.base.types import Group, Prompt, Rollout
 from megarl.core.controller.draw import Mixture
 from megarl.core.controller.parity import Candidate, Parity
 from megarl.core.controller.pipeline import settled
+from megarl.core.controller.teacher import TeacherServers
 from megarl.core.journal.records import Admitted, Finished, Removed
 from megarl.core.recipe import Length, Recipe
 from megarl.core.sampling import length_control
@@ -38,11 +40,13 @@ class Tickets:
         parity: Parity,
         salt: str,
         spans: Spans = UNRECORDED,
+        teacher: TeacherServers | None = None,
     ) -> None:
         self._recipe, self._salt, self._spans = recipe, salt, spans
         self._prompts = {task: of_task.train for task, of_task in prompts.items()}
         self._at = {task: {p.id: n for n, p in enumerate(of_task)} for task, of_task in self._prompts.items()}
         self._sampler, self._graders, self._parity = sampler, graders, parity
+        self._teacher = teacher
         self.mixture = mixture
         self._routed = routed_layers(recipe)
 
@@ -119,9 +123,14 @@ class Tickets:
             self._parity.finished(
                 Candidate(ticket, sample, admitted.due, prompt.tokens, segments, server, places.began)
             )
-        begin = time.monotonic()
+        begin, name = time.monotonic(), f"ticket {ticket}.{sample}"
+        scores = None
+        if self._teacher is not None:
+            scores = await self._teacher.logprobs(ticket, prompt.tokens, done.segments)
+            self._spans.span("controller/teacher", name, begin, time.monotonic())
+            begin = time.monotonic()
         grade = await self._graders[prompt.task].grade(done.text, prompt, done.verdict)
-        self._spans.span("controller/grading", f"ticket {ticket}.{sample}", begin, time.monotonic())
+        self._spans.span("controller/grading", name, begin, time.monotonic())
         return Rollout(
             sample=sample,
             segments=tuple(done.segments),
@@ -137,4 +146,5 @@ class Tickets:
             retries=done.retries,
             routing=None if self._routed is None else self._routed.joined(done.routing),
             episode=done.episode,
+            teacher_logprobs=scores,
         )

@@ -320,7 +320,6 @@ REMOVED = {
     "model.moe.load_balancing": RemovedKey("set model.moe.aux_loss to a coefficient above 0", ("none",)),
     "model.moe.aux_loss_coefficient": RemovedKey("it is model.moe.aux_loss"),
     "batch.running_decay": RemovedKey("no batch is forgotten", (1,)),
-    "loss.lower": RemovedKey("importance ratios have no lower bound", (0,)),
     "serving.max_retries": RemovedKey("a rollout becomes void after 5 lost requests", (5,)),
     "monitor.wandb.entity": RemovedKey("export WANDB_ENTITY", ("",)),
     "monitor.wandb.mode": RemovedKey("export WANDB_MODE=offline", ("online",)),

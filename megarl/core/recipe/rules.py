@@ -17,7 +17,7 @@ RESERVED = {"answer": "the task's own grader", "trusted": "the trusted grader", 
 OF_USERS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 FP8_MULTIPLE = 16
 """Every dimension of an FP8 product must be a multiple of this."""
-LOSSES = ("cispo", "clip", "gspo", "reinforce")
+LOSSES = ("cispo", "clip", "dppo", "gmpo", "gspo", "reinforce")
 """Built-in losses; others are functions."""
 MULTIPLE_CHOICE = ("arc", "hellaswag")
 """Mappings of suites whose choices are scored; none is sampled."""
@@ -113,13 +113,42 @@ def _losses(r: Recipe) -> Iterator[str]:
         yield "loss.correction: a loss of your own has the weight in its hands; bound it there, and set none here"
     if r.loss.kind == "cispo" and r.loss.correction != "none":
         yield "loss.correction: cispo is truncated importance sampling already; use loss.cap"
-    if r.loss.kind == "gspo" and r.loss.correction == "truncate":
-        yield "loss.correction: the weight of gspo is of a sequence, its tokens cannot be truncated; use mask"
+    if r.loss.kind in ("gmpo", "gspo") and r.loss.correction == "truncate":
+        yield f"loss.correction: the weight of {r.loss.kind} is of a sequence, its tokens cannot be truncated; use mask"
+    if r.loss.kind == "gmpo" and r.has_critic:
+        yield "loss.kind: gmpo clips towards the side of a rollout's one advantage, and a critic gives each token its own"
+    if r.loss.lower and (r.loss.correction != "mask" or r.loss.lower >= r.loss.cap):
+        yield f"loss.lower: is for correction: mask, below its cap ({r.loss.cap:g}); set that, or 0 here"
+    if r.loss.sequence_mask and not 0 <= r.loss.sequence_mask[0] < 1 < r.loss.sequence_mask[1]:
+        yield f"loss.sequence_mask: give [low, high] around 1, such as [0.99, 1.01], not {list(r.loss.sequence_mask)}"
     if r.reference.where == "loss" and r.reference.estimator == "k1":
         yield (
             "reference.estimator: the gradient of k1 in the loss is 0 on average, so it would penalise nothing; "
             "use k2 or k3, or reference.where=reward"
         )
+
+
+def _teacher(r: Recipe) -> Iterator[str]:
+    """Check what a teacher cannot be combined with."""
+    if not r.teacher.coefficient:
+        return
+    if not r.teacher.path:
+        yield "teacher.path: with teacher.coefficient a teacher is needed; give its directory, or set teacher.coefficient=0"
+    if r.batch.zero_variance != "keep":
+        yield (
+            f"batch.zero_variance: with a teacher a group of one reward has a gradient; set keep, not {r.batch.zero_variance}"
+        )
+    if r.has_critic:
+        yield "teacher.coefficient: with batch.centring=critic the critic gives tokens their advantages; set another centring"
+    if r.loss.kind == "gmpo":
+        yield "loss.kind: gmpo needs one advantage a rollout, and with a teacher each token has its own; use another loss"
+    if r.sampling.temperature != 1:
+        yield (
+            "sampling.temperature: the teacher scores at temperature 1, and rollouts are sampled at "
+            f"{r.sampling.temperature:g}; set 1"
+        )
+    if r.resources.colocate:
+        yield "resources.colocate: the teacher's servers need GPUs of their own; set resources.colocate=false"
 
 
 def _optimizers(r: Recipe) -> Iterator[str]:
@@ -311,6 +340,6 @@ def _graders(r: Recipe) -> Iterator[str]:
 
 
 RULES: tuple[Callable[[Recipe], Iterator[str]], ...] = (
-    _layout, _prompts, _sharing, _lengths, _graders, _environments, _advantages, _losses, _optimizers,
+    _layout, _prompts, _sharing, _lengths, _graders, _environments, _advantages, _losses, _teacher, _optimizers,
 )  # fmt: skip
 """All rules of a recipe; the first problem is the one that is reported."""

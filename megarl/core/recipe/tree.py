@@ -262,6 +262,8 @@ class Resources(Section):
         "(pipeline), the learner has the KV cache's memory while it trains",
     )
     threads: int = Field(1, ge=1, description="CPU threads per learner rank or server")
+    teacher_servers: int = Field(1, ge=1, description="servers of the teacher, if there is one (teacher.coefficient)")
+    teacher_tensor_parallel: int = Field(1, ge=1, description="GPUs per server of the teacher")
 
 
 class Stage(Section):
@@ -383,8 +385,8 @@ class BatchSection(Section):
 class Loss(Section):
     kind: str = Field(
         "cispo",
-        description="policy loss: cispo, clip (PPO, GRPO, DAPO), gspo, reinforce, or package.module:function of your "
-        "own (docs/add-a-loss.md)",
+        description="policy loss: cispo, clip (PPO, GRPO, DAPO), dppo, gmpo, gspo, reinforce, or package.module:function of "
+        "your own (docs/add-a-loss.md)",
     )
     cap: float = Field(
         4.0,
@@ -395,11 +397,30 @@ class Loss(Section):
         0.2,
         ge=0,
         le=1,
-        description="clip: a token's ratio is clipped at 1 - clip_low; gspo: a sequence's ratio, for which 3e-4 is usual",
+        description="clip: a token's ratio is clipped at 1 - clip_low; gspo: a sequence's ratio, for which 3e-4 is usual; "
+        "gmpo: a token's at exp(-clip_low), 0.4 in its paper; dppo: a token may fall by this divergence",
     )
-    clip_high: float = Field(0.2, ge=0, description="upper bound, 1 + clip_high; gspo: 4e-4 is usual")
+    clip_high: float = Field(
+        0.2,
+        ge=0,
+        description="upper bound, 1 + clip_high; gspo: 4e-4 is usual; gmpo: exp(clip_high); dppo: rise by this",
+    )
+    divergence: Literal["tv", "kl"] = Field(
+        "tv", description="dppo: of two distributions; tv: total variation, 0.15 in its recipe; kl: 0.05"
+    )
     correction: Literal["none", "truncate", "mask"] = Field(
-        "none", description="clip, gspo (mask only), reinforce: what becomes of a token's weight above `cap`"
+        "none",
+        description="clip, dppo, gmpo and gspo (mask only), reinforce: what becomes of a token's weight above `cap`",
+    )
+    lower: float = Field(
+        0.0, ge=0, description="correction: mask: smallest importance ratio that is trained; IcePop: 0.5, with cap 5"
+    )
+    sequence_mask: tuple[float, float] | None = Field(
+        None,
+        description="[low, high]: a rollout whose ratios have a geometric mean outside is not trained; null: none is masked",
+    )
+    log_ratio_penalty: float = Field(
+        0.0, ge=0, description="coefficient of (log importance ratio)^2 in the loss; prime-rl: 1e-3"
     )
     entropy_bonus: float = Field(0.0, ge=0, description="coefficient of the entropy in the loss; ScaleRL has none")
 
@@ -412,6 +433,18 @@ class Reference(Section):
     where: Literal["reward", "loss"] = Field(
         "reward",
         description="reward: subtracted, summed over the rollout's tokens; loss: added for each token (not k1)",
+    )
+
+
+class Teacher(Section):
+    """On-policy distillation: a frozen model, on servers of its own, scores what the policy samples. Not part of ScaleRL."""
+
+    path: str = Field("", description="Hugging Face directory of the teacher, with the policy's tokens")
+    coefficient: float = Field(
+        0.0, ge=0, description="weight of log pi_teacher - log mu in a token's advantage; 0: no teacher is served"
+    )
+    reward: float = Field(
+        1.0, ge=0, description="with a teacher: weight of the reward's advantage; 0: distillation alone"
     )
 
 
@@ -575,6 +608,7 @@ class Recipe(Section):
     batch: BatchSection = BatchSection()
     loss: Loss = Loss()
     reference: Reference = Reference()
+    teacher: Teacher = Teacher()
     learner: Learner = Learner()
     critic: Critic = Critic()
     weights: Weights = Weights()
@@ -602,6 +636,22 @@ class Recipe(Section):
     @property
     def has_critic(self) -> bool:
         return self.batch.centring == "critic"
+
+    @property
+    def teachers(self) -> int:
+        """Number of the teacher's servers."""
+        return self.resources.teacher_servers if self.teacher.coefficient else 0
+
+    @property
+    def teacher_recipe(self) -> "Recipe":
+        """The recipe by which the teacher's servers serve: its model, at the policy's precision and lengths."""
+        resources = {"servers": self.teachers, "server_tensor_parallel": self.resources.teacher_tensor_parallel}
+        return self.model_copy(
+            update={
+                "model": self.model.model_copy(update={"path": self.teacher.path}),
+                "resources": self.resources.model_copy(update=resources),
+            }
+        )
 
     @property
     def forecast_column(self) -> str:

@@ -1,4 +1,4 @@
-"""`megarl serve`: start one SGLang server from the recipe.
+"""`megarl serve`: start one SGLang server of the policy, or of the teacher, from the recipe.
 
     recipe + RUN/endpoints.json ──► checks (one MegarlError) ──► environment() + engine_arguments() ──► SGLang, in this process
 
@@ -38,22 +38,23 @@ KEPT_FROM_INPUT = 6
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-def main(recipe: Recipe, index: int, port: int, host: str = "") -> None:
+def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = False) -> None:
     """Serve until killed. The server is killed when its parent dies, and its child processes with it.
 
-    host: where it listens; empty: where the endpoints say.
+    host: where it listens; empty: where the endpoints say. teacher: serve the recipe's teacher.
     """
     die_with_parent()
     os.umask(0o077)  # SGLang's processes talk through sockets in the file system, and believe what they hear there
-    start_logging(f"server {index}")
+    start_logging(f"{'teacher' if teacher else 'server'} {index}")
     endpoints = RunDir(recipe.run.path).endpoints()
+    urls, recipe = (endpoints.teachers, recipe.teacher_recipe) if teacher else (endpoints.servers, recipe)
     os.environ["OMP_NUM_THREADS"] = str(recipe.resources.threads)  # before torch is imported
     import torch
 
     from megarl.shims import fp16_on_cpu, sglang_cpu
 
     cuda = torch.cuda.is_available()
-    host = host or str(urlsplit(endpoints.servers[index]).hostname)
+    host = host or str(urlsplit(urls[index]).hostname)
     check(recipe, cuda)
     check_free(host, port)
     os.environ.update(environment(recipe, index, sorted(os.sched_getaffinity(0)), cuda))

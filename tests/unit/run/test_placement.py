@@ -82,6 +82,17 @@ def test_two_gpus_too_few_are_told_how_to_share() -> None:
         place(shared(2, 1), nodes(1, gpus=1))
 
 
+def test_the_teacher_has_gpus_of_its_own() -> None:
+    placed = place(load("qwen3-8b-distill"), nodes(2))
+    assert placed[Role("teacher", 0)].nodes[0].name == "n2"
+    assert [placed[Role("teacher", i)].gpus for i in (0, 1)] == [("0", "1"), ("2", "3")]
+    assert placed[Role("learner")].gpus == ("4", "5", "6", "7")
+    assert described(placed, nodes(2))[1] == "n2: learner ranks 0-3, teacher-0, teacher-1"
+    with pytest.raises(MegarlError, match=r"8 servers x 1 GPUs \+ 2 teachers x 2 GPUs \+ 4 learner ranks need 16 GPUs"):
+        place(load("qwen3-8b-distill"), nodes(1))
+    assert Role("teacher", 0) not in place(load("qwen3-8b-distill", ["teacher.coefficient=0"]), nodes(2))
+
+
 def test_without_gpus() -> None:
     """One machine takes what it is given; several have a place for each `threads` cores."""
     assert {of.gpus for of in place(recipe(8, 1, 8), nodes(1, gpus=0)).values()} == {()}

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from megarl.core.base.rundir import FORECAST, RunDir, append_jsonl
 from megarl.core.recipe import Recipe
+from megarl.core.recipe.tree import Teacher
 from megarl.run.observe import Observer, last_lines, log_of
 from megarl.run.restart import Role
 from megarl.run.view import Frame, RoleView, clock, line, phase, render, sparkline, warnings
@@ -171,6 +172,8 @@ def test_warnings(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
     assert "not finite" in said
     append_jsonl(rundir.metrics, {"step": 60, "skipped": 1.0, "groups_in_loss": 0.0})
     assert "nothing was learnt" in " ".join(warnings(frame(recipe, rundir)))
+    taught = recipe.model_copy(update={"teacher": Teacher(path="t", coefficient=1.0)})
+    assert "nothing was learnt" not in " ".join(warnings(frame(taught, rundir))), "its scores are lessons all the same"
 
 
 def test_same_bits_are_said_so(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:

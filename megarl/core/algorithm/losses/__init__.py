@@ -1,7 +1,8 @@
 """Policy losses, one per file. A loss is a pure function of what is known about each trained token, and of `recipe.loss`.
 
-    Tokens ──► cispo.py | clip.py | gspo.py | reinforce.py | a user's (own.py)
-                        └─► terms.py: ratio metrics, correction, entropy bonus, KL to a reference ──► losses [n], metrics [n]
+    Tokens ──► cispo.py | clip.py | dppo.py | gmpo.py | gspo.py | reinforce.py | a user's (own.py)
+                        └─► terms.py: ratio metrics, correction, sequence mask, entropy bonus, (log rho)^2, KL to a reference
+                                                                                          └─► losses [n], metrics [n]
 
 The trainer sums `weight * loss`; the weights (batch.py) do the aggregation, so no loss needs to know about it.
 """
@@ -12,6 +13,8 @@ from torch import Tensor
 from megarl.core.algorithm.losses import terms
 from megarl.core.algorithm.losses.cispo import cispo
 from megarl.core.algorithm.losses.clip import clip
+from megarl.core.algorithm.losses.dppo import dppo
+from megarl.core.algorithm.losses.gmpo import gmpo
 from megarl.core.algorithm.losses.gspo import gspo
 from megarl.core.algorithm.losses.own import own
 from megarl.core.algorithm.losses.reinforce import reinforce
@@ -21,7 +24,9 @@ from megarl.core.recipe import Loss, Reference
 
 def policy_loss(section: Loss, reference: Reference | None = None) -> TokenLoss:
     """Build the loss of `recipe.loss` and `recipe.reference`."""
-    known: dict[str, terms.PolicyLoss] = {"cispo": cispo, "clip": clip, "gspo": gspo, "reinforce": reinforce}
+    known: dict[str, terms.PolicyLoss] = {
+        "cispo": cispo, "clip": clip, "dppo": dppo, "gmpo": gmpo, "gspo": gspo, "reinforce": reinforce,
+    }  # fmt: skip
     bare = known.get(section.kind) or own(section)
 
     def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
@@ -29,10 +34,16 @@ def policy_loss(section: Loss, reference: Reference | None = None) -> TokenLoss:
         metrics = terms.ratio_metrics(tokens.log_ratio) | metrics
         if section.correction != "none":
             ratio = tokens.log_ratio.exp()
-            kept = terms.kept(ratio, section.correction, section.cap)
+            kept = terms.kept(ratio, section.correction, section.lower, section.cap)
             # The others' gradients contain the ratio.
             losses = losses * (kept * ratio if section.kind == "reinforce" else kept)
             metrics["corrected_share"] = (kept < 1).float()
+        if section.sequence_mask is not None:
+            masked = terms.sequences_outside(tokens, *section.sequence_mask)
+            losses = torch.where(masked, torch.zeros_like(losses), losses)
+            metrics["sequence_masked_share"] = masked.float()
+        if section.log_ratio_penalty:
+            losses = losses + section.log_ratio_penalty * (tokens.logp - tokens.behaviour).square()
         if section.entropy_bonus:
             losses = losses - section.entropy_bonus * tokens.entropy
         if reference is not None and reference.coefficient:

@@ -6,12 +6,27 @@ a share of the tokens, (sum rho)^2 / (n sum rho^2), is 1 where all weigh the sam
 
 Correction. Truncated (TIS) and masked (MIS) importance sampling bound the weight with which another policy's token learns.
 
-    truncate   rho_t -> min(rho_t, cap)            mask   rho_t -> rho_t [rho_t <= cap]
+    truncate   rho_t -> min(rho_t, cap)            mask   rho_t -> rho_t [lower <= rho_t <= cap]
 
 Truncation: Ionides 2008; between server and learner: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
 Off-Policy RL Training". Masking: Liu et al. 2025, "When Speed Kills Stability". There the learner recomputes the clip's old
 policy, and the correction is a second factor. Here the old policy is what the server recorded, so a clip loss's ratio already
 contains the mismatch: its weight is bounded, not multiplied again. REINFORCE has no ratio, so it gains one.
+
+A mask with both bounds is IcePop (Ring-1T, arXiv 2510.18855, section 2.3: lower 0.5, cap 5). There the ratio is that of learner
+and server at equal weights, before a clip; here it contains the lag as well, so the mask acts on both, as on REINFORCE in
+INTELLECT-3 (arXiv 2512.16144, equation 1).
+
+Sequence mask: no token of a rollout is trained if the geometric mean of its ratios is outside [low, high].
+
+    loss_t -> loss_t [low <= exp(mean over t of log rho_t) <= high]
+
+The mean does not grow with the length, as the product of ratios does, which would mask long answers (Liu et al. 2025, part 3;
+verl's "geometric" rejection sampling). It drops whole rollouts of a policy that is gone: a wrong choice of experts moves all
+tokens that follow it, each by little. Masks change no other token's weight: the aggregation counts masked tokens.
+
+(log rho)^2: loss_t + coefficient * (log pi(y_t) - log mu(y_t))^2 holds the policy near the one that sampled, on masked tokens
+too. Kimi K2.5 (arXiv 2602.02276); prime-rl has 1e-3.
 
 Entropy bonus: loss_t - coefficient * H(pi(. | y_<t)). Williams and Peng 1991; PPO (arXiv 1707.06347, eq. 9). The entropy is
 exact, with its gradient (core/models/head/), not estimated from the sampled token.
@@ -128,9 +143,15 @@ def with_effective_sample_size(means: dict[str, float]) -> dict[str, float]:
     return means
 
 
-def kept(ratio: Tensor, kind: Literal["truncate", "mask"], cap: float) -> Tensor:
+def kept(ratio: Tensor, kind: Literal["truncate", "mask"], lower: float, cap: float) -> Tensor:
     """Return the factor in [0, 1] by which the correction scales each ratio [n]."""
-    return (cap / ratio).clamp(max=1) if kind == "truncate" else (ratio <= cap).to(ratio.dtype)
+    return (cap / ratio).clamp(max=1) if kind == "truncate" else ((lower <= ratio) & (ratio <= cap)).to(ratio.dtype)
+
+
+def sequences_outside(tokens: Tokens, low: float, high: float) -> Tensor:
+    """Return for each token [n] whether its sequence's mean ratio is outside [low, high], which NaN is. COLLECTIVE."""
+    ratio = tokens.sequence_mean(tokens.log_ratio).exp()
+    return ~((low <= ratio) & (ratio <= high))
 
 
 Estimator = Literal["k1", "k2", "k3"]

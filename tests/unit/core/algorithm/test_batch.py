@@ -2,13 +2,22 @@
 
 import math
 import statistics
+from dataclasses import astuple
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.core.algorithm.batch import TrainSequence, advantage_statistics, batch_statistics, token_weights
+from megarl.core.algorithm.batch import (
+    TrainSequence,
+    advantage_statistics,
+    batch_statistics,
+    sequences_in_loss,
+    token_weights,
+    with_advantages,
+)
 from megarl.core.base.types import Batch, Group, Prompt, Rollout, Segment, float32, int32
 from megarl.core.recipe import Recipe, from_tree
 from tests.sequences import training_sequences
@@ -209,3 +218,42 @@ def test_statistics_of_a_batch_that_is_void_throughout():
     assert found["void_groups"] == 1
     assert found["lag_max"] == found["generated_tokens"] == 0
     assert math.isnan(found["pass_rate_train"])
+
+
+def scored(batch: Batch) -> Batch:
+    """The batch with a teacher's scores: log-probs of -1, -2, …, also where nothing is trained."""
+    replace = msgspec.structs.replace
+
+    def with_scores(r: Rollout) -> Rollout:
+        return replace(r, teacher_logprobs=-1 - np.arange(len(r.tokens), dtype=np.float32))
+
+    groups = tuple(replace(g, rollouts=tuple(map(with_scores, g.rollouts))) for g in batch.groups)
+    return replace(batch, groups=groups)
+
+
+def made(batch: Batch, **teacher: float) -> list[TrainSequence]:
+    recipe = from_tree({"teacher": {"path": "t", **teacher}, "batch": {"zero_variance": "keep"}})
+    return with_advantages(sequences_in_loss(batch, recipe), batch, recipe)[0]
+
+
+def test_a_teachers_advantage_is_added_token_by_token() -> None:
+    plain, mixed, alone = (
+        made(scored(MIXED), coefficient=c, reward=r) for c, r in ((0.0, 1.0), (0.25, 2.0), (1.0, 0.0))
+    )
+    rollouts = [r for g in MIXED.groups for r in g.rollouts]
+    for reward, both, teacher, r in zip(plain, mixed, alone, rollouts, strict=True):
+        for t, trained in enumerate(r.trained):
+            apart = -1 - t - r.logprobs[t] if trained else 0.0
+            assert teacher.advantage[3 + t] == pytest.approx(apart)  # type: ignore[index]  # three prompt tokens
+            assert both.advantage[3 + t] == pytest.approx(2 * reward.advantage + 0.25 * apart)  # type: ignore[index,operator]
+        assert not np.any(teacher.advantage[:3])  # type: ignore[index]
+    shown = batch_statistics(scored(MIXED))["kl_teacher"]
+    assert shown == pytest.approx(np.mean([r.logprobs[t] + 1 + t for r in rollouts for t in np.flatnonzero(r.trained)]))
+    assert "kl_teacher" not in batch_statistics(MIXED)
+
+
+def test_a_coefficient_of_0_is_no_teacher_to_the_last_bit() -> None:
+    recipe = from_tree({"batch": {"zero_variance": "keep"}})
+    today = with_advantages(sequences_in_loss(MIXED, recipe), MIXED, recipe)[0]
+    for a, b in zip(today, made(MIXED, reward=0.5), strict=True):
+        assert all(np.array_equal(x, y) and type(x) is type(y) for x, y in zip(astuple(a), astuple(b), strict=True))

@@ -12,11 +12,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.special import rel_entr
 
 from megarl.core.algorithm.losses import policy_loss
 from megarl.core.algorithm.losses.terms import Tokens, cross_entropy, metric_names, with_effective_sample_size
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import Loss
+from megarl.core.recipe.rules import LOSSES
 
 Floats = np.ndarray
 Draw = tuple[Floats, Floats, Floats, list[int]]  # log pi, log mu, advantage [n]; lengths of the sequences
@@ -86,6 +88,51 @@ def gspo(section: Loss, logp: Floats, _frozen: Floats, behaviour: Floats, gain: 
     return float(total)
 
 
+def dppo(section: Loss, logp: Floats, frozen: Floats, behaviour: Floats, gain: Floats, _: list[int]) -> float:
+    """arXiv 2602.04879: token by token, the divergence between two coins that show the sampled token or another one."""
+    total = 0.0
+    for new, now, old, a in zip(logp, frozen, behaviour, gain, strict=True):
+        p, q = np.exp(old), np.exp(now)
+        apart = abs(p - q) if section.divergence == "tv" else rel_entr(p, q) + rel_entr(1 - p, 1 - q)
+        masked = apart > section.clip_high if a > 0 and q > p else a < 0 and q < p and apart > section.clip_low
+        total -= 0.0 if masked else np.exp(new - old) * a
+        total += section.log_ratio_penalty * (new - old) ** 2
+    return float(total)
+
+
+def gmpo(section: Loss, logp: Floats, _frozen: Floats, behaviour: Floats, gain: Floats, lengths: list[int]) -> float:
+    """arXiv 2507.20673: a product over tokens with the sign of the advantage as its exponent, times a sequence's tokens."""
+    total, start = 0.0, 0
+    for n in lengths:
+        here = slice(start, start + n)
+        ratio, sign = np.exp(logp[here] - behaviour[here]), np.sign(gain[start])
+        bounded = np.clip(ratio, np.exp(-section.clip_low), np.exp(section.clip_high))
+        product = np.prod(np.minimum(ratio**sign, bounded**sign)) ** (sign / n)
+        total -= n * product * gain[start]
+        start += n
+    return float(total)
+
+
+def icepop(section: Loss, logp: Floats, frozen: Floats, behaviour: Floats, gain: Floats, _: list[int]) -> float:
+    """arXiv 2510.18855, section 2.3, where the old policy is the one that sampled: M masks PPO's objective."""
+    kept = (np.exp(frozen - behaviour) >= section.lower) & (np.exp(frozen - behaviour) <= section.cap)
+    ratio = np.exp(logp - behaviour)
+    bounded = np.clip(ratio, 1 - section.clip_low, 1 + section.clip_high)
+    return float(-(kept * np.minimum(ratio * gain, bounded * gain)).sum())
+
+
+def masked_cispo(
+    section: Loss, logp: Floats, frozen: Floats, behaviour: Floats, gain: Floats, lengths: list[int]
+) -> float:
+    """CISPO on the sequences whose ratios have a geometric mean within bounds."""
+    assert section.sequence_mask
+    low, high = section.sequence_mask
+    ratios = np.split(np.exp(frozen - behaviour), np.cumsum(lengths)[:-1])
+    means = [np.prod(r) ** (1 / len(r)) for r in ratios]
+    kept = np.repeat([low <= m <= high for m in means], lengths)
+    return cispo(section, logp[kept], frozen[kept], behaviour[kept], gain[kept], [])
+
+
 def reinforce(section: Loss, logp: Floats, frozen: Floats, behaviour: Floats, gain: Floats, _: list[int]) -> float:
     return float(-(gain * logp).sum())
 
@@ -101,6 +148,12 @@ def reinforce(section: Loss, logp: Floats, frozen: Floats, behaviour: Floats, ga
         (Loss(kind="gspo", clip_low=3e-4, clip_high=4e-4), gspo),
         (Loss(kind="gspo", clip_low=0.1, clip_high=0.2), gspo),
         (Loss(kind="reinforce"), reinforce),
+        (Loss(kind="dppo", clip_low=0.15, clip_high=0.1), dppo),
+        (Loss(kind="dppo", divergence="kl", clip_low=0.05, clip_high=0.02), dppo),
+        (Loss(kind="dppo", log_ratio_penalty=1e-3), dppo),
+        (Loss(kind="gmpo", clip_low=0.4, clip_high=0.3), gmpo),
+        (Loss(kind="clip", correction="mask", lower=0.5, cap=5.0), icepop),
+        (Loss(sequence_mask=(0.98, 1.02)), masked_cispo),
     ],
     ids=lambda value: getattr(value, "__name__", None) or str(value),
 )
@@ -211,6 +264,43 @@ def test_masked_gspo_drops_tokens_and_keeps_the_ratio_of_the_sequence() -> None:
     assert 0 < kept.sum() < 50
 
 
+@pytest.mark.parametrize(
+    ("behaviour", "now", "advantage", "masked"),
+    [
+        (0.6, 0.9, 1.0, True),
+        (0.6, 0.9, -1.0, False),
+        (0.6, 0.3, -1.0, True),
+        (0.6, 0.3, 1.0, False),
+        (0.6, 0.7, 1.0, False),
+        (1e-5, 1e-3, 1.0, False),  # PPO would clip it, and would let the first through at 1.5 with clip_high 0.5
+        (1.0, 1e-30, -1.0, True),
+        (1e-30, 1.0, 1.0, True),
+    ],
+)
+@pytest.mark.parametrize("divergence", ["tv", "kl"])
+def test_dppo_masks_what_moved_far_and_is_pulled_on(
+    behaviour: float, now: float, advantage: float, masked: bool, divergence: str
+) -> None:
+    drawn = (np.log([now]), np.log([behaviour]), np.array([advantage]), [1])
+    section = Loss.model_validate({"kind": "dppo", "divergence": divergence, "clip_low": 0.15, "clip_high": 0.15})
+    _, gradient, metrics = value_and_gradient(section, drawn)
+    assert np.isfinite(gradient).all()
+    assert (gradient.item() == 0, metrics["clipped_share"].item()) == (masked, masked)
+    assert np.isfinite(metrics["divergence_max"]).all()
+
+
+def test_a_masked_sequence_leaves_the_others_as_they_were() -> None:
+    """One of three sequences has moved by .1 a token, up or down; alone it is masked, with or without a correction."""
+    for way in (1, -1):
+        behaviour = np.full(9, -1.0)
+        drawn = (behaviour + np.repeat([0.001, way * 0.1, 0.0], 3), behaviour, np.ones(9), [3, 3, 3])
+        for section in (Loss(), Loss(kind="clip", correction="mask"), Loss(kind="gmpo"), Loss(kind="dppo")):
+            plain = value_and_gradient(section, drawn)[1]
+            _, gradient, metrics = value_and_gradient(section.model_copy(update={"sequence_mask": (0.99, 1.01)}), drawn)
+            np.testing.assert_array_equal(gradient, plain * np.repeat([1, 0, 1], 3))
+            np.testing.assert_array_equal(metrics["sequence_masked_share"], np.repeat([0, 1, 0], 3))
+
+
 LAG = st.floats(0, 2)
 LENGTHS = st.lists(st.integers(1, 6), min_size=1, max_size=6)
 SEED = st.integers(0, 1000)
@@ -227,7 +317,8 @@ def test_cispo_without_cap_and_lag_is_reinforce(lengths: list[int], seed: int) -
     drawn = draw(lengths, seed, lag=0.0)
     same(Loss(cap=1e30), Loss(kind="reinforce"), drawn)
     same(Loss(kind="clip"), Loss(kind="reinforce"), drawn)
-    same(Loss(kind="gspo"), Loss(kind="reinforce"), drawn)
+    for kind in ("gspo", "gmpo", "dppo"):
+        same(Loss(kind=kind), Loss(kind="reinforce"), drawn)
 
 
 @settings(deadline=None)
@@ -311,10 +402,11 @@ def test_sequence_mean_over_the_parts_of_two_ranks(monkeypatch: pytest.MonkeyPat
     assert sums.tolist() == pytest.approx([10 / 3])
 
 
-@pytest.mark.parametrize("kind", ["cispo", "clip", "gspo", "reinforce"])
+@pytest.mark.parametrize("kind", LOSSES)
 @pytest.mark.parametrize("correction", ["none", "mask"])
 def test_metric_names_are_the_declared_ones(kind: str, correction: str) -> None:
-    loss = policy_loss(Loss.model_validate({"kind": kind, "correction": correction, "entropy_bonus": 0.1}))
+    section = {"kind": kind, "correction": correction, "entropy_bonus": 0.1, "sequence_mask": (0.9, 1.1)}
+    loss = policy_loss(Loss.model_validate(section))
     drawn = draw([2])
     assert tuple(loss(tokens(torch.tensor(drawn[0]), drawn))[1]) == metric_names(loss)
 

@@ -388,7 +388,6 @@ def test_most_of_many_errors_are_counted(file: Path) -> None:
 @pytest.mark.parametrize(
     ("tree", "said"),
     [
-        ({"loss": {"lower": 0.1}}, "recipe: loss.lower: is no longer a key: importance ratios have no lower bound"),
         ({"monitor": {"wandb": {"entity": "us"}}}, "monitor.wandb.entity: is no longer a key: export WANDB_ENTITY"),
         ({"sft": {"optimizer": {"eps": 1e-8}}}, "sft.optimizer.eps: is no longer a key: AdamW has ScaleRL's"),
         (

@@ -26,6 +26,11 @@ def shared(**sections: Tree) -> Tree:
     return tree | sections
 
 
+def distilled(**sections: Tree) -> Tree:
+    """A recipe with a teacher, but for these sections."""
+    return {"teacher": {"path": "t", "coefficient": 1.0}, "batch": {"zero_variance": "keep"}} | sections
+
+
 SEVERAL = {"tasks": {name: {"train": "", "heldout": ""} for name in ("math", "code")}}
 IMPOSSIBLE = [
     (
@@ -53,6 +58,32 @@ IMPOSSIBLE = [
     ),
     ({"loss": {"correction": "mask"}}, "loss.correction: cispo is truncated importance sampling already"),
     ({"loss": {"kind": "gspo", "correction": "truncate"}}, "loss.correction: the weight of gspo is of a sequence"),
+    ({"loss": {"kind": "gmpo", "correction": "truncate"}}, "loss.correction: the weight of gmpo is of a sequence"),
+    (
+        {"loss": {"kind": "gmpo"}, "batch": {"centring": "critic", "zero_variance": "keep"}},
+        "loss.kind: gmpo clips towards the side of a rollout's one advantage",
+    ),
+    ({"loss": {"lower": 0.1}}, "loss.lower: is for correction: mask, below its cap (4)"),
+    (
+        {"loss": {"kind": "clip", "correction": "mask", "lower": 5.0, "cap": 2.0}},
+        "loss.lower: is for correction: mask, below its cap (2)",
+    ),
+    ({"loss": {"sequence_mask": [1.0, 1.01]}}, "loss.sequence_mask: give [low, high] around 1"),
+    (distilled(teacher={"coefficient": 1.0}), "teacher.path: with teacher.coefficient a teacher is needed"),
+    (
+        distilled(batch={}),
+        "batch.zero_variance: with a teacher a group of one reward has a gradient; set keep, not drop",
+    ),
+    (
+        distilled(batch={"zero_variance": "keep", "centring": "critic"}),
+        "teacher.coefficient: with batch.centring=critic the critic gives tokens their advantages",
+    ),
+    (distilled(loss={"kind": "gmpo"}), "loss.kind: gmpo needs one advantage a rollout"),
+    (distilled(sampling={"temperature": 0.9}), "sampling.temperature: the teacher scores at temperature 1"),
+    (
+        shared(teacher={"path": "t", "coefficient": 1.0}, batch={"zero_variance": "keep"}),
+        "resources.colocate: the teacher's servers need GPUs of their own",
+    ),
     (
         {"run": {"steps": 100}, "learner": {"optimizer": {"schedule": "cosine"}}},
         "learner.optimizer.warmup_steps: 100 of run.steps=100 leave none",
@@ -124,7 +155,7 @@ IMPOSSIBLE = [
     (shared(serving={}), "serving.memory_fraction: with resources.colocate say which share of a GPU"),
     (
         {"loss": {"kind": "cispp"}},
-        "loss.kind: 'cispp' is no loss; did you mean cispo? known: cispo, clip, gspo, rei",
+        "loss.kind: 'cispp' is no loss; did you mean cispo? known: cispo, clip, dppo, gmpo, gspo, rei",
     ),
     ({"loss": {"kind": "mine:loss", "correction": "mask"}}, "loss.correction: a loss of your own"),
     (shared(resources={"colocate": True, "servers": 2}), "resources.colocate: each GPU has a learner rank"),
@@ -162,6 +193,10 @@ def test_neighbours_of_the_impossible_are_possible() -> None:
         assert from_tree(shared(pipeline=pipeline)).lends_memory is lends
     assert not from_tree({"pipeline": {"k": 0}}).lends_memory
     from_tree(shared(weights={"transport": "disk"}))
+    assert from_tree(distilled(resources={"teacher_servers": 3})).teachers == 3
+    assert from_tree(distilled(teacher={"path": "t"}, batch={}, resources={"teacher_servers": 3})).teachers == 0
+    from_tree({"loss": {"kind": "clip", "correction": "mask", "lower": 0.5}})
+    from_tree({"loss": {"sequence_mask": [0.99, 1.01]}})
 
 
 def played(**keys: Any) -> dict[str, Any]:

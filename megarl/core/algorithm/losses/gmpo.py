@@ -1,0 +1,28 @@
+"""GMPO: one importance ratio for a whole sequence, the geometric mean of its tokens' clipped ratios.
+
+    w_t = rho_t, or exp(high) if A > 0 and rho_t > exp(high), or exp(-low) if A < 0 and rho_t < exp(-low)
+    s_i = exp(mean over t of log w_t)
+    loss_t = -sg(s_i) w_t / sg(w_t) A
+
+Zhao et al. 2025 (arXiv 2507.20673): the value of a sequence is s_i A, and a clipped token has no gradient. As in GSPO, whose
+bounds are on s_i and not on each token, the sum of token losses under `batch.aggregation: sample` has value and gradient of the
+sequence's own loss. The paper's bounds are wide, low = high = 0.4: the mean tames what is within them.
+"""
+
+import torch
+from torch import Tensor
+
+from megarl.core.algorithm.losses.terms import Tokens
+from megarl.core.recipe import Loss
+
+
+def gmpo(tokens: Tokens, settings: Loss) -> tuple[Tensor, dict[str, Tensor]]:
+    """Clip the log of each token's ratio at `settings.clip_low` below and `settings.clip_high` above 0."""
+    log_ratio = tokens.logp - tokens.behaviour
+    clipped = ((tokens.advantage > 0) & (log_ratio > settings.clip_high)) | (
+        (tokens.advantage < 0) & (log_ratio < -settings.clip_low)
+    )
+    bounded = torch.where(clipped, log_ratio.detach().clamp(-settings.clip_low, settings.clip_high), log_ratio)
+    sequence_ratio = tokens.sequence_mean(bounded.detach()).exp()
+    losses = -sequence_ratio * (bounded - bounded.detach()).exp() * tokens.advantage
+    return losses, {"clipped_share": clipped.float(), "sequence_ratio_max": sequence_ratio}

@@ -1,0 +1,85 @@
+"""Scores of the teacher (`recipe.teacher`): log-probs of what the policy sampled, by a frozen model on servers of its own.
+
+    a rollout is sampled ──► teacher ticket mod n: log pi_T(y_t) for its tokens ──► Rollout.teacher_logprobs ──► journal
+                               └ lost: the next teacher, with pauses, for serving.start_timeout_s ──► Void
+
+A group is finished, and so written down and offered, only with all its scores; a replayed batch has those that were trained.
+A rollout stays on its ticket's teacher, whose cache then has the prompt: the teacher's weights never change.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from megarl.core.base.messages import ServerAddress
+from megarl.core.base.rundir import Endpoints
+from megarl.core.base.types import Segment
+from megarl.core.recipe import Recipe
+from megarl.core.sampling.sampler import Void
+from megarl.core.server.client import Prefill, ServerClient, ServerLost, ServerRefused
+
+log = logging.getLogger(__name__)
+
+SCORE_LIMIT_S = 300.0
+"""Limit of one request: the longest rollout takes a GPU seconds."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0
+"""Between two tries of a rollout: a teacher that died is started again within the limit of a start."""
+
+
+class TeacherServers:
+    """The teacher's servers. They are asked for as many rollouts at once as they work on."""
+
+    def __init__(self, recipe: Recipe, endpoints: Endpoints) -> None:
+        keys = endpoints.api_key, endpoints.admin_key
+        addresses = [ServerAddress(id=n, url=url) for n, url in enumerate(endpoints.teachers)]
+        self._clients = [ServerClient(address, *keys, SCORE_LIMIT_S) for address in addresses]
+        self._limit_s = recipe.serving.start_timeout_s
+        self._places = asyncio.Semaphore(len(addresses) * recipe.serving.max_running_requests)
+        self._met: set[int] = set()  # those that have answered
+        self._lost: set[int] = set()
+
+    async def logprobs(self, ticket: int, prompt: np.ndarray, segments: Sequence[Segment]) -> np.ndarray:
+        """Return the teacher's log-prob of each completion token, 0 where not trained: [completion_len] float32. Void if no
+        teacher gives them."""
+        tokens = np.concatenate([prompt, *(s.tokens for s in segments)])
+        trained = np.concatenate([np.full(len(s.tokens), s.trained) for s in segments])
+        async with self._places:
+            scored = await self._scored(ticket, tokens, len(prompt))
+        logprobs = np.where(trained, scored.logprobs, np.float32(0))
+        if not np.isfinite(logprobs).all():
+            raise Void("the teacher has no finite log-prob for a token of the rollout")
+        return logprobs
+
+    async def _scored(self, ticket: int, tokens: np.ndarray, first: int) -> Prefill:
+        until, pause, turn = time.monotonic() + self._limit_s, FIRST_PAUSE_S, ticket
+        while True:
+            server = turn % len(self._clients)
+            try:
+                (scored,) = await self._clients[server].score([tokens], [first], "teacher")
+            except ServerRefused as error:
+                raise Void(f"the teacher refuses a rollout: {error}") from None
+            except ServerLost as error:
+                if server not in self._lost:
+                    starting = server not in self._met  # which takes longer than the first rollouts
+                    log.log(
+                        logging.INFO if starting else logging.WARNING, "teacher %d does not answer: %s", server, error
+                    )
+                self._lost.add(server)
+                if time.monotonic() + pause > until:
+                    why = f"no teacher scored a rollout within {self._limit_s:g} s (serving.start_timeout_s): {error}"
+                    raise Void(why) from None
+            else:
+                if server in self._lost:
+                    log.info("teacher %d answers", server)
+                self._lost.discard(server)
+                self._met.add(server)
+                return scored
+            await asyncio.sleep(pause)
+            pause, turn = min(2 * pause, LONGEST_PAUSE_S), turn + 1
+
+    async def close(self) -> None:
+        for client in self._clients:
+            await client.close()

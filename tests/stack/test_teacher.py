@@ -1,0 +1,95 @@
+"""The teacher's scores, by a real server: transformers' log-probs, also if a teacher is lost; what none scores is void."""
+
+import time
+
+import msgspec
+import numpy as np
+import pytest
+
+from megarl.core.algorithm.batch import sequences_in_loss, with_advantages
+from megarl.core.base.types import Batch, Group, Prompt, Rollout, Segment
+from megarl.core.controller.teacher import TeacherServers
+from megarl.core.recipe import Recipe
+from megarl.core.sampling.sampler import Void
+from megarl.run.process import free_ports
+from tests.stack.conftest import Stack, stack_recipe
+from tests.tiny_scores import scores
+
+pytestmark = [pytest.mark.stack, pytest.mark.anyio, pytest.mark.usefixtures("serves_a")]
+
+PROMPT = np.arange(5, 25, dtype=np.int32)
+
+
+def segment(random: np.random.Generator, n: int, trained: bool = True) -> Segment:
+    logprobs = -random.exponential(2.0, n).astype(np.float32) if trained else np.zeros(n, np.float32)
+    return Segment(
+        tokens=random.integers(5, 90, n, dtype=np.int32), logprobs=logprobs, weight_version=0, trained=trained
+    )
+
+
+def rollout(random: np.random.Generator) -> tuple[Segment, ...]:
+    return segment(random, 40), segment(random, 6, trained=False), segment(random, 3)
+
+
+def teachers(stack: Stack, recipe: Recipe, *urls: str) -> TeacherServers:
+    return TeacherServers(recipe, msgspec.structs.replace(stack.endpoints, teachers=urls))
+
+
+def distilled(stack: Stack, limit_s: float = 60.0, **teacher: float) -> Recipe:
+    return stack_recipe(
+        stack.directory,
+        teacher={"path": "a", "coefficient": 0.5, **teacher},
+        batch={"zero_variance": "keep", "prompts": 1},
+        sampling={"generations": 2},
+        serving={"start_timeout_s": limit_s},
+    )
+
+
+@pytest.mark.parametrize("reward", [0.0, 2.0])
+async def test_advantages_are_transformers_log_probs_less_the_recorded_ones(stack: Stack, reward: float) -> None:
+    """One of two teachers is not there: its tickets are scored by the other."""
+    (dead,) = free_ports(1)
+    recipe, random = distilled(stack, reward=reward), np.random.default_rng(0)
+    asked = teachers(stack, recipe, f"http://127.0.0.1:{dead}", stack.server.address.url)
+    try:
+        each = [rollout(random) for _ in range(2)]
+        given = [await asked.logprobs(0, PROMPT, segments) for segments in each]
+    finally:
+        await asked.close()
+    rollouts = tuple(
+        Rollout(sample=n, segments=s, reward=r, correct=r > 0, finish="stop", teacher_logprobs=g)
+        for n, (s, r, g) in enumerate(zip(each, (1.0, -1.0), given, strict=True))
+    )
+    batch = Batch(step=0, groups=(Group(ticket=0, prompt=Prompt(id="", tokens=PROMPT, answer=""), rollouts=rollouts),))
+    sequences, _ = with_advantages(sequences_in_loss(batch, recipe), batch, recipe)
+    expected = scores(stack.models["a"], [s.tokens for s in sequences])
+    for sequence, logprobs, r in zip(sequences, expected, rollouts, strict=True):
+        first, trained = len(PROMPT), r.trained
+        gain = (
+            0.5 * (logprobs[first - 1 :] - r.logprobs) + reward * r.reward
+        )  # of two rewards, 1 and -1 are the advantages
+        assert isinstance(sequence.advantage, np.ndarray)
+        np.testing.assert_allclose(sequence.advantage[first:][trained], gain[trained], atol=1e-5)
+        assert len(sequence.advantage) == len(sequence.tokens)
+        assert not r.teacher_logprobs[~trained].any()  # type: ignore[index]
+
+
+async def test_without_a_teacher_that_answers_a_rollout_is_void_within_the_limit(stack: Stack) -> None:
+    (dead,) = free_ports(1)
+    asked, began = teachers(stack, distilled(stack, limit_s=2.0), f"http://127.0.0.1:{dead}"), time.monotonic()
+    try:
+        with pytest.raises(Void, match=r"no teacher scored a rollout within 2 s \(serving.start_timeout_s\)"):
+            await asked.logprobs(0, PROMPT, rollout(np.random.default_rng(0)))
+    finally:
+        await asked.close()
+    assert 0.5 < time.monotonic() - began < 10
+
+
+async def test_a_token_that_the_teacher_has_not_is_refused_at_once(stack: Stack) -> None:
+    asked = teachers(stack, distilled(stack), stack.server.address.url)
+    beyond = Segment(tokens=np.array([10**6], np.int32), logprobs=np.zeros(1, np.float32), weight_version=0)
+    try:
+        with pytest.raises(Void, match="the teacher refuses a rollout"):
+            await asked.logprobs(0, PROMPT, (beyond,))
+    finally:
+        await asked.close()
