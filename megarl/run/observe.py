@@ -6,6 +6,7 @@ RUN/eval.jsonl (controller) ──┤
 RUN/logs/*/*.log (all) ───────┘
 """
 
+import math
 import re
 import time
 from contextlib import suppress
@@ -16,6 +17,7 @@ from typing import Any
 import msgspec
 
 from megarl.core.base.rundir import Row, RunDir, by_step, parsed, scores
+from megarl.run.health import Health
 from megarl.run.restart import Role
 
 PROBLEM = re.compile(r" (ERROR|CRITICAL) |^\S*(Error|Exception)\b.*:|^megarl: |CUDA out of memory")
@@ -103,6 +105,7 @@ class Observer:
         self._look_at_logs()
         self._problem: LoggedProblem | None = None  # discard problems of an earlier life
         self.rows = by_step(self._metrics.new())
+        self.health = Health(row for _, row in sorted(self.rows.items()))
         self.evaluations = scores(self._eval.new())
         self.status: Status | None = None
 
@@ -111,6 +114,10 @@ class Observer:
         new = by_step(self._metrics.new())
         self.rows |= new
         self.steps_made += len(new)
+        replayed = min(new, default=math.inf) <= self.health.step
+        self.health = Health() if replayed else self.health
+        for step in sorted(self.rows if replayed else new):
+            self.health.add(self.rows[step])
         self.evaluations |= scores(self._eval.new())
         with suppress(OSError, msgspec.DecodeError):  # not written yet, or malformed: keep the last one
             self.status = msgspec.json.decode(self._rundir.status.read_bytes(), type=Status)

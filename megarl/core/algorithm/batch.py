@@ -157,9 +157,11 @@ def batch_statistics(batch: Batch) -> dict[str, float]:
     versions = np.array([len({s.weight_version for s in segments}) for segments in sampled], dtype=np.int64)
     varied = [g.has_variance for g in groups]
     names = dict.fromkeys(name for r in rollouts for name in r.rewards)
+    rewards = np.array([r.reward for r in rollouts])
     return {
         "pass_rate_train": _mean(correct),
-        "reward_mean": _mean([r.reward for r in rollouts]),
+        "reward_mean": _mean(rewards),
+        "reward_gap": _mean(rewards[correct]) - _mean(rewards[~correct]),
         "zero_variance_share": 1 - _mean(varied),
         "groups_in_loss": float(sum(varied)),
         "void_groups": float(len(batch.groups) - len(groups)),

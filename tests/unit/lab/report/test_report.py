@@ -126,9 +126,17 @@ def test_a_run_of_malformed_answers_says_why(recipe: Recipe, write_run: Callable
     for row in latest_rows(rundir.metrics):
         append_jsonl(rundir.metrics, row | {"format_error_rate": 1.0})
     values = summary.summarise(recipe, rundir) | {"outcome": "finished", "reason": "all steps done"}
-    assert "all answers are malformed and count as wrong" in words(summary.render(values, rundir))
+    assert "malformed (1 on average, limit 0.5): most answers are malformed" in words(summary.render(values, rundir))
     report.write_report(rundir)
-    assert "have no &lt;/think&gt; (length.end_of_thinking)" in rundir.report.read_text()
+    page = rundir.report.read_text()
+    assert "no length.end_of_thinking with an answer behind it" in page
+    assert "Signals off their course" in page
+
+
+def test_a_run_on_its_course_has_no_picture_of_alarms(write_run: Callable[[int], RunDir]) -> None:
+    rundir = write_run(50)
+    report.write_report(rundir)
+    assert "Signals off their course" not in rundir.report.read_text()
 
 
 def test_an_exploited_reward_is_shown_wherever_warnings_are(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
