@@ -150,7 +150,7 @@ def tables(runs: Sequence[JudgedRun]) -> str:
     faults = [run for run in runs if run.step is not None]
     kinds = {run.kind: [r for r in faults if r.kind == run.kind] for run in faults}
     text = _table(
-        "run|kind|dose|seed|fault at|noticed at|by|named at|by|pass rate falls at|noticed steps before",
+        "run|kind|seed|dose|fault at|noticed at|by|named at|by|pass rate falls at|noticed steps before",
         [(*run[:5], *_of(run.first), *_of(run.naming), run.suffers, run.lead) for run in faults],
     ) + _table(
         "kind|runs|noticed|named|median steps to notice|before the pass rate fell|median steps before",

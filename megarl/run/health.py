@@ -44,7 +44,7 @@ def logit(least: float) -> Callable[[float], float]:
 
 
 class Signal(NamedTuple):
-    """What is watched. It is judged by `limit` if it has one, else against its own past, or `centre` if that is known.
+    """What is watched. It is judged by `limit` if it has one, else against its own past.
 
     meaning, remedy: what the alarm says. rises: whether the bad side is above. noise: least deviation, after `scale`. tasks:
     each task is judged, too. prompts: an epoch of WINDOW steps or more that ends takes its norm with it: the next one draws
@@ -59,7 +59,6 @@ class Signal(NamedTuple):
     limit: float | None = None
     noise: float = 0.0
     scale: Callable[[float], float] = float
-    centre: float | None = None
     tasks: bool = False
     prompts: bool = False
 
@@ -90,8 +89,8 @@ def _drift(row: Row, _: str) -> float:
 def _ratio_bias(row: Row, _: str) -> float:
     """Return how far the mean importance ratio is from 1, which it is for tokens of the recorded distribution, in deviations.
 
-    Var(ratio) is mean^2 (1 / effective sample size - 1). Filters choose tokens, which moves the mean by a few hundredths of the
-    ratio's deviation whatever the batch's size; so a batch never counts as more than 1,000 tokens.
+    Var(ratio) is mean^2 (1 / effective sample size - 1). Filters, and epochs over the same tokens, move the mean by a few
+    hundredths of the ratio's deviation whatever the batch's size; so a batch never counts as more than 1,000 tokens.
     """
     mean, variance = row["ratio_mean"], max(1 / row["effective_sample_size"] - 1, 0.0)
     deviation = mean * math.sqrt(variance * (1 / row["tokens_trained"] + 1e-3))
@@ -121,7 +120,7 @@ def _cut(row: Row, _: str) -> float:
 LOG, LOG_LOGIT, LOG_MEDIAN, LOG_ROUTING = log(1e-12), log(1e-5), log(1e-6), log(1e-3)
 LOGIT_RATE, LOGIT_PASS = logit(0.01), logit(0.05)
 _SIDES = "servers and learner compute different models"
-_OFF_DISTRIBUTION = "importance ratios do not average to 1: tokens are not of the distribution that servers record"
+_OFF_DISTRIBUTION = "importance ratios average to 1 no more: tokens are not of the distribution that servers record"
 _CALMER = "lower learner.optimizer.lr or grad_clip, and fork from a step before (run.fork)"
 _READ = "read what the policy writes now (megarl rollouts show RUN --step N)"
 _LOG = "see megarl logs RUN --role controller"
@@ -157,10 +156,9 @@ SIGNALS = (
            "compare model.moe.routing_replay with what servers return", rises=False, limit=0.5),
     Signal("learning_rate", metric("lr_change"), "the learning rate has jumped", "compare learner.optimizer with the run's "
            "earlier steps", limit=3.0),
-    # Against 0, in deviations.
-    Signal("ratio_high", _ratio_bias, _OFF_DISTRIBUTION, _SAMPLER, noise=1.0, centre=0.0),
-    Signal("ratio_low", _ratio_bias, _OFF_DISTRIBUTION, _SAMPLER, rises=False, noise=1.0, centre=0.0),
     # Against their own past.
+    Signal("ratio_high", _ratio_bias, _OFF_DISTRIBUTION, _SAMPLER, noise=1.0),
+    Signal("ratio_low", _ratio_bias, _OFF_DISTRIBUTION, _SAMPLER, rises=False, noise=1.0),
     Signal("sampled_hot", _surprise, "tokens are less likely than entropy allows: servers sample hotter than the policy",
            _SAMPLER, noise=0.15, scale=LOG),
     Signal("sampled_cold", _surprise, "tokens are more likely than entropy allows: servers sample colder than the policy",
@@ -216,7 +214,7 @@ class _Limited:
 
 
 class _Course:
-    """A signal judged against its own past, or its `centre`: a CUSUM."""
+    """A signal judged against its own past: a CUSUM."""
 
     def __init__(self, signal: Signal) -> None:
         self._signal = signal
@@ -255,8 +253,6 @@ class _Course:
     def _norm(self) -> tuple[float, float, float] | None:
         """Return the usual value as measured and scaled, and a deviation; None while too little is known."""
         signal = self._signal
-        if signal.centre is not None:
-            return signal.centre, signal.centre, signal.noise
         earlier = sorted(self._past[:-GAP])
         if (count := len(earlier)) < FEWEST:
             return None

@@ -141,7 +141,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "parity_routing": ("parity", "share of (token, layer) choices of experts that differ between servers and learner"),
     "parity_logit": (
         "parity",
-        "parity_logit/CAUSE: error of a logit: median |difference| / (1 - p), weighted by 1 - p",
+        "parity_logit/CAUSE: error of a logit: median |difference| / (1 - p), of the worst server",
     ),
     "parity_same_bits": ("parity", "share of tokens that servers score with the same bits at two versions"),
     "parity_line": ("parity", "share of kernels' variance that a line through the log-prob explains"),

@@ -234,7 +234,9 @@ class ParityJudge:
         early, late = np.quantile(pooled.position, (1 / 3, 2 / 3))
         thirds = pooled.position <= early, pooled.position >= late
         first, last = (logit_error(served[third], learner[third]) for third in thirds)
-        signs = {f"parity_logit/{c}": logit_error(*measurement.scores.pair(c)) for c in ("kernels", "decode")}
+        servers = [measurement, *map(measurement.of_server, np.unique(measurement.scores.server).tolist())]
+        errors = {c: [logit_error(*m.scores.pair(c)) for m in servers] for c in ("kernels", "decode")}
+        signs = {f"parity_logit/{cause}": float(np.fmax.reduce(values)) for cause, values in errors.items()}
         signs |= {"parity_same_bits": same, "parity_line": line, "parity_growth": last / first if first else 1.0}
         signs |= self._grids(measurement)
         return measurement.metrics() | {name: sign for name, sign in signs.items() if not np.isnan(sign)}

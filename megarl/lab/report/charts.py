@@ -189,6 +189,7 @@ def alarms(axes: Axes, history: Sequence[Alarm], steps: int) -> bool:
         axes.plot(alarm.raised, y, "|", color="black", markersize=10)
     axes.set(xlabel="step", xlim=(0, steps), yticks=range(len(names)), yticklabels=[n.replace("_", " ") for n in names])
     axes.set_ylim(-0.6, max(len(names), 4) - 0.4)
+    axes.set_axisbelow(True)
     return bool(history)
 
 

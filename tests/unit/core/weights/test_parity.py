@@ -113,6 +113,10 @@ def test_a_row_has_the_signs_that_tell_causes_apart() -> None:
     } <= row.keys()
     assert row["parity_same_bits"] < 0.1
     assert named_cause(row, routing=False).startswith("dtype")
+    of_four = np.arange(N) % 4  # one of four servers is off
+    off = scores()
+    off = replace(off, server=of_four, served=np.where(of_four == 2, off.served + 1.0, off.served))
+    assert judge().metrics(measured(3, off))["parity_logit/kernels"] > 10 * row["parity_logit/kernels"]
     for _ in range(3):
         row = judged.metrics(measured(4, scores(served=scores().learner * 1.2)))
     assert named_cause(row, routing=False).startswith("temperature")
