@@ -51,7 +51,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "loss": ("learner", "the loss"),
     "entropy": ("learner", "mean entropy of the policy on trained tokens, nats"),
     "surprise": ("learner", "mean -log-prob of trained tokens, nats: about their entropy if sampled as recorded"),
-    "expert_imbalance": ("learner", "expert_imbalance_layer_N, expert_imbalance_max: the busiest expert by the mean"),
+    "expert_imbalance_max": ("learner", "the busiest expert's tokens by the mean, in the worst layer"),
     "expert_unused_share": ("learner", "share of all layers' experts that no token of the step reached"),
     "routing_replayed": ("learner", "share of routers' choices taken from servers (model.moe.routing_replay)"),
     "grad_norm": ("learner", "global gradient norm before clipping"),

@@ -308,6 +308,8 @@ def grid_share(gap: np.ndarray, dtype: str) -> float:
     return float(np.mean(np.abs(steps - np.round(steps)) < GRID_TOLERANCE))
 
 
+UNCERTAIN, FEWEST_UNCERTAIN = 1e-3, 8
+"""Least 1 - p of a token that shows a logit's error beside the rounding of log-probs, and how many of them are enough."""
 SAME_BITS_LIMIT, TEMPERATURE_LIMIT, POSITION_LIMIT = 0.5, 0.35, 1.5
 
 
@@ -360,22 +362,17 @@ def named_cause(signs: Mapping[str, float], routing: bool, decoding: bool = Fals
 
 
 def logit_error(first: np.ndarray, second: np.ndarray) -> float:
-    """Return how far logits are off, from log-probs [n] of the same tokens: the median of |difference| / (1 - p), where a token
-    counts 1 - p; nan for too few.
+    """Return how far logits are off, from log-probs [n] of the same tokens: the median of |difference| / (1 - p) over tokens of
+    which the policy is not certain; nan for too few.
 
-    An error e of a token's logit moves its log-prob by (1 - p) e. So this does not change as the policy becomes certain, which
+    An error e of a token's logit moves its log-prob by (1 - p) e. So this does not change as the policy grows certain, which
     lets the mean fall and scatter, and a few tokens that other experts computed do not move it.
     """
-    known = np.isfinite(first) & np.isfinite(second)
-    size, open_ = (
-        np.abs(first - second)[known].astype(np.float64),
-        -np.expm1(np.minimum(second[known], -1e-7, dtype=np.float64)),
-    )
-    if len(size) < FEWEST_TOKENS:
+    uncertain = -np.expm1(np.minimum(second, 0.0, dtype=np.float64))
+    known = np.isfinite(first) & np.isfinite(second) & (uncertain > UNCERTAIN)
+    if known.sum() < FEWEST_UNCERTAIN:
         return float("nan")
-    order = np.argsort(size / open_)
-    middle = np.searchsorted(np.cumsum(open_[order]), open_.sum() / 2)
-    return float((size / open_)[order][middle])
+    return float(np.median(np.abs(first - second)[known] / uncertain[known]))
 
 
 def explained_by_logprob(first: np.ndarray, second: np.ndarray) -> float:

@@ -55,18 +55,13 @@ CASES: dict[str, tuple[str, Callable[[Row], Row], Callable[[Row], Row]]] = {
     "malformed": (DENSE, plus("format_error_rate", 0.55), plus("format_error_rate", 0.4)),
     "cut_tokens": (CLIPPED, plus("clipped_share", 0.8), plus("clipped_share", 0.6)),
     "grader_errors": (DENSE, now(grader_error_rate=0.1), now(grader_error_rate=0.02)),
-    "grader_timeouts": (DENSE, now(grader_timeout_rate=0.3), now(grader_timeout_rate=0.1)),
     "void": (DENSE, now(void_groups=6.0), now(void_groups=1.0)),
     "no_variance": (DENSE, now(zero_variance_share=1.0), now(zero_variance_share=0.9)),
-    "empty": (DENSE, now(empty=1.0), each("empty", 3)),
     "not_finite": (DENSE, each("skipped", 50), now(skipped=0.0)),
-    "overflow": (DENSE, now(scaler_skipped=1.0), each("scaler_skipped", 3)),
     "reward_sign": (DENSE, now(reward_gap=-2.0), now(reward_gap=0.1)),
     "parity": (DENSE, each("warning_parity", 2), each("warning_parity", 6)),
     "replay": (EXPERTS, now(routing_replayed=0.0), now(routing_replayed=0.9)),
     "learning_rate": (DENSE, lambda row: {"lr": row["lr"] * 30}, lambda row: {"lr": row["lr"] * 2}),
-    "ratio_high": (DENSE, times("ratio_mean", 1.02), times("ratio_mean", 1.001)),
-    "ratio_low": (DENSE, times("ratio_mean", 0.98), times("ratio_mean", 0.999)),
     "sampled_hot": (DENSE, times("surprise", 2.0), times("surprise", 1.2)),
     "sampled_cold": (DENSE, times("surprise", 0.5), times("surprise", 0.83)),
     "kernels": (DENSE, times("parity_logit/kernels", 10.0), times("parity_logit/kernels", 1.5)),
@@ -83,8 +78,6 @@ CASES: dict[str, tuple[str, Callable[[Row], Row], Callable[[Row], Row]]] = {
     "pass_rate_jump": (DENSE, now(pass_rate_train=1.0), plus("pass_rate_train", 0.05)),
     "length_rise": (DENSE, times("completion_tokens_mean", 1.5), times("completion_tokens_mean", 1.05)),
     "length_fall": (DENSE, times("completion_tokens_mean", 0.6), times("completion_tokens_mean", 0.95)),
-    "truncation_rise": (DENSE, plus("truncation_rate", 0.08), plus("truncation_rate", 0.01)),
-    "malformed_rise": (DENSE, plus("format_error_rate", 0.2), plus("format_error_rate", 0.01)),
 }  # fmt: skip
 
 
@@ -122,11 +115,11 @@ def test_a_signal_reports_what_it_must_and_lets_the_rest_pass(clean: list[Corpus
     assert found.text.startswith(f"{signal.replace('_', ' ')} (")
 
 
-def test_one_outlier_is_let_pass_two_are_not(clean: list[CorpusRun]) -> None:
+def test_two_outliers_are_let_pass_three_are_not(clean: list[CorpusRun]) -> None:
     spike = times("grad_norm", 1e4)
-    assert judged(clean, DENSE, spike, end=BEGIN + 1).history == []
-    (alarm,) = judged(clean, DENSE, spike, end=BEGIN + 2).history
-    assert (alarm.name, alarm.since, alarm.raised) == ("grad_norm", BEGIN, BEGIN + 1)
+    assert judged(clean, DENSE, spike, end=BEGIN + 2).history == []
+    (alarm,) = judged(clean, DENSE, spike, end=BEGIN + 3).history
+    assert (alarm.name, alarm.since, alarm.raised) == ("grad_norm", BEGIN, BEGIN + 2)
     assert alarm.until is not None
     assert alarm.until < BEGIN + 20
 
@@ -137,7 +130,7 @@ def test_a_slow_course_is_followed_and_a_new_one_learnt() -> None:
     assert slow.history == []
     level = Health({"step": step, "completion_tokens_mean": 100.0 if step < 50 else 200.0} for step in range(300))
     (alarm,) = level.history
-    assert (alarm.name, alarm.raised) == ("length_rise", 51)
+    assert (alarm.name, alarm.raised) == ("length_rise", 52)
     assert alarm.until == alarm.raised + RELEARN - 1
     back = Health({"step": step, "completion_tokens_mean": 100.0 if step < 50 else 200.0} for step in range(90))
     assert back.metrics() == {"health": 0.0, "alarm/length_rise": 1.0}
@@ -146,7 +139,7 @@ def test_a_slow_course_is_followed_and_a_new_one_learnt() -> None:
 
 def test_nothing_is_judged_before_the_norm_is_known() -> None:
     for quiet, raised in ((FEWEST + GAP - 1, False), (FEWEST + GAP, True)):
-        rows = [{"step": step, "grad_norm": 1.0 if step < quiet else 1e3} for step in range(quiet + 2)]
+        rows = [{"step": step, "grad_norm": 1.0 if step < quiet else 1e3} for step in range(quiet + 3)]
         assert bool(Health(rows).history) is raised, quiet
 
 

@@ -16,13 +16,13 @@ LABELS = "name,kind,seed,dose,step,named\n"
 
 
 def write(folder: Path, name: str, steps: int, fault: int | None = None, early: int | None = None) -> None:
-    """A run with gradients of about 1: from `fault` on, and for two steps from `early` on, of a hundred. The pass rate falls
+    """A run with gradients of about 1: from `fault` on, and for three steps from `early` on, of a hundred. The pass rate falls
     ten steps after the fault."""
     rng = random.Random(name)
     (folder / name).mkdir()
     with (folder / name / "metrics.jsonl").open("w") as file:
         for step in range(steps):
-            large = (fault is not None and step >= fault) or (early is not None and early <= step < early + 2)
+            large = (fault is not None and step >= fault) or (early is not None and early <= step < early + 3)
             file.write(json.dumps({"step": step, "grad_norm": (100 if large else 1) * rng.uniform(0.9, 1.1)}) + "\n")
     with (folder / name / "eval.jsonl").open("w") as file:
         for step in range(0, steps + 1, 10):
@@ -55,30 +55,30 @@ def test_faults_and_clean_runs(
     runs = {run.name: run for run in alarm.folder(tmp_path, alarm.labels(tmp_path / "labels.csv"))}
     lr, other, ended, missed = (runs[name] for name in ("lr", "other", "ended", "missed"))
     assert lr.first == lr.naming is not None
-    assert (lr.first.raised, lr.suffers, lr.lead, lr.steps, lr.false_alarms) == (61, 70, 9, 60, [])
+    assert (lr.first.raised, lr.suffers, lr.lead, lr.steps, lr.false_alarms) == (62, 70, 8, 60, [])
     assert other.first is not None
-    assert (other.first.name, other.naming, other.false_alarms) == ("grad_norm", None, ["grad_norm at 31"])
+    assert (other.first.name, other.naming, other.false_alarms) == ("grad_norm", None, ["grad_norm at 32"])
     assert ended.naming is not None
     assert (ended.naming.name, ended.naming.raised, ended.suffers) == ("ended", 70, None)
     assert (missed.first, missed.naming, missed.lead) == (None, None, None)
     monkeypatch.setattr("sys.argv", ["alarm", str(tmp_path), "--out", str(tmp_path / "out.json")])
     alarm.main()
     said = capsys.readouterr().out
-    assert "| lr | rate | 0 | 30 | 60 | 61 | grad_norm | 61 | grad_norm | 70 | 9 |" in said
-    assert "| head | 2 | 1 | 0 | 1 | 1 of 1 | 9 |" in said
+    assert "| lr | rate | 0 | 30 | 60 | 62 | grad_norm | 62 | grad_norm | 70 | 8 |" in said
+    assert "| head | 2 | 1 | 0 | 2 | 1 of 1 | 8 |" in said
     bound = alarm.garwood(1) / 345 * 5000
     assert (
-        f"Clean steps: 345 of 5 runs. False alarms: 1 (other: grad_norm at 31). At 95 %: fewer than {bound:.2f} in"
+        f"Clean steps: 345 of 5 runs. False alarms: 1 (other: grad_norm at 32). At 95 %: fewer than {bound:.2f} in"
         in said
     )
-    assert json.loads((tmp_path / "out.json").read_text())[0]["first"]["raised"] == 61
+    assert json.loads((tmp_path / "out.json").read_text())[0]["first"]["raised"] == 62
 
 
 def test_an_alarm_before_its_fault_that_lasts_is_a_false_one(tmp_path: Path) -> None:
     write(tmp_path, "early", 80, fault=50)
     (label,) = [{"name": "early", "kind": "head", "seed": "0", "dose": "1", "step": "60", "named": ""}]
     (run,) = alarm.folder(tmp_path, [label])
-    assert (run.false_alarms, run.first) == (["grad_norm at 51"], None)
+    assert (run.false_alarms, run.first) == (["grad_norm at 52"], None)
 
 
 @pytest.mark.parametrize(
