@@ -16,6 +16,7 @@ nothing ends a run.
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -131,10 +132,10 @@ SIGNALS = (
            "servers sample hotter than the policy", _SAMPLER, noise=0.15, scale=LOG),
     Signal("sampled_cold", lambda row, _: row["surprise"] / row["entropy"], "tokens are more likely than entropy allows: "
            "servers sample colder than the policy", _SAMPLER, rises=False, noise=0.15, scale=LOG),
-    Signal("kernels", metric("parity_logit/kernels"), _SIDES, "", noise=0.5, scale=LOG_LOGIT),
+    Signal("kernels", metric("parity_logit/kernels"), _SIDES, "", noise=0.2, scale=LOG_LOGIT),
     Signal("kernels_median", metric("parity_p50/kernels"), _SIDES, "", noise=0.5, scale=LOG_MEDIAN),
     Signal("decode", metric("parity_logit/decode"), "servers sample by other log-probs than they score by",
-           "compare kernels and cache precision (kv_cache_dtype) of decoding and prefill", noise=0.5, scale=LOG_LOGIT),
+           "compare kernels and cache precision (kv_cache_dtype) of decoding and prefill", noise=0.3, scale=LOG_LOGIT),
     Signal("routing", metric("parity_routing"), "servers and learner choose different experts",
            "compare router weights, biases and their precision", noise=0.5, scale=LOG_ROUTING),
     Signal("imbalance", _imbalance, "tokens crowd on fewer experts", _EXPERTS, noise=0.05, scale=LOG),
@@ -261,12 +262,9 @@ class Health:
         tasks = ["", *(name.removeprefix("pass_rate_train") for name in row if name.startswith("pass_rate_train/"))]
         for signal in SIGNALS:
             for task in tasks if signal.tasks else tasks[:1]:
-                try:
-                    value = signal.value(row, task)
-                except (KeyError, ZeroDivisionError):
-                    continue
-                if math.isfinite(value):
-                    self._judge(signal, task, value)
+                with suppress(KeyError, ArithmeticError, ValueError):  # not measured, or no number that a metric can be
+                    if math.isfinite(value := signal.value(row, task)):
+                        self._judge(signal, task, value)
 
     def _begin_epoch(self) -> None:
         if self.step - self._epoch_began >= WINDOW:

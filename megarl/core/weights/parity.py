@@ -372,7 +372,7 @@ def logit_error(first: np.ndarray, second: np.ndarray) -> float:
     known = np.isfinite(first) & np.isfinite(second) & (uncertain > UNCERTAIN)
     if known.sum() < FEWEST_UNCERTAIN:
         return float("nan")
-    return float(np.median(np.abs(first - second)[known] / uncertain[known]))
+    return float(np.median(np.abs(first[known] - second[known]) / uncertain[known]))
 
 
 def explained_by_logprob(first: np.ndarray, second: np.ndarray) -> float:
