@@ -6,7 +6,6 @@ RUN/eval.jsonl (controller) ──┤
 RUN/logs/*/*.log (all) ───────┘
 """
 
-import math
 import re
 import time
 from contextlib import suppress
@@ -114,10 +113,8 @@ class Observer:
         new = by_step(self._metrics.new())
         self.rows |= new
         self.steps_made += len(new)
-        replayed = min(new, default=math.inf) <= self.health.step
-        self.health = Health() if replayed else self.health
-        for step in sorted(self.rows if replayed else new):
-            self.health.add(self.rows[step])
+        for step in sorted(step for step in new if step > self.health.step):  # a replayed step is the same again
+            self.health.add(new[step])
         self.evaluations |= scores(self._eval.new())
         with suppress(OSError, msgspec.DecodeError):  # not written yet, or malformed: keep the last one
             self.status = msgspec.json.decode(self._rundir.status.read_bytes(), type=Status)

@@ -23,7 +23,7 @@ from megarl.core.journal.records import Admitted, Finished
 from megarl.core.recipe import Recipe, from_tree
 from megarl.lab.report import charts, report
 from megarl.lab.scaling.extrapolate import forecast
-from megarl.run import summary, view
+from megarl.run import status, summary, view
 from megarl.run.observe import Observer
 from tests.summaries import WORDS, recomputed
 
@@ -139,7 +139,9 @@ def test_a_run_on_its_course_has_no_picture_of_alarms(write_run: Callable[[int],
     assert "Signals off their course" not in rundir.report.read_text()
 
 
-def test_an_exploited_reward_is_shown_wherever_warnings_are(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+def test_an_exploited_reward_is_shown_wherever_warnings_are(
+    recipe: Recipe, write_run: Callable[[int], RunDir], capsys: pytest.CaptureFixture[str]
+) -> None:
     rundir = write_run(30)
     scores = {"proxy_score": 2.0, "trusted_score": 0.25, "warning_overoptimisation": 1.0}
     newest = scores | {"trusted_peak_step": 20, "trusted_fall": 0.5, "proxy_rise": 0.7}
@@ -149,7 +151,9 @@ def test_an_exploited_reward_is_shown_wherever_warnings_are(recipe: Recipe, writ
     observer.look()
     values = summary.summarise(recipe, rundir) | {"outcome": "finished", "reason": "all steps done"}
     page = rundir.report.read_text()
+    assert status.health(rundir.path) == 1
     for shown in (
+        capsys.readouterr().out,
         words(view.render(view.Frame(recipe, observer, 1.0, {}, ""))),
         words(summary.render(values, rundir)),
         page,
