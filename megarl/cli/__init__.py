@@ -234,6 +234,14 @@ def status(run: p.RunDirectory) -> int:
 
 
 @app.command()
+def health(run: p.RunDirectory) -> int:
+    """Judge a run by its metrics: which signals left their course, since when, and what to do. Exit status 1: one still has."""
+    from megarl.run.status import health
+
+    return health(run)
+
+
+@app.command()
 def logs(
     run: p.RunDirectory,
     role: Annotated[

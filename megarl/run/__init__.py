@@ -10,6 +10,6 @@ srun.py       the same with steps of a Slurm job                     step.py    
 restart.py    decides what to do when a role dies: a pure state machine   watch.py     finds roles that are alive but stuck
 observe.py    reads the current state from the run's files           view.py      the live view of that state
 closing.py    the end of a run, on screen and on disk                summary.py   the results of a run
-process.py    signals, locks and ports of a command's process       warnings.py  tells from the metrics that a run goes wrong
-status.py     `megarl status`                                       logs.py      `megarl logs`
+process.py    signals, locks and ports of a command's process       health.py    judges by the metrics if a run keeps its course
+status.py     `megarl status`, `megarl health`                      logs.py      `megarl logs`
 """

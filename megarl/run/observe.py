@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from megarl.core.base.rundir import Row, RunDir, by_step, parsed, scores
+from megarl.run.health import Health
 from megarl.run.restart import Role
 
 PROBLEM = re.compile(r" (ERROR|CRITICAL) |^\S*(Error|Exception)\b.*:|^megarl: |CUDA out of memory")
@@ -103,6 +104,7 @@ class Observer:
         self._look_at_logs()
         self._problem: LoggedProblem | None = None  # discard problems of an earlier life
         self.rows = by_step(self._metrics.new())
+        self.health = Health(row for _, row in sorted(self.rows.items()))
         self.evaluations = scores(self._eval.new())
         self.status: Status | None = None
 
@@ -111,6 +113,8 @@ class Observer:
         new = by_step(self._metrics.new())
         self.rows |= new
         self.steps_made += len(new)
+        for step in sorted(step for step in new if step > self.health.step):  # a replayed step is the same again
+            self.health.add(new[step])
         self.evaluations |= scores(self._eval.new())
         with suppress(OSError, msgspec.DecodeError):  # not written yet, or malformed: keep the last one
             self.status = msgspec.json.decode(self._rundir.status.read_bytes(), type=Status)

@@ -1,6 +1,8 @@
 """`megarl status RUN`: the state of a run from its files alone, from any terminal that sees them, while it lives or afterwards.
 
 RUN/summary.json exists ──► the closing summary         else ──► the live view of this moment
+
+`megarl health RUN`: all alarms of the run so far.
 """
 
 import time
@@ -11,9 +13,10 @@ from rich.console import Console
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_json
-from megarl.core.base.rundir import RunDir
+from megarl.core.base.rundir import RunDir, latest_rows, latest_scores
 from megarl.core.recipe import load
 from megarl.run import summary
+from megarl.run.health import Health, overoptimised
 from megarl.run.observe import Observer
 from megarl.run.restart import Role, RoleKind
 from megarl.run.view import Frame, RoleView, clock, render
@@ -42,6 +45,20 @@ def main(run: Path) -> int:
         foot = f"nothing written for {clock(now - last)}: it seems dead; run.resume=auto goes on"
     console.print(render(Frame(recipe, observer, max(0.0, now - began), roles, foot=foot)))
     return 0
+
+
+def health(run: Path) -> int:
+    """Print every alarm with its steps, and over-optimisation; return 1 if anything lasts."""
+    rundir = RunDir.opened(run)
+    judged, scores = Health(latest_rows(rundir.metrics)), latest_scores(rundir.eval)
+    for alarm in judged.history:
+        until = "now" if alarm.until is None else f"{alarm.until - 1}"
+        print(f"steps {alarm.since} to {until}, noticed at {alarm.raised}: {alarm.text}")
+    exploited = overoptimised(scores[-1] if scores else {})
+    print("".join(f"{message}\n" for message in exploited), end="")
+    lasting = [alarm.name for alarm in judged.alarms] + ["over-optimisation"] * bool(exploited)
+    print(f"{judged.step + 1} steps, {len(judged.history)} alarms; now: {', '.join(lasting) or 'healthy'}")
+    return int(bool(lasting))
 
 
 def roles_of(rundir: RunDir) -> tuple[dict[Role, RoleView], float]:

@@ -6,7 +6,6 @@ metrics.jsonl, eval.jsonl, logs/supervisor.jsonl ──► summarise() ──►
 import bisect
 import math
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -16,7 +15,7 @@ from rich.text import Text
 from megarl.core.base.rundir import Row, RunDir, latest_rows, latest_scores
 from megarl.core.evaluation.forecast import words
 from megarl.core.recipe import Recipe
-from megarl.run import warnings
+from megarl.run.health import Health, overoptimised
 
 
 def summarise(recipe: Recipe, rundir: RunDir) -> Row:
@@ -58,7 +57,7 @@ def summarise(recipe: Recipe, rundir: RunDir) -> Row:
         "versions_per_rollout": mean(rows, "versions_per_rollout"),
         **{name: mean(rows[-20:], name) for name in ("truncation_rate", "interruption_rate", "format_error_rate")},
         "void_groups": _total(rows, "void_groups"),
-        "warnings": warnings.words(partial(mean, rows[-20:]), recipe.length.end_of_thinking, last),
+        "warnings": [alarm.text for alarm in Health(rows).alarms] + overoptimised(last),
         "restarts": events.count("restart"),
         "tasks": _by_task(recipe, rows, first, last),
     }

@@ -8,7 +8,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -21,10 +20,10 @@ from rich.text import Text
 from megarl.core.evaluation.forecast import words
 from megarl.core.recipe import Recipe
 from megarl.core.weights import parity
+from megarl.run.health import overoptimised
 from megarl.run.observe import Observer, ServerStatus
 from megarl.run.restart import Role
 from megarl.run.summary import grid, mean, show
-from megarl.run.warnings import words as flagged
 
 BARS = "▁▂▃▄▅▆▇█"
 STYLES = {"lost": "red", "dropped": "red", "restarting": "yellow", "starting": "yellow", "unknown": "yellow"}
@@ -115,15 +114,12 @@ def warnings(frame: Frame) -> list[str]:
     """List what the user should look at."""
     observer = frame.observer
     newest = observer.evaluations[max(observer.evaluations)] if observer.evaluations else {}
-    messages = flagged(partial(recent, observer), frame.recipe.length.end_of_thinking, newest)
-    row = frame.observer.latest
+    messages = [alarm.text for alarm in observer.health.alarms] + overoptimised(newest)
     if observer.status is not None and observer.status.parity:
         messages.append(observer.status.parity)
     teaches_anyway = frame.recipe.has_critic or frame.recipe.teachers
-    if row.get("groups_in_loss") == 0 and not teaches_anyway:
+    if observer.latest.get("groups_in_loss") == 0 and not teaches_anyway:
         messages.append("no group of the last step had both right and wrong answers: nothing was learnt from it")
-    elif row.get("skipped"):
-        messages.append("the last step was skipped: its loss or gradient was not finite (see bad-rollouts.jsonl)")
     return messages
 
 

@@ -133,7 +133,7 @@ def check_step(directory: Path, batch: Batch, recipe: Recipe, what: str) -> None
         dense = not trainer.policy.family.architecture.experts
         assert worst <= (1e-6 if dense and recipe.model.context_parallel == 1 else 2e-6), what
         assert off <= 1e-6, what
-    for name in ("entropy", "ratio_max", "capped_share", "tokens_trained"):
+    for name in ("entropy", "surprise", "ratio_max", "capped_share", "tokens_trained"):
         assert abs(metrics[name] - expected[name]) <= 1e-5 * abs(expected[name]), (
             what,
             name,
@@ -145,6 +145,7 @@ def check_step(directory: Path, batch: Batch, recipe: Recipe, what: str) -> None
     imbalance = {name: value for name, value in metrics.items() if name.startswith("expert_imbalance_layer")}
     assert imbalance.keys() == expected["imbalance"].keys(), what
     assert all(math.isclose(imbalance[n], expected["imbalance"][n], rel_tol=1e-6) for n in imbalance), (what, imbalance)
+    assert math.isclose(metrics.get("expert_unused_share", 0.0), expected["unused"], abs_tol=1e-9), what
 
 
 def check_balancing(directory: Path, recipe: Recipe, what: str) -> None:

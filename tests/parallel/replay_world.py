@@ -5,6 +5,7 @@
 """
 
 import dataclasses
+import math
 import os
 import sys
 from pathlib import Path
@@ -81,7 +82,10 @@ def check_forced(recipe: Recipe, model: Path, what: str) -> list[TrainSequence]:
     expected = torch.load(model.with_suffix(".pt"), weights_only=False)
     trainer = start(recipe)
     check_scores(trainer, model, expected["scored"], what)
-    loss, gradients = step(trainer, sequences)
+    metrics = trainer.policy.forward_backward(sequences)
+    loss, gradients = metrics["loss"], full_gradients(trainer.policy)
+    told = sum(len(s.experts) for s in sequences if s.experts is not None) / sum(map(len, sequences))
+    assert math.isclose(metrics["routing_replayed"], told, rel_tol=1e-6), (what, metrics["routing_replayed"], told)
     assert gradients.keys() == expected["gradients"].keys()
     worst = max(difference(gradients[n], g, expected["gradients"]) for n, g in expected["gradients"].items())
     off = abs(loss - expected["loss"]) / expected["magnitude"]
@@ -139,6 +143,8 @@ def check_recomputed(recipe: Recipe, model: Path, sequences: list[TrainSequence]
     once = step(start(recipe), sequences)
     full = recipe.model_copy(update={"learner": recipe.learner.model_copy(update={"recompute": "full"})})
     assert same(step(start(full), sequences), once)
+    shares = {start(each).policy.forward_backward(sequences)["routing_replayed"] for each in (recipe, full)}
+    assert len(shares) == 1, "what is computed again was replayed once"
 
 
 def same(a: tuple[float, dict[str, torch.Tensor]], b: tuple[float, dict[str, torch.Tensor]]) -> bool:

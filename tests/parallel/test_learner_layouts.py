@@ -64,7 +64,7 @@ def scalerl_by_transformers(model: Any, batch: Batch, path: Path) -> dict[str, o
     deviation = float(np.std([c for values in centred.values() for c in values]))
     loss = torch.zeros((), dtype=torch.float64)
     magnitude = 0.0
-    entropies, ratios, sequences, logprobs = [], [], [], []
+    entropies, surprises, ratios, sequences, logprobs = [], [], [], [], []
     routed: dict[int, torch.Tensor] = {}
     for group in groups:
         tokens_of_group = sum(r.trained_tokens for r in group.rollouts)
@@ -80,6 +80,7 @@ def scalerl_by_transformers(model: Any, batch: Batch, path: Path) -> dict[str, o
             terms = -ratio.clamp(max=CAP) * (centre / deviation) * logp
             loss = loss + terms[trained].sum() / tokens_of_group / len(groups)
             magnitude += float(terms[trained].abs().sum()) / tokens_of_group / len(groups)
+            surprises.append(-logp.detach()[trained])
             entropies.append(-(distribution.exp() * distribution).sum(-1).detach()[trained])
             ratios.append(ratio[trained])
             sequences.append(ids.numpy().astype(np.int32))
@@ -94,7 +95,9 @@ def scalerl_by_transformers(model: Any, batch: Batch, path: Path) -> dict[str, o
         "imbalance": {
             f"expert_imbalance_layer_{layer}": float(tokens.max() / tokens.mean()) for layer, tokens in routed.items()
         },
+        "unused": float(np.mean([(tokens == 0).double().mean() for tokens in routed.values()] or [0.0])),
         "entropy": float(torch.cat(entropies).mean()),
+        "surprise": float(torch.cat(surprises).mean()),
         "ratio_max": float(ratio.max()),
         "capped_share": float((ratio >= CAP).double().mean()),
         "tokens_trained": float(len(ratio)),

@@ -180,9 +180,11 @@ def batch_statistics(batch: Batch) -> dict[str, float]:
     more = {f"reward/{name}": _mean([r.rewards[name] for r in rollouts if name in r.rewards]) for name in names}
     if apart := [(r.logprobs - r.teacher_logprobs)[r.trained] for r in rollouts if r.teacher_logprobs is not None]:
         more["kl_teacher"] = _mean(np.concatenate(apart))
+    rewards = np.array([r.reward for r in rollouts])
     return {
         "pass_rate_train": _mean(correct),
-        "reward_mean": _mean([r.reward for r in rollouts]),
+        "reward_mean": _mean(rewards),
+        "reward_gap": _mean(rewards[correct]) - _mean(rewards[~correct]),
         "zero_variance_share": 1 - _mean(varied),
         "groups_in_loss": float(sum(varied)),
         "void_groups": float(len(batch.groups) - len(groups)),

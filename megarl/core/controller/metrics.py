@@ -77,7 +77,7 @@ def _rates(then: Mark, now: Mark) -> dict[int, np.ndarray]:
 
 
 OF_EACH_TASK = (
-    "pass_rate_train", "reward_mean", "zero_variance_share", "groups_in_loss", "void_groups", "truncation_rate",
+    "pass_rate_train", "reward_mean", "reward_gap", "zero_variance_share", "groups_in_loss", "void_groups", "truncation_rate",
     "interruption_rate", "format_error_rate", "grader_timeout_rate", "grader_error_rate", "completion_tokens_mean",
     "completion_tokens_right_mean", "completion_tokens_wrong_mean", "generated_tokens",
 )  # fmt: skip

@@ -185,7 +185,7 @@ class Parity:
         ]
         measurement = Measurement.of(result.version, each, result.choices, result.differing)
         assert measurement is not None
-        self._latest = measurement.metrics()
+        self._latest = self._judge.metrics(measurement)
         verdict = self._judge.judge(measurement)
         if verdict.warning and verdict.warning != self.warning:
             log.warning("%s", verdict.warning)

@@ -22,6 +22,7 @@ The balancing loss is megatron's (Switch Transformer, arXiv 2101.03961, eq. 4), 
 its share of the step's tokens, so that a step's balancing gradient does not grow with the number of micro-batches.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -43,10 +44,12 @@ TopK = Callable[[Tensor, int, int | None, int | None], tuple[Tensor, Tensor]]
 
 
 class PartialReplay(RouterReplay):
-    """Fills targets of -1 with the router's own choice, once; backward replays the filled ones. counts [2] int64: if set, keep
-    to the router's own choice, and count compared tokens and those with another set of experts."""
+    """Fills targets of -1 with the router's own choice, once; backward replays the filled ones. replayed [] int64: choices
+    taken from targets so far. counts [2] int64: if set, keep to the router's own choice, and count compared tokens and those
+    with another set of experts."""
 
     target_topk_idx: Tensor
+    replayed: Tensor
     counts: Tensor | None = None
 
     def get_replay_topk(
@@ -60,6 +63,7 @@ class PartialReplay(RouterReplay):
                 same = (own.unsqueeze(-1) == target.unsqueeze(-2)).any(-1).all(-1)
                 self.counts += torch.stack([known.sum(), (known & ~same).sum()])
                 return probabilities, own
+            self.replayed += (target >= 0).all(-1).sum()
             self.target_topk_idx = torch.where(target < 0, own, target)
             self.replay_backward_list[-1] = self.target_topk_idx
         return super().get_replay_topk(scores, topk, num_groups, group_topk, compute)
@@ -71,12 +75,14 @@ class Replay:
     def __init__(self, chunks: Sequence[GPTModel], expert_layers: Sequence[int]) -> None:
         """Give every router of the chunks a replay. expert_layers: of the whole model, counted from 0."""
         config = chunks[0].config
+        self._replayed = torch.zeros((), dtype=torch.int64, device=next(chunks[0].parameters()).device)
         self.compares, self._chosen, self._sharded = False, config.moe_router_topk, config.sequence_parallel
         self._columns: list[list[tuple[int, PartialReplay]]] = []
         for chunk in chunks:
             self._columns.append([])
             for layer, router in _routers(chunk):
                 router.router_replay = PartialReplay()
+                router.router_replay.replayed = self._replayed
                 self._columns[-1].append((expert_layers.index(layer), router.router_replay))
 
     @contextmanager
@@ -106,6 +112,13 @@ class Replay:
             for router in routers:
                 router.counts = None
 
+    def metrics(self, choices: float) -> dict[str, float]:
+        """Return the share of a step's `choices` (of all ranks) that was replayed. COLLECTIVE over all ranks."""
+        dist.all_reduce(self._replayed)
+        share = self._replayed.item() / choices if choices else math.nan
+        self._replayed.zero_()
+        return {"routing_replayed": share}
+
     def close(self) -> None:
         """Forget what was replayed in a step."""
         for routers in self._columns:
@@ -123,6 +136,7 @@ class ExpertLoad:
         self._sharded = config.sequence_parallel
         self._tokens = torch.zeros(config.num_layers, config.num_moe_experts, device=device)
         self._step_tokens = 0
+        self._topk, self.choices = config.moe_router_topk, 0.0  # of all layers and ranks in the latest step
         # For each router of a chunk, the coefficients of the micro-batches that it has not seen with gradients yet.
         self._waiting: dict[GPTModel, list[deque[float]]] = {chunk: [] for chunk in chunks}
         self._biases: list[tuple[int, Tensor]] = []
@@ -150,14 +164,18 @@ class ExpertLoad:
         return _own_part(micro.padding, 1) if self._sharded and not chunk.pre_process else micro.padding
 
     def metrics(self) -> dict[str, float]:
-        """Return the step's imbalance, the same on all ranks. COLLECTIVE over all of them."""
+        """Return the step's imbalance and unused experts, the same on all ranks. COLLECTIVE over all of them."""
         dist.all_reduce(self._tokens)
+        used = {layer: tokens for layer, tokens in enumerate(self._tokens.tolist()) if sum(tokens)}
+        self.choices = sum(map(sum, used.values())) / self._topk
         imbalance = {
-            f"expert_imbalance_layer_{layer}": max(tokens) * len(tokens) / sum(tokens)
-            for layer, tokens in enumerate(self._tokens.tolist())
-            if sum(tokens)
+            f"expert_imbalance_layer_{layer}": max(tokens) * len(tokens) / sum(tokens) for layer, tokens in used.items()
         }
-        return imbalance | {"expert_imbalance_max": max(imbalance.values(), default=1.0)}
+        unused = [tokens.count(0) / len(tokens) for tokens in used.values()]
+        return imbalance | {
+            "expert_imbalance_max": max(imbalance.values(), default=1.0),
+            "expert_unused_share": sum(unused) / len(unused) if unused else math.nan,
+        }
 
     def balance(self) -> None:
         """Move the routers' biases by the step's tokens. After `metrics`, which sums them over all ranks."""

@@ -57,7 +57,7 @@ class PolicyModel(TrainedNetwork):
         self.replays = recipe.model.moe.routing_replay
         self.head = self.lm_head(1.0 if supervised else recipe.sampling.temperature)
         self._loss = terms.cross_entropy if supervised else policy_loss(recipe.loss, recipe.reference)
-        self.metric_names = ("entropy", *terms.metric_names(self._loss))
+        self.metric_names = ("entropy", "surprise", *terms.metric_names(self._loss))
         shared = recipe.model.context_parallel > 1
         self._sharing_sequences = parallel_state.get_context_parallel_group() if shared else None
 
@@ -65,10 +65,13 @@ class PolicyModel(TrainedNetwork):
         logp, entropy = output
         here = (micro.behaviour, micro.reference, micro.advantage, entropy, micro.counted, micro.here, micro.lengths)
         losses, metrics = self._loss(Tokens(logp, *here, self._sharing_sequences))
-        return losses, {"entropy": entropy} | metrics
+        return losses, {"entropy": entropy, "surprise": -logp} | metrics
 
     def forward_backward(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
-        return terms.with_effective_sample_size(super().forward_backward(sequences))
+        metrics = terms.with_effective_sample_size(super().forward_backward(sequences))
+        if self.replay and self.replays and self.expert_load:
+            metrics |= self.replay.metrics(self.expert_load.choices)
+        return metrics
 
 
 class Trainer:

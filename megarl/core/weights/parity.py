@@ -14,6 +14,7 @@ neighbouring pair differs for one cause:
 `total` is behaviour against learner, which is what the importance ratio sees. Whether weights arrived, checksums tell.
 """
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -204,6 +205,7 @@ class ParityJudge:
         self._fp32_heads = {"server": served_head, "learner": learner_head}
         self._in_a_row: dict[Broken, int] = {}
         self._suspects: dict[int | None, list[Measurement]] = {}
+        self._newest: deque[Measurement] = deque(maxlen=LASTING)
 
     def judge(self, measurement: Measurement) -> ParityVerdict:
         """Return the verdict on the publications so far; `measurement` is from the latest."""
@@ -223,11 +225,33 @@ class ParityJudge:
         worst = max(lasting or at_once or excess, key=excess.__getitem__)
         return ParityVerdict(self._text(worst, measurement), bool(lasting or at_once))
 
+    def metrics(self, measurement: Measurement) -> dict[str, float]:
+        """Return the metrics of a publication, and of the last LASTING together the signs for `named_cause`."""
+        self._newest.append(measurement)
+        pooled = _joined([m.scores for m in self._newest])
+        same, line, _ = _signs(pooled, "kernels")
+        served, learner = pooled.pair("kernels")
+        early, late = np.quantile(pooled.position, (1 / 3, 2 / 3))
+        thirds = pooled.position <= early, pooled.position >= late
+        first, last = (logit_error(served[third], learner[third]) for third in thirds)
+        servers = [measurement, *map(measurement.of_server, np.unique(measurement.scores.server).tolist())]
+        errors = {c: [logit_error(*m.scores.pair(c)) for m in servers] for c in ("kernels", "decode")}
+        signs = {f"parity_logit/{cause}": float(np.fmax.reduce(values)) for cause, values in errors.items()}
+        signs |= {"parity_same_bits": same, "parity_line": line, "parity_growth": last / first if first else 1.0}
+        signs |= self._grids(measurement)
+        return measurement.metrics() | {name: sign for name, sign in signs.items() if not np.isnan(sign)}
+
+    def _grids(self, m: Measurement) -> dict[str, float]:
+        """Return the share of logits on the grid of `dtype`, by side, where the head should be FP32; nan for too few."""
+        gaps = {"server": m.scores.served_gap, "learner": m.scores.learner_gap}
+        judged = {side: gap for side, gap in gaps.items() if self._dtype != "fp32" and self._fp32_heads[side]}
+        return {f"parity_grid/{side}": grid_share(gap, self._dtype) for side, gap in judged.items()}
+
     def _excesses(self, m: Measurement) -> Iterator[tuple[str, float]]:
         """Yield what is broken, and by which factor it exceeds its limit; 1 for a head or routing, which is broken or not."""
-        for side, gap in (("server", m.scores.served_gap), ("learner", m.scores.learner_gap)):
-            if self._dtype != "fp32" and self._fp32_heads[side] and grid_share(gap, self._dtype) > GRID_LIMIT:
-                yield f"{side} head", 1.0
+        for name, share in self._grids(m).items():
+            if share > GRID_LIMIT:
+                yield f"{name.removeprefix('parity_grid/')} head", 1.0
         for cause in ("kernels", "decode"):
             d = m.distribution(cause)
             if d is not None and d.tokens >= FEWEST_TOKENS:
@@ -284,6 +308,8 @@ def grid_share(gap: np.ndarray, dtype: str) -> float:
     return float(np.mean(np.abs(steps - np.round(steps)) < GRID_TOLERANCE))
 
 
+UNCERTAIN, FEWEST_UNCERTAIN = 1e-3, 8
+"""Least 1 - p of a token that shows a logit's error beside the rounding of log-probs, and how many of them are enough."""
 SAME_BITS_LIMIT, TEMPERATURE_LIMIT, POSITION_LIMIT = 0.5, 0.35, 1.5
 
 
@@ -296,32 +322,57 @@ def likely_cause(measurements: Sequence[Measurement], limits: ParityLimits, what
     routing        more choices of experts differ than rounding explains
     dtype          none of these: noise that is everywhere alike
     """
-    scores = _joined([m.scores for m in measurements])
+    same, line, growth = _signs(_joined([m.scores for m in measurements]), what)
+    choices = sum(m.choices for m in measurements)
+    routing = sum(m.differing for m in measurements) / choices if choices else 0.0
+    signs = {"parity_same_bits": same, "parity_line": line, "parity_growth": growth}
+    return (
+        f"{named_cause(signs, routing > limits.routing, what == 'decode')} (same bits at two versions: {same:.0%}; explained "
+        f"by the log-prob: {line:.0%}; last third of positions over first: {growth:.2g}; experts that differ: {routing:.1%})"
+    )
+
+
+def _signs(scores: RolloutScores, what: str) -> tuple[float, float, float]:
+    """Return the share of same bits at two versions, of variance on a line through the log-prob, and growth along sequences."""
     decoding = what == "decode"
     first, second = scores.pair("decode" if decoding else "kernels")
     earlier, later = scores.pair("staleness")
     known = ~(np.isnan(earlier) | np.isnan(later))
     same = float(np.mean(earlier[known] == later[known])) if known.any() and not decoding else 0.0
-    line = explained_by_logprob(first, second)
     growth = 1.0 if decoding else growth_along_sequence(first, second, scores.position)
-    choices = sum(m.choices for m in measurements)
-    routing = sum(m.differing for m in measurements) / choices if choices else 0.0
-    if same > SAME_BITS_LIMIT:
-        cause = "stale server: its scores did not change with the last publications, so it computes with older weights"
-    elif line > TEMPERATURE_LIMIT:
-        cause = "temperature: one side divides its logits by another temperature, or scales them"
-    elif growth > POSITION_LIMIT:
-        cause = "RoPE: differences grow along the sequence; compare rope_theta, rope_scaling, positions of both sides"
-    elif routing > limits.routing:
-        cause = "routing: the sides choose different experts; compare router weights, biases and their precision"
-    elif decoding:
-        cause = "dtype: the server's cache or decoding kernel has less precision than its prefill (kv_cache_dtype)"
-    else:
-        cause = "dtype: one side computes in less precision than model.dtype, or with another kernel or epsilon"
-    return (
-        f"{cause} (same bits at two versions: {same:.0%}; explained by the log-prob: {line:.0%}; last third of positions over "
-        f"first: {growth:.2g}; experts that differ: {routing:.1%})"
-    )
+    return same, explained_by_logprob(first, second), growth
+
+
+def named_cause(signs: Mapping[str, float], routing: bool, decoding: bool = False) -> str:
+    """Return the likeliest cause of a difference. signs: metrics of a row; routing: too many choices of experts differ."""
+    for side in ("server", "learner"):
+        if signs.get(f"parity_grid/{side}", 0.0) > GRID_LIMIT:
+            return f"one-sided head: logits of the {side} lie on the grid of low-precision numbers, and should be FP32"
+    if signs.get("parity_same_bits", 0.0) > SAME_BITS_LIMIT:
+        return "stale server: its scores did not change with the last publications, so it computes with older weights"
+    if signs.get("parity_line", 0.0) > TEMPERATURE_LIMIT:
+        return "temperature: one side divides its logits by another temperature, or scales them"
+    if signs.get("parity_growth", 1.0) > POSITION_LIMIT:
+        return "RoPE: differences grow along the sequence; compare rope_theta, rope_scaling, positions of both sides"
+    if routing:
+        return "routing: the sides choose different experts; compare router weights, biases and their precision"
+    if decoding:
+        return "dtype: the server's cache or decoding kernel has less precision than its prefill (kv_cache_dtype)"
+    return "dtype: one side computes in less precision than model.dtype, or with another kernel or epsilon"
+
+
+def logit_error(first: np.ndarray, second: np.ndarray) -> float:
+    """Return how far logits are off, from log-probs [n] of the same tokens: the median of |difference| / (1 - p) over tokens of
+    which the policy is not certain; nan for too few.
+
+    An error e of a token's logit moves its log-prob by (1 - p) e. So this does not change as the policy grows certain, which
+    lets the mean fall and scatter, and a few tokens that other experts computed do not move it.
+    """
+    uncertain = -np.expm1(np.minimum(second, 0.0, dtype=np.float64))
+    known = np.isfinite(first) & np.isfinite(second) & (uncertain > UNCERTAIN)
+    if known.sum() < FEWEST_UNCERTAIN:
+        return float("nan")
+    return float(np.median(np.abs(first[known] - second[known]) / uncertain[known]))
 
 
 def explained_by_logprob(first: np.ndarray, second: np.ndarray) -> float:

@@ -17,13 +17,13 @@ from typing import Any
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from megarl.core.base.rundir import Endpoints, RunDir, append_jsonl, by_step, read_jsonl, writing
+from megarl.core.base.rundir import Endpoints, RunDir, append_jsonl, by_step, latest_rows, writing
 from megarl.core.recipe import Recipe
 from megarl.core.telemetry.names import tag
 from megarl.lab.monitoring.prometheus import LearnerMetrics, serve
 from megarl.lab.monitoring.wandb_writer import WandbWriter
+from megarl.run.health import Health
 from megarl.run.observe import Tail
-from megarl.run.warnings import flags
 
 
 class MetricsWriter:
@@ -31,7 +31,8 @@ class MetricsWriter:
 
     def __init__(self, recipe: Recipe, rundir: RunDir, endpoints: Endpoints) -> None:
         self._path = rundir.metrics
-        self._last_step = max(by_step(read_jsonl(rundir.metrics)), default=-1)
+        self._health = Health(latest_rows(rundir.metrics))
+        self._last_step = self._health.step
         self._writers: list[Board | WandbWriter] = [Board(rundir.tensorboard)]
         if recipe.monitor.wandb.project:
             self._writers.append(WandbWriter(recipe, rundir))
@@ -41,7 +42,10 @@ class MetricsWriter:
         self._evaluations.new()  # an earlier life has written those
 
     def row(self, row: dict[str, Any]) -> None:
-        row = row | flags(row)
+        if row["step"] <= self._health.step:
+            self._health = Health(before for before in latest_rows(self._path) if before["step"] < row["step"])
+        self._health.add(row)
+        row = row | self._health.metrics()
         append_jsonl(self._path, row)
         self._latest.add(row)
         if row["step"] <= self._last_step:

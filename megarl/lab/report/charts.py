@@ -18,6 +18,7 @@ from megarl.lab.pictures import BLUE, COLORS, GREEN, GREY, ORANGE, RED, drawing,
 from megarl.lab.scaling.extrapolate import predict
 from megarl.lab.scaling.fit import fit
 from megarl.lab.scaling.points import PointColumns, curve_of_run
+from megarl.run.health import Alarm, Health
 
 MOST_POINTS, CURVE_POINTS, TIME_POINTS = 400, 60, 120
 
@@ -179,8 +180,22 @@ def parity(axes: Axes, rows: list[Row]) -> bool:
     return drawn or bool(same)
 
 
+def alarms(axes: Axes, history: Sequence[Alarm], steps: int) -> bool:
+    """Draw when each signal was off its course, a bar from the first step to the last; a mark where it was noticed."""
+    names = list(dict.fromkeys(alarm.name for alarm in history))[::-1]
+    for alarm in history:
+        y, end = names.index(alarm.name), alarm.until or steps
+        axes.barh(y, end - alarm.since, left=alarm.since, height=0.5, color=ORANGE if alarm.until else RED)
+        axes.plot(alarm.raised, y, "|", color="black", markersize=10)
+    axes.set(xlabel="step", xlim=(0, steps), yticks=range(len(names)), yticklabels=[n.replace("_", " ") for n in names])
+    axes.set_ylim(-0.6, max(len(names), 4) - 0.4)
+    axes.set_axisbelow(True)
+    return bool(history)
+
+
 def pictures(recipe: Recipe, rows: list[Row], timed: list[Row], evaluations: list[Row]) -> Sequence[str]:
     """Return all SVGs of the report, in reading order, without empty ones. `timed`: rows whose times are meaningful."""
+    history = Health(rows).history
 
     def lag(axes: Axes) -> bool:
         names = {"lag_max": "largest", "lag_mean": "mean", "window": "window, batches"}
@@ -211,6 +226,7 @@ def pictures(recipe: Recipe, rows: list[Row], timed: list[Row], evaluations: lis
         svg(lambda a: pass_rate_against(a, rows, evaluations, "step"), "Pass rate, by step"),
         svg(lambda a: pass_rate_against(a, rows, evaluations, "compute_hours"), "Pass rate, by compute"),
         *(by_tasks if len(tasks) > 1 else ()),
+        svg(lambda a: alarms(a, history, len(rows)), "Signals off their course (megarl health)"),
         svg(lambda a: lines(a, evaluations, beside), "Reward and trusted score of held-out prompts"),
         plain("Turns of an episode", {"turns_mean": "mean"}),
         plain("Entropy of trained tokens, nats", {"entropy": "entropy"}),

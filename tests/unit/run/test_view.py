@@ -166,10 +166,11 @@ def test_warnings(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
         )
     rundir.status.write_text(json.dumps({"time": time.time(), "parity": "version 59: both sides differ by 0.09"}))
     said = " ".join(warnings(frame(recipe, rundir)))
-    assert "12% of the answers are cut off" in said
-    assert "effective sample size is 8%" in said
+    assert "truncation (0.12 on average, limit 0.1): answers are cut off" in said
+    assert "sample size (0.08 on average, limit 0.1)" in said
     assert "0.09" in said
     assert "not finite" in said
+    assert "truncation (0.12 on average" in text(frame(recipe, rundir))
     append_jsonl(rundir.metrics, {"step": 60, "skipped": 1.0, "groups_in_loss": 0.0})
     assert "nothing was learnt" in " ".join(warnings(frame(recipe, rundir)))
     taught = recipe.model_copy(update={"teacher": Teacher(path="t", coefficient=1.0)})

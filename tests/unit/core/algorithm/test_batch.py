@@ -198,6 +198,7 @@ def test_statistics_of_a_mixed_batch():
     found = batch_statistics(MIXED)
     assert found["pass_rate_train"] == pytest.approx(5 / 7)  # of all graded rollouts, without variance too
     assert found["reward_mean"] == pytest.approx(3 / 7)
+    assert found["reward_gap"] == 2
     assert found["zero_variance_share"] == pytest.approx(1 / 3)
     assert found["groups_in_loss"] == 2
     assert found["void_groups"] == 1
@@ -218,6 +219,7 @@ def test_statistics_of_a_batch_that_is_void_throughout():
     assert found["void_groups"] == 1
     assert found["lag_max"] == found["generated_tokens"] == 0
     assert math.isnan(found["pass_rate_train"])
+    assert math.isnan(found["reward_gap"])
 
 
 def scored(batch: Batch) -> Batch:

@@ -3,6 +3,7 @@
 That the limits hold for real kernels, and that real faults break them, is measured on the real stack (benchmarks/README.md).
 """
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,8 @@ from megarl.core.weights.parity import (
     explained_by_logprob,
     grid_share,
     growth_along_sequence,
+    logit_error,
+    named_cause,
     shown,
 )
 
@@ -75,6 +78,48 @@ def test_a_distribution_is_that_of_the_absolute_differences() -> None:
     assert found.share == pytest.approx((size > 0.1).mean())
     for name, q in (("p50", 0.5), ("p99", 0.99), ("p999", 0.999)):
         assert vars(found)[name] == np.quantile(size, q, method="higher")
+
+
+def test_the_error_of_logits_does_not_depend_on_how_certain_the_policy_is() -> None:
+    """Logits with noise of .01, by a distribution that is flat and by one that is sharp; a tenth of the tokens far off."""
+    rng = np.random.default_rng(3)
+    found = []
+    for spread in (1.0, 8.0):
+        logits = spread * rng.normal(size=(4000, 10))
+        noisy = logits + rng.normal(size=logits.shape) * 0.01
+        noisy[::10] += 5 * rng.normal(size=(400, 10))
+        first, second = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (logits, noisy))
+        tokens = np.array([rng.choice(10, p=np.exp(row)) for row in first])
+        pair = (first[np.arange(4000), tokens], second[np.arange(4000), tokens])
+        found.append((logit_error(*pair), np.abs(pair[1] - pair[0]).mean()))
+    (flat, flat_mean), (sharp, sharp_mean) = found
+    assert flat == pytest.approx(0.01 * 0.6745, rel=0.5)
+    assert 0.6 < sharp / flat < 1.6
+    assert sharp_mean > 10 * sharp, "the mean is that of the few"
+    assert flat_mean > 10 * flat
+    assert math.isnan(logit_error(np.full(99, -1e-9), np.full(99, -1e-5))), "certain of all"
+    assert logit_error(np.full(99, -1.0), np.full(99, -1.0)) == 0
+
+
+def test_a_row_has_the_signs_that_tell_causes_apart() -> None:
+    judged = judge()
+    row = judged.metrics(measured(3, scores()))
+    assert {
+        "parity_logit/kernels",
+        "parity_same_bits",
+        "parity_line",
+        "parity_growth",
+        "parity_grid/server",
+    } <= row.keys()
+    assert row["parity_same_bits"] < 0.1
+    assert named_cause(row, routing=False).startswith("dtype")
+    of_four = np.arange(N) % 4  # one of four servers is off
+    off = scores()
+    off = replace(off, server=of_four, served=np.where(of_four == 2, off.served + 1.0, off.served))
+    assert judge().metrics(measured(3, off))["parity_logit/kernels"] > 10 * row["parity_logit/kernels"]
+    for _ in range(3):
+        row = judged.metrics(measured(4, scores(served=scores().learner * 1.2)))
+    assert named_cause(row, routing=False).startswith("temperature")
 
 
 def test_k3_estimates_the_kl_divergence() -> None:

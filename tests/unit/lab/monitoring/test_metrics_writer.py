@@ -8,10 +8,11 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, append_jsonl, latest_rows
-from megarl.core.recipe import Recipe
+from megarl.core.recipe import Recipe, dump
 from megarl.core.telemetry.names import tag
 from megarl.lab.monitoring.metrics import MetricsWriter
-from megarl.run.observe import Tail
+from megarl.run import status
+from megarl.run.observe import Observer, Tail
 
 ENDPOINTS = Endpoints(
     session="s", controller="", servers=(), api_key="u", admin_key="a", link=LinkKeys.new(), rendezvous_port=1
@@ -58,6 +59,38 @@ def test_replay_supersedes(recipe: Recipe, rundir: RunDir) -> None:
     second.close()
     assert [row["loss"] for row in latest_rows(rundir.metrics)] == [1, 1, 2, 2, 2]
     assert board(rundir)["learner/loss"] == [(0, 1), (1, 1), (2, 2), (3, 2), (4, 2)]
+
+
+def test_alarms_are_the_same_live_after_a_restart_and_afterwards(
+    recipe: Recipe, rundir: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rundir.recipe.write_text(dump(recipe))
+    observer = Observer(rundir)
+    for steps in (range(33), range(30, 60)):  # the second life begins with a replay
+        writer = MetricsWriter(recipe, rundir, ENDPOINTS)
+        for step in steps:
+            writer.row({"step": step, "grad_norm": 100.0 if 31 <= step < 45 else 1.0})
+            if step % 3 == 0:
+                observer.look()
+        writer.close()
+    observer.look()
+    rows = latest_rows(rundir.metrics)
+    ill = [row["step"] for row in rows if row.get("alarm/grad_norm")]
+    assert ill == [row["step"] for row in rows if not row["health"]]
+    assert 33 == ill[0] < 45 < ill[-1] < 59, "the third step far off raises it; it goes when the signal has come back"
+    (alarm,) = observer.health.history
+    assert (alarm.since, alarm.raised, alarm.until) == (31, 33, ill[-1] + 1)
+    assert board(rundir)["health/health"][33] == (33, 0)
+    assert status.health(rundir.path) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(
+        f"steps 31 to {ill[-1]}, noticed at 33: grad norm (100 since step 31, 1 before): gradients have"
+    )
+    assert said.endswith("60 steps, 1 alarms; now: healthy\n")
+    for step in range(60, 63):
+        append_jsonl(rundir.metrics, {"step": step, "grad_norm": 1e9})
+    assert status.health(rundir.path) == 1
+    assert "now: grad_norm\n" in capsys.readouterr().out
 
 
 def test_tag() -> None:

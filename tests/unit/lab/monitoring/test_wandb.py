@@ -83,8 +83,8 @@ def test_rows_and_evaluations_under_the_names_of_tensorboard(
     writer.row({"step": 1, "loss": 0.25})
     writer.close()
     assert fake.logged == [
-        {"run/step": 0, "learner/loss": 0.5, "step": 0},
-        {"run/step": 1, "learner/loss": 0.25, "step": 1},
+        {"run/step": 0, "learner/loss": 0.5, "health/health": 1.0, "step": 0},
+        {"run/step": 1, "learner/loss": 0.25, "health/health": 1.0, "step": 1},
         {"eval/pass_rate": 0.25, "step": 1},
     ]
     assert fake.finished == 1

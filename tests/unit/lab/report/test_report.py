@@ -23,7 +23,7 @@ from megarl.core.journal.records import Admitted, Finished
 from megarl.core.recipe import Recipe, from_tree
 from megarl.lab.report import charts, report
 from megarl.lab.scaling.extrapolate import forecast
-from megarl.run import summary, view
+from megarl.run import status, summary, view
 from megarl.run.observe import Observer
 from tests.summaries import WORDS, recomputed
 
@@ -126,12 +126,22 @@ def test_a_run_of_malformed_answers_says_why(recipe: Recipe, write_run: Callable
     for row in latest_rows(rundir.metrics):
         append_jsonl(rundir.metrics, row | {"format_error_rate": 1.0})
     values = summary.summarise(recipe, rundir) | {"outcome": "finished", "reason": "all steps done"}
-    assert "all answers are malformed and count as wrong" in words(summary.render(values, rundir))
+    assert "malformed (1 on average, limit 0.5): most answers are malformed" in words(summary.render(values, rundir))
     report.write_report(rundir)
-    assert "have no &lt;/think&gt; (length.end_of_thinking)" in rundir.report.read_text()
+    page = rundir.report.read_text()
+    assert "no length.end_of_thinking with an answer behind it" in page
+    assert "Signals off their course" in page
 
 
-def test_an_exploited_reward_is_shown_wherever_warnings_are(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+def test_a_run_on_its_course_has_no_picture_of_alarms(write_run: Callable[[int], RunDir]) -> None:
+    rundir = write_run(50)
+    report.write_report(rundir)
+    assert "Signals off their course" not in rundir.report.read_text()
+
+
+def test_an_exploited_reward_is_shown_wherever_warnings_are(
+    recipe: Recipe, write_run: Callable[[int], RunDir], capsys: pytest.CaptureFixture[str]
+) -> None:
     rundir = write_run(30)
     scores = {"proxy_score": 2.0, "trusted_score": 0.25, "warning_overoptimisation": 1.0}
     newest = scores | {"trusted_peak_step": 20, "trusted_fall": 0.5, "proxy_rise": 0.7}
@@ -141,7 +151,9 @@ def test_an_exploited_reward_is_shown_wherever_warnings_are(recipe: Recipe, writ
     observer.look()
     values = summary.summarise(recipe, rundir) | {"outcome": "finished", "reason": "all steps done"}
     page = rundir.report.read_text()
+    assert status.health(rundir.path) == 1
     for shown in (
+        capsys.readouterr().out,
         words(view.render(view.Frame(recipe, observer, 1.0, {}, ""))),
         words(summary.render(values, rundir)),
         page,

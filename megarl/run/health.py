@@ -1,0 +1,313 @@
+"""Health: whether a run keeps its normal course, judged from its rows of metrics alone, and what to do where it does not.
+
+    row ─► each signal's value ─┬─ has a limit from theory:  mean of the last RECENT values beyond it ────────────┐
+                                └─ its own past is the norm: robust z ─► CUSUM above THRESHOLD ───────────────────┴─► Alarm
+
+A CUSUM (Page 1954) adds up by how much z exceeds DRIFT: three steps far off raise an alarm, and so do many a little off; one
+outlier or two, as gradients have, do not. z is the distance to the median of earlier values, in deviations of those that lie
+on its side, at least `noise`; the newest GAP values are not among the earlier ones, so that a change does not hide itself, and
+the others follow the run's slow course. While an alarm lasts its past stands still, for at most RELEARN values: then the new
+course is the norm.
+
+Thresholds were fixed on clean runs, before any faulty one was seen (docs/monitoring.md#health). Nothing here is random, and
+nothing ends a run.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from megarl.core.base.rundir import Row
+from megarl.core.weights import parity
+
+RECENT, FIRST = 5, 3
+"""Values of which a limit judges the mean, and how many are enough for the first judgement."""
+WINDOW, GAP, FEWEST = 30, 5, 10
+"""Earlier values that are the norm, newest values that are not yet among them, and how many are needed to judge."""
+DRIFT, CLIP, THRESHOLD = 2.0, 5.0, 7.0
+"""In deviations: what a step may be off for free, what it counts at most, and the sum that raises an alarm."""
+RELEARN = 100
+OVER = "warning_overoptimisation"
+"""A column of eval.jsonl; of several tasks, its beginning."""
+
+Measure = Callable[[Row, str], float]
+"""A signal's value in a row; the second argument is "/TASK", or empty for the whole batch. KeyError: not measured there."""
+
+
+def log(least: float) -> Callable[[float], float]:
+    return lambda value: math.log(value + least)
+
+
+def logit(least: float) -> Callable[[float], float]:
+    return lambda share: math.log((share + least) / (1 - share + least))
+
+
+class Signal(NamedTuple):
+    """What is watched. It is judged by `limit` if it has one, else against its own past.
+
+    meaning, remedy: what the alarm says. rises: whether the bad side is above. noise: least deviation, after `scale`. tasks:
+    each task is judged, too. prompts: an epoch of WINDOW steps or more that ends takes its norm with it: the next one draws
+    other prompts (no-positive-resampling).
+    """
+
+    name: str
+    value: Measure
+    meaning: str
+    remedy: str
+    rises: bool = True
+    limit: float | None = None
+    noise: float = 0.0
+    scale: Callable[[float], float] = float
+    tasks: bool = False
+    prompts: bool = False
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A signal off its course from step `since` on, noticed at `raised`, until `until` (None: it still is).
+
+    name: of the signal, and of the task if there are several: pass_rate_fall/math.
+    """
+
+    name: str
+    since: int
+    raised: int
+    text: str
+    until: int | None = None
+
+
+def metric(name: str) -> Measure:
+    return lambda row, task: row[name + task]
+
+
+def _drift(row: Row, _: str) -> float:
+    """Return how far the policy moves a step: |learner - behaviour| of a token, by the steps of its lag."""
+    return row["trained_logprob_diff"] / row["lag_mean"] if row["lag_mean"] >= 0.5 else math.nan
+
+
+def _imbalance(row: Row, _: str) -> float:
+    """Return the geometric mean of the layers' imbalance."""
+    layers = [math.log(row[name]) for name in row if name.startswith("expert_imbalance_layer_")]
+    return math.exp(sum(layers) / len(layers)) if layers else math.nan
+
+
+LOG, LOG_LOGIT, LOG_MEDIAN, LOG_ROUTING, LOGIT = log(1e-12), log(1e-5), log(1e-6), log(1e-3), logit(0.05)
+_SIDES = "servers and learner compute different models"
+_CALMER = "lower learner.optimizer.lr or grad_clip, and fork from a step before (run.fork)"
+_READ = "read what the policy writes now (megarl rollouts show RUN --step N)"
+_LOG = "see megarl logs RUN --role controller"
+_EXPERTS = "raise model.moe.aux_loss, or look for experts that died"
+_SAMPLER = "compare temperature, top-p and top-k of servers with sampling.temperature"
+
+SIGNALS = (
+    # Against a limit.
+    Signal("truncation", metric("truncation_rate"), "answers are cut off: above 10 % training destabilises",
+           "raise length.answer_tokens", limit=0.1),
+    Signal("sample_size", metric("effective_sample_size"), "few tokens decide the step: the weights run away from those that "
+           "generated", "lower pipeline.k or the learning rate", rises=False, limit=0.1),
+    Signal("malformed", metric("format_error_rate"), "most answers are malformed and count as wrong: no length.end_of_thinking "
+           "with an answer behind it", "a model that was never trained to write it needs a warm start (megarl sft), or "
+           "length.end_of_thinking= with length.control=none", limit=0.5),
+    Signal("cut_tokens", lambda row, _: row["capped_share"] if "capped_share" in row else row["clipped_share"], "most trained "
+           "tokens are cut at the cap, or have no gradient", "lower pipeline.k or the learning rate", limit=0.75),
+    Signal("grader_errors", metric("grader_error_rate"), "gradings fail and count as wrong", _LOG, limit=0.05),
+    Signal("void", lambda row, _: row["void_groups"] / (row["void_groups"] + row["groups_in_loss"]),
+           "groups are lost before training", _LOG, limit=0.25),
+    Signal("no_variance", metric("zero_variance_share"), "nearly all groups are answered alike: little is learnt",
+           "take harder or easier prompts", limit=0.95),
+    Signal("not_finite", metric("skipped"), "loss or gradient is not finite, and the step skipped", "see bad-rollouts.jsonl",
+           limit=0.0),
+    Signal("reward_sign", metric("reward_gap"), "wrong answers get more reward than right ones", "look at the task's graders "
+           "and their weights", rises=False, limit=0.0, tasks=True),
+    Signal("parity", metric("warning_parity"), f"a limit of parity is broken again and again: {_SIDES}", _LOG, limit=0.35),
+    Signal("replay", metric("routing_replayed"), "routers do not take the experts that servers recorded",
+           "compare model.moe.routing_replay with what servers return", rises=False, limit=0.5),
+    Signal("learning_rate", metric("lr_change"), "the learning rate has jumped", "compare learner.optimizer with the run's "
+           "earlier steps", limit=2.0),
+    # Against their own past.
+    Signal("sampled_hot", lambda row, _: row["surprise"] / row["entropy"], "tokens are less likely than entropy allows: "
+           "servers sample hotter than the policy", _SAMPLER, noise=0.15, scale=LOG),
+    Signal("sampled_cold", lambda row, _: row["surprise"] / row["entropy"], "tokens are more likely than entropy allows: "
+           "servers sample colder than the policy", _SAMPLER, rises=False, noise=0.15, scale=LOG),
+    Signal("kernels", metric("parity_logit/kernels"), _SIDES, "", noise=0.2, scale=LOG_LOGIT),
+    Signal("kernels_median", metric("parity_p50/kernels"), _SIDES, "", noise=0.5, scale=LOG_MEDIAN),
+    Signal("decode", metric("parity_logit/decode"), "servers sample by other log-probs than they score by",
+           "compare kernels and cache precision (kv_cache_dtype) of decoding and prefill", noise=0.3, scale=LOG_LOGIT),
+    Signal("routing", metric("parity_routing"), "servers and learner choose different experts",
+           "compare router weights, biases and their precision", noise=0.5, scale=LOG_ROUTING),
+    Signal("imbalance", _imbalance, "tokens crowd on fewer experts", _EXPERTS, noise=0.05, scale=LOG),
+    Signal("unused_experts", metric("expert_unused_share"), "experts get no tokens any more", _EXPERTS, noise=0.05),
+    Signal("drift", _drift, "the policy moves further in a step than it did", _CALMER, noise=0.5, scale=LOG),
+    Signal("grad_norm", metric("grad_norm"), "gradients have grown: a step may break the policy", _CALMER, noise=0.4,
+           scale=LOG),
+    Signal("entropy_rise", metric("entropy"), "the policy loses what it knew", _CALMER, noise=0.15, scale=LOG, prompts=True),
+    Signal("entropy_fall", metric("entropy"), "the policy collapses onto few answers", f"{_READ}; {_CALMER}", rises=False,
+           noise=0.4, scale=LOG, prompts=True),
+    Signal("pass_rate_fall", metric("pass_rate_train"), "the policy gets worse, or the grader judges otherwise",
+           f"{_READ}, and fork from a step before (run.fork)", rises=False, noise=0.3, scale=LOGIT, tasks=True,
+           prompts=True),
+    Signal("pass_rate_jump", metric("pass_rate_train"), "no policy learns that fast: the grader judges otherwise, or is "
+           "exploited", _READ, noise=0.6, scale=LOGIT, tasks=True, prompts=True),
+    Signal("length_rise", metric("completion_tokens_mean"), "answers grow", _READ, noise=0.05, scale=LOG, prompts=True),
+    Signal("length_fall", metric("completion_tokens_mean"), "answers shrink", _READ, rises=False, noise=0.05, scale=LOG,
+           prompts=True),
+)  # fmt: skip
+"""docs/monitoring.md has them in a table, which tests/unit/run/test_health.py compares with this one."""
+
+
+class _Limited:
+    """A signal with a limit, judged by the mean of its newest values."""
+
+    def __init__(self, signal: Signal) -> None:
+        self._signal = signal
+        self._newest: deque[float] = deque(maxlen=RECENT)
+        self.since, self.seen = 0, ""
+
+    def add(self, step: int, value: float) -> bool:
+        """Return whether the signal is beyond its limit now."""
+        limit = self._signal.limit
+        assert limit is not None
+        self._newest.append(value)
+        mean = math.fsum(self._newest) / len(self._newest)
+        self.since, self.seen = step, f"{mean:.3g} on average, limit {limit:g}"
+        return len(self._newest) >= FIRST and (mean > limit if self._signal.rises else mean < limit)
+
+    def forget(self) -> None: ...
+
+
+class _Course:
+    """A signal judged against its own past: a CUSUM."""
+
+    def __init__(self, signal: Signal) -> None:
+        self._signal = signal
+        self._past: list[tuple[float, float]] = []  # scaled and as measured
+        self._held: list[tuple[float, float]] = []  # of an alarm
+        self._sum, self._alarmed = 0.0, False
+        self.since, self.seen = 0, ""
+
+    def add(self, step: int, value: float) -> bool:
+        """Return whether the signal is off its course now."""
+        signal, scaled = self._signal, self._signal.scale(value)
+        if (norm := self._norm()) is None:
+            self._past.append((scaled, value))
+            return False
+        usual, centre, deviation = norm
+        z = (scaled - centre) / deviation * (1 if signal.rises else -1)
+        if not self._sum:
+            self.since = step
+        self._sum = min(max(0.0, self._sum + max(-CLIP, min(z, CLIP)) - DRIFT), 2 * THRESHOLD)
+        self._alarmed = self._sum > (0 if self._alarmed else THRESHOLD)
+        if not self._alarmed:
+            self._held.clear()
+            self._past = [*self._past, (scaled, value)][-WINDOW - GAP :]
+            return False
+        self.seen = f"{value:.3g} since step {self.since}, {usual:.3g} before"
+        self._held.append((scaled, value))
+        if len(self._held) >= RELEARN:
+            self.forget()
+        return self._alarmed
+
+    def forget(self) -> None:
+        """Begin a new past, from what was seen during an alarm."""
+        self._past, self._held = self._held[-WINDOW - GAP :], []
+        self._sum, self._alarmed = 0.0, False
+
+    def _norm(self) -> tuple[float, float, float] | None:
+        """Return the usual value as measured and scaled, and a deviation; None while too little is known."""
+        signal = self._signal
+        earlier = sorted(self._past[:-GAP])
+        if (count := len(earlier)) < FEWEST:
+            return None
+        centre, usual = earlier[count // 2]
+        near = sorted(abs(scaled - centre) for scaled, _ in earlier)[count // 2] / 0.6745
+        far = abs(earlier[count * 9 // 10 if signal.rises else count // 10][0] - centre) / 1.2816
+        return usual, centre, max(near, far, signal.noise)
+
+
+class Health:
+    """The judgement on a run so far: `add` its rows in order. history: all alarms, as they came; alarms: those that last."""
+
+    def __init__(self, rows: Iterable[Row] = ()) -> None:
+        self.step = -1
+        self.history: list[Alarm] = []
+        self._open: dict[str, int] = {}  # where in the history
+        self._judges: dict[tuple[str, str], _Limited | _Course] = {}
+        self._before: Row = {}
+        self._epoch_began = 0
+        self._compared: Row = {}
+        for row in rows:
+            self.add(row)
+
+    @property
+    def alarms(self) -> list[Alarm]:
+        return [self.history[number] for number in sorted(self._open.values())]
+
+    def metrics(self) -> dict[str, float]:
+        """Return what the row of metrics says of it."""
+        return {"health": float(not self._open)} | {f"alarm/{name}": 1.0 for name in self._open}
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        self.step = row["step"]
+        before, row = self._before, dict(row)
+        if row.get("lr") and before.get("lr"):
+            row["lr_change"] = row["lr"] / before["lr"]
+        if row.get("epoch", 0) > before.get("epoch", 0):
+            self._begin_epoch()
+        if "parity_same_bits" in row:
+            self._compared = row
+        self._before = row
+        tasks = ["", *(name.removeprefix("pass_rate_train") for name in row if name.startswith("pass_rate_train/"))]
+        for signal in SIGNALS:
+            for task in tasks if signal.tasks else tasks[:1]:
+                with suppress(KeyError, ArithmeticError, ValueError):  # not measured, or no number that a metric can be
+                    if math.isfinite(value := signal.value(row, task)):
+                        self._judge(signal, task, value)
+
+    def _begin_epoch(self) -> None:
+        if self.step - self._epoch_began >= WINDOW:
+            for name, task in self._judges:
+                if _BY_NAME[name].prompts:
+                    self._judges[name, task].forget()
+        self._epoch_began = self.step
+
+    def _judge(self, signal: Signal, task: str, value: float) -> None:
+        key, name = (signal.name, task), signal.name + task
+        if key not in self._judges:
+            self._judges[key] = _Course(signal) if signal.limit is None else _Limited(signal)
+        judge = self._judges[key]
+        off, number = judge.add(self.step, value), self._open.get(name)
+        if off and number is None:
+            self._open[name] = len(self.history)
+            text = f"{name.replace('_', ' ')} ({judge.seen}): {signal.meaning}; {self._remedy(signal)}"
+            self.history.append(Alarm(name, judge.since, self.step, text))
+        elif not off and number is not None:
+            self.history[self._open.pop(name)] = replace(self.history[number], until=self.step)
+
+    def _remedy(self, signal: Signal) -> str:
+        """Return what to do; for parity, the cause that the newest comparison points to."""
+        if signal.name not in ("parity", "kernels", "kernels_median") or not self._compared:
+            return signal.remedy or _LOG
+        return f"likely cause: {parity.named_cause(self._compared, routing='routing' in self._open)}"
+
+
+_BY_NAME = {signal.name: signal for signal in SIGNALS}
+
+
+def overoptimised(evaluation: Mapping[str, Any]) -> list[str]:
+    """Return messages for the newest row of eval.jsonl, empty before the first."""
+    return [_overoptimised(evaluation, name) for name in evaluation if name.startswith(OVER) and evaluation[name]]
+
+
+def _overoptimised(row: Mapping[str, Any], warning: str) -> str:
+    task = warning.removeprefix(OVER)  # "/NAME" if there are several
+    fall, rise, step = (
+        row.get(f"{name}{task}", math.nan) for name in ("trusted_fall", "proxy_rise", "trusted_peak_step")
+    )
+    return (
+        f"{task[1:] or 'held out'}: the trusted score has fallen by {fall:.3f} since step {step:g} while the reward rose by "
+        f"{rise:.3f}: the policy exploits the reward. Stop, keep the checkpoint nearest to that step, read what has changed "
+        f"(megarl answers compare) and repair the grader, or hold the policy closer to where it began (reference)"
+    )
