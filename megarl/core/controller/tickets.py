@@ -13,7 +13,7 @@ from megarl.core.base.contracts import GraderDown, Graders, TaskPrompts
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import Group, Prompt, Rollout
 from megarl.core.controller.draw import Mixture
-from megarl.core.controller.parity import Candidate, Parity
+from megarl.core.controller.parity import Candidate, Parity, compared
 from megarl.core.controller.pipeline import settled
 from megarl.core.journal.records import Admitted, Finished, Removed
 from megarl.core.recipe import Length, Recipe
@@ -61,6 +61,8 @@ class Tickets:
         ticket, begin, length = admitted.ticket, time.monotonic(), self._recipe.length.at(admitted.due)
         self._spans.open(TICKETS, "ticket", begin, ticket=ticket)
         prompt, void = self._prompt(admitted), ""
+        if self._sampler.has_agent(prompt.task):
+            places.close()  # nothing is held while agents start; each request claims its own
         if len(prompt.tokens) < SHORT_PROMPT:
             places.cached()
         rollouts: tuple[Rollout, ...] = ()
@@ -114,11 +116,10 @@ class Tickets:
                 started=places.cached,
             )
         )
-        if self._parity.is_chosen(ticket, sample):
-            server, segments = None if done.retries else places.server, tuple(done.segments)
-            self._parity.finished(
-                Candidate(ticket, sample, admitted.due, prompt.tokens, segments, server, places.began)
-            )
+        if self._parity.is_chosen(ticket, sample) and done.segments:
+            server = None if done.retries else places.server
+            before, segments = compared(prompt.tokens, done.segments, done.paths, ticket + sample)
+            self._parity.finished(Candidate(ticket, sample, admitted.due, before, segments, server, places.began))
         begin = time.monotonic()
         grade = await self._graders[prompt.task].grade(done.text, prompt, done.verdict)
         self._spans.span("controller/grading", f"ticket {ticket}.{sample}", begin, time.monotonic())
@@ -137,4 +138,5 @@ class Tickets:
             retries=done.retries,
             routing=None if self._routed is None else self._routed.joined(done.routing),
             episode=done.episode,
+            paths=done.paths,
         )
