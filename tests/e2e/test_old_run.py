@@ -1,4 +1,7 @@
-"""What an earlier megarl left is read by this one, but for its journal, which is refused by name: old_run.tar.xz is a run of six steps, with a grader and a loss of a user."""
+"""What an earlier megarl left is read by this one, but for its journal, which is refused by name.
+
+old_run.tar.xz is a run of six steps, with a grader and a loss of a user.
+"""
 
 import hashlib
 import json

@@ -26,6 +26,7 @@ from megarl.tasks.agents.chat_completions import ChatCompletions
 from megarl.tasks.agents.messages import AgentRequest, WireError
 from megarl.tasks.agents.rendering import Rendering
 from megarl.tasks.agents.session import AgentSession, PendingTurn, ServedTurn
+from megarl.tasks.agents.tree import SessionTree
 
 log = logging.getLogger(__name__)
 MODEL = "policy"
@@ -154,7 +155,7 @@ class Gateway:
         digest = hashlib.blake2b(protocol.path.encode() + data).digest()
         retried = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
         generation = session.begin(asked, digest, retried, lambda: _is_open(request))
-        return await _WireReply(request, protocol, body, generation, asked.stream).write()
+        return await _WireReply(request, protocol, body, generation, asked.stream).write(session.tree)
 
 
 class _WireReply:
@@ -173,7 +174,7 @@ class _WireReply:
         kind = "text/event-stream" if stream else "application/json"
         self._response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-cache"})
 
-    async def write(self) -> web.StreamResponse:
+    async def write(self, tree: SessionTree) -> web.StreamResponse:
         """Return the response when all of it is sent. WireError only before its first byte."""
         await self._generation.placed.wait()
         if self._stream and not self._generation.done.done():
@@ -193,7 +194,8 @@ class _WireReply:
         for part in self._parts(turn):
             await self._send(part)
         await self._response.write_eof()
-        turn.node.delivered |= _is_open(self._request)
+        if _is_open(self._request):
+            tree.deliver(turn.node)
         return self._response
 
     def _result(self) -> ServedTurn:

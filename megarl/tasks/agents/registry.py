@@ -160,7 +160,7 @@ class _AgentProcess:
             return ""
         if process.returncode:
             return f"it ended with status {process.returncode}, and said: {said or 'nothing'}"
-        if not any(node.delivered for node in session.tree.nodes):
+        if not any(node.delivered >= 0 for node in session.tree.nodes):
             return "it ended without a request and without a reward"
         return ""
 

@@ -163,8 +163,10 @@ def tail_problem(chat: ChatTemplate, rendering: Rendering) -> str:
     said = [CanonicalMessage("system", "be brief"), CanonicalMessage("user", "begin")]
     tools = [PROBE] if rendering.calls else []
     for answer, tail in list(zip(answers, tails, strict=True))[0 if rendering.calls else 2 :]:
-        alone, whole = rendering.tail_text(answer, tail, tools), rendering.tail_text(answer, tail, tools, before=said)
-        if alone is not None and alone != whole:
+        if (alone := rendering.tail_text(answer, tail, tools)) is None:
+            continue
+        whole = rendering.tail_text(answer, tail, tools, before=said)
+        if alone != whole:
             what = "a user's words" if tail[0].role == "user" else f"the results of {len(tail)} calls"
             return f"{chat.path}: {what} are written {alone!r} behind an answer, and {whole!r} in a whole conversation"
         said = [*said, replace(answer, text="An answer."), *tail]

@@ -51,7 +51,7 @@ class PendingTurn:
     @property
     def abandoned(self) -> bool:
         """Return whether its answer went to nobody, and nobody waits for it."""
-        delivered = self.node is not None and self.node.delivered
+        delivered = self.node is not None and self.node.delivered >= 0
         return not delivered and not any(is_open() for is_open in self.clients)
 
 
@@ -119,8 +119,8 @@ class AgentSession:
     def rollout(self, seconds: float) -> AgentRollout:
         """Return what is trained of the session, and what is graded: the last message that the agent got."""
         segments, paths = self.tree.paths()
-        served = [node for node in self.tree.nodes if node.delivered]
-        last = max(served, key=lambda node: node.answered, default=None)
+        served = [node for node in self.tree.nodes if node.delivered >= 0]
+        last = max(served, key=lambda node: node.delivered, default=None)
         calls = sum(len(node.served.calls) for node in served)
         episode = Episode(
             turns=len(served), calls=calls, errors=0, seconds=seconds, limited=self.limited,

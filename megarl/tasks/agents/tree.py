@@ -27,8 +27,8 @@ class TreeNode:
     """One message of the policy.
 
     put [n] int32: what was put in since the parent's last token; segments: what was sampled then. history: the messages before
-    it; key: the hash of its whole request. asked, answered: moments of the tree's clock; answered is -1 before. delivered: the
-    agent has got the answer. served: the answer.
+    it; key: the hash of its whole request. asked, delivered: moments of the tree's clock, when the request came and when the
+    agent last got the whole answer; -1 before. served: the answer.
     """
 
     number: int
@@ -39,8 +39,7 @@ class TreeNode:
     asked: int
     segments: tuple[Segment, ...] = ()
     served: CanonicalMessage = NOTHING
-    answered: int = -1
-    delivered: bool = False
+    delivered: int = -1
     children: list["TreeNode"] = field(default_factory=list)
 
     @property
@@ -101,17 +100,21 @@ class SessionTree:
 
     def answer(self, node: TreeNode, segments: tuple[Segment, ...], served: CanonicalMessage) -> None:
         """Note what was sampled for the node, and what the agent is served of it."""
-        node.segments, node.served, node.answered = segments, served, self.moment()
+        node.segments, node.served = segments, served
         self._at.setdefault(_hash(node.key, served.key), []).append(node)
 
-    def superseded(self, node: TreeNode) -> bool:
-        """Return whether the agent has asked the same again after this answer, and has not gone on from it.
+    def deliver(self, node: TreeNode) -> None:
+        """Note that the agent has got the whole answer."""
+        node.delivered = self.moment()
 
-        Parallel sub-agents of the same request are not: theirs was asked before the other was answered.
+    def superseded(self, node: TreeNode) -> bool:
+        """Return whether the agent has asked the same again after it got this answer, and has not gone on from it.
+
+        Parallel sub-agents of the same request are not: theirs was asked before the other got its answer.
         """
         siblings = node.parent.children if node.parent is not None else [n for n in self.nodes if n.parent is None]
         return not node.children and any(
-            other.key == node.key and other.delivered and other.asked > node.answered for other in siblings
+            other.key == node.key and other.delivered >= 0 and other.asked > node.delivered for other in siblings
         )
 
     def trained(self) -> list[list[TreeNode]]:
@@ -119,7 +122,7 @@ class SessionTree:
         not superseded, or have such a node behind them."""
         kept = set[TreeNode]()
         for node in reversed(self.nodes):
-            if any(child in kept for child in node.children) or (node.delivered and not self.superseded(node)):
+            if any(child in kept for child in node.children) or (node.delivered >= 0 and not self.superseded(node)):
                 kept.add(node)
         return [n.line for n in self.nodes if n in kept and not any(child in kept for child in n.children)]
 
