@@ -80,6 +80,7 @@ PLUG_INS = {
     "core.algorithm.losses.cispo", "core.algorithm.losses.gspo", "core.algorithm.losses.reinforce",  # one loss a file
     "core.models.head.passes",  # one of two, chosen by the device
     "tasks.environments.guessing",  # one environment a file
+    "tasks.agents.calculator",  # started by name, as a user's
 }  # fmt: skip
 """Small modules that are one of several of a kind, or that nothing in megarl imports."""
 

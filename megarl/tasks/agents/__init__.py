@@ -11,4 +11,5 @@ tree.py              which conversation a request continues, and which tokens ar
 messages.py          what a request says, whatever the protocol
 rendering.py         messages to tokens, by the model's chat template
 calls.py             tool calls in what the policy wrote
+calculator.py        an agent as a user writes it, for the quickstart
 """
