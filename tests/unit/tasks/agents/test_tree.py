@@ -17,13 +17,14 @@ from megarl.core.base.types import Segment, float32, int32, paths_of
 from megarl.core.recipe import from_tree
 from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ToolCall
 from megarl.tasks.agents.session import AgentSession
-from tests.unit.tasks.agents.templates import rendering_of
+from tests.unit.tasks.agents.templates import MERGES, SPECIAL, rendering_of
 
 LONG = {"prompt_tokens": 100_000, "thinking_tokens": [100_000, 100_000], "answer_tokens": 1, "control": "none"}
 MANY = {"trained_tokens": 1_000_000, "requests": 100_000, "paths": 100_000}
 SETTINGS = from_tree({"length": LONG, "agent": MANY})
 TOOLS = ({"type": "function", "function": {"name": "f", "parameters": {}}},)
 SYSTEM = CanonicalMessage("system", "s")
+FIRST_SPECIAL = 256 + len(MERGES)
 CALL = '\n<tool_call>\n{"name": "f", "arguments": {"b":%d, "a": 1.0}}\n</tool_call>'
 type Said = list[int | None]
 """By message of a conversation: the generation that said it, None for others'."""
@@ -209,7 +210,11 @@ class World:
 
 
 def begins(sent: np.ndarray, made: Made) -> bool:
-    return len(made.sampled) > 0 and sent.tolist()[: len(made.sent) + len(made.sampled)] == made.whole
+    """Whether these tokens begin with the generation's, and the end token, which is put in if it was not sampled: without it
+    an unfinished answer begins all longer ones."""
+    end = SPECIAL.index("<|im_end|>") + FIRST_SPECIAL
+    whole = made.whole + [end] * (made.whole[-1] != end)
+    return len(made.sampled) > 0 and sent.tolist()[: len(whole)] == whole
 
 
 def same(one: Asked, other: Asked) -> bool:
