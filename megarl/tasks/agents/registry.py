@@ -110,7 +110,7 @@ class TaskAgents:
                     ).ended()
                     if session.failure is not None:
                         raise session.failure
-                    rollout = session.rollout(time.monotonic() - session.began)
+                    rollout = session.rollout()
                 if not why:
                     return rollout
                 log.warning("the agent of task %s failed at prompt %s: %s", prompt.task, prompt.id, why)

@@ -82,7 +82,7 @@ class AgentSession:
         self._settings, self._length = recipe.agent, recipe.length
         self._tokenizer, self._rendering, self._policy = tokenizer, rendering, policy
         self._asked: dict[bytes, list[PendingTurn]] = {}
-        self._working, self._paths = 0, 0
+        self._working, self._paths, self._alone = 0, 0, 0.0
         self._room, self._lent, self._returned = recipe.agent.trained_tokens, 0, asyncio.Event()
 
     def begin(self, request: AgentRequest, body: bytes, retried: bool, is_open: Callable[[], bool]) -> PendingTurn:
@@ -116,14 +116,14 @@ class AgentSession:
             for generation in (g for each in self._asked.values() for g in each):
                 generation.done.cancel()
 
-    def rollout(self, seconds: float) -> AgentRollout:
+    def rollout(self) -> AgentRollout:
         """Return what is trained of the session, and what is graded: the last message that the agent got."""
         segments, paths = self.tree.paths()
         served = [node for node in self.tree.nodes if node.delivered >= 0]
         last = max(served, key=lambda node: node.delivered, default=None)
         calls = sum(len(node.served.calls) for node in served)
         episode = Episode(
-            turns=len(served), calls=calls, errors=0, seconds=seconds, limited=self.limited,
+            turns=len(served), calls=calls, errors=0, seconds=self._alone, limited=self.limited,
             untrained=self.tree.untrained_tokens(),
         )  # fmt: skip
         text = "" if last is None else self._text(last)
@@ -137,6 +137,8 @@ class AgentSession:
 
     async def _generate(self, request: AgentRequest, generation: PendingTurn) -> ServedTurn:
         self._working += 1
+        if self.idle_since is not None:
+            self._alone += time.monotonic() - self.idle_since
         self.idle_since = None
         try:
             return await self._served(request, generation)

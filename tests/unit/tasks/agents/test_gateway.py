@@ -126,7 +126,7 @@ def test_a_full_context_and_a_session_that_is_over_are_400(tmp_path: Path) -> No
             status, body = await served.chat([{"role": "user", "content": "2"}])
             assert (status, body["error"]["code"]) == (400, "session_over")
             assert "agent.requests=4" in body["error"]["message"]
-            made = served.session.rollout(1.0)
+            made = served.session.rollout()
             assert (made.finish, made.text, made.verdict) == ("length", "c", None), "what there is will be graded"
 
     run(test)
