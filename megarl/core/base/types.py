@@ -93,8 +93,8 @@ class Routing(Record, frozen=True):
 class Episode(Record, frozen=True):
     """The exchange between the policy and its environment (data.tasks.NAME.environment), or an agent's session.
 
-    turns: the policy's. calls: turns that were answered (an agent's: calls that it was served), of which errors failed; seconds: spent on all
-    of them, in a session those without a request under way.
+    turns: the policy's. calls: turns that were answered (of an agent: calls that it was served), of which errors failed;
+    seconds: spent on all of them; of a session, those without a request.
     limited: `turns` of the recipe, or a limit of the session, ended the exchange, not the policy or the agent.
     untrained: tokens of an agent's session that no path has, because their requests were made again or abandoned.
     """
