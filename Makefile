@@ -3,7 +3,7 @@
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
 TE := $(HOME)/.cache/megarl/transformer-engine
-.PHONY: help setup quickstart quickstart-moe quickstart-tools test test-unit test-slow test-faults test-recipes test-families test-gpu-paths soak lint bench bench-gpu lock clean
+.PHONY: help setup quickstart quickstart-moe quickstart-tools quickstart-agent test test-unit test-slow test-faults test-recipes test-families test-gpu-paths soak lint bench bench-gpu lock clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -19,6 +19,9 @@ quickstart-moe: setup ## the same with a tiny Llama 4 of experts
 
 quickstart-tools: setup ## the same with products and a calculator to call
 	@launch/quickstart.sh quickstart-tools $(ARGS)
+
+quickstart-agent: setup ## the same by an agent, a program of its own that speaks to the policy by HTTP
+	@launch/quickstart.sh quickstart-agent $(ARGS)
 
 test: setup lint ## everything CI runs: lint, unit, parallel layouts, the real roles together, the quicker faults
 	$(PYTEST) tests -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not te"

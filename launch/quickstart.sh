@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The quickstart, each part only if it is not there yet: data and tokenizer, the supervised warm start, then RL.
 # It goes on with runs/RECIPE if that was stopped, and begins runs/RECIPE-2, -3 … if it is finished.
-#   launch/quickstart.sh [quickstart | quickstart-moe | quickstart-tools] [overrides of the recipe: run.seed=1 run.name=mine]
+#   launch/quickstart.sh [quickstart | quickstart-moe | quickstart-tools | quickstart-agent] [overrides of the recipe: run.seed=1 run.name=mine]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONDONTWRITEBYTECODE
@@ -12,7 +12,7 @@ data=runs/quickstart-data
 
 finished() { grep -qs '"outcome": "finished"' "$1/summary.json"; }
 
-[ -f "$data/products-sft.jsonl" ] && [ -f "$data/init-moe/config.json" ] || $megarl data arithmetic "$data"
+[ -f "$data/products-agent-sft.jsonl" ] && [ -f "$data/init-moe/config.json" ] || $megarl data arithmetic "$data"
 
 # Its status is 2 before the warm start, whose model is still missing.
 warm=$({ $megarl train "$recipe" --dry-run "$@" 2>/dev/null || true; } | sed -n 's/^  path: //p')

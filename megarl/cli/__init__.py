@@ -360,6 +360,7 @@ def rollout(recipe: p.RecipeName, overrides: p.Overrides) -> int:
     from megarl.lab.monitoring.prometheus import serve_controller
     from megarl.lab.scaling.extrapolate import forecast
     from megarl.lab.scaling.overoptimisation import watch
+    from megarl.tasks.agents.registry import TaskAgents
     from megarl.tasks.data.prompts import load_tasks
     from megarl.tasks.environments.registry import TaskEnvironments
     from megarl.tasks.graders.grader import TaskGraders
@@ -368,7 +369,8 @@ def rollout(recipe: p.RecipeName, overrides: p.Overrides) -> int:
     tokenizer = load_tokenizer(loaded.model.path)
     prompts = load_tasks(loaded, tokenizer)
     graders = partial(TaskGraders, loaded, tokenizer.decode)
-    tasks = Tasks(prompts, graders, partial(TaskEnvironments, loaded, tokenizer))
+    environments, agents = partial(TaskEnvironments, loaded, tokenizer), partial(TaskAgents, loaded, tokenizer)
+    tasks = Tasks(prompts, graders, environments, agents)
     questions = questions_of(loaded, prompts, tokenizer)
 
     async def run() -> int:

@@ -1,4 +1,7 @@
-"""What an earlier megarl left is read by this one: old_run.tar.xz is a run of six steps, with a grader and a loss of a user."""
+"""What an earlier megarl left is read by this one, but for its journal, which is refused by name.
+
+old_run.tar.xz is a run of six steps, with a grader and a loss of a user.
+"""
 
 import hashlib
 import json
@@ -11,6 +14,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from megarl.core.base.rundir import latest_rows
+from megarl.core.base.types import SCHEMA_VERSION
+from megarl.core.journal.file import FILE_HEADER
 from tests.e2e.runs import megarl, quiet
 
 OLD = Path(__file__).with_name("old_run.tar.xz")
@@ -23,12 +28,27 @@ def digest(*parts: bytes) -> str:
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
+def renumber(journal: Path) -> None:
+    """Say that files of schema 2 are of this one, which they are but for fields with defaults: a group's paths, and of an
+    episode the tokens made in vain."""
+    for path in journal.glob("*.journal"):
+        data = bytearray(path.read_bytes())
+        magic, version = FILE_HEADER.unpack_from(data)
+        assert version == 2
+        FILE_HEADER.pack_into(data, 0, magic, SCHEMA_VERSION)
+        path.write_bytes(data)
+
+
 @pytest.mark.stack
 @pytest.mark.timeout(600)
 def test_an_old_run_is_read_and_goes_on(workplace: Path, tmp_path: Path) -> None:
     with tarfile.open(OLD) as archive:
         archive.extractall(tmp_path, filter="data")
     (tmp_path / "runs" / "quickstart-data").symlink_to(workplace / "runs" / "quickstart-data")
+    shown = megarl("rollouts", "show", "runs/old", "--json", "--limit", "100", cwd=tmp_path)
+    assert shown.returncode == 1
+    assert f"written in schema version 2, this megarl reads {SCHEMA_VERSION}" in shown.stderr + shown.stdout
+    renumber(tmp_path / "runs" / "old" / "rollouts")
     shown = megarl("rollouts", "show", "runs/old", "--json", "--limit", "100", cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
     groups = [json.loads(line) for line in shown.stdout.splitlines()]

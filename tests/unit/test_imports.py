@@ -80,6 +80,7 @@ PLUG_INS = {
     *(f"core.algorithm.losses.{kind}" for kind in ("cispo", "dppo", "gmpo", "gspo", "reinforce")),  # one loss a file
     "core.models.head.passes",  # one of two, chosen by the device
     "tasks.environments.guessing",  # one environment a file
+    "tasks.agents.calculator",  # started by name, as a user's
 }  # fmt: skip
 """Small modules that are one of several of a kind, or that nothing in megarl imports."""
 

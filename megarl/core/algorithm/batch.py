@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from megarl.core.algorithm.advantages import NOTHING_SEEN, Moments, advantages
-from megarl.core.base.types import Batch, Group, Rollout
+from megarl.core.base.types import Batch, Group, PathTokens, Rollout, paths_of
 from megarl.core.recipe import Recipe
 
 Aggregation = Literal["prompt", "sample", "token", "constant"]
@@ -26,7 +26,8 @@ PerToken = float | np.ndarray
 
 @dataclass(frozen=True, eq=False)
 class TrainSequence:
-    """One rollout as the learner sees it. Arrays are aligned with `tokens`: position t belongs to tokens[t].
+    """One rollout, or one path of an agent's, as the learner sees it. Arrays are aligned with `tokens`: position t belongs to
+    tokens[t].
 
     tokens             [prompt + completion] int32
     behaviour_logprobs [prompt + completion] float32, 0 where not trained
@@ -86,16 +87,17 @@ def token_weights(trained_tokens: Sequence[Sequence[int]], aggregation: Aggregat
 
 
 def sequences_in_loss(batch: Batch, recipe: Recipe) -> list[TrainSequence]:
-    """Return all rollouts of the batch in the loss, ordered by ticket and sample; empty if no group has a gradient. Advantages
-    are 0 yet: a model may first have to compute what is taken off rewards."""
+    """Return all rollouts of the batch in the loss, ordered by ticket, sample and path; empty if no group has a gradient. Paths
+    of a rollout weigh by their tokens. Advantages are 0 yet: a model may first have to compute what is taken off rewards."""
     groups = groups_in_loss(batch.groups, recipe.batch.zero_variance)
     counts = [[r.trained_tokens for r in g.rollouts] for g in groups]
-    weights = token_weights(counts, recipe.batch.aggregation, recipe.length.completion_tokens)
+    weights = token_weights(counts, recipe.batch.aggregation, recipe.most_trained_tokens)
     return [
-        _sequence(group, rollout, float(weight))
+        _sequence(group, rollout, path, float(weight))
         for group, group_weights in zip(groups, weights, strict=True)
         for rollout, weight in zip(group.rollouts, group_weights, strict=True)
-        if rollout.trained_tokens
+        for path in paths_of(rollout.segments, rollout.paths, group.prompt.tokens)
+        if path.trained.any()
     ]
 
 
@@ -112,7 +114,9 @@ def with_advantages(
     if settings.centring == "critic":
         return list(sequences), before
     groups = groups_in_loss(batch.groups, settings.zero_variance)
-    penalties = {(s.ticket, s.sample): float(np.sum(s.kl_penalty)) for s in sequences}
+    penalties: dict[tuple[int, int], float] = {}
+    for s in sequences:  # a rollout may have several
+        penalties[s.ticket, s.sample] = penalties.get((s.ticket, s.sample), 0.0) + float(np.sum(s.kl_penalty))
     centred = advantages(groups, "none", settings.centring, penalties=penalties)
     after = before.after(np.concatenate([np.zeros(0), *centred]))
     gains = advantages(groups, settings.advantage, settings.centring, after, penalties)
@@ -139,20 +143,21 @@ def _with_teacher(gain: float, sequence: TrainSequence, recipe: Recipe) -> PerTo
     return mixed.astype(np.float32)
 
 
-def _sequence(group: Group, rollout: Rollout, weight: float) -> TrainSequence:
-    before = np.zeros(len(group.prompt.tokens), np.float32)
-    trained, teacher = rollout.trained, rollout.teacher_logprobs
-    gain = None if teacher is None else np.where(trained, teacher - rollout.logprobs, np.float32(0))
+def _sequence(group: Group, rollout: Rollout, path: PathTokens, weight: float) -> TrainSequence:
+    teacher, gain = rollout.teacher_logprobs, None
+    if teacher is not None:
+        before = np.zeros(len(path.tokens) - len(teacher), np.float32)
+        gain = np.concatenate([before, np.where(rollout.trained, teacher - rollout.logprobs, np.float32(0))])
     return TrainSequence(
         ticket=group.ticket,
         sample=rollout.sample,
-        tokens=np.concatenate([group.prompt.tokens, rollout.tokens]),
-        behaviour_logprobs=np.concatenate([before, np.where(trained, rollout.logprobs, np.float32(0))]),
-        loss_weight=np.concatenate([before, trained * np.float32(weight)]),
+        tokens=path.tokens,
+        behaviour_logprobs=np.where(path.trained, path.logprobs, np.float32(0)),
+        loss_weight=path.trained * np.float32(weight),
         advantage=0.0,
         reward=rollout.reward,
         experts=None if rollout.routing is None else rollout.routing.table,
-        teacher_gain=0.0 if gain is None else np.concatenate([before, gain]),
+        teacher_gain=0.0 if gain is None else gain,
     )
 
 
@@ -207,7 +212,9 @@ def batch_statistics(batch: Batch) -> dict[str, float]:
 
 def advantage_statistics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
     """Return statistics over the rollouts in the loss, each counted once; over trained tokens if each has its own advantage."""
-    gains = np.concatenate([_gains(s) for s in sequences])
+    first = {(s.ticket, s.sample): s for s in reversed(sequences)}
+    each = [s for s in sequences if np.ndim(s.advantage) or first[s.ticket, s.sample] is s]
+    gains = np.concatenate([_gains(s) for s in each])
     return {
         "advantage_mean": float(gains.mean()),
         "advantage_std": float(gains.std()),

@@ -1,20 +1,20 @@
-"""What tasks implement and the core requires: prompts, graders, environments.
+"""What tasks implement and the core requires: prompts, graders, environments, agents.
 
-    controller ─► TaskPrompts ─► sampler ⇄ PlayedEnvironment ─► Grader ─► Grade
+    controller ─► TaskPrompts ─► sampler ⇄ PlayedEnvironment, Agents ─► Grader ─► Grade
 
 megarl/tasks/ has the implementations; megarl/cli passes them to the controller as one `Tasks`. Users write an
 `Environment` (docs/tools.md) or a grading function (docs/grading.md).
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from megarl.core.base.types import Episode, Prompt, int32
+from megarl.core.base.types import Branch, Episode, FinishReason, Prompt, Segment, int32
 
 RIGHT, WRONG = 1.0, -1.0
 
@@ -175,6 +175,46 @@ class Environments(Protocol):
         """End the environments' processes."""
 
 
+class AgentDown(GraderDown):
+    """An agent ended twice without a reward, or cannot be run. The rollout cannot be judged, as if its grader were down."""
+
+
+class PolicyTurn(NamedTuple):
+    """What the policy wrote at one request. ended: with the end token, not for a limit."""
+
+    segments: tuple[Segment, ...]
+    ended: bool
+
+
+type Policy = Callable[[np.ndarray, int, int], Awaitable[PolicyTurn]]
+"""Samples a turn: after these tokens [n], at most so many, of which the servers' caches should have the first so many."""
+
+
+class AgentRollout(NamedTuple):
+    """A session of an agent. text: the last message that the policy wrote in it. verdict: the agent's own; None leaves it to
+    the task's grader. finish: `length` if a limit ended it."""
+
+    segments: tuple[Segment, ...]
+    paths: tuple[Branch, ...]
+    text: str
+    finish: FinishReason
+    verdict: Verdict | None
+    episode: Episode
+
+
+class Agents(Protocol):
+    """The agents of a run."""
+
+    def work(self, task: str) -> bool:
+        """Return whether rollouts of this task are sessions of an agent."""
+
+    async def session(self, prompt: Prompt, order: tuple[int, int, int], policy: Policy) -> AgentRollout:
+        """Have the agent of the prompt's task work on it. order: smaller goes first. AgentDown, or what `policy` raises."""
+
+    async def close(self) -> None:
+        """End the agents' processes."""
+
+
 class TaskPrompts(NamedTuple):
     """The prompts of one task."""
 
@@ -184,8 +224,9 @@ class TaskPrompts(NamedTuple):
 
 @dataclass(frozen=True)
 class Tasks:
-    """All tasks of a run. graders and environments are called within the running event loop."""
+    """All tasks of a run. graders, environments and agents are called within the running event loop."""
 
     prompts: Mapping[str, TaskPrompts]
     graders: Callable[[], Graders]
     environments: Callable[[], Environments]
+    agents: Callable[[], Agents]

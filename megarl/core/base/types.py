@@ -8,18 +8,24 @@ A rollout is a list of segments, each from one weight version, sampled by the po
     segment [</think>]                   version 5, masked      (interruption phrase: not sampled, not trained)
     segment [8 5 <eos>]                  version 5, trained
 
+A rollout of an agent may be several conversations (`Branch`), of which a later one may begin as an earlier one did:
+
+    path 0: segment [<task>] masked  [call a] trained  [result] masked  [call b] trained
+    path 1: path 0 up to here ────────────────┘        [result] masked  [call c] trained
+
 Token ids, log-probs and chosen experts are numpy arrays in memory and raw little-endian bytes in msgpack (`encode`,
 `decode`), so nothing on the hot path loops over tokens in Python.
 """
 
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import DTypeLike
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Version of every frame between roles and every journal file; readers refuse any other."""
 
 SHOWN_ANSWER = 200
@@ -85,10 +91,12 @@ class Routing(Record, frozen=True):
 
 
 class Episode(Record, frozen=True):
-    """The exchange between the policy and its environment (data.tasks.NAME.environment).
+    """The exchange between the policy and its environment (data.tasks.NAME.environment), or an agent's session.
 
-    turns: the policy's. calls: turns that were answered, of which errors failed; seconds: spent on all of them.
-    limited: `turns` of the recipe ended the exchange, not the policy.
+    turns: the policy's. calls: turns that were answered (of an agent: calls that it was served), of which errors failed;
+    seconds: spent on all of them; of a session, those without a request.
+    limited: `turns` of the recipe, or a limit of the session, ended the exchange, not the policy or the agent.
+    untrained: tokens of an agent's session that no path has, because their requests were made again or abandoned.
     """
 
     turns: int
@@ -96,13 +104,37 @@ class Episode(Record, frozen=True):
     errors: int
     seconds: float
     limited: bool
+    untrained: int = 0
+
+
+class Branch(Record, frozen=True):
+    """One path of an agent's rollout: a conversation as the policy saw it, from its first token on.
+
+    It begins with the first `shared` tokens of the earlier path `parent`, which trains them; here they are masked. Then come
+    the rollout's next `segments` segments. parent is -1, and shared 0, if it shares nothing.
+    """
+
+    segments: int
+    parent: int = -1
+    shared: int = 0
+
+
+class PathTokens(NamedTuple):
+    """A sequence that the learner may train: tokens [n] int32, the prompt's too, with behaviour log-probs [n] float32, 0
+    where masked, and trained [n] bool. own: first token that no earlier path of the rollout has."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    trained: np.ndarray
+    own: int
 
 
 class Rollout(Record, frozen=True):
     """One completion of a ticket's prompt, graded. `sample` counts 0 … generations-1 within the group.
 
-    graded: the graders' reward before the overlong penalty; None: the same as `reward`. teacher_logprobs [completion_len]
-    float32: the teacher's, 0 where not trained; None without one.
+    graded: the graders' reward before the overlong penalty; None: the same as `reward`. paths: of an agent's rollout; they
+    divide its segments among them, and the group's prompt is not before them. Every sampled token is in one segment.
+    teacher_logprobs [completion_len] float32: the teacher's, 0 where not trained; None without one.
     """
 
     sample: int
@@ -118,12 +150,13 @@ class Rollout(Record, frozen=True):
     rewards: dict[str, float] = {}  # the scores that make up `reward`, by name, if the task has several
     retries: int = 0  # requests that were lost and continued elsewhere
     routing: Routing | None = None  # recorded with model.moe.routing_replay
-    episode: Episode | None = None  # if the task has an environment
+    episode: Episode | None = None  # if the task has an environment or an agent
+    paths: tuple[Branch, ...] = ()
     teacher_logprobs: np.ndarray | None = None
 
     @property
     def tokens(self) -> np.ndarray:
-        """All completion tokens, masked ones too. [completion_len] int32"""
+        """All completion tokens, masked ones too; of an agent's rollout those of all paths once. [completion_len] int32"""
         return _joined([s.tokens for s in self.segments], np.int32)
 
     @property
@@ -143,8 +176,28 @@ class Rollout(Record, frozen=True):
 
     @property
     def trained_tokens(self) -> int:
-        """|y|: the tokens that count in an aggregation."""
+        """|y|: the tokens that count in an aggregation, over all paths."""
         return sum(len(s.tokens) for s in self.segments if s.trained)
+
+
+def paths_of(segments: Sequence[Segment], paths: Sequence[Branch], prompt: np.ndarray) -> list[PathTokens]:
+    """Return the sequences of a rollout in order: one of prompt [prompt_len] and completion if no agent made it."""
+    made: list[PathTokens] = []
+    left = iter(segments)
+    for path in paths or [Branch(segments=len(segments))]:
+        own, n = list(islice(left, path.segments)), path.shared
+        before = made[path.parent].tokens[:n] if path.parent >= 0 else np.zeros(0, np.int32)
+        if not paths:
+            before, n = prompt, len(prompt)
+        made.append(
+            PathTokens(
+                _joined([before, *(s.tokens for s in own)], np.int32),
+                _joined([np.zeros(n, np.float32), *(s.logprobs for s in own)], np.float32),
+                _joined([np.zeros(n, np.bool_), *(np.full(len(s.tokens), s.trained) for s in own)], np.bool_),
+                n,
+            )
+        )
+    return made
 
 
 class Group(Record, frozen=True):

@@ -93,9 +93,16 @@ class Controller:
         self.spans = Spans(rundir.trace / "controller.jsonl")
         self.servers = Servers(recipe, endpoints, self._on_change, self.spans)
         self.places = self.servers.places
-        self.environments = tasks.environments()
+        self.environments, self.agents = tasks.environments(), tasks.agents()
         self.sampler = Sampler(
-            recipe, tokenizer, self.servers.clients, self.places, self.servers, self.environments, self.spans
+            recipe,
+            tokenizer,
+            self.servers.clients,
+            self.places,
+            self.servers,
+            self.environments,
+            self.spans,
+            self.agents,
         )
         self.graders = tasks.graders()
         self.teacher = TeacherServers(recipe, endpoints) if recipe.teachers else None
@@ -324,6 +331,7 @@ class Controller:
     async def _close(self) -> None:
         self.graders.close()
         self.environments.close()
+        await self.agents.close()
         await self.servers.close()
         if self.teacher is not None:
             await self.teacher.close()

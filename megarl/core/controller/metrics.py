@@ -85,7 +85,7 @@ OF_EACH_TASK = (
 
 def task_statistics(batch: Batch, recipe: Recipe) -> dict[str, float]:
     """Return metrics of each task's groups in the batch; rates are nan for a task that has none there."""
-    played = [name for name, task in recipe.data.tasks.items() if task.environment]
+    played = [name for name, task in recipe.data.tasks.items() if task.environment or task.agent]
     metrics = turn_statistics(batch) if played else {}
     if len(recipe.data.tasks) == 1:
         return metrics
@@ -100,7 +100,7 @@ def task_statistics(batch: Batch, recipe: Recipe) -> dict[str, float]:
 
 
 def turn_statistics(batch: Batch) -> dict[str, float]:
-    """Return metrics of rollouts with an environment; nan where none had one, or none called it."""
+    """Return metrics of rollouts with an environment or an agent; nan where none had one, or none called it."""
     episodes = [r.episode for g in batch.groups for r in g.rollouts if r.episode is not None]
     calls = sum(e.calls for e in episodes)
     return {

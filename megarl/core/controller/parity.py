@@ -10,7 +10,7 @@ whether it is compared. Scores that a server could not give at the requested ver
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from megarl.core.base.architecture import RoutedLayers
 from megarl.core.base.messages import PARITY_ROLLOUTS, Score, Scored, ScoredRollout, Wait
-from megarl.core.base.types import Segment
+from megarl.core.base.types import Branch, Segment, paths_of
 from megarl.core.recipe import Recipe
 from megarl.core.server.client import Prefill, ServerClient, ServerLost, ServerRefused
 from megarl.core.server.membership import Membership
@@ -55,6 +55,21 @@ class Candidate:
     def stale(self) -> bool:
         """Return whether some of its keys and values may be older than the weights of its last tokens."""
         return {self.began, *(s.weight_version for s in self.segments)} != {self.version}
+
+
+def compared(
+    prompt: np.ndarray, segments: Sequence[Segment], paths: Sequence[Branch], choice: int
+) -> tuple[np.ndarray, tuple[Segment, ...]]:
+    """Return what is compared of a rollout as prompt and completion; of an agent's one path, `choice` modulo their number,
+    with all that precedes its own first sampled token for a prompt."""
+    if not paths:
+        return prompt, tuple(segments)
+    at = choice % len(paths)
+    first = sum(path.segments for path in paths[:at])
+    own = segments[first : first + paths[at].segments]
+    masked = next((n for n, s in enumerate(own) if s.trained), len(own))
+    begin = paths[at].shared + sum(len(s.tokens) for s in own[:masked])
+    return paths_of(segments, paths, prompt)[at].tokens[:begin], tuple(own[masked:])
 
 
 @dataclass

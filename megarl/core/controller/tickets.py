@@ -14,7 +14,7 @@ from megarl.core.base.contracts import GraderDown, Graders, TaskPrompts
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import Group, Prompt, Rollout
 from megarl.core.controller.draw import Mixture
-from megarl.core.controller.parity import Candidate, Parity
+from megarl.core.controller.parity import Candidate, Parity, compared
 from megarl.core.controller.pipeline import settled
 from megarl.core.controller.teacher import TeacherServers
 from megarl.core.journal.records import Admitted, Finished, Removed
@@ -65,6 +65,8 @@ class Tickets:
         ticket, begin, length = admitted.ticket, time.monotonic(), self._recipe.length.at(admitted.due)
         self._spans.open(TICKETS, "ticket", begin, ticket=ticket)
         prompt, void = self._prompt(admitted), ""
+        if self._sampler.has_agent(prompt.task):
+            places.close()  # nothing is held while agents start; each request claims its own
         if len(prompt.tokens) < SHORT_PROMPT:
             places.cached()
         rollouts: tuple[Rollout, ...] = ()
@@ -118,11 +120,10 @@ class Tickets:
                 started=places.cached,
             )
         )
-        if self._parity.is_chosen(ticket, sample):
-            server, segments = None if done.retries else places.server, tuple(done.segments)
-            self._parity.finished(
-                Candidate(ticket, sample, admitted.due, prompt.tokens, segments, server, places.began)
-            )
+        if self._parity.is_chosen(ticket, sample) and done.segments:
+            server = None if done.retries else places.server
+            before, segments = compared(prompt.tokens, done.segments, done.paths, ticket + sample)
+            self._parity.finished(Candidate(ticket, sample, admitted.due, before, segments, server, places.began))
         begin, name = time.monotonic(), f"ticket {ticket}.{sample}"
         scores = None
         if self._teacher is not None:
@@ -147,4 +148,5 @@ class Tickets:
             routing=None if self._routed is None else self._routed.joined(done.routing),
             episode=done.episode,
             teacher_logprobs=scores,
+            paths=done.paths,
         )

@@ -310,6 +310,25 @@ def _environments(r: Recipe) -> Iterator[str]:
             )
 
 
+def _agents(r: Recipe) -> Iterator[str]:
+    """Check agents against what else a task may have, and what their rollouts do not support."""
+    for key, rows in _rows(r).items():
+        if not rows.agent:
+            continue
+        if isinstance(rows.agent, str) and not OF_USERS.fullmatch(rows.agent):
+            yield f"{key}.agent: {rows.agent!r} is no package.module:function; give a command as a list: [python, agent.py]"
+        if rows.environment:
+            yield f"{key}.agent: a task has an environment or an agent, not both; leave one of them out"
+        if rows.template != "raw" or rows.system:
+            yield f"{key}.template: an agent is given the prompt as it is, and its requests get the template; leave it out"
+        if r.model.moe.routing_replay:
+            yield f"{key}.agent: experts are not recorded over an agent's paths; set model.moe.routing_replay=false"
+        if r.teachers:
+            yield f"{key}.agent: a teacher scores no agent's paths; set teacher.coefficient=0"
+        if r.length.control == "overlong_penalty":
+            yield f"{key}.agent: length.control=overlong_penalty is for one completion, and a session has many; set none"
+
+
 def _known(name: str, known: Sequence[str]) -> str:
     """Suggest which known name was meant, and list all of them."""
     close = difflib.get_close_matches(name, known, 1)
@@ -340,6 +359,6 @@ def _graders(r: Recipe) -> Iterator[str]:
 
 
 RULES: tuple[Callable[[Recipe], Iterator[str]], ...] = (
-    _layout, _prompts, _sharing, _lengths, _graders, _environments, _advantages, _losses, _teacher, _optimizers,
+    _layout, _prompts, _sharing, _lengths, _graders, _environments, _agents, _advantages, _losses, _teacher, _optimizers,
 )  # fmt: skip
 """All rules of a recipe; the first problem is the one that is reported."""

@@ -86,6 +86,11 @@ class Rows(Section):
         "",
         description="what answers the policy's turns: python, calculator, guessing, or package.module:Class; empty: one turn",
     )
+    agent: str | tuple[str, ...] = Field(
+        "",
+        description="program of your own that works on the prompt by a model endpoint: a command as a list of words, or "
+        "package.module:function; empty: none",
+    )
     turns: int = Field(8, ge=1, description="environment: most turns of an episode, the last one included")
     reply_tokens: int = Field(512, ge=1, description="environment: most tokens of a reply; they count in `length`")
 
@@ -493,6 +498,22 @@ class Critic(Section):
     optimizer: CriticRate = Field(CriticRate(), description="its rate; the rest is learner.optimizer's")
 
 
+class AgentSection(Section):
+    """Sessions of the agents that tasks name. Not part of ScaleRL."""
+
+    history: Literal["sampled", "template"] = Field(
+        "sampled",
+        description="what the policy sees of its earlier turns: all that it wrote, or what the chat template leaves of it",
+    )
+    at_once: int = Field(32, ge=1, description="most agents that run at once")
+    time_s: float = Field(1800, gt=0, description="limit of a session, in seconds; then it is graded as it is")
+    idle_s: float = Field(600, gt=0, description="limit of the time without a request, in seconds")
+    requests: int = Field(200, ge=1, description="most requests of a session")
+    paths: int = Field(32, ge=1, description="most conversations of a session: sub-agents, summaries, edited histories")
+    trained_tokens: int = Field(65_536, ge=1, description="most tokens that the policy writes in a session")
+    interface: str = Field("", description="network interface where agents find the policy; empty: loopback")
+
+
 class Weights(Section):
     transport: Literal["process_group", "cuda_ipc", "disk"] = Field(
         "process_group",
@@ -611,6 +632,7 @@ class Recipe(Section):
     teacher: Teacher = Teacher()
     learner: Learner = Learner()
     critic: Critic = Critic()
+    agent: AgentSection = AgentSection()
     weights: Weights = Weights()
     serving: Serving = Serving()
     evaluation: Evaluation = Evaluation()
@@ -622,6 +644,12 @@ class Recipe(Section):
     @property
     def data_parallel(self) -> int:
         return self.resources.learner_ranks // self.model.model_parallel_size
+
+    @property
+    def most_trained_tokens(self) -> int:
+        """Largest |y|: of a completion, or of an agent's session."""
+        agents = [self.agent.trained_tokens for task in self.data.tasks.values() if task.agent]
+        return max([self.length.completion_tokens, *agents])
 
     @property
     def stages_weights(self) -> bool:

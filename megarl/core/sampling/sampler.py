@@ -7,6 +7,8 @@
                        ▲             │ server lost: what it had sent is kept, the rest is requested elsewhere
                        └─────────────┘
 
+A task with an agent has neither: the agent asks for turns, each of which is one leg (`_session`).
+
 Every request goes to a server that is eligible at that moment (places.py). Replies count in the budget before the answer, so
 nothing is longer than a completion of one turn may be. An episode that meets a limit continues with the answer leg, without
 its environment; after an end token nothing can follow, so there it ends, truncated.
@@ -14,16 +16,17 @@ its environment; after an end token nothing can follow, so there it ends, trunca
 
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
+from msgspec import structs
 
 from megarl.core.base.architecture import RoutedLayers, layers_of
-from megarl.core.base.contracts import Environments, PlayedEnvironment, Verdict
+from megarl.core.base.contracts import Agents, Environments, PlayedEnvironment, PolicyTurn, Verdict
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import Tokenizer
-from megarl.core.base.types import Episode, FinishReason, Prompt, Segment
+from megarl.core.base.types import Branch, Episode, FinishReason, Prompt, Segment
 from megarl.core.recipe import Recipe
 from megarl.core.sampling import length_control
 from megarl.core.sampling.places import Order, Places
@@ -63,7 +66,7 @@ class Completion:
 
     kept: tokens of prompt and completion that the cache of its last server should have, 0 before the first request.
     message: tokens of the message in progress, without replies. text: the last finished message, without its stop token.
-    verdict, episode: from the environment; without a verdict the task's grader judges the text.
+    verdict, episode: from environment or agent; without a verdict the task's grader judges the text. paths: of an agent.
     """
 
     segments: list[Segment] = field(default_factory=list)
@@ -76,6 +79,7 @@ class Completion:
     message: list[np.ndarray] = field(default_factory=list)
     verdict: Verdict | None = None
     episode: Episode | None = None
+    paths: tuple[Branch, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -130,6 +134,7 @@ class Sampler:
         watcher: Watcher,
         environments: Environments,
         spans: Spans = UNRECORDED,
+        agents: Agents | None = None,
     ) -> None:
         self._length = recipe.length
         self._tokenizer = tokenizer
@@ -140,10 +145,16 @@ class Sampler:
         self._places = places
         self.watcher = watcher
         self._spans = spans
-        self._environments = environments
+        self._environments, self._agents = environments, agents
+
+    def has_agent(self, task: str) -> bool:
+        """Return whether an agent asks for this task's requests, so that nobody knows when the first one comes."""
+        return self._agents is not None and self._agents.work(task)
 
     async def complete(self, job: Job) -> Completion:
-        """Sample the whole rollout. Raises Void, or EnvironmentDown."""
+        """Sample the whole rollout. Raises Void, EnvironmentDown or AgentDown."""
+        if self._agents is not None and self._agents.work(job.prompt.task):
+            return await self._session(job, self._agents)
         done = Completion()
         environment = self._environments.of(job.prompt.task)
         if environment is None:
@@ -159,6 +170,24 @@ class Sampler:
         ended = done.finish == "stop" or int(tokens[-1]) == self._end
         done.text = self._tokenizer.decode(tokens[:-1] if ended else tokens)
         return done
+
+    async def _session(self, job: Job, agents: Agents) -> Completion:
+        """Let the task's agent ask for turns; each is a leg of its own, without a thinking budget."""
+        retries = 0
+
+        async def policy(tokens: np.ndarray, limit: int, kept: int) -> PolicyTurn:
+            nonlocal retries
+            turn = Completion(kept=kept)
+            asked = replace(job, prompt=structs.replace(job.prompt, tokens=tokens))
+            ended = await self._leg(asked, turn, limit, (self._end,))
+            retries += turn.retries
+            return PolicyTurn(length_control.joined(turn.segments), ended)
+
+        made = await agents.session(job.prompt, job.order, policy)
+        return Completion(
+            segments=list(made.segments), paths=made.paths, finish=made.finish, retries=retries, text=made.text,
+            verdict=made.verdict, episode=made.episode,
+        )  # fmt: skip
 
     async def _turns(self, job: Job, done: Completion, environment: PlayedEnvironment) -> bool:
         """Sample turns and add replies; return whether the rollout is over with them."""

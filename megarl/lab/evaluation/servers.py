@@ -26,6 +26,7 @@ from megarl.run.launcher import LocalLauncher, LocalProcess, task
 from megarl.run.observe import last_lines, log_of
 from megarl.run.placement import place_servers
 from megarl.run.restart import Role
+from megarl.tasks.agents.registry import TaskAgents
 from megarl.tasks.environments.registry import TaskEnvironments
 from megarl.tasks.graders.grader import TaskGraders
 
@@ -54,13 +55,15 @@ class OwnServers:
         clients = {a.id: ServerClient(a, endpoints.api_key, endpoints.admin_key) for a in addresses}
         places = Places(members, recipe.serving.max_running_requests)
         graders, environments = TaskGraders(recipe, tokenizer.decode), TaskEnvironments(recipe, tokenizer)
-        sampler = Sampler(recipe, tokenizer, clients, places, self, environments)
+        agents = TaskAgents(recipe, tokenizer)
+        sampler = Sampler(recipe, tokenizer, clients, places, self, environments, agents=agents)
         at_once, salt = places.limit * len(ids), secrets.token_hex(8)
         try:
             yield Asker(recipe, tokenizer, clients, places, sampler, graders, ids, salt, at_once)
         finally:
             graders.close()
             environments.close()
+            await agents.close()
             for client in clients.values():
                 await client.close()
 

@@ -136,6 +136,8 @@ def _about(rollout: Rollout, due: int | None) -> Text:
         facts += [f"lag {due - versions.min()}"] if due is not None else []
     if (episode := rollout.episode) is not None:
         facts.append(f"{episode.turns} turns" if episode.turns > 1 else "1 turn")
+        facts += [f"{len(rollout.paths)} paths"] if len(rollout.paths) > 1 else []
+        facts += [f"{episode.untrained:,} tokens made in vain"] if episode.untrained else []
         facts += [f"{episode.errors} of {episode.calls} calls failed"] if episode.errors else []
     told = {
         "out of turns": episode is not None and episode.limited,
@@ -153,7 +155,12 @@ def _about(rollout: Rollout, due: int | None) -> Text:
 def _coloured(rollout: Rollout, tokenizer: Tokenizer | None) -> Text:
     """Colour the completion; a version's number precedes its first token, and untrained text is dim."""
     text, version = Text(), None
-    for segment in rollout.segments:
+    begins = {sum(p.segments for p in rollout.paths[:n]): n for n in range(len(rollout.paths))}
+    for number, segment in enumerate(rollout.segments):
+        if number in begins and len(begins) > 1:
+            path = rollout.paths[begins[number]]
+            after = f", after {path.shared:,} tokens of path {path.parent}" if path.shared else ""
+            text.append(f"{chr(10) if number else ''}(path {begins[number]}{after})\n", style="bold")
         style = VERSION_STYLES[segment.weight_version % len(VERSION_STYLES)]
         if segment.trained and segment.weight_version != version:
             version = segment.weight_version
@@ -174,7 +181,8 @@ def _as_json(group: Group, due: int | None, tokenizer: Tokenizer | None) -> dict
             for s in rollout.segments
         ]
         values = {key: getattr(rollout, key) for key in ROLLOUT_KEYS}
-        rollouts.append(values | {"episode": msgspec.to_builtins(rollout.episode), "segments": segments})
+        more = {"episode": msgspec.to_builtins(rollout.episode), "paths": msgspec.to_builtins(rollout.paths)}
+        rollouts.append(values | more | {"segments": segments})
     prompt = {key: getattr(group.prompt, key) for key in PROMPT_KEYS} | shown(group.prompt.tokens)
     record = {key: getattr(group, key) for key in ("ticket", "epoch", "void", "pass_rate")}
     return record | {"step": due, "prompt": prompt, "rollouts": rollouts}

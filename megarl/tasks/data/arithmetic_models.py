@@ -104,6 +104,10 @@ def write_task(
     return written
 
 
+CHAT = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+"""For agents: messages one after another, those of the policy with the token that ends them."""
+
+
 def character_tokenizer() -> Any:
     """Build a tokenizer of 32 tokens: one per character and per special text. Encoding any other character is an error."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -118,6 +122,7 @@ def character_tokenizer() -> Any:
         tokenizer_object=tokenizer,
         eos_token=END,
         pad_token=PAD,
+        chat_template=CHAT,
         additional_special_tokens=[THINK, END_OF_THINKING],
         clean_up_tokenization_spaces=False,
     )

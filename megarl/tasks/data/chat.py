@@ -14,8 +14,8 @@ from typing import Any, Never
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_json
 
-type Message = Mapping[str, str]
-"""{"role": "system" | "user" | "assistant", "content": …}"""
+type Message = Mapping[str, Any]
+"""{"role": "system" | "user" | "assistant" | "tool", "content": …}, and what else a template knows, such as tool_calls."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,15 @@ class ChatTemplate:
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """Return the text after which the assistant's turn begins."""
+        return self.render(messages)
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), reply: bool = True) -> str:
+        """Return the text of messages, with tools that the model may call. reply: and the beginning of the assistant's."""
+        more: dict[str, Any] = {"tools": list(tools)} if tools else {}
         try:
-            text: str = self.template.render(messages=list(messages), add_generation_prompt=True, **self.tokens)
+            text: str = self.template.render(
+                messages=list(messages), add_generation_prompt=reply, **self.tokens, **more
+            )
         except Exception as error:  # a template is a program: it may raise any exception
             roles = ", ".join(message["role"] for message in messages)
             raise MegarlError(f"{self.path}: the chat template refuses messages of {roles}: {error}") from None
@@ -85,13 +92,18 @@ def load_chat(hf_dir: Path | str) -> ChatTemplate:
               if isinstance(value, str | dict)}  # fmt: skip
     extensions = ["jinja2.ext.loopcontrols"]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = lambda value, **more: json.dumps(value, ensure_ascii=False, **more)
+    environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
         return ChatTemplate(environment.from_string(source), tokens, folder)
     except (TemplateError, RecursionError) as error:
         raise MegarlError(f"{folder}: the chat template cannot be read: {error}") from None
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **more: Any) -> str:
+    """Write JSON as transformers' filter of this name does: templates may ask for ASCII, and for separators and the like."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **more)
 
 
 def _refuse(message: str) -> Never:

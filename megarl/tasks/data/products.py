@@ -10,6 +10,7 @@ of one seed:
 
     products-heldout.jsonl, products-train.jsonl     prompts of evaluations, and of RL: none of the held-out ones
     products-sft.jsonl                               traces of a teacher that sometimes calls the tool, and errs (`TRACES`)
+    products-agent-sft.jsonl                         the same for an agent (agents/calculator.py): a call ends the message
 
 In a trace the calculator's tokens are separate parts, which `megarl sft` does not learn (traces.py).
 """
@@ -17,7 +18,8 @@ In a trace the calculator's tokens are separate parts, which `megarl sft` does n
 import random
 from pathlib import Path
 
-from megarl.tasks.data.arithmetic_models import END_OF_THINKING, INTERRUPTION, THINK, Exercise, write_task
+from megarl.core.base.rundir import read_jsonl, write_jsonl
+from megarl.tasks.data.arithmetic_models import END, END_OF_THINKING, INTERRUPTION, THINK, Exercise, write_task
 
 DIGITS = {(2, 2): 0.25, (3, 2): 0.4, (3, 3): 0.35}
 """Share of products by the digits of their factors. The sum of both less 3 is the difficulty."""
@@ -36,6 +38,16 @@ TRACES = {
 
 def write(directory: Path, seed: int) -> None:
     write_task(directory, "products-", random.Random(f"{seed}/products"), product, TRACES, trace)
+    traces = read_jsonl(directory / "products-sft.jsonl")
+    write_jsonl(
+        directory / "products-agent-sft.jsonl",
+        ({**row, "completion": in_messages(row["completion"])} for row in traces),
+    )
+
+
+def in_messages(parts: list[str]) -> list[str]:
+    """Return a trace in which a call ends the policy's message."""
+    return [parts[0] + END, *parts[1:]] if len(parts) > 1 else parts
 
 
 def product(rng: random.Random) -> Exercise:

@@ -1,0 +1,37 @@
+"""The quickstart's agent, as a user would write it: it asks the policy for a product, and calculates what that has in brackets.
+
+    123*456= ─► policy: <think>[123*456] ─► agent: 56088 ─► policy: </think>56088 ─► the task's grader
+
+It knows nothing of megarl: any program that speaks to OpenAI's endpoint would do. It imports nothing that takes long, because
+each rollout is a process.
+"""
+
+import json
+import operator
+import re
+import urllib.request
+from typing import Any
+
+TURNS = 3
+CALL = re.compile(r"\[(\d{1,9})([-+*])(\d{1,9})\]$")
+OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+
+
+def solve(task: Any) -> None:
+    """Work on the task's prompt. The reward is left to its grader."""
+    messages = [{"role": "user", "content": task.prompt}]
+    for _ in range(TURNS):
+        said = ask(task, messages)
+        if not said.endswith("]"):
+            return
+        found = CALL.search(said)
+        result = str(OPERATORS[found[2]](int(found[1]), int(found[3]))) if found else "?"
+        messages += [{"role": "assistant", "content": said}, {"role": "tool", "content": result}]
+
+
+def ask(task: Any, messages: list[dict[str, str]]) -> str:
+    """Return the next message of the policy."""
+    headers = {"Authorization": f"Bearer {task.api_key}", "Content-Type": "application/json"}
+    body = json.dumps({"model": task.model, "messages": messages}).encode()
+    with urllib.request.urlopen(urllib.request.Request(f"{task.base_url}/chat/completions", body, headers)) as reply:
+        return json.load(reply)["choices"][0]["message"]["content"] or ""

@@ -1,0 +1,76 @@
+"""An agent's process: within limits, a command or a function of the user's.
+
+stdin  {"prompt", "id", "task", "answer"}       OPENAI_BASE_URL, OPENAI_API_KEY, …  the session
+COMMAND …                 takes the process's place; posts its reward, or leaves it to the task's grader
+package.module:function   is called with an `AgentTask`; what it returns is the reward, None leaves it to the grader
+"""
+
+import inspect
+import json
+import os
+import resource
+import sys
+import urllib.request
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.core.base.process import die_with_parent
+
+REWARD_LIMIT_S = 60.0
+LARGEST_FILE = 1 << 30
+
+
+@dataclass(frozen=True)
+class AgentTask:
+    """What a function is called with. base_url, api_key, model: as OpenAI's clients take them. answer: the task's, to judge by;
+    show it to nothing that the policy can read."""
+
+    prompt: str
+    id: str
+    task: str
+    answer: str
+    base_url: str
+    api_key: str
+    model: str
+
+
+def main(words: list[str]) -> None:
+    """Become the command, or call the function if there is one word with a colon."""
+    die_with_parent()
+    Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, this dies first
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE, LARGEST_FILE))
+    if words[0] == "command":
+        os.execvp(words[1], words[1:])
+    sys.path.append(os.getcwd())
+    module, _, name = words[1].partition(":")
+    function = getattr(__import__(module, fromlist=[name]), name)
+    env = os.environ
+    task = AgentTask(
+        **json.load(sys.stdin),
+        base_url=env["OPENAI_BASE_URL"],
+        api_key=env["OPENAI_API_KEY"],
+        model=env["OPENAI_MODEL"],
+    )
+    reward = function(task)
+    if inspect.isawaitable(reward):
+        import asyncio  # takes half as long as all else here
+
+        reward = asyncio.run(_awaited(reward))
+    if reward is not None:
+        _post(task, reward)
+
+
+async def _awaited(reward: Awaitable[object]) -> object:
+    return await reward
+
+
+def _post(task: AgentTask, reward: object) -> None:
+    headers = {"Authorization": f"Bearer {task.api_key}", "Content-Type": "application/json"}
+    body = json.dumps({"reward": reward if isinstance(reward, bool) else float(reward)}).encode()  # type: ignore[arg-type]
+    url = f"{task.base_url}/reward"
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(urllib.request.Request(url, body, headers), timeout=REWARD_LIMIT_S) as reply:
+        reply.read()

@@ -1,0 +1,230 @@
+"""One session: an agent, its key, its tree, its limits, and who waits for which answer.
+
+    begin(request) ─► PendingTurn ─► tree.find ─► rendering ─► policy ─► tree.answer ─► await done
+       │ the same body as a request whose client has gone, or marked as a retry: the same PendingTurn
+       └ over: 400
+
+A generation goes on when its client has gone, for the client may come back; what nobody came back for is not trained.
+"""
+
+import asyncio
+import secrets
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from msgspec import structs
+
+from megarl.core.base.contracts import AgentRollout, Policy, PolicyTurn, Verdict
+from megarl.core.base.tokenizer import Tokenizer
+from megarl.core.base.types import Episode, Segment, int32
+from megarl.core.recipe import Recipe
+from megarl.tasks.agents.calls import read_turn
+from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, WireError
+from megarl.tasks.agents.rendering import Rendering
+from megarl.tasks.agents.tree import SessionTree, TreeNode
+
+
+class ContextFull(WireError):
+    """The prompt leaves no room for an answer: `tokens` of `limit`. Each protocol has words for it that agents look for."""
+
+    def __init__(self, tokens: int, limit: int) -> None:
+        said = f"This model's maximum context length is {limit} tokens. However, your messages resulted in {tokens} tokens."
+        super().__init__(400, f"{said} Please reduce the length of the messages.", "context_length_exceeded")
+        self.tokens, self.limit = tokens, limit
+
+
+@dataclass(eq=False)
+class PendingTurn:
+    """A request on its way. placed: set when its prompt is known and allowed, or when it has failed; clients: each says
+    whether its connection is still open."""
+
+    asked: int
+    placed: asyncio.Event = field(default_factory=asyncio.Event)
+    clients: list[Callable[[], bool]] = field(default_factory=list)
+    node: TreeNode | None = None
+    done: "asyncio.Task[ServedTurn]" = field(init=False)
+
+    @property
+    def abandoned(self) -> bool:
+        """Return whether its answer went to nobody, and nobody waits for it."""
+        delivered = self.node is not None and self.node.delivered >= 0
+        return not delivered and not any(is_open() for is_open in self.clients)
+
+
+@dataclass(frozen=True)
+class ServedTurn:
+    """An answer. prompt_tokens, completion_tokens: as usage is told."""
+
+    node: TreeNode
+    message: CanonicalMessage
+    finish: Literal["stop", "length", "tool_calls"]
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class AgentSession:
+    """A session until `close`. over: why no request is served any more; limited: a limit of the recipe is why. reward: posted
+    by the agent. failure: what the policy raised. ended: set when the session is over. idle_since: None while one works.
+    """
+
+    def __init__(self, recipe: Recipe, tokenizer: Tokenizer, rendering: Rendering, policy: Policy) -> None:
+        self.key = secrets.token_hex(16)
+        self.tree = SessionTree()
+        self.over, self.limited, self.reward = "", False, float("nan")
+        self.failure: BaseException | None = None
+        self.ended = asyncio.Event()
+        self.began = time.monotonic()
+        self.idle_since: float | None = self.began
+        self._settings, self._length = recipe.agent, recipe.length
+        self._tokenizer, self._rendering, self._policy = tokenizer, rendering, policy
+        self._asked: dict[bytes, list[PendingTurn]] = {}
+        self._working, self._paths, self._alone = 0, 0, 0.0
+        self._room, self._lent, self._returned = recipe.agent.trained_tokens, 0, asyncio.Event()
+
+    def begin(self, request: AgentRequest, body: bytes, retried: bool, is_open: Callable[[], bool]) -> PendingTurn:
+        """Return the generation that answers this request. body: a digest; retried: its client says that it asks again.
+
+        Parallel sub-agents may ask the same: while the client of the first one waits, another one is no retry.
+        """
+        self.check()
+        before = self._asked.setdefault(body, [])
+        left = [g for g in before if g.abandoned and not g.done.cancelled()]
+        if again := left[-1:] or (before[-1:] if retried else []):
+            again[0].clients.append(is_open)
+            return again[0]
+        if sum(map(len, self._asked.values())) >= self._settings.requests:
+            raise self._limit(f"agent.requests={self._settings.requests} were served")
+        generation = PendingTurn(self.tree.moment(), clients=[is_open])
+        generation.done = asyncio.create_task(self._generate(request, generation))
+        before.append(generation)
+        return generation
+
+    def check(self) -> None:
+        """Raise WireError if the session is over."""
+        if self.over:
+            raise WireError(400, f"the session is over: {self.over}", "session_over")
+
+    def end(self, why: str, limited: bool = False) -> None:
+        """Serve no request any more, also none that is on its way."""
+        if not self.over:
+            self.over, self.limited = why, limited
+            self.ended.set()
+            for generation in (g for each in self._asked.values() for g in each):
+                generation.done.cancel()
+
+    def rollout(self) -> AgentRollout:
+        """Return what is trained of the session, and what is graded: the last message that the agent got."""
+        segments, paths = self.tree.paths()
+        served = [node for node in self.tree.nodes if node.delivered >= 0]
+        last = max(served, key=lambda node: node.delivered, default=None)
+        calls = sum(len(node.served.calls) for node in served)
+        episode = Episode(
+            turns=len(served), calls=calls, errors=0, seconds=self._alone, limited=self.limited,
+            untrained=self.tree.untrained_tokens(),
+        )  # fmt: skip
+        text = "" if last is None else self._text(last)
+        verdict = None if np.isnan(self.reward) else Verdict(self.reward)
+        return AgentRollout(segments, paths, text, "length" if self.limited else "stop", verdict, episode)
+
+    async def prompt_tokens(self, request: AgentRequest) -> int:
+        """Return the length of the request's prompt, as it would be sent."""
+        parent, _, put = await self._placed(request)
+        return len(put) + (0 if parent is None else len(parent.tokens))
+
+    async def _generate(self, request: AgentRequest, generation: PendingTurn) -> ServedTurn:
+        self._working += 1
+        if self.idle_since is not None:
+            self._alone += time.monotonic() - self.idle_since
+        self.idle_since = None
+        try:
+            return await self._served(request, generation)
+        finally:
+            generation.placed.set()
+            self._working -= 1
+            self.idle_since = None if self._working else time.monotonic()
+
+    async def _served(self, request: AgentRequest, generation: PendingTurn) -> ServedTurn:
+        parent, key, put = await self._placed(request)
+        before = np.concatenate([int32(()) if parent is None else parent.tokens, put])
+        while self._room <= 0 < self._lent:  # parallel requests may not need what they were allowed
+            self._returned.clear()
+            await self._returned.wait()
+        limit = self._allowed(request, len(before), parent is None or bool(parent.children))
+        generation.node = node = self.tree.add(parent, put, request, key, generation.asked)
+        generation.placed.set()
+        self._room, self._lent = self._room - limit, self._lent + limit
+        try:
+            turn = await self._policy(before, limit, len(before) - len(put))
+        except Exception as error:  # no server could do it: the rollout is void, and run() says so
+            self.failure = error
+            self.end(f"the policy cannot be asked: {error}")
+            raise WireError(400, f"the session is over: {self.over}", "session_over") from None
+        segments, stopped = self._stopped(turn, request.stop)
+        self._room, self._lent = self._room + limit - sum(len(s.tokens) for s in segments), self._lent - limit
+        self._returned.set()
+        text = self._text_of(segments)
+        for stop in stopped:
+            text = text.partition(stop)[0]
+        served = read_turn(
+            text, self._rendering.calls if request.tools else None, self._length.end_of_thinking, node.number
+        )
+        self.tree.answer(node, segments, served)
+        finish: Literal["stop", "length", "tool_calls"] = "stop" if turn.ended or stopped else "length"
+        return ServedTurn(node, served, "tool_calls" if served.calls else finish, len(before), len(node.sampled))
+
+    async def _placed(self, request: AgentRequest) -> tuple[TreeNode | None, bytes, np.ndarray]:
+        """Return the node that the request continues, the hash of it, and the tokens to put in."""
+        parent, key = self.tree.find(request)
+        if parent is not None:
+            put = self._rendering.tail(parent, request)
+            if put is not None:
+                return parent, key, put
+        # Half a second for 200,000 tokens: not on the event loop.
+        return None, key, await asyncio.to_thread(self._rendering.whole, request)
+
+    def _allowed(self, request: AgentRequest, before: int, branches: bool) -> int:
+        """Return how many tokens may be sampled behind so many. WireError if none may, or if it would be a path too many."""
+        settings, context = self._settings, self._length.context_tokens
+        self._paths += branches
+        if self._paths > settings.paths:
+            raise self._limit(f"agent.paths={settings.paths} conversations were begun")
+        if self._room <= 0:
+            raise self._limit(f"the policy has written agent.trained_tokens={settings.trained_tokens}")
+        if before >= context:
+            raise ContextFull(before, context)
+        longest = self._length.completion_tokens if request.max_tokens is None else request.max_tokens
+        return min(longest, self._length.completion_tokens, context - before, self._room)
+
+    def _limit(self, why: str) -> WireError:
+        self.end(why, limited=True)
+        return WireError(400, f"the session is over: {why}", "session_over")
+
+    def _stopped(self, turn: PolicyTurn, stops: tuple[str, ...]) -> tuple[tuple[Segment, ...], list[str]]:
+        """Return the turn up to the token that completes the first of these texts, and those that it has then."""
+        tokens = np.concatenate([int32(()), *(s.tokens for s in turn.segments)])
+
+        def found(count: int) -> list[str]:
+            text = self._tokenizer.decode(tokens[:count])
+            return [stop for stop in stops if stop in text]
+
+        if not stops or not found(len(tokens)):
+            return turn.segments, []
+        count = 1 + bisect_left(range(1, len(tokens) + 1), True, key=lambda n: bool(found(n)))
+        kept, left = list[Segment](), count
+        for s in turn.segments:
+            if left:
+                kept.append(structs.replace(s, tokens=s.tokens[:left], logprobs=s.logprobs[:left]))
+            left = max(0, left - len(s.tokens))
+        return tuple(kept), found(count)
+
+    def _text(self, node: TreeNode) -> str:
+        return self._text_of(node.segments)
+
+    def _text_of(self, segments: tuple[Segment, ...]) -> str:
+        """Return what was sampled, without the end token."""
+        tokens = np.concatenate([int32(()), *(s.tokens for s in segments)])
+        return self._tokenizer.decode(tokens[:-1] if len(tokens) and int(tokens[-1]) == self._tokenizer.end else tokens)

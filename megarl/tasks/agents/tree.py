@@ -1,0 +1,170 @@
+"""Which conversation a request continues, and which tokens are trained: a tree of what the policy wrote in a session. Pure.
+
+    request: system, user ──────────────────────► no node: rendered whole, a new root
+             system, user, A, tool result ──────► node A: its tokens as sampled, then the result (rendering.py)
+             system, user, A, another result ───► node A again: a branch
+             system, summary ───────────────────► a new root
+
+The tokens sent to a server are the tokens recorded, so training is right whatever is decided here: a missed match costs the
+tokens of the prompt once more, a wrong one would show the policy another conversation. So a request continues a node only if
+all of its messages are the same as those the node has seen, and what it says of their reasoning is what was said.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megarl.core.base.types import Branch, Segment, int32
+from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, tagged
+
+NOTHING = CanonicalMessage("assistant")
+
+
+@dataclass(eq=False)
+class TreeNode:
+    """One message of the policy.
+
+    put [n] int32: what was put in since the parent's last token; segments: what was sampled then. history: the messages before
+    it; key: the hash of its whole request. asked, delivered: moments of the tree's clock, when the request came and when the
+    agent last got the whole answer; -1 before. served: the answer.
+    """
+
+    number: int
+    parent: "TreeNode | None"
+    put: np.ndarray
+    history: tuple[CanonicalMessage, ...]
+    key: bytes
+    asked: int
+    segments: tuple[Segment, ...] = ()
+    served: CanonicalMessage = NOTHING
+    delivered: int = -1
+    children: list["TreeNode"] = field(default_factory=list)
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """What the policy wrote, [m] int32."""
+        return np.concatenate([int32(()), *(s.tokens for s in self.segments)])
+
+    @property
+    def line(self) -> list["TreeNode"]:
+        """The nodes from the root to this one."""
+        found, node = [self], self.parent
+        while node is not None:
+            found.append(node)
+            node = node.parent
+        return found[::-1]
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """All tokens from the root on, [n] int32."""
+        return np.concatenate([part for node in self.line for part in (node.put, node.sampled)])
+
+
+class SessionTree:
+    """The nodes of a session, in the order in which they were asked."""
+
+    def __init__(self) -> None:
+        self.nodes: list[TreeNode] = []
+        self._at: dict[bytes, list[TreeNode]] = {}  # by the hash of all messages up to the served one
+        self._clock = 0
+
+    def find(self, request: AgentRequest) -> tuple[TreeNode | None, bytes]:
+        """Return the node that the request continues, None for a new root, and the hash of the request."""
+        key, last, upto = _hash(b"", tagged(list(request.tools))), -1, b""
+        for n, message in enumerate(request.messages):
+            key = _hash(key, message.key)
+            if message.role == "assistant":
+                last, upto = n, key
+        fit = [node for node in self._at.get(upto, ()) if _reasoning_agrees(node, request.messages[: last + 1])]
+        marks = request.messages[last].marks if fit else frozenset()
+        return max(fit, key=lambda node: (len(node.served.marks & marks), node.number), default=None), key
+
+    def moment(self) -> int:
+        """Return a new moment of the clock: now."""
+        self._clock += 1
+        return self._clock
+
+    def add(self, parent: TreeNode | None, put: np.ndarray, request: AgentRequest, key: bytes, asked: int) -> TreeNode:
+        """Add the node of a request that is about to be sampled. asked: the moment at which it came."""
+        history = request.messages
+        if parent is not None:  # what was said, of which the agent may send back less
+            known = (*parent.history, parent.served)
+            history = (*known, *request.messages[len(known) :])
+        node = TreeNode(len(self.nodes), parent, put, history, key, asked)
+        self.nodes.append(node)
+        if parent is not None:
+            parent.children.append(node)
+        return node
+
+    def answer(self, node: TreeNode, segments: tuple[Segment, ...], served: CanonicalMessage) -> None:
+        """Note what was sampled for the node, and what the agent is served of it."""
+        node.segments, node.served = segments, served
+        self._at.setdefault(_hash(node.key, served.key), []).append(node)
+
+    def deliver(self, node: TreeNode) -> None:
+        """Note that the agent has got the whole answer."""
+        node.delivered = self.moment()
+
+    def superseded(self, node: TreeNode) -> bool:
+        """Return whether the agent has asked the same again after it got this answer, and has not gone on from it.
+
+        Parallel sub-agents of the same request are not: theirs was asked before the other got its answer.
+        """
+        siblings = node.parent.children if node.parent is not None else [n for n in self.nodes if n.parent is None]
+        return not node.children and any(
+            other.key == node.key and other.delivered >= 0 and other.asked > node.delivered for other in siblings
+        )
+
+    def trained(self) -> list[list[TreeNode]]:
+        """Return the lines of nodes that are trained, by their last nodes, the earliest first: those that were delivered and
+        not superseded, or have such a node behind them."""
+        kept = set[TreeNode]()
+        for node in reversed(self.nodes):
+            if any(child in kept for child in node.children) or (node.delivered >= 0 and not self.superseded(node)):
+                kept.add(node)
+        return [n.line for n in self.nodes if n in kept and not any(child in kept for child in n.children)]
+
+    def paths(self) -> tuple[tuple[Segment, ...], tuple[Branch, ...]]:
+        """Return all trained lines as segments and paths: the first path through a node trains it."""
+        segments: list[Segment] = []
+        paths: list[Branch] = []
+        first: dict[TreeNode, tuple[int, int]] = {}  # the path that trains it, and its tokens up to the node's last
+        for number, line in enumerate(self.trained()):
+            before = [node for node in line if node in first]
+            parent, shared = first[before[-1]] if before else (-1, 0)
+            own: list[Segment] = []
+            end = shared
+            for node in line[len(before) :]:
+                if len(node.put):
+                    own.append(_put_in(node))
+                own += node.segments
+                end += len(node.put) + sum(len(s.tokens) for s in node.segments)
+                first[node] = number, end
+            segments += own
+            paths.append(Branch(segments=len(own), parent=parent, shared=shared))
+        return tuple(segments), tuple(paths)
+
+    def untrained_tokens(self) -> int:
+        """Return the number of sampled tokens that no path has."""
+        trained = {node for line in self.trained() for node in line}
+        return sum(len(node.sampled) for node in self.nodes if node not in trained)
+
+
+def _reasoning_agrees(node: TreeNode, messages: Sequence[CanonicalMessage]) -> bool:
+    """Return whether the reasoning that the agent sends back, where it does, is that of the conversation."""
+    known = (*node.history, node.served)
+    return len(known) == len(messages) and all(
+        not sent.reasoning.strip() or sent.reasoning.strip() == said.reasoning.strip()
+        for said, sent in zip(known, messages, strict=True)
+    )
+
+
+def _put_in(node: TreeNode) -> Segment:
+    n, version = len(node.put), node.segments[0].weight_version
+    return Segment(tokens=node.put, logprobs=np.zeros(n, np.float32), weight_version=version, trained=False)
+
+
+def _hash(before: bytes, said: str) -> bytes:
+    return hashlib.blake2b(before + said.encode(errors="surrogatepass"), digest_size=16).digest()

@@ -1,0 +1,76 @@
+"""Agents of the tests, as users write them: functions, and a command (`python -m tests.unit.tasks.agents.programs`)."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+
+def ask(messages: list[dict[str, Any]], path: str = "chat/completions", **more: Any) -> Any:
+    """The answer's message, or the error's text."""
+    body = {"model": os.environ["OPENAI_MODEL"], "messages": messages} | more
+    headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{os.environ['OPENAI_BASE_URL']}/{path}", json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            said = json.load(reply)
+            return said["choices"][0]["message"]["content"] if "choices" in said else said
+    except urllib.error.HTTPError as error:
+        return json.load(error)["error"]["message"]
+
+
+def user(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
+
+
+def judged(task: Any) -> float:
+    """Its own reward."""
+    return 0.5 if ask(user(task.prompt)) == task.answer else -0.5
+
+
+async def unjudged(task: Any) -> None:
+    """Leaves the reward to the task's grader."""
+    ask(user(task.prompt))
+
+
+def crashes(task: Any) -> bool:
+    ask(user(task.prompt))
+    raise RuntimeError("a bug of mine")
+
+
+def crashes_once(task: Any) -> bool:
+    mark = Path(os.environ["CRASH_MARK"])
+    if not mark.exists():
+        mark.touch()
+        os._exit(3)
+    return ask(user(task.prompt)) == task.answer
+
+
+def sleeps(task: Any) -> None:
+    """Leaves a child behind, whose id it tells in a file, and waits for ever."""
+    ask(user(task.prompt))
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    Path(os.environ["CHILD_MARK"]).write_text(str(child.pid))
+    time.sleep(600)
+
+
+def speaks_on(task: Any) -> None:
+    """Asks until it is told that its session is over, and ends."""
+    while "session is over" not in ask(user(f"{task.prompt} {time.monotonic()}")):
+        pass
+
+
+def fills_its_output(task: Any) -> None:
+    print("x" * 1000)
+    sys.exit("nothing to do")
+
+
+if __name__ == "__main__":
+    given = json.load(sys.stdin)
+    assert ask(user(given["prompt"])) == given["answer"]
+    ask([], "reward", reward=0.25)

@@ -1,0 +1,95 @@
+"""A gateway with a policy that is made up, for tests of the wire."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from megarl.core.base.contracts import PolicyTurn
+from megarl.core.base.tokenizer import Tokenizer
+from megarl.core.base.types import Segment, float32, int32
+from megarl.core.recipe import from_tree
+from megarl.tasks.agents.gateway import Gateway
+from megarl.tasks.agents.session import AgentSession
+from tests.unit.tasks.agents.templates import rendering_of
+
+LENGTH = {"prompt_tokens": 2000, "thinking_tokens": [1500, 1500], "answer_tokens": 500, "control": "none"}
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "strict": True, "parameters": {"type": "object", "properties": {}}},
+}
+USER = [{"role": "user", "content": "u"}]
+
+
+def called(**arguments: int) -> str:
+    told = ", ".join(f'"{key}":  {value}' for key, value in arguments.items())
+    return f'\n<tool_call>\n{{"name": "add", "arguments": {{{told}}}}}\n</tool_call>'
+
+
+@dataclass
+class Served:
+    """A session that is served. said: what the policy will say, in turn; asked: what it was sent. hold: it waits for this."""
+
+    session: AgentSession
+    url: str
+    http: aiohttp.ClientSession
+    said: list[str]
+    asked: list[np.ndarray]
+    limits: list[int]
+    hold: asyncio.Event
+    tokenizer: Tokenizer
+
+    async def post(self, path: str, body: Any, key: str | None = None, **headers: str) -> tuple[int, Any]:
+        """Return status and body."""
+        sent = {"Authorization": f"Bearer {self.session.key if key is None else key}", **headers}
+        data = {"data": body} if isinstance(body, bytes) else {"json": body}
+        async with self.http.post(f"{self.url}/v1/{path}", headers=sent, **data) as reply:
+            return reply.status, await reply.json()
+
+    async def chat(self, messages: Any = USER, **more: Any) -> tuple[int, Any]:
+        return await self.post("chat/completions", {"model": "policy", "messages": messages, **more})
+
+    def sent(self, n: int = -1) -> str:
+        return self.tokenizer.decode(self.asked[n])
+
+
+@asynccontextmanager
+async def gateway(folder: Path, *said: str, family: str = "qwen", **agent: Any) -> AsyncIterator[Served]:
+    """Serve one session; the policy ends its turns by itself, but where what it says ends with `…`."""
+    tokenizer, rendering = rendering_of(folder, family)
+    recipe = from_tree({"length": LENGTH, "agent": agent})
+    server, hold = Gateway("127.0.0.1"), asyncio.Event()
+    hold.set()
+    left, asked, limits = list(said), list[np.ndarray](), list[int]()
+
+    async def policy(tokens: np.ndarray, limit: int, kept: int) -> PolicyTurn:
+        asked.append(tokens)
+        limits.append(limit)
+        text = left.pop(0)
+        await hold.wait()
+        cut = text.endswith("…")
+        ids = [token for letter in text.removesuffix("…") for token in tokenizer.ids(letter)]
+        ids = int32(ids if cut else [*ids, tokenizer.end])[:limit]
+        return PolicyTurn((Segment(tokens=ids, logprobs=float32([-1] * len(ids)), weight_version=3),), not cut)
+
+    await server.start()
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as http,
+            server.session(recipe, tokenizer, rendering, policy) as session,
+        ):
+            yield Served(session, server.url, http, left, asked, limits, hold, tokenizer)
+    finally:
+        await server.close()
+
+
+def run[T](test: Callable[[], Awaitable[T]]) -> T:
+    async def limited() -> T:
+        return await asyncio.wait_for(test(), 60)
+
+    return asyncio.run(limited())

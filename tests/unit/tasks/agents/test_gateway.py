@@ -1,0 +1,256 @@
+"""The gateway on the wire: what OpenAI's client gets, what is refused, and what an attacker with or without a key can do."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from megarl.core.base.types import int32, paths_of
+from megarl.tasks.agents import gateway as module
+from tests.unit.tasks.agents.serving import ADD, USER, Served, called, gateway, run
+
+TOOLS = [ADD]
+WORDS = "<think>Hm.\n</think>\n\nLet me look." + called(a=1, b=2) + called(a=3)
+
+
+def client(served: Served) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=served.session.key, max_retries=0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_two_turns_with_openais_client_are_one_path(tmp_path: Path, stream: bool) -> None:
+    async def test() -> None:
+        async with gateway(tmp_path, WORDS, "Three.") as served, client(served) as api:
+            messages: list[Any] = [
+                {"role": "system", "content": "s"},
+                {"role": "user", "content": [{"type": "text", "text": "u"}]},
+            ]
+            if stream:
+                async with api.chat.completions.stream(model="policy", messages=messages, tools=TOOLS) as events:  # type: ignore[arg-type]
+                    async for _ in events:
+                        pass
+                    message = (await events.get_final_completion()).choices[0].message
+            else:
+                completion = await api.chat.completions.create(model="policy", messages=messages, tools=TOOLS)  # type: ignore[arg-type]
+                message = completion.choices[0].message
+                assert completion.choices[0].finish_reason == "tool_calls"
+                assert completion.usage is not None
+                assert completion.usage.prompt_tokens == len(served.asked[0])
+            assert message.content == "\n\nLet me look.".strip("\n")
+            assert message.tool_calls is not None
+            calls = [json.loads(c.function.arguments) for c in message.tool_calls]  # type: ignore[union-attr]
+            assert calls == [{"a": 1, "b": 2}, {"a": 3}]
+            results = [{"role": "tool", "tool_call_id": c.id, "content": "3"} for c in message.tool_calls]
+            said = message.model_dump(exclude_none=True, exclude={"parsed"})
+            answer = await api.chat.completions.create(
+                model="policy", messages=[*messages, said, *results], tools=TOOLS
+            )  # type: ignore[list-item,arg-type]
+            assert answer.choices[0].message.content == "Three."
+            assert served.sent().count("Let me look.") == 1
+            segments, paths = served.session.tree.paths()
+            (path,) = paths_of(segments, paths, int32(()))
+            assert len(paths) == 1
+            text = served.tokenizer.decode(path.tokens)
+            assert WORDS + "<|im_end|>\n<|im_start|>user\n<tool_response>\n3" in text, (
+                "as sampled, thinking and blanks too"
+            )
+            assert served.tokenizer.decode(path.tokens[path.trained]) == WORDS + "<|im_end|>Three.<|im_end|>"
+
+    run(test)
+
+
+REFUSED = {
+    "n": 2, "response_format": {"type": "json_object"}, "logit_bias": {"1": 1}, "presence_penalty": 0.5, "logprobs": True,
+    "tool_choice": {"type": "function", "function": {"name": "add"}}, "functions": [{"name": "f"}], "modalities": ["audio"],
+    "max_tokens": 0, "tools": [{"type": "web_search"}],
+    "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+}  # fmt: skip
+IGNORED = {
+    "temperature": 0.2, "top_p": 0.5, "tool_choice": "required", "parallel_tool_calls": True, "user": "x", "seed": 1,
+    "store": True, "metadata": {"a": "b"}, "reasoning_effort": "high", "n": 1, "presence_penalty": 0, "brand_new": [1],
+    "response_format": {"type": "text"},
+}  # fmt: skip
+
+
+def test_fields_are_honoured_ignored_or_refused_by_name(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with gateway(tmp_path, "a", "b", "stop here, not there") as served:
+            for field, value in REFUSED.items():
+                status, body = await served.chat(**{"tools": TOOLS, "messages": USER} | {field: value})
+                assert status == 400, field
+                assert field.removesuffix("s") in body["error"]["message"]
+                assert body["error"]["type"] == "invalid_request_error"
+            assert not served.asked
+            assert (await served.chat(**IGNORED))[0] == 200
+            assert (await served.chat(max_tokens=7))[0] == 200
+            assert served.limits == [2000, 7]
+            _, body = await served.chat(stop=["nowhere", ", not"])
+            assert body["choices"][0]["message"]["content"] == "stop here"
+            assert body["choices"][0]["finish_reason"] == "stop"
+            text = served.tokenizer.decode(served.session.tree.nodes[-1].sampled)
+            assert text == "stop here, not", "up to the token that completes the stop text"
+            for messages in (
+                [],
+                [*USER, {"role": "assistant", "content": "so"}],
+                [{"role": "cat", "content": "?"}],
+                "?",
+            ):
+                assert (await served.chat(messages))[0] == 400
+            status, body = await served.post("chat/completions", b"{")
+            assert (status, "no JSON" in body["error"]["message"]) == (400, True)
+            assert (await served.post("chat/completions", b"[" * 100_000))[0] == 400
+            assert (await served.chat(model="gpt-5"))[0] == 404
+            assert (await served.post("reward", {"reward": "much"}))[0] == 400
+            assert (await served.post("reward", b'{"reward": 1e999}'))[0] == 400
+            assert (await served.post("reward", {"reward": False})) == (200, {"reward": -1.0})
+
+    run(test)
+
+
+def test_a_full_context_and_a_session_that_is_over_are_400(tmp_path: Path) -> None:
+    """So that agents summarise on the one, and give up on the other: clients repeat 429 and 5xx."""
+
+    async def test() -> None:
+        async with gateway(tmp_path, "a", "b", "c", requests=4) as served:
+            status, body = await served.chat([{"role": "user", "content": "x" * 5000}])
+            assert status == 400
+            assert body["error"]["code"] == "context_length_exceeded"
+            assert "maximum context length is 4000 tokens" in body["error"]["message"]
+            assert (await served.chat([{"role": "user", "content": "x" * 3900}]))[0] == 200
+            assert served.limits[-1] == 4000 - len(served.asked[-1]), "no answer grows beyond the context"
+            for n in range(2):
+                assert (await served.chat([{"role": "user", "content": f"{n}"}]))[0] == 200
+            status, body = await served.chat([{"role": "user", "content": "2"}])
+            assert (status, body["error"]["code"]) == (400, "session_over")
+            assert "agent.requests=4" in body["error"]["message"]
+            made = served.session.rollout()
+            assert (made.finish, made.text, made.verdict) == ("length", "c", None), "what there is will be graded"
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"), [({"paths": 2}, "agent.paths=2"), ({"trained_tokens": 6}, "agent.trained_tokens=6")]
+)
+def test_limits_on_paths_and_tokens(tmp_path: Path, limit: dict[str, int], said: str) -> None:
+    async def test() -> None:
+        async with gateway(tmp_path, "abc", "abc", "abc", **limit) as served:
+            replies = [await served.chat([{"role": "user", "content": f"{n}"}]) for n in range(3)]
+            assert [status for status, _ in replies] == [200, 200, 400]
+            assert said in replies[2][1]["error"]["message"]
+            assert len(served.session.tree.paths()[1]) == 2
+            assert sum(len(n.sampled) for n in served.session.tree.nodes) <= limit.get("trained_tokens", 100)
+
+    run(test)
+
+
+def test_retries_attach_and_only_what_was_delivered_is_trained(tmp_path: Path) -> None:
+    """A client that leaves and comes back gets the same generation; one that does not leaves it untrained."""
+
+    async def test() -> None:
+        async with gateway(tmp_path, "first", "second", "third") as served:
+            served.hold.clear()
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(served.chat(), 0.3)
+            await asyncio.sleep(0.1)
+            again = asyncio.create_task(served.chat())
+            both = asyncio.create_task(served.chat())  # the first one waits: a sub-agent of the same words
+            await asyncio.sleep(0.3)
+            assert len(served.asked) == 2
+            served.hold.set()
+            assert (await again)[1]["choices"][0]["message"]["content"] == "first"
+            assert (await both)[1]["choices"][0]["message"]["content"] == "second"
+            assert len(served.session.tree.paths()[1]) == 2
+            body = {"model": "policy", "messages": USER}
+            _, marked = await served.post("chat/completions", body, **{"x-stainless-retry-count": "1"})
+            assert marked["choices"][0]["message"]["content"] == "second", "marked as a retry, after a whole delivery"
+            served.hold.clear()
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(served.chat([{"role": "user", "content": "v"}], stream=True), 0.3)
+            served.hold.set()
+            await asyncio.sleep(0.2)
+            assert len(served.session.tree.nodes) == 3
+            assert len(served.session.tree.paths()[1]) == 2, "an abandoned stream is not trained"
+            assert served.session.tree.untrained_tokens() == len("third") + 1
+
+    run(test)
+
+
+def test_long_waits_are_kept_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "KEEP_ALIVE_S", 0.1)
+
+    async def test() -> None:
+        async with gateway(tmp_path, "a", "b") as served:
+            served.hold.clear()
+            asyncio.get_running_loop().call_later(0.55, served.hold.set)
+            async with openai.AsyncOpenAI(
+                base_url=f"{served.url}/s/{served.session.key}/v1", api_key="none", max_retries=0,
+                timeout=openai.Timeout(0.3, connect=5),
+            ) as api:  # fmt: skip
+                slow = await api.chat.completions.create(model="policy", messages=USER)  # type: ignore[arg-type]
+                assert slow.choices[0].message.content == "a", "its time-out is for silence"
+                served.hold.clear()
+                asyncio.get_running_loop().call_later(0.55, served.hold.set)
+                parts = [c async for c in await api.chat.completions.create(model="policy", messages=USER, stream=True)]  # type: ignore[arg-type]
+                assert "".join(c.choices[0].delta.content or "" for c in parts) == "b"
+
+    run(test)
+
+
+def test_a_key_opens_its_session_alone(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with gateway(tmp_path, "a") as served:
+            server = served.session
+            for key in ("", "x", server.key[:-1], server.key.upper() + "0"):
+                for path in ("chat/completions", "reward"):
+                    status, body = await served.post(path, {"model": "policy", "messages": USER, "reward": 1}, key)
+                    assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+            async with served.http.get(f"{served.url}/v1/models") as reply:
+                assert reply.status == 401
+            async with served.http.get(f"{served.url}/s/{server.key}/v1/models") as reply:
+                assert [m["id"] for m in (await reply.json())["data"]] == ["policy"]
+            for path in ("/", "/v1/files", f"/s/{server.key}/../../etc/passwd", "/generate", "/metrics"):
+                async with served.http.get(served.url + path) as reply:
+                    assert reply.status in (401, 404, 405)
+            assert server.reward != server.reward, "nobody else has set its reward"
+            assert not served.asked
+
+    run(test)
+
+
+def test_huge_and_slow_bodies_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LARGEST_BODY", 1 << 20)
+    monkeypatch.setattr(module, "BODY_LIMIT_S", 0.3)
+
+    async def raw(served: Served, key: str, body: bytes) -> bytes:
+        host, port = served.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = f"Host: x\r\nAuthorization: Bearer {key}\r\nContent-Length: 1000000000\r\n\r\n"
+        writer.write(f"POST /v1/chat/completions HTTP/1.1\r\n{head}".encode() + body)
+        said = await asyncio.wait_for(reader.read(300), 10)
+        writer.close()
+        return said
+
+    async def test() -> None:
+        async with gateway(tmp_path, "a") as served:
+            status, body = await served.post("chat/completions", b" " * (2 << 20))
+            assert (status, body["error"]["code"]) == (413, "too_large")
+            assert b" 408 " in await raw(served, served.session.key, b"{"), "a body that does not come"
+            assert b" 401 " in await raw(served, "foreign", b""), "without a key nothing of the body is read"
+            assert (await served.chat())[0] == 200
+
+    run(test)
+
+
+def test_a_lost_policy_ends_the_session(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with gateway(tmp_path) as served:  # it has nothing to say: an error
+            status, body = await served.chat()
+            assert (status, body["error"]["code"]) == (400, "session_over")
+            assert isinstance(served.session.failure, IndexError)
+            assert (await served.chat())[0] == 400
+
+    run(test)

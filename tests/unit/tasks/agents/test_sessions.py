@@ -1,0 +1,132 @@
+"""Agents in processes of their own: rewards, crashes, limits, and what is left of them."""
+
+import asyncio
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megarl.core.base.contracts import AgentDown, AgentRollout, PolicyTurn, Verdict
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.types import Prompt, Segment, float32, int32
+from megarl.core.recipe import from_tree
+from megarl.tasks.agents import registry
+from megarl.tasks.agents.registry import TaskAgents, Turns
+from tests.unit.tasks.agents.serving import LENGTH
+from tests.unit.tasks.agents.templates import QWEN, tokenizer_of
+
+pytestmark = pytest.mark.processes
+HERE = "tests.unit.tasks.agents.programs"
+COMMAND = ["python", "-m", HERE]
+
+
+class Lost(Exception):
+    """What a policy raises when no server can be asked."""
+
+
+def agents_of(folder: Path, agent: Any, **settings: Any) -> tuple[TaskAgents, Any]:
+    tokenizer = tokenizer_of(folder, QWEN)
+    task = {"train": "x", "heldout": "y", "grader": "exact", "agent": agent}
+    recipe = from_tree({"length": LENGTH, "data": {"tasks": {"t": task}}, "agent": settings})
+    return TaskAgents(recipe, tokenizer), tokenizer
+
+
+def play(folder: Path, agent: Any, count: int = 1, fails: bool = False, **settings: Any) -> list[AgentRollout]:
+    """Sessions at once, of a policy that always says `7`."""
+    agents, tokenizer = agents_of(folder, agent, **settings)
+
+    async def policy(tokens: Any, limit: int, kept: int) -> PolicyTurn:
+        if fails:
+            raise Lost
+        ids = int32([*tokenizer.ids("7"), tokenizer.end])
+        return PolicyTurn((Segment(tokens=ids, logprobs=float32([-1, -1]), weight_version=0),), True)
+
+    async def run() -> list[AgentRollout]:
+        prompt = Prompt(id="p", tokens=tokenizer.ids("3+4="), answer="7", task="t")
+        try:
+            return await asyncio.gather(*(agents.session(prompt, (1, 0, n), policy) for n in range(count)))
+        finally:
+            await agents.close()
+
+    return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+@pytest.mark.parametrize(
+    ("agent", "verdict"), [(f"{HERE}:judged", Verdict(0.5)), (f"{HERE}:unjudged", None), (COMMAND, Verdict(0.25))]
+)
+def test_functions_and_commands_are_given_the_task_and_rewarded(
+    tmp_path: Path, agent: Any, verdict: Verdict | None
+) -> None:
+    (made,) = play(tmp_path, agent)
+    assert (made.text, made.verdict, made.finish) == ("7", verdict, "stop")
+    assert [s.trained for s in made.segments] == [False, True]
+    assert (made.episode.turns, made.episode.limited, len(made.paths)) == (1, False, 1)
+
+
+def test_a_crash_is_tried_once_more_and_then_void(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CRASH_MARK", str(tmp_path / "crashed"))
+    (made,) = play(tmp_path, f"{HERE}:crashes_once")
+    assert made.verdict == Verdict(1.0)
+    for agent, said in (("crashes", "status 1, and said: .*a bug of mine"), ("fills_its_output", "nothing to do")):
+        with pytest.raises(AgentDown, match=rf"(?s)task t failed 2 times without a reward, the last time: .*{said}"):
+            play(tmp_path, f"{HERE}:{agent}")
+
+
+def test_out_of_time_is_graded_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHILD_MARK", str(tmp_path / "child"))
+    for settings in ({"time_s": 4.0}, {"idle_s": 2.0}):
+        (made,) = play(tmp_path, f"{HERE}:sleeps", **settings)
+        assert (made.text, made.finish, made.verdict, made.episode.limited) == ("7", "length", None, True)
+        child = int((tmp_path / "child").read_text())
+        until = time.monotonic() + 10  # a killed process takes a moment to end
+        with suppress(psutil.NoSuchProcess):
+            while psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+                assert time.monotonic() < until, "the agent's child lives on"
+                time.sleep(0.05)
+
+
+def test_a_limit_of_requests_ends_an_agent_that_is_told(tmp_path: Path) -> None:
+    (made,) = play(tmp_path, f"{HERE}:speaks_on", requests=3)
+    assert (made.finish, len(made.paths)) == ("length", 3)
+
+
+def test_what_the_policy_raises_is_raised(tmp_path: Path) -> None:
+    with pytest.raises(Lost):
+        play(tmp_path, f"{HERE}:judged", fails=True)
+
+
+def test_so_many_run_at_once_the_oldest_first() -> None:
+    async def run() -> list[int]:
+        turns, begun, most, now = Turns(2), list[int](), 0, 0
+
+        async def one(order: int) -> None:
+            nonlocal most, now
+            async with turns.turn((1, order, 0)):
+                begun.append(order)
+                now += 1
+                most = max(most, now)
+                await asyncio.sleep(0.01)
+                now -= 1
+
+        tasks = [asyncio.create_task(one(order)) for order in (5, 4, 9, 3, 8, 1)]
+        await asyncio.sleep(0.001)
+        tasks[3].cancel()
+        await asyncio.wait(tasks)
+        assert most == 2
+        assert turns._free == 2
+        return begun
+
+    assert asyncio.run(run()) == [5, 4, 1, 8, 9]
+
+
+def test_what_cannot_be_run_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(MegarlError, match=r"data\.tasks\.t\.agent: there is no command 'no-such-agent'"):
+        agents_of(tmp_path, ["no-such-agent"])
+    with pytest.raises(MegarlError, match=r"data\.tasks\.t\.agent: no\.such:agent cannot be used"):
+        agents_of(tmp_path, "no.such:agent")
+    with pytest.raises(MegarlError, match=r"agent\.interface: 'ib7' is no network interface"):
+        agents_of(tmp_path, COMMAND, interface="ib7")
+    assert registry._address("lo") == "127.0.0.1"
