@@ -46,7 +46,7 @@ def test_an_old_run_is_read_and_goes_on(workplace: Path, tmp_path: Path) -> None
         archive.extractall(tmp_path, filter="data")
     (tmp_path / "runs" / "quickstart-data").symlink_to(workplace / "runs" / "quickstart-data")
     shown = megarl("rollouts", "show", "runs/old", "--json", "--limit", "100", cwd=tmp_path)
-    assert shown.returncode == 1
+    assert shown.returncode == 2
     assert f"written in schema version 2, this megarl reads {SCHEMA_VERSION}" in shown.stderr + shown.stdout
     renumber(tmp_path / "runs" / "old" / "rollouts")
     shown = megarl("rollouts", "show", "runs/old", "--json", "--limit", "100", cwd=tmp_path)

@@ -115,7 +115,7 @@ def experts_of(model: Any, routers: str, tokens: np.ndarray, chosen: int) -> np.
 
     def choose(router: Any, inputs: tuple[torch.Tensor, ...], outputs: Any) -> None:
         logits = torch.nn.functional.linear(inputs[0].reshape(-1, inputs[0].shape[-1]), router.weight)
-        biased = hasattr(router, "e_score_correction_bias") or hasattr(router, "bias")
+        biased = any(getattr(router, name, None) is not None for name in ("e_score_correction_bias", "bias"))
         best = outputs[2] if biased else logits.topk(chosen).indices
         tables.append(best.sort().values)
 

@@ -109,7 +109,7 @@ def test_logs(write_run: Write, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["logs", run, "--role", "learner"]) == 2
     assert "no log of learner yet" in capsys.readouterr().err
     assert main(["logs", run, "--role", "judge-1"]) == 2
-    assert "--role: 'judge-1' is none of server, learner, controller, supervisor" in capsys.readouterr().err
+    assert "--role: 'judge-1' is none of server, teacher, learner, controller, supervisor" in capsys.readouterr().err
 
 
 def test_logs_of_the_supervisor_are_sentences(write_run: Write, capsys: pytest.CaptureFixture[str]) -> None:
