@@ -115,7 +115,7 @@ def test_a_measured_r0_is_evidence_and_a_given_one_is_the_truth() -> None:
     measured, given_ = fit([replace(curve, r0=0.36)], end=8000), fit([curve], end=8000, r0=0.36)
     assert abs(measured.R_0 - 0.3) < 0.05
     assert pytest.approx(0.36, abs=1e-5) == given_.R_0
-    assert np.ptp(measured.A_interval) > np.ptp(given_.A_interval) * 0.9
+    assert measured.A_interval[0] < 0.61 < measured.A_interval[1]
 
 
 def test_seeds_are_pooled() -> None:
