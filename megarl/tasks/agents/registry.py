@@ -135,7 +135,8 @@ class _AgentProcess:
         self, agent: str | tuple[str, ...], prompt: Prompt, session: AgentSession, url: str, recipe: Recipe,
         tokenizer: Tokenizer,
     ) -> None:  # fmt: skip
-        self._words = ["function", agent] if isinstance(agent, str) else ["command", *agent]
+        theirs = os.environ.get("PYTHONPATH", "")
+        self._words = ["function", agent] if isinstance(agent, str) else ["command", theirs, *agent]
         self._session, self._settings, self._url = session, recipe.agent, url
         self._task = {
             "prompt": tokenizer.decode(prompt.tokens), "id": prompt.id, "task": prompt.task, "answer": prompt.answer,
