@@ -89,7 +89,7 @@ class TaskAgents:
         chat = load_chat(tokenizer.path)
         self._rendering = Rendering(chat, tokenizer, recipe.agent.history)
         if problem := tail_problem(chat, self._rendering):
-            log.warning("%s; that is what the policy will see", problem)
+            log.warning("%s", problem)
         if self._rendering.calls is None:
             log.info("%s: the chat template writes no tool calls as JSON; agents find all text in `content`", chat.path)
         for name, task in self._tasks.items():
