@@ -306,11 +306,15 @@ def evaluate(
 
 
 @app.command()
-def doctor() -> int:
+def doctor(
+    models: Annotated[
+        list[Path] | None, Argument(metavar="[MODEL]...", help="directories: can agents use their chat templates?")
+    ] = None,
+) -> int:
     """Say what this machine can run, and what to do about what it cannot."""
     from megarl.lab.doctor import main
 
-    return main()
+    return main(models or ())
 
 
 @app.command()

@@ -23,8 +23,11 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.tokenizer import load_tokenizer
 from megarl.run.devices import driver, gpus, networks
 from megarl.run.process import free_ports
+from megarl.tasks.agents.rendering import Rendering, tail_problem
+from megarl.tasks.data.chat import load_chat
 from megarl.tasks.graders.sandbox import Sandbox
 
 GIB = 1 << 30
@@ -51,9 +54,9 @@ def noted(what: str, found: str, advice: str = "") -> Finding:
     return Finding(what, "note" if advice else "good", found, advice)
 
 
-def main() -> int:
-    """Print all findings and the verdict; return 0 if something can be run here."""
-    findings = examine()
+def main(models: Sequence[Path] = ()) -> int:
+    """Print all findings and the verdict; return 0 if something can be run here. models: whose chat templates are tried."""
+    findings = [*examine(), *map(chat_template, models)]
     columns = [*(Column(no_wrap=True) for _ in range(3)), Column(ratio=1)]
     table = Table(*columns, box=None, padding=(0, 2), pad_edge=False, show_header=False)
     marks = {"good": "[green]✓", "note": "[yellow]•", "bad": "[red]✗"}
@@ -213,6 +216,20 @@ def fabric() -> Iterator[Finding]:
         said = subprocess.run(["nvidia-smi", "nvlink", "--status"], capture_output=True, text=True, timeout=30).stdout
         advice = "" if "GB/s" in said else "tensor and expert parallelism go over PCIe; keep model.tensor_parallel at 1"
         yield noted("NVLink", "between the GPUs" if not advice else "none", advice)
+
+
+def chat_template(model: Path) -> Finding:
+    """Check that a model's chat template suits agents: it writes what follows an answer the same alone as in a conversation."""
+    what = f"{model.name}: template"
+    try:
+        chat = load_chat(model)
+        rendering = Rendering(chat, load_tokenizer(model), "sampled")
+    except MegarlError as error:
+        return Finding(what, "note", "agents cannot use it", str(error))
+    if problem := tail_problem(chat, rendering):
+        return Finding(what, "note", "agents can use it, but", problem)
+    advice = "" if rendering.calls else "it writes tool calls in another form than JSON; agents find them in the text"
+    return noted(what, "agents can use it", advice)
 
 
 def sandbox() -> Finding:

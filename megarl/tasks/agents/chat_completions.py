@@ -1,26 +1,23 @@
-"""OpenAI's chat completions on the wire: POST /v1/chat/completions.
-
-Which fields are honoured, ignored and refused is the table of docs/agents.md. A field is refused if it would have the policy
-sample from another distribution than the one that is trained, or if it needs what the policy cannot do.
-"""
+"""OpenAI's chat completions on the wire: POST /v1/chat/completions."""
 
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
-from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ToolCall, WireError, checked, refused_field
+from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ToolCall, refused_field
 from megarl.tasks.agents.session import ServedTurn
-
-
-class TextPart(msgspec.Struct):
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-
-type Content = str | list[TextPart] | None
+from megarl.tasks.agents.wire import (
+    NO_LOGPROBS,
+    NOT_THE_POLICY,
+    Content,
+    WireProtocol,
+    asked,
+    refuse_format,
+    role_of,
+    text_of,
+)
 
 
 class CalledFunction(msgspec.Struct):
@@ -52,10 +49,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class ChatBody(msgspec.Struct):
-    """What is read of a request; other fields are ignored."""
-
     messages: list[ChatMessage]
-    model: str = ""
     tools: list[ChatTool] | None = None
     tool_choice: Any = None
     stream: bool | None = None
@@ -65,72 +59,35 @@ class ChatBody(msgspec.Struct):
     max_completion_tokens: int | None = None
     n: int | None = None
     response_format: Any = None
-    logit_bias: Any = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    functions: Any = None
     modalities: list[str] | None = None
 
 
-NOT_THE_POLICY = "constrains what is sampled, whose log-probs are then not the policy's; leave it out"
-
-
-class ChatCompletions:
-    """The protocol. `fields`: those that are read; the rest is ignored."""
-
+class ChatCompletions(WireProtocol):
     path = "/v1/chat/completions"
-    fields = frozenset(field.name for field in msgspec.structs.fields(ChatBody))
+    body = ChatBody
+    refused: ClassVar = {
+        "functions": "deprecated; use tools",
+        "logit_bias": NOT_THE_POLICY,
+        "presence_penalty": NOT_THE_POLICY,
+        "frequency_penalty": NOT_THE_POLICY,
+        "logprobs": NO_LOGPROBS,
+        "top_logprobs": NO_LOGPROBS,
+    }
 
-    def request(self, body: Mapping[str, Any]) -> tuple[str, AgentRequest]:
-        """Return the name of the model and the request. WireError if a field has another type, or is refused."""
-        try:
-            read = msgspec.convert(body, ChatBody, strict=True)
-        except msgspec.ValidationError as error:
-            raise WireError(400, str(error)) from None
-        self._refuse(read)
-        tools = [tool.function for tool in read.tools or ()] if read.tool_choice != "none" else []
-        stop = [read.stop] if isinstance(read.stop, str) else read.stop or []
-        limits = [n for n in (read.max_tokens, read.max_completion_tokens) if n is not None]
-        return read.model, AgentRequest(
-            messages=checked([_message(n, m) for n, m in enumerate(read.messages)]),
-            tools=tuple({"type": "function", "function": tool} for tool in tools),
-            max_tokens=min(limits, default=None),
-            stop=tuple(text for text in stop if text),
-            stream=bool(read.stream),
-        )
-
-    def _refuse(self, read: ChatBody) -> None:
-        if read.n is not None and read.n != 1:
+    def read(self, body: ChatBody) -> AgentRequest:
+        if body.n not in (None, 1):
             raise refused_field("n", "one answer at a time; send the request again for another")
-        if read.functions:
-            raise refused_field("functions", "deprecated; use tools")
-        for tool in read.tools or ():
-            if tool.type != "function" or not isinstance(tool.function.get("name"), str):
-                raise refused_field(
-                    "tools", f"{tool.type} is run by a provider; the policy calls functions with a name"
-                )
-        if isinstance(read.tool_choice, dict):
-            raise refused_field("tool_choice", f"a named tool {NOT_THE_POLICY}")
-        form = read.response_format
-        if form is not None and not (isinstance(form, dict) and form.get("type") == "text"):
-            raise refused_field("response_format", NOT_THE_POLICY)
-        for field, value in (("logit_bias", read.logit_bias), ("presence_penalty", read.presence_penalty),
-                             ("frequency_penalty", read.frequency_penalty)):  # fmt: skip
-            if value:
-                raise refused_field(field, NOT_THE_POLICY)
-        if read.logprobs or read.top_logprobs:
-            raise refused_field("logprobs", "are kept for training, and not told")
-        if read.modalities not in (None, ["text"]):
+        refuse_format(body.response_format, "response_format")
+        if body.modalities not in (None, ["text"]):
             raise refused_field("modalities", "the policy reads and writes text")
-        for limit in (read.max_tokens, read.max_completion_tokens):
-            if limit is not None and limit < 1:
-                raise refused_field("max_tokens", "must be 1 or more")
-
-    def error(self, error: WireError) -> dict[str, Any]:
-        kind = "invalid_request_error" if error.status < 500 else "server_error"
-        return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
+        return asked(
+            [_message(n, m) for n, m in enumerate(body.messages)],
+            [(tool.type, tool.function) for tool in body.tools or ()],
+            body.tool_choice,
+            (body.max_tokens, body.max_completion_tokens),
+            body.stop,
+            body.stream,
+        )
 
     def reply(self, body: Mapping[str, Any], turn: ServedTurn) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": turn.message.text or None}
@@ -139,11 +96,10 @@ class ChatCompletions:
         if turn.message.calls:
             message["tool_calls"] = _calls(turn.message)
         choice = {"index": 0, "message": message, "finish_reason": turn.finish, "logprobs": None}
-        return _head(body, turn, "chat.completion") | {"choices": [choice], "usage": _usage(turn)}
+        return _head(turn, body, "chat.completion") | {"choices": [choice], "usage": _usage(turn)}
 
     def events(self, body: Mapping[str, Any], turn: ServedTurn) -> Iterator[tuple[str, Any]]:
-        """Yield the events of a stream as (name, data); chat completions name none."""
-        head, message = _head(body, turn, "chat.completion.chunk"), turn.message
+        head, message = _head(turn, body, "chat.completion.chunk"), turn.message
         deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
         deltas += [{"reasoning_content": message.reasoning}] if message.reasoning else []
         deltas += [{"content": message.text}] if message.text else []
@@ -156,23 +112,10 @@ class ChatCompletions:
         yield "", "[DONE]"
 
 
-def text_of(content: Content, where: str) -> str:
-    """Return a message's text, its parts joined. WireError if a part is no text."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    for part in content:
-        if part.type not in ("text", "input_text", "output_text", "refusal"):
-            raise refused_field(where, f"a part is {part.type}; the policy reads text alone")
-    return "".join(part.text or part.refusal or "" for part in content)
-
-
 def _message(n: int, m: ChatMessage) -> CanonicalMessage:
-    role = "system" if m.role == "developer" else m.role
-    if role not in ("system", "user", "assistant", "tool"):
-        raise refused_field(f"messages[{n}].role", f"{role!r} is none of system, developer, user, assistant, tool")
     reasoning = m.reasoning_content or (m.reasoning if isinstance(m.reasoning, str) else "")
     return CanonicalMessage(
-        role,
+        role_of(m.role, f"messages[{n}].role"),
         text_of(m.content, f"messages[{n}].content"),
         tuple(ToolCall.of(c.id, c.function.name, c.function.arguments) for c in m.tool_calls or ()),
         reasoning or "",
@@ -185,13 +128,9 @@ def _calls(message: CanonicalMessage) -> list[dict[str, Any]]:
     return [{"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.json}} for c in message.calls]
 
 
-def _head(body: Mapping[str, Any], turn: ServedTurn, kind: str) -> dict[str, Any]:
-    return {
-        "id": f"chatcmpl-{turn.node.number}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": body.get("model", ""),
-    }
+def _head(turn: ServedTurn, body: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    made = {"id": f"chatcmpl-{turn.node.number}", "object": kind, "created": int(time.time())}
+    return made | {"model": body.get("model", "")}
 
 
 def _usage(turn: ServedTurn) -> dict[str, int]:

@@ -12,9 +12,9 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -22,11 +22,14 @@ from aiohttp import web
 from megarl.core.base.contracts import Policy
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.recipe import Recipe
+from megarl.tasks.agents.anthropic_messages import AnthropicMessages
 from megarl.tasks.agents.chat_completions import ChatCompletions
 from megarl.tasks.agents.messages import AgentRequest, WireError
 from megarl.tasks.agents.rendering import Rendering
+from megarl.tasks.agents.responses import Responses
 from megarl.tasks.agents.session import AgentSession, PendingTurn, ServedTurn
 from megarl.tasks.agents.tree import SessionTree
+from megarl.tasks.agents.wire import WireProtocol
 
 log = logging.getLogger(__name__)
 MODEL = "policy"
@@ -38,27 +41,8 @@ BODY_LIMIT_S = 60.0
 KEEP_ALIVE_S = 15.0
 
 
-class WireProtocol(Protocol):
-    """A provider's way to write requests, answers and errors. fields: of requests, those that are read."""
-
-    path: str
-    fields: frozenset[str]
-
-    def request(self, body: Mapping[str, Any]) -> tuple[str, AgentRequest]:
-        """Return the name of the model and the request, or raise WireError."""
-
-    def error(self, error: WireError) -> dict[str, Any]:
-        """Return the body of an error."""
-
-    def reply(self, body: Mapping[str, Any], turn: ServedTurn) -> dict[str, Any]:
-        """Return the body of an answer."""
-
-    def events(self, body: Mapping[str, Any], turn: ServedTurn) -> Any:
-        """Yield an answer's events as (name, data)."""
-
-
-CHAT = ChatCompletions()
-PROTOCOLS: tuple[WireProtocol, ...] = (CHAT,)
+CHAT, MESSAGES = ChatCompletions(), AnthropicMessages()
+PROTOCOLS: tuple[WireProtocol, ...] = (CHAT, MESSAGES, Responses())
 
 
 class Gateway:
@@ -75,6 +59,7 @@ class Gateway:
         for prefix in ("", "/s/{key}"):
             for protocol in PROTOCOLS:
                 app.router.add_post(prefix + protocol.path, self._handler(protocol, self._answer))
+            app.router.add_post(f"{prefix}{MESSAGES.path}/count_tokens", self._handler(MESSAGES, self._count))
             app.router.add_post(prefix + "/v1/reward", self._handler(CHAT, self._reward))
             app.router.add_get(prefix + "/v1/models", self._handler(CHAT, self._models))
             app.router.add_get(prefix + "/v1/models/{model}", self._handler(CHAT, self._models))
@@ -142,14 +127,18 @@ class Gateway:
         session.reward = float(reward)
         return web.json_response({"reward": session.reward})
 
+    async def _count(self, request: web.Request, protocol: WireProtocol, session: AgentSession) -> web.Response:
+        """Tell the length of a request's prompt, as it would be sent."""
+        _, body = await _read(request)
+        session.check()
+        return web.json_response({"input_tokens": await session.prompt_tokens(_asked(protocol, body))})
+
     async def _answer(self, request: web.Request, protocol: WireProtocol, session: AgentSession) -> web.StreamResponse:
         data, body = await _read(request)
         session.check()
-        model, asked = protocol.request(body)
-        if model != MODEL:
-            raise _unknown(model)
-        for field in body.keys() - protocol.fields:
-            if (protocol.path, field) not in self._ignored and body[field] is not None:
+        asked = _asked(protocol, body)
+        for field in protocol.ignored(body):
+            if (protocol.path, field) not in self._ignored:
                 self._ignored.add((protocol.path, field))
                 log.info("agents' field %r is ignored (%s)", field, protocol.path)
         digest = hashlib.blake2b(protocol.path.encode() + data).digest()
@@ -181,7 +170,7 @@ class _WireReply:
             await self._begin()
         while not (await asyncio.wait({self._generation.done}, timeout=KEEP_ALIVE_S))[0]:
             await self._begin()
-            await self._send(b": the policy writes\n\n" if self._stream else b" ")
+            await self._send(self._response.write(b": the policy writes\n\n" if self._stream else b" "))
         try:
             turn = self._result()
         except WireError:
@@ -191,11 +180,8 @@ class _WireReply:
                 self._request.transport.close()  # too late for another status
             return self._response
         await self._begin()
-        for part in self._parts(turn):
-            await self._send(part)
-        await self._response.write_eof()
-        if _is_open(self._request):
-            tree.deliver(turn.node)
+        await self._send(self._response.write_eof(self._answer(turn)))
+        tree.deliver(turn.node)  # not asked whether it is still open: a client that has got all of it may close
         return self._response
 
     def _result(self) -> ServedTurn:
@@ -203,30 +189,37 @@ class _WireReply:
             raise WireError(400, "the session is over", "session_over")
         return self._generation.done.result()
 
-    def _parts(self, turn: ServedTurn) -> list[bytes]:
+    def _answer(self, turn: ServedTurn) -> bytes:
         if not self._stream:
-            return [json.dumps(self._protocol.reply(self._body, turn), ensure_ascii=False).encode(errors="replace")]
+            return json.dumps(self._protocol.reply(self._body, turn), ensure_ascii=False).encode(errors="replace")
         parts = []
         for name, data in self._protocol.events(self._body, turn):
             text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
-            parts.append(f"{f'event: {name}{chr(10)}' if name else ''}data: {text}\n\n".encode(errors="replace"))
-        return parts
+            parts.append(f"{f'event: {name}{chr(10)}' if name else ''}data: {text}\n\n")
+        return "".join(parts).encode(errors="replace")
 
     async def _begin(self) -> None:
         if not self._response.prepared:
             await self._response.prepare(self._request)
 
-    async def _send(self, data: bytes) -> None:
-        """Send a part. A client that has gone, or does not read, ends the request: what is not sent whole is not trained."""
+    async def _send(self, writing: Awaitable[None]) -> None:
+        """Wait until a part is written. A client that has gone, or does not read, ends its request, which is not trained."""
         try:
             async with asyncio.timeout(BODY_LIMIT_S):
-                await self._response.write(data)
+                await writing
         except TimeoutError:
             raise ConnectionResetError("the agent does not read its answer") from None
 
 
 def _is_open(request: web.Request) -> bool:
     return request.transport is not None and not request.transport.is_closing()
+
+
+def _asked(protocol: WireProtocol, body: Mapping[str, Any]) -> AgentRequest:
+    model, asked = protocol.request(body)
+    if model != MODEL:
+        raise _unknown(model)
+    return asked
 
 
 def _unknown(model: str | None) -> WireError:

@@ -1,8 +1,8 @@
 """An agent's process: within limits, a command or a function of the user's.
 
-stdin  {"prompt", "id", "task", "answer"}       OPENAI_BASE_URL, OPENAI_API_KEY, …  the session
-COMMAND …                 takes the process's place; posts its reward, or leaves it to the task's grader
-package.module:function   is called with an `AgentTask`; what it returns is the reward, None leaves it to the grader
+stdin  {"prompt", "id", "task", "answer"}      OPENAI_BASE_URL, OPENAI_API_KEY, …  the session
+command PYTHONPATH WORD …     takes the process's place; posts its reward, or leaves it to the task's grader
+function package.module:name  is called with an `AgentTask`; what it returns is the reward, None leaves it to the grader
 """
 
 import inspect
@@ -36,14 +36,15 @@ class AgentTask:
 
 
 def main(words: list[str]) -> None:
-    """Become the command, or call the function if there is one word with a colon."""
+    """Become the command, or call the function."""
     die_with_parent()
     Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, this dies first
     most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE, LARGEST_FILE))
     if words[0] == "command":
-        os.execvp(words[1], words[1:])
+        os.environ["PYTHONPATH"] = words[1]  # ours would lead a program of another Python to our packages
+        os.execvp(words[2], words[2:])
     sys.path.append(os.getcwd())
     module, _, name = words[1].partition(":")
     function = getattr(__import__(module, fromlist=[name]), name)

@@ -89,7 +89,7 @@ class TaskAgents:
         chat = load_chat(tokenizer.path)
         self._rendering = Rendering(chat, tokenizer, recipe.agent.history)
         if problem := tail_problem(chat, self._rendering):
-            log.warning("%s; that is what the policy will see", problem)
+            log.warning("%s", problem)
         if self._rendering.calls is None:
             log.info("%s: the chat template writes no tool calls as JSON; agents find all text in `content`", chat.path)
         for name, task in self._tasks.items():
@@ -135,7 +135,8 @@ class _AgentProcess:
         self, agent: str | tuple[str, ...], prompt: Prompt, session: AgentSession, url: str, recipe: Recipe,
         tokenizer: Tokenizer,
     ) -> None:  # fmt: skip
-        self._words = ["function", agent] if isinstance(agent, str) else ["command", *agent]
+        theirs = os.environ.get("PYTHONPATH", "")
+        self._words = ["function", agent] if isinstance(agent, str) else ["command", theirs, *agent]
         self._session, self._settings, self._url = session, recipe.agent, url
         self._task = {
             "prompt": tokenizer.decode(prompt.tokens), "id": prompt.id, "task": prompt.task, "answer": prompt.answer,

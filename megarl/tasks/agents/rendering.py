@@ -26,12 +26,13 @@ UNKNOWN = "?"
 
 
 class Rendering:
-    """Renders requests with a model's chat template. `calls`: how it writes tool calls; None: not as JSON."""
+    """Renders requests with a model's chat template. calls: how it writes tool calls; None: not as JSON. end: the
+    text that ends a turn."""
 
     def __init__(self, chat: ChatTemplate, tokenizer: Tokenizer, history: Literal["sampled", "template"]) -> None:
         self._chat, self._tokenizer, self._history = chat, tokenizer, history
-        self._end = tokenizer.decode(int32([tokenizer.end]))
-        self.calls = call_format(chat, self._end)
+        self.end = tokenizer.decode(int32([tokenizer.end]))
+        self.calls = call_format(chat, self.end)
         added = tokenizer.backend.get_added_tokens_decoder().values()
         self._special = sorted((token.content for token in added if token.special), key=len, reverse=True)
         self._literal = tokenizer.literal()
@@ -46,7 +47,7 @@ class Rendering:
         sampled = node.sampled
         ended = len(sampled) and int(sampled[-1]) == self._tokenizer.end
         if self._history == "template":
-            text = self._behind(node, request, "" if ended else self._end)
+            text = self._behind(node, request, "" if ended else self.end)
         else:
             known = (*node.history, node.served)
             text = self.tail_text(node.served, request.messages[len(known) :], request.tools, known=known)
@@ -75,13 +76,13 @@ class Rendering:
         try:
             text = self._chat.render([*begin, *(self._wire(m, names) for m in tail)], tools)
             if text.count(self._said) == 1:
-                _, ended, behind = text.partition(self._said)[2].partition(self._end)
+                _, ended, behind = text.partition(self._said)[2].partition(self.end)
                 return behind if ended else None
             begun = self._chat.render(begin, tools, reply=False)  # it leaves out text beside calls
         except MegarlError:
             return None
-        cut = begun.rfind(self._end) + len(self._end)
-        return text[cut:] if cut >= len(self._end) and text.startswith(begun[:cut]) else None
+        cut = begun.rfind(self.end) + len(self.end)
+        return text[cut:] if cut >= len(self.end) and text.startswith(begun[:cut]) else None
 
     def _behind(self, node: TreeNode, request: AgentRequest, end: str) -> str | None:
         """Return the template's text of the whole request behind the node's, if it begins with that."""
@@ -151,23 +152,29 @@ class Rendering:
 
 
 def tail_problem(chat: ChatTemplate, rendering: Rendering) -> str:
-    """Return how a tail of this template differs from that in the whole conversation; "" if none does.
+    """Return how a tail of this template differs from that in the whole conversation, or that none can be told; "" if neither.
 
-    Asked: results of two parallel calls, of one call after that, and a user's words behind an answer. A tail that cannot be
-    told is no problem but costs: its request is rendered whole.
+    Asked: results of two parallel calls, of one call after that, and a user's words behind an answer. A request whose tail
+    cannot be told is rendered whole; that is a problem if all are.
     """
     calls = [ToolCall(f"call0000{n}", NAME, {KEY: VALUE}) for n in range(3)]
     answers = [CanonicalMessage("assistant", SAID, made) for made in (tuple(calls[:2]), tuple(calls[2:]), ())]
     results = [CanonicalMessage("tool", f"result {n}", answers=call.id) for n, call in enumerate(calls)]
     tails = [results[:2], results[2:], [CanonicalMessage("user", "go on")]]
     said = [CanonicalMessage("system", "be brief"), CanonicalMessage("user", "begin")]
-    tools = [PROBE] if rendering.calls else []
+    tools, told = [PROBE] if rendering.calls else [], False
     for answer, tail in list(zip(answers, tails, strict=True))[0 if rendering.calls else 2 :]:
         if (alone := rendering.tail_text(answer, tail, tools)) is None:
             continue
-        whole = rendering.tail_text(answer, tail, tools, before=said)
+        told, whole = True, rendering.tail_text(answer, tail, tools, before=said)
         if alone != whole:
             what = "a user's words" if tail[0].role == "user" else f"the results of {len(tail)} calls"
-            return f"{chat.path}: {what} are written {alone!r} behind an answer, and {whole!r} in a whole conversation"
+            written = f"{what} are written {alone!r} behind an answer, and {whole!r} in a whole conversation"
+            return f"{chat.path}: {written}; the policy will see the first"
         said = [*said, replace(answer, text="An answer."), *tail]
-    return ""
+    if told:
+        return ""
+    return (
+        f"{chat.path}: the chat template does not end an answer with {rendering.end!r}, the eos_token of "
+        "tokenizer_config.json; each request of an agent is rendered whole, and begins a path"
+    )

@@ -57,13 +57,14 @@ class PendingTurn:
 
 @dataclass(frozen=True)
 class ServedTurn:
-    """An answer. prompt_tokens, completion_tokens: as usage is told."""
+    """An answer. prompt_tokens, completion_tokens: as usage is told; stopped: the text of `stop` that ended it, or ""."""
 
     node: TreeNode
     message: CanonicalMessage
     finish: Literal["stop", "length", "tool_calls"]
     prompt_tokens: int
     completion_tokens: int
+    stopped: str
 
 
 class AgentSession:
@@ -167,14 +168,16 @@ class AgentSession:
         self._room, self._lent = self._room + limit - sum(len(s.tokens) for s in segments), self._lent - limit
         self._returned.set()
         text = self._text_of(segments)
-        for stop in stopped:
-            text = text.partition(stop)[0]
+        if stopped:
+            text = text.partition(stopped)[0]
         served = read_turn(
             text, self._rendering.calls if request.tools else None, self._length.end_of_thinking, node.number
         )
         self.tree.answer(node, segments, served)
         finish: Literal["stop", "length", "tool_calls"] = "stop" if turn.ended or stopped else "length"
-        return ServedTurn(node, served, "tool_calls" if served.calls else finish, len(before), len(node.sampled))
+        return ServedTurn(
+            node, served, "tool_calls" if served.calls else finish, len(before), len(node.sampled), stopped
+        )
 
     async def _placed(self, request: AgentRequest) -> tuple[TreeNode | None, bytes, np.ndarray]:
         """Return the node that the request continues, the hash of it, and the tokens to put in."""
@@ -203,16 +206,16 @@ class AgentSession:
         self.end(why, limited=True)
         return WireError(400, f"the session is over: {why}", "session_over")
 
-    def _stopped(self, turn: PolicyTurn, stops: tuple[str, ...]) -> tuple[tuple[Segment, ...], list[str]]:
-        """Return the turn up to the token that completes the first of these texts, and those that it has then."""
+    def _stopped(self, turn: PolicyTurn, stops: tuple[str, ...]) -> tuple[tuple[Segment, ...], str]:
+        """Return the turn up to the token that completes the first of these texts, and that text, "" if none is in it."""
         tokens = np.concatenate([int32(()), *(s.tokens for s in turn.segments)])
 
-        def found(count: int) -> list[str]:
+        def found(count: int) -> str:
             text = self._tokenizer.decode(tokens[:count])
-            return [stop for stop in stops if stop in text]
+            return min((stop for stop in stops if stop in text), key=text.index, default="")
 
         if not stops or not found(len(tokens)):
-            return turn.segments, []
+            return turn.segments, ""
         count = 1 + bisect_left(range(1, len(tokens) + 1), True, key=lambda n: bool(found(n)))
         kept, left = list[Segment](), count
         for s in turn.segments:

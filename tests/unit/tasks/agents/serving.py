@@ -18,11 +18,17 @@ from megarl.tasks.agents.gateway import Gateway
 from megarl.tasks.agents.session import AgentSession
 from tests.unit.tasks.agents.templates import rendering_of
 
-LENGTH = {"prompt_tokens": 2000, "thinking_tokens": [1500, 1500], "answer_tokens": 500, "control": "none"}
+LENGTH: dict[str, Any] = {
+    "prompt_tokens": 2000,
+    "thinking_tokens": [1500, 1500],
+    "answer_tokens": 500,
+    "control": "none",
+}
 ADD = {
     "type": "function",
     "function": {"name": "add", "strict": True, "parameters": {"type": "object", "properties": {}}},
 }
+ROOMY = LENGTH | {"prompt_tokens": 200_000}
 USER = [{"role": "user", "content": "u"}]
 
 
@@ -45,11 +51,11 @@ class Served:
     tokenizer: Tokenizer
 
     async def post(self, path: str, body: Any, key: str | None = None, **headers: str) -> tuple[int, Any]:
-        """Return status and body."""
+        """Return status and body, a stream's as text."""
         sent = {"Authorization": f"Bearer {self.session.key if key is None else key}", **headers}
         data = {"data": body} if isinstance(body, bytes) else {"json": body}
         async with self.http.post(f"{self.url}/v1/{path}", headers=sent, **data) as reply:
-            return reply.status, await reply.json()
+            return reply.status, await (reply.json() if reply.content_type == "application/json" else reply.text())
 
     async def chat(self, messages: Any = USER, **more: Any) -> tuple[int, Any]:
         return await self.post("chat/completions", {"model": "policy", "messages": messages, **more})
@@ -59,10 +65,12 @@ class Served:
 
 
 @asynccontextmanager
-async def gateway(folder: Path, *said: str, family: str = "qwen", **agent: Any) -> AsyncIterator[Served]:
+async def gateway(
+    folder: Path, *said: str, family: str = "qwen", roomy: bool = False, **agent: Any
+) -> AsyncIterator[Served]:
     """Serve one session; the policy ends its turns by itself, but where what it says ends with `…`."""
     tokenizer, rendering = rendering_of(folder, family)
-    recipe = from_tree({"length": LENGTH, "agent": agent})
+    recipe = from_tree({"length": ROOMY if roomy else LENGTH, "agent": agent})
     server, hold = Gateway("127.0.0.1"), asyncio.Event()
     hold.set()
     left, asked, limits = list(said), list[np.ndarray](), list[int]()
@@ -88,8 +96,8 @@ async def gateway(folder: Path, *said: str, family: str = "qwen", **agent: Any) 
         await server.close()
 
 
-def run[T](test: Callable[[], Awaitable[T]]) -> T:
+def run[T](test: Callable[[], Awaitable[T]], limit_s: float = 60) -> T:
     async def limited() -> T:
-        return await asyncio.wait_for(test(), 60)
+        return await asyncio.wait_for(test(), limit_s)
 
     return asyncio.run(limited())

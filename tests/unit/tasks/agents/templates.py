@@ -70,20 +70,111 @@ TAGS = """{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.conten
 {%- endfor %}{{- '<|im_end|>' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 """Calls are no JSON."""
 
+LLAMA_3 = """{{- bos_token }}{%- if messages[0].role == 'system' %}{%- set system = messages[0].content | trim %}
+{%- set messages = messages[1:] %}{%- else %}{%- set system = '' %}{%- endif %}
+{{- '<|start_header_id|>system<|end_header_id|>\\n\\n' }}{%- if tools %}{{- 'Environment: ipython\\n' }}{%- endif %}
+{{- 'Cutting Knowledge Date: December 2023\\nToday Date: 26 Jul 2024\\n\\n' + system + '<|eot_id|>' }}
+{%- if tools %}{%- set first = messages[0].content | trim %}{%- set messages = messages[1:] %}
+{{- '<|start_header_id|>user<|end_header_id|>\\n\\nGiven the following functions, respond with JSON.\\n\\n' }}
+{%- for t in tools %}{{- t | tojson(indent=4) + '\\n\\n' }}{%- endfor %}{{- first + '<|eot_id|>' }}{%- endif %}
+{%- for m in messages %}{%- if m.tool_calls %}
+{%- if m.tool_calls | length != 1 %}{{- raise_exception('This model only supports single tool-calls at once!') }}{%- endif %}
+{%- set f = m.tool_calls[0].function %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "' + f.name }}
+{{- '", "parameters": ' }}{{- f.arguments | tojson }}{{- '}<|eot_id|>' }}
+{%- elif m.role in ('tool', 'ipython') %}{{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' }}
+{%- if m.content is mapping or m.content is iterable %}{{- m.content | tojson }}{%- else %}
+{{- m.content }}{%- endif %}{{- '<|eot_id|>' }}
+{%- else %}{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}{%- endif %}
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
+
+LLAMA_4 = """{{- bos_token }}{%- for m in messages %}{%- if m.role == 'tool' %}
+{{- '<|header_start|>ipython<|header_end|>\\n\\n' }}{{- m.content | tojson }}{{- '<|eot|>' }}
+{%- else %}{{- '<|header_start|>' + m.role + '<|header_end|>\\n\\n' }}
+{%- if m.tool_calls and m.content %}{{- '<|python_start|>' + m.content | trim + '<|python_end|>' }}
+{%- else %}{{- m.content | trim }}{%- endif %}
+{%- for c in m.tool_calls or [] %}{{- '{"name": "' + c.function.name + '", "parameters": ' }}
+{{- c.function.arguments | tojson }}{{- '}' }}{%- endfor %}{{- '<|eot|>' }}{%- endif %}
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|header_start|>assistant<|header_end|>\\n\\n' }}{%- endif %}"""
+
+DEEPSEEK = """{{- bos_token }}{%- for m in messages if m.role == 'system' %}{{- m.content }}{%- endfor %}
+{%- set ns = namespace(outputs=false) %}{%- for m in messages %}
+{%- if m.role != 'tool' and ns.outputs %}{{- '<｜tool▁outputs▁end｜>' }}{%- endif %}
+{%- if m.role == 'user' %}{{- '<｜User｜>' + m.content }}
+{%- elif m.role == 'tool' %}{{- '\\n' if ns.outputs else '<｜tool▁outputs▁begin｜>' }}
+{{- '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' }}
+{%- elif m.role == 'assistant' %}{%- if not ns.outputs %}{{- '<｜Assistant｜>' }}{%- endif %}
+{{- m.content.split('</think>')[-1] }}{%- if m.tool_calls %}{{- '<｜tool▁calls▁begin｜>' }}{%- for c in m.tool_calls %}
+{{- '' if loop.first else '\\n' }}
+{{- '<｜tool▁call▁begin｜>' + c.type + '<｜tool▁sep｜>' + c.function.name + '\\n```json\\n' }}
+{{- c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}
+{{- '\\n```<｜tool▁call▁end｜>' }}{%- endfor %}{{- '<｜tool▁calls▁end｜>' }}{%- endif %}
+{{- '<｜end▁of▁sentence｜>' }}{%- endif %}
+{%- set ns.outputs = m.role == 'tool' %}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<｜tool▁outputs▁end｜>' if ns.outputs else '<｜Assistant｜>' }}{%- endif %}"""
+
+KIMI = """{%- if tools %}{{- '<|im_system|>tool_declare<|im_middle|>' }}{{- tools | tojson }}{{- '<|im_end|>' }}{%- endif %}
+{%- for m in messages %}{%- if m.role == 'tool' %}
+{{- '<|im_system|>tool<|im_middle|>## Return of ' + m.tool_call_id + '\\n' + m.content + '<|im_end|>' }}
+{%- else %}{{- '<|im_' + m.role + '|>' + m.role + '<|im_middle|>' + m.content }}
+{%- if m.tool_calls %}{{- '<|tool_calls_section_begin|>' }}{%- for c in m.tool_calls %}
+{{- '<|tool_call_begin|>' + c.id + '<|tool_call_argument_begin|>' }}
+{{- c.function.arguments | tojson }}{{- '<|tool_call_end|>' }}
+{%- endfor %}{{- '<|tool_calls_section_end|>' }}{%- endif %}{{- '<|im_end|>' }}{%- endif %}
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_assistant|>assistant<|im_middle|>' }}{%- endif %}"""
+
+GLM = """{{- '[gMASK]<sop>' }}{%- if tools %}{{- '<|system|>\\n# Tools\\n' }}
+{%- for t in tools %}{{- t | tojson(ensure_ascii=False) + '\\n' }}{%- endfor %}{%- endif %}
+{%- for m in messages %}{%- if m.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|observation|>' }}{%- endif %}
+{{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
+{%- elif m.role == 'assistant' %}{{- '<|assistant|>\\n<think></think>' }}
+{%- if m.content %}{{- '\\n' + m.content.strip() }}{%- endif %}
+{%- for c in m.tool_calls or [] %}{{- '\\n<tool_call>' + c.function.name }}{%- for k, v in c.function.arguments.items() %}
+{{- '\\n<arg_key>' + k + '</arg_key>\\n<arg_value>' + (v if v is string else v | tojson) + '</arg_value>' }}{%- endfor %}
+{{- '\\n</tool_call>' }}{%- endfor %}{%- else %}{{- '<|' + m.role + '|>\\n' + m.content }}{%- endif %}
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
+
+GPT_OSS = """{{- '<|start|>system<|message|>You are ChatGPT.<|end|>' }}{%- set ns = namespace(called='') %}
+{%- for m in messages %}{%- if m.role == 'tool' %}
+{{- '<|start|>functions.' + ns.called + ' to=assistant<|channel|>commentary<|message|>' }}
+{{- m.content | tojson }}{{- '<|end|>' }}
+{%- elif m.tool_calls %}{%- set f = m.tool_calls[0].function %}{%- set ns.called = f.name %}
+{%- if m.content %}{{- '<|start|>assistant<|channel|>analysis<|message|>' + m.content + '<|end|>' }}{%- endif %}
+{{- '<|start|>assistant to=functions.' + f.name + '<|channel|>commentary json<|message|>' }}
+{{- f.arguments | tojson }}{{- '<|call|>' }}
+{%- elif m.role == 'assistant' %}{{- '<|start|>assistant<|channel|>final<|message|>' + m.content }}
+{{- '<|end|>' if add_generation_prompt or not loop.last else '<|return|>' }}
+{%- else %}
+{{- '<|start|>' + ('developer' if m.role == 'system' else m.role) + '<|message|>' + m.content + '<|end|>' }}{%- endif %}
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
+
+PUBLISHED = {
+    "Llama 3": (LLAMA_3, "<|eot_id|>"), "Llama 4": (LLAMA_4, "<|eot|>"), "Qwen2.5": (QWEN, "<|im_end|>"),
+    "Qwen3": (THINKING, "<|im_end|>"), "DeepSeek-V3": (DEEPSEEK, "<｜end▁of▁sentence｜>"), "Kimi K2": (KIMI, "<|im_end|>"),
+    "GLM-4.5": (GLM, "<|endoftext|>"), "gpt-oss": (GPT_OSS, "<|return|>"),
+}  # fmt: skip
+"""By family of docs/models.md: a template written, shorter, after the one that its models are published with, and their token
+that ends a turn; where a text stands is theirs, instructions to the model are cut."""
+
 FAMILIES = {"qwen": QWEN, "thinking": THINKING, "llama": LLAMA, "instruct": INSTRUCT, "tags": TAGS}
 MERGES = [("a", "b"), ("ab", "c"), ("t", "h"), ("th", "e"), ("x", "y"), ("n", "a"), ("c", "a")]
 """So `abc` is one token, and may be sampled as three."""
 
 
-def tokenizer_of(folder: Path, template: str) -> Tokenizer:
+def tokenizer_of(folder: Path, template: str, end: str = "<|im_end|>") -> Tokenizer:
     """Saved in `folder` with the template, and loaded from there."""
     words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in MERGES)]
     backend = Backend(models.BPE({word: n for n, word in enumerate(words)}, MERGES))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    special = SPECIAL if end in SPECIAL else (*SPECIAL, end)
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
     PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", chat_template=template, clean_up_tokenization_spaces=False
+        tokenizer_object=backend,
+        bos_token="<|bos|>",
+        eos_token=end,
+        chat_template=template,
+        clean_up_tokenization_spaces=False,
     ).save_pretrained(folder)
     return load_tokenizer(folder)
 

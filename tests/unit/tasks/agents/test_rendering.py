@@ -6,12 +6,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from megarl.core.base.types import Segment, float32, int32
+from megarl.lab.doctor import chat_template
 from megarl.tasks.agents.calls import PROBE, CallFormat, read_turn
 from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ToolCall
 from megarl.tasks.agents.rendering import Rendering, tail_problem
 from megarl.tasks.agents.tree import SessionTree
 from megarl.tasks.data.chat import load_chat
-from tests.unit.tasks.agents.templates import FAMILIES, QWEN, TAGS, rendering_of, tokenizer_of
+from tests.unit.tasks.agents.templates import FAMILIES, PUBLISHED, QWEN, TAGS, rendering_of, tokenizer_of
 
 FORMATS = {
     "qwen": CallFormat("<tool_call>", "</tool_call>", "arguments"),
@@ -46,6 +47,23 @@ def test_the_form_of_calls_is_told_from_the_template(family: str, tmp_path: Path
 def test_a_tail_is_the_same_alone_and_in_the_whole_conversation(family: str, tmp_path: Path) -> None:
     _, rendering = rendering_of(tmp_path, family)
     assert tail_problem(load_chat(tmp_path), rendering) == ""
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_tails_of_the_families_that_can_be_trained(family: str, tmp_path: Path) -> None:
+    """Those of GLM-4.5 and gpt-oss cannot be told: they end a turn with the next one's beginning, or in several ways."""
+    template, end = PUBLISHED[family]
+    tokenizer = tokenizer_of(tmp_path, template, end)
+    chat = load_chat(tmp_path)
+    rendering = Rendering(chat, tokenizer, "sampled")
+    problem = tail_problem(chat, rendering)
+    assert ("rendered whole" in problem) == (family in ("GLM-4.5", "gpt-oss"))
+    assert (rendering.calls is None) == (family in ("DeepSeek-V3", "Kimi K2", "GLM-4.5", "gpt-oss"))
+    found = chat_template(tmp_path)
+    assert (found.grade == "good") == (rendering.calls is not None and not problem)
+    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    words = rendering.tail_text(CanonicalMessage("assistant", "b"), [CanonicalMessage("user", "c")], ())
+    assert words is None if problem else chat.render(asked).endswith(f"b{end}{words}")
 
 
 def test_a_template_whose_tails_differ_is_named(tmp_path: Path) -> None:

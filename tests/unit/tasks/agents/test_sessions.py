@@ -1,6 +1,7 @@
 """Agents in processes of their own: rewards, crashes, limits, and what is left of them."""
 
 import asyncio
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +21,7 @@ from tests.unit.tasks.agents.templates import QWEN, tokenizer_of
 
 pytestmark = pytest.mark.processes
 HERE = "tests.unit.tasks.agents.programs"
-COMMAND = ["python", "-m", HERE]
+COMMAND = [sys.executable, "-m", HERE]
 
 
 class Lost(Exception):
@@ -64,6 +65,12 @@ def test_functions_and_commands_are_given_the_task_and_rewarded(
     assert (made.text, made.verdict, made.finish) == ("7", verdict, "stop")
     assert [s.trained for s in made.segments] == [False, True]
     assert (made.episode.turns, made.episode.limited, len(made.paths)) == (1, False, 1)
+
+
+def test_a_command_finds_the_packages_of_its_own_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "theirs")
+    told = f'test "$PYTHONPATH" = theirs || exit 3; PYTHONPATH={Path.cwd()} exec {" ".join(COMMAND)}'
+    assert play(tmp_path, ["sh", "-c", told])[0].verdict == Verdict(0.25)
 
 
 def test_a_crash_is_tried_once_more_and_then_void(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

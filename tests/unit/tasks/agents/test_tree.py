@@ -253,7 +253,8 @@ def test_identical_parallel_sub_agents_are_both_trained(tmp_path: Path) -> None:
         one, two = await asyncio.gather(*(world.ask(messages, [None, None]) for _ in range(2)))
         assert len(world.session.tree.trained()) == 2
         three = await world.ask(messages, [None, None])
-        assert [one.got, two.got, three.got] == [0, 1, 2]
+        assert sorted([one.got, two.got]) == [0, 1], "which is rendered first is left to threads"
+        assert three.got == 2
         lines = world.session.tree.trained()
         assert [line[-1].number for line in lines] == [2], "asked again after both answers: they were lost"
         return world.check()

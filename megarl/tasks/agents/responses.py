@@ -1,0 +1,171 @@
+"""OpenAI's responses on the wire: POST /v1/responses. Its input is a list of items, of which a message has several."""
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import msgspec
+
+from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ToolCall, WireError, refused_field
+from megarl.tasks.agents.session import ContextFull, ServedTurn
+from megarl.tasks.agents.wire import (
+    NO_LOGPROBS,
+    NO_STATE,
+    Content,
+    TextPart,
+    WireProtocol,
+    asked,
+    refuse_format,
+    role_of,
+    text_of,
+)
+
+
+class Item(msgspec.Struct):
+    type: str = "message"
+    role: str = ""
+    content: Content = None
+    id: str | None = None
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
+    output: Content = None
+    summary: list[TextPart] | None = None
+    encrypted_content: str | None = None
+
+
+class TextFormat(msgspec.Struct):
+    format: Any = None
+
+
+class ResponsesBody(msgspec.Struct):
+    input: str | list[Item]
+    instructions: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    stream: bool | None = None
+    max_output_tokens: int | None = None
+    text: TextFormat | None = None
+
+
+class Responses(WireProtocol):
+    path = "/v1/responses"
+    body = ResponsesBody
+    refused: ClassVar = {
+        "previous_response_id": NO_STATE,
+        "conversation": NO_STATE,
+        "background": NO_STATE,
+        "prompt": NO_STATE,
+        "top_logprobs": NO_LOGPROBS,
+    }
+
+    def read(self, body: ResponsesBody) -> AgentRequest:
+        refuse_format(body.text and body.text.format, "text.format")
+        items = [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+        messages = [CanonicalMessage("system", body.instructions)] if body.instructions else []
+        for n, item in enumerate(items):
+            said = _message(item, f"input[{n}]")
+            if said.role == "assistant" and messages and messages[-1].role == "assistant":
+                before = messages.pop()
+                said = replace(
+                    said, text=before.text + said.text, calls=before.calls + said.calls,
+                    reasoning=before.reasoning + said.reasoning, marks=before.marks | said.marks,
+                )  # fmt: skip
+            messages.append(said)
+        tools = [
+            (tool.get("type", ""), {key: value for key, value in tool.items() if key != "type"})
+            for tool in body.tools or ()
+        ]
+        return asked(messages, tools, body.tool_choice, [body.max_output_tokens], stream=body.stream)
+
+    def error(self, error: WireError) -> dict[str, Any]:
+        made = super().error(error)
+        if isinstance(error, ContextFull):
+            made["error"]["message"] = (
+                f"Your input exceeds the context window of this model: {error.tokens} of {error.limit} tokens. "
+                "Please adjust your input and try again."
+            )
+        return made
+
+    def reply(self, body: Mapping[str, Any], turn: ServedTurn) -> dict[str, Any]:
+        whole = turn.finish != "length"
+        sent, made = turn.prompt_tokens, turn.completion_tokens
+        return {
+            "id": f"resp_{turn.node.number}", "object": "response", "created_at": int(time.time()),
+            "model": body.get("model", ""), "status": "completed" if whole else "incomplete", "error": None,
+            "incomplete_details": None if whole else {"reason": "max_output_tokens"}, "output": _items(turn),
+            "instructions": body.get("instructions"), "metadata": {}, "parallel_tool_calls": True,
+            "tool_choice": body.get("tool_choice") or "auto", "tools": body.get("tools") or [],
+            "usage": {
+                "input_tokens": sent, "input_tokens_details": {"cached_tokens": 0}, "output_tokens": made,
+                "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": sent + made,
+            },
+        }  # fmt: skip
+
+    def events(self, body: Mapping[str, Any], turn: ServedTurn) -> Iterator[tuple[str, Any]]:
+        whole = self.reply(body, turn)
+        begun = {"response": whole | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}}
+        events: list[tuple[str, dict[str, Any]]] = [("created", begun), ("in_progress", begun)]
+        for n, item in enumerate(whole["output"]):
+            at: dict[str, Any] = {"output_index": n, "item_id": item["id"]}
+            empty: dict[str, Any]
+            if item["type"] == "function_call":
+                told = {"arguments": item["arguments"], "name": item["name"]}
+                empty, kind, parts = {"arguments": ""}, "function_call_arguments", []
+            else:
+                (part,) = item["content"]
+                told, at["content_index"] = {"text": part["text"]}, 0
+                empty, kind, parts = {"content": []}, part["type"], [part]
+            written = next(iter(told.values()))
+            events.append(("output_item.added", {"output_index": n, "item": item | empty | {"status": "in_progress"}}))
+            events += [("content_part.added", at | {"part": part | {"text": ""}}) for part in parts]
+            events += [(f"{kind}.delta", at | {"delta": written}), (f"{kind}.done", at | told)]
+            events += [("content_part.done", at | {"part": part}) for part in parts]
+            events.append(("output_item.done", {"output_index": n, "item": item}))
+        events.append((whole["status"], {"response": whole}))
+        for n, (kind, event) in enumerate(events):
+            yield f"response.{kind}", {"type": f"response.{kind}", "sequence_number": n} | event
+
+
+def _message(item: Item, where: str) -> CanonicalMessage:
+    """Return what an item says; those of an assistant's message are one each."""
+    match item.type:
+        case "message":
+            role = role_of(item.role, f"{where}.role")
+            marks = frozenset([item.id] if item.id and role == "assistant" else [])
+            return CanonicalMessage(role, text_of(item.content, f"{where}.content"), marks=marks)
+        case "reasoning":
+            marks = frozenset(filter(None, (item.id, item.encrypted_content)))
+            return CanonicalMessage("assistant", reasoning=text_of(item.content, f"{where}.content"), marks=marks)
+        case "function_call":
+            call = ToolCall.of(item.call_id, item.name, item.arguments)
+            return CanonicalMessage("assistant", calls=(call,), marks=frozenset([call.id]))
+        case "function_call_output":
+            return CanonicalMessage("tool", text_of(item.output, f"{where}.output"), answers=item.call_id)
+    raise refused_field(where, f"the policy knows no {item.type}; {NO_STATE}")
+
+
+def _items(turn: ServedTurn) -> list[dict[str, Any]]:
+    """Return an answer's items."""
+    number, message, done = turn.node.number, turn.message, {"status": "completed"}
+    items: list[dict[str, Any]] = []
+    if message.reasoning:
+        text = {"type": "reasoning_text", "text": message.reasoning}
+        items.append(
+            {
+                "type": "reasoning",
+                "id": f"rs_{number}",
+                "summary": [],
+                "content": [text],
+                "encrypted_content": f"rs_{number}",
+            }
+        )
+    if message.text or not message.calls:
+        part = {"type": "output_text", "text": message.text, "annotations": [], "logprobs": []}
+        items.append({"type": "message", "id": f"msg_{number}", "role": "assistant", "content": [part]})
+    items += [
+        {"type": "function_call", "id": f"fc_{c.id}", "call_id": c.id, "name": c.name, "arguments": c.json}
+        for c in message.calls
+    ]
+    return [item | done for item in items]

@@ -1,0 +1,126 @@
+"""What the protocols share on the wire: a request's fields honoured, ignored and refused, texts in parts, OpenAI's errors.
+
+    chat_completions.py, anthropic_messages.py, responses.py ─► WireProtocol ─► gateway.py
+
+Which field is which is the table of docs/agents.md. A field is refused if it would have the policy sample from another
+distribution than the one that is trained, or if it needs what the policy cannot do.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+
+from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, WireError, checked, refused_field
+from megarl.tasks.agents.session import ServedTurn
+
+NOT_THE_POLICY = "constrains what is sampled, whose log-probs are then not the policy's; leave it out"
+NO_LOGPROBS = "log-probs are kept for training, and not told"
+NO_STATE = "nothing is kept here by name; send the whole conversation"
+NO_PROVIDER = "there is no provider here who would run it"
+
+
+class TextPart(msgspec.Struct):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+type Content = str | Sequence[TextPart] | None
+
+
+class WireProtocol:
+    """A provider's way to write requests, answers and errors.
+
+    body: what is read of a request; other fields are ignored. refused: fields, and why, if they have a value but none, false,
+    0, "" and empty.
+    """
+
+    path: str
+    body: type[msgspec.Struct]
+    refused: ClassVar[Mapping[str, str]]
+
+    def request(self, body: Mapping[str, Any]) -> tuple[str, AgentRequest]:
+        """Return the name of the model and the request. WireError if a field has another type, or is refused."""
+        for field, why in self.refused.items():
+            if body.get(field):
+                raise refused_field(field, why)
+        try:
+            read = msgspec.convert(body, self.body, strict=True)
+        except msgspec.ValidationError as error:
+            raise WireError(400, str(error)) from None
+        return body.get("model") or "", self.read(read)
+
+    def ignored(self, body: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the fields of a request that have a value and are not read."""
+        known = {*self.body.__struct_fields__, *self.refused, "model"}
+        yield from (field for field, value in body.items() if field not in known and value is not None)
+
+    def read(self, body: Any) -> AgentRequest:
+        """Return what a body of the right types says."""
+        raise NotImplementedError
+
+    def reply(self, body: Mapping[str, Any], turn: ServedTurn) -> dict[str, Any]:
+        """Return the body of an answer."""
+        raise NotImplementedError
+
+    def events(self, body: Mapping[str, Any], turn: ServedTurn) -> Iterator[tuple[str, Any]]:
+        """Yield an answer's events as (name, data)."""
+        raise NotImplementedError
+
+    def error(self, error: WireError) -> dict[str, Any]:
+        """Return the body of an error, as OpenAI writes it."""
+        kind = "invalid_request_error" if error.status < 500 else "server_error"
+        return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
+
+
+def asked(
+    messages: Iterable[CanonicalMessage],
+    tools: Iterable[tuple[str, Mapping[str, Any]]],
+    choice: Any,
+    limits: Iterable[int | None],
+    stop: str | list[str] | None = None,
+    stream: bool | None = None,
+) -> AgentRequest:
+    """Return a request. tools: each with its type; choice: of one of them, as a word or an object with a type; limits: of the
+    answer's tokens."""
+    functions = list(tools)
+    for kind, function in functions:
+        if kind != "function" or not isinstance(function.get("name"), str):
+            raise refused_field("tools", f"{kind}: {NO_PROVIDER}; the policy calls functions with a name")
+    chosen = choice.get("type") if isinstance(choice, dict) else choice
+    if chosen not in (None, "auto", "any", "required", "none"):
+        raise refused_field("tool_choice", f"a named tool {NOT_THE_POLICY}")
+    given = [limit for limit in limits if limit is not None]
+    if any(limit < 1 for limit in given):
+        raise refused_field("max_tokens", "must be 1 or more")
+    return AgentRequest(
+        messages=checked(list(messages)),
+        tools=tuple({"type": "function", "function": function} for _, function in functions if chosen != "none"),
+        max_tokens=min(given, default=None),
+        stop=tuple(text for text in ([stop] if isinstance(stop, str) else stop or ()) if text),
+        stream=bool(stream),
+    )
+
+
+def text_of(content: Content, where: str, between: str = "") -> str:
+    """Return a message's text, its parts joined by `between`. WireError if a part is no text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.type not in ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text"):
+            raise refused_field(where, f"a part is {part.type}; the policy reads text alone")
+    return between.join(part.text or part.refusal or "" for part in content)
+
+
+def role_of(role: str, where: str) -> str:
+    """Return a message's role. WireError if there is no such one."""
+    if role not in ("system", "developer", "user", "assistant", "tool"):
+        raise refused_field(where, f"{role!r} is none of system, developer, user, assistant, tool")
+    return "system" if role == "developer" else role
+
+
+def refuse_format(given: Any, field: str) -> None:
+    """Raise WireError if an answer's format is another than text."""
+    if given is not None and not (isinstance(given, dict) and given.get("type") == "text"):
+        raise refused_field(field, NOT_THE_POLICY)
