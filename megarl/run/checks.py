@@ -104,7 +104,7 @@ def check_placed(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: float
         server_ranks = resources.servers * resources.server_tensor_parallel
         processes = {"server processes": server_ranks, "learner ranks": resources.learner_ranks}
         if recipe.teachers:
-            processes["teacher processes"] = recipe.teachers * resources.teacher_tensor_parallel
+            processes["teacher processes"] = recipe.teacher_gpus
         check_cpu(recipe, recipe.model.path, processes, sum(nodes.values()))
         if recipe.learner.microbatch_tokens == "auto":
             raise MegarlError(

@@ -139,11 +139,14 @@ def check_own(recipe: Recipe, model: Path, sequences: list[TrainSequence]) -> No
 
 
 def check_recomputed(recipe: Recipe, model: Path, sequences: list[TrainSequence]) -> None:
-    """Layers recomputed in backward take the same experts."""
+    """Layers, or their feed-forward halves, recomputed in backward take the same experts."""
     once = step(start(recipe), sequences)
-    full = recipe.model_copy(update={"learner": recipe.learner.model_copy(update={"recompute": "full"})})
-    assert same(step(start(full), sequences), once)
-    shares = {start(each).policy.forward_backward(sequences)["routing_replayed"] for each in (recipe, full)}
+    again = [
+        recipe.model_copy(update={"learner": recipe.learner.model_copy(update={"recompute": recompute})})
+        for recompute in ("selective", "full")
+    ]
+    assert all(same(step(start(each), sequences), once) for each in again)
+    shares = {start(each).policy.forward_backward(sequences)["routing_replayed"] for each in (recipe, *again)}
     assert len(shares) == 1, "what is computed again was replayed once"
 
 

@@ -150,7 +150,7 @@ async def test_the_server_says_which_experts_it_chose(served: Stack, request: py
 
 LAYOUTS = [["model.tensor_parallel=2"], ["model.pipeline_parallel=2"]]
 EXPERT_LAYOUTS = [[*layout, "model.expert_parallel=2"] for layout in LAYOUTS]
-DIVIDED = {"qwen2": LAYOUTS} | dict.fromkeys(("qwen3_moe", "llama4_multimodal", *SLOW), EXPERT_LAYOUTS)
+DIVIDED = {"qwen2": LAYOUTS} | dict.fromkeys(("qwen3_moe", "llama4_multimodal", "gpt_oss", *SLOW), EXPERT_LAYOUTS)
 """Others are tested otherwise: Llama, dense models without biases, Llama 4 without its vision tower."""
 
 

@@ -671,6 +671,11 @@ class Recipe(Section):
         return self.resources.teacher_servers if self.teacher.coefficient else 0
 
     @property
+    def teacher_gpus(self) -> int:
+        """GPUs, or processes, of all the teacher's servers."""
+        return self.teachers * self.resources.teacher_tensor_parallel
+
+    @property
     def teacher_recipe(self) -> "Recipe":
         """The recipe by which the teacher's servers serve: its model, at the policy's precision and lengths."""
         resources = {"servers": self.teachers, "server_tensor_parallel": self.resources.teacher_tensor_parallel}

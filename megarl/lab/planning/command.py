@@ -23,8 +23,10 @@ SIMULATED = 3
 
 def main(posed: PlanningProblem, drawn: tuple[int, Path] | None, as_json: bool, price: float | None) -> int:
     """Search and show. drawn: steps to simulate, and where their picture goes; price: money of a GPU-hour."""
-    if posed.gpus < 2 and not posed.recipe.resources.colocate:
+    if posed.gpus < 2 + (taught := posed.recipe.teacher_gpus) and not posed.recipe.resources.colocate:
         unless = "unless they share it (resources.colocate, as in scalerl-1gpu)"
+        if taught:
+            unless = f"besides the teacher's {taught} (resources.teacher_servers x teacher_tensor_parallel)"
         raise MegarlError(f"--gpus: {posed.gpus} is too few: at least one generates and one trains, {unless}")
     written, found = as_written(posed), search(posed)
     chosen = show.named(posed, written, found, SIMULATED)

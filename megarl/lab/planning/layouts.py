@@ -2,7 +2,8 @@
 
     learner GPUs L ─► TP x PP x CP x EP ─► megarl's own rules ─► memory ─► seconds of training ─► the fastest for this L  ┐
     server TP      ─► memory, KV        ─► rate of a server ──────────────────────────────────────────────────────────┤
-                                                                      (N - L) / TP servers: seconds of a step ◄────────┘
+                                                                  (N - T - L) / TP servers: seconds of a step ◄────────┘
+T: GPUs of the recipe's teacher, if there is one.
 
 A step is estimated as the slower of its two halves; `megarl plan --simulate` runs the chosen ones through the pipeline.
 """
@@ -51,7 +52,7 @@ class LearnerChoice(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """One division of the GPUs, with its expected performance."""
+    """One division of the GPUs, with its expected performance. gpus: those of a teacher, too."""
 
     recipe: Recipe
     gpus: int
@@ -118,11 +119,12 @@ def _search(problem: PlanningProblem, refused: Counter[str]) -> list[Plan]:
     tried = {ranks: _server(problem, ranks) for ranks in TENSOR}
     refused.update(reason for reason in tried.values() if isinstance(reason, str))
     plans = []
-    step = 1 << max(0, (problem.gpus // SPLITS).bit_length() - 1)
-    for learner_gpus in range(step, problem.gpus, step):
+    gpus = problem.gpus - problem.recipe.teacher_gpus
+    step = 1 << max(0, (gpus // SPLITS).bit_length() - 1)
+    for learner_gpus in range(step, gpus, step):
         if (learner := _quickest(problem, learner_gpus, refused)) is None:
             continue
-        left = problem.gpus - learner_gpus
+        left = gpus - learner_gpus
         for ranks, memory_of in tried.items():
             if isinstance(memory_of, str):
                 continue
@@ -262,6 +264,7 @@ def evaluate(problem: PlanningProblem, learner: LearnerChoice, server: ServerMem
     shared = recipe.resources.colocate
     gpus = learner_gpus if shared else servers * ranks + learner_gpus
     published = speed.publication(recipe, problem.shape, problem.gpu, gpus)
+    gpus += recipe.teacher_gpus
     decoder = Decoder(recipe, problem.shape, problem.gpu, server.kv_token)
     most_tokens = float(work.sample.max())
     # A batch is complete when its longest rollout is, and only the window's batches are in progress: mean / longest of these.

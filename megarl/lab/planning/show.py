@@ -156,6 +156,8 @@ def _remarks(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     recipe, evaluation = plan.recipe, plan.recipe.evaluation
     if plan.gpus != problem.gpus:
         yield f"note: the recipe's resources use {plan.gpus} GPUs, not {problem.gpus}"
+    if taught := recipe.teacher_gpus:
+        yield f"note: {taught} GPUs are the teacher's (resources.teacher_*); whether it fits and keeps up is not estimated"
     if recipe.has_critic or recipe.reference.coefficient:
         yield "note: the recipe trains a critic or holds a reference model: their memory is not counted, nor the critic's time"
     if recipe.has_critic:
@@ -192,6 +194,7 @@ def as_json(
     """Return the same as JSON, all figures unrounded."""
     return {
         "gpus": problem.gpus,
+        "teacher_gpus": problem.recipe.teacher_gpus,
         "gpu": problem.gpu.name,
         "parameters": problem.shape.parameters,
         "active_parameters": problem.shape.active_parameters,
