@@ -121,7 +121,10 @@ def test_an_interface_for_a_run_on_loopback(run: RunDir, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("quickstart", "--join", "runs/x"), "--join takes the run's recipe and serves its policy; leave out quickstart"),
+        (
+            ("quickstart", "--join", "runs/x"),
+            "--join takes the run's recipe and serves its policy; leave out quickstart",
+        ),
         (("quickstart",), "give --join RUN"),
         (("quickstart", "--index", "0", "--port", "9", "--interface", "lo"), "give --join RUN"),
         (
