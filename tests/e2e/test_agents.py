@@ -1,14 +1,17 @@
 """Real harnesses as they are, each in its own environment, against a real run: `make test-agents`.
 
-The policy has random weights, and writes random letters: no harness gets a call that it can run. So each asks twice, or as
-often as it bears messages without a call, and what it sends back is what was written.
+The policy writes a word of random letters and ends: no harness gets a call that it can run. So each asks twice, or as often as
+it bears messages without a call, and what it sends back is what was written.
 """
 
+import math
+import string
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from megarl.core.base.types import paths_of
@@ -23,7 +26,9 @@ pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 PROGRAMS = Path(__file__).parents[1] / "harnesses" / "programs.py"
 TURNS = {"mini-swe-agent": 3, "verifiers": 1}
-"""Requests of a session, by harness; of the others two, and Anthropic's count of tokens is none."""
+"""Answers of a session, by harness; of the others two."""
+PATHS = {"mini-swe-agent": 3}
+"""Paths of a session; of the others one. An answer without a command is left out of the conversation when it is told so."""
 GROUPS = {
     "clients": ("openai", "anthropic", "openai-agents"),
     "frameworks": ("pydantic-ai", "mini-swe-agent", "verifiers"),
@@ -35,13 +40,38 @@ def odd(submission):
 '''
 
 
+def write_policy(folder: Path) -> None:
+    """A model that looks at the last token alone: letters follow anything, and the end follows letters one time in seven."""
+    tokenizer = tokenizer_of(folder, QWEN)
+    model = tiny_qwen3(
+        folder,
+        vocab_size=272,
+        hidden_size=272,
+        num_hidden_layers=2,
+        max_position_embeddings=32_768,
+        eos_token_id=tokenizer.end,
+    )
+    letters = [int(tokenizer.ids(letter)[0]) for letter in string.ascii_lowercase]
+    logits = torch.full((272, 272), -30.0)  # of the next token (row) after a token (column)
+    logits[letters] = 0.0
+    logits[tokenizer.end, letters] = math.log(26 / 6)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(272))
+        model.model.norm.weight.fill_(1)
+        model.lm_head.weight.copy_(logits / math.sqrt(272))
+    model.save_pretrained(folder)
+    tokenizer_of(folder, QWEN)
+
+
 def write_recipe(folder: Path, group: str, modes: list[str]) -> None:
     (folder / "chance.py").write_text(GRADER)
     (folder / "prompts.jsonl").write_text(
         "\n".join(f'{{"id": "{n}", "prompt": "What is {n} + 1?", "answer": "{n + 1}"}}' for n in range(20))
     )
-    tokenizer_of(folder / "policy", QWEN)
-    tiny_qwen3(folder / "policy", vocab_size=272, num_hidden_layers=2, max_position_embeddings=32_768, eos_token_id=263)
+    write_policy(folder / "policy")
     rows = {"train": "prompts.jsonl", "heldout": 4, "grader": "chance:odd"}
     recipe = {
         "base": "quickstart",
@@ -51,7 +81,7 @@ def write_recipe(folder: Path, group: str, modes: list[str]) -> None:
             "tasks": {"arithmetic": None}
             | {mode: rows | {"agent": [str(python_of(MODES[mode][0])), str(PROGRAMS), mode]} for mode in modes}
         },
-        "length": {"prompt_tokens": 24_000, "thinking_tokens": [40, 40], "answer_tokens": 8, "control": "none"},
+        "length": {"prompt_tokens": 24_000, "thinking_tokens": [190, 190], "answer_tokens": 10, "control": "none"},
         "sampling": {"generations": 2},
         "pipeline": {"k": 0},
         "batch": {"prompts": len(modes), "zero_variance": "keep", "positive_threshold": None},
@@ -86,12 +116,14 @@ def test_harnesses_as_they_are_are_trained(group: str, tmp_path: Path) -> None:
             assert rollout.episode.turns == TURNS.get(MODES[mode][0], 2), mode
             assert not rollout.episode.limited
             assert rollout.episode.untrained == 0
-            assert len(rollout.paths) == 1, f"{mode}: a conversation is one path"
-            (path,) = paths_of(rollout.segments, rollout.paths, ticket.prompt.tokens)
-            tokens[mode] += int(path.trained.sum())
-            assert path.trained.sum() == sum(len(s.tokens) for s in rollout.segments if s.trained) > 0
-            assert (path.logprobs[path.trained] < 0).all()
-            assert not np.any(path.logprobs[~path.trained])
+            paths = paths_of(rollout.segments, rollout.paths, ticket.prompt.tokens)
+            assert len(paths) == PATHS.get(MODES[mode][0], 1), f"{mode}: a conversation is one path"
+            written = sum(len(s.tokens) for s in rollout.segments if s.trained)
+            assert sum(int(path.trained.sum()) for path in paths) == written > 0, "each token is trained, once"
+            tokens[mode] += written
+            for path in paths:
+                assert (path.logprobs[path.trained] < 0).all()
+                assert not np.any(path.logprobs[~path.trained])
     print({mode: (sessions[mode], tokens[mode]) for mode in modes})
     assert set(sessions) == set(modes)
     (row,) = runs.latest_rows(run.rundir.metrics)
