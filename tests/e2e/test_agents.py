@@ -97,7 +97,7 @@ def test_harnesses_as_they_are_are_trained(group: str, tmp_path: Path) -> None:
     (tmp_path / "policy").mkdir()
     modes = [mode for mode, (harness, *_) in MODES.items() if harness in GROUPS[group]]
     write_recipe(tmp_path, group, modes)
-    run = runs.start(tmp_path, recipe=f"{group}.yaml")
+    run = runs.start(tmp_path, recipe=str(tmp_path / f"{group}.yaml"))
     try:
         run.wait_for(run.rundir.status.exists, "a status", limit_s=400)
         family, ports = run.family(), run.ports()
