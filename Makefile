@@ -3,7 +3,7 @@
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
 TE := $(HOME)/.cache/megarl/transformer-engine
-.PHONY: help setup quickstart quickstart-moe quickstart-tools quickstart-agent test test-unit test-slow test-faults test-recipes test-families test-gpu-paths soak lint bench bench-gpu lock clean
+.PHONY: help setup quickstart quickstart-moe quickstart-tools quickstart-agent test test-unit test-slow test-agents test-faults test-recipes test-families test-gpu-paths soak lint bench bench-gpu lock clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -31,6 +31,9 @@ test-unit: setup ## what needs no server, no process group and no process of its
 
 test-slow: setup ## what "make test" leaves out: more recipes, layouts and faults, real runs on a real Slurm: about an hour
 	$(PYTEST) tests -m slow
+
+test-agents: setup ## agents' harnesses as they are published, from PyPI, against real runs: ten minutes
+	$(PYTEST) tests/e2e/test_agents.py -v -s
 
 test-faults: setup ## every fault of benchmarks/faults.md, those of "make test" too, and real runs on a real Slurm
 	$(PYTEST) tests -m faults

@@ -7,26 +7,16 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from megarl.tasks.agents import wire
 from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ToolCall, WireError
 from megarl.tasks.agents.session import ContextFull, ServedTurn
-from megarl.tasks.agents.wire import (
-    NO_PROVIDER,
-    NO_STATE,
-    Content,
-    TextPart,
-    WireProtocol,
-    asked,
-    refuse_format,
-    role_of,
-    text_of,
-)
 
 BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
 """Changes with each request of Claude Code, at the head of its system prompt, and says nothing to a model."""
 ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 
 
-class Block(TextPart):
+class Block(wire.TextPart):
     """A part of a message: text, thinking, a call, or a result."""
 
     id: str = ""
@@ -35,7 +25,7 @@ class Block(TextPart):
     thinking: str = ""
     signature: str = ""
     tool_use_id: str = ""
-    content: Content = None
+    content: wire.Content = None
 
 
 class BlockMessage(msgspec.Struct):
@@ -56,7 +46,7 @@ class OutputConfig(msgspec.Struct):
 
 class MessagesBody(msgspec.Struct):
     messages: list[BlockMessage]
-    system: Content = None
+    system: wire.Content = None
     tools: list[NamedTool] | None = None
     tool_choice: Any = None
     stream: bool | None = None
@@ -66,15 +56,15 @@ class MessagesBody(msgspec.Struct):
     output_format: Any = None
 
 
-class AnthropicMessages(WireProtocol):
+class AnthropicMessages(wire.WireProtocol):
     path = "/v1/messages"
     body = MessagesBody
-    refused: ClassVar = {"mcp_servers": NO_PROVIDER, "container": NO_STATE}
+    refused: ClassVar = {"mcp_servers": wire.NO_PROVIDER, "container": wire.NO_STATE}
 
     def read(self, body: MessagesBody) -> AgentRequest:
-        refuse_format(body.output_format, "output_format")
-        refuse_format(body.output_config and body.output_config.format, "output_config.format")
-        system = BILLING.sub("", text_of(body.system, "system", "\n\n"), count=1)
+        wire.refuse_format(body.output_format, "output_format")
+        wire.refuse_format(body.output_config and body.output_config.format, "output_config.format")
+        system = BILLING.sub("", wire.text_of(body.system, "system", "\n\n"), count=1)
         messages = [CanonicalMessage("system", system)] if system else []
         for n, message in enumerate(body.messages):
             messages += _messages(message, f"messages[{n}]")
@@ -83,7 +73,7 @@ class AnthropicMessages(WireProtocol):
              {"name": tool.name, "description": tool.description, "parameters": tool.input_schema})
             for tool in body.tools or ()
         ]  # fmt: skip
-        return asked(messages, tools, body.tool_choice, [body.max_tokens], body.stop_sequences, body.stream)
+        return wire.asked(messages, tools, body.tool_choice, [body.max_tokens], body.stop_sequences, body.stream)
 
     def error(self, error: WireError) -> dict[str, Any]:
         said = str(error)
@@ -133,21 +123,21 @@ class AnthropicMessages(WireProtocol):
 
 def _messages(message: BlockMessage, where: str) -> Iterator[CanonicalMessage]:
     """Yield what a message says: an assistant's is one, each result in a user's is one of its own, texts beside it another."""
-    role, content = role_of(message.role, f"{where}.role"), message.content
+    role, content = wire.role_of(message.role, f"{where}.role"), message.content
     blocks = [Block("text", content)] if isinstance(content, str) else content
     if role == "assistant":
         calls = tuple(ToolCall.of(b.id, b.name, b.input) for b in blocks if b.type == "tool_use")
         thinking = [b for b in blocks if b.type == "thinking"]
         rest = [b for b in blocks if b.type not in ("tool_use", "thinking", "redacted_thinking")]
-        text = text_of(rest, f"{where}.content")
+        text = wire.text_of(rest, f"{where}.content")
         marks = frozenset([*(call.id for call in calls), *(b.signature for b in thinking if b.signature)])
         yield CanonicalMessage(role, text, calls, "".join(b.thinking for b in thinking), marks)
         return
     for kind, group in groupby(blocks, lambda b: b.type == "tool_result"):
         if kind:
             yield from (
-                CanonicalMessage("tool", text_of(b.content, f"{where}.content", "\n"), answers=b.tool_use_id)
+                CanonicalMessage("tool", wire.text_of(b.content, f"{where}.content", "\n"), answers=b.tool_use_id)
                 for b in group
             )
         else:
-            yield CanonicalMessage(role, text_of(list(group), f"{where}.content", "\n"))
+            yield CanonicalMessage(role, wire.text_of(list(group), f"{where}.content", "\n"))

@@ -6,18 +6,9 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from megarl.tasks.agents import wire
 from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ToolCall, refused_field
 from megarl.tasks.agents.session import ServedTurn
-from megarl.tasks.agents.wire import (
-    NO_LOGPROBS,
-    NOT_THE_POLICY,
-    Content,
-    WireProtocol,
-    asked,
-    refuse_format,
-    role_of,
-    text_of,
-)
 
 
 class CalledFunction(msgspec.Struct):
@@ -32,7 +23,7 @@ class WireCall(msgspec.Struct):
 
 class ChatMessage(msgspec.Struct):
     role: str
-    content: Content = None
+    content: wire.Content = None
     tool_calls: list[WireCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
@@ -62,25 +53,25 @@ class ChatBody(msgspec.Struct):
     modalities: list[str] | None = None
 
 
-class ChatCompletions(WireProtocol):
+class ChatCompletions(wire.WireProtocol):
     path = "/v1/chat/completions"
     body = ChatBody
     refused: ClassVar = {
         "functions": "deprecated; use tools",
-        "logit_bias": NOT_THE_POLICY,
-        "presence_penalty": NOT_THE_POLICY,
-        "frequency_penalty": NOT_THE_POLICY,
-        "logprobs": NO_LOGPROBS,
-        "top_logprobs": NO_LOGPROBS,
+        "logit_bias": wire.NOT_THE_POLICY,
+        "presence_penalty": wire.NOT_THE_POLICY,
+        "frequency_penalty": wire.NOT_THE_POLICY,
+        "logprobs": wire.NO_LOGPROBS,
+        "top_logprobs": wire.NO_LOGPROBS,
     }
 
     def read(self, body: ChatBody) -> AgentRequest:
         if body.n not in (None, 1):
             raise refused_field("n", "one answer at a time; send the request again for another")
-        refuse_format(body.response_format, "response_format")
+        wire.refuse_format(body.response_format, "response_format")
         if body.modalities not in (None, ["text"]):
             raise refused_field("modalities", "the policy reads and writes text")
-        return asked(
+        return wire.asked(
             [_message(n, m) for n, m in enumerate(body.messages)],
             [(tool.type, tool.function) for tool in body.tools or ()],
             body.tool_choice,
@@ -115,8 +106,8 @@ class ChatCompletions(WireProtocol):
 def _message(n: int, m: ChatMessage) -> CanonicalMessage:
     reasoning = m.reasoning_content or (m.reasoning if isinstance(m.reasoning, str) else "")
     return CanonicalMessage(
-        role_of(m.role, f"messages[{n}].role"),
-        text_of(m.content, f"messages[{n}].content"),
+        wire.role_of(m.role, f"messages[{n}].role"),
+        wire.text_of(m.content, f"messages[{n}].content"),
         tuple(ToolCall.of(c.id, c.function.name, c.function.arguments) for c in m.tool_calls or ()),
         reasoning or "",
         frozenset(call.id for call in m.tool_calls or ()),

@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
+
 
 class WireError(Exception):
     """The request is not served. status: of HTTP; code: as in OpenAI's errors."""
@@ -42,7 +44,7 @@ class ToolCall(NamedTuple):
         """Make a call from the wire, where arguments are JSON in a text, or an object."""
         if isinstance(arguments, str):
             with suppress(ValueError, RecursionError):
-                arguments = json.loads(arguments or "{}")
+                arguments = msgspec.json.decode(arguments or "{}")
         return ToolCall(id, name, arguments)
 
     @property
@@ -63,7 +65,7 @@ class CanonicalMessage:
     answers: str = ""
 
     @property
-    def key(self) -> str:
+    def key(self) -> bytes:
         """Return what must agree in two messages that are the same."""
         text = self.text.strip() if self.role == "assistant" else self.text
         return tagged([self.role, text, [[call.name, call.arguments] for call in self.calls]])
@@ -80,9 +82,12 @@ class AgentRequest:
     stream: bool = False
 
 
-def tagged(value: Any) -> str:
+def tagged(value: Any) -> bytes:
     """Return JSON that is equal for equal values of equal types alone."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+    try:
+        return msgspec.json.encode(value, order="sorted")
+    except UnicodeEncodeError:  # half a surrogate pair, which JSON may have as \\ud800
+        return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
 def checked(messages: Sequence[CanonicalMessage]) -> tuple[CanonicalMessage, ...]:

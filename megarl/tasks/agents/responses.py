@@ -7,31 +7,21 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from megarl.tasks.agents import wire
 from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ToolCall, WireError, refused_field
 from megarl.tasks.agents.session import ContextFull, ServedTurn
-from megarl.tasks.agents.wire import (
-    NO_LOGPROBS,
-    NO_STATE,
-    Content,
-    TextPart,
-    WireProtocol,
-    asked,
-    refuse_format,
-    role_of,
-    text_of,
-)
 
 
 class Item(msgspec.Struct):
     type: str = "message"
     role: str = ""
-    content: Content = None
+    content: wire.Content = None
     id: str | None = None
     call_id: str = ""
     name: str = ""
     arguments: str = ""
-    output: Content = None
-    summary: list[TextPart] | None = None
+    output: wire.Content = None
+    summary: list[wire.TextPart] | None = None
     encrypted_content: str | None = None
 
 
@@ -49,19 +39,19 @@ class ResponsesBody(msgspec.Struct):
     text: TextFormat | None = None
 
 
-class Responses(WireProtocol):
+class Responses(wire.WireProtocol):
     path = "/v1/responses"
     body = ResponsesBody
     refused: ClassVar = {
-        "previous_response_id": NO_STATE,
-        "conversation": NO_STATE,
-        "background": NO_STATE,
-        "prompt": NO_STATE,
-        "top_logprobs": NO_LOGPROBS,
+        "previous_response_id": wire.NO_STATE,
+        "conversation": wire.NO_STATE,
+        "background": wire.NO_STATE,
+        "prompt": wire.NO_STATE,
+        "top_logprobs": wire.NO_LOGPROBS,
     }
 
     def read(self, body: ResponsesBody) -> AgentRequest:
-        refuse_format(body.text and body.text.format, "text.format")
+        wire.refuse_format(body.text and body.text.format, "text.format")
         items = [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
         messages = [CanonicalMessage("system", body.instructions)] if body.instructions else []
         for n, item in enumerate(items):
@@ -77,7 +67,7 @@ class Responses(WireProtocol):
             (tool.get("type", ""), {key: value for key, value in tool.items() if key != "type"})
             for tool in body.tools or ()
         ]
-        return asked(messages, tools, body.tool_choice, [body.max_output_tokens], stream=body.stream)
+        return wire.asked(messages, tools, body.tool_choice, [body.max_output_tokens], stream=body.stream)
 
     def error(self, error: WireError) -> dict[str, Any]:
         made = super().error(error)
@@ -132,18 +122,18 @@ def _message(item: Item, where: str) -> CanonicalMessage:
     """Return what an item says; those of an assistant's message are one each."""
     match item.type:
         case "message":
-            role = role_of(item.role, f"{where}.role")
+            role = wire.role_of(item.role, f"{where}.role")
             marks = frozenset([item.id] if item.id and role == "assistant" else [])
-            return CanonicalMessage(role, text_of(item.content, f"{where}.content"), marks=marks)
+            return CanonicalMessage(role, wire.text_of(item.content, f"{where}.content"), marks=marks)
         case "reasoning":
             marks = frozenset(filter(None, (item.id, item.encrypted_content)))
-            return CanonicalMessage("assistant", reasoning=text_of(item.content, f"{where}.content"), marks=marks)
+            return CanonicalMessage("assistant", reasoning=wire.text_of(item.content, f"{where}.content"), marks=marks)
         case "function_call":
             call = ToolCall.of(item.call_id, item.name, item.arguments)
             return CanonicalMessage("assistant", calls=(call,), marks=frozenset([call.id]))
         case "function_call_output":
-            return CanonicalMessage("tool", text_of(item.output, f"{where}.output"), answers=item.call_id)
-    raise refused_field(where, f"the policy knows no {item.type}; {NO_STATE}")
+            return CanonicalMessage("tool", wire.text_of(item.output, f"{where}.output"), answers=item.call_id)
+    raise refused_field(where, f"the policy knows no {item.type}; {wire.NO_STATE}")
 
 
 def _items(turn: ServedTurn) -> list[dict[str, Any]]:

@@ -41,6 +41,7 @@ class TreeNode:
     served: CanonicalMessage = NOTHING
     delivered: int = -1
     children: list["TreeNode"] = field(default_factory=list)
+    _whole: np.ndarray | None = None
 
     @property
     def sampled(self) -> np.ndarray:
@@ -58,8 +59,14 @@ class TreeNode:
 
     @property
     def tokens(self) -> np.ndarray:
-        """All tokens from the root on, [n] int32."""
-        return np.concatenate([part for node in self.line for part in (node.put, node.sampled)])
+        """All tokens from the root on, [n] int32, once the node is answered. A line keeps them at its last node."""
+        if self._whole is None:
+            before = self.parent and self.parent._whole
+            nodes, begun = (self.line, int32(())) if before is None else ([self], before)
+            self._whole = np.concatenate([begun, *(part for node in nodes for part in (node.put, node.sampled))])
+            if self.parent is not None:
+                self.parent._whole = None
+        return self._whole
 
 
 class SessionTree:
@@ -166,5 +173,5 @@ def _put_in(node: TreeNode) -> Segment:
     return Segment(tokens=node.put, logprobs=np.zeros(n, np.float32), weight_version=version, trained=False)
 
 
-def _hash(before: bytes, said: str) -> bytes:
-    return hashlib.blake2b(before + said.encode(errors="surrogatepass"), digest_size=16).digest()
+def _hash(before: bytes, said: bytes) -> bytes:
+    return hashlib.blake2b(before + said, digest_size=16).digest()

@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ class Served:
     limits: list[int]
     hold: asyncio.Event
     tokenizer: Tokenizer
+    another: Callable[[], AbstractAsyncContextManager[AgentSession]]
 
     async def post(self, path: str, body: Any, key: str | None = None, **headers: str) -> tuple[int, Any]:
         """Return status and body, a stream's as text."""
@@ -91,7 +93,8 @@ async def gateway(
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as http,
             server.session(recipe, tokenizer, rendering, policy) as session,
         ):
-            yield Served(session, server.url, http, left, asked, limits, hold, tokenizer)
+            another = partial(server.session, recipe, tokenizer, rendering, policy)
+            yield Served(session, server.url, http, left, asked, limits, hold, tokenizer, another)
     finally:
         await server.close()
 

@@ -205,9 +205,13 @@ def test_a_key_opens_its_session_alone(tmp_path: Path) -> None:
         async with gateway(tmp_path, "a") as served:
             server = served.session
             for key in ("", "x", server.key[:-1], server.key.upper() + "0"):
-                for path in ("chat/completions", "reward"):
+                for path in ("chat/completions", "messages", "messages/count_tokens", "responses", "reward"):
                     status, body = await served.post(path, {"model": "policy", "messages": USER, "reward": 1}, key)
-                    assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+                    assert status == 401
+                    assert (
+                        body["error"].get("code") == "invalid_api_key"
+                        or body["error"]["type"] == "authentication_error"
+                    )
             async with served.http.get(f"{served.url}/v1/models") as reply:
                 assert reply.status == 401
             async with served.http.get(f"{served.url}/s/{server.key}/v1/models") as reply:
@@ -240,6 +244,55 @@ def test_huge_and_slow_bodies_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert (status, body["error"]["code"]) == (413, "too_large")
             assert b" 408 " in await raw(served, served.session.key, b"{"), "a body that does not come"
             assert b" 401 " in await raw(served, "foreign", b""), "without a key nothing of the body is read"
+            assert (await served.chat())[0] == 200
+
+    run(test)
+
+
+def test_no_session_sees_what_another_was_told(tmp_path: Path) -> None:
+    """The same conversation, ids included, with the key of another session: it is rendered whole, and answered there alone."""
+
+    async def test() -> None:
+        async with gateway(tmp_path, "secret", "again", "other") as served, served.another() as foreign:
+            _, first = await served.chat()
+            said = [*USER, first["choices"][0]["message"], *USER]
+            _, mine = await served.chat(said)
+            assert mine["choices"][0]["message"]["content"] == "again"
+            _, theirs = await served.post("chat/completions", {"model": "policy", "messages": said}, foreign.key)
+            assert theirs["choices"][0]["message"]["content"] == "other"
+            (node,) = foreign.tree.nodes
+            assert node.parent is None
+            assert len(served.session.tree.nodes) == 2
+            body = {"model": "policy", "messages": USER}  # what the first session has asked, marked as a retry
+            marked = {"x-stainless-retry-count": "1"}
+            assert (await served.post("chat/completions", body, foreign.key, **marked))[0] == 400, (
+                "it has nothing to say"
+            )
+            assert (await served.post("reward", {"reward": 1}, foreign.key))[0] == 200
+            assert (foreign.reward, served.session.reward != served.session.reward) == (1.0, True)
+            assert (await served.chat())[0] == 400, "its policy has nothing to say either"
+
+    run(test)
+
+
+def test_a_client_that_does_not_read_its_answer_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BODY_LIMIT_S", 0.3)
+
+    async def test() -> None:
+        async with gateway(tmp_path, "x", "y") as served:
+            monkeypatch.setattr(module._WireReply, "_answer", lambda *_: b"x" * (64 << 20))
+            host, port = served.url.removeprefix("http://").split(":")
+            body = json.dumps({"model": "policy", "messages": USER})
+            head = f"Host: x\r\nx-api-key: {served.session.key}\r\nContent-Length: {len(body)}\r\n\r\n"
+            reader, writer = await asyncio.open_connection(host, int(port), limit=1)
+            writer.write(f"POST /v1/chat/completions HTTP/1.1\r\n{head}{body}".encode())
+            await asyncio.sleep(1.5)
+            assert served.session.tree.nodes[0].delivered < 0
+            assert not served.session.tree.paths()[1], "what is not taken is not trained"
+            with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                await asyncio.wait_for(reader.readexactly(65 << 20), 10)
+            writer.close()
+            monkeypatch.undo()
             assert (await served.chat())[0] == 200
 
     run(test)

@@ -1,0 +1,130 @@
+"""Real harnesses as they are, each in its own environment, against a real run: `make test-agents`.
+
+The policy writes a word of random letters and ends: no harness gets a call that it can run. So each asks twice, or as often as
+it bears messages without a call, and what it sends back is what was written.
+"""
+
+import math
+import string
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from megarl.core.base.types import paths_of
+from tests.e2e import runs
+from tests.e2e.runs import batches, check_nothing_left
+from tests.harnesses.environments import python_of
+from tests.harnesses.programs import MODES
+from tests.tiny import tiny_qwen3
+from tests.unit.tasks.agents.templates import QWEN, tokenizer_of
+
+pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+PROGRAMS = Path(__file__).parents[1] / "harnesses" / "programs.py"
+TURNS = {"mini-swe-agent": 3, "verifiers": 1}
+"""Answers of a session, by harness; of the others two."""
+PATHS = {"mini-swe-agent": 3}
+"""Paths of a session; of the others one. An answer without a command is left out of the conversation when it is told so."""
+GROUPS = {
+    "clients": ("openai", "anthropic", "openai-agents"),
+    "frameworks": ("pydantic-ai", "mini-swe-agent", "verifiers"),
+}
+GRADER = '''
+def odd(submission):
+    """Right or wrong by chance, so that there is something to learn from."""
+    return sum(submission.completion.encode()) % 2 == 0
+'''
+
+
+def write_policy(folder: Path) -> None:
+    """A model that looks at the last token alone: letters follow anything, and the end follows letters one time in seven."""
+    tokenizer = tokenizer_of(folder, QWEN)
+    model = tiny_qwen3(
+        folder,
+        vocab_size=272,
+        hidden_size=272,
+        num_hidden_layers=2,
+        max_position_embeddings=32_768,
+        eos_token_id=tokenizer.end,
+    )
+    letters = [int(tokenizer.ids(letter)[0]) for letter in string.ascii_lowercase]
+    logits = torch.full((272, 272), -30.0)  # of the next token (row) after a token (column)
+    logits[letters] = 0.0
+    logits[tokenizer.end, letters] = math.log(26 / 6)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(272))
+        model.model.norm.weight.fill_(1)
+        model.lm_head.weight.copy_(logits / math.sqrt(272))
+    model.save_pretrained(folder)
+    tokenizer_of(folder, QWEN)
+
+
+def write_recipe(folder: Path, group: str, modes: list[str]) -> None:
+    (folder / "chance.py").write_text(GRADER)
+    (folder / "prompts.jsonl").write_text(
+        "\n".join(f'{{"id": "{n}", "prompt": "What is {n} + 1?", "answer": "{n + 1}"}}' for n in range(20))
+    )
+    write_policy(folder / "policy")
+    rows = {"train": "prompts.jsonl", "heldout": 4, "grader": "chance:odd"}
+    recipe = {
+        "base": "quickstart",
+        "run": {"name": group, "steps": 1},
+        "model": {"path": "policy"},
+        "data": {
+            "tasks": {"arithmetic": None}
+            | {mode: rows | {"agent": [str(python_of(MODES[mode][0])), str(PROGRAMS), mode]} for mode in modes}
+        },
+        "length": {"prompt_tokens": 24_000, "thinking_tokens": [190, 190], "answer_tokens": 10, "control": "none"},
+        "sampling": {"generations": 2},
+        "pipeline": {"k": 0},
+        "batch": {"prompts": len(modes), "zero_variance": "keep", "positive_threshold": None},
+        "learner": {"microbatch_tokens": 32_768},
+        "evaluation": {"every": 100, "prompts": 1, "samples": 1},
+        "agent": {"at_once": 4, "time_s": 300, "idle_s": 200},
+    }
+    (folder / f"{group}.yaml").write_text(yaml.safe_dump(recipe))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_harnesses_as_they_are_are_trained(group: str, tmp_path: Path) -> None:
+    (tmp_path / "policy").mkdir()
+    modes = [mode for mode, (harness, *_) in MODES.items() if harness in GROUPS[group]]
+    write_recipe(tmp_path, group, modes)
+    run = runs.start(tmp_path, recipe=str(tmp_path / f"{group}.yaml"))
+    try:
+        run.wait_for(run.rundir.status.exists, "a status", limit_s=400)
+        family, ports = run.family(), run.ports()
+        assert run.finish(900) == 0, run.tail()
+    finally:
+        run.kill()
+    check_nothing_left(family, ports)
+    runs.check_parity(run.rundir)
+    sessions, tokens = Counter[str](), Counter[str]()
+    for ticket in batches(run.rundir, run.recipe)[0]:
+        mode = ticket.prompt.task
+        assert not ticket.void, f"{mode}: {run.tail()}"
+        for rollout in ticket.rollouts:
+            sessions[mode] += 1
+            assert rollout.episode is not None
+            assert rollout.episode.turns == TURNS.get(MODES[mode][0], 2), mode
+            assert not rollout.episode.limited
+            assert rollout.episode.untrained == 0
+            paths = paths_of(rollout.segments, rollout.paths, ticket.prompt.tokens)
+            assert len(paths) == PATHS.get(MODES[mode][0], 1), f"{mode}: a conversation is one path"
+            written = sum(len(s.tokens) for s in rollout.segments if s.trained)
+            assert sum(int(path.trained.sum()) for path in paths) == written > 0, "each token is trained, once"
+            tokens[mode] += written
+            for path in paths:
+                assert (path.logprobs[path.trained] < 0).all()
+                assert not np.any(path.logprobs[~path.trained])
+    print({mode: (sessions[mode], tokens[mode]) for mode in modes})
+    assert set(sessions) == set(modes)
+    (row,) = runs.latest_rows(run.rundir.metrics)
+    assert row["tokens_trained"] == sum(tokens.values())
