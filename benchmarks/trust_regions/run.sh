@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Losses with and without a trust region on the tiny model of experts, with and without routing replay, in FP32 and in bf16:
-# four studies of all arms of this folder. Each run that has ended becomes a row of benchmarks/results/trust_regions.json.
+# four studies of all arms of this folder; then CISPO with frozen routers, and with a balancing loss. Each run that has ended
+# becomes a row of benchmarks/results/trust_regions.json.
 #   benchmarks/trust_regions/run.sh [options and overrides of `megarl study compare`: --seeds 0,1,2 run.steps=100]
 # The same command goes on after an interruption. At the quickstart's rate (2e-4, one epoch, 24 prompts) hardly a ratio leaves
 # anyone's bounds; here CISPO collapses. A run takes one to two minutes of two idle cores in FP32, four in bf16 without AVX-512.
@@ -8,33 +9,44 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 megarl=${MEGARL:-.venv/bin/megarl}
+arms=benchmarks/trust_regions
+study() {  # what tells its runs from others', its arms, overrides
+    local name=$1 recipes=$2
+    shift 2
+    $megarl study compare $recipes --dir "runs/studies/trust-regions-$name" --seeds 0 run.steps=24 batch.prompts=8 \
+        learner.optimizer.lr=1e-3 learner.epochs=2 checkpoint.every=24 \
+        evaluation.every=24 evaluation.prompts=64 evaluation.samples=1 "$@"
+}
 for dtype in fp32 bf16; do
     for replay in false true; do
-        $megarl study compare benchmarks/trust_regions/*.yaml --dir "runs/studies/trust-regions-$dtype-replay-$replay" \
-            --seeds 0 run.steps=24 batch.prompts=8 learner.optimizer.lr=1e-3 learner.epochs=2 \
-            evaluation.every=24 evaluation.prompts=64 evaluation.samples=1 checkpoint.every=24 \
-            model.dtype=$dtype model.moe.routing_replay=$replay "$@"
+        study "$dtype-replay-$replay" "$arms/*.yaml" model.dtype=$dtype model.moe.routing_replay=$replay "$@"
     done
 done
+study fp32-replay-frozen $arms/cispo.yaml model.dtype=fp32 model.moe.freeze_router=true "$@"
+study fp32-replay-aux $arms/cispo.yaml model.dtype=fp32 model.moe.aux_loss=1e-2 "$@"
 .venv/bin/python - <<'END'
 import json
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 
+ROUTING = {"false": "own", "true": "replayed", "frozen": "own, routers frozen", "aux": "own, aux_loss 1e-2"}
 rows = []
 for summary in sorted(Path("runs/studies").glob("trust-regions-*/runs/*/summary.json")):
     dtype, _, replay = summary.parts[-4].removeprefix("trust-regions-").split("-")
     arm, _, seed = summary.parent.name.rpartition("-seed")
     steps, scores = ([json.loads(line) for line in (summary.parent / f"{n}.jsonl").open()] for n in ("metrics", "eval"))
-    trained = [step for step in steps if "ratio_max" in step]  # without a step that zero variance emptied
-    first, last = (mean(step["pass_rate_train"] for step in part) for part in (steps[:6], steps[-6:]))
+    trained = [step for step in steps if "ratio_max" in step]  # without steps that zero variance emptied
+    late = trained[-6:]
     rows.append({
-        "arm": arm, "dtype": dtype, "routing_replay": replay == "true", "seed": int(seed), "steps": len(steps),
-        "held_out": [score["pass_rate"] for score in scores], "first_6": first, "last_6": last,
-        "collapsed": last < first / 2, "ratio_max": max(step["ratio_max"] for step in trained),
-        "kl_k3": mean(step["kl_k3"] for step in trained[-6:]), "entropy": trained[-1]["entropy"],
+        "arm": arm, "dtype": dtype, "routing": ROUTING[replay], "seed": int(seed), "steps": len(steps),
+        "held_out": [score["pass_rate"] for score in scores],
+        "pass_rate_by_6": [mean(step["pass_rate_train"] for step in steps[i : i + 6]) for i in range(0, len(steps), 6)],
+        "ratio_max": [median(step["ratio_max"] for step in trained), max(step["ratio_max"] for step in trained)],
+        "kl_k3": mean(step["kl_k3"] for step in late), "entropy": mean(step["entropy"] for step in late),
+        "imbalance": [trained[0]["expert_imbalance_max"], trained[-1]["expert_imbalance_max"]],
         "routing_differs": mean(step.get("parity_routing", 0) for step in steps),
         "no_gradient": mean(max(step.get(f"{kind}_share", 0) for kind in ("clipped", "sequence_masked")) for step in trained),
+        "alarms": sorted({key.partition("/")[2] for step in steps for key in step if key.startswith("alarm/") and step[key]}),
     })
 Path("benchmarks/results/trust_regions.json").write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
 END

@@ -99,7 +99,7 @@ _SIDES = "servers and learner compute different models"
 _CALMER = "lower learner.optimizer.lr or grad_clip, and fork from a step before (run.fork)"
 _READ = "read what the policy writes now (megarl rollouts show RUN --step N)"
 _LOG = "see megarl logs RUN --role controller"
-_EXPERTS = "raise model.moe.aux_loss, or look for experts that died"
+_EXPERTS = "raise model.moe.aux_loss, or model.moe.bias_update_rate where routers have biases (docs/models.md)"
 _SAMPLER = "compare temperature, top-p and top-k of servers with sampling.temperature"
 
 SIGNALS = (
