@@ -1,0 +1,237 @@
+"""Makes faulty training runs, and clean ones, for benchmarks/alarm.py to judge: real roles, tiny policies, one fault each.
+
+    python -m benchmarks.alarm_faults FOLDER [--only KIND] [--seconds N]
+
+    data ─► models/init ─`megarl sft`─► models/warm ─► a clean run for each precision ─► forks of it: one for each fault
+
+A fork goes on cleanly for OWN steps, so that its pipeline is full again. Then the fault begins (alarm_injected/sitecustomize.py
+says how), without a word in the recipe. A run ends when its held-out pass rate has fallen by two standard errors in two
+evaluations in a row, when parity ends it, or AFTER steps after the fault. Clean forks go on as long: they show how often a pass
+rate falls by chance.
+
+FOLDER/labels.csv has the runs that are done. An interrupted command goes on; the run that was under way begins anew. With
+--seconds no run begins after that time. The exit status is 0 once all runs are done, else 1.
+
+Policies are those of `megarl study corpus` of 0.3 million active parameters. Seeds have precisions: 0 fp32, 1 bf16, 2 fp16.
+"""
+
+import argparse
+import csv
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks import alarm
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import RunDir, latest_rows, latest_scores
+from megarl.lab.study.corpus import SIZES
+from megarl.tasks.data import arithmetic
+from megarl.tasks.data.arithmetic_models import save_model
+
+ROOT = Path(__file__).parents[1]
+INJECTED = Path(__file__).with_name("alarm_injected")
+DTYPES = ("fp32", "bf16", "fp16")
+FORK, OWN, AFTER = 48, 8, 60
+FAULT = FORK + OWN
+EVERY, PROMPTS = 4, 256
+"""Steps from one evaluation to the next, and its answers: at .7 a standard error of .029, of a difference .041."""
+LIMIT_S = 480.0
+COLUMNS = (*alarm.COLUMNS, "fork")
+
+
+class Fault(NamedTuple):
+    """named: the alarms, or words of a message, that tell the user what is wrong. unnamed: none does, whatever it says.
+
+    moe: on experts, with routing replay. servers: how many. What the kinds do: alarm_injected/sitecustomize.py.
+    """
+
+    kind: str
+    dose: str
+    named: str
+    moe: bool = False
+    servers: int = 1
+
+
+_STEP = "learning_rate drift grad_norm learner.optimizer"
+FAULTS = (
+    Fault("learning_rate", "4", _STEP),
+    Fault("learning_rate", "10", _STEP),
+    Fault("weight_decay", "0.01", _STEP),
+    Fault("weight_decay", "0.03", _STEP),
+    Fault("reward_sign", "0.6", "reward_sign"),
+    Fault("reward_sign", "1", "reward_sign"),
+    Fault("loss_sign", "0.6", "unnamed"),
+    Fault("loss_sign", "1", "unnamed"),
+    Fault("grader", "prefix", "pass_rate_jump"),
+    Fault("grader", "any", "pass_rate_jump"),
+    Fault("temperature", "1.15", "sampled_hot temperature:"),
+    Fault("temperature", "1.4", "sampled_hot temperature:"),
+    Fault("stale", "1", "stale"),
+    Fault("stale", "2", "stale", servers=2),
+    Fault("damaged", "0.1", "kernels kernels_median parity differ"),
+    Fault("damaged", "0.5", "kernels kernels_median parity differ"),
+    Fault("rope", "1.05", "RoPE"),
+    Fault("rope", "1.3", "RoPE"),
+    Fault("head", "bf16", "head dtype:"),
+    Fault("head", "1.1", "temperature:"),
+    Fault("routing", "late", "routing replay", moe=True),
+    Fault("routing", "1", "routing", moe=True),
+    Fault("dead_experts", "1", "imbalance unused_experts", moe=True),
+    Fault("dead_experts", "2", "imbalance unused_experts", moe=True),
+    Fault("advantage", "none", "unnamed"),
+    Fault("advantage", "neighbour", "unnamed"),
+    Fault("shifted", "0.3", "decode"),
+    Fault("shifted", "1", "decode"),
+    Fault("entropy", "0.01", "entropy_fall"),
+    Fault("entropy", "0.1", "entropy_fall"),
+    Fault("same_prompts", "16", "no_variance pass_rate_jump"),
+    Fault("same_prompts", "2", "no_variance pass_rate_jump"),
+)
+
+
+class Made(NamedTuple):
+    """A run to make. fault: None for a clean fork; forked: False for the clean run that others begin from."""
+
+    name: str
+    seed: int
+    fault: Fault | None
+    moe: bool
+    forked: bool = True
+
+    @property
+    def base(self) -> str:
+        return f"{'moe' if self.moe else 'dense'}-{DTYPES[self.seed]}"
+
+    @property
+    def label(self) -> dict[str, object]:
+        kind, dose, named = self.fault[:3] if self.fault else ("clean", "", "")
+        own = {"seed": self.seed, "dose": dose, "step": FAULT if self.fault else "", "named": named}
+        return {"name": self.name, "kind": kind, **own, "fork": FORK if self.forked else ""}
+
+
+def queue() -> Iterator[Made]:
+    """Yield the runs in order: each fault once, in one of the precisions; clean ones; each fault in the next precision; …"""
+    for round_ in range(len(DTYPES)):
+        for n, fault in enumerate(FAULTS):
+            seed = (n + round_) % len(DTYPES)
+            yield Made(f"{fault.kind}-{fault.dose}-{seed}", seed, fault, fault.moe)
+        for moe in (False, True):
+            yield Made(f"clean-{'moe' if moe else 'dense'}-{round_}", round_, None, moe)
+
+
+def overrides(folder: Path, made: Made) -> list[str]:
+    data, model = folder / "data", f"warm{'-moe' * made.moe}"
+    shared = [
+        f"run.dir={folder}", f"run.name={made.name}", f"run.seed={made.seed}", f"model.dtype={DTYPES[made.seed]}",
+        f"model.path={folder}/models/{model}", f"model.moe.routing_replay={str(made.moe).lower()}",
+        f"data.tasks.arithmetic.train={data}/train.jsonl", f"data.tasks.arithmetic.heldout={data}/heldout.jsonl",
+        f"learner.optimizer.lr={SIZES['0.3m'].lr}", "batch.prompts=16", f"evaluation.prompts={PROMPTS}",
+        "evaluation.samples=1",
+    ]  # fmt: skip
+    if not made.forked:
+        return [*shared, f"run.steps={FORK}", f"evaluation.every={FORK}", f"checkpoint.every={FORK}"]
+    servers = made.fault.servers if made.fault else 1
+    return [
+        *shared, f"run.steps={FAULT + AFTER}", f"evaluation.every={EVERY}", "checkpoint.every=1000",
+        f"run.fork={folder / made.base}@{FORK}", f"resources.servers={servers}",
+    ]  # fmt: skip
+
+
+def prepare(folder: Path) -> None:
+    """Make the data, and the warm starts in fp32, which all precisions share."""
+    if not (folder / "data" / "init-moe").exists():  # what `write` makes last
+        arithmetic.write(folder / "data", seed=0)
+    (folder / "models").mkdir(exist_ok=True)
+    for moe in ("", "-moe"):
+        init, warm = folder / "models" / f"init{moe}", folder / "models" / f"warm{moe}"
+        if not init.exists():
+            save_model(init, SIZES["0.3m"].config(bool(moe)), seed=0)
+        if not warm.exists():
+            recipe = [f"quickstart{moe}", "model.dtype=fp32", f"model.path={warm}", "run.seed=0"]
+            told = [f"sft.init={init}", f"sft.data={folder}/data/sft.jsonl", f"sft.steps={SIZES['0.3m'].sft_steps}"]
+            subprocess.run([sys.executable, "-m", "megarl", "sft", *recipe, *told], check=True)
+
+
+def fallen(run: RunDir) -> bool:
+    """Return whether the two newest evaluations lie below the last one before the fault."""
+    scores = latest_scores(run.eval)
+    after = [row for row in scores if row["step"] > FAULT]
+    before = [row for row in scores if row["step"] <= FAULT]
+    return len(after) > 1 and all(alarm.suffers([*before, row], FAULT) is not None for row in after[-2:])
+
+
+def make(folder: Path, made: Made) -> None:
+    """Make a run; MegarlError if it did not end as runs do."""
+    run, recipe = RunDir(folder / made.name), "quickstart-moe" if made.moe else "quickstart"
+    shutil.rmtree(run.path, ignore_errors=True)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(INJECTED), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    if made.fault:
+        flag = run.path.absolute() / "fault"
+        environment["ALARM_FAULT"] = f"{made.fault.kind}:{made.fault.dose}:{FAULT}:{flag}"
+    command = [sys.executable, "-m", "megarl", "train", recipe, *overrides(folder, made)]
+    with (folder / f"{made.name}.log").open("w") as log:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
+        until = time.monotonic() + LIMIT_S
+        try:
+            while process.poll() is None:
+                time.sleep(0.5)
+                if made.fault and fallen(run) and not run.stop_file.exists():
+                    run.stop()
+                if time.monotonic() > until:
+                    raise MegarlError(f"{run.path}: not done within {LIMIT_S:g} s")
+        finally:
+            if process.poll() is None:
+                process.kill()  # its roles die with it
+    last = max((row["step"] for row in latest_rows(run.metrics)), default=-1)
+    if last < (FAULT if made.fault else FORK - 1) or (
+        not run.failure_file.exists() and process.returncode not in (0, 130)
+    ):
+        raise MegarlError(f"{run.path}: ended at step {last} with status {process.returncode}, see {made.name}.log")
+    if made.fault and not (run.path / "fault").exists():
+        raise MegarlError(f"{run.path}: its fault never began")
+    if made.forked:  # what is not judged
+        for part in ("checkpoints", "parent", "rollouts", "evaluations", "trace"):
+            shutil.rmtree(run.path / part, ignore_errors=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", metavar="KIND", choices=[*dict.fromkeys(f.kind for f in FAULTS), "clean"])
+    parser.add_argument("--seconds", type=float, default=math.inf)
+    options = parser.parse_args()
+    until, folder = time.monotonic() + options.seconds, options.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    prepare(folder)
+    path = folder / "labels.csv"
+    done = alarm.labels(path) if path.exists() else []
+    wanted = [made for made in queue() if options.only in (None, made.label["kind"])]
+    each_and_its_base = [(Made(m.base, m.seed, None, m.moe, forked=False), m) for m in wanted]
+    for made in dict.fromkeys(made for pair in each_and_its_base for made in pair):
+        if made.name in {row["name"] for row in done}:
+            continue
+        if time.monotonic() > until:
+            raise SystemExit(1)
+        began = time.monotonic()
+        try:
+            make(folder, made)
+        except MegarlError as problem:
+            print(problem, flush=True)
+            continue
+        done.append({key: str(value) for key, value in made.label.items()})
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(done)
+        steps = latest_rows(RunDir(folder / made.name).metrics)[-1]["step"] + 1
+        print(f"{made.name}: {steps} steps, {time.monotonic() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
