@@ -17,6 +17,7 @@ Policies are those of `megarl study corpus` of 0.3 million active parameters. Se
 
 import argparse
 import csv
+import json
 import math
 import os
 import shutil
@@ -29,7 +30,7 @@ from typing import NamedTuple
 
 from benchmarks import alarm
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.rundir import RunDir, latest_rows, latest_scores
+from megarl.core.base.rundir import RunDir, latest_rows, latest_scores, write_jsonl
 from megarl.lab.study.corpus import SIZES
 from megarl.tasks.data import arithmetic
 from megarl.tasks.data.arithmetic_models import save_model
@@ -39,9 +40,11 @@ INJECTED = Path(__file__).with_name("alarm_injected")
 DTYPES = ("fp32", "bf16", "fp16")
 FORK, OWN, AFTER = 48, 8, 60
 FAULT = FORK + OWN
-EVERY, PROMPTS = 4, 256
-"""Steps from one evaluation to the next, and its answers: at .7 a standard error of .029, of a difference .041."""
-LIMIT_S = 480.0
+EVERY, PROMPTS = 4, 128
+"""Steps from one evaluation to the next, and its answers: at .7 a standard error of .041, of a difference .057."""
+DIGITS = 2
+"""Longest operands of the problems, which are the shorter for it."""
+LIMIT_S = 300.0
 COLUMNS = (*alarm.COLUMNS, "fork")
 
 
@@ -90,7 +93,7 @@ FAULTS = (
     Fault("shifted", "1", "decode"),
     Fault("entropy", "0.01", "entropy_fall"),
     Fault("entropy", "0.1", "entropy_fall"),
-    Fault("same_prompts", "16", "no_variance pass_rate_jump"),
+    Fault("same_prompts", "8", "no_variance pass_rate_jump"),
     Fault("same_prompts", "2", "no_variance pass_rate_jump"),
 )
 
@@ -116,54 +119,63 @@ class Made(NamedTuple):
 
 
 def queue() -> Iterator[Made]:
-    """Yield the runs in order: each fault once, in one of the precisions; clean ones; each fault in the next precision; …"""
+    """Yield the runs in order: each fault once, the second doses first, in one of the precisions; clean ones; each fault in the
+    next precision; …"""
     for round_ in range(len(DTYPES)):
-        for n, fault in enumerate(FAULTS):
-            seed = (n + round_) % len(DTYPES)
+        for n, fault in enumerate((*FAULTS[1::2], *FAULTS[::2])):
+            seed = (round_ + (1 if fault.moe else n)) % len(DTYPES)
             yield Made(f"{fault.kind}-{fault.dose}-{seed}", seed, fault, fault.moe)
         for moe in (False, True):
-            yield Made(f"clean-{'moe' if moe else 'dense'}-{round_}", round_, None, moe)
+            yield Made(
+                f"clean-{'moe' if moe else 'dense'}-{(round_ + 1) % len(DTYPES)}", (round_ + 1) % len(DTYPES), None, moe
+            )
 
 
 def overrides(folder: Path, made: Made) -> list[str]:
-    data, model = folder / "data", f"warm{'-moe' * made.moe}"
     shared = [
-        f"run.dir={folder}", f"run.name={made.name}", f"run.seed={made.seed}", f"model.dtype={DTYPES[made.seed]}",
-        f"model.path={folder}/models/{model}", f"model.moe.routing_replay={str(made.moe).lower()}",
-        f"data.tasks.arithmetic.train={data}/train.jsonl", f"data.tasks.arithmetic.heldout={data}/heldout.jsonl",
-        f"learner.optimizer.lr={SIZES['0.3m'].lr}", "batch.prompts=16", f"evaluation.prompts={PROMPTS}",
+        *data_and_model(folder, made.moe), f"run.dir={folder}", f"run.name={made.name}", f"run.seed={made.seed}",
+        f"model.dtype={DTYPES[made.seed]}", f"model.moe.routing_replay={str(made.moe).lower()}",
+        f"learner.optimizer.lr={SIZES['0.3m'].lr}", "batch.prompts=8", f"evaluation.prompts={PROMPTS}",
         "evaluation.samples=1",
     ]  # fmt: skip
     if not made.forked:
         return [*shared, f"run.steps={FORK}", f"evaluation.every={FORK}", f"checkpoint.every={FORK}"]
     servers = made.fault.servers if made.fault else 1
     return [
-        *shared, f"run.steps={FAULT + AFTER}", f"evaluation.every={EVERY}", "checkpoint.every=1000",
+        *shared, f"run.steps={FAULT + AFTER + 1}", f"evaluation.every={EVERY}", "checkpoint.every=1000",
         f"run.fork={folder / made.base}@{FORK}", f"resources.servers={servers}",
     ]  # fmt: skip
 
 
-def prepare(folder: Path) -> None:
-    """Make the data, and the warm starts in fp32, which all precisions share."""
+def prepare(folder: Path, moe: bool) -> None:
+    """Make the data, and the warm start in fp32, which all precisions share, unless they are there."""
     if not (folder / "data" / "init-moe").exists():  # what `write` makes last
         arithmetic.write(folder / "data", seed=0)
+    for part in ("train", "heldout"):
+        rows = [json.loads(line) for line in (folder / "data" / f"{part}.jsonl").read_text().splitlines()]
+        write_jsonl(folder / "data" / f"short-{part}.jsonl", [row for row in rows if row["difficulty"] <= DIGITS])
     (folder / "models").mkdir(exist_ok=True)
-    for moe in ("", "-moe"):
-        init, warm = folder / "models" / f"init{moe}", folder / "models" / f"warm{moe}"
-        if not init.exists():
-            save_model(init, SIZES["0.3m"].config(bool(moe)), seed=0)
-        if not warm.exists():
-            recipe = [f"quickstart{moe}", "model.dtype=fp32", f"model.path={warm}", "run.seed=0"]
-            told = [f"sft.init={init}", f"sft.data={folder}/data/sft.jsonl", f"sft.steps={SIZES['0.3m'].sft_steps}"]
-            subprocess.run([sys.executable, "-m", "megarl", "sft", *recipe, *told], check=True)
+    init, warm = (folder / "models" / f"{name}{'-moe' * moe}" for name in ("init", "warm"))
+    if warm.exists():
+        return
+    save_model(init, SIZES["0.3m"].config(moe), seed=0)
+    data, model = data_and_model(folder, moe), [f"sft.init={init}", f"sft.data={folder}/data/sft.jsonl"]
+    told = [*data, *model, "model.dtype=fp32", f"sft.steps={SIZES['0.3m'].sft_steps}"]
+    subprocess.run([sys.executable, "-m", "megarl", "sft", f"quickstart{'-moe' * moe}", *told], check=True, cwd=ROOT)
 
 
-def fallen(run: RunDir) -> bool:
-    """Return whether the two newest evaluations lie below the last one before the fault."""
-    scores = latest_scores(run.eval)
+def data_and_model(folder: Path, moe: bool) -> list[str]:
+    data = [f"data.tasks.arithmetic.{part}={folder}/data/short-{part}.jsonl" for part in ("train", "heldout")]
+    return [*data, f"model.path={folder}/models/warm{'-moe' * moe}"]
+
+
+def over(run: RunDir, made: Made) -> bool:
+    """Return whether a fork has made all that is judged of it. Nothing else is waited for: no checkpoint, no report."""
+    scores, failed = latest_scores(run.eval), run.failure_file.exists()
     after = [row for row in scores if row["step"] > FAULT]
     before = [row for row in scores if row["step"] <= FAULT]
-    return len(after) > 1 and all(alarm.suffers([*before, row], FAULT) is not None for row in after[-2:])
+    falls = len(after) > 1 and all(alarm.suffers([*before, row], FAULT) is not None for row in after[-2:])
+    return failed or (falls and made.fault is not None) or any(row["step"] == FAULT + AFTER for row in scores)
 
 
 def make(folder: Path, made: Made) -> None:
@@ -172,26 +184,22 @@ def make(folder: Path, made: Made) -> None:
     shutil.rmtree(run.path, ignore_errors=True)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(INJECTED), str(ROOT)]), "OMP_NUM_THREADS": "1"}
     if made.fault:
-        flag = run.path.absolute() / "fault"
-        environment["ALARM_FAULT"] = f"{made.fault.kind}:{made.fault.dose}:{FAULT}:{flag}"
+        environment["ALARM_FAULT"] = f"{made.fault.kind}:{made.fault.dose}:{FAULT}:{run.path / 'fault'}"
     command = [sys.executable, "-m", "megarl", "train", recipe, *overrides(folder, made)]
     with (folder / f"{made.name}.log").open("w") as log:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
         until = time.monotonic() + LIMIT_S
         try:
-            while process.poll() is None:
+            while process.poll() is None and not (made.forked and over(run, made)):
                 time.sleep(0.5)
-                if made.fault and fallen(run) and not run.stop_file.exists():
-                    run.stop()
                 if time.monotonic() > until:
                     raise MegarlError(f"{run.path}: not done within {LIMIT_S:g} s")
         finally:
             if process.poll() is None:
                 process.kill()  # its roles die with it
+            process.wait()
     last = max((row["step"] for row in latest_rows(run.metrics)), default=-1)
-    if last < (FAULT if made.fault else FORK - 1) or (
-        not run.failure_file.exists() and process.returncode not in (0, 130)
-    ):
+    if last < (FAULT if made.forked else FORK - 1) or (not made.forked and process.returncode):
         raise MegarlError(f"{run.path}: ended at step {last} with status {process.returncode}, see {made.name}.log")
     if made.fault and not (run.path / "fault").exists():
         raise MegarlError(f"{run.path}: its fault never began")
@@ -206,9 +214,8 @@ def main() -> None:
     parser.add_argument("--only", metavar="KIND", choices=[*dict.fromkeys(f.kind for f in FAULTS), "clean"])
     parser.add_argument("--seconds", type=float, default=math.inf)
     options = parser.parse_args()
-    until, folder = time.monotonic() + options.seconds, options.folder
+    until, folder = time.monotonic() + options.seconds, options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    prepare(folder)
     path = folder / "labels.csv"
     done = alarm.labels(path) if path.exists() else []
     wanted = [made for made in queue() if options.only in (None, made.label["kind"])]
@@ -220,6 +227,7 @@ def main() -> None:
             raise SystemExit(1)
         began = time.monotonic()
         try:
+            prepare(folder, made.moe)
             make(folder, made)
         except MegarlError as problem:
             print(problem, flush=True)
