@@ -1,6 +1,6 @@
 """Makes faulty training runs, and clean ones, for benchmarks/alarm.py to judge: real roles, tiny policies, one fault each.
 
-    python -m benchmarks.alarm_faults FOLDER [--only KIND] [--seconds N]
+    python -m benchmarks.alarm_faults FOLDER [--only KIND] [--seconds N] [--at-once N]
 
     data ─► models/init ─`megarl sft`─► models/warm ─► a clean run for each precision ─► forks of it: one for each fault
 
@@ -10,7 +10,8 @@ evaluations in a row, when parity ends it, or AFTER steps after the fault. Clean
 rate falls by chance.
 
 FOLDER/labels.csv has the runs that are done. An interrupted command goes on; the run that was under way begins anew. With
---seconds no run begins after that time. The exit status is 0 once all runs are done, else 1.
+--seconds no run begins after that time. --at-once: runs that go on side by side. The exit status is 0 once all runs are done,
+else 1.
 
 Policies are those of `megarl study corpus` of 0.3 million active parameters. Seeds have precisions: 0 fp32, 1 bf16, 2 fp16.
 """
@@ -30,6 +31,7 @@ from typing import NamedTuple
 
 from benchmarks import alarm
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.process import SUPERVISOR
 from megarl.core.base.rundir import RunDir, latest_rows, latest_scores, write_jsonl
 from megarl.lab.study.corpus import SIZES
 from megarl.tasks.data import arithmetic
@@ -108,8 +110,9 @@ class Made(NamedTuple):
     forked: bool = True
 
     @property
-    def base(self) -> str:
-        return f"{'moe' if self.moe else 'dense'}-{DTYPES[self.seed]}"
+    def parent(self) -> "Made":
+        """The clean run that it begins from."""
+        return Made(f"{'moe' if self.moe else 'dense'}-{DTYPES[self.seed]}", self.seed, None, self.moe, forked=False)
 
     @property
     def label(self) -> dict[str, object]:
@@ -143,7 +146,7 @@ def overrides(folder: Path, made: Made) -> list[str]:
     servers = made.fault.servers if made.fault else 1
     return [
         *shared, f"run.steps={FAULT + AFTER + 1}", f"evaluation.every={EVERY}", "checkpoint.every=1000",
-        f"run.fork={folder / made.base}@{FORK}", f"resources.servers={servers}",
+        f"run.fork={folder / made.parent.name}@{FORK}", f"resources.servers={servers}",
     ]  # fmt: skip
 
 
@@ -169,43 +172,50 @@ def data_and_model(folder: Path, moe: bool) -> list[str]:
     return [*data, f"model.path={folder}/models/warm{'-moe' * moe}"]
 
 
-def over(run: RunDir, made: Made) -> bool:
-    """Return whether a fork has made all that is judged of it. Nothing else is waited for: no checkpoint, no report."""
-    scores, failed = latest_scores(run.eval), run.failure_file.exists()
-    after = [row for row in scores if row["step"] > FAULT]
-    before = [row for row in scores if row["step"] <= FAULT]
-    falls = len(after) > 1 and all(alarm.suffers([*before, row], FAULT) is not None for row in after[-2:])
-    return failed or (falls and made.fault is not None) or any(row["step"] == FAULT + AFTER for row in scores)
+class Running:
+    """A run on its way."""
 
+    def __init__(self, folder: Path, made: Made) -> None:
+        self.made, self._run, self._log = made, RunDir(folder / made.name), folder / f"{made.name}.log"
+        prepare(folder, made.moe)
+        shutil.rmtree(self._run.path, ignore_errors=True)
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(INJECTED), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+        environment[SUPERVISOR] = str(os.getpid())  # the run dies with this process
+        if made.fault:
+            environment["ALARM_FAULT"] = f"{made.fault.kind}:{made.fault.dose}:{FAULT}:{self._run.path / 'fault'}"
+        recipe = "quickstart-moe" if made.moe else "quickstart"
+        command = [sys.executable, "-m", "megarl", "train", recipe, *overrides(folder, made)]
+        self._began = time.monotonic()
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
 
-def make(folder: Path, made: Made) -> None:
-    """Make a run; MegarlError if it did not end as runs do."""
-    run, recipe = RunDir(folder / made.name), "quickstart-moe" if made.moe else "quickstart"
-    shutil.rmtree(run.path, ignore_errors=True)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(INJECTED), str(ROOT)]), "OMP_NUM_THREADS": "1"}
-    if made.fault:
-        environment["ALARM_FAULT"] = f"{made.fault.kind}:{made.fault.dose}:{FAULT}:{run.path / 'fault'}"
-    command = [sys.executable, "-m", "megarl", "train", recipe, *overrides(folder, made)]
-    with (folder / f"{made.name}.log").open("w") as log:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
-        until = time.monotonic() + LIMIT_S
-        try:
-            while process.poll() is None and not (made.forked and over(run, made)):
-                time.sleep(0.5)
-                if time.monotonic() > until:
-                    raise MegarlError(f"{run.path}: not done within {LIMIT_S:g} s")
-        finally:
-            if process.poll() is None:
-                process.kill()  # its roles die with it
-            process.wait()
-    last = max((row["step"] for row in latest_rows(run.metrics)), default=-1)
-    if last < (FAULT if made.forked else FORK - 1) or (not made.forked and process.returncode):
-        raise MegarlError(f"{run.path}: ended at step {last} with status {process.returncode}, see {made.name}.log")
-    if made.fault and not (run.path / "fault").exists():
-        raise MegarlError(f"{run.path}: its fault never began")
-    if made.forked:  # what is not judged
-        for part in ("checkpoints", "parent", "rollouts", "evaluations", "trace"):
-            shutil.rmtree(run.path / part, ignore_errors=True)
+    def ended(self) -> bool:
+        """Return whether the run has ended or may; then it has."""
+        late = time.monotonic() - self._began > LIMIT_S
+        if self._process.poll() is None and (late or (self.made.forked and self._over())):
+            self._process.kill()  # its roles die with it; no checkpoint or report is waited for
+            self._process.wait()
+        return self._process.returncode is not None
+
+    def _over(self) -> bool:
+        """Return whether a fork has made all that is judged of it."""
+        scores = latest_scores(self._run.eval)
+        after = [row for row in scores if row["step"] > FAULT]
+        before = [row for row in scores if row["step"] <= FAULT]
+        falls = len(after) > 1 and all(alarm.suffers([*before, row], FAULT) is not None for row in after[-2:])
+        whole = any(row["step"] == FAULT + AFTER for row in scores)
+        return whole or (falls and self.made.fault is not None) or self._run.failure_file.exists()
+
+    def result(self) -> str:
+        """Say how long it took; MegarlError if it ended before its time."""
+        last = max((row["step"] for row in latest_rows(self._run.metrics)), default=-1)
+        whole = self._over() if self.made.forked else not self._process.returncode
+        if not whole or (self.made.fault and not (self._run.path / "fault").exists()):
+            raise MegarlError(f"{self._run.path}: ended at step {last}, see {self._log}")
+        for part in ("checkpoints", "parent", "rollouts", "evaluations", "trace"):  # not judged
+            if self.made.forked:
+                shutil.rmtree(self._run.path / part, ignore_errors=True)
+        return f"{self.made.name}: {last + 1} steps, {time.monotonic() - self._began:.0f} s"
 
 
 def main() -> None:
@@ -213,32 +223,38 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", metavar="KIND", choices=[*dict.fromkeys(f.kind for f in FAULTS), "clean"])
     parser.add_argument("--seconds", type=float, default=math.inf)
+    parser.add_argument("--at-once", type=int, default=1)
     options = parser.parse_args()
     until, folder = time.monotonic() + options.seconds, options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "labels.csv"
     done = alarm.labels(path) if path.exists() else []
-    wanted = [made for made in queue() if options.only in (None, made.label["kind"])]
-    each_and_its_base = [(Made(m.base, m.seed, None, m.moe, forked=False), m) for m in wanted]
-    for made in dict.fromkeys(made for pair in each_and_its_base for made in pair):
-        if made.name in {row["name"] for row in done}:
-            continue
-        if time.monotonic() > until:
-            raise SystemExit(1)
-        began = time.monotonic()
-        try:
-            prepare(folder, made.moe)
-            make(folder, made)
-        except MegarlError as problem:
-            print(problem, flush=True)
-            continue
-        done.append({key: str(value) for key, value in made.label.items()})
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows(done)
-        steps = latest_rows(RunDir(folder / made.name).metrics)[-1]["step"] + 1
-        print(f"{made.name}: {steps} steps, {time.monotonic() - began:.0f} s", flush=True)
+    forks = [made for made in queue() if options.only in (None, made.label["kind"])]
+    waiting = list(dict.fromkeys(made for fork in forks for made in (fork.parent, fork)))
+    waiting = [made for made in waiting if made.name not in {row["name"] for row in done}]
+    running: list[Running] = []
+    while True:
+        for run in [run for run in running if run.ended()]:
+            running.remove(run)
+            try:
+                print(run.result(), flush=True)
+            except MegarlError as problem:
+                print(problem, flush=True)
+                continue
+            done.append({key: str(value) for key, value in run.made.label.items()})
+            with path.open("w", newline="") as file:
+                writer = csv.DictWriter(file, COLUMNS)
+                writer.writeheader()
+                writer.writerows(done)
+        there = {row["name"] for row in done}
+        ready = [made for made in waiting if not made.forked or made.parent.name in there]
+        if ready and len(running) < options.at_once and time.monotonic() < until:
+            waiting.remove(ready[0])
+            running.append(Running(folder, ready[0]))
+        elif not running:
+            raise SystemExit(int(bool(waiting)))
+        else:
+            time.sleep(0.5)
 
 
 if __name__ == "__main__":
