@@ -13,7 +13,8 @@ FOLDER/labels.csv has the runs that are done. An interrupted command goes on; th
 --seconds no run begins after that time. --at-once: runs that go on side by side. The exit status is 0 once all runs are done,
 else 1.
 
-Policies are those of `megarl study corpus` of 0.3 million active parameters. Seeds have precisions: 0 fp32, 1 bf16, 2 fp16.
+The policy has 0.3 million parameters (that of `megarl study corpus`), with experts the shipped quickstart-moe's. Seeds have
+precisions: 0 fp32, 1 bf16, 2 fp16.
 """
 
 import argparse
@@ -128,18 +129,16 @@ def queue() -> Iterator[Made]:
         for n, fault in enumerate((*FAULTS[1::2], *FAULTS[::2])):
             seed = (round_ + (1 if fault.moe else n)) % len(DTYPES)
             yield Made(f"{fault.kind}-{fault.dose}-{seed}", seed, fault, fault.moe)
-        for moe in (False, True):
-            yield Made(
-                f"clean-{'moe' if moe else 'dense'}-{(round_ + 1) % len(DTYPES)}", (round_ + 1) % len(DTYPES), None, moe
-            )
+        seed = (round_ + 1) % len(DTYPES)
+        yield Made(f"clean-dense-{seed}", seed, None, moe=False)
+        yield Made(f"clean-moe-{seed}", seed, None, moe=True)
 
 
 def overrides(folder: Path, made: Made) -> list[str]:
     shared = [
         *data_and_model(folder, made.moe), f"run.dir={folder}", f"run.name={made.name}", f"run.seed={made.seed}",
         f"model.dtype={DTYPES[made.seed]}", f"model.moe.routing_replay={str(made.moe).lower()}",
-        f"learner.optimizer.lr={SIZES['0.3m'].lr}", "batch.prompts=8", f"evaluation.prompts={PROMPTS}",
-        "evaluation.samples=1",
+        "batch.prompts=8", f"evaluation.prompts={PROMPTS}", "evaluation.samples=1",
     ]  # fmt: skip
     if not made.forked:
         return [*shared, f"run.steps={FORK}", f"evaluation.every={FORK}", f"checkpoint.every={FORK}"]
@@ -155,15 +154,17 @@ def prepare(folder: Path, moe: bool) -> None:
     if not (folder / "data" / "init-moe").exists():  # what `write` makes last
         arithmetic.write(folder / "data", seed=0)
     for part in ("train", "heldout"):
-        rows = [json.loads(line) for line in (folder / "data" / f"{part}.jsonl").read_text().splitlines()]
-        write_jsonl(folder / "data" / f"short-{part}.jsonl", [row for row in rows if row["difficulty"] <= DIGITS])
+        if not (short := folder / "data" / f"short-{part}.jsonl").exists():
+            rows = map(json.loads, (folder / "data" / f"{part}.jsonl").read_text().splitlines())
+            write_jsonl(short, [row for row in rows if row["difficulty"] <= DIGITS])
     (folder / "models").mkdir(exist_ok=True)
-    init, warm = (folder / "models" / f"{name}{'-moe' * moe}" for name in ("init", "warm"))
+    warm = folder / "models" / f"warm{'-moe' * moe}"
     if warm.exists():
         return
-    save_model(init, SIZES["0.3m"].config(moe), seed=0)
-    data, model = data_and_model(folder, moe), [f"sft.init={init}", f"sft.data={folder}/data/sft.jsonl"]
-    told = [*data, *model, "model.dtype=fp32", f"sft.steps={SIZES['0.3m'].sft_steps}"]
+    init = folder / "data" / "init-moe" if moe else folder / "models" / "init"
+    if not moe:
+        save_model(init, SIZES["0.3m"].config(experts=False), seed=0)
+    told = [*data_and_model(folder, moe), f"sft.init={init}", f"sft.data={folder}/data/sft.jsonl", "model.dtype=fp32"]
     subprocess.run([sys.executable, "-m", "megarl", "sft", f"quickstart{'-moe' * moe}", *told], check=True, cwd=ROOT)
 
 
