@@ -111,11 +111,14 @@ def _short(alarm: Alarm) -> str:
 
 
 def suffers(scores: Sequence[Row], begins: int) -> int | None:
-    """Return the step of the first evaluation after `begins` that lies ERRORS below the last one up to it."""
-    before = [row for row in scores if row["step"] <= begins]
+    """Return the step of the first evaluation from `begins` on that lies ERRORS below the last one before it.
+
+    The version `begins` is trained before the fault, and a server that is at fault already evaluates it.
+    """
+    before = [row for row in scores if row["step"] < begins]
     for row in scores if before else ():
         gap = before[-1]["pass_rate"] - row["pass_rate"]
-        if row["step"] > begins and gap > ERRORS * math.hypot(error(before[-1]), error(row)):
+        if row["step"] >= begins and gap > ERRORS * math.hypot(error(before[-1]), error(row)):
             return int(row["step"])
     return None
 

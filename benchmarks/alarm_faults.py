@@ -47,7 +47,7 @@ EVERY, PROMPTS = 4, 128
 """Steps from one evaluation to the next, and its answers: at .7 a standard error of .041, of a difference .057."""
 DIGITS = 2
 """Longest operands of the problems, which are the shorter for it."""
-LIMIT_S = 300.0
+LIMIT_S = 400.0
 COLUMNS = (*alarm.COLUMNS, "fork")
 
 
@@ -123,14 +123,17 @@ class Made(NamedTuple):
 
 
 def queue() -> Iterator[Made]:
-    """Yield the runs in order: each fault once, the second doses first, in one of the precisions; clean ones; each fault in the
-    next precision; …"""
+    """Yield the runs in order: each fault once, the second doses first and experts last, in one of the precisions; clean ones;
+    each fault in the next precision; …"""
     for round_ in range(len(DTYPES)):
         for n, fault in enumerate((*FAULTS[1::2], *FAULTS[::2])):
-            seed = (round_ + (1 if fault.moe else n)) % len(DTYPES)
-            yield Made(f"{fault.kind}-{fault.dose}-{seed}", seed, fault, fault.moe)
+            if not fault.moe:
+                yield Made(f"{fault.kind}-{fault.dose}-{(round_ + n) % 3}", (round_ + n) % 3, fault, moe=False)
         seed = (round_ + 1) % len(DTYPES)
         yield Made(f"clean-dense-{seed}", seed, None, moe=False)
+        for fault in FAULTS:
+            if fault.moe:
+                yield Made(f"{fault.kind}-{fault.dose}-{seed}", seed, fault, moe=True)
         yield Made(f"clean-moe-{seed}", seed, None, moe=True)
 
 
@@ -201,8 +204,8 @@ class Running:
     def _over(self) -> bool:
         """Return whether a fork has made all that is judged of it."""
         scores = latest_scores(self._run.eval)
-        after = [row for row in scores if row["step"] > FAULT]
-        before = [row for row in scores if row["step"] <= FAULT]
+        after = [row for row in scores if row["step"] >= FAULT]
+        before = [row for row in scores if row["step"] < FAULT]
         falls = len(after) > 1 and all(alarm.suffers([*before, row], FAULT) is not None for row in after[-2:])
         whole = any(row["step"] == FAULT + AFTER for row in scores)
         return whole or (falls and self.made.fault is not None) or self._run.failure_file.exists()

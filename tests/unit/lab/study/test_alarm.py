@@ -84,6 +84,13 @@ def test_an_alarm_before_its_fault_that_lasts_is_a_false_one(tmp_path: Path) -> 
     assert (fork.false_alarms, fork.first, fork.steps) == ([], None, 5)
 
 
+@pytest.mark.parametrize(("begins", "suffers"), [(59, 70), (60, 70), (70, 70), (71, None)])
+def test_a_server_at_fault_evaluates_the_version_before_it(tmp_path: Path, begins: int, suffers: int | None) -> None:
+    write(tmp_path, "falls", 80, fault=60)
+    (run,) = alarm.folder(tmp_path, [{"name": "falls", "kind": "rope", "seed": "0", "dose": "2", "step": str(begins)}])
+    assert run.suffers == suffers
+
+
 def test_every_fault_that_is_made_can_be_injected() -> None:
     spec = spec_from_file_location("injected", alarm_faults.INJECTED / "sitecustomize.py")
     assert spec is not None
