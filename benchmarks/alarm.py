@@ -9,7 +9,8 @@ FOLDER holds run directories. The labels (else FOLDER/labels.csv) have a line fo
     rope-3,rope,3,1.1,60,kernels kernels_median RoPE        step: the first that the fault touches
     clean-0,clean,0,,,                                      named: alarms, or words of a cause, that name the fault
 
-Records of clean runs (`megarl study corpus`) are judged beside them. Steps before a fault are clean steps, too.
+Records of clean runs (`megarl study corpus`) are judged beside them. Steps before a fault are clean steps, too. A run that was
+forked may have a column `fork`, its first own step: earlier ones are its norm, and are not counted a second time.
 
 A fault is noticed by the first alarm raised at its step or later. It is named by the first of these that is one of `named`, or
 whose text has one of them; without `named` any alarm counts. A run that parity ended is noticed at its end, by the message it
@@ -84,18 +85,19 @@ def labels(path: Path) -> list[dict[str, str]]:
 
 def judge(label: dict[str, str], steps: Sequence[Row], scores: Sequence[Row], failure: str = "") -> JudgedRun:
     """Judge one run by its rows of metrics.jsonl and eval.jsonl. failure: why it ended, if it did for good."""
-    history = Health(steps).history
+    own = int(label.get("fork") or 0)
+    history = [alarm for alarm in Health(steps).history if alarm.raised >= own]
     begins = int(label["step"]) if label["step"] else None
     false = [alarm for alarm in history if begins is None or alarm.raised < begins]
+    clean = sum(own <= row["step"] < (math.inf if begins is None else begins) for row in steps)
     told = (label["name"], label["kind"], label["seed"], label["dose"])
     if begins is None:
-        return JudgedRun(*told, None, len(steps), [_short(alarm) for alarm in false])
+        return JudgedRun(*told, None, clean, [_short(alarm) for alarm in false])
     end = steps[-1]["step"] + 1 if steps else begins
     noticed = [alarm for alarm in history if alarm.raised >= begins]
     noticed += [Alarm("ended", end, end, failure)] if failure else []
     wanted = label.get("named", "").split()
     naming = [a for a in noticed if not wanted or any(a.name.split("/")[0] == w or w in a.text for w in wanted)]
-    clean = sum(row["step"] < begins for row in steps)
     accused = [_short(alarm) for alarm in false]
     return JudgedRun(*told, begins, clean, accused, _first(noticed), _first(naming), suffers(scores, begins))
 
@@ -109,11 +111,14 @@ def _short(alarm: Alarm) -> str:
 
 
 def suffers(scores: Sequence[Row], begins: int) -> int | None:
-    """Return the step of the first evaluation after `begins` that lies ERRORS below the last one up to it."""
-    before = [row for row in scores if row["step"] <= begins]
+    """Return the step of the first evaluation from `begins` on that lies ERRORS below the last one before it.
+
+    The version `begins` is trained before the fault, and a server that is at fault already evaluates it.
+    """
+    before = [row for row in scores if row["step"] < begins]
     for row in scores if before else ():
         gap = before[-1]["pass_rate"] - row["pass_rate"]
-        if row["step"] > begins and gap > ERRORS * math.hypot(error(before[-1]), error(row)):
+        if row["step"] >= begins and gap > ERRORS * math.hypot(error(before[-1]), error(row)):
             return int(row["step"])
     return None
 

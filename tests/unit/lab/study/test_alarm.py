@@ -2,13 +2,14 @@
 
 import json
 import random
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import pytest
 from scipy.stats import poisson
 
-from benchmarks import alarm
+from benchmarks import alarm, alarm_faults
 from megarl.core.base.errors import MegarlError
 
 Row = dict[str, Any]
@@ -78,7 +79,28 @@ def test_an_alarm_before_its_fault_that_lasts_is_a_false_one(tmp_path: Path) -> 
     write(tmp_path, "early", 80, fault=50)
     (label,) = [{"name": "early", "kind": "head", "seed": "0", "dose": "1", "step": "60", "named": ""}]
     (run,) = alarm.folder(tmp_path, [label])
-    assert (run.false_alarms, run.first) == (["grad_norm at 52"], None)
+    assert (run.false_alarms, run.first, run.steps) == (["grad_norm at 52"], None, 60)
+    (fork,) = alarm.folder(tmp_path, [label | {"fork": "55"}])  # the alarm was its parent's
+    assert (fork.false_alarms, fork.first, fork.steps) == ([], None, 5)
+
+
+@pytest.mark.parametrize(("begins", "suffers"), [(59, 70), (60, 70), (70, 70), (71, None)])
+def test_a_server_at_fault_evaluates_the_version_before_it(tmp_path: Path, begins: int, suffers: int | None) -> None:
+    write(tmp_path, "falls", 80, fault=60)
+    (run,) = alarm.folder(tmp_path, [{"name": "falls", "kind": "rope", "seed": "0", "dose": "2", "step": str(begins)}])
+    assert run.suffers == suffers
+
+
+def test_every_fault_that_is_made_can_be_injected() -> None:
+    spec = spec_from_file_location("injected", alarm_faults.INJECTED / "sitecustomize.py")
+    assert spec is not None
+    assert spec.loader is not None
+    injected = module_from_spec(spec)
+    spec.loader.exec_module(injected)  # without ALARM_FAULT it does nothing
+    assert {fault.kind for fault in alarm_faults.FAULTS} == injected.FAULTS.keys()
+    assert injected.PATCHES == {}
+    names = [made.name for made in alarm_faults.queue()]
+    assert len(set(names)) == len(names) == 3 * (len(alarm_faults.FAULTS) + 2)
 
 
 @pytest.mark.parametrize(
