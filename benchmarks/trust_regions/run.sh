@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Losses with and without a trust region on the tiny model of experts, with and without routing replay, in FP32 and in bf16:
-# four studies of all arms of this folder; then CISPO with frozen routers, and with a balancing loss. Each run that has ended
-# becomes a row of benchmarks/results/trust_regions.json.
+# four studies of all arms of this folder; then CISPO with frozen routers. Each run that has ended becomes a row of
+# benchmarks/results/trust_regions.json.
 #   benchmarks/trust_regions/run.sh [options and overrides of `megarl study compare`: --seeds 0,1,2 run.steps=100]
 # The same command goes on after an interruption. At the quickstart's rate (2e-4, one epoch, 24 prompts) hardly a ratio leaves
 # anyone's bounds; here CISPO collapses. A run takes one to two minutes of two idle cores in FP32, four in bf16 without AVX-512.
@@ -23,13 +23,12 @@ for dtype in fp32 bf16; do
     done
 done
 study fp32-replay-frozen $arms/cispo.yaml model.dtype=fp32 model.moe.freeze_router=true "$@"
-study fp32-replay-aux $arms/cispo.yaml model.dtype=fp32 model.moe.aux_loss=1e-2 "$@"
 .venv/bin/python - <<'END'
 import json
 from pathlib import Path
 from statistics import mean, median
 
-ROUTING = {"false": "own", "true": "replayed", "frozen": "own, routers frozen", "aux": "own, aux_loss 1e-2"}
+ROUTING = {"false": "own", "true": "replayed", "frozen": "own, routers frozen"}
 rows = []
 for summary in sorted(Path("runs/studies").glob("trust-regions-*/runs/*/summary.json")):
     dtype, _, replay = summary.parts[-4].removeprefix("trust-regions-").split("-")
