@@ -44,7 +44,7 @@ from tests.tiny_scores import scores
 
 RANKS, LAYERS, EXPERTS, HELD_OUT = 4, 4, 16, 256
 TOKENS = 1024
-"""In a step, which is one micro-batch. Each of the two ranks that share it has 512 of them, 32 for each expert."""
+"""Tokens of a step, which is one micro-batch. Each of the two ranks that share it has 512 of them, 32 for each expert."""
 CAPACITIES = (1.0, 1.25, 2.0)
 LAYOUT = {"tensor_parallel": 2, "pipeline_parallel": 2, "expert_parallel": 2}
 SCOUT = LLAMA4 | {

@@ -10,16 +10,16 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 megarl=${MEGARL:-.venv/bin/megarl}
 arms=benchmarks/trust_regions
-study() {  # what tells its runs from others', its arms, overrides
-    local name=$1 recipes=$2
-    shift 2
-    $megarl study compare $recipes --dir "runs/studies/trust-regions-$name" --seeds 0 run.steps=24 batch.prompts=8 \
+study() {  # what tells its runs from others', then its arms and their overrides
+    local name=$1
+    shift
+    $megarl study compare --dir "runs/studies/trust-regions-$name" --seeds 0 run.steps=24 batch.prompts=8 \
         learner.optimizer.lr=1e-3 learner.epochs=2 checkpoint.every=24 \
         evaluation.every=24 evaluation.prompts=64 evaluation.samples=1 "$@"
 }
 for dtype in fp32 bf16; do
     for replay in false true; do
-        study "$dtype-replay-$replay" "$arms/*.yaml" model.dtype=$dtype model.moe.routing_replay=$replay "$@"
+        study "$dtype-replay-$replay" $arms/*.yaml model.dtype=$dtype model.moe.routing_replay=$replay "$@"
     done
 done
 study fp32-replay-frozen $arms/cispo.yaml model.dtype=fp32 model.moe.freeze_router=true "$@"
