@@ -75,7 +75,8 @@ def on_ranks(ranks: Sequence[Callable[..., Tensor]], boundaries: Sequence[int]) 
 
 
 def largest_difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest of each kind of tensor being 1."""
+    """The largest of each kind of tensor being 1. One that is 0 but for roundings, as a lone token's gradients are, is measured
+    as if its largest were .01."""
     return max(
-        (a - b).abs().max().item() / max(b.abs().max().item(), 1e-30) for a, b in itertools.zip_longest(found, expected)
+        (a - b).abs().max().item() / max(b.abs().max().item(), 1e-2) for a, b in itertools.zip_longest(found, expected)
     )

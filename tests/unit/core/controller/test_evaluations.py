@@ -244,7 +244,7 @@ def test_the_run_ends_when_the_rest_is_not_worth_its_price(tmp_path: Path, wante
 def test_of_several_tasks_the_named_one_is_forecast_and_decides(tmp_path: Path, forecast: str, stopped: bool) -> None:
     """One has come to its ceiling, the other rises on, and the pooled score looks as if it had come to one."""
     recipe = recipe_of(tmp_path, math=1, code=1)
-    run = recipe.run.model_copy(update={"stop_when": "gain < 0.0004 per core-hour", "steps": 60})
+    run = recipe.run.model_copy(update={"stop_when": "gain < 0.0001 per core-hour", "steps": 60})
     evaluation = recipe.evaluation.model_copy(update={"forecast": forecast})
     recipe = recipe.model_copy(update={"run": run, "evaluation": evaluation})
     rundir = RunDir(recipe.run.path)
