@@ -13,11 +13,10 @@ import torch.distributed as dist
 from megarl.core import recipe as recipes
 from megarl.core.base.types import Batch, decode
 from megarl.core.learner.checkpoint import Checkpoints
-from megarl.core.learner.trained import TrainedNetwork
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import parallel
 from megarl.core.recipe import Recipe
-from tests.parallel.learner_world import difference, full_gradients, say
+from tests.parallel.learner_world import difference, full_gradients, say, start
 from tests.sequences import training_sequences
 
 # isort: split
@@ -64,11 +63,6 @@ def recipe_of(directory: Path, layout: dict[str, Any], critic: str = "fp32") -> 
             "critic": {"dtype": critic, "lam": LAMBDA, "warmup_steps": 1, "optimizer": {"lr": 1e-4}},
         }
     )
-
-
-def start(directory: Path, recipe: Recipe) -> Trainer:
-    parallel.start(recipe.model, seed=1, timeout_s=60)
-    return Trainer(recipe, directory / "model")
 
 
 def check_gradients(
@@ -122,28 +116,29 @@ def check_fp16(directory: Path, batch: Batch, layout: dict[str, Any], critic: st
     assert scale is not None
     for _ in range(2):
         trainer.train_step(sequences)
-    before = [weights_of(network) for network in (trainer.policy, trainer.critic)]
+    before = weights_of(trainer)
     scale.restore({"scale": 2.0**40, "growth": 0, "hysteresis": 2})
     assert trainer.train_step(sequences)["scaler_skipped"] == 2, what  # both epochs; the second halves it
     assert (trainer.skipped_steps, scale.value) == (0, 2.0**39), what
-    after = [weights_of(network) for network in (trainer.policy, trainer.critic)]
-    assert all(torch.equal(a, b) for x, y in zip(before, after, strict=True) for a, b in zip(x, y, strict=True)), what
+    assert all(torch.equal(a, b) for a, b in zip(before, weights_of(trainer), strict=True)), what
     scale.restore({"scale": 2.0**17, "growth": 998, "hysteresis": 1})
     checkpoints = Checkpoints(folder, 2, trainer, directory / "model")
     checkpoints.save()
     went_on = [trainer.train_step(sequences) for _ in range(2)]
     checkpoints.finish()
     assert scale.value == 2.0**18, what  # the window was full after the first of them
+    weights = weights_of(trainer)
     again = start(directory, recipe)
     assert Checkpoints(folder, 2, again, directory / "model").load_latest()
     assert [again.train_step(sequences) for _ in range(2)] == went_on, what
-    assert again.critic is not None
-    for mine, theirs in ((trainer.policy, again.policy), (trainer.critic, again.critic)):
-        assert all(torch.equal(a, b) for a, b in zip(weights_of(mine), weights_of(theirs), strict=True)), what
+    assert all(torch.equal(a, b) for a, b in zip(weights, weights_of(again), strict=True)), what
 
 
-def weights_of(network: TrainedNetwork) -> list[torch.Tensor]:
-    return [p.detach().clone() for chunk in network.chunks for p in chunk.parameters()]
+def weights_of(trainer: Trainer) -> list[torch.Tensor]:
+    """Those of policy and critic."""
+    assert trainer.critic is not None
+    chunks = (*trainer.policy.chunks, *trainer.critic.chunks)
+    return [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
 
 
 def check_resumed(directory: Path, batch: Batch, layout: dict[str, Any]) -> None:
@@ -158,17 +153,11 @@ def check_resumed(directory: Path, batch: Batch, layout: dict[str, Any]) -> None
     checkpoints.save()
     went_on = [trainer.train_step(sequences) for _ in range(2)]
     checkpoints.finish()
+    weights = weights_of(trainer)
     again = start(directory, recipe)
     assert Checkpoints(folder, 2, again, directory / "model").load_latest()
     assert [again.train_step(sequences) for _ in range(2)] == went_on, layout
-    assert trainer.critic is not None
-    assert again.critic is not None
-    for mine, theirs in ((trainer.policy, again.policy), (trainer.critic, again.critic)):
-        assert all(
-            torch.equal(a, b)
-            for x, y in zip(mine.chunks, theirs.chunks, strict=True)
-            for a, b in zip(x.parameters(), y.parameters(), strict=True)
-        )
+    assert all(torch.equal(a, b) for a, b in zip(weights, weights_of(again), strict=True))
     if layout:  # written by data-parallel ranks, each with a part of the optimiser
         other = start(directory, recipe)
         assert Checkpoints(directory / "checkpoints" / "first", 2, other, directory / "model").load_latest()

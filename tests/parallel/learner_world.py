@@ -25,6 +25,7 @@ from megarl.core.learner.trained import TrainedNetwork
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import family_of, hf, parallel
 from megarl.core.recipe import Recipe
+from tests.parallel.models_world import forget_models
 from tests.sequences import logprobs, training_sequences
 from tests.unit.core.learner.test_expert_load import COEFFICIENT
 
@@ -111,8 +112,14 @@ def recipe_of(directory: Path, world: int, packing: bool, **layout: Any) -> Reci
 
 
 def start(directory: Path, recipe: Recipe) -> Trainer:
+    return start_at(recipe, directory / "model")
+
+
+def start_at(recipe: Recipe, model: Path) -> Trainer:
+    """A trainer with the weights of that directory. Earlier ones are of no use after it."""
+    forget_models()
     parallel.start(recipe.model, seed=1, timeout_s=60)
-    return Trainer(recipe, directory / "model")
+    return Trainer(recipe, model)
 
 
 def check_step(directory: Path, batch: Batch, recipe: Recipe, what: str) -> None:

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from megarl.core import recipe as recipes
 from megarl.core.algorithm.batch import TrainSequence
 from megarl.core.base.types import Batch, decode
-from megarl.core.learner.trainer import Trainer
 from megarl.core.models import parallel
 from megarl.core.recipe import Recipe
-from tests.parallel.learner_world import difference, full_gradients, say
+from tests.parallel.learner_world import difference, full_gradients, say, start
 
 # isort: split
 
@@ -73,11 +72,11 @@ def main(directory: Path) -> None:
     parallel.stop()
 
 
-def recipe_of(directory: Path, setting: dict[str, Any], layout: dict[str, Any], start: str = "model") -> Recipe:
-    """start: the directory of model.path, where the reference is."""
+def recipe_of(directory: Path, setting: dict[str, Any], layout: dict[str, Any], of: str = "model") -> Recipe:
+    """of: the directory of model.path, where the reference is."""
     return recipes.from_tree(
         {
-            "model": {"path": str(directory / start), "dtype": "fp32", **layout},
+            "model": {"path": str(directory / of), "dtype": "fp32", **layout},
             "resources": {"learner_ranks": int(os.environ["WORLD_SIZE"])},
             "batch": {"prompts": 4, **setting["batch"]},
             "sampling": {"temperature": 0.7},
@@ -91,8 +90,7 @@ def recipe_of(directory: Path, setting: dict[str, Any], layout: dict[str, Any], 
 
 def check(directory: Path, batch: Batch, name: str, setting: dict[str, Any], layout: dict[str, Any]) -> None:
     recipe = recipe_of(directory, setting, layout, "reference")
-    parallel.start(recipe.model, seed=1, timeout_s=60)
-    trainer = Trainer(recipe, directory / "model")
+    trainer = start(directory, recipe)
     sequences = trainer.sequences(batch)
     metrics = trainer.policy.forward_backward(sequences)
     gradients = full_gradients(trainer.policy)
@@ -126,8 +124,7 @@ def check_reference(
 def check_start(directory: Path, batch: Batch, layout: dict[str, Any]) -> None:
     """At its start the policy is the reference, to the last bit."""
     recipe = recipe_of(directory, SETTINGS["kl-in-loss"], layout)
-    parallel.start(recipe.model, seed=1, timeout_s=60)
-    trainer = Trainer(recipe, directory / "model")
+    trainer = start(directory, recipe)
     metrics = trainer.policy.forward_backward(trainer.sequences(batch))
     assert metrics["kl_reference"] == metrics["kl_reference_max"] == 0, (layout, metrics)
 

@@ -24,7 +24,7 @@ from megarl.core.learner.microbatch_size import settle
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import family_of, parallel
 from megarl.core.recipe import Recipe
-from tests.parallel.learner_world import full_gradients, recipe_of, say
+from tests.parallel.learner_world import full_gradients, recipe_of, say, start_at
 from tests.sequences import training_sequences
 
 SP2 = {"tensor_parallel": 2}
@@ -74,8 +74,7 @@ def of(model: Path, world: int, recompute: str = "none", moe: dict[str, Any] | N
 
 def step(recipe: Recipe, sequences: list[TrainSequence], passes: int = 1) -> Step:
     """Metrics and gradients of the last of several passes. No update: its norm is summed by buckets, in another order."""
-    parallel.start(recipe.model, seed=1, timeout_s=60)
-    trainer = Trainer(recipe, Path(recipe.model.path))
+    trainer = start_at(recipe, Path(recipe.model.path))
     for _ in range(passes - 1):
         trainer.policy.forward_backward(sequences)
     random = torch.get_rng_state()
@@ -125,8 +124,7 @@ class FakeMemory:
 
 def check_agreed(recipe: Recipe, what: str) -> None:
     """Each rank has another share of its memory left: the fullest decides for all, and pipelines are filled while trying."""
-    parallel.start(recipe.model, seed=1, timeout_s=60)
-    trainer = Trainer(recipe, Path(recipe.model.path))
+    trainer = start_at(recipe, Path(recipe.model.path))
     settle(trainer, 40, 40 * 200, None, FakeMemory(trainer))
     worst = 0.003 + 0.001 * (dist.get_world_size() - 1)
     sizes = sizes_to_try(40, 40 * 200)

@@ -22,7 +22,7 @@ from megarl.core.base.types import Batch, decode
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import parallel
 from megarl.core.recipe import Recipe
-from tests.parallel.learner_world import difference, full_gradients, recipe_of, say
+from tests.parallel.learner_world import difference, full_gradients, recipe_of, say, start_at
 from tests.sequences import training_sequences
 
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
@@ -67,8 +67,7 @@ def of(recipe: Recipe, model: Path, replay: bool) -> Recipe:
 
 
 def start(recipe: Recipe) -> Trainer:
-    parallel.start(recipe.model, seed=1, timeout_s=60)
-    return Trainer(recipe, Path(recipe.model.path))
+    return start_at(recipe, Path(recipe.model.path))
 
 
 def step(trainer: Trainer, sequences: list[TrainSequence]) -> tuple[float, dict[str, torch.Tensor]]:
