@@ -4,9 +4,10 @@ The policy writes a word of random letters and ends: no harness gets a call that
 it bears messages without a call, and what it sends back is what was written.
 """
 
+import json
 import math
 import string
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import yaml
 from megarl.core.base.types import paths_of
 from tests.e2e import runs
 from tests.e2e.runs import batches, check_nothing_left
+from tests.faults.injection import with_faults
 from tests.harnesses.environments import python_of
 from tests.harnesses.programs import MODES
 from tests.tiny import tiny_qwen3
@@ -66,38 +68,45 @@ def write_policy(folder: Path) -> None:
     tokenizer_of(folder, QWEN)
 
 
-def write_recipe(folder: Path, group: str, modes: list[str]) -> None:
+def write_recipe(folder: Path, name: str, agents: dict[str, object], **sections: dict[str, object]) -> Path:
+    """agents: by task."""
     (folder / "chance.py").write_text(GRADER)
     (folder / "prompts.jsonl").write_text(
         "\n".join(f'{{"id": "{n}", "prompt": "What is {n} + 1?", "answer": "{n + 1}"}}' for n in range(20))
     )
+    (folder / "policy").mkdir()
     write_policy(folder / "policy")
     rows = {"train": "prompts.jsonl", "heldout": 4, "grader": "chance:odd"}
     recipe = {
         "base": "quickstart",
-        "run": {"name": group, "steps": 1},
+        "run": {"name": name, "steps": 2},  # servers and learner are compared before the second
         "model": {"path": "policy"},
-        "data": {
-            "tasks": {"arithmetic": None}
-            | {mode: rows | {"agent": [str(python_of(MODES[mode][0])), str(PROGRAMS), mode]} for mode in modes}
+        "data": {"tasks": {"arithmetic": None} | {task: rows | {"agent": agent} for task, agent in agents.items()}},
+        "length": {
+            "prompt_tokens": 24_000,
+            "thinking_tokens": [190, 190],
+            "answer_tokens": 10,
+            "control": "none",
+            "end_of_thinking": "",
         },
-        "length": {"prompt_tokens": 24_000, "thinking_tokens": [190, 190], "answer_tokens": 10, "control": "none"},
         "sampling": {"generations": 2},
         "pipeline": {"k": 0},
-        "batch": {"prompts": len(modes), "zero_variance": "keep", "positive_threshold": None},
+        "batch": {"prompts": len(agents), "zero_variance": "keep", "positive_threshold": None},
         "learner": {"microbatch_tokens": 32_768},
         "evaluation": {"every": 100, "prompts": 1, "samples": 1},
         "agent": {"at_once": 4, "time_s": 300, "idle_s": 200},
     }
-    (folder / f"{group}.yaml").write_text(yaml.safe_dump(recipe))
+    for section, keys in sections.items():
+        recipe[section] |= keys
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(recipe))
+    return folder / f"{name}.yaml"
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_harnesses_as_they_are_are_trained(group: str, tmp_path: Path) -> None:
-    (tmp_path / "policy").mkdir()
     modes = [mode for mode, (harness, *_) in MODES.items() if harness in GROUPS[group]]
-    write_recipe(tmp_path, group, modes)
-    run = runs.start(tmp_path, recipe=str(tmp_path / f"{group}.yaml"))
+    agents = {mode: [str(python_of(MODES[mode][0])), str(PROGRAMS), mode] for mode in modes}
+    run = runs.start(tmp_path, recipe=str(write_recipe(tmp_path, group, agents)))
     try:
         run.wait_for(run.rundir.status.exists, "a status", limit_s=400)
         family, ports = run.family(), run.ports()
@@ -107,7 +116,7 @@ def test_harnesses_as_they_are_are_trained(group: str, tmp_path: Path) -> None:
     check_nothing_left(family, ports)
     runs.check_parity(run.rundir)
     sessions, tokens = Counter[str](), Counter[str]()
-    for ticket in batches(run.rundir, run.recipe)[0]:
+    for ticket in (t for batch in batches(run.rundir, run.recipe) for t in batch):
         mode = ticket.prompt.task
         assert not ticket.void, f"{mode}: {run.tail()}"
         for rollout in ticket.rollouts:
@@ -115,6 +124,7 @@ def test_harnesses_as_they_are_are_trained(group: str, tmp_path: Path) -> None:
             assert rollout.episode is not None
             assert rollout.episode.turns == TURNS.get(MODES[mode][0], 2), mode
             assert not rollout.episode.limited
+            assert rollout.format_ok
             assert rollout.episode.untrained == 0
             paths = paths_of(rollout.segments, rollout.paths, ticket.prompt.tokens)
             assert len(paths) == PATHS.get(MODES[mode][0], 1), f"{mode}: a conversation is one path"
@@ -122,9 +132,72 @@ def test_harnesses_as_they_are_are_trained(group: str, tmp_path: Path) -> None:
             assert sum(int(path.trained.sum()) for path in paths) == written > 0, "each token is trained, once"
             tokens[mode] += written
             for path in paths:
-                assert (path.logprobs[path.trained] < 0).all()
+                assert (path.logprobs[path.trained] <= 0).all()
+                assert np.any(path.logprobs[path.trained])
                 assert not np.any(path.logprobs[~path.trained])
     print({mode: (sessions[mode], tokens[mode]) for mode in modes})
     assert set(sessions) == set(modes)
-    (row,) = runs.latest_rows(run.rundir.metrics)
-    assert row["tokens_trained"] == sum(tokens.values())
+    rows = runs.latest_rows(run.rundir.metrics)
+    assert sum(row["tokens_trained"] for row in rows) == sum(tokens.values())
+    assert any(row["grad_norm"] > 0 for row in rows), "nothing to learn from"
+
+
+@pytest.mark.faults
+def test_what_the_servers_saw_is_what_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten thousand requests, with weights published in the midst of them, and both ends of them killed."""
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    for name, value in with_faults(INJECT_SEEN=str(seen)).items():
+        monkeypatch.setenv(name, value)
+    recipe = write_recipe(
+        tmp_path,
+        "wanders",
+        {"wandering": "tests.unit.tasks.agents.programs:wanders"},
+        run={"steps": 24},
+        sampling={"generations": 4},
+        pipeline={"k": 3},
+        batch={"prompts": 12},
+        evaluation={"every": 24},
+        agent={"at_once": 12},
+    )
+    run = runs.start(tmp_path, recipe=str(recipe))
+    family = []
+    try:
+        for role, step in (("rollout", 6), ("learn", 12), ("rollout", 18)):
+            run.wait_for(lambda step=step: run.steps() >= step, f"step {step}", limit_s=900)
+            family += run.family()
+            run.roles()[role].kill()
+            run.wait_for(lambda role=role: role in run.roles(), f"a new {role}")
+        family, ports = family + run.family(), run.ports()
+        assert run.finish(900) == 0, run.tail()
+    finally:
+        run.kill()
+    check_nothing_left(family, ports)
+    runs.check_parity(run.rundir)
+    runs.check_history(run.rundir, run.recipe)
+
+    sampled = defaultdict[tuple[int, ...], list[list[int]]](list)
+    for file in seen.iterdir():
+        for line in file.read_text().splitlines():
+            sent, made = json.loads(line)
+            sampled[tuple(sent)].append(made)
+    turns = across = 0
+    for ticket in (t for batch in batches(run.rundir, run.recipe) for t in batch):
+        for rollout in ticket.rollouts:
+            for path in paths_of(rollout.segments, rollout.paths, ticket.prompt.tokens):
+                tokens, edges = path.tokens.tolist(), np.flatnonzero(np.diff(path.trained, prepend=False, append=False))
+                for begin, end in edges.reshape(-1, 2).tolist():
+                    turns, at = turns + 1, begin
+                    while at < end:  # a request that lost its server goes on elsewhere
+                        made = sampled[tuple(tokens[:at])]
+                        own = max((m for m in made if m == tokens[at : at + len(m)]), key=len, default=[])
+                        assert own, f"{ticket.ticket}.{rollout.sample}: no server made this, from what it was sent"
+                        made.remove(own)  # each is trained once
+                        at += len(own)
+                    assert at == end
+            across += len({s.weight_version for s in rollout.segments if s.trained}) > 1
+    print(
+        f"{sum(map(len, sampled.values())) + turns} requests, {turns} trained turns, {across} sessions across versions"
+    )
+    assert turns >= 5000
+    assert across > 10

@@ -3,10 +3,13 @@
 INJECT_AT=TrainedNetwork.update:2:KILL:/tmp/marker[:RANK]   the 2nd call in a process sends SIGKILL to itself; once, for a
                                                             process that finds the marker is left alone
 INJECT_CLOCK=/tmp/offset                                    time.time() is off by the seconds that are in this file
+INJECT_SEEN=/tmp/folder                                     SGLang's scheduler writes what it was sent and what it sampled of
+                                                            each request that it lets go of, `[ids, ids]` a line of PID.jsonl
 
 Functions are found by their qualified name as they are called (PEP 669): the code under test knows nothing of this.
 """
 
+import json
 import os
 import signal
 import sys
@@ -34,9 +37,26 @@ def inject(function: str, count: int, name: str, marker: str, rank: str) -> None
             os.kill(os.getpid(), signal.Signals[f"SIG{name}"])
         return None
 
+    at_calls(called)
+
+
+def at_calls(called: Any) -> None:
+    monitoring = sys.monitoring
     monitoring.use_tool_id(monitoring.DEBUGGER_ID, "faults")
     monitoring.register_callback(monitoring.DEBUGGER_ID, monitoring.events.PY_START, called)
     monitoring.set_events(monitoring.DEBUGGER_ID, monitoring.events.PY_START)
+
+
+def write_seen(folder: str) -> None:
+    def called(code: CodeType, _offset: int) -> Any:
+        if code.co_qualname != "release_kv_cache":
+            return sys.monitoring.DISABLE
+        request = sys._getframe(1).f_locals["req"]
+        with open(os.path.join(folder, f"{os.getpid()}.jsonl"), "a") as file:
+            file.write(json.dumps([list(request.origin_input_ids), list(request.output_ids)]) + "\n")
+        return None
+
+    at_calls(called)
 
 
 def jump(path: str) -> None:
@@ -55,3 +75,5 @@ if "INJECT_AT" in os.environ:
     inject(function, int(count), name, marker, rank[0] if rank else "")
 if "INJECT_CLOCK" in os.environ:
     jump(os.environ["INJECT_CLOCK"])
+if "INJECT_SEEN" in os.environ:
+    write_seen(os.environ["INJECT_SEEN"])

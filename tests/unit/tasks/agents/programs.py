@@ -2,22 +2,25 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 
-def ask(messages: list[dict[str, Any]], path: str = "chat/completions", **more: Any) -> Any:
+def ask(messages: list[dict[str, Any]], path: str = "chat/completions", limit_s: float = 30, **more: Any) -> Any:
     """The answer's message, or the error's text."""
     body = {"model": os.environ["OPENAI_MODEL"], "messages": messages} | more
     headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
     request = urllib.request.Request(f"{os.environ['OPENAI_BASE_URL']}/{path}", json.dumps(body).encode(), headers)
     try:
-        with urllib.request.urlopen(request, timeout=30) as reply:
+        with urllib.request.urlopen(request, timeout=limit_s) as reply:
             said = json.load(reply)
             return said["choices"][0]["message"]["content"] if "choices" in said else said
     except urllib.error.HTTPError as error:
@@ -68,6 +71,28 @@ def speaks_on(task: Any) -> None:
 def fills_its_output(task: Any) -> None:
     print("x" * 1000)
     sys.exit("nothing to do")
+
+
+def wanders(task: Any) -> None:
+    """Does what agents do, in ten requests or so: goes on, begins anew with a summary, edits what was said, leaves early and
+    asks again, asks the same twice at once as two sub-agents. talks: the messages of each conversation."""
+    rng = random.Random(task.api_key)
+    system = [{"role": "system", "content": f"be {rng.choice(('brief', 'kind'))}"}]
+    talks = [[*system, *user(task.prompt)]]
+    for _ in range(rng.randint(4, 12)):
+        at = rng.randrange(len(talks))
+        before, act = talks.pop(at), rng.random()
+        if act < 0.1:
+            before = [*system, *user(f"You said {before[-1]['content'][:20]!r}. Go on.")]
+        elif act < 0.25 and len(before) > 3:
+            before = [*before[:-2], {"role": "assistant", "content": f"{before[-2]['content']}!"}, before[-1]]
+        elif act < 0.35:
+            with suppress(OSError):
+                ask(before, limit_s=0.02)
+        count = 2 if act > 0.85 and len(talks) < 4 else 1
+        with ThreadPoolExecutor() as at_once:
+            said = [asked.result() for asked in [at_once.submit(ask, before) for _ in range(count)]]
+        talks += [[*before, {"role": "assistant", "content": text}, *user(f"{n} more")] for n, text in enumerate(said)]
 
 
 if __name__ == "__main__":
