@@ -151,8 +151,8 @@ class Data(Section):
     services: dict[TaskName, Service] = Field({}, description="reward services by name; a grader refers to one by it")
     sandbox: Literal["bubblewrap", "rlimits"] = Field(
         "bubblewrap",
-        description="where grader: code runs programs; rlimits has no namespaces, and on old kernels programs read, "
-        "write and delete what you can",
+        description="where grader: code runs programs, and agents run; rlimits has no namespaces: agents, and on old kernels "
+        "programs, read, write and delete what you can",
     )
     decontaminate: tuple[str, ...] = Field(
         (), description="evaluation sets: a prompt that shares 13 consecutive words with one is not trained on"

@@ -16,6 +16,7 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -35,6 +36,7 @@ from megarl.tasks.agents.rendering import Rendering, tail_problem
 from megarl.tasks.agents.session import AgentSession
 from megarl.tasks.data.chat import load_chat
 from megarl.tasks.graders.functions import environment, import_problem
+from megarl.tasks.graders.sandbox import CHECK_LIMIT_S, NAMESPACES, read_only_root
 
 log = logging.getLogger(__name__)
 TRIES = 2
@@ -92,6 +94,8 @@ class TaskAgents:
             log.warning("%s", problem)
         if self._rendering.calls is None:
             log.info("%s: the chat template writes no tool calls as JSON; agents find all text in `content`", chat.path)
+        if recipe.data.sandbox == "bubblewrap":
+            _check_walls()
         for name, task in self._tasks.items():
             _check(name, task.agent)
         self._host = _address(recipe.agent.interface)
@@ -138,24 +142,28 @@ class _AgentProcess:
         theirs = os.environ.get("PYTHONPATH", "")
         self._words = ["function", agent] if isinstance(agent, str) else ["command", theirs, *agent]
         self._session, self._settings, self._url = session, recipe.agent, url
+        self._walled, self._hidden = recipe.data.sandbox == "bubblewrap", recipe.run.path
         self._task = {
             "prompt": tokenizer.decode(prompt.tokens), "id": prompt.id, "task": prompt.task, "answer": prompt.answer,
         }  # fmt: skip
 
     async def ended(self) -> str:
         """Run the agent to its end or a limit; return why there is nothing to grade, or ""."""
-        with tempfile.TemporaryDirectory(prefix="megarl-agent-", ignore_cleanup_errors=True) as scratch:
-            output = Path(scratch) / "output"
-            with output.open("wb") as file:
-                process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-c", _CODE, *self._words, env=self._environment(scratch), start_new_session=True,
-                    stdin=asyncio.subprocess.PIPE, stdout=file, stderr=file,
-                )  # fmt: skip
+        with (
+            tempfile.TemporaryDirectory(prefix="megarl-agent-", ignore_cleanup_errors=True) as scratch,
+            tempfile.TemporaryFile() as output,
+        ):
+            walls = read_only_root(Path(scratch), self._hidden) if self._walled else []
+            process = await asyncio.create_subprocess_exec(
+                *walls, sys.executable, "-c", _CODE, *self._words, env=self._environment(scratch), start_new_session=True,
+                stdin=asyncio.subprocess.PIPE, stdout=output, stderr=output,
+            )  # fmt: skip
             try:
                 await self._watched(process)
             finally:
                 await _killed(process)
-            said = output.read_bytes()[-SAID:].decode(errors="replace").strip()
+            output.seek(max(0, output.seek(0, os.SEEK_END) - SAID))
+            said = output.read().decode(errors="replace").strip()
         session = self._session
         if session.limited or session.reward == session.reward:
             return ""
@@ -199,7 +207,8 @@ class _AgentProcess:
     def _environment(self, scratch: str) -> dict[str, str]:
         host, key = self._url.removeprefix("http://").partition(":")[0], self._session.key
         direct = ",".join(filter(None, (os.environ.get("NO_PROXY", ""), host)))
-        return environment() | {
+        home = {"HOME": scratch} if self._walled else {}
+        return environment() | home | {
             "OPENAI_BASE_URL": f"{self._url}/v1", "OPENAI_API_KEY": key, "OPENAI_MODEL": MODEL,
             "ANTHROPIC_BASE_URL": self._url, "ANTHROPIC_API_KEY": key, "ANTHROPIC_MODEL": MODEL,
             "ANTHROPIC_SMALL_FAST_MODEL": MODEL, "TMPDIR": scratch, "NO_PROXY": direct, "no_proxy": direct,
@@ -220,6 +229,20 @@ async def _killed(process: asyncio.subprocess.Process) -> None:
         await asyncio.wait_for(process.wait(), KILL_LIMIT_S)
     except TimeoutError:
         log.warning("process %d of an agent did not end %g s after SIGKILL", process.pid, KILL_LIMIT_S)
+
+
+def _check_walls() -> None:
+    """Raise MegarlError if no agent can be put behind walls here."""
+    advice = f"install it (apt-get install bubblewrap); {NAMESPACES}; or set data.sandbox=rlimits if agents may do what you can"
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            command = [*read_only_root(Path(scratch), Path(scratch)), "true"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_LIMIT_S)
+            said = done.stderr.strip() or f"status {done.returncode}" if done.returncode else ""
+        except (OSError, subprocess.TimeoutExpired) as error:
+            said = str(error)
+    if said:
+        raise MegarlError(f"data.sandbox: no agent can be run with bubblewrap here ({said}); {advice}")
 
 
 def _check(task: str, agent: str | tuple[str, ...]) -> None:

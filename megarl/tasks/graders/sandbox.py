@@ -45,6 +45,10 @@ LANDLOCK = 3
 CHECK_LIMIT_S = 60.0
 KILL_LIMIT_S = 60.0
 TRIES = 2
+NAMESPACES = (
+    "in a container it needs the right to make namespaces (docker run --privileged, or --security-opt seccomp=unconfined "
+    "--security-opt apparmor=unconfined), elsewhere sysctl kernel.apparmor_restrict_unprivileged_userns=0"
+)
 STARTED = b"started\n"
 """What inside.py prints first: without it nothing is known of the program."""
 
@@ -115,14 +119,12 @@ class Sandbox:
             except (OSError, subprocess.TimeoutExpired) as error:
                 said, out = [str(error)], b""
         if out != b"42\n":
+            why = " ".join(said) or "it printed nothing"
             advice = (
-                "in a container it needs the right to make namespaces (docker run --privileged, or --security-opt "
-                "seccomp=unconfined --security-opt apparmor=unconfined), elsewhere sysctl "
-                f"kernel.apparmor_restrict_unprivileged_userns=0; or set data.sandbox=rlimits if the programs may {remains()}"
+                f"{NAMESPACES}; or set data.sandbox=rlimits if the programs may {remains()}"
                 if self._kind == "bubblewrap"
                 else f"run as another user than root, or let everybody read {self.python.parent.parent}"
             )
-            why = " ".join(said) or "it printed nothing"
             raise MegarlError(f"data.sandbox: no program can be run with {self._kind} here ({why}); {advice}")
         if self._kind == "rlimits":
             log.warning("data.sandbox=rlimits: programs may %s", remains())
@@ -255,3 +257,14 @@ def _bubblewrap(prefix: Path, limits: Limits) -> list[str]:
     if os.getuid() == 0:  # what inside.py needs to become nobody
         return [*command, "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     return [*command, "--unshare-user"]
+
+
+def read_only_root(scratch: Path, hidden: Path) -> list[str]:
+    """Build the bwrap command for an agent: it sees all files but those of `hidden`, writes those of `scratch` alone, and sees
+    no processes but its own. The network is the machine's."""
+    command = ["bwrap", "--die-with-parent", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
+    if hidden.is_dir():
+        command += ["--tmpfs", str(hidden.absolute())]
+    command += ["--bind", str(scratch), str(scratch), "--cap-drop", "ALL"]
+    command += ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    return command if os.getuid() == 0 else [*command, "--unshare-user"]

@@ -68,6 +68,19 @@ def speaks_on(task: Any) -> None:
         pass
 
 
+def looks_around(task: Any) -> float:
+    """In its digits whether it finds the run's key, can write beside the run and in TMPDIR, and sees others' processes."""
+    folder = Path(os.environ["LOOKED_AT"])
+    found = [(folder / "run" / "key").exists()]
+    for place in (folder, Path(os.environ["TMPDIR"])):
+        with suppress(OSError):
+            (place / "left").write_text("")
+        found.append((place / "left").exists())
+    found.append(len(list(Path("/proc").glob("[0-9]*"))) > 8)
+    ask(user(task.prompt))
+    return float("".join(str(int(each)) for each in found))
+
+
 def fills_its_output(task: Any) -> None:
     print("x" * 1000)
     sys.exit("nothing to do")

@@ -28,10 +28,12 @@ class Lost(Exception):
     """What a policy raises when no server can be asked."""
 
 
-def agents_of(folder: Path, agent: Any, **settings: Any) -> tuple[TaskAgents, Any]:
+def agents_of(folder: Path, agent: Any, sandbox: str = "rlimits", **settings: Any) -> tuple[TaskAgents, Any]:
+    """sandbox: behind walls, agents could leave no mark for a test."""
     tokenizer = tokenizer_of(folder, QWEN)
     task = {"train": "x", "heldout": "y", "grader": "exact", "agent": agent}
-    recipe = from_tree({"length": LENGTH, "data": {"tasks": {"t": task}}, "agent": settings})
+    data = {"tasks": {"t": task}, "sandbox": sandbox}
+    recipe = from_tree({"run": {"dir": str(folder)}, "length": LENGTH, "data": data, "agent": settings})
     return TaskAgents(recipe, tokenizer), tokenizer
 
 
@@ -71,6 +73,25 @@ def test_a_command_finds_the_packages_of_its_own_python(tmp_path: Path, monkeypa
     monkeypatch.setenv("PYTHONPATH", "theirs")
     told = f'test "$PYTHONPATH" = theirs || exit 3; PYTHONPATH={Path.cwd()} exec {" ".join(COMMAND)}'
     assert play(tmp_path, ["sh", "-c", told])[0].verdict == Verdict(0.25)
+
+
+def test_an_agent_behind_walls_has_its_own_files_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "key").write_text("a secret")
+    monkeypatch.setenv("LOOKED_AT", str(tmp_path))
+    for sandbox, found in (("bubblewrap", 10), ("rlimits", 1111)):
+        (made,) = play(tmp_path, f"{HERE}:looks_around", sandbox=sandbox)
+        assert made.verdict == Verdict(found), sandbox
+    assert (tmp_path / "left").exists()
+
+
+def test_walls_that_cannot_be_built_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bwrap").write_text("#!/bin/sh\necho no namespaces >&2; exit 1")
+    (tmp_path / "bwrap").chmod(0o755)
+    for path, said in ((str(tmp_path), "no namespaces"), ("/nowhere", "No such file or directory")):
+        monkeypatch.setenv("PATH", path)
+        with pytest.raises(MegarlError, match=rf"^data.sandbox: no agent can be run .*{said}.*data.sandbox=rlimits"):
+            agents_of(tmp_path, COMMAND, sandbox="bubblewrap")
 
 
 def test_a_crash_is_tried_once_more_and_then_void(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
