@@ -8,6 +8,7 @@ import json
 import math
 import string
 from collections import Counter, defaultdict
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -97,7 +98,7 @@ def write_recipe(folder: Path, name: str, agents: dict[str, object], **sections:
         "agent": {"at_once": 4, "time_s": 300, "idle_s": 200},
     }
     for section, keys in sections.items():
-        recipe[section] |= keys
+        recipe[section] = recipe.get(section, {}) | keys
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(recipe))
     return folder / f"{name}.yaml"
 
@@ -159,6 +160,7 @@ def test_what_the_servers_saw_is_what_is_trained(tmp_path: Path, monkeypatch: py
         batch={"prompts": 12},
         evaluation={"every": 24},
         agent={"at_once": 12},
+        resources={"servers": 2},
     )
     run = runs.start(tmp_path, recipe=str(recipe))
     family = []
@@ -181,7 +183,7 @@ def test_what_the_servers_saw_is_what_is_trained(tmp_path: Path, monkeypatch: py
         for line in file.read_text().splitlines():
             sent, made = json.loads(line)
             sampled[tuple(sent)].append(made)
-    turns = across = 0
+    turns = across = midst = 0
     for ticket in (t for batch in batches(run.rundir, run.recipe) for t in batch):
         for rollout in ticket.rollouts:
             for path in paths_of(rollout.segments, rollout.paths, ticket.prompt.tokens):
