@@ -198,8 +198,12 @@ def test_what_the_servers_saw_is_what_is_trained(tmp_path: Path, monkeypatch: py
                         at += len(own)
                     assert at == end
             across += len({s.weight_version for s in rollout.segments if s.trained}) > 1
-    print(
-        f"{sum(map(len, sampled.values())) + turns} requests, {turns} trained turns, {across} sessions across versions"
-    )
+            for one, after in pairwise(rollout.segments):
+                midst += one.trained and after.trained and one.weight_version != after.weight_version
+    cached = [row["cached_prompt_share"] for row in runs.latest_rows(run.rundir.metrics) if row["cached_prompt_share"]]
+    requests = turns + sum(map(len, sampled.values()))
+    print(f"{requests} requests, {turns} trained turns, {midst} across versions, {across} such sessions; {cached=}")
     assert turns >= 5000
     assert across > 10
+    assert midst > 0
+    assert np.mean(cached) >= 0.9
