@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 
+from megarl.core.base.rundir import latest_scores
 from megarl.core.base.types import paths_of
 from tests.e2e import runs
 from tests.e2e.runs import batches, check_nothing_left
@@ -141,6 +142,25 @@ def test_harnesses_as_they_are_are_trained(group: str, tmp_path: Path) -> None:
     rows = runs.latest_rows(run.rundir.metrics)
     assert sum(row["tokens_trained"] for row in rows) == sum(tokens.values())
     assert any(row["grad_norm"] > 0 for row in rows), "nothing to learn from"
+
+
+def test_a_users_own_agent_learns(workplace: Path) -> None:
+    """What docs/agents.md says: from a copy of the calculator to a curve that rises."""
+    made = runs.megarl("sft", "quickstart-agent", cwd=workplace)
+    assert made.returncode == 0, made.stderr
+    source = (PROGRAMS.parents[2] / "megarl" / "tasks" / "agents" / "calculator.py").read_text()
+    (workplace / "my_agent.py").write_text(source)
+    mine = ("run.name=mine", "data.tasks.products.agent=my_agent:solve")
+    run = runs.start(workplace, *mine, "run.steps=20", "evaluation.samples=4", recipe="quickstart-agent")
+    try:
+        assert run.finish(900) == 0, run.tail()
+    finally:
+        run.kill()
+    runs.check_history(run.rundir, run.recipe)
+    runs.check_parity(run.rundir)
+    first, *_, last = latest_scores(run.rundir.eval)
+    print(first, last)
+    assert last["pass_rate"] > first["pass_rate"] + 0.1
 
 
 @pytest.mark.faults

@@ -28,6 +28,9 @@ TESTED_ELSEWHERE = {
     "megarl train quickstart-tasks": "test_run_tasks.py",
     "make quickstart-tools": "its three commands: test_run_tools.py",
     "megarl train quickstart-tools run.name=without-tools \"data.tasks.products.environment=''\"": "the same",
+    "make quickstart-agent": "its three commands: test_agents.py",
+    "cp megarl/tasks/agents/calculator.py my_agent.py": "the same",
+    'make quickstart-agent ARGS="run.name=mine data.tasks.products.agent=my_agent:solve"': "the same",
     "make bench": "a benchmark",
     'make soak ARGS="--seconds 900"': "hours; benchmarks/faults.md says what was run",
     "megarl plan scalerl-8b --gpus 80 --gpu h100 --model-config llama-3.1-8b --mean-tokens 8000 --simulate --out plan.png": (
