@@ -26,13 +26,13 @@ UNKNOWN = "?"
 
 
 class Rendering:
-    """Renders requests with a model's chat template. calls: how it writes tool calls; None: not as JSON. end: the
-    text that ends a turn."""
+    """Renders requests with a model's chat template. calls: how it writes tool calls; None: in no form that is
+    read. end: the text that ends a turn."""
 
     def __init__(self, chat: ChatTemplate, tokenizer: Tokenizer, history: Literal["sampled", "template"]) -> None:
         self._chat, self._tokenizer, self._history = chat, tokenizer, history
         self.end = tokenizer.decode(int32([tokenizer.end]))
-        self.calls = call_format(chat, self.end)
+        self.calls = call_format(chat, [self.end])
         added = tokenizer.backend.get_added_tokens_decoder().values()
         self._special = sorted((token.content for token in added if token.special), key=len, reverse=True)
         self._literal = tokenizer.literal()
@@ -71,10 +71,10 @@ class Rendering:
         said = replace(
             served, text=self._said, reasoning="", calls=tuple(c._replace(arguments={}) for c in served.calls)
         )
-        names = {call.id: call.name for message in (*known, served) for call in message.calls}
-        begin = [self._wire(message, names) for message in (*before, said)]
+        named = self._named((*known, served))
+        begin = [self._wire(message, named) for message in (*before, said)]
         try:
-            text = self._chat.render([*begin, *(self._wire(m, names) for m in tail)], tools)
+            text = self._chat.render([*begin, *(self._wire(m, named) for m in tail)], tools)
             if text.count(self._said) == 1:
                 _, ended, behind = text.partition(self._said)[2].partition(self.end)
                 return behind if ended else None
@@ -100,24 +100,33 @@ class Rendering:
         return text[cut:] if self._plain(text[:cut]) == said else None
 
     def _render(self, request: AgentRequest) -> str:
-        names = {call.id: call.name for message in request.messages for call in message.calls}
+        named = self._named(request.messages)
         try:
-            return self._chat.render([self._wire(m, names) for m in request.messages], request.tools)
+            return self._chat.render([self._wire(m, named) for m in request.messages], request.tools)
         except MegarlError as error:
             raise WireError(400, f"messages: {error}") from None
 
-    def _wire(self, message: CanonicalMessage, names: Mapping[str, str]) -> dict[str, Any]:
-        """Return the message as templates take it."""
+    def _named(self, messages: Iterable[CanonicalMessage]) -> dict[str, tuple[str, str]]:
+        """Return of each call in a conversation, by its id, the id that the template is given, and its name."""
+        calls = [call for message in messages for call in message.calls]
+        given = (lambda call, _: call.id) if self.calls is None else self.calls.template_id
+        return {call.id: (given(call, n), call.name) for n, call in enumerate(calls)}
+
+    def _wire(self, message: CanonicalMessage, named: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+        """Return the message as templates take it. named: as `_named` returns it."""
         made: dict[str, Any] = {"role": message.role, "content": self._guarded(message.text)}
         if message.calls:
+            as_text = self.calls is not None and self.calls.as_text
             made["tool_calls"] = [
-                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": self._guarded(c.arguments)}}
+                {"id": named.get(c.id, (c.id,))[0], "type": "function",
+                 "function": {"name": c.name, "arguments": self._guarded(c.json if as_text else c.arguments)}}
                 for c in message.calls
-            ]
+            ]  # fmt: skip
         if message.reasoning:
             made["reasoning_content"] = self._guarded(message.reasoning)
         if message.role == "tool":
-            made |= {"tool_call_id": message.answers, "name": names.get(message.answers, UNKNOWN)}
+            id, name = named.get(message.answers, (message.answers, UNKNOWN))
+            made |= {"tool_call_id": id, "name": name}
         return made
 
     def _guarded(self, value: Any) -> Any:

@@ -170,9 +170,8 @@ class AgentSession:
         text = self._text_of(segments)
         if stopped:
             text = text.partition(stopped)[0]
-        served = read_turn(
-            text, self._rendering.calls if request.tools else None, self._length.end_of_thinking, node.number
-        )
+        form = self._rendering.calls if request.tools else None
+        served = read_turn(text, form, self._length.end_of_thinking, node.number, request.tools)
         self.tree.answer(node, segments, served)
         finish: Literal["stop", "length", "tool_calls"] = "stop" if turn.ended or stopped else "length"
         return ServedTurn(

@@ -68,7 +68,7 @@ TAGS = """{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.conten
 {%- for c in m.tool_calls or [] %}{{- '<call>' + c.function.name }}
 {%- for k, v in c.function.arguments.items() %}{{- '<k>' + k + '</k><v>' + v | string + '</v>' }}{%- endfor %}{{- '</call>' }}
 {%- endfor %}{{- '<|im_end|>' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-"""Calls are no JSON."""
+"""Arguments are written key by key."""
 
 LLAMA_3 = """{{- bos_token }}{%- if messages[0].role == 'system' %}{%- set system = messages[0].content | trim %}
 {%- set messages = messages[1:] %}{%- else %}{%- set system = '' %}{%- endif %}
@@ -106,11 +106,11 @@ DEEPSEEK = """{{- bos_token }}{%- for m in messages if m.role == 'system' %}{{- 
 {{- m.content.split('</think>')[-1] }}{%- if m.tool_calls %}{{- '<｜tool▁calls▁begin｜>' }}{%- for c in m.tool_calls %}
 {{- '' if loop.first else '\\n' }}
 {{- '<｜tool▁call▁begin｜>' + c.type + '<｜tool▁sep｜>' + c.function.name + '\\n```json\\n' }}
-{{- c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}
-{{- '\\n```<｜tool▁call▁end｜>' }}{%- endfor %}{{- '<｜tool▁calls▁end｜>' }}{%- endif %}
+{{- c.function.arguments + '\\n```<｜tool▁call▁end｜>' }}{%- endfor %}{{- '<｜tool▁calls▁end｜>' }}{%- endif %}
 {{- '<｜end▁of▁sentence｜>' }}{%- endif %}
 {%- set ns.outputs = m.role == 'tool' %}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<｜tool▁outputs▁end｜>' if ns.outputs else '<｜Assistant｜>' }}{%- endif %}"""
+"""Arguments have to be a text; a section is around all calls."""
 
 KIMI = """{%- if tools %}{{- '<|im_system|>tool_declare<|im_middle|>' }}{{- tools | tojson }}{{- '<|im_end|>' }}{%- endif %}
 {%- for m in messages %}{%- if m.role == 'tool' %}
@@ -121,6 +121,7 @@ KIMI = """{%- if tools %}{{- '<|im_system|>tool_declare<|im_middle|>' }}{{- tool
 {{- c.function.arguments | tojson }}{{- '<|tool_call_end|>' }}
 {%- endfor %}{{- '<|tool_calls_section_end|>' }}{%- endif %}{{- '<|im_end|>' }}{%- endif %}
 {%- endfor %}{%- if add_generation_prompt %}{{- '<|im_assistant|>assistant<|im_middle|>' }}{%- endif %}"""
+"""Calls have their ids in place of their names."""
 
 GLM = """{{- '[gMASK]<sop>' }}{%- if tools %}{{- '<|system|>\\n# Tools\\n' }}
 {%- for t in tools %}{{- t | tojson(ensure_ascii=False) + '\\n' }}{%- endfor %}{%- endif %}
