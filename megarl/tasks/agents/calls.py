@@ -260,9 +260,11 @@ def read_turn(
         reasoning, _, text = text.partition(end_of_thinking)
         reasoning = reasoning.lstrip().removeprefix(end_of_thinking.strip().replace("/", "", 1))
     content, found = (text, []) if format is None else format.read(text, tools)
+    if found:
+        content = content.strip("\n") if content.strip() else ""
     calls = tuple(call._replace(id=f"call_{number:04}_{n:03}") for n, call in enumerate(found))
     marks = frozenset([*(call.id for call in calls), *(mark + str(number) for mark in ("rs_", "msg_", "sig_"))])
-    return CanonicalMessage("assistant", content.strip("\n") if calls else content, calls, reasoning, marks)
+    return CanonicalMessage("assistant", content, calls, reasoning, marks)
 
 
 def _common(one: list[str], other: list[str]) -> int:

@@ -229,4 +229,6 @@ class AgentSession:
     def _text_of(self, segments: tuple[Segment, ...]) -> str:
         """Return what was sampled, without the end token."""
         tokens = np.concatenate([int32(()), *(s.tokens for s in segments)])
-        return self._tokenizer.decode(tokens[:-1] if len(tokens) and int(tokens[-1]) == self._tokenizer.end else tokens)
+        return self._tokenizer.decode(
+            tokens[:-1] if len(tokens) and int(tokens[-1]) in self._tokenizer.ends else tokens
+        )

@@ -3,6 +3,7 @@
 Written for these tests: what matters is where a template trims, what it drops of earlier turns, and how it writes calls.
 """
 
+import json
 from pathlib import Path
 from typing import Literal
 
@@ -152,23 +153,27 @@ GPT_OSS = """{{- '<|start|>system<|message|>You are ChatGPT.<|end|>' }}{%- set n
 PUBLISHED = {
     "Llama 3": (LLAMA_3, "<|eot_id|>"), "Llama 4": (LLAMA_4, "<|eot|>"), "Qwen2.5": (QWEN, "<|im_end|>"),
     "Qwen3": (THINKING, "<|im_end|>"), "DeepSeek-V3": (DEEPSEEK, "<｜end▁of▁sentence｜>"), "Kimi K2": (KIMI, "<|im_end|>"),
-    "GLM-4.5": (GLM, "<|endoftext|>"), "gpt-oss": (GPT_OSS, "<|return|>"),
+    "GLM-4.5": (GLM, "<|endoftext|>", "<|user|>", "<|observation|>"), "gpt-oss": (GPT_OSS, "<|return|>", "<|call|>"),
 }  # fmt: skip
-"""By family of docs/models.md: a template written, shorter, after the one that its models are published with, and their token
-that ends a turn; where a text stands is theirs, instructions to the model are cut."""
+"""By family of docs/models.md: a template written, shorter, after the one that its models are published with, their eos_token,
+and the others at which their generation_config.json stops; where a text stands is theirs, instructions to the model are cut."""
+MARKS = {"GLM-4.5": ("<|assistant|>",), "gpt-oss": ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")}
+"""Further special tokens of theirs."""
 
 FAMILIES = {"qwen": QWEN, "thinking": THINKING, "llama": LLAMA, "instruct": INSTRUCT, "tags": TAGS}
 MERGES = [("a", "b"), ("ab", "c"), ("t", "h"), ("th", "e"), ("x", "y"), ("n", "a"), ("c", "a")]
 """So `abc` is one token, and may be sampled as three."""
 
 
-def tokenizer_of(folder: Path, template: str, end: str = "<|im_end|>") -> Tokenizer:
-    """Saved in `folder` with the template, and loaded from there."""
+def tokenizer_of(
+    folder: Path, template: str, end: str = "<|im_end|>", *others: str, marks: tuple[str, ...] = ()
+) -> Tokenizer:
+    """Saved in `folder` with the template and what else ends a completion, and loaded from there."""
     words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in MERGES)]
     backend = Backend(models.BPE({word: n for n, word in enumerate(words)}, MERGES))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    special = SPECIAL if end in SPECIAL else (*SPECIAL, end)
+    special = dict.fromkeys((*SPECIAL, end, *others, *marks))
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
     PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -177,7 +182,14 @@ def tokenizer_of(folder: Path, template: str, end: str = "<|im_end|>") -> Tokeni
         chat_template=template,
         clean_up_tokenization_spaces=False,
     ).save_pretrained(folder)
+    ends = [backend.token_to_id(text) for text in (end, *others)]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     return load_tokenizer(folder)
+
+
+def published(folder: Path, family: str) -> tuple[Tokenizer, Rendering]:
+    tokenizer = tokenizer_of(folder, *PUBLISHED[family], marks=MARKS.get(family, ()))
+    return tokenizer, Rendering(load_chat(folder), tokenizer, "sampled")
 
 
 def rendering_of(

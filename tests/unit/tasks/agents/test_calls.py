@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from megarl.core.base.types import Segment, float32
 from megarl.tasks.agents.calls import CallFormat, Marks, call_format, read_turn
 from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ToolCall
-from megarl.tasks.agents.rendering import Rendering
 from megarl.tasks.agents.tree import SessionTree
-from megarl.tasks.data.chat import ChatTemplate, load_chat
-from tests.unit.tasks.agents.templates import FAMILIES, PUBLISHED, rendering_of, tokenizer_of
+from megarl.tasks.data.chat import load_chat
+from tests.unit.tasks.agents.templates import FAMILIES, PUBLISHED, published, rendering_of, tokenizer_of
 
 FORMATS = {
     "qwen": CallFormat(Marks(opening="<tool_call>", closing="</tool_call>"), "arguments"),
@@ -35,12 +34,6 @@ TOOLS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_form_of_calls_is_told_from_the_template(family: str, tmp_path: Path) -> None:
     assert rendering_of(tmp_path, family)[1].calls == FORMATS[family]
-
-
-def published(family: str, folder: Path) -> tuple[ChatTemplate, Rendering]:
-    tokenizer = tokenizer_of(folder, *PUBLISHED[family])
-    chat = load_chat(folder)
-    return chat, Rendering(chat, tokenizer, "sampled")
 
 
 ONE = {
@@ -84,7 +77,7 @@ def test_sglang_reads_the_same_calls(family: str, tmp_path: Path) -> None:
     module, _, name = DETECTORS[family].partition(".")
     detector = getattr(importlib.import_module(f"sglang.srt.function_call.{module}"), name)
     tool = importlib.import_module("sglang.srt.entrypoints.openai.protocol").Tool
-    form = published(family, tmp_path)[1].calls
+    form = published(tmp_path, family)[1].calls
     assert form is not None
     for calls in (
         *([("f", {"n": 1, "s": text})] for text in ARGUMENTS["s"]),
@@ -92,7 +85,7 @@ def test_sglang_reads_the_same_calls(family: str, tmp_path: Path) -> None:
     ):
         text = ("" if family == "gpt-oss" else "See.\n") + written(family, calls)
         theirs = detector().detect_and_parse(text, [tool(**one) for one in TOOLS])
-        rest, ours = form.read(text, TOOLS)
+        rest, ours = form.read(text.removesuffix("<|call|>"), TOOLS)  # which ends the turn
         assert (
             [(c.name, c.arguments) for c in ours] == [(c.name, json.loads(c.parameters)) for c in theirs.calls] == calls
         )
@@ -114,8 +107,7 @@ a_call = st.tuples(
 @pytest.mark.parametrize("family", [name for name in PUBLISHED if name != "Llama 4"])
 def test_calls_that_a_template_writes_are_read(family: str, tmp_path: Path) -> None:
     """Of Llama 4 no more than one call is read, for nothing tells where one begins in a text."""
-    chat, rendering = published(family, tmp_path)
-    form = rendering.calls
+    form, chat = published(tmp_path, family)[1].calls, load_chat(tmp_path)
     assert form is not None
     asked = {"role": "user", "content": "?"}
     most = 1 if family in ("Llama 3", "gpt-oss") else 3
@@ -137,7 +129,7 @@ def test_calls_that_a_template_writes_are_read(family: str, tmp_path: Path) -> N
             for n, (name, a) in enumerate(wanted)
         ]  # fmt: skip
         text = chat.render([asked, {"role": "assistant", "content": "", "tool_calls": wire}], reply=False)
-        text = text.removeprefix(chat.render([asked])).removesuffix("\n").removesuffix(PUBLISHED[family][1])
+        text = text.removeprefix(chat.render([asked])).removesuffix("\n").removesuffix(PUBLISHED[family][-1])
         assert [(c.name, c.arguments) for c in form.read(text, tools)[1]] == wanted
 
     test()
@@ -146,7 +138,7 @@ def test_calls_that_a_template_writes_are_read(family: str, tmp_path: Path) -> N
 DEEPSEEK = written("DeepSeek-V3", [("f", {"n": 1})])
 KIMI = written("Kimi K2", [("f", {"n": 1})])
 GLM = written("GLM-4.5", [("f", {"n": 1})])
-GPT_OSS = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>"
+GPT_OSS = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}"
 
 
 @pytest.mark.parametrize(
@@ -169,16 +161,16 @@ GPT_OSS = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|
     ],
 )
 def test_what_is_no_call_in_its_form_stays_in_the_content(family: str, text: str, tmp_path: Path) -> None:
-    form = published(family, tmp_path)[1].calls
+    form = published(tmp_path, family)[1].calls
     said = read_turn(f"See.{text}", form, "", 0, TOOLS)
     assert (said.text, said.calls) == (f"See.{text}", ())
 
 
 def test_the_rest_of_a_text_with_a_call_is_its_content(tmp_path: Path) -> None:
     """Thinking before a call is what gpt-oss's template writes in the place of a text beside it."""
-    form = published("gpt-oss", tmp_path)[1].calls
+    form = published(tmp_path, "gpt-oss")[1].calls
     thinking = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
-    for call in (GPT_OSS, " to=functions.f<|channel|>commentary json<|message|>{}<|call|>"):
+    for call in (GPT_OSS, " to=functions.f<|channel|>commentary json<|message|>{}"):
         said = read_turn(thinking + call, form, "<|channel|>final<|message|>", 0)
         assert (said.text, [c.name for c in said.calls]) == ("Hm.", ["f"])
     preamble = "<|channel|>commentary<|message|>First f.<|end|><|start|>assistant"
@@ -186,7 +178,7 @@ def test_the_rest_of_a_text_with_a_call_is_its_content(tmp_path: Path) -> None:
 
 
 def test_texts_are_told_from_json_by_the_tools_schema(tmp_path: Path) -> None:
-    form = published("GLM-4.5", tmp_path)[1].calls
+    form = published(tmp_path, "GLM-4.5")[1].calls
     assert form is not None
     schemas = {
         "text": {"type": "string"}, "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
@@ -210,24 +202,23 @@ def test_texts_are_told_from_json_by_the_tools_schema(tmp_path: Path) -> None:
 
 def test_kimis_results_name_the_call_that_the_policy_wrote(tmp_path: Path) -> None:
     """Its template writes ids, which it was trained to number through the conversation."""
-    _, rendering = published("Kimi K2", tmp_path)
+    tokenizer, rendering = published(tmp_path, "Kimi K2")
     tree, tools = SessionTree(), tuple(TOOLS)
     request = AgentRequest((CanonicalMessage("user", "x"),), tools)
     node = tree.add(None, rendering.whole(request), request, tree.find(request)[1], tree.moment())
     text = written("Kimi K2", [("f", {}), ("g", {})]).replace("g:1", "g:7")
-    tokens = tokenizer_of(tmp_path, *PUBLISHED["Kimi K2"]).ids(text)
+    tokens = tokenizer.ids(text)
     said = read_turn(text, rendering.calls, "", 0, tools)
     tree.answer(node, (Segment(tokens=tokens, logprobs=float32([0] * len(tokens)), weight_version=0),), said)
     back = (*request.messages, CanonicalMessage("assistant", calls=tuple(c._replace(written="") for c in said.calls)))
     results = tuple(CanonicalMessage("tool", "r", answers=call.id) for call in said.calls)
     again = AgentRequest((*back, *results), tools)
     put = rendering.tail(tree.find(again)[0], again)  # type: ignore[arg-type]
-    decode = tokenizer_of(tmp_path, *PUBLISHED["Kimi K2"]).decode
-    assert [line for line in decode(put).splitlines() if "Return" in line] == [  # type: ignore[arg-type]
+    assert [line for line in tokenizer.decode(put).splitlines() if "Return" in line] == [  # type: ignore[arg-type]
         "<|im_end|><|im_system|>tool<|im_middle|>## Return of functions.f:0",
         "r<|im_end|><|im_system|>tool<|im_middle|>## Return of functions.g:7",
     ]
-    whole = decode(rendering.whole(again))
+    whole = tokenizer.decode(rendering.whole(again))
     assert whole.count("functions.f:0") == whole.count("functions.g:1") == 2, "the agent's own history is numbered"
 
 
