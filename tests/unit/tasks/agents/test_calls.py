@@ -106,7 +106,7 @@ a_call = st.tuples(
 
 @pytest.mark.parametrize("family", [name for name in PUBLISHED if name != "Llama 4"])
 def test_calls_that_a_template_writes_are_read(family: str, tmp_path: Path) -> None:
-    """Of Llama 4 no more than one call is read, for nothing tells where one begins in a text."""
+    """No more than one call of Llama 4 is read, for nothing tells where one begins in a text."""
     form, chat = published(tmp_path, family)[1].calls, load_chat(tmp_path)
     assert form is not None
     asked = {"role": "user", "content": "?"}
