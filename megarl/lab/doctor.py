@@ -228,7 +228,7 @@ def chat_template(model: Path) -> Finding:
         return Finding(what, "note", "agents cannot use it", str(error))
     if problem := tail_problem(chat, rendering):
         return Finding(what, "note", "agents can use it, but", problem)
-    advice = "" if rendering.calls else "it writes tool calls in another form than JSON; agents find them in the text"
+    advice = "" if rendering.calls else "its tool calls cannot be read; agents find them in the text"
     return noted(what, "agents can use it", advice)
 
 

@@ -20,13 +20,20 @@ from megarl.core.base.types import int32
 class Tokenizer:
     """A tokenizer. `end`: the id that ends a completion. `path`: where it was read, for messages.
 
-    `vocabulary`: number of tokens that the model beside it knows; sending a server larger ids crashes it.
+    `vocabulary`: number of tokens that the model beside it knows; sending a server larger ids crashes it. `others`: ids that
+    end a completion, too: gpt-oss's calls have an end of their own.
     """
 
     backend: Backend
     end: int
     path: Path
     vocabulary: int = sys.maxsize
+    others: tuple[int, ...] = ()
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """All ids that end a completion."""
+        return (self.end, *self.others)
 
     def ids(self, text: str) -> np.ndarray:
         """Return the token ids [n] int32 of exactly this text, with nothing added before or after."""
@@ -82,7 +89,18 @@ def load_tokenizer(hf_dir: Path | str) -> Tokenizer:
     end = backend.token_to_id(text) if isinstance(text, str) else None
     if end is None:
         raise MegarlError(f"{folder / 'tokenizer_config.json'}: eos_token is missing, or no token of tokenizer.json")
-    return Tokenizer(backend, end, folder, _vocabulary(folder / "config.json"))
+    ids = [id for name in ("config.json", "generation_config.json") for id in _end_ids(folder / name)]
+    others = tuple(dict.fromkeys(id for id in ids if id != end and backend.id_to_token(id) is not None))
+    return Tokenizer(backend, end, folder, _vocabulary(folder / "config.json"), others)
+
+
+def _end_ids(file: Path) -> list[int]:
+    """Return the ids at which a server of the model stops by itself, as this file names them."""
+    named = read_json(file).get("eos_token_id") if file.is_file() else None
+    ids = named if isinstance(named, list) else [] if named is None else [named]
+    if not all(type(id) is int and id >= 0 for id in ids):
+        raise MegarlError(f"{file}: eos_token_id is {named!r}, no token's id and no list of them")
+    return ids
 
 
 def _vocabulary(config: Path) -> int:

@@ -140,7 +140,7 @@ class Sampler:
         self._tokenizer = tokenizer
         # Where nothing is interrupted the tokenizer need not know the phrase.
         self._phrase = tokenizer.ids(recipe.length.interruption if recipe.length.control == "interruption" else "")
-        self._end = tokenizer.end
+        self._ends = tokenizer.ends
         self.clients = clients
         self._places = places
         self.watcher = watcher
@@ -158,7 +158,7 @@ class Sampler:
         done = Completion()
         environment = self._environments.of(job.prompt.task)
         if environment is None:
-            if not await self._leg(job, done, self._before_answer(job), (self._end,)):
+            if not await self._leg(job, done, self._before_answer(job), self._ends):
                 await self._answer(job, done)
         else:
             async with environment.played(job.prompt):
@@ -167,7 +167,7 @@ class Sampler:
                 done.verdict = await environment.reward()
         done.segments = list(length_control.joined(done.segments))
         tokens = np.concatenate(done.message)
-        ended = done.finish == "stop" or int(tokens[-1]) == self._end
+        ended = done.finish == "stop" or int(tokens[-1]) in self._ends
         done.text = self._tokenizer.decode(tokens[:-1] if ended else tokens)
         return done
 
@@ -179,7 +179,7 @@ class Sampler:
             nonlocal retries
             turn = Completion(kept=kept)
             asked = replace(job, prompt=structs.replace(job.prompt, tokens=tokens))
-            ended = await self._leg(asked, turn, limit, (self._end,))
+            ended = await self._leg(asked, turn, limit, self._ends)
             retries += turn.retries
             return PolicyTurn(length_control.joined(turn.segments), ended)
 
@@ -191,7 +191,7 @@ class Sampler:
 
     async def _turns(self, job: Job, done: Completion, environment: PlayedEnvironment) -> bool:
         """Sample turns and add replies; return whether the rollout is over with them."""
-        budget, stop_tokens = self._before_answer(job), (self._end, *environment.stop_tokens)
+        budget, stop_tokens = self._before_answer(job), (*self._ends, *environment.stop_tokens)
         turns, limited = 0, False
         while True:
             turns, over = turns + 1, False
@@ -225,7 +225,7 @@ class Sampler:
             if self._length.end_of_thinking not in self._tokenizer.decode(np.concatenate(done.message)):
                 done.write([length_control.put_in(self._phrase, done.version)])
                 done.interrupted = True
-        await self._leg(job, done, limit, (self._end,))
+        await self._leg(job, done, limit, self._ends)
 
     async def _leg(self, job: Job, done: Completion, limit: int, stop_tokens: tuple[int, ...]) -> bool:
         """Add at most `limit` tokens; return whether a stop token was among them."""

@@ -1,15 +1,24 @@
 """Reads tool calls out of what the policy wrote, in the form in which the model's own chat template writes them.
 
-    template, asked to write a call of N with {K: V} ─► <tool_call>\\n{"name": "N", "arguments": {"K": "V"}}\\n</tool_call>
-                                                        └ opening ┘ └ a JSON object ──────────────────┘ └ closing ┘
+    template, asked to write two calls of N with {K: V} ─► one of three forms, between literal marks:
+
+    <tool_call>\\n{"name": "N", "arguments": {"K": "V"}}\\n</tool_call>                   one JSON object
+    <calls><call>function<sep>N\\n```json\\n{"K": "V"}\\n```</call>\\n<call>…</calls>     the name, and a JSON object
+    <tool_call>N\\n<key>K</key>\\n<value>V</value>\\n</tool_call>                         the name, and key by key
+
     text ─► reasoning, up to the end of thinking ─► calls ─► content: all the rest
 
 What is no call stays in the content: a malformed call that vanished would look to the agent like a final answer.
 """
 
 import json
-from dataclasses import dataclass
-from typing import Any, Never
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product, takewhile
+from typing import Any, NamedTuple, Never
 
 from megarl.core.base.errors import MegarlError
 from megarl.tasks.agents.messages import CanonicalMessage, ToolCall
@@ -25,76 +34,223 @@ PROBE = {
     },
 }
 """A tool to ask templates with."""
+_PROBES = ((NAME, {KEY: VALUE, "second_key": "second-value"}), ("other_tool", {"third_key": "third-value"}))
+_ATOM = re.compile(r"<[^<>]*>|\[[^\[\]]*\]|\s+|[^\s<>\[\]]+|.")
+_BLANKS = re.compile(r"\s*")
+_CHANNEL = "<|channel|>"
+
+
+class Marks(NamedTuple):
+    """The literal texts around things that are written one after another, without blanks at their ends: before the first,
+    before and behind each, between two, behind the last."""
+
+    first: str = ""
+    opening: str = ""
+    closing: str = ""
+    joint: str = ""
+    last: str = ""
+
+    @staticmethod
+    def told(before: str, between: str | None, behind: str) -> "Marks":
+        """Return the marks by the text before the first, between two (None if there never are two) and behind the last. They
+        are compared by tag and word, so that `<a_end><b>` and `<a_begin><b>` have `<b>` in common, and not `>` too."""
+        if between is None:
+            return Marks(opening=before.strip(), closing=behind.strip())
+        b, m, a = (_ATOM.findall(text.strip()) for text in (before, between, behind))
+        n = _common(b[::-1], m[::-1])
+        m, opening = m[: len(m) - n], m[len(m) - n :]
+        k = _common(m, a)
+        return Marks(*("".join(part).strip() for part in (b[: len(b) - n], opening, m[:k], m[k:], a[k:])))
 
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a template writes a call. opening, closing: around its JSON object, without blanks at their ends; both may be empty,
-    and a message with a call is then nothing but one. arguments: its key of the arguments."""
+    """How a template writes calls.
 
-    opening: str
-    closing: str
-    arguments: str
+    calls: the marks around them; if nothing stands before a call, a message with calls is nothing but them. arguments: the key
+    of a call's arguments in its JSON object, which has its name too; "": the name stands before `behind_name`. by_ids: the
+    template writes a call's id in place of its name, and the model was trained with `functions.NAME:0`. Then come arguments as
+    a JSON object, or key by key: keys: the marks around these; value: between key and value; blank: around a value. as_text:
+    the template wants arguments as JSON in a text. beside: around text that is written beside calls.
+    """
 
-    def read(self, text: str) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
-        """Return the text without its calls, and their names and arguments."""
-        if not self.opening:
-            found = self._call(text, 0)
-            return (text, []) if found is None or text[found[1] :].strip() else ("", [found[0]])
-        rest, calls, at = "", list[tuple[str, dict[str, Any]]](), 0
-        while (begin := text.find(self.opening, at)) >= 0:
-            found = self._call(text, begin + len(self.opening))
-            end = begin + len(self.opening) if found is None else found[1]
-            rest += text[at : end if found is None else begin]
-            calls += [] if found is None else [found[0]]
+    calls: Marks
+    arguments: str = ""
+    behind_name: str = ""
+    by_ids: bool = False
+    keys: Marks | None = None
+    value: str = ""
+    blank: str = ""
+    as_text: bool = False
+    beside: tuple[str, str] = ("", "")
+
+    def read(self, text: str, tools: Iterable[Mapping[str, Any]] = ()) -> tuple[str, list[ToolCall]]:
+        """Return the text without its calls, and these; ids are as written. tools: say which arguments are texts, where the
+        form does not."""
+        schemas = {tool["function"]["name"]: _field(tool["function"].get("parameters"), "properties") for tool in tools}
+        if self.begins is None:
+            found = self._section(text, 0, schemas)
+            return (text, []) if found is None or text[found[1] :].strip() else ("", found[0])
+        rest, calls, at = "", list[ToolCall](), 0
+        while begin := self.begins.search(text, at):
+            found = self._section(text, begin.start(), schemas)
+            end = begin.end() if found is None else found[1]
+            rest += text[at : end if found is None else begin.start()]
+            calls += [] if found is None else found[0]
             at = end
-        return rest + text[at:], calls
+        rest += text[at:]
+        before, behind = self.beside
+        said = rest.strip()
+        if calls and any(self.beside) and said.startswith(before) and said.endswith(behind):
+            rest = said.removeprefix(before).removesuffix(behind)
+        return rest, calls
 
-    def _call(self, text: str, at: int) -> tuple[tuple[str, dict[str, Any]], int] | None:
+    def template_id(self, call: ToolCall, number: int) -> str:
+        """Return the id by which the template names a call, the conversation's `number`-th."""
+        return (call.written or f"functions.{call.name}:{number}") if self.by_ids else call.id
+
+    @cached_property
+    def begins(self) -> re.Pattern[str] | None:
+        """What stands before calls; None: nothing, a message with calls is nothing but them."""
+        marked = self.calls.first or self.calls.opening
+        return (re.compile(_literal(self.calls.first)) if self.calls.first else self._head) if marked else None
+
+    @cached_property
+    def _head(self) -> re.Pattern[str]:
+        """All of a call before its arguments, or its object. Harmony's recipient may stand before its channel, where the
+        template writes it, or behind it, where gpt-oss does."""
+        if self.arguments:
+            return re.compile(_literal(self.calls.opening))
+        name = r"functions\.[\w.-]+:\d+" if self.by_ids else r"[\w.-]+"
+        to, behind = _literal(self.calls.opening), _literal(self.behind_name)
+        if not self.behind_name.startswith(_CHANNEL):
+            return re.compile(rf"{to}\s*({name})\s*{behind}")
+        channel, kind = (_literal(part) for part in self.behind_name.split(maxsplit=1))
+        kind = rf"\s*(?:<\|constrain\|>)?\s*{kind}"
+        return re.compile(rf"{to}({name}){channel}{kind}|{channel}\s*{to}({name}){kind}")
+
+    def _section(self, text: str, at: int, schemas: Mapping[str, Any]) -> tuple[list[ToolCall], int] | None:
+        """Return the calls that begin here, and where the last one's mark ends; None if there are none, or no such mark."""
+        calls, marks = list[ToolCall](), self.calls
+        begin = _after(text, at, marks.first)
+        while begin is not None and (found := self._call(text, begin, schemas)) is not None:
+            calls.append(found[0])
+            at = found[1]
+            begin = _after(text, at, marks.joint) if marks.first or marks.joint or marks.last else None
+        end = _after(text, at, marks.last)
+        return (calls, end) if calls and end is not None else None
+
+    def _call(self, text: str, at: int, schemas: Mapping[str, Any]) -> tuple[ToolCall, int] | None:
         """Return the call that begins here, and where its closing ends; None if there is none."""
-        while text[at : at + 1].isspace():
-            at += 1
+        if (head := self._head.match(text, _skipped(text, at))) is None:
+            return None
+        written = head[head.lastindex] if head.lastindex else ""
+        name: Any = written.removeprefix("functions.").rpartition(":")[0] if self.by_ids else written
+        at = _skipped(text, head.end())
         try:
-            value, at = _decoder.raw_decode(text, at)
-            name, arguments = value["name"], value[self.arguments]
+            if self.keys is not None:
+                arguments, at = self._pairs(text, at, self.keys, schemas.get(name))
+            else:
+                arguments, at = _decoder.raw_decode(text, at)
+                if self.arguments:
+                    name, arguments = arguments["name"], arguments[self.arguments]
         except (ValueError, TypeError, KeyError, RecursionError):
             return None
-        while self.closing and text[at : at + 1].isspace():
-            at += 1
-        if not (isinstance(name, str) and isinstance(arguments, dict) and text.startswith(self.closing, at)):
+        end = _after(text, at, self.calls.closing)
+        if not (isinstance(name, str) and isinstance(arguments, dict)) or end is None:
             return None
-        return (name, arguments), at + len(self.closing)
+        return ToolCall("", name, arguments, written if self.by_ids else ""), end
+
+    def _pairs(self, text: str, at: int, keys: Marks, properties: Any) -> tuple[dict[str, Any], int]:
+        """Return the arguments that begin here, and where the mark of the last ends. ValueError if one of them has no end."""
+        found: dict[str, Any] = {}
+        begin: int | None = at
+        while begin is not None and (begin := _after(text, begin, keys.opening)) is not None:
+            key = re.compile(rf"\s*(\S(?:.*?\S)??)\s*{_literal(self.value)}").match(text, begin)
+            if key is None or (end := text.find(keys.closing, key.end())) < 0:
+                raise ValueError("an argument has no end")
+            value = text[key.end() : end].removeprefix(self.blank).removesuffix(self.blank)
+            found[key[1]] = _value(value, _types(_field(properties, key[1])))
+            at = end + len(keys.closing)
+            begin = _after(text, at, keys.joint)
+        return found, at
 
 
-def call_format(chat: ChatTemplate, end: str) -> CallFormat | None:
-    """Return how this template writes calls; None if it writes none, or not as JSON. end: the text that ends a turn."""
+def call_format(chat: ChatTemplate, ends: Iterable[str]) -> CallFormat | None:
+    """Return how this template writes calls; None if it writes none, or in no such form. ends: the texts that end a turn."""
+    for as_text, by_ids, count in product((False, True), (False, True), (2, 1)):
+        with suppress(MegarlError, ValueError):
+            return _told(chat, "|".join(map(re.escape, ends)), as_text, by_ids, count)
+    return None
+
+
+def _told(chat: ChatTemplate, ends: str, as_text: bool, by_ids: bool, count: int) -> CallFormat:
+    """Return the form of so many calls in a message. MegarlError or ValueError if the template does not write them so."""
     asked: dict[str, Any] = {"role": "user", "content": "?"}
-    function = {"name": NAME, "arguments": {KEY: VALUE}}
-    called = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": "call00000", "type": "function", "function": function}],
-    }
-    try:
-        header = chat.render([asked, {"role": "assistant", "content": SAID}], [PROBE], reply=False).partition(SAID)[0]
+    calls, whats = [], []
+    for n, (name, given) in enumerate(_PROBES[:count]):
+        whats.append(f"functions.{name}:{n}" if by_ids else name)
+        function = {"name": name, "arguments": json.dumps(given) if as_text else given}
+        calls.append({"id": whats[n] if by_ids else f"call0000{n}", "type": "function", "function": function})
+
+    def turn(content: str) -> str:
+        """Return the text of a turn with the calls, behind what is written before that of an answer, or of any turn."""
+        said = chat.render([asked, {"role": "assistant", "content": SAID}], [PROBE], reply=False).partition(SAID)[0]
+        called = {"role": "assistant", "content": content, "tool_calls": calls}
         text = chat.render([asked, called], [PROBE], reply=False)
-    except MegarlError:
-        return None
-    before, _, _ = text.rpartition(f'"{NAME}"')
-    begin = before.rfind("{")
-    if begin < 0 or not text.startswith(header) or begin < len(header):
-        return None
-    try:
-        value, stop = _decoder.raw_decode(text, begin)
-    except ValueError:
-        return None
-    keys = [key for key, given in value.items() if given == {KEY: VALUE}]
-    if value.get("name") != NAME or not keys:
-        return None
-    return CallFormat(text[len(header) : begin].strip(), text[stop:].partition(end)[0].strip(), keys[0])
+        before = said if text.startswith(said) else chat.render([asked], [PROBE])
+        return text.removeprefix(before) if text.startswith(before) else ""
+
+    text, at, spans, form = turn(""), 0, list[tuple[int, int]](), dict[str, Any]()
+    for what, (name, given) in zip(whats, _PROBES, strict=False):
+        begin, at, told = _span(text, at, what, name, given)
+        spans.append((begin, at))
+        form = form or told
+    between = text[spans[0][1] : spans[1][0]] if count > 1 else None
+    marks = Marks.told(text[: spans[0][0]], between, re.split(ends, text[at:])[0])
+    if "keys" in form:
+        before, between = form["keys"]
+        keys = Marks.told(before, between, marks.closing)
+        if not (keys.opening and keys.closing and form["value"]):
+            raise ValueError("nothing tells a key from a value")
+        marks = marks._replace(closing=keys.last)
+        form |= {"behind_name": keys.first, "keys": keys._replace(first="", last="")}
+    made = CallFormat(marks, by_ids=by_ids, as_text=as_text, **form)
+    with suppress(MegarlError):
+        before, said, rest = turn(SAID).partition(SAID)
+        if said and made.begins is not None and (begun := made.begins.search(rest)):
+            made = replace(made, beside=(before.strip(), rest[: begun.start()].strip()))
+    return made
 
 
-def read_turn(text: str, format: CallFormat | None, end_of_thinking: str, number: int) -> CanonicalMessage:
+def _span(text: str, at: int, what: str, name: str, given: dict[str, str]) -> tuple[int, int, dict[str, Any]]:
+    """Return where the next call's name and arguments begin and end, and their form. what: stands for the name."""
+    named = text.index(what, at)
+    behind = named + len(what)
+    with suppress(ValueError):
+        begin = text.rindex("{", at, named)
+        value, end = _decoder.raw_decode(text, begin)
+        if value.get("name") == name and (keys := [key for key, one in value.items() if one == given]):
+            return begin, end, {"arguments": keys[0]}
+    with suppress(ValueError):
+        begin = text.index("{", behind)
+        value, end = _decoder.raw_decode(text, begin)
+        if value == given:
+            return named, end, {"behind_name": text[behind:begin].strip()}
+    begins, ends = [], [behind]
+    for part in (part for pair in given.items() for part in pair):
+        begins.append(text.index(part, ends[-1]))
+        ends.append(begins[-1] + len(part))
+    parts = [text[a:b] for a, b in zip(ends, begins, strict=False)]
+    if len(parts) < 4:
+        return named, ends[-1], {}
+    blank = parts[1][len(parts[1].rstrip()) :]
+    return named, ends[-1], {"keys": (parts[0], parts[2]), "value": parts[1].strip(), "blank": blank}
+
+
+def read_turn(
+    text: str, format: CallFormat | None, end_of_thinking: str, number: int, tools: Iterable[Mapping[str, Any]] = ()
+) -> CanonicalMessage:
     """Return what the agent is served of a turn. number: of its node, which all opaque ids that we mint have.
 
     The text before `end_of_thinking` is reasoning, without the tag that opens it (`<think>` for `</think>`).
@@ -103,10 +259,54 @@ def read_turn(text: str, format: CallFormat | None, end_of_thinking: str, number
     if end_of_thinking and end_of_thinking in text:
         reasoning, _, text = text.partition(end_of_thinking)
         reasoning = reasoning.lstrip().removeprefix(end_of_thinking.strip().replace("/", "", 1))
-    content, found = (text, []) if format is None else format.read(text)
-    calls = tuple(ToolCall(f"call_{number:04}_{n:03}", *call) for n, call in enumerate(found))
+    content, found = (text, []) if format is None else format.read(text, tools)
+    if found:
+        content = content.strip("\n") if content.strip() else ""
+    calls = tuple(call._replace(id=f"call_{number:04}_{n:03}") for n, call in enumerate(found))
     marks = frozenset([*(call.id for call in calls), *(mark + str(number) for mark in ("rs_", "msg_", "sig_"))])
-    return CanonicalMessage("assistant", content.strip("\n") if calls else content, calls, reasoning, marks)
+    return CanonicalMessage("assistant", content, calls, reasoning, marks)
+
+
+def _common(one: list[str], other: list[str]) -> int:
+    """Return how many items at their beginnings are the same."""
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
+
+
+def _literal(mark: str) -> str:
+    """Return the pattern of a mark, with any blanks where it has some."""
+    return r"\s*".join(map(re.escape, mark.split()))
+
+
+def _after(text: str, at: int, mark: str) -> int | None:
+    """Return where this mark, with blanks before it, ends; None if it does not stand here."""
+    found = re.compile(rf"\s*{_literal(mark)}" if mark else "").match(text, at)
+    return found.end() if found else None
+
+
+def _skipped(text: str, at: int) -> int:
+    """Return where the next text begins that is not blank."""
+    return _BLANKS.match(text, at).end()  # type: ignore[union-attr]
+
+
+def _field(value: Any, key: str) -> Any:
+    return value.get(key) if isinstance(value, dict) else None
+
+
+def _types(schema: Any) -> set[Any]:
+    """Return the names of the types that a JSON schema allows; empty if it does not say."""
+    named, others = _field(schema, "type"), _field(schema, "anyOf")
+    names = {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)}
+    return names.union(*map(_types, others)) if isinstance(others, list) else names
+
+
+def _value(text: str, types: set[str]) -> Any:
+    """Return the argument that is written so: JSON, or the text itself if it is none or only a text is allowed."""
+    if types and types <= {"string", "null"} and not (text == "null" and "null" in types):
+        return text
+    try:
+        return _decoder.decode(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _not_json(constant: str) -> Never:

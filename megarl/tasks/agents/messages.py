@@ -33,11 +33,13 @@ def refused_field(field: str, why: str) -> WireError:
 
 
 class ToolCall(NamedTuple):
-    """A call by the policy. arguments: a JSON value, or the text as it is if that is none."""
+    """A call by the policy. arguments: a JSON value, or the text as it is if that is none. written: the id that the
+    policy wrote in it, "" if none."""
 
     id: str
     name: str
     arguments: Any
+    written: str = ""
 
     @staticmethod
     def of(id: str, name: str, arguments: Any) -> "ToolCall":

@@ -93,7 +93,7 @@ class TaskAgents:
         if problem := tail_problem(chat, self._rendering):
             log.warning("%s", problem)
         if self._rendering.calls is None:
-            log.info("%s: the chat template writes no tool calls as JSON; agents find all text in `content`", chat.path)
+            log.info("%s: no tool calls of the chat template can be read; agents find all text in `content`", chat.path)
         if recipe.data.sandbox == "bubblewrap":
             _check_walls()
         for name, task in self._tasks.items():

@@ -1,12 +1,17 @@
 """Turns requests into tokens: all of the messages, or only what came after the policy's last one.
 
     user, A, tool result ─► template of [user "?", an assistant's sentinel with A's calls, tool result]
-                                               └ cut here, behind the token that ends a turn ─► the tail, tokenised
+                                               └ cut here, behind the calls ─► the tail, tokenised, without its first token
+
+That token is the one that ended A's turn, or stands for it: gpt-oss's template ends an answer with <|end|> once something
+follows, where the policy wrote <|return|>. GLM-4.5's ends no turn, and the policy stops with the beginning of the next one; if
+that is another one than comes, no tail is what the model was trained on, and the request is rendered whole.
 
 So what was sampled is never tokenised again, and a template that would drop A's thinking (`agent.history: sampled`) or write
 its calls otherwise cannot change it. Names of special tokens in messages are tokenised as plain text.
 """
 
+import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -26,17 +31,19 @@ UNKNOWN = "?"
 
 
 class Rendering:
-    """Renders requests with a model's chat template. calls: how it writes tool calls; None: not as JSON. end: the
-    text that ends a turn."""
+    """Renders requests with a model's chat template. calls: how it writes tool calls; None: in no form that is read."""
 
     def __init__(self, chat: ChatTemplate, tokenizer: Tokenizer, history: Literal["sampled", "template"]) -> None:
         self._chat, self._tokenizer, self._history = chat, tokenizer, history
-        self.end = tokenizer.decode(int32([tokenizer.end]))
-        self.calls = call_format(chat, self.end)
+        self.ends = tuple(tokenizer.decode(int32([end])) for end in tokenizer.ends)
+        self.calls = call_format(chat, self.ends)
         added = tokenizer.backend.get_added_tokens_decoder().values()
         self._special = sorted((token.content for token in added if token.special), key=len, reverse=True)
         self._literal = tokenizer.literal()
         self._guard, self._said = f"literal-{secrets.token_hex(8)}-", f"{SAID}-{secrets.token_hex(8)}"
+        names = sorted({*self._special, *self.ends}, key=len, reverse=True)
+        self._mark = re.compile("|".join(map(re.escape, names)))
+        self._closes = self._closed()
 
     def whole(self, request: AgentRequest) -> np.ndarray:
         """Return the tokens of all messages and the beginning of the next. WireError if the template refuses them."""
@@ -45,15 +52,18 @@ class Rendering:
     def tail(self, node: TreeNode, request: AgentRequest) -> np.ndarray | None:
         """Return what is put in behind the node's tokens; None if the request has to be rendered whole."""
         sampled = node.sampled
-        ended = len(sampled) and int(sampled[-1]) == self._tokenizer.end
+        ended = len(sampled) > 0 and int(sampled[-1]) in self._tokenizer.ends
         if self._history == "template":
-            text = self._behind(node, request, "" if ended else self.end)
+            text = self._behind(node.tokens[:-1] if ended else node.tokens, request)
         else:
             known = (*node.history, node.served)
             text = self.tail_text(node.served, request.messages[len(known) :], request.tools, known=known)
         if text is None:
             return None
-        return np.concatenate([int32([] if ended else [self._tokenizer.end]), self._tokens(text)])
+        tokens = self._tokens(text)
+        if not ended:
+            return tokens
+        return tokens[1:] if self._closes or tokens[0] == sampled[-1] else None
 
     def tail_text(
         self,
@@ -63,7 +73,8 @@ class Rendering:
         before: Sequence[CanonicalMessage] = (CanonicalMessage("user", "?"),),
         known: Iterable[CanonicalMessage] = (),
     ) -> str | None:
-        """Return the text of these messages behind an answer, and the beginning of the next; None if it cannot be told.
+        """Return the text of these messages behind an answer, and the beginning of the next; None if it cannot be told. It
+        begins with a special token: what ends the answer, or begins the message behind it.
 
         before: what stands before the answer; known: earlier messages, whose calls the tail may answer. Arguments of
         calls are left out: their text is before the cut, and could have the end of a turn in it.
@@ -71,22 +82,40 @@ class Rendering:
         said = replace(
             served, text=self._said, reasoning="", calls=tuple(c._replace(arguments={}) for c in served.calls)
         )
-        names = {call.id: call.name for message in (*known, served) for call in message.calls}
-        begin = [self._wire(message, names) for message in (*before, said)]
+        named = self._named((*known, served))
+        begin = [self._wire(message, named) for message in (*before, said)]
         try:
-            text = self._chat.render([*begin, *(self._wire(m, names) for m in tail)], tools)
-            if text.count(self._said) == 1:
-                _, ended, behind = text.partition(self._said)[2].partition(self.end)
-                return behind if ended else None
-            begun = self._chat.render(begin, tools, reply=False)  # it leaves out text beside calls
+            text = self._chat.render([*begin, *(self._wire(m, named) for m in tail)], tools)
+            begun = self._chat.render(begin, tools, reply=False)
         except MegarlError:
             return None
-        cut = begun.rfind(self.end) + len(self.end)
-        return text[cut:] if cut >= len(self.end) and text.startswith(begun[:cut]) else None
+        if text.count(self._said) == begun.count(self._said) == 1:  # a template may leave out text beside calls
+            text, begun = (one.partition(self._said)[2] for one in (text, begun))
+        if self._closes:
+            ends = [mark.start() for mark in self._mark.finditer(begun) if mark[0] in self.ends]
+            if not ends:
+                return None
+            begun = begun[: ends[-1]]
+        return self._tail(text[len(begun) :]) if text.startswith(begun) else None
 
-    def _behind(self, node: TreeNode, request: AgentRequest, end: str) -> str | None:
-        """Return the template's text of the whole request behind the node's, if it begins with that."""
-        text, said = self._render(request), self._tokenizer.decode(node.tokens) + end
+    def _closed(self) -> bool | None:
+        """Return whether the template ends an answer with a token at which generation stops; None: with another one."""
+        messages = [{"role": "user", "content": UNKNOWN}, {"role": "assistant", "content": self._said}]
+        try:
+            text = self._chat.render(messages, reply=False)
+        except MegarlError:
+            return None
+        marks = self._mark.findall(text.rpartition(self._said)[2])
+        return (marks[-1] in self.ends or None) if marks else False
+
+    def _tail(self, text: str) -> str | None:
+        """Return the text if a sampled end may be, or stand for, what it begins with."""
+        begins = None if self._closes is None else self._mark.match(text)
+        return text if begins and (self._closes or begins[0] in self.ends) else None
+
+    def _behind(self, tokens: np.ndarray, request: AgentRequest) -> str | None:
+        """Return the template's text of the whole request behind that of these tokens, if it begins with that."""
+        text, said = self._render(request), self._tokenizer.decode(tokens)
         cut = passed = 0
         for literal, part in self._parts(text):
             if passed + len(part) <= len(said):
@@ -97,27 +126,36 @@ class Rendering:
             else:
                 cut += len(said) - passed
                 break
-        return text[cut:] if self._plain(text[:cut]) == said else None
+        return self._tail(text[cut:]) if self._plain(text[:cut]) == said else None
 
     def _render(self, request: AgentRequest) -> str:
-        names = {call.id: call.name for message in request.messages for call in message.calls}
+        named = self._named(request.messages)
         try:
-            return self._chat.render([self._wire(m, names) for m in request.messages], request.tools)
+            return self._chat.render([self._wire(m, named) for m in request.messages], request.tools)
         except MegarlError as error:
             raise WireError(400, f"messages: {error}") from None
 
-    def _wire(self, message: CanonicalMessage, names: Mapping[str, str]) -> dict[str, Any]:
-        """Return the message as templates take it."""
+    def _named(self, messages: Iterable[CanonicalMessage]) -> dict[str, tuple[str, str]]:
+        """Return of each call in a conversation, by its id, the id that the template is given, and its name."""
+        calls = [call for message in messages for call in message.calls]
+        given = (lambda call, _: call.id) if self.calls is None else self.calls.template_id
+        return {call.id: (given(call, n), call.name) for n, call in enumerate(calls)}
+
+    def _wire(self, message: CanonicalMessage, named: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+        """Return the message as templates take it. named: as `_named` returns it."""
         made: dict[str, Any] = {"role": message.role, "content": self._guarded(message.text)}
         if message.calls:
+            as_text = self.calls is not None and self.calls.as_text
             made["tool_calls"] = [
-                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": self._guarded(c.arguments)}}
+                {"id": named.get(c.id, (c.id,))[0], "type": "function",
+                 "function": {"name": c.name, "arguments": self._guarded(c.json if as_text else c.arguments)}}
                 for c in message.calls
-            ]
+            ]  # fmt: skip
         if message.reasoning:
             made["reasoning_content"] = self._guarded(message.reasoning)
         if message.role == "tool":
-            made |= {"tool_call_id": message.answers, "name": names.get(message.answers, UNKNOWN)}
+            id, name = named.get(message.answers, (message.answers, UNKNOWN))
+            made |= {"tool_call_id": id, "name": name}
         return made
 
     def _guarded(self, value: Any) -> Any:
@@ -174,7 +212,8 @@ def tail_problem(chat: ChatTemplate, rendering: Rendering) -> str:
         said = [*said, replace(answer, text="An answer."), *tail]
     if told:
         return ""
+    ends = " or ".join(map(repr, rendering.ends))
     return (
-        f"{chat.path}: the chat template does not end an answer with {rendering.end!r}, the eos_token of "
-        "tokenizer_config.json; each request of an agent is rendered whole, and begins a path"
+        f"{chat.path}: the chat template neither ends an answer nor begins the next message with {ends}, the eos_token of "
+        "tokenizer_config.json and others of generation_config.json; each request of an agent is rendered whole, as a new path"
     )

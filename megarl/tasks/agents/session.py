@@ -170,9 +170,8 @@ class AgentSession:
         text = self._text_of(segments)
         if stopped:
             text = text.partition(stopped)[0]
-        served = read_turn(
-            text, self._rendering.calls if request.tools else None, self._length.end_of_thinking, node.number
-        )
+        form = self._rendering.calls if request.tools else None
+        served = read_turn(text, form, self._length.end_of_thinking, node.number, request.tools)
         self.tree.answer(node, segments, served)
         finish: Literal["stop", "length", "tool_calls"] = "stop" if turn.ended or stopped else "length"
         return ServedTurn(
@@ -230,4 +229,6 @@ class AgentSession:
     def _text_of(self, segments: tuple[Segment, ...]) -> str:
         """Return what was sampled, without the end token."""
         tokens = np.concatenate([int32(()), *(s.tokens for s in segments)])
-        return self._tokenizer.decode(tokens[:-1] if len(tokens) and int(tokens[-1]) == self._tokenizer.end else tokens)
+        return self._tokenizer.decode(
+            tokens[:-1] if len(tokens) and int(tokens[-1]) in self._tokenizer.ends else tokens
+        )

@@ -38,6 +38,7 @@ class Letters:
     """A tokenizer of ten tokens; 1 is `</think>`."""
 
     end = END
+    ends = (END,)
 
     def ids(self, text: str) -> np.ndarray:
         return int32([CLOSE])

@@ -27,6 +27,7 @@ class Letters:
     """A tokenizer of ten tokens; 1 is `</think>`."""
 
     end = END
+    ends = (END, 9)
 
     def ids(self, text: str) -> np.ndarray:
         return int32(PHRASE)
@@ -41,7 +42,8 @@ class EndlessServer:
     def __init__(self) -> None:
         self.asked: list[int] = []
 
-    async def generate(self, ids: np.ndarray, limit: int, **_: Any) -> Generation:
+    async def generate(self, ids: np.ndarray, limit: int, *, stop_token_ids: tuple[int, ...], **_: Any) -> Generation:
+        assert stop_token_ids == Letters.ends, "all at which the model stops"
         self.asked.append(limit)
         return Generation(int32([5] * limit), float32([-1.0] * limit), (VersionSpan(3, 0, limit),), "length")
 

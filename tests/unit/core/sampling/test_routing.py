@@ -87,6 +87,7 @@ class Nobody:
 
 class Words:
     end = 1
+    ends = (1,)
 
     def ids(self, text: str) -> np.ndarray:
         return np.array([3, 4, 5], np.int32)

@@ -17,7 +17,7 @@ from megarl.core.base.types import Segment, float32, int32
 from megarl.core.recipe import from_tree
 from megarl.tasks.agents.gateway import Gateway
 from megarl.tasks.agents.session import AgentSession
-from tests.unit.tasks.agents.templates import rendering_of
+from tests.unit.tasks.agents.templates import PUBLISHED, published, rendering_of
 
 LENGTH: dict[str, Any] = {
     "prompt_tokens": 2000,
@@ -70,8 +70,8 @@ class Served:
 async def gateway(
     folder: Path, *said: str, family: str = "qwen", roomy: bool = False, **agent: Any
 ) -> AsyncIterator[Served]:
-    """Serve one session; the policy ends its turns by itself, but where what it says ends with `…`."""
-    tokenizer, rendering = rendering_of(folder, family)
+    """Serve one session; the policy ends its turns by itself, but where what it says ends with `…`, or with an end."""
+    tokenizer, rendering = published(folder, family) if family in PUBLISHED else rendering_of(folder, family)
     recipe = from_tree({"length": ROOMY if roomy else LENGTH, "agent": agent})
     server, hold = Gateway("127.0.0.1"), asyncio.Event()
     hold.set()
@@ -83,8 +83,9 @@ async def gateway(
         text = left.pop(0)
         await hold.wait()
         cut = text.endswith("…")
-        ids = [token for letter in text.removesuffix("…") for token in tokenizer.ids(letter)]
-        ids = int32(ids if cut else [*ids, tokenizer.end])[:limit]
+        end = "" if cut else next(filter(text.endswith, rendering.ends), rendering.ends[0])
+        ids = [token for letter in text.removesuffix("…").removesuffix(end) for token in tokenizer.ids(letter)]
+        ids = int32([*ids, *tokenizer.ids(end)])[:limit]
         return PolicyTurn((Segment(tokens=ids, logprobs=float32([-1] * len(ids)), weight_version=3),), not cut)
 
     await server.start()

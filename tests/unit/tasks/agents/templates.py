@@ -3,6 +3,7 @@
 Written for these tests: what matters is where a template trims, what it drops of earlier turns, and how it writes calls.
 """
 
+import json
 from pathlib import Path
 from typing import Literal
 
@@ -68,7 +69,7 @@ TAGS = """{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.conten
 {%- for c in m.tool_calls or [] %}{{- '<call>' + c.function.name }}
 {%- for k, v in c.function.arguments.items() %}{{- '<k>' + k + '</k><v>' + v | string + '</v>' }}{%- endfor %}{{- '</call>' }}
 {%- endfor %}{{- '<|im_end|>' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-"""Calls are no JSON."""
+"""Arguments are written key by key."""
 
 LLAMA_3 = """{{- bos_token }}{%- if messages[0].role == 'system' %}{%- set system = messages[0].content | trim %}
 {%- set messages = messages[1:] %}{%- else %}{%- set system = '' %}{%- endif %}
@@ -106,11 +107,11 @@ DEEPSEEK = """{{- bos_token }}{%- for m in messages if m.role == 'system' %}{{- 
 {{- m.content.split('</think>')[-1] }}{%- if m.tool_calls %}{{- '<｜tool▁calls▁begin｜>' }}{%- for c in m.tool_calls %}
 {{- '' if loop.first else '\\n' }}
 {{- '<｜tool▁call▁begin｜>' + c.type + '<｜tool▁sep｜>' + c.function.name + '\\n```json\\n' }}
-{{- c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}
-{{- '\\n```<｜tool▁call▁end｜>' }}{%- endfor %}{{- '<｜tool▁calls▁end｜>' }}{%- endif %}
+{{- c.function.arguments + '\\n```<｜tool▁call▁end｜>' }}{%- endfor %}{{- '<｜tool▁calls▁end｜>' }}{%- endif %}
 {{- '<｜end▁of▁sentence｜>' }}{%- endif %}
 {%- set ns.outputs = m.role == 'tool' %}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<｜tool▁outputs▁end｜>' if ns.outputs else '<｜Assistant｜>' }}{%- endif %}"""
+"""Arguments have to be a text; a section is around all calls."""
 
 KIMI = """{%- if tools %}{{- '<|im_system|>tool_declare<|im_middle|>' }}{{- tools | tojson }}{{- '<|im_end|>' }}{%- endif %}
 {%- for m in messages %}{%- if m.role == 'tool' %}
@@ -121,6 +122,7 @@ KIMI = """{%- if tools %}{{- '<|im_system|>tool_declare<|im_middle|>' }}{{- tool
 {{- c.function.arguments | tojson }}{{- '<|tool_call_end|>' }}
 {%- endfor %}{{- '<|tool_calls_section_end|>' }}{%- endif %}{{- '<|im_end|>' }}{%- endif %}
 {%- endfor %}{%- if add_generation_prompt %}{{- '<|im_assistant|>assistant<|im_middle|>' }}{%- endif %}"""
+"""Calls have their ids in place of their names."""
 
 GLM = """{{- '[gMASK]<sop>' }}{%- if tools %}{{- '<|system|>\\n# Tools\\n' }}
 {%- for t in tools %}{{- t | tojson(ensure_ascii=False) + '\\n' }}{%- endfor %}{%- endif %}
@@ -151,23 +153,27 @@ GPT_OSS = """{{- '<|start|>system<|message|>You are ChatGPT.<|end|>' }}{%- set n
 PUBLISHED = {
     "Llama 3": (LLAMA_3, "<|eot_id|>"), "Llama 4": (LLAMA_4, "<|eot|>"), "Qwen2.5": (QWEN, "<|im_end|>"),
     "Qwen3": (THINKING, "<|im_end|>"), "DeepSeek-V3": (DEEPSEEK, "<｜end▁of▁sentence｜>"), "Kimi K2": (KIMI, "<|im_end|>"),
-    "GLM-4.5": (GLM, "<|endoftext|>"), "gpt-oss": (GPT_OSS, "<|return|>"),
+    "GLM-4.5": (GLM, "<|endoftext|>", "<|user|>", "<|observation|>"), "gpt-oss": (GPT_OSS, "<|return|>", "<|call|>"),
 }  # fmt: skip
-"""By family of docs/models.md: a template written, shorter, after the one that its models are published with, and their token
-that ends a turn; where a text stands is theirs, instructions to the model are cut."""
+"""By family of docs/models.md: a template written, shorter, after the one that its models are published with, their eos_token,
+and the others at which their generation_config.json stops; where a text stands is theirs, instructions to the model are cut."""
+MARKS = {"GLM-4.5": ("<|assistant|>",), "gpt-oss": ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")}
+"""Further special tokens of theirs."""
 
 FAMILIES = {"qwen": QWEN, "thinking": THINKING, "llama": LLAMA, "instruct": INSTRUCT, "tags": TAGS}
 MERGES = [("a", "b"), ("ab", "c"), ("t", "h"), ("th", "e"), ("x", "y"), ("n", "a"), ("c", "a")]
 """So `abc` is one token, and may be sampled as three."""
 
 
-def tokenizer_of(folder: Path, template: str, end: str = "<|im_end|>") -> Tokenizer:
-    """Saved in `folder` with the template, and loaded from there."""
+def tokenizer_of(
+    folder: Path, template: str, end: str = "<|im_end|>", *others: str, marks: tuple[str, ...] = ()
+) -> Tokenizer:
+    """Saved in `folder` with the template and what else ends a completion, and loaded from there."""
     words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in MERGES)]
     backend = Backend(models.BPE({word: n for n, word in enumerate(words)}, MERGES))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    special = SPECIAL if end in SPECIAL else (*SPECIAL, end)
+    special = dict.fromkeys((*SPECIAL, end, *others, *marks))
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
     PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -176,7 +182,14 @@ def tokenizer_of(folder: Path, template: str, end: str = "<|im_end|>") -> Tokeni
         chat_template=template,
         clean_up_tokenization_spaces=False,
     ).save_pretrained(folder)
+    ends = [backend.token_to_id(text) for text in (end, *others)]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     return load_tokenizer(folder)
+
+
+def published(folder: Path, family: str) -> tuple[Tokenizer, Rendering]:
+    tokenizer = tokenizer_of(folder, *PUBLISHED[family], marks=MARKS.get(family, ()))
+    return tokenizer, Rendering(load_chat(folder), tokenizer, "sampled")
 
 
 def rendering_of(

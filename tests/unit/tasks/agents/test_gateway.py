@@ -62,6 +62,39 @@ def test_two_turns_with_openais_client_are_one_path(tmp_path: Path, stream: bool
     run(test)
 
 
+GLM = (
+    "\n<think>Hm.</think>\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call><|observation|>"
+)
+OSS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+OSS_CALL = OSS + '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>'
+
+
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [
+        ("GLM-4.5", (GLM, "\n<think></think>\nThree.<|user|>", "Bye.<|endoftext|>")),
+        ("gpt-oss", (OSS_CALL, OSS + "<|channel|>final<|message|>Three.<|return|>", "Bye.<|return|>")),
+    ],
+)
+def test_models_that_end_a_turn_in_several_ways_write_one_path(
+    family: str, said: tuple[str, ...], tmp_path: Path
+) -> None:
+    async def test() -> None:
+        async with gateway(tmp_path, *said, family=family) as served:
+            messages: list[Any] = [{"role": "user", "content": "u"}]
+            for role in ("tool", "user", ""):
+                _, reply = await served.chat(messages, tools=TOOLS)
+                message = reply["choices"][0]["message"]
+                calls = message.get("tool_calls") or []
+                assert [json.loads(c["function"]["arguments"]) for c in calls] == [{"a": 1}] * (role == "tool")
+                messages += [message, {"role": role, "content": "3", "tool_call_id": calls[0]["id"] if calls else ""}]
+            segments, paths = served.session.tree.paths()
+            (path,) = paths_of(segments, paths, int32(()))
+            assert served.tokenizer.decode(path.tokens[path.trained]) == "".join(said)
+
+    run(test)
+
+
 REFUSED = {
     "n": 2, "response_format": {"type": "json_object"}, "logit_bias": {"1": 1}, "presence_penalty": 0.5, "logprobs": True,
     "tool_choice": {"type": "function", "function": {"name": "add"}}, "functions": [{"name": "f"}], "modalities": ["audio"],

@@ -7,20 +7,22 @@ from transformers import AutoTokenizer
 
 from megarl.core.base.types import Segment, float32, int32
 from megarl.lab.doctor import chat_template
-from megarl.tasks.agents.calls import PROBE, CallFormat, read_turn
+from megarl.tasks.agents.calls import PROBE, read_turn
 from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ToolCall
 from megarl.tasks.agents.rendering import Rendering, tail_problem
 from megarl.tasks.agents.tree import SessionTree
 from megarl.tasks.data.chat import load_chat
-from tests.unit.tasks.agents.templates import FAMILIES, PUBLISHED, QWEN, TAGS, rendering_of, tokenizer_of
+from tests.unit.tasks.agents.templates import (
+    FAMILIES,
+    MARKS,
+    PUBLISHED,
+    QWEN,
+    TAGS,
+    published,
+    rendering_of,
+    tokenizer_of,
+)
 
-FORMATS = {
-    "qwen": CallFormat("<tool_call>", "</tool_call>", "arguments"),
-    "thinking": CallFormat("<tool_call>", "</tool_call>", "arguments"),
-    "llama": CallFormat("", "", "parameters"),
-    "instruct": CallFormat("[CALL]", "[/CALL]", "arguments"),
-    "tags": None,
-}
 TOOLS = (PROBE,)
 
 
@@ -39,11 +41,6 @@ def test_transformers_renders_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_form_of_calls_is_told_from_the_template(family: str, tmp_path: Path) -> None:
-    assert rendering_of(tmp_path, family)[1].calls == FORMATS[family]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_a_tail_is_the_same_alone_and_in_the_whole_conversation(family: str, tmp_path: Path) -> None:
     _, rendering = rendering_of(tmp_path, family)
     assert tail_problem(load_chat(tmp_path), rendering) == ""
@@ -51,19 +48,67 @@ def test_a_tail_is_the_same_alone_and_in_the_whole_conversation(family: str, tmp
 
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_tails_of_the_families_that_can_be_trained(family: str, tmp_path: Path) -> None:
-    """Those of GLM-4.5 and gpt-oss cannot be told: they end a turn with the next one's beginning, or in several ways."""
-    template, end = PUBLISHED[family]
-    tokenizer = tokenizer_of(tmp_path, template, end)
+    _, rendering = published(tmp_path, family)
     chat = load_chat(tmp_path)
-    rendering = Rendering(chat, tokenizer, "sampled")
-    problem = tail_problem(chat, rendering)
-    assert ("rendered whole" in problem) == (family in ("GLM-4.5", "gpt-oss"))
-    assert (rendering.calls is None) == (family in ("DeepSeek-V3", "Kimi K2", "GLM-4.5", "gpt-oss"))
-    found = chat_template(tmp_path)
-    assert (found.grade == "good") == (rendering.calls is not None and not problem)
+    assert tail_problem(chat, rendering) == ""
+    assert rendering.calls is not None
+    assert chat_template(tmp_path).grade == "good"
     asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     words = rendering.tail_text(CanonicalMessage("assistant", "b"), [CanonicalMessage("user", "c")], ())
-    assert words is None if problem else chat.render(asked).endswith(f"b{end}{words}")
+    assert words is not None
+    assert chat.render(asked).endswith(f"b{words}")
+
+
+@pytest.mark.parametrize("family", ["GLM-4.5", "gpt-oss"])
+def test_a_template_whose_answers_end_otherwise_is_named(family: str, tmp_path: Path) -> None:
+    template, end, *others = PUBLISHED[family]
+    chat_of = tokenizer_of(tmp_path, template, "<|endoftext|>", marks=(end, *others, *MARKS[family]))
+    chat = load_chat(tmp_path)
+    problem = tail_problem(chat, Rendering(chat, chat_of, "sampled"))
+    assert "rendered whole" in problem
+    assert "'<|endoftext|>'" in problem
+
+
+CALL, RESULT, WORDS = ToolCall("call_0000_000", "f", {"a": 1}), "tool", "user"
+GLM_CALL = "\n<think></think>\n<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
+OSS_CALL = ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}'
+OSS_SAID = "<|channel|>final<|message|>abc"
+
+
+@pytest.mark.parametrize(
+    ("family", "written", "end", "role", "template_end"),
+    [
+        ("GLM-4.5", GLM_CALL, "<|observation|>", RESULT, ""),
+        ("GLM-4.5", GLM_CALL, "", RESULT, ""),
+        ("GLM-4.5", "\n<think></think>\nabc", "<|user|>", WORDS, ""),
+        ("GLM-4.5", "\n<think></think>\nabc", "<|observation|>", WORDS, None),
+        ("GLM-4.5", GLM_CALL, "<|user|>", RESULT, None),
+        ("GLM-4.5", GLM_CALL, "<|endoftext|>", RESULT, None),
+        ("gpt-oss", OSS_CALL, "<|call|>", RESULT, "<|call|>"),
+        ("gpt-oss", OSS_CALL, "<|return|>", RESULT, "<|call|>"),
+        ("gpt-oss", OSS_SAID, "<|return|>", WORDS, "<|end|>"),
+        ("gpt-oss", OSS_SAID, "", WORDS, ""),
+    ],
+)
+def test_the_end_of_a_turn_is_the_templates_or_stands_for_it(
+    family: str, written: str, end: str, role: str, template_end: str | None, tmp_path: Path
+) -> None:
+    """template_end: what the template has where `end` was sampled; None: no tail is in place behind that."""
+    tokenizer, rendering = published(tmp_path, family)
+    tree, request = SessionTree(), AgentRequest((CanonicalMessage("user", "begin"),), TOOLS)
+    node = tree.add(None, rendering.whole(request), request, tree.find(request)[1], tree.moment())
+    tokens = int32([*(token for letter in written for token in tokenizer.ids(letter)), *tokenizer.ids(end)])
+    answer = read_turn(written, rendering.calls, "<|message|>" if "final" in written else "</think>", 0)
+    assert answer.calls == ((CALL,) if role == RESULT else ())
+    tree.answer(node, (Segment(tokens=tokens, logprobs=float32([0] * len(tokens)), weight_version=0),), answer)
+    again = AgentRequest((*request.messages, answer, CanonicalMessage(role, "go", answers=CALL.id)), TOOLS)
+    put = rendering.tail(node, again)
+    if template_end is None:
+        assert put is None
+        return
+    assert put is not None
+    sampled, whole = tokenizer.decode(node.tokens), whole_text(rendering, tokenizer, again.messages)
+    assert sampled.removesuffix(end) + (template_end or end) + tokenizer.decode(put) == whole
 
 
 def test_a_template_whose_tails_differ_is_named(tmp_path: Path) -> None:
@@ -72,8 +117,8 @@ def test_a_template_whose_tails_differ_is_named(tmp_path: Path) -> None:
     chat = load_chat(tmp_path)
     said = tail_problem(chat, Rendering(chat, tokenizer, "sampled"))
     assert str(tmp_path) in said
-    assert "a user's words are written '<|im_start|>3user" in said
-    assert "'<|im_start|>4user" in said
+    assert "the results of 2 calls are written '<|im_end|><|im_start|>3tool" in said
+    assert "'<|im_end|><|im_start|>4tool" in said
 
 
 def whole_text(rendering: Rendering, tokenizer, messages) -> str:  # type: ignore[no-untyped-def]
@@ -151,33 +196,3 @@ def test_thinking_is_kept_or_a_new_path_begins(history: str, continues: bool, tm
     put = rendering.tail(node, result)
     assert put is not None, "before the user's next words the template keeps it"
     assert tokenizer.decode(put).startswith("\n<|im_start|>user\n<tool_response>")
-
-
-OPEN, CLOSE, F, G = "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {}}', '{"name": "g", "arguments": {}}'
-TEXT, NAN = '{"name": "f", "arguments": "no"}', '{"name": "f", "arguments": {"x": NaN}}'
-HARD = '{"name": "f", "arguments": {"x": "</tool_call>"}}'
-
-
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        (f"a{OPEN}\n{HARD}\n{CLOSE}b", "ab", ["f"]),
-        (f"{OPEN}{F}{CLOSE}\n{OPEN}{G}{CLOSE}", "", ["f", "g"]),
-        (f"{OPEN}{F}", f"{OPEN}{F}", []),
-        (f"{OPEN}{TEXT}{CLOSE}", f"{OPEN}{TEXT}{CLOSE}", []),
-        (f"{OPEN}{NAN}{CLOSE}", f"{OPEN}{NAN}{CLOSE}", []),
-        (f"{OPEN}?{OPEN}{F}{CLOSE}", f"{OPEN}?", ["f"]),
-        ("[1, 2]", "[1, 2]", []),
-    ],
-)
-def test_what_is_no_call_stays_in_the_content(text: str, content: str, calls: list[str]) -> None:
-    said = read_turn("<think>hm</think>" + text, FORMATS["qwen"], "</think>", 3)
-    assert (said.text, [call.name for call in said.calls], said.reasoning) == (content, calls, "hm")
-    assert len({call.id for call in said.calls}) == len(calls)
-
-
-def test_a_call_without_marks_is_a_whole_message() -> None:
-    one = '{"name": "f", "parameters": {"x": 1}}'
-    assert [c.name for c in read_turn(one, FORMATS["llama"], "", 0).calls] == ["f"]
-    assert read_turn("See " + one, FORMATS["llama"], "", 0).text == "See " + one
-    assert read_turn(one + " and", FORMATS["llama"], "", 0).calls == ()

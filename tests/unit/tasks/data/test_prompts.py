@@ -200,3 +200,15 @@ def test_a_token_that_the_model_does_not_know_is_refused(tmp_path):
         MegarlError, match=rf"token {highest} of '1\+1=' is beyond the model's vocabulary of {highest} "
     ):
         load_tokenizer(tmp_path).ids("1+1=")
+
+
+def test_all_ids_at_which_a_server_stops_end_a_completion(tmp_path):
+    made = arithmetic_models.character_tokenizer()
+    made.save_pretrained(tmp_path)
+    end = made.eos_token_id
+    write(tmp_path / "config.json", json.dumps({"eos_token_id": end + 1}))
+    write(tmp_path / "generation_config.json", json.dumps({"eos_token_id": [end + 2, end, 10**6]}))
+    assert load_tokenizer(tmp_path).ends == (end, end + 1, end + 2)
+    write(tmp_path / "generation_config.json", json.dumps({"eos_token_id": ["</s>"]}))
+    with pytest.raises(MegarlError, match=r"generation_config\.json: eos_token_id is \['</s>'\]"):
+        load_tokenizer(tmp_path)

@@ -42,6 +42,7 @@ class Letters:
     """A tokenizer of ten tokens; 1 is `</think>`."""
 
     end = END
+    ends = (END,)
     vocabulary = 10
     path = Path()
 
