@@ -37,6 +37,8 @@ PROBE = {
 _PROBES = ((NAME, {KEY: VALUE, "second_key": "second-value"}), ("other_tool", {"third_key": "third-value"}))
 _ATOM = re.compile(r"<[^<>]*>|\[[^\[\]]*\]|\s+|[^\s<>\[\]]+|.")
 _BLANKS = re.compile(r"\s*")
+_LONGEST_KEY = 256
+"""Characters of an argument's name. Looked for in all that follows, a policy that repeats itself would cost seconds."""
 _CHANNEL = "<|channel|>"
 
 
@@ -166,7 +168,7 @@ class CallFormat:
         found: dict[str, Any] = {}
         begin: int | None = at
         while begin is not None and (begin := _after(text, begin, keys.opening)) is not None:
-            key = re.compile(rf"\s*(\S(?:.*?\S)??)\s*{_literal(self.value)}").match(text, begin)
+            key = re.compile(rf"\s*(\S(?:.{{,{_LONGEST_KEY - 2}}}?\S)??)\s*{_literal(self.value)}").match(text, begin)
             if key is None or (end := text.find(keys.closing, key.end())) < 0:
                 raise ValueError("an argument has no end")
             value = text[key.end() : end].removeprefix(self.blank).removesuffix(self.blank)

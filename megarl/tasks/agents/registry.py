@@ -36,7 +36,7 @@ from megarl.tasks.agents.rendering import Rendering, tail_problem
 from megarl.tasks.agents.session import AgentSession
 from megarl.tasks.data.chat import load_chat
 from megarl.tasks.graders.functions import environment, import_problem
-from megarl.tasks.graders.sandbox import CHECK_LIMIT_S, NAMESPACES, read_only_root
+from megarl.tasks.graders.sandbox import CHECK_LIMIT_S, NAMESPACES, agent_sandbox
 
 log = logging.getLogger(__name__)
 TRIES = 2
@@ -95,7 +95,7 @@ class TaskAgents:
         if self._rendering.calls is None:
             log.info("%s: no tool calls of the chat template can be read; agents find all text in `content`", chat.path)
         if recipe.data.sandbox == "bubblewrap":
-            _check_walls()
+            _check_sandbox()
         for name, task in self._tasks.items():
             _check(name, task.agent)
         self._host = _address(recipe.agent.interface)
@@ -142,7 +142,7 @@ class _AgentProcess:
         theirs = os.environ.get("PYTHONPATH", "")
         self._words = ["function", agent] if isinstance(agent, str) else ["command", theirs, *agent]
         self._session, self._settings, self._url = session, recipe.agent, url
-        self._walled, self._hidden = recipe.data.sandbox == "bubblewrap", recipe.run.path
+        self._sandboxed, self._hidden = recipe.data.sandbox == "bubblewrap", recipe.run.path
         self._task = {
             "prompt": tokenizer.decode(prompt.tokens), "id": prompt.id, "task": prompt.task, "answer": prompt.answer,
         }  # fmt: skip
@@ -153,9 +153,9 @@ class _AgentProcess:
             tempfile.TemporaryDirectory(prefix="megarl-agent-", ignore_cleanup_errors=True) as scratch,
             tempfile.TemporaryFile() as output,
         ):
-            walls = read_only_root(Path(scratch), self._hidden) if self._walled else []
+            around = agent_sandbox(Path(scratch), self._hidden) if self._sandboxed else []
             process = await asyncio.create_subprocess_exec(
-                *walls, sys.executable, "-c", _CODE, *self._words, env=self._environment(scratch), start_new_session=True,
+                *around, sys.executable, "-c", _CODE, *self._words, env=self._environment(scratch), start_new_session=True,
                 stdin=asyncio.subprocess.PIPE, stdout=output, stderr=output,
             )  # fmt: skip
             try:
@@ -207,7 +207,7 @@ class _AgentProcess:
     def _environment(self, scratch: str) -> dict[str, str]:
         host, key = self._url.removeprefix("http://").partition(":")[0], self._session.key
         direct = ",".join(filter(None, (os.environ.get("NO_PROXY", ""), host)))
-        home = {"HOME": scratch} if self._walled else {}
+        home = {"HOME": scratch} if self._sandboxed else {}
         return environment() | home | {
             "OPENAI_BASE_URL": f"{self._url}/v1", "OPENAI_API_KEY": key, "OPENAI_MODEL": MODEL,
             "ANTHROPIC_BASE_URL": self._url, "ANTHROPIC_API_KEY": key, "ANTHROPIC_MODEL": MODEL,
@@ -231,12 +231,12 @@ async def _killed(process: asyncio.subprocess.Process) -> None:
         log.warning("process %d of an agent did not end %g s after SIGKILL", process.pid, KILL_LIMIT_S)
 
 
-def _check_walls() -> None:
-    """Raise MegarlError if no agent can be put behind walls here."""
+def _check_sandbox() -> None:
+    """Raise MegarlError if no agent can be run in bubblewrap here."""
     advice = f"install it (apt-get install bubblewrap); {NAMESPACES}; or set data.sandbox=rlimits if agents may do what you can"
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            command = [*read_only_root(Path(scratch), Path(scratch)), "true"]
+            command = [*agent_sandbox(Path(scratch), Path(scratch)), "true"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_LIMIT_S)
             said = done.stderr.strip() or f"status {done.returncode}" if done.returncode else ""
         except (OSError, subprocess.TimeoutExpired) as error:

@@ -259,7 +259,7 @@ def _bubblewrap(prefix: Path, limits: Limits) -> list[str]:
     return [*command, "--unshare-user"]
 
 
-def read_only_root(scratch: Path, hidden: Path) -> list[str]:
+def agent_sandbox(scratch: Path, hidden: Path) -> list[str]:
     """Build the bwrap command for an agent: it sees all files but those of `hidden`, writes those of `scratch` alone, and sees
     no processes but its own. The network is the machine's."""
     command = ["bwrap", "--die-with-parent", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]

@@ -177,6 +177,15 @@ def test_the_rest_of_a_text_with_a_call_is_its_content(tmp_path: Path) -> None:
     assert read_turn(preamble + GPT_OSS, form, "", 0).text == preamble, "no text that the template writes"
 
 
+def test_a_key_has_an_end_to_its_length(tmp_path: Path) -> None:
+    form = published(tmp_path, "GLM-4.5")[1].calls
+    assert form is not None
+    for key in ("k" * 256, "two words"):
+        _, [call] = form.read(GLM.replace("<arg_key>n<", f"<arg_key>{key}<"))
+        assert call.arguments == {key: 1}
+    assert form.read(GLM.replace("<arg_key>n<", f"<arg_key>{'k' * 257}<"))[1] == []
+
+
 def test_texts_are_told_from_json_by_the_tools_schema(tmp_path: Path) -> None:
     form = published(tmp_path, "GLM-4.5")[1].calls
     assert form is not None

@@ -29,7 +29,7 @@ class Lost(Exception):
 
 
 def agents_of(folder: Path, agent: Any, sandbox: str = "rlimits", **settings: Any) -> tuple[TaskAgents, Any]:
-    """sandbox: behind walls, agents could leave no mark for a test."""
+    """sandbox: in bubblewrap an agent could leave no file for a test to find."""
     tokenizer = tokenizer_of(folder, QWEN)
     task = {"train": "x", "heldout": "y", "grader": "exact", "agent": agent}
     data = {"tasks": {"t": task}, "sandbox": sandbox}
@@ -75,7 +75,7 @@ def test_a_command_finds_the_packages_of_its_own_python(tmp_path: Path, monkeypa
     assert play(tmp_path, ["sh", "-c", told])[0].verdict == Verdict(0.25)
 
 
-def test_an_agent_behind_walls_has_its_own_files_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_in_bubblewrap_has_its_own_files_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "key").write_text("a secret")
     monkeypatch.setenv("LOOKED_AT", str(tmp_path))
@@ -85,7 +85,7 @@ def test_an_agent_behind_walls_has_its_own_files_alone(tmp_path: Path, monkeypat
     assert (tmp_path / "left").exists()
 
 
-def test_walls_that_cannot_be_built_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sandbox_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bwrap").write_text("#!/bin/sh\necho no namespaces >&2; exit 1")
     (tmp_path / "bwrap").chmod(0o755)
     for path, said in ((str(tmp_path), "no namespaces"), ("/nowhere", "No such file or directory")):
