@@ -23,13 +23,15 @@ from megarl.core.recipe import Recipe, flat
 FAMILIES = {
     "scalerl-17bx16": "llama4-multimodal",
     "quickstart-moe": "llama4",
+    "quickstart-agent": "qwen3",
     "scalerl-1gpu": "qwen3",
     "qwen3-8b-2nodes": "qwen3",
     "qwen3-30b-a3b-2nodes": "qwen3-moe",
     "qwen3-8b-zero": "qwen3-base",
     "qwen3-8b-distill": "qwen3",
 }
-"""The model family of a recipe; all others have a Llama. Llama 4 Scout is released with a vision tower."""
+"""The model family of a recipe; all others have a Llama. Llama 4 Scout is released with a vision tower;
+an agent's messages need a chat template that ends answers with the model's own end token, as this Qwen3's does."""
 
 PHASE_STEPS = (
     "a run is four steps, or two steps of a second phase: the first publication of trained weights is then included"

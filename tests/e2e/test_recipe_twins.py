@@ -91,7 +91,8 @@ def check_steps(run: LiveRun) -> None:
     compared = [row for row in rows if "parity_rollouts" in row]
     assert compared or recipe.pipeline.phase_steps > 1
     assert not any(row["warning_parity"] for row in compared)
-    interrupts = recipe.length.control == "interruption" and not any(t.environment for t in recipe.data.tasks.values())
+    turns = any(task.environment or task.agent for task in recipe.data.tasks.values())
+    interrupts = recipe.length.control == "interruption" and not turns
     assert not interrupts or any(row["interruption_rate"] > 0 for row in rows)
     groups = [group for step in batches(run.rundir, recipe) for group in step]
     assert {group.prompt.task for group in groups} == recipe.data.tasks.keys()
