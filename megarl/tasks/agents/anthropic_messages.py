@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from megarl.tasks.agents import wire
-from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ToolCall, WireError
+from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ReadMessages, ToolCall, WireError
 from megarl.tasks.agents.session import ContextFull, ServedTurn
 
 BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
@@ -45,7 +45,7 @@ class OutputConfig(msgspec.Struct):
 
 
 class MessagesBody(msgspec.Struct):
-    messages: list[BlockMessage]
+    messages: msgspec.Raw
     system: wire.Content = None
     tools: list[NamedTool] | None = None
     tool_choice: Any = None
@@ -61,13 +61,12 @@ class AnthropicMessages(wire.WireProtocol):
     body = MessagesBody
     refused: ClassVar = {"mcp_servers": wire.NO_PROVIDER, "container": wire.NO_STATE}
 
-    def read(self, body: MessagesBody) -> AgentRequest:
+    def read(self, body: MessagesBody, known: ReadMessages) -> AgentRequest:
         wire.refuse_format(body.output_format, "output_format")
         wire.refuse_format(body.output_config and body.output_config.format, "output_config.format")
         system = BILLING.sub("", wire.text_of(body.system, "system", "\n\n"), count=1)
         messages = [CanonicalMessage("system", system)] if system else []
-        for n, message in enumerate(body.messages):
-            messages += _messages(message, f"messages[{n}]")
+        messages += known.read(body.messages, BlockMessage, _messages, "messages")
         tools = [
             ("function" if tool.type in (None, "custom") else tool.type,
              {"name": tool.name, "description": tool.description, "parameters": tool.input_schema})

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from megarl.tasks.agents import wire
-from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ToolCall, refused_field
+from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ReadMessages, ToolCall, refused_field
 from megarl.tasks.agents.session import ServedTurn
 
 
@@ -40,7 +40,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class ChatBody(msgspec.Struct):
-    messages: list[ChatMessage]
+    messages: msgspec.Raw
     tools: list[ChatTool] | None = None
     tool_choice: Any = None
     stream: bool | None = None
@@ -65,14 +65,14 @@ class ChatCompletions(wire.WireProtocol):
         "top_logprobs": wire.NO_LOGPROBS,
     }
 
-    def read(self, body: ChatBody) -> AgentRequest:
+    def read(self, body: ChatBody, known: ReadMessages) -> AgentRequest:
         if body.n not in (None, 1):
             raise refused_field("n", "one answer at a time; send the request again for another")
         wire.refuse_format(body.response_format, "response_format")
         if body.modalities not in (None, ["text"]):
             raise refused_field("modalities", "the policy reads and writes text")
         return wire.asked(
-            [_message(n, m) for n, m in enumerate(body.messages)],
+            known.read(body.messages, ChatMessage, _messages, "messages"),
             [(tool.type, tool.function) for tool in body.tools or ()],
             body.tool_choice,
             (body.max_tokens, body.max_completion_tokens),
@@ -103,11 +103,11 @@ class ChatCompletions(wire.WireProtocol):
         yield "", "[DONE]"
 
 
-def _message(n: int, m: ChatMessage) -> CanonicalMessage:
+def _messages(m: ChatMessage, where: str) -> Iterator[CanonicalMessage]:
     reasoning = m.reasoning_content or (m.reasoning if isinstance(m.reasoning, str) else "")
-    return CanonicalMessage(
-        wire.role_of(m.role, f"messages[{n}].role"),
-        wire.text_of(m.content, f"messages[{n}].content"),
+    yield CanonicalMessage(
+        wire.role_of(m.role, f"{where}.role"),
+        wire.text_of(m.content, f"{where}.content"),
         tuple(ToolCall.of(c.id, c.function.name, c.function.arguments) for c in m.tool_calls or ()),
         reasoning or "",
         frozenset(call.id for call in m.tool_calls or ()),

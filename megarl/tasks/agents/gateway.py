@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from megarl.core.base.contracts import Policy
@@ -24,7 +23,7 @@ from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.recipe import Recipe
 from megarl.tasks.agents.anthropic_messages import AnthropicMessages
 from megarl.tasks.agents.chat_completions import ChatCompletions
-from megarl.tasks.agents.messages import AgentRequest, WireError
+from megarl.tasks.agents.messages import LARGEST_BODY, AgentRequest, WireError
 from megarl.tasks.agents.rendering import Rendering
 from megarl.tasks.agents.responses import Responses
 from megarl.tasks.agents.session import AgentSession, PendingTurn, ServedTurn
@@ -34,8 +33,6 @@ from megarl.tasks.agents.wire import WireProtocol
 log = logging.getLogger(__name__)
 MODEL = "policy"
 """The name of the one model that is served."""
-LARGEST_BODY = 32 << 20
-"""Bytes of a request; a conversation of 500 turns and 193,000 tokens has 1.5 million."""
 BODY_LIMIT_S = 60.0
 """Limit of the time in which a request's body arrives, or a part of an answer is taken."""
 KEEP_ALIVE_S = 15.0
@@ -118,7 +115,7 @@ class Gateway:
 
     async def _reward(self, request: web.Request, protocol: WireProtocol, session: AgentSession) -> web.Response:
         """Take the session's reward; the last one counts."""
-        _, body = await _read(request)
+        _, body = await _read(request, protocol)
         reward = body.get("reward")
         if isinstance(reward, bool):
             reward = 1.0 if reward else -1.0
@@ -129,19 +126,19 @@ class Gateway:
 
     async def _count(self, request: web.Request, protocol: WireProtocol, session: AgentSession) -> web.Response:
         """Tell the length of a request's prompt, as it would be sent."""
-        _, body = await _read(request)
+        _, body = await _read(request, protocol)
         session.check()
-        return web.json_response({"input_tokens": await session.prompt_tokens(_asked(protocol, body))})
+        return web.json_response({"input_tokens": await session.prompt_tokens(_asked(protocol, body, session))})
 
     async def _answer(self, request: web.Request, protocol: WireProtocol, session: AgentSession) -> web.StreamResponse:
-        data, body = await _read(request)
+        data, body = await _read(request, protocol)
         session.check()
-        asked = _asked(protocol, body)
+        asked = _asked(protocol, body, session)
         for field in protocol.ignored(body):
             if (protocol.path, field) not in self._ignored:
                 self._ignored.add((protocol.path, field))
                 log.info("agents' field %r is ignored (%s)", field, protocol.path)
-        digest = hashlib.blake2b(protocol.path.encode() + data).digest()
+        digest = hashlib.sha256(data + protocol.path.encode()).digest()
         retried = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
         generation = session.begin(asked, digest, retried, lambda: _is_open(request))
         return await _WireReply(request, protocol, body, generation, asked.stream).write(session.tree)
@@ -215,8 +212,8 @@ def _is_open(request: web.Request) -> bool:
     return request.transport is not None and not request.transport.is_closing()
 
 
-def _asked(protocol: WireProtocol, body: Mapping[str, Any]) -> AgentRequest:
-    model, asked = protocol.request(body)
+def _asked(protocol: WireProtocol, body: Mapping[str, Any], session: AgentSession) -> AgentRequest:
+    model, asked = protocol.request(body, session.known)
     if model != MODEL:
         raise _unknown(model)
     return asked
@@ -226,8 +223,8 @@ def _unknown(model: str | None) -> WireError:
     return WireError(404, f"the model {model!r} does not exist; there is {MODEL!r} alone", "model_not_found")
 
 
-async def _read(request: web.Request) -> tuple[bytes, dict[str, Any]]:
-    """Return a request's body, also as JSON. WireError if it is none, too long or too slow."""
+async def _read(request: web.Request, protocol: WireProtocol) -> tuple[bytes, dict[str, Any]]:
+    """Return a request's body and its fields. WireError if it is none, too long or too slow."""
     try:
         async with asyncio.timeout(BODY_LIMIT_S):
             data = await request.read()
@@ -235,10 +232,4 @@ async def _read(request: web.Request) -> tuple[bytes, dict[str, Any]]:
         raise WireError(413, f"the body is longer than {LARGEST_BODY:,} bytes", "too_large") from None
     except TimeoutError:
         raise WireError(408, f"the body did not arrive within {BODY_LIMIT_S:g} s", "timeout") from None
-    try:
-        body = msgspec.json.decode(data)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise WireError(400, f"the body is no JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise WireError(400, "the body is no JSON object")
-    return data, body
+    return data, protocol.parse(data)

@@ -10,13 +10,18 @@ as JSON values: 1, 1.0 and true are three of them, and the order of keys is none
 (tree.py).
 """
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import msgspec
+
+LARGEST_BODY = 32 << 20
+"""Bytes of a request; a conversation of 500 turns and 193,000 tokens has 1.5 million."""
 
 
 class WireError(Exception):
@@ -66,11 +71,11 @@ class CanonicalMessage:
     marks: frozenset[str] = frozenset()
     answers: str = ""
 
-    @property
+    @cached_property
     def key(self) -> bytes:
-        """Return what must agree in two messages that are the same."""
+        """Return the hash of what must agree in two messages that are the same."""
         text = self.text.strip() if self.role == "assistant" else self.text
-        return tagged([self.role, text, [[call.name, call.arguments] for call in self.calls]])
+        return hashlib.sha256(tagged([self.role, text, [[call.name, call.arguments] for call in self.calls]])).digest()
 
 
 @dataclass(frozen=True)
@@ -99,3 +104,42 @@ def checked(messages: Sequence[CanonicalMessage]) -> tuple[CanonicalMessage, ...
     if messages[-1].role == "assistant":
         raise refused_field("messages", "the last one is the assistant's; going on within a message is not supported")
     return tuple(messages)
+
+
+class ReadMessages:
+    """What a session has sent before, by the hash of its JSON: an agent sends the whole conversation with each request.
+
+    It holds as much as one body can have; at more, all is forgotten and read again.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[type, bytes], tuple[CanonicalMessage, ...]] = {}
+        self._bytes = 0
+
+    def read[T](
+        self, raw: msgspec.Raw, kind: type[T], said: Callable[[T, str], Iterable[CanonicalMessage]], field: str
+    ) -> list[CanonicalMessage]:
+        """Return the messages of `raw`, the list in a request's `field`. kind: the type of its items; said: returns an item's
+        messages, given its place for errors. WireError if an item is no `kind`, or `said` raises it."""
+        messages: list[CanonicalMessage] = []
+        for n, item in enumerate(_decoded(raw, list[msgspec.Raw], field)):
+            digest = hashlib.sha256(item).digest()
+            made = self._known.get((kind, digest))
+            if made is None:
+                where = f"{field}[{n}]"
+                made = tuple(said(_decoded(item, kind, where), where))
+                self._bytes += len(bytes(item))
+                if self._bytes > LARGEST_BODY:
+                    self._known.clear()
+                    self._bytes = 0
+                self._known[kind, digest] = made
+            messages += made
+        return messages
+
+
+def _decoded[T](raw: msgspec.Raw, kind: type[T], where: str) -> T:
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        said, _, inner = str(error).partition(" - at `$")
+        raise WireError(400, f"{said} - at `$.{where}{inner or '`'}") from None

@@ -137,7 +137,7 @@ class Rendering:
 
     def _named(self, messages: Iterable[CanonicalMessage]) -> dict[str, tuple[str, str]]:
         """Return of each call in a conversation, by its id, the id that the template is given, and its name."""
-        calls = [call for message in messages for call in message.calls]
+        calls = [call for message in messages if message.calls for call in message.calls]
         given = (lambda call, _: call.id) if self.calls is None else self.calls.template_id
         return {call.id: (given(call, n), call.name) for n, call in enumerate(calls)}
 

@@ -8,7 +8,14 @@ from typing import Any, ClassVar
 import msgspec
 
 from megarl.tasks.agents import wire
-from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ToolCall, WireError, refused_field
+from megarl.tasks.agents.messages import (
+    AgentRequest,
+    CanonicalMessage,
+    ReadMessages,
+    ToolCall,
+    WireError,
+    refused_field,
+)
 from megarl.tasks.agents.session import ContextFull, ServedTurn
 
 
@@ -30,7 +37,7 @@ class TextFormat(msgspec.Struct):
 
 
 class ResponsesBody(msgspec.Struct):
-    input: str | list[Item]
+    input: msgspec.Raw
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
@@ -41,6 +48,7 @@ class ResponsesBody(msgspec.Struct):
 
 class Responses(wire.WireProtocol):
     path = "/v1/responses"
+    conversation = "input"
     body = ResponsesBody
     refused: ClassVar = {
         "previous_response_id": wire.NO_STATE,
@@ -50,12 +58,13 @@ class Responses(wire.WireProtocol):
         "top_logprobs": wire.NO_LOGPROBS,
     }
 
-    def read(self, body: ResponsesBody) -> AgentRequest:
+    def read(self, body: ResponsesBody, known: ReadMessages) -> AgentRequest:
         wire.refuse_format(body.text and body.text.format, "text.format")
-        items = [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+        items = body.input
+        if bytes(items).startswith(b'"'):
+            items = msgspec.Raw(msgspec.json.encode([Item(role="user", content=msgspec.json.decode(items))]))
         messages = [CanonicalMessage("system", body.instructions)] if body.instructions else []
-        for n, item in enumerate(items):
-            said = _message(item, f"input[{n}]")
+        for said in known.read(items, Item, _messages, "input"):
             if said.role == "assistant" and messages and messages[-1].role == "assistant":
                 before = messages.pop()
                 said = replace(
@@ -118,21 +127,23 @@ class Responses(wire.WireProtocol):
             yield f"response.{kind}", {"type": f"response.{kind}", "sequence_number": n} | event
 
 
-def _message(item: Item, where: str) -> CanonicalMessage:
+def _messages(item: Item, where: str) -> tuple[CanonicalMessage]:
     """Return what an item says; those of an assistant's message are one each."""
     match item.type:
         case "message":
             role = wire.role_of(item.role, f"{where}.role")
             marks = frozenset([item.id] if item.id and role == "assistant" else [])
-            return CanonicalMessage(role, wire.text_of(item.content, f"{where}.content"), marks=marks)
+            return (CanonicalMessage(role, wire.text_of(item.content, f"{where}.content"), marks=marks),)
         case "reasoning":
             marks = frozenset(filter(None, (item.id, item.encrypted_content)))
-            return CanonicalMessage("assistant", reasoning=wire.text_of(item.content, f"{where}.content"), marks=marks)
+            return (
+                CanonicalMessage("assistant", reasoning=wire.text_of(item.content, f"{where}.content"), marks=marks),
+            )
         case "function_call":
             call = ToolCall.of(item.call_id, item.name, item.arguments)
-            return CanonicalMessage("assistant", calls=(call,), marks=frozenset([call.id]))
+            return (CanonicalMessage("assistant", calls=(call,), marks=frozenset([call.id])),)
         case "function_call_output":
-            return CanonicalMessage("tool", wire.text_of(item.output, f"{where}.output"), answers=item.call_id)
+            return (CanonicalMessage("tool", wire.text_of(item.output, f"{where}.output"), answers=item.call_id),)
     raise refused_field(where, f"the policy knows no {item.type}; {wire.NO_STATE}")
 
 

@@ -8,6 +8,7 @@ A generation goes on when its client has gone, for the client may come back; wha
 """
 
 import asyncio
+import hashlib
 import secrets
 import time
 from bisect import bisect_left
@@ -23,7 +24,7 @@ from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Episode, Segment, int32
 from megarl.core.recipe import Recipe
 from megarl.tasks.agents.calls import read_turn
-from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, WireError
+from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ReadMessages, WireError
 from megarl.tasks.agents.rendering import Rendering
 from megarl.tasks.agents.tree import SessionTree, TreeNode
 
@@ -74,7 +75,7 @@ class AgentSession:
 
     def __init__(self, recipe: Recipe, tokenizer: Tokenizer, rendering: Rendering, policy: Policy) -> None:
         self.key = secrets.token_hex(16)
-        self.tree = SessionTree()
+        self.tree, self.known = SessionTree(), ReadMessages()
         self.over, self.limited, self.reward = "", False, float("nan")
         self.failure: BaseException | None = None
         self.ended = asyncio.Event()
@@ -178,7 +179,7 @@ class AgentSession:
             node, served, "tool_calls" if served.calls else finish, len(before), len(node.sampled), stopped
         )
 
-    async def _placed(self, request: AgentRequest) -> tuple[TreeNode | None, bytes, np.ndarray]:
+    async def _placed(self, request: AgentRequest) -> tuple[TreeNode | None, "hashlib._Hash", np.ndarray]:
         """Return the node that the request continues, the hash of it, and the tokens to put in."""
         parent, key = self.tree.find(request)
         if parent is not None:

@@ -35,7 +35,7 @@ class TreeNode:
     parent: "TreeNode | None"
     put: np.ndarray
     history: tuple[CanonicalMessage, ...]
-    key: bytes
+    key: "hashlib._Hash"
     asked: int
     segments: tuple[Segment, ...] = ()
     served: CanonicalMessage = NOTHING
@@ -77,15 +77,17 @@ class SessionTree:
         self._at: dict[bytes, list[TreeNode]] = {}  # by the hash of all messages up to the served one
         self._clock = 0
 
-    def find(self, request: AgentRequest) -> tuple[TreeNode | None, bytes]:
+    def find(self, request: AgentRequest) -> tuple[TreeNode | None, "hashlib._Hash"]:
         """Return the node that the request continues, None for a new root, and the hash of the request."""
-        key, last, upto = _hash(b"", tagged(list(request.tools))), -1, b""
-        for n, message in enumerate(request.messages):
-            key = _hash(key, message.key)
-            if message.role == "assistant":
-                last, upto = n, key
-        fit = [node for node in self._at.get(upto, ()) if _reasoning_agrees(node, request.messages[: last + 1])]
-        marks = request.messages[last].marks if fit else frozenset()
+        answered = len(request.messages)
+        while answered and request.messages[answered - 1].role != "assistant":
+            answered -= 1
+        before, behind = request.messages[:answered], request.messages[answered:]
+        key = hashlib.sha256(hashlib.sha256(tagged(list(request.tools))).digest())
+        key.update(b"".join([message.key for message in before]))
+        fit = [node for node in self._at.get(key.digest(), ()) if _reasoning_agrees(node, before)]
+        key.update(b"".join([message.key for message in behind]))
+        marks = before[-1].marks if fit else frozenset()
         return max(fit, key=lambda node: (len(node.served.marks & marks), node.number), default=None), key
 
     def moment(self) -> int:
@@ -93,7 +95,9 @@ class SessionTree:
         self._clock += 1
         return self._clock
 
-    def add(self, parent: TreeNode | None, put: np.ndarray, request: AgentRequest, key: bytes, asked: int) -> TreeNode:
+    def add(
+        self, parent: TreeNode | None, put: np.ndarray, request: AgentRequest, key: "hashlib._Hash", asked: int
+    ) -> TreeNode:
         """Add the node of a request that is about to be sampled. asked: the moment at which it came."""
         history = request.messages
         if parent is not None:  # what was said, of which the agent may send back less
@@ -108,7 +112,9 @@ class SessionTree:
     def answer(self, node: TreeNode, segments: tuple[Segment, ...], served: CanonicalMessage) -> None:
         """Note what was sampled for the node, and what the agent is served of it."""
         node.segments, node.served = segments, served
-        self._at.setdefault(_hash(node.key, served.key), []).append(node)
+        upto = node.key.copy()
+        upto.update(served.key)
+        self._at.setdefault(upto.digest(), []).append(node)
 
     def deliver(self, node: TreeNode) -> None:
         """Note that the agent has got the whole answer."""
@@ -121,7 +127,8 @@ class SessionTree:
         """
         siblings = node.parent.children if node.parent is not None else [n for n in self.nodes if n.parent is None]
         return not node.children and any(
-            other.key == node.key and other.delivered >= 0 and other.asked > node.delivered for other in siblings
+            other.key.digest() == node.key.digest() and other.delivered >= 0 and other.asked > node.delivered
+            for other in siblings
         )
 
     def trained(self) -> list[list[TreeNode]]:
@@ -162,16 +169,12 @@ class SessionTree:
 def _reasoning_agrees(node: TreeNode, messages: Sequence[CanonicalMessage]) -> bool:
     """Return whether the reasoning that the agent sends back, where it does, is that of the conversation."""
     known = (*node.history, node.served)
+    told = [n for n, message in enumerate(messages) if message.reasoning]
     return len(known) == len(messages) and all(
-        not sent.reasoning.strip() or sent.reasoning.strip() == said.reasoning.strip()
-        for said, sent in zip(known, messages, strict=True)
+        messages[n].reasoning.strip() in ("", known[n].reasoning.strip()) for n in told
     )
 
 
 def _put_in(node: TreeNode) -> Segment:
     n, version = len(node.put), node.segments[0].weight_version
     return Segment(tokens=node.put, logprobs=np.zeros(n, np.float32), weight_version=version, trained=False)
-
-
-def _hash(before: bytes, said: bytes) -> bytes:
-    return hashlib.blake2b(before + said, digest_size=16).digest()

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, WireError, checked, refused_field
+from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ReadMessages, WireError, checked, refused_field
 from megarl.tasks.agents.session import ServedTurn
 
 NOT_THE_POLICY = "constrains what is sampled, whose log-probs are then not the policy's; leave it out"
@@ -32,16 +32,30 @@ type Content = str | Sequence[TextPart] | None
 class WireProtocol:
     """A provider's way to write requests, answers and errors.
 
-    body: what is read of a request; other fields are ignored. refused: fields, and why, if they have a value but none, false,
-    0, "" and empty.
+    body: what is read of a request; other fields are ignored. conversation: the field that has the messages, which `parse`
+    leaves as JSON. refused: fields, and why, if they have a value but none, false, 0, "" and empty.
     """
 
     path: str
+    conversation: ClassVar[str] = "messages"
     body: type[msgspec.Struct]
     refused: ClassVar[Mapping[str, str]]
 
-    def request(self, body: Mapping[str, Any]) -> tuple[str, AgentRequest]:
-        """Return the name of the model and the request. WireError if a field has another type, or is refused."""
+    def parse(self, data: bytes) -> dict[str, Any]:
+        """Return a body's fields. WireError if it is no JSON object."""
+        try:
+            fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+            return {
+                name: raw if name == self.conversation else msgspec.json.decode(raw) for name, raw in fields.items()
+            }
+        except msgspec.ValidationError:
+            raise WireError(400, "the body is no JSON object") from None
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            raise WireError(400, f"the body is no JSON: {error}") from None
+
+    def request(self, body: Mapping[str, Any], known: ReadMessages) -> tuple[str, AgentRequest]:
+        """Return the name of the model and the request. known: what the session has sent. WireError if a field has another
+        type, or is refused."""
         for field, why in self.refused.items():
             if body.get(field):
                 raise refused_field(field, why)
@@ -49,14 +63,14 @@ class WireProtocol:
             read = msgspec.convert(body, self.body, strict=True)
         except msgspec.ValidationError as error:
             raise WireError(400, str(error)) from None
-        return body.get("model") or "", self.read(read)
+        return body.get("model") or "", self.read(read, known)
 
     def ignored(self, body: Mapping[str, Any]) -> Iterator[str]:
         """Yield the fields of a request that have a value and are not read."""
         known = {*self.body.__struct_fields__, *self.refused, "model"}
         yield from (field for field, value in body.items() if field not in known and value is not None)
 
-    def read(self, body: Any) -> AgentRequest:
+    def read(self, body: Any, known: ReadMessages) -> AgentRequest:
         """Return what a body of the right types says."""
         raise NotImplementedError
 
