@@ -53,6 +53,16 @@ def wait_for(run: Run, said: str, process: subprocess.Popen[Any]) -> None:
         time.sleep(0.05)
 
 
+def wait_until_sampling(run: Run, server: subprocess.Popen[Any]) -> None:
+    """Wait until the joined server has sampled 40 tokens of its requests, of 300 or more. Its engine says so."""
+    (log,) = (run.rundir.logs / "server").glob("*.log")
+    end = time.monotonic() + LIMIT_S
+    while "Decode batch" not in log.read_text():
+        assert server.poll() is None
+        assert time.monotonic() < end, f"the joined server has not sampled 40 tokens within {LIMIT_S:g} s"
+        time.sleep(0.02)
+
+
 @pytest.fixture
 def run(stack: Stack, tmp_path: Path) -> Iterator[Run]:
     recipe = controller_recipe(stack.directory, tmp_path, [300, 500], {"prompts": 4, "samples": 2})
@@ -105,6 +115,7 @@ def test_a_server_joins_is_used_and_leaves_and_nothing_is_lost_or_doubled(run: R
         learner.go(until=2)
         assert "publish version 1 to servers [1]" in run.log(), "the other server was not paused for it"
         publish(learner)
+        wait_until_sampling(run, server)
         family = psutil.Process(server.pid).children(recursive=True)
         server.send_signal(signal.SIGTERM)
         assert server.wait(LEAVE_LIMIT_S) == 0, server.communicate()[0]
