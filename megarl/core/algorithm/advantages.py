@@ -2,6 +2,13 @@
 
     rewards ── centring ──► centred ── / deviation of the group | the batch | all batches so far (Moments) ──► advantages
 
+With `agent.credit: turn` a rollout has an advantage for each turn t of its session, from its return G_t = R + the sum of
+what the agent was rewarded after turn t:
+
+    A_t = (G_t - the mean of G_t over the rollouts of the group that have a turn t) / deviation
+
+It is GTPO's (arXiv 2511.14846) without a discount. A turn that no other rollout has is compared with the group's mean R.
+
 Group mean and batch deviation: ScaleRL (arXiv 2510.13786), section 3.2; group deviation: GRPO (arXiv 2402.03300);
 leave-one-out: RLOO (arXiv 2402.14740); running: reward scaling in PPO with a critic (Engstrom et al. 2020, arXiv 2005.12729).
 """
@@ -60,7 +67,8 @@ def advantages(
     running: Moments = NOTHING_SEEN,
     penalties: Penalties = NO_PENALTIES,
 ) -> list[np.ndarray]:
-    """Return centred rewards divided by a population deviation: one [generations] float64 per group.
+    """Return centred rewards divided by a population deviation: one [generations] float64 per group, or [turns of all its
+    rollouts] in the order of `turns_of`.
 
     centring: subtract the mean of the group, or of its other rollouts (n / (n - 1) times as much), or nothing.
     normalisation: batch: deviation of all centred rewards of these groups; group: of the group itself; running: of all batches
@@ -76,12 +84,27 @@ def advantages(
     return [c / deviation for c in each]
 
 
+def turns_of(group: Group) -> list[tuple[int, int]]:
+    """Return (rollout, turn) for all turns of the group; the turn is -1 if those of a rollout are not told apart."""
+    return [(n, turn) for n, rollout in enumerate(group.rollouts) for turn in sorted(rollout.credits)]
+
+
 def centred_rewards(group: Group, centring: Centring, penalties: Penalties = NO_PENALTIES) -> np.ndarray:
-    """Return the group's centred rewards, [generations] float64."""
-    if not np.ptp(group.rewards) and centring != "none":  # exactly 0, which r - mean is not in floating point
-        return np.zeros(len(group.rollouts))
+    """Return the group's centred returns, float64, in the order of `turns_of`: [generations] rewards without turns."""
     rewards = group.rewards - [penalties.get((group.ticket, r.sample), 0.0) for r in group.rollouts]
+    each = [sorted(r.credits.items()) for r in group.rollouts]
+    rollouts = np.repeat(np.arange(len(each)), [len(turns) for turns in each])
+    turns, credits = (np.array([entry[k] for entries in each for entry in entries]) for k in (0, 1))
+    returns = rewards[rollouts] + credits
     if centring == "none":
-        return rewards
-    lowered = rewards - rewards.mean()
-    return lowered if centring == "group" else lowered * (len(lowered) / (len(lowered) - 1))
+        return returns
+    centred = np.zeros(len(turns))  # exactly 0 where all are equal, which G - mean is not in floating point
+    for turn in np.unique(turns):
+        at = turns == turn
+        unpenalised, count = group.rewards[rollouts[at]] + credits[at], np.count_nonzero(at)
+        if count == 1:
+            centred[at] = returns[at] - rewards.mean() if np.ptp(group.rewards) else credits[at]
+        elif np.ptp(unpenalised):
+            lowered = returns[at] - returns[at].mean()
+            centred[at] = lowered if centring == "group" else lowered * (count / (count - 1))
+    return centred

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from megarl.core.algorithm.advantages import NOTHING_SEEN, Moments, advantages
+from megarl.core.algorithm.advantages import NOTHING_SEEN, Moments, advantages, turns_of
 from megarl.core.base.types import Batch, Group, PathTokens, Rollout, paths_of
 from megarl.core.recipe import Recipe
 
@@ -33,11 +33,12 @@ class TrainSequence:
     behaviour_logprobs [prompt + completion] float32, 0 where not trained
     loss_weight        [prompt + completion] float32, 0 where not trained (prompt, masked segments)
     reward             of the rollout, for the critic
-    advantage          of the rollout; with a critic, of each token
+    advantage          of the rollout; with a critic, a teacher or `agent.credit: turn`, of each token
     value, value_target  with a critic: its expectation before each trained token, and the value to learn
     reference_logprobs of each token, 0 where not trained: by the frozen reference
     kl_penalty         of each token, 0 where not trained: amount that the KL to the reference takes off the reward
     teacher_gain       of each token, 0 where not trained: log pi_teacher(y) - log mu(y); without a teacher 0
+    turns              [prompt + completion] int32 as in `Segment`; None: not told apart
     experts            [at most prompt + completion, layers with experts, experts a token]: to be replayed; None: free choice
     """
 
@@ -54,6 +55,7 @@ class TrainSequence:
     reference_logprobs: PerToken = 0.0
     kl_penalty: PerToken = 0.0
     teacher_gain: PerToken = 0.0
+    turns: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -108,7 +110,8 @@ def with_advantages(
 
     before: statistics of earlier batches' rewards. The second result has this batch's, too; `batch.advantage: running` divides
     by it. With a critic all advantages stay 0 here: gae.py computes them from its values. With a teacher tokens have advantages
-    of their own: `teacher.reward` times the rollout's, and `teacher.coefficient` times `teacher_gain`.
+    of their own: `teacher.reward` times the rollout's, and `teacher.coefficient` times `teacher_gain`. With turns told apart
+    each token has its turn's.
     """
     settings = recipe.batch
     if settings.centring == "critic":
@@ -121,11 +124,20 @@ def with_advantages(
     after = before.after(np.concatenate([np.zeros(0), *centred]))
     gains = advantages(groups, settings.advantage, settings.centring, after, penalties)
     gain_of = {
-        (group.ticket, rollout.sample): float(gain)
+        (group.ticket, group.rollouts[n].sample, turn): float(gain)
         for group, group_gains in zip(groups, gains, strict=True)
-        for rollout, gain in zip(group.rollouts, group_gains, strict=True)
+        for (n, turn), gain in zip(turns_of(group), group_gains, strict=True)
     }
-    return [replace(s, advantage=_with_teacher(gain_of[s.ticket, s.sample], s, recipe)) for s in sequences], after
+
+    def advantage(s: TrainSequence) -> PerToken:
+        if s.turns is None:
+            return _with_teacher(gain_of[s.ticket, s.sample, -1], s, recipe)
+        gains = np.zeros(len(s), np.float32)
+        for turn in np.unique(s.turns[s.loss_weight > 0]):
+            gains[s.turns == turn] = gain_of[s.ticket, s.sample, int(turn)]
+        return gains
+
+    return [replace(s, advantage=advantage(s)) for s in sequences], after
 
 
 def _with_teacher(gain: float, sequence: TrainSequence, recipe: Recipe) -> PerToken:
@@ -158,6 +170,7 @@ def _sequence(group: Group, rollout: Rollout, path: PathTokens, weight: float) -
         reward=rollout.reward,
         experts=None if rollout.routing is None else rollout.routing.table,
         teacher_gain=0.0 if gain is None else gain,
+        turns=path.turns if path.turns.max(initial=-1) >= 0 else None,
     )
 
 
@@ -171,7 +184,8 @@ def unrewarded(index: int, tokens: np.ndarray, first: int = 1, experts: np.ndarr
 def batch_statistics(batch: Batch) -> dict[str, float]:
     """Compute the metrics of a step's batch, groups without variance included. A mean over nothing is NaN; rates are
     shares of rollouts, `zero_variance_share` of non-void groups; lags are in steps, over sampled tokens; `reward/NAME` is the
-    mean score before its weight, over the rollouts whose task has this reward."""
+    mean score before its weight, over the rollouts whose task has this reward; `reward/turns` the mean of what agents were
+    rewarded after their first turn, before the last reward."""
     groups = [g for g in batch.groups if not g.void]
     rollouts = [r for g in groups for r in g.rollouts]
     lengths = np.array([sum(len(s.tokens) for s in r.segments) for r in rollouts])
@@ -183,6 +197,8 @@ def batch_statistics(batch: Batch) -> dict[str, float]:
     varied = [g.has_variance for g in groups]
     names = dict.fromkeys(name for r in rollouts for name in r.rewards)
     more = {f"reward/{name}": _mean([r.rewards[name] for r in rollouts if name in r.rewards]) for name in names}
+    if turns := [r.credits for r in rollouts if -1 not in r.credits]:
+        more["reward/turns"] = _mean([credits[min(credits)] for credits in turns])
     if apart := [(r.logprobs - r.teacher_logprobs)[r.trained] for r in rollouts if r.teacher_logprobs is not None]:
         more["kl_teacher"] = _mean(np.concatenate(apart))
     rewards = np.array([r.reward for r in rollouts])

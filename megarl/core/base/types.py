@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 from numpy.typing import DTypeLike
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Version of every frame between roles and every journal file; readers refuse any other."""
 
 SHOWN_ANSWER = 200
@@ -60,17 +60,21 @@ class Prompt(Record, frozen=True):
         return msgspec.structs.replace(self, answer=f"{self.answer[:SHOWN_ANSWER]} … ({more:,} characters more)")
 
 
-class Segment(Record, frozen=True):
+class Segment(Record, frozen=True, omit_defaults=True):
     """Consecutive completion tokens of one origin.
 
     tokens [n] int32; logprobs [n] float32: behaviour log-probs as recorded at sampling, 0 where not trained;
     weight_version: of the weights that sampled them (for tokens salvaged from a lost server, at the request's start).
+    turn, credit: with `agent.credit: turn`, the number of the turn in its session, by the time at which it was served, and the
+    sum of what the agent was rewarded after it, without the rollout's reward.
     """
 
     tokens: np.ndarray
     logprobs: np.ndarray
     weight_version: int
     trained: bool = True
+    turn: int = -1
+    credit: float = 0.0
 
 
 class Routing(Record, frozen=True):
@@ -121,12 +125,14 @@ class Branch(Record, frozen=True):
 
 class PathTokens(NamedTuple):
     """A sequence that the learner may train: tokens [n] int32, the prompt's too, with behaviour log-probs [n] float32, 0
-    where masked, and trained [n] bool. own: first token that no earlier path of the rollout has."""
+    where masked, and trained [n] bool. own: first token that no earlier path of the rollout has. turns [n] int32: as in
+    `Segment`, -1 where masked."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
     trained: np.ndarray
     own: int
+    turns: np.ndarray
 
 
 class Rollout(Record, frozen=True):
@@ -179,6 +185,11 @@ class Rollout(Record, frozen=True):
         """|y|: the tokens that count in an aggregation, over all paths."""
         return sum(len(s.tokens) for s in self.segments if s.trained)
 
+    @property
+    def credits(self) -> dict[int, float]:
+        """What each turn was rewarded beside `reward`, by its number; turn -1 and 0 if turns are not told apart."""
+        return {s.turn: s.credit for s in self.segments if s.trained} or {-1: 0.0}
+
 
 def paths_of(segments: Sequence[Segment], paths: Sequence[Branch], prompt: np.ndarray) -> list[PathTokens]:
     """Return the sequences of a rollout in order: one of prompt [prompt_len] and completion if no agent made it."""
@@ -195,6 +206,7 @@ def paths_of(segments: Sequence[Segment], paths: Sequence[Branch], prompt: np.nd
                 _joined([np.zeros(n, np.float32), *(s.logprobs for s in own)], np.float32),
                 _joined([np.zeros(n, np.bool_), *(np.full(len(s.tokens), s.trained) for s in own)], np.bool_),
                 n,
+                _joined([np.full(n, -1), *(np.full(len(s.tokens), s.turn) for s in own)], np.int32),
             )
         )
     return made
@@ -224,11 +236,16 @@ class Group(Record, frozen=True):
 
     @property
     def has_variance(self) -> bool:
-        """Whether its answers were graded differently: for right-or-wrong grades, whether both occur.
+        """Whether its answers were graded differently: for right-or-wrong grades, whether both occur. Of equal grades, whether
+        a turn was rewarded differently.
 
         The overlong penalty does not count: a group of right answers would teach nothing but their lengths.
         """
-        return len({r.reward if r.graded is None else r.graded for r in self.rollouts}) > 1
+        grades = {r.reward if r.graded is None else r.graded for r in self.rollouts}
+        credits: dict[int, list[float]] = {}
+        for turn, credit in (each for r in self.rollouts for each in r.credits.items()):
+            credits.setdefault(turn, []).append(credit)
+        return len(grades) > 1 or any(len(set(c)) > 1 or (len(c) == 1 and c != [0.0]) for c in credits.values())
 
 
 class Batch(Record, frozen=True):

@@ -325,6 +325,10 @@ def _agents(r: Recipe) -> Iterator[str]:
             yield f"{key}.agent: experts are not recorded over an agent's paths; set model.moe.routing_replay=false"
         if r.teachers:
             yield f"{key}.agent: a teacher scores no agent's paths; set teacher.coefficient=0"
+        if r.agent.credit == "turn" and r.has_critic:
+            yield "agent.credit: with batch.centring=critic the critic gives turns their advantages; set episode"
+        if r.agent.credit == "turn" and r.loss.kind == "gmpo":
+            yield "agent.credit: gmpo needs one advantage a rollout, and turns have their own; set episode"
         if r.length.control == "overlong_penalty":
             yield f"{key}.agent: length.control=overlong_penalty is for one completion, and a session has many; set none"
 

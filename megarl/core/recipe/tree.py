@@ -505,6 +505,10 @@ class AgentSection(Section):
         "sampled",
         description="what the policy sees of its earlier turns: all that it wrote, or what the chat template leaves of it",
     )
+    credit: Literal["episode", "turn"] = Field(
+        "episode",
+        description="what a turn is trained on: the session's reward, or that and what POST /v1/reward gave after the turn",
+    )
     at_once: int = Field(32, ge=1, description="most agents that run at once")
     time_s: float = Field(1800, gt=0, description="limit of a session, in seconds; then it is graded as it is")
     idle_s: float = Field(600, gt=0, description="limit of the time without a request, in seconds")

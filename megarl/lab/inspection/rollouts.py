@@ -177,6 +177,7 @@ def _as_json(group: Group, due: int | None, tokenizer: Tokenizer | None) -> dict
     for rollout in group.rollouts:
         segments = [
             {"weight_version": s.weight_version, "trained": s.trained, "logprobs": s.logprobs.tolist()}
+            | ({"turn": s.turn, "credit": s.credit} if s.turn >= 0 else {})
             | shown(s.tokens)
             for s in rollout.segments
         ]

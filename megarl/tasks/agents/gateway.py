@@ -114,15 +114,15 @@ class Gateway:
         return web.json_response(model if named else {"object": "list", "data": [model]})
 
     async def _reward(self, request: web.Request, protocol: WireProtocol, session: AgentSession) -> web.Response:
-        """Take the session's reward; the last one counts."""
+        """Take a reward of the session."""
         _, body = await _read(request, protocol)
         reward = body.get("reward")
         if isinstance(reward, bool):
             reward = 1.0 if reward else -1.0
         if not isinstance(reward, int | float) or not math.isfinite(reward):
             raise WireError(400, f"reward: should be a finite number, or true or false, got {reward!r:.80}")
-        session.reward = float(reward)
-        return web.json_response({"reward": session.reward})
+        session.post(float(reward))
+        return web.json_response({"reward": float(reward)})
 
     async def _count(self, request: web.Request, protocol: WireProtocol, session: AgentSession) -> web.Response:
         """Tell the length of a request's prompt, as it would be sent."""

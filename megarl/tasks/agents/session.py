@@ -69,14 +69,16 @@ class ServedTurn:
 
 
 class AgentSession:
-    """A session until `close`. over: why no request is served any more; limited: a limit of the recipe is why. reward: posted
-    by the agent. failure: what the policy raised. ended: set when the session is over. idle_since: None while one works.
+    """A session until `close`. over: why no request is served any more; limited: a limit of the recipe is why. rewards:
+    posted by the agent, each with its moment. failure: what the policy raised. ended: set when the session is over.
+    idle_since: None while one works.
     """
 
     def __init__(self, recipe: Recipe, tokenizer: Tokenizer, rendering: Rendering, policy: Policy) -> None:
         self.key = secrets.token_hex(16)
         self.tree, self.known = SessionTree(), ReadMessages()
-        self.over, self.limited, self.reward = "", False, float("nan")
+        self.over, self.limited = "", False
+        self.rewards: list[tuple[int, float]] = []
         self.failure: BaseException | None = None
         self.ended = asyncio.Event()
         self.began = time.monotonic()
@@ -84,7 +86,7 @@ class AgentSession:
         self._settings, self._length = recipe.agent, recipe.length
         self._tokenizer, self._rendering, self._policy = tokenizer, rendering, policy
         self._asked: dict[bytes, list[PendingTurn]] = {}
-        self._working, self._paths, self._alone = 0, 0, 0.0
+        self._working, self._paths, self._alone, self._asked_last = 0, 0, 0.0, 0
         self._room, self._lent, self._returned = recipe.agent.trained_tokens, 0, asyncio.Event()
 
     def begin(self, request: AgentRequest, body: bytes, retried: bool, is_open: Callable[[], bool]) -> PendingTurn:
@@ -100,10 +102,17 @@ class AgentSession:
             return again[0]
         if sum(map(len, self._asked.values())) >= self._settings.requests:
             raise self._limit(f"agent.requests={self._settings.requests} were served")
-        generation = PendingTurn(self.tree.moment(), clients=[is_open])
+        self._asked_last = self.tree.moment()
+        generation = PendingTurn(self._asked_last, clients=[is_open])
         generation.done = asyncio.create_task(self._generate(request, generation))
         before.append(generation)
         return generation
+
+    def post(self, reward: float) -> None:
+        """Take a reward. Of several without a request between them, the last one counts."""
+        if self.rewards and self.rewards[-1][0] > self._asked_last:
+            self.rewards.pop()
+        self.rewards.append((self.tree.moment(), reward))
 
     def check(self) -> None:
         """Raise WireError if the session is over."""
@@ -119,7 +128,12 @@ class AgentSession:
                 generation.done.cancel()
 
     def rollout(self) -> AgentRollout:
-        """Return what is trained of the session, and what is graded: the last message that the agent got."""
+        """Return what is trained of the session, and what is graded: the last message that the agent got, unless it has posted
+        a reward: with `agent.credit: episode` any, else one behind its last request."""
+        final = self.rewards[-1:]
+        if self._settings.credit == "turn":
+            final = [(at, reward) for at, reward in final if at > self._asked_last]
+            self.tree.credit(self.rewards[: len(self.rewards) - len(final)])
         segments, paths = self.tree.paths()
         served = [node for node in self.tree.nodes if node.delivered >= 0]
         last = max(served, key=lambda node: node.delivered, default=None)
@@ -129,7 +143,7 @@ class AgentSession:
             untrained=self.tree.untrained_tokens(),
         )  # fmt: skip
         text = "" if last is None else self._text(last)
-        verdict = None if np.isnan(self.reward) else Verdict(self.reward)
+        verdict = Verdict(final[0][1]) if final else None
         return AgentRollout(segments, paths, text, "length" if self.limited else "stop", verdict, episode)
 
     async def prompt_tokens(self, request: AgentRequest) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec import structs
 
 from megarl.core.base.types import Branch, Segment, int32
 from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, tagged
@@ -139,6 +140,14 @@ class SessionTree:
             if any(child in kept for child in node.children) or (node.delivered >= 0 and not self.superseded(node)):
                 kept.add(node)
         return [n.line for n in self.nodes if n in kept and not any(child in kept for child in n.children)]
+
+    def credit(self, rewards: Sequence[tuple[int, float]]) -> None:
+        """Number the turns that are trained in the order in which they were served, and credit each with the rewards behind it.
+        rewards: amounts with their moments."""
+        served = {node: max(node.delivered, node.asked) for line in self.trained() for node in line}
+        for number, (node, moment) in enumerate(sorted(served.items(), key=lambda each: each[1])):
+            credit = sum(reward for at, reward in rewards if at > moment)
+            node.segments = tuple(structs.replace(s, turn=number, credit=credit) for s in node.segments)
 
     def paths(self) -> tuple[tuple[Segment, ...], tuple[Branch, ...]]:
         """Return all trained lines as segments and paths: the first path through a node trains it."""

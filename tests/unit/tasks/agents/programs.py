@@ -41,6 +41,20 @@ async def unjudged(task: Any) -> None:
     ask(user(task.prompt))
 
 
+def rewarded_by_turn(task: Any) -> None:
+    """Three turns in two conversations, with rewards before, between and behind them."""
+    ask([], "reward", reward=8)
+    ask(user(task.prompt))
+    ask([], "reward", reward=100)
+    ask([], "reward", reward=1)  # in place of the 100
+    ask(user("something else"))
+    said = {"role": "assistant", "content": "7"}
+    ask([*user(task.prompt), said, *user("and?")])
+    ask([], "reward", reward=2)
+    ask([*user(task.prompt), said, *user("and?"), said, *user("and then?")])
+    ask([], "reward", reward=0.5)
+
+
 def crashes(task: Any) -> bool:
     ask(user(task.prompt))
     raise RuntimeError("a bug of mine")

@@ -252,7 +252,7 @@ def test_a_key_opens_its_session_alone(tmp_path: Path) -> None:
             for path in ("/", "/v1/files", f"/s/{server.key}/../../etc/passwd", "/generate", "/metrics"):
                 async with served.http.get(served.url + path) as reply:
                     assert reply.status in (401, 404, 405)
-            assert server.reward != server.reward, "nobody else has set its reward"
+            assert not server.rewards, "nobody else has set its reward"
             assert not served.asked
 
     run(test)
@@ -302,7 +302,7 @@ def test_no_session_sees_what_another_was_told(tmp_path: Path) -> None:
                 "it has nothing to say"
             )
             assert (await served.post("reward", {"reward": 1}, foreign.key))[0] == 200
-            assert (foreign.reward, served.session.reward != served.session.reward) == (1.0, True)
+            assert ([reward for _, reward in foreign.rewards], served.session.rewards) == ([1.0], [])
             assert (await served.chat())[0] == 400, "its policy has nothing to say either"
 
     run(test)

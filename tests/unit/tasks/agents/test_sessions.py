@@ -69,6 +69,18 @@ def test_functions_and_commands_are_given_the_task_and_rewarded(
     assert (made.episode.turns, made.episode.limited, len(made.paths)) == (1, False, 1)
 
 
+def test_a_reward_is_the_credit_of_the_turns_before_it(tmp_path: Path) -> None:
+    """The last one, behind all requests, is the session's; of the two conversations the second has turns 0, 2 and 3."""
+    (made,) = play(tmp_path, f"{HERE}:rewarded_by_turn", credit="turn")
+    assert made.verdict == Verdict(0.5)
+    told = [(s.turn, s.credit) for s in made.segments if s.trained]
+    assert told == [(1, 2.0), (0, 3.0), (2, 2.0), (3, 0.0)]
+    assert [path.segments for path in made.paths] == [2, 6]
+    (whole,) = play(tmp_path, f"{HERE}:rewarded_by_turn")
+    assert whole.verdict == Verdict(0.5)
+    assert {(s.turn, s.credit) for s in whole.segments} == {(-1, 0.0)}
+
+
 def test_a_command_finds_the_packages_of_its_own_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "theirs")
     told = f'test "$PYTHONPATH" = theirs || exit 3; PYTHONPATH={Path.cwd()} exec {" ".join(COMMAND)}'
