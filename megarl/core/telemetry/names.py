@@ -21,7 +21,8 @@ NAMES: dict[str, tuple[str, str]] = {
     "reward_mean": ("reward", "mean reward of the batch"),
     "reward": (
         "reward",
-        "reward/NAME: mean score of each of a task's rewards, before its weight; reward/answer: of its own grader",
+        "reward/NAME: mean score of each of a task's rewards, before its weight; reward/answer: of its own grader; "
+        "reward/turns: of what agents were rewarded behind their first turn, before the session's reward",
     ),
     "reward_gap": ("reward", "mean reward of right answers less that of wrong ones; above 0 unless a grader is wrong"),
     "zero_variance_share": (

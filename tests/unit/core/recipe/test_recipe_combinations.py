@@ -26,6 +26,11 @@ def shared(**sections: Tree) -> Tree:
     return tree | sections
 
 
+def by_agent(**sections: Tree) -> Tree:
+    task: Tree = {"train": "x", "heldout": "y", "grader": "exact", "agent": "mine:solve"}
+    return {"data": {"tasks": {"t": task}}, "length": {"control": "none"}} | sections
+
+
 def distilled(**sections: Tree) -> Tree:
     """A recipe with a teacher, but for these sections."""
     return {"teacher": {"path": "t", "coefficient": 1.0}, "batch": {"zero_variance": "keep"}} | sections
@@ -79,6 +84,11 @@ IMPOSSIBLE = [
         "teacher.coefficient: with batch.centring=critic the critic gives tokens their advantages",
     ),
     (distilled(loss={"kind": "gmpo"}), "loss.kind: gmpo needs one advantage a rollout"),
+    (
+        by_agent(agent={"credit": "turn"}, batch={"centring": "critic"}),
+        "agent.credit: with batch.centring=critic the critic gives turns their advantages",
+    ),
+    (by_agent(agent={"credit": "turn"}, loss={"kind": "gmpo"}), "agent.credit: gmpo needs one advantage a rollout"),
     (distilled(sampling={"temperature": 0.9}), "sampling.temperature: the teacher scores at temperature 1"),
     (
         shared(teacher={"path": "t", "coefficient": 1.0}, batch={"zero_variance": "keep"}),
