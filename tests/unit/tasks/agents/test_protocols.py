@@ -8,6 +8,9 @@ import anthropic
 import openai
 import pytest
 
+from megarl.tasks.agents import messages as messages_module
+from megarl.tasks.agents.anthropic_messages import AnthropicMessages
+from megarl.tasks.agents.messages import AgentRequest, ReadMessages, WireError
 from tests.unit.tasks.agents.serving import USER, Served, called, gateway, run
 
 SAID = "<think>Hm.\n</think>\n\nLook." + called(a=1)
@@ -229,3 +232,40 @@ def test_results_calls_and_words_of_one_message_are_told_apart(tmp_path: Path) -
             assert len(served.session.tree.paths()[1]) == 1, "the billing block is no part of the conversation"
 
     run(test)
+
+
+def asked_anthropics(known: ReadMessages, *messages: str) -> AgentRequest:
+    """Read a request whose messages are these texts of JSON."""
+    protocol = AnthropicMessages()
+    body = f'{{"model": "policy", "max_tokens": 9, "messages": [{", ".join(messages)}]}}'
+    return protocol.request(protocol.parse(body.encode()), known)[1]
+
+
+def called_with(value: str) -> str:
+    block = f'{{"type": "tool_use", "id": "c", "name": "add", "input": {{"a": {value}}}}}'
+    return f'{{"role": "assistant", "content": [{block}]}}'
+
+
+def test_a_message_is_read_once_a_session_and_told_apart_by_its_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    user, calls = '{"role": "user", "content": "u"}', [called_with(value) for value in ("1", "1.0", "true")]
+    known = ReadMessages()
+    read = [asked_anthropics(known, user, call, user).messages for call in (*calls, *calls)]
+    assert all(before[1] is after[1] for before, after in zip(read[:3], read[3:], strict=True))
+    assert all(each[0] is each[2] is read[0][0] for each in read)
+    assert len({each[1].key for each in read}) == 3, "1, 1.0 and true are three of them"
+    assert read[:3] == [asked_anthropics(ReadMessages(), user, call, user).messages for call in calls]
+    monkeypatch.setattr(messages_module, "LARGEST_BODY", 2 * len(user))
+    small = ReadMessages()
+    long = [f'{{"role": "user", "content": "{n}"}}' for n in (1, 2, 3, 1)]
+    assert [m.text for m in asked_anthropics(small, *long).messages] == ["1", "2", "3", "1"], (
+        "forgotten, and read again"
+    )
+
+
+def test_a_message_of_another_type_is_named_by_its_place() -> None:
+    known = ReadMessages()
+    for _ in range(2):  # what was refused is not known
+        with pytest.raises(WireError, match=r"Expected `str`, got `int` - at `\$\.messages\[1\]\.role`"):
+            asked_anthropics(known, '{"role": "user", "content": "u"}', '{"role": 3, "content": "u"}')
+        with pytest.raises(WireError, match=r"messages\[1\]\.role: 'cat' is none of"):
+            asked_anthropics(known, '{"role": "user", "content": "u"}', '{"role": "cat", "content": "u"}')
