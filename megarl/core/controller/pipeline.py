@@ -32,13 +32,10 @@ class Records(Protocol):
 
 
 class Source(Protocol):
-    """Draws prompts and makes groups from them. exhausted: there will be no more draws."""
+    """Draws prompts and makes groups from them."""
 
-    @property
-    def exhausted(self) -> bool: ...
-
-    def draw(self, ticket: int, due: int) -> Admitted | None:
-        """Return the next prompt for this ticket, which step `due` would train; None if there is none now."""
+    def draw(self, ticket: int, due: int) -> Admitted:
+        """Return the next prompt for this ticket, which step `due` would train."""
         ...
 
     async def make(self, admitted: Admitted, places: GroupPlaces) -> Finished | Removed:
@@ -73,7 +70,7 @@ class Pipeline:
     ) -> None:
         self.records, self.changed = records, changed
         self._recipe, self._places, self._source = recipe, places, source
-        self._steps, self._admit_steps = steps, admit_steps
+        self.final_step, self._admit_steps = steps, admit_steps
         self.state, self.admission = records.state, records.state.admission
         self.evaluations = EvaluationSchedule(recipe, places, self.state)
         self.window = Window(recipe, self.state.window)
@@ -88,12 +85,7 @@ class Pipeline:
                 await self._places.changed.wait()
                 self._places.changed.clear()
                 while self._room():
-                    known, ticket = self._source.exhausted, self.admission.next_ticket
-                    drawn = self._source.draw(ticket, self.admission.next_due())
-                    if drawn is None:
-                        if not known:
-                            self.changed()  # the run may be over; only once, for a change leads back here
-                        break
+                    drawn = self._source.draw(self.admission.next_ticket, self.admission.next_due())
                     self.records.write(drawn)
                     if self.admitted % self._recipe.batch.prompts == 0:
                         self.window.drawn(self.admission.next_due())
@@ -110,11 +102,6 @@ class Pipeline:
     def admitted(self) -> int:
         """Return the number of tickets admitted and not removed."""
         return self.admission.forgotten + len(self.admission.queue)
-
-    @property
-    def final_step(self) -> int:
-        """Return the last step, or the number of batches that the prompts gave."""
-        return min(self._steps, self.admitted // self._recipe.batch.prompts) if self._source.exhausted else self._steps
 
     def ahead(self, step: int) -> int:
         """Return the number of tickets drawn and not trained before `step`."""

@@ -10,8 +10,9 @@ import copy
 import difflib
 import os
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -307,12 +308,18 @@ def _apply(tree: dict[str, Any], override: str, origin: Origin) -> None:
     origin[(*parents, last)] = said
 
 
+type Kept = tuple[object, ...] | None
+"""The values that mean today's behaviour; None: any value, because it never changed a result."""
+
+
 @dataclass(frozen=True)
 class RemovedKey:
     """A key of earlier versions. A recipe may keep it with a value that means today's behaviour."""
 
     instead: str  # what is done now
-    kept: tuple[object, ...] | None = None  # those values; None: any value, because the key never changed a result
+    kept: Kept | Callable[[Callable[[str], Any]], Kept] = (
+        None  # or a function of the recipe: the value of each key in it
+    )
 
 
 REMOVED = {
@@ -351,7 +358,10 @@ REMOVED = {
     "evaluation.suites.*.reply_timeout_s": RemovedKey("an environment has 600 s for a reply", (600,)),
     "reference.path": RemovedKey("the reference is model.path, the policy's start", ("",)),
     "sampling.top_p": RemovedKey("training samples from the whole vocabulary; evaluations have evaluation.top_p", (1,)),
-    "loss.correction_cap": RemovedKey("with loss.correction it is loss.cap"),
+    "loss.correction_cap": RemovedKey(
+        "with loss.correction it is loss.cap",
+        lambda now: None if now("loss.correction") == "none" else (now("loss.cap"),),
+    ),
     "critic.gamma": RemovedKey("tokens are not discounted", (1,)),
     "critic.value_clip": RemovedKey("a value moves by 0.2 at most", (0.2,)),
     **{
@@ -366,10 +376,20 @@ REMOVED = {
     "sft.optimizer.grad_clip": RemovedKey("the warm start has ScaleRL's value", (1,)),
     "sft.optimizer.warmup_steps": RemovedKey("it is a thirtieth of sft.steps", (20, 100)),
     **{
-        f"critic.optimizer.{key}": RemovedKey("the critic has learner.optimizer's value")
-        for key in ("schedule", "grad_clip")
+        f"critic.optimizer.{key}": RemovedKey(
+            f"it is {other}", lambda now, other=other: (now(other),) if now("batch.centring") == "critic" else None
+        )
+        for key, other in (
+            ("schedule", "learner.optimizer.schedule"), ("grad_clip", "learner.optimizer.grad_clip"),
+            ("warmup_steps", "critic.warmup_steps"),
+        )
     },
-    "critic.optimizer.warmup_steps": RemovedKey("it is critic.warmup_steps"),
+    "data.on_exhausted": RemovedKey("with too few prompts left, all of the task's are begun again", ("reset",)),
+    "data.curriculum.steps": RemovedKey(
+        "all prompts are in play once as many are drawn as the task has",
+        lambda now: None if now("data.curriculum.kind") == "none" else (),
+    ),
+    "description": RemovedKey("it is the first line of a shipped recipe's file, a comment"),
 }  # fmt: skip
 """Keys that are no longer there, `*` for any name; the sentence ends the message "is no longer a key: …"."""
 
@@ -379,21 +399,20 @@ def _without_removed(tree: dict[str, Any], origin: Origin, source: str) -> dict[
     tree = copy.deepcopy(tree)
     for pattern, removed in REMOVED.items():
         for (*sections, last), inside in _matching(tree, pattern.split(".")):
-            kept = removed.kept
-            if (
-                pattern.startswith("critic.optimizer.")
-                and kept is None
-                and tree.get("batch", {}).get("centring") == "critic"
-            ):
-                other = tree["critic"] if last == "warmup_steps" else tree.get("learner", {}).get("optimizer", {})
-                kept = (other.get(last),)
-            if pattern == "loss.correction_cap" and inside.get("correction", "none") != "none":
-                kept = (inside.get("cap"),)
+            kept = removed.kept(partial(_now, tree)) if callable(removed.kept) else removed.kept
             if kept is not None and inside[last] not in kept:
                 where = _place((*sections, last), origin) or source
                 raise MegarlError(f"{where}: {'.'.join((*sections, last))}: is no longer a key: {removed.instead}")
             del inside[last]
     return tree
+
+
+def _now(tree: Any, key: str) -> Any:
+    """Return the value of a key in the tree, or its default."""
+    default: Any = Recipe()
+    for name in key.split("."):
+        tree, default = tree.get(name) if isinstance(tree, dict) else None, getattr(default, name)
+    return default if tree is None else tree
 
 
 def _matching(tree: Any, pattern: Sequence[str]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:

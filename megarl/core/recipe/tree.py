@@ -20,9 +20,10 @@ class Curriculum(Section):
     """Easy prompts first, by their `difficulty`. Not part of ScaleRL."""
 
     kind: Literal["none", "linear", "exponential"] = Field(
-        "none", description="how the share of prompts in play grows; none: all from the start"
+        "none",
+        description="how the share of prompts in play grows, to all once as many are drawn as the task has; none: all from "
+        "the start",
     )
-    steps: int = Field(1000, ge=1, description="batches until all prompts are in play")
 
 
 TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
@@ -143,10 +144,6 @@ class Suite(Rows):
 
 class Data(Section):
     tasks: dict[TaskName, Task] = Field({}, description="tasks by name; null removes one of the base recipe")
-    on_exhausted: Literal["stop", "reset"] = Field(
-        "reset",
-        description="if fewer of a task's prompts are left than a batch takes: reset begins again, stop draws no more of it",
-    )
     curriculum: Curriculum = Curriculum()
     services: dict[TaskName, Service] = Field({}, description="reward services by name; a grader refers to one by it")
     sandbox: Literal["bubblewrap", "rlimits"] = Field(
@@ -616,9 +613,8 @@ class Sft(Section):
 
 
 class Recipe(Section):
-    """Everything that defines a run. `description` is what `megarl recipes` shows."""
+    """Everything that defines a run."""
 
-    description: str = Field("", description="what `megarl recipes` shows")
     run: Run = Run()
     model: Model = Model()
     resources: Resources = Resources()

@@ -129,7 +129,7 @@ def planned(title: str, recipes: Mapping[str, Recipe]) -> Table:
     shown = Table(*columns, box=None, padding=(0, 2), pad_edge=False, title=title, title_justify="left")
     for name, recipe in recipes.items():
         changed = [(key, new) for key, _, new in differences(next(iter(recipes.values())), recipe)]
-        words = [f"{key}={new}" for key, new in changed if key not in ("description", "run.name")]
+        words = [f"{key}={new}" for key, new in changed if key != "run.name"]
         shown.add_row(name, " ".join(words))
     return shown
 

@@ -266,7 +266,7 @@ def test_run_is_not_overwritten(recipe: Recipe, write_run: Callable[[int], RunDi
         ("batch", {"prompts": 12}, r"batch\.prompts: 48 in .*, 12 now"),
         ("loss", {"cap": 8.0}, r"loss\.cap: 4\.0 in .*, 8\.0 now"),
         ("sampling", {"temperature": 0.7}, r"sampling\.temperature: 1\.0 in .*, 0\.7 now"),
-        ("data", {"on_exhausted": "stop"}, r"data\.on_exhausted: 'reset' in .*, 'stop' now"),
+        ("data", {"curriculum": {"kind": "linear"}}, r"data\.curriculum\.kind: 'none' in .*, 'linear' now"),
         ("data", {"tasks": {}}, r"data\.tasks\.math\.weight: 1\.0 in .*, None now"),
         (
             "data",

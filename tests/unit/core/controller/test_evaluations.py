@@ -121,8 +121,6 @@ class Answers:
 class NoTickets:
     """A source of which nothing is asked."""
 
-    exhausted = False
-
 
 def evaluations_of(
     recipe: Recipe, journal: Journal, members: Membership, answers: Answers, count: int, fail: Callable, stop: Callable

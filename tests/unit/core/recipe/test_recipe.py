@@ -231,7 +231,6 @@ def test_unknown_name() -> None:
 @pytest.mark.parametrize("name", sorted(shipped()))
 def test_shipped_recipes(name: str) -> None:
     recipe = load(name)
-    assert recipe.description
     assert recipe.run.name == name
 
 
@@ -422,7 +421,7 @@ def test_most_of_many_errors_are_counted(file: Path) -> None:
         ),
         (
             {"batch": {"centring": "critic"}, "critic": {"optimizer": {"schedule": "cosine"}}},
-            "critic.optimizer.schedule: is no longer a key: the critic has learner.optimizer's value",
+            "critic.optimizer.schedule: is no longer a key: it is learner.optimizer.schedule",
         ),
         (
             {"batch": {"centring": "critic"}, "critic": {"warmup_steps": 50, "optimizer": {"warmup_steps": 10}}},

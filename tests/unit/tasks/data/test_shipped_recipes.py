@@ -12,7 +12,9 @@ DEFAULT = Recipe()
 @pytest.mark.parametrize("name", shipped())
 def test_it_loads_describes_itself_and_is_named_after_its_file(name):
     recipe = load(name)
-    assert 20 < len(recipe.description) < 110
+    described = shipped()[name].read_text().partition("\n")[0]
+    assert described.startswith("# ")
+    assert 20 < len(described) < 115
     assert recipe.run.name == name
     assert not recipe.sft.init or recipe.model.path.endswith("-sft"), "the warm start writes model.path"
 
@@ -109,7 +111,7 @@ def test_scalerl_8b_32k_is_scalerl_8b_with_the_papers_longer_context():
     assert r.length == base.length.model_copy(update={"thinking_tokens": (26_000, 28_000)})
     assert (r.length.context_tokens, r.learner.microbatch_tokens) == (32_768 - 672, 32_768)
     assert r.learner == base.learner.model_copy(update={"microbatch_tokens": 32_768})
-    for section in Recipe.model_fields.keys() - {"description", "run", "length", "learner"}:
+    for section in Recipe.model_fields.keys() - {"run", "length", "learner"}:
         assert getattr(r, section) == getattr(base, section)
     assert r.run.model_copy(update={"name": base.run.name}) == base.run
 
@@ -118,7 +120,7 @@ def test_scalerl_8b_batch_2048_is_the_papers_longest_run():
     r, base = load("scalerl-8b-batch-2048"), load("scalerl-8b")
     assert (r.batch.prompts * r.sampling.generations, r.run.steps) == (2048, 7400)
     assert r.batch == base.batch.model_copy(update={"prompts": 128})
-    for section in Recipe.model_fields.keys() - {"description", "run", "batch"}:
+    for section in Recipe.model_fields.keys() - {"run", "batch"}:
         assert getattr(r, section) == getattr(base, section)
 
 
@@ -134,7 +136,7 @@ def test_math_and_code_is_scalerl_8b_with_a_second_task():
     r, math = load("scalerl-8b-math-code"), load("scalerl-8b")
     assert {name: task.grader for name, task in r.data.tasks.items()} == {"math": "math", "code": "code"}
     assert r.data.sandbox == "bubblewrap"
-    for section in Recipe.model_fields.keys() - {"description", "run", "data", "evaluation"}:
+    for section in Recipe.model_fields.keys() - {"run", "data", "evaluation"}:
         assert getattr(r, section) == getattr(math, section)
     assert r.evaluation == math.evaluation.model_copy(update={"forecast": "math"})
     assert r.run.model_copy(update={"name": math.run.name}) == math.run
