@@ -109,7 +109,7 @@ class Supervisor:
         teachers = (Role("teacher", i) for i in range(self.recipe.teachers))
         self.roles = [*(Role("server", i) for i in range(servers)), *teachers, Role("controller"), Role("learner")]
         self.restarts = dict.fromkeys(self.roles, 0)
-        self.policy, self.watch = RestartPolicy(servers), Watch(self.recipe.serving.start_timeout_s)
+        self.policy, self.watch = RestartPolicy(servers), Watch(self.recipe.start_limit_s)
         self.observer = Observer(self.rundir)
 
     def run(self, screen: Screen) -> RunEnd:

@@ -1,5 +1,6 @@
-"""A real run of two tasks whose few prompts are begun again: the easy ones first, its journal dropped behind checkpoints. Server and
-learner share what they run on: weights go by handles, and the server's memory is lent to the learner for each step."""
+"""A real run of two tasks whose few prompts are begun again: the easy ones first, its journal dropped behind checkpoints.
+Server and learner share what they run on: weights go by handles, and the server's memory is lent to the learner for each
+step."""
 
 import json
 from pathlib import Path

@@ -153,7 +153,7 @@ class EvaluationSchedule:
     """Which versions are evaluated on which servers. running: the servers of each running evaluation, by version."""
 
     def __init__(self, recipe: Recipe, places: Places, state: State) -> None:
-        self._settings = recipe.evaluation
+        self._settings, self._most = recipe.evaluation, recipe.evaluation_servers
         self._membership, self._places, self._state = places.membership, places, state
         self.running: dict[int, set[int]] = {}
 
@@ -165,7 +165,7 @@ class EvaluationSchedule:
     def begin(self, version: int) -> set[int]:
         """Pin the least busy of the servers that have these weights, and return them; empty if no server has them."""
         held = [s for s, v in self._membership.clean().items() if v == version]
-        servers = set(sorted(held, key=lambda s: self._places.use[s].running)[: self._settings.servers])
+        servers = set(sorted(held, key=lambda s: self._places.use[s].running)[: self._most])
         for server in servers:
             self._membership.pin(server)
         if servers:

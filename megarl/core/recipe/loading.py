@@ -310,6 +310,8 @@ def _apply(tree: dict[str, Any], override: str, origin: Origin) -> None:
 
 type Kept = tuple[object, ...] | None
 """The values that mean today's behaviour; None: any value, because it never changed a result."""
+type KeptBy = Callable[[Callable[[str], Any]], Kept]
+"""The same, from a function that gives the value of each key of the recipe."""
 
 
 @dataclass(frozen=True)
@@ -317,9 +319,17 @@ class RemovedKey:
     """A key of earlier versions. A recipe may keep it with a value that means today's behaviour."""
 
     instead: str  # what is done now
-    kept: Kept | Callable[[Callable[[str], Any]], Kept] = (
-        None  # or a function of the recipe: the value of each key in it
-    )
+    kept: Kept | KeptBy = None
+
+
+def _same_if(other: str, key: str, value: str) -> KeptBy:
+    """Allow what `other` is, where `key` has this value; elsewhere any value."""
+    return lambda now: (now(other),) if now(key) == value else None
+
+
+def _rest(now: Callable[[str], Any]) -> Kept:
+    weight = now("teacher.weight")
+    return (round(1 - weight, 9),) if weight and isinstance(weight, float | int) else None
 
 
 REMOVED = {
@@ -330,6 +340,8 @@ REMOVED = {
     "serving.max_retries": RemovedKey("a rollout becomes void after 5 lost requests", (5,)),
     "monitor.wandb.entity": RemovedKey("export WANDB_ENTITY", ("",)),
     "monitor.wandb.mode": RemovedKey("export WANDB_MODE=offline", ("online",)),
+    "monitor.wandb.project": RemovedKey("export WANDB_PROJECT", ("",)),
+    "monitor.wandb": RemovedKey("export WANDB_PROJECT", ({},)),
     "monitor.profile.memory": RemovedKey("with a GPU its memory is always recorded"),
     "monitor.profile": RemovedKey("set monitor.profile_steps to [first, last]", ({"start": 1, "steps": 0}, {})),
     "monitor.prometheus_port": RemovedKey("RUN/prometheus/targets.json says which free port it is", (None,)),
@@ -376,9 +388,7 @@ REMOVED = {
     "sft.optimizer.grad_clip": RemovedKey("the warm start has ScaleRL's value", (1,)),
     "sft.optimizer.warmup_steps": RemovedKey("it is a thirtieth of sft.steps", (20, 100)),
     **{
-        f"critic.optimizer.{key}": RemovedKey(
-            f"it is {other}", lambda now, other=other: (now(other),) if now("batch.centring") == "critic" else None
-        )
+        f"critic.optimizer.{key}": RemovedKey(f"it is {other}", _same_if(other, "batch.centring", "critic"))
         for key, other in (
             ("schedule", "learner.optimizer.schedule"), ("grad_clip", "learner.optimizer.grad_clip"),
             ("warmup_steps", "critic.warmup_steps"),
@@ -389,6 +399,19 @@ REMOVED = {
         "all prompts are in play once as many are drawn as the task has",
         lambda now: None if now("data.curriculum.kind") == "none" else (),
     ),
+    "length.overlong_tokens": RemovedKey(
+        "it is length.answer_tokens", _same_if("length.answer_tokens", "length.control", "overlong_penalty")
+    ),
+    "reference.where": RemovedKey(
+        "with reference.estimator=k1 it is the reward, with k2 and k3 the loss",
+        lambda now: ("reward" if now("reference.estimator") == "k1" else "loss",) if now("reference.coefficient") else None,
+    ),
+    "teacher.coefficient": RemovedKey("set teacher.weight, from 0 to 1", lambda now: (now("teacher.weight"),)),
+    "teacher.reward": RemovedKey("it is 1 - teacher.weight", _rest),
+    "serving.start_timeout_s": RemovedKey("it is twice weights.timeout_s, at least 1200"),
+    "evaluation.servers": RemovedKey("it is a quarter of resources.servers"),
+    "sft.max_length": RemovedKey("traces have at most 12288 tokens", (128, 12_288)),
+    "learner.packing": RemovedKey("sequences share the row of a micro-batch", (True,)),
     "description": RemovedKey("it is the first line of a shipped recipe's file, a comment"),
 }  # fmt: skip
 """Keys that are no longer there, `*` for any name; the sentence ends the message "is no longer a key: …"."""

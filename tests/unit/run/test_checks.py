@@ -51,11 +51,11 @@ def test_missing_model(tree: Tree) -> None:
 
 
 def test_a_teacher_has_the_policys_tokens(tree: Tree, tmp_path: Path) -> None:
-    """If two tokens have changed places, the first is named; without a coefficient nobody looks."""
+    """If two tokens have changed places, the first is named; without a weight nobody looks."""
     teacher = tmp_path / "teacher"
     shutil.copytree(tree["model"]["path"], teacher)
     sections: dict[str, Tree] = {
-        "teacher": {"path": str(teacher), "coefficient": 0.1},
+        "teacher": {"path": str(teacher), "weight": 0.1},
         "batch": {"zero_variance": "keep"},
     }
     same = preflight.check_inputs(changed(tree, **sections))
@@ -71,7 +71,7 @@ def test_a_teacher_has_the_policys_tokens(tree: Tree, tmp_path: Path) -> None:
     without = preflight.check_inputs(changed(tree, teacher={"path": str(teacher)}))
     assert same.keys() - without.keys() == {"teacher.path: weights"}
     with pytest.raises(MegarlError, match=r"teacher\.path: '/nowhere' is not a Hugging Face model directory"):
-        preflight.check_inputs(changed(tree, teacher={"path": "/nowhere", "coefficient": 0.1}, batch=sections["batch"]))
+        preflight.check_inputs(changed(tree, teacher={"path": "/nowhere", "weight": 0.1}, batch=sections["batch"]))
 
 
 @pytest.mark.parametrize(

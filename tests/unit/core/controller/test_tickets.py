@@ -235,7 +235,9 @@ def test_solved_prompts_are_begun_again_task_by_task(tmp_path: Path) -> None:
 
 def test_refill_keeps_a_prompt_if_some_of_its_answers_are_right_and_some_wrong(tmp_path: Path) -> None:
     """DAPO's rule (arXiv 2503.14476, equation 11): right answers that differ in their overlong penalty alone are refilled."""
-    recipe = recipe_of(length={"control": "overlong_penalty", "overlong_tokens": 8, "stages": []})
+    recipe = recipe_of(
+        length={"control": "overlong_penalty", "thinking_tokens": [19, 19], "answer_tokens": 8, "stages": []}
+    )
     asyncio.run(run(recipe, tmp_path, None, Wordy))
     found = records(tmp_path)
     groups = [r.group for r in found if isinstance(r, Finished)]

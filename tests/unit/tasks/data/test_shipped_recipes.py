@@ -5,6 +5,7 @@ import pytest
 from megarl.core.recipe import Recipe, load, shipped
 from megarl.lab.scaling.published import law_named
 from megarl.tasks.data import arithmetic_models
+from megarl.tasks.data.traces import MAX_TOKENS
 
 DEFAULT = Recipe()
 
@@ -90,7 +91,7 @@ def test_scalerl_8b_is_the_papers():
     assert (r.learner.optimizer.lr, r.learner.optimizer.warmup_steps) == (5e-7, 100)
     assert (r.length.prompt_tokens, r.length.thinking_tokens, r.length.answer_tokens) == (2048, (10_000, 12_000), 2048)
     assert (r.evaluation.every, r.evaluation.prompts, r.evaluation.samples) == (100, 1000, 16)
-    assert (r.sft.batch_tokens, r.sft.optimizer.lr, r.sft.max_length) == (2_000_000, 3e-5, 12_288)
+    assert (r.sft.batch_tokens, r.sft.optimizer.lr, MAX_TOKENS) == (2_000_000, 3e-5, 12_288)
     assert r.model.dtype == "bf16"
 
 
@@ -158,4 +159,3 @@ def test_the_quickstart_fits_its_task_and_its_machine(name):
     assert r.model.dtype == "fp32"
     longest = r.length.context_tokens + len("...") + 1
     assert r.serving.kv_tokens >= r.serving.max_running_requests * longest
-    assert r.sft.max_length >= longest
