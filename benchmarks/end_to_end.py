@@ -118,7 +118,7 @@ def recipe_of(place: Path, work: GrpoStepSizes, steps: int) -> Recipe:
             "sampling": {"generations": work.generations},
             "batch": {"prompts": work.prompts, "zero_variance": "keep", "positive_threshold": None},
             "learner": {"microbatch_tokens": 4096},
-            "serving": {"kv_tokens": 131072, "start_timeout_s": 300.0},
+            "serving": {"kv_tokens": 131072},
             "evaluation": {"every": 10_000, "prompts": 1, "samples": 1},
             "checkpoint": {"every": 10_000},
         }
@@ -132,7 +132,7 @@ def server_alone(recipe: Recipe, work: GrpoStepSizes) -> float:
     run = recipe.run.model_copy(update={"name": "server"})
     process, endpoints = start(recipe.model_copy(update={"run": run}))
     try:
-        wait_ready(endpoints.servers[0], recipe.serving.start_timeout_s, process.poll)
+        wait_ready(endpoints.servers[0], recipe.start_limit_s, process.poll)
         prompts = load_tasks(recipe, load_tokenizer(recipe.model.path))["bench"].train
 
         async def rounds() -> list[float]:

@@ -167,7 +167,7 @@ def run(name: str, settings: dict[str, float], steps: int, folder: Path) -> dict
     parallel.start(recipe.model, 0, timeout_s=300)
     trainer = Trainer(recipe, init, supervised=True)
     watched = Watched(trainer)
-    traces = load_traces(str(folder / "sft.jsonl"), load_tokenizer(init), 128, recipe.data.decontaminate)
+    traces = load_traces(str(folder / "sft.jsonl"), load_tokenizer(init), recipe.data.decontaminate)
     held_out = next(batches(traces[:HELD_OUT], sum(len(t.tokens) for t in traces[:HELD_OUT]), 0))
     begun, losses, counted = time.monotonic(), [], []
     for step, batch in enumerate(islice(batches(traces[HELD_OUT:], TOKENS, 0), steps)):

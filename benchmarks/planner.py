@@ -116,7 +116,7 @@ def server_alone(recipe: Recipe) -> tuple[float, float]:
     """Seconds of a decode step: a + b x requests, by relative least squares over the concurrencies."""
     process, endpoints = start(recipe)
     try:
-        wait_ready(endpoints.servers[0], recipe.serving.start_timeout_s, process.poll)
+        wait_ready(endpoints.servers[0], recipe.start_limit_s, process.poll)
         seconds = asyncio.run(_decode_seconds(recipe, endpoints.servers[0], endpoints.api_key, endpoints.admin_key))
     finally:
         os.killpg(process.pid, signal.SIGKILL)

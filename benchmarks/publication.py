@@ -76,7 +76,7 @@ def main() -> None:
         recipe = make(Path(directory), options.layers, options.hidden, options.bucket_mb)
         process, endpoints = start(recipe)
         try:
-            wait_ready(endpoints.servers[0], recipe.serving.start_timeout_s, process.poll)
+            wait_ready(endpoints.servers[0], recipe.start_limit_s, process.poll)
             measure(recipe, endpoints, process.pid, options.repeats)
         finally:
             os.killpg(process.pid, signal.SIGKILL)

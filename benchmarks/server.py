@@ -58,7 +58,7 @@ def main() -> None:
             process, endpoints = start(recipe, module)
             stack.callback(process.wait)
             stack.callback(os.killpg, process.pid, signal.SIGKILL)
-            wait_ready(endpoints.servers[0], recipe.serving.start_timeout_s, process.poll)
+            wait_ready(endpoints.servers[0], recipe.start_limit_s, process.poll)
             servers.append((endpoints, process.pid))
         if not options.json:
             print(f"{options.tokens} tokens a request")

@@ -30,7 +30,6 @@ def render(checkpoint: Path, meta: CheckpointMeta) -> str:
     ]
     lines += ["", "| | |", "|---|---|", f"| base model | {base} |", f"| optimiser steps | {meta.step} |"]
     if run is not None:
-        lines += [f"| recipe | {recipe.get('description') or run.path.name} |"]
         lines += [f"| {name} | {text} |" for name, text in _training(run, meta)]
         lines += ["", "## Recipe", "", "```yaml", run.recipe.read_text().rstrip(), "```"]
     return "\n".join(lines) + "\n"

@@ -72,7 +72,7 @@ def _recipe(what: StoredModel) -> str:
     if run is None:
         return "none: not in a run directory"
     recipe = yaml.safe_load(run.recipe.read_text()) or {}
-    return f"{run.recipe}: {recipe.get('description') or recipe.get('run', {}).get('name')}"
+    return f"{run.recipe}: {recipe.get('run', {}).get('name')}"
 
 
 def _tree(tensors: dict[str, Described]) -> Tree:

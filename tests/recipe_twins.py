@@ -87,8 +87,8 @@ RULES = (
     # Sizes
     Rule("length.prompt_tokens", fixed(128), "a chat template with a system message takes about 100 characters"),
     Rule("length.thinking_tokens", fixed([6, 12]), "some thoughts are interrupted and some are not"),
-    Rule("length.answer_tokens", fixed(40), "the program of the grader `code` has 24 characters"),
-    Rule("length.overlong_tokens", fixed(48), "of 52 tokens: answers of ordinary length meet the penalty"),
+    Rule("length.answer_tokens", fixed(40), "the program of the grader `code` has 24 characters; ordinary answers meet the "
+         "overlong penalty"),
     Rule("data.tasks.*.reply_tokens", lambda r, old: 4 if is_turns(r) else old, "a reply has one"),
     Rule("sampling.generations", fixed(4), "a group usually has answers of both kinds"),
     Rule("batch.prompts", fixed(4), "16 rollouts a step"),
@@ -96,7 +96,6 @@ RULES = (
     Rule("weights.bucket_mb", fixed(1), "the smallest"),
     Rule("evaluation.prompts", fixed(8), "16 answers of a task"),
     Rule("evaluation.samples", fixed(2), "16 answers of a task"),
-    Rule("evaluation.servers", at_most(1), "the other server goes on"),
     # Steps and intervals, and the rate that goes with the model's size
     Rule("run.steps", lambda r, old: steps(r), PHASE_STEPS),
     Rule("evaluation.every", lambda r, old: steps(r), "at the start and at the end"),
@@ -109,7 +108,6 @@ RULES = (
     Rule("serving.kv_tokens", fixed(32768), "what fits is not known on a CPU"),
     Rule("serving.memory_fraction", fixed(None), "a GPU's"),
     Rule("serving.max_running_requests", at_most(16), "a batch at a time, so that weights change between them"),
-    Rule("serving.start_timeout_s", fixed(300), "of a busy machine"),
     Rule("weights.timeout_s", fixed(120), "of a busy machine"),
 )  # fmt: skip
 """Every key that a twin replaces, by what, and why."""

@@ -405,10 +405,10 @@ def _recipes(context: typer.Context) -> int:
 
     name, count = Column("name", style="bold", no_wrap=True), Column("GPUs", justify="right", no_wrap=True)
     table = Table(name, count, Column("what", ratio=1), box=None, padding=(0, 1), pad_edge=False)
-    for shown in shipped():
+    for shown, file in shipped().items():
         recipe = load(shown)
         gpus = f"{needed(recipe)}" + (" or 0" if recipe.model.dtype == "fp32" else "")
-        table.add_row(shown, gpus, recipe.description)
+        table.add_row(shown, gpus, file.read_text().partition("\n")[0].strip("# ."))
     Console().print(table)
     return 0
 

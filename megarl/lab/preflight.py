@@ -51,7 +51,7 @@ def check_inputs(recipe: Recipe) -> Fingerprints:
         check_own_loss(recipe)
     if recipe.teachers:
         check_teacher(recipe)
-    wandb_writer.check(recipe)
+    wandb_writer.check()
     return read_inputs(recipe)
 
 

@@ -72,8 +72,9 @@ def run(recipe: Recipe, unfinished: Path) -> int:
     trainer = Trainer(recipe, init, supervised=True)
     checkpoints = Checkpoints(unfinished, 1, trainer, init)
     checkpoints.load_latest()
-    microbatch_size.settle(trainer, sft.max_length, sft.batch_tokens, unfinished / "microbatch.json")
-    traces = load_traces(sft.data, load_tokenizer(init), sft.max_length, recipe.data.decontaminate)
+    traces = load_traces(sft.data, load_tokenizer(init), recipe.data.decontaminate)
+    longest = max(len(trace.tokens) for trace in traces)
+    microbatch_size.settle(trainer, longest, sft.batch_tokens, unfinished / "microbatch.json")
     with stop_requests() as stop_request:
         asked = train(trainer, batches(traces, sft.batch_tokens, recipe.run.seed), checkpoints, recipe, stop_request)
         if not asked:

@@ -109,7 +109,7 @@ class Supervisor:
         teachers = (Role("teacher", i) for i in range(self.recipe.teachers))
         self.roles = [*(Role("server", i) for i in range(servers)), *teachers, Role("controller"), Role("learner")]
         self.restarts = dict.fromkeys(self.roles, 0)
-        self.policy, self.watch = RestartPolicy(servers), Watch(self.recipe.serving.start_timeout_s)
+        self.policy, self.watch = RestartPolicy(servers), Watch(self.recipe.start_limit_s)
         self.observer = Observer(self.rundir)
 
     def run(self, screen: Screen) -> RunEnd:
@@ -243,8 +243,7 @@ class Supervisor:
         newest = max(self.observer.evaluations.items(), default=(0, {}))[1]
         if why := not_worth_it(newest, self.recipe.run.stop_when):
             return f"as run.stop_when says: {why}"
-        made, asked = self.observer.latest.get("step", -1) + 1, self.recipe.run.steps
-        return "all steps done" if made >= asked else f"the prompts are used up after {made} of {asked} steps"
+        return "all steps done"
 
     def _second_request(self, now: float) -> RunEnd | None:
         if self.stop_request.count > 1:

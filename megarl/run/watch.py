@@ -4,7 +4,7 @@
     the node of a role has stopped reporting                      STOPPED_S
     the controller's status.json grows old                        SILENT_S
     the controller says a server is lost and its process lives    LOST_S
-    the same, but it has not come up since it was started         serving.start_timeout_s
+    the same, but it has not come up since it was started         Recipe.start_limit_s
 
 A learner's silence proves nothing (a step may be long); its own collective timeouts end it.
 """

@@ -185,7 +185,7 @@ def check_draws(rundir: RunDir, recipe: Recipe, cwd: Path) -> list[Admitted]:
     for record in JournalReader(rundir.rollouts).replay():
         match record:
             case Admitted():
-                task, drawn = mixture.draw() or ("", None)
+                task, drawn = mixture.draw()
                 assert (task, drawn) == (record.task, (record.prompt_id, record.epoch, record.reset, record.pool))
                 admitted[record.ticket] = record
             case Finished(group=group) if not group.void:

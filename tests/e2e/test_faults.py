@@ -54,7 +54,7 @@ TASKS = """
      heldout: runs/quickstart-data/heldout-subtraction.jsonl, grader: exact}}"""
 OVERRIDES = (
     f"data.tasks={TASKS}",
-    "data.curriculum={kind: linear, steps: 8}",
+    "data.curriculum.kind=linear",
     "batch.zero_variance=refill",
     "length.stages=[{until_step: 8, thinking_tokens: [24, 30]}]",
     "journal.keep=checkpoints",

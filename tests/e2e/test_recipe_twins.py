@@ -107,7 +107,7 @@ def check_publications(run: LiveRun) -> None:
         published.setdefault(record.version, set()).update(record.servers)
     assert published.keys() >= {0, recipe.run.steps}
     counts = [len(published[version]) for version in sorted(published)]
-    held = recipe.evaluation.servers  # an evaluation keeps its version on them
+    held = recipe.evaluation_servers  # an evaluation keeps its version on them
     assert min(counts[1:]) >= recipe.resources.servers - held, published  # one may come up after the first version
     assert counts[-1] == recipe.resources.servers, published
 

@@ -53,7 +53,7 @@ def main(directory: Path) -> None:
             print(f"TP {world}, sequence parallel {sequence_parallel}: {worst}", flush=True)
     batch = decode((directory / "batch.msgpack").read_bytes(), Batch)
     for layout in TIED[world]:
-        check_step(directory / "tied", batch, recipe_of(directory / "tied", world, True, **layout), f"tied {layout}")
+        check_step(directory / "tied", batch, recipe_of(directory / "tied", world, **layout), f"tied {layout}")
     parallel.stop()
 
 

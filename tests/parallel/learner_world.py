@@ -81,19 +81,17 @@ def check_model(directory: Path, batch: Batch, world: int) -> None:
     experts = family_of(directory / "model").architecture.experts
     for layout in (WITH_EXPERTS if experts else LAYOUTS)[world]:
         what = f"{directory.name} {layout}"
-        # What packing does to a layer is no other with experts.
-        for packing in (True,) if experts or "context_parallel" in layout else (True, False):
-            check_step(directory, batch, recipe_of(directory, world, packing, **layout), f"{what} packing={packing}")
+        check_step(directory, batch, recipe_of(directory, world, **layout), what)
         if (directory / "balancing.pt").exists():
-            check_balancing(directory, recipe_of(directory, world, True, moe=BALANCED, **layout), what)
+            check_balancing(directory, recipe_of(directory, world, moe=BALANCED, **layout), what)
         if layout in CHECKPOINTED and directory.name != "qwen3_moe":  # stored as llama4's
-            recipe = recipe_of(directory, world, True, **layout)
+            recipe = recipe_of(directory, world, **layout)
             if not experts:
                 check_skipped(directory, batch, recipe)
             check_checkpoint(directory, batch, recipe, what)
 
 
-def recipe_of(directory: Path, world: int, packing: bool, **layout: Any) -> Recipe:
+def recipe_of(directory: Path, world: int, **layout: Any) -> Recipe:
     """Micro-batches of 64 tokens: several on every rank, and one sequence that is longer."""
     return recipes.from_tree(
         {
@@ -103,7 +101,6 @@ def recipe_of(directory: Path, world: int, packing: bool, **layout: Any) -> Reci
             "sampling": {"temperature": 0.7},
             "loss": {"cap": 1.5},
             "learner": {
-                "packing": packing,
                 "microbatch_tokens": 64,
                 "optimizer": {"lr": 1e-4, "warmup_steps": 0, "grad_clip": 0.5},
             },

@@ -53,12 +53,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "kl-in-loss": {
         "loss": {"kind": "reinforce"},
         "batch": {"aggregation": "token", "advantage": "none"},
-        "reference": {"coefficient": 0.3, "estimator": "k3", "where": "loss"},
+        "reference": {"coefficient": 0.3, "estimator": "k3"},
     },
     "kl-in-reward": {
         "loss": {"kind": "reinforce"},
         "batch": {"aggregation": "prompt", "advantage": "running"},
-        "reference": {"coefficient": 0.05, "estimator": "k1", "where": "reward"},
+        "reference": {"coefficient": 0.05, "estimator": "k1"},
     },
 }
 
@@ -114,7 +114,7 @@ def check_reference(
         trained = s.loss_weight > 0
         assert abs(s.reference_logprobs[trained] - expected[s.ticket, s.sample].numpy()).max() <= 1e-5
         assert not s.reference_logprobs[~trained].any()
-        if recipe.reference.where == "reward":
+        if not recipe.reference.in_loss:
             assert isinstance(s.kl_penalty, np.ndarray)
             paid = recipe.reference.coefficient * (s.behaviour_logprobs - s.reference_logprobs)
             assert abs(s.kl_penalty - paid).max() <= 1e-6

@@ -66,7 +66,7 @@ def main(directory: Path) -> None:
 
 
 def of(model: Path, world: int, recompute: str = "none", moe: dict[str, Any] | None = None, **layout: Any) -> Recipe:
-    tree = recipe_of(model.parent, world, True, **layout).model_dump()
+    tree = recipe_of(model.parent, world, **layout).model_dump()
     tree["model"] |= {"path": str(model), "moe": moe or {}}
     tree["learner"] |= {"recompute": recompute, "microbatch_tokens": 128}
     return recipes.from_tree(tree)

@@ -41,7 +41,6 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
 
 OTHER = 3
 """The token that is scored in each place too."""
-UNPACKED: list[dict[str, Any]] = [{}, LAYOUTS[2][1]]
 
 
 def main(directory: Path) -> None:
@@ -49,14 +48,12 @@ def main(directory: Path) -> None:
     for model in sorted(p for p in directory.iterdir() if p.is_dir()):
         sequences = None
         for layout in LAYOUTS[world]:
-            for packing in (True, False):
-                if packing or layout in UNPACKED:
-                    recipe = of(recipe_of(model.parent, world, packing, **layout), model, replay=True)
-                    sequences = check_forced(recipe, model, f"{model.name} {layout} packing={packing}")
+            recipe = of(recipe_of(model.parent, world, **layout), model, replay=True)
+            sequences = check_forced(recipe, model, f"{model.name} {layout}")
         if world == 1:
             assert sequences is not None
-            check_own(of(recipe_of(model.parent, 1, True), model, replay=True), model, sequences)
-            check_recomputed(of(recipe_of(model.parent, 1, True), model, replay=True), model, sequences)
+            check_own(of(recipe_of(model.parent, 1), model, replay=True), model, sequences)
+            check_recomputed(of(recipe_of(model.parent, 1), model, replay=True), model, sequences)
     parallel.stop()
 
 

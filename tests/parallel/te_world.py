@@ -205,7 +205,7 @@ def attention_takes_our_rows(chunks: list[Any], family: Family, model: Model, wh
     zeros = [np.zeros(n, np.float32) for n in lengths]
     sequences = [TrainSequence(i, 0, z.astype(np.int32), z, z + 1, 0.0) for i, z in enumerate(zeros)]
     row = RowLayout(model, context_rank=parallel_state.get_context_parallel_rank())
-    micro = assemble(sequences, 1, row.row_multiple, row, torch.device("cpu"))
+    micro = assemble(sequences, row.row_multiple, row, torch.device("cpu"))
     packed, tokens = micro.packed, micro.tokens.numel()
     assert packed.cu_seqlens_q.tolist()[-1] == ranks * tokens, what
     assert all(boundary % (2 * ranks) == 0 for boundary in packed.cu_seqlens_q.tolist() if ranks > 1), what

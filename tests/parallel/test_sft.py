@@ -46,7 +46,6 @@ def written(tmp_path: Path, output: str, checkpoint_every: int = 250) -> Path:
         "data": str(tmp_path / "data" / "sft.jsonl"),
         "steps": STEPS,
         "batch_tokens": 1024,
-        "max_length": 128,
         "optimizer": {"lr": 2e-3},
     }
     path = tmp_path / "recipe.yaml"

@@ -240,7 +240,7 @@ def controller_recipe(directory: Path, place: Path, thinking: list[int], evaluat
         pipeline={"k": K},
         batch={"prompts": B, "zero_variance": "keep"},
         evaluation={"every": 3} | evaluation,
-        serving={"max_running_requests": 24, "start_timeout_s": 240.0, "kv_tokens": 16384},
+        serving={"max_running_requests": 24, "kv_tokens": 16384},
     )
 
 

@@ -35,21 +35,21 @@ def teachers(stack: Stack, recipe: Recipe, *urls: str) -> TeacherServers:
     return TeacherServers(recipe, msgspec.structs.replace(stack.endpoints, teachers=urls))
 
 
-def distilled(stack: Stack, limit_s: float = 60.0, **teacher: float) -> Recipe:
+def distilled(stack: Stack, weight: float = 0.5, timeout_s: float = 20.0) -> Recipe:
     return stack_recipe(
         stack.directory,
-        teacher={"path": "a", "coefficient": 0.5, **teacher},
+        teacher={"path": "a", "weight": weight},
         batch={"zero_variance": "keep", "prompts": 1},
         sampling={"generations": 2},
-        serving={"start_timeout_s": limit_s},
+        weights={"timeout_s": timeout_s},
     )
 
 
-@pytest.mark.parametrize("reward", [0.0, 2.0])
-async def test_advantages_are_transformers_log_probs_less_the_recorded_ones(stack: Stack, reward: float) -> None:
+@pytest.mark.parametrize("weight", [1.0, 0.25])
+async def test_advantages_are_transformers_log_probs_less_the_recorded_ones(stack: Stack, weight: float) -> None:
     """One of two teachers is not there: its tickets are scored by the other."""
     (dead,) = free_ports(1)
-    recipe, random = distilled(stack, reward=reward), np.random.default_rng(0)
+    recipe, random = distilled(stack, weight), np.random.default_rng(0)
     asked = teachers(stack, recipe, f"http://127.0.0.1:{dead}", stack.server.address.url)
     try:
         each = [rollout(random) for _ in range(2)]
@@ -65,20 +65,22 @@ async def test_advantages_are_transformers_log_probs_less_the_recorded_ones(stac
     expected = scores(stack.models["a"], [s.tokens for s in sequences])
     for sequence, logprobs, r in zip(sequences, expected, rollouts, strict=True):
         first, trained = len(PROMPT), r.trained
-        gain = (
-            0.5 * (logprobs[first - 1 :] - r.logprobs) + reward * r.reward
-        )  # of two rewards, 1 and -1 are the advantages
+        # Of two rewards, 1 and -1 are the advantages.
+        gain = weight * (logprobs[first - 1 :] - r.logprobs) + (1 - weight) * r.reward
         assert isinstance(sequence.advantage, np.ndarray)
         np.testing.assert_allclose(sequence.advantage[first:][trained], gain[trained], atol=1e-5)
         assert len(sequence.advantage) == len(sequence.tokens)
         assert not r.teacher_logprobs[~trained].any()  # type: ignore[index]
 
 
-async def test_without_a_teacher_that_answers_a_rollout_is_void_within_the_limit(stack: Stack) -> None:
+async def test_without_a_teacher_that_answers_a_rollout_is_void_within_the_limit(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megarl.core.recipe.tree.START_S", 0.0)
     (dead,) = free_ports(1)
-    asked, began = teachers(stack, distilled(stack, limit_s=2.0), f"http://127.0.0.1:{dead}"), time.monotonic()
+    asked, began = teachers(stack, distilled(stack, timeout_s=1.0), f"http://127.0.0.1:{dead}"), time.monotonic()
     try:
-        with pytest.raises(Void, match=r"no teacher scored a rollout within 2 s \(serving.start_timeout_s\)"):
+        with pytest.raises(Void, match="no teacher scored a rollout within 2 s: "):
             await asked.logprobs(0, PROMPT, rollout(np.random.default_rng(0)))
     finally:
         await asked.close()

@@ -41,8 +41,6 @@ CASES: dict[str, dict[str, Any]] = {
     # In bf16 a rounding may turn a choice of four experts of eight: only fp32 would show a fault.
     **{name: {} for name in MODELS if name != "deepseek_v3"},
     "llama fp16": {"model": {"dtype": "fp16"}},
-    "llama unpacked": {"learner": {"packing": False}},
-    "qwen3_moe unpacked": {"learner": {"packing": False}},
     "llama recomputed": {"learner": {"recompute": "full"}},
     "llama critic, reference": {"batch": CRITIC, "reference": {"coefficient": 0.1}},
     "llama warm start": {},
@@ -52,7 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
     "deepseek_v3 fp32": {"model": {"dtype": "fp32", "moe": {"bias_update_rate": 0.01}}},
     "llama4 fp32": {"model": {"dtype": "fp32", "moe": {"freeze_router": True}}},
     "llama critic, reference fp32": {
-        "model": {"dtype": "fp32"}, "batch": CRITIC, "reference": {"coefficient": 0.1, "where": "loss", "estimator": "k3"},
+        "model": {"dtype": "fp32"}, "batch": CRITIC, "reference": {"coefficient": 0.1, "estimator": "k3"},
     },
 }  # fmt: skip
 RESUMED = ("llama fp32", "qwen3_moe replay fp32", "deepseek_v3 fp32")

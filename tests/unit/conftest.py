@@ -31,7 +31,6 @@ def tree(tmp_path: Path) -> Tree:
     write_jsonl(tmp_path / "heldout.jsonl", sums[5:])
     write_jsonl(tmp_path / "sft.jsonl", [{"prompt": "1+1=", "completion": "2"}])
     return {
-        "description": "made up",
         "run": {"name": "demo", "dir": str(tmp_path / "runs"), "steps": 80},
         "model": {"path": str(model), "dtype": "fp32"},
         "serving": {"kv_tokens": 65_536},

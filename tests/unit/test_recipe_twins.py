@@ -13,11 +13,11 @@ from tests.twin_models import FAMILIES, SIGNS
 KEPT = (
     "model.dtype", "model.fp32_head", "model.fp8",
     "model.pipeline_parallel", "model.virtual_pipeline_parallel",
-    "model.context_parallel", "model.moe.*", "data.on_exhausted", "data.sandbox", "data.curriculum.*", "data.tasks.*.grader",
+    "model.context_parallel", "model.moe.*", "data.sandbox", "data.curriculum.*", "data.tasks.*.grader",
     "data.tasks.*.template", "data.tasks.*.system", "data.tasks.*.environment", "data.tasks.*.weight", "data.tasks.*.turns",
     "length.control", "length.end_of_thinking", "length.interruption", "sampling.temperature",
     "pipeline.*", "batch.zero_variance", "batch.positive_threshold", "batch.centring", "batch.advantage",
-    "batch.aggregation", "loss.*", "reference.*", "teacher.coefficient", "teacher.reward", "learner.packing",
+    "batch.aggregation", "loss.*", "reference.*", "teacher.weight",
     "learner.recompute", "learner.epochs", "learner.optimizer.schedule", "learner.optimizer.grad_clip", "critic.lam",
 )  # fmt: skip
 """What makes a recipe what it is: no rule may replace it."""

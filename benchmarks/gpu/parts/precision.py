@@ -52,7 +52,7 @@ def of(config: dict[str, Any], model: dict[str, Any], lengths: list[int]) -> dic
     """Log-probs, loss and norm of the gradient of one way."""
     networks.forget()
     with tempfile.TemporaryDirectory() as folder:
-        learner = {"microbatch_tokens": 4 * lengths[0], "packing": False}
+        learner = {"microbatch_tokens": 4 * lengths[0]}
         trainer = networks.trainer_of(networks.recipe_of(config, Path(folder), {"model": model, "learner": learner}))
         batch = networks.sequences(lengths, config["vocab_size"])
         loss = trainer.policy.forward_backward(batch)["loss"]

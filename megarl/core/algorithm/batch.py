@@ -110,8 +110,8 @@ def with_advantages(
 
     before: statistics of earlier batches' rewards. The second result has this batch's, too; `batch.advantage: running` divides
     by it. With a critic all advantages stay 0 here: gae.py computes them from its values. With a teacher tokens have advantages
-    of their own: `teacher.reward` times the rollout's, and `teacher.coefficient` times `teacher_gain`. With turns told apart
-    each token has its turn's.
+    of their own: the mean of the rollout's and of `teacher_gain`, which has `teacher.weight`. With turns told apart each token
+    has its turn's.
     """
     settings = recipe.batch
     if settings.centring == "critic":
@@ -148,10 +148,10 @@ def _with_teacher(gain: float, sequence: TrainSequence, recipe: Recipe) -> PerTo
     "On-Policy Distillation"; GKD, arXiv 2306.13649, with lambda 1 and reverse KL). It is not centred and not divided, because 0
     is where both agree.
     """
-    teacher = recipe.teacher
-    if not teacher.coefficient:
+    weight = recipe.teacher.weight
+    if not weight:
         return gain
-    mixed = teacher.reward * gain + teacher.coefficient * np.asarray(sequence.teacher_gain)
+    mixed = (1 - weight) * gain + weight * np.asarray(sequence.teacher_gain)
     return mixed.astype(np.float32)
 
 

@@ -276,9 +276,9 @@ class Controller:
             if self.rundir.stop_file.exists():
                 self._stop(f"{self.rundir.stop_file} exists")
             self.compute.join(self._counted())
-            limit = self.recipe.serving.start_timeout_s
+            limit = self.recipe.start_limit_s
             if not self._ending() and self.servers.seconds_without() > limit:
-                self._fail(f"no server was healthy for {limit:g} s (serving.start_timeout_s); see the servers' logs")
+                self._fail(f"no server was healthy for {limit:g} s; see the servers' logs")
             limit = END_LIMIT_S if self.conversation.incarnation else UNMET_LIMIT_S
             if self._ending() and time.monotonic() - self._stopping_since > limit:
                 log.warning("the learner has not said goodbye within %g s; leaving", limit)

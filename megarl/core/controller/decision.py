@@ -37,7 +37,7 @@ class ControllerView:
 
     batches: int  # number of complete batches, counted from the first without a gap
     published_version: int  # the highest ever, -1 before the first
-    final_step: int  # the version after which the run is over: run.steps, or fewer when the prompts are used up
+    final_step: int  # run.steps: the version after which the run is over
     score_due: bool  # the asking learner's version is to be evaluated, or is being evaluated
     membership: Membership
     phase_steps: int = 1  # steps that are trained on what one version generated

@@ -4,10 +4,10 @@
 
 Each epoch goes once through its pool in its own order, a hash of seed, epoch and prompt id, whatever the order of the file.
 No-positive-resampling (ScaleRL, arXiv 2510.13786): a prompt whose latest group had a pass rate of `positive_threshold` or
-more is skipped in later epochs. If an epoch would begin with fewer prompts than the task has in a batch, none is drawn while
-that is so (`stop`), or all pass rates are forgotten (`reset`).
+more is skipped in later epochs. If an epoch would begin with fewer prompts than the task has in a batch, all pass rates are
+forgotten.
 
-    pool of an epoch = the easiest share of all prompts        share, by the draws t so far, of T until all are in:
+    pool of an epoch = the easiest share of all T prompts      share, by the draws t so far; all are in after T:
                                                                none 1    linear s + (1 - s) t/T    exponential s^(1 - t/T)
 
 (pacing functions of Hacohen and Weinshall, arXiv 1904.03626.) A pool with less than a batch to draw from grows until it has
@@ -21,7 +21,6 @@ The open task that is due first is drawn. Then for every task and every t
     | n - t w | < 1                                        so any window of T draws has T w of them, but for less than 2
 
 (the quota method: Balinski and Young 1975; Baruah et al. 1996 for the deadlines.) Tickets that are removed or void count too.
-The other tasks share the draws of one without prompts by their weights.
 """
 
 import hashlib
@@ -67,10 +66,9 @@ class Pace:
 class PromptOrder:
     """Draws prompts of one task.
 
-    drawn: number so far. exhausted: the last draw found too few prompts. excluded: prompts that are skipped now. pool: number
-    of the easiest prompts in the present epoch. difficulty: by prompt, 0 where it is missing. `drawn` and `excluded` follow
-    from the journal's state; they are held here because one draw may begin epochs before its record exists, and so that no
-    draw goes over the pass rates of all prompts.
+    drawn: number so far. excluded: prompts that are skipped now. pool: number of the easiest prompts in the present epoch.
+    difficulty: by prompt, 0 where it is missing. `drawn` and `excluded` follow from the journal's state; they are held here
+    because one draw may begin epochs before its record exists, and so that no draw goes over the pass rates of all prompts.
     """
 
     def __init__(
@@ -79,16 +77,14 @@ class PromptOrder:
         seed: int,
         positive_threshold: float | None,
         prompts_per_batch: int,
-        on_exhausted: Literal["stop", "reset"],
         difficulty: Mapping[str, int] | None = None,
         pace: Pace | None = None,
     ) -> None:
         self._ids, self._seed, self._threshold = frozenset(prompt_ids), seed, positive_threshold
-        self._prompts_per_batch, self._on_exhausted, self._pace = prompts_per_batch, on_exhausted, pace or Pace()
+        self._prompts_per_batch, self._pace = prompts_per_batch, pace or Pace()
         known = difficulty or {}
         self._easiest_first = sorted(self._ids, key=lambda p: (known.get(p, 0), self._hash("difficulty", p)))
-        self.drawn, self.exhausted = 0, False
-        self.excluded: set[str] = set()
+        self.drawn, self.excluded = 0, set[str]()
         self._begin(0, self._pool())
 
     def resume(self, last: Draw | Admitted, pass_rates: Mapping[str, float], drawn: int) -> None:
@@ -100,20 +96,16 @@ class PromptOrder:
         if last.prompt_id in self._order:
             self._next = self._order.index(last.prompt_id) + 1
 
-    def draw(self) -> Draw | None:
-        """Return the next prompt; None, without a change, while too few are left."""
+    def draw(self) -> Draw:
+        """Return the next prompt."""
         reset = False
         while True:
             for n in range(self._next, len(self._order)):
                 if self._order[n] not in self.excluded:
                     self._next = n + 1
                     self.drawn += 1
-                    self.exhausted = False
                     return Draw(self._order[n], self.epoch, reset, self.pool)
             if len(self._ids) - len(self.excluded) < self._prompts_per_batch:
-                if self._on_exhausted == "stop":
-                    self.exhausted = True
-                    return None
                 reset = True
                 self.excluded.clear()
             self._begin(self.epoch + 1, self._pool())
@@ -144,10 +136,10 @@ class PromptOrder:
 
 
 def next_task(drawn: Mapping[str, int], shares: Mapping[str, Fraction]) -> str:
-    """Return the task of the next draw among `shares`, whose sum counts as 1; ties go to the first by name."""
-    whole, t = sum(shares.values()), sum(drawn[task] for task in shares)
-    open_now = [task for task in sorted(shares) if drawn[task] * whole < (t + 1) * shares[task]]
-    return min(open_now, key=lambda task: math.ceil((drawn[task] + 1) * whole / shares[task]))
+    """Return the task of the next draw; ties go to the first by name."""
+    t = sum(drawn.values())
+    open_now = [task for task in sorted(shares) if drawn[task] < (t + 1) * shares[task]]
+    return min(open_now, key=lambda task: math.ceil((drawn[task] + 1) / shares[task]))
 
 
 class Mixture:
@@ -156,23 +148,13 @@ class Mixture:
     def __init__(self, curricula: Mapping[str, PromptOrder], shares: Mapping[str, Fraction]) -> None:
         self.curricula, self._shares = dict(curricula), dict(shares)
 
-    def draw(self) -> tuple[str, Draw] | None:
-        """Return the next prompt and its task; None while no task has enough left."""
-        left = dict(self._shares)
-        while left:
-            task = next_task({task: c.drawn for task, c in self.curricula.items()}, left)
-            drawn = self.curricula[task].draw()
-            if drawn is not None:
-                return task, drawn
-            del left[task]
-        return None
+    def draw(self) -> tuple[str, Draw]:
+        """Return the next prompt and its task."""
+        task = next_task({task: c.drawn for task, c in self.curricula.items()}, self._shares)
+        return task, self.curricula[task].draw()
 
     def observe(self, task: str, prompt_id: str, pass_rate: float) -> None:
         self.curricula[task].observe(prompt_id, pass_rate)
-
-    @property
-    def exhausted(self) -> bool:
-        return all(curriculum.exhausted for curriculum in self.curricula.values())
 
 
 def mixture_of(recipe: Recipe, prompts: Mapping[str, TaskPrompts], state: State) -> Mixture:
@@ -185,19 +167,16 @@ def mixture_of(recipe: Recipe, prompts: Mapping[str, TaskPrompts], state: State)
 
 
 def _curriculum(recipe: Recipe, task: str, prompts: TaskPrompts) -> PromptOrder:
-    """Return a task's curriculum at its start. Its share in a batch is the least an epoch needs; that in draws, its pace."""
-    chosen, share = recipe.data.curriculum, recipe.data.shares[task]
+    """Return a task's curriculum at its start. Its share in a batch is the least an epoch needs."""
+    kind, in_batch = recipe.data.curriculum.kind, math.ceil(recipe.batch.prompts * recipe.data.shares[task])
     difficulty = {p.id: p.difficulty for p in prompts.train}
-    if chosen.kind != "none" and len(set(difficulty.values())) < 2:
+    if kind != "none" and len(set(difficulty.values())) < 2:
         raise MegarlError(
             f"data.curriculum: all prompts of {recipe.data.tasks[task].train} have one difficulty; give its rows a "
             "`difficulty` (a number, smaller is easier), or set data.curriculum.kind=none"
         )
-    in_batch = recipe.batch.prompts * share
-    return PromptOrder(
-        difficulty, recipe.run.seed, recipe.batch.positive_threshold, math.ceil(in_batch), recipe.data.on_exhausted,
-        difficulty, Pace(chosen.kind, START, math.ceil(chosen.steps * in_batch)),
-    )  # fmt: skip
+    pace = Pace(kind, START, len(difficulty))
+    return PromptOrder(difficulty, recipe.run.seed, recipe.batch.positive_threshold, in_batch, difficulty, pace)
 
 
 def draw_metrics(mixture: Mixture) -> dict[str, float]:

@@ -32,13 +32,10 @@ class Records(Protocol):
 
 
 class Source(Protocol):
-    """Draws prompts and makes groups from them. exhausted: there will be no more draws."""
+    """Draws prompts and makes groups from them."""
 
-    @property
-    def exhausted(self) -> bool: ...
-
-    def draw(self, ticket: int, due: int) -> Admitted | None:
-        """Return the next prompt for this ticket, which step `due` would train; None if there is none now."""
+    def draw(self, ticket: int, due: int) -> Admitted:
+        """Return the next prompt for this ticket, which step `due` would train."""
         ...
 
     async def make(self, admitted: Admitted, places: GroupPlaces) -> Finished | Removed:
@@ -73,7 +70,7 @@ class Pipeline:
     ) -> None:
         self.records, self.changed = records, changed
         self._recipe, self._places, self._source = recipe, places, source
-        self._steps, self._admit_steps = steps, admit_steps
+        self.final_step, self._admit_steps = steps, admit_steps
         self.state, self.admission = records.state, records.state.admission
         self.evaluations = EvaluationSchedule(recipe, places, self.state)
         self.window = Window(recipe, self.state.window)
@@ -88,12 +85,7 @@ class Pipeline:
                 await self._places.changed.wait()
                 self._places.changed.clear()
                 while self._room():
-                    known, ticket = self._source.exhausted, self.admission.next_ticket
-                    drawn = self._source.draw(ticket, self.admission.next_due())
-                    if drawn is None:
-                        if not known:
-                            self.changed()  # the run may be over; only once, for a change leads back here
-                        break
+                    drawn = self._source.draw(self.admission.next_ticket, self.admission.next_due())
                     self.records.write(drawn)
                     if self.admitted % self._recipe.batch.prompts == 0:
                         self.window.drawn(self.admission.next_due())
@@ -110,11 +102,6 @@ class Pipeline:
     def admitted(self) -> int:
         """Return the number of tickets admitted and not removed."""
         return self.admission.forgotten + len(self.admission.queue)
-
-    @property
-    def final_step(self) -> int:
-        """Return the last step, or the number of batches that the prompts gave."""
-        return min(self._steps, self.admitted // self._recipe.batch.prompts) if self._source.exhausted else self._steps
 
     def ahead(self, step: int) -> int:
         """Return the number of tickets drawn and not trained before `step`."""
@@ -166,7 +153,7 @@ class EvaluationSchedule:
     """Which versions are evaluated on which servers. running: the servers of each running evaluation, by version."""
 
     def __init__(self, recipe: Recipe, places: Places, state: State) -> None:
-        self._settings = recipe.evaluation
+        self._settings, self._most = recipe.evaluation, recipe.evaluation_servers
         self._membership, self._places, self._state = places.membership, places, state
         self.running: dict[int, set[int]] = {}
 
@@ -178,7 +165,7 @@ class EvaluationSchedule:
     def begin(self, version: int) -> set[int]:
         """Pin the least busy of the servers that have these weights, and return them; empty if no server has them."""
         held = [s for s, v in self._membership.clean().items() if v == version]
-        servers = set(sorted(held, key=lambda s: self._places.use[s].running)[: self._settings.servers])
+        servers = set(sorted(held, key=lambda s: self._places.use[s].running)[: self._most])
         for server in servers:
             self._membership.pin(server)
         if servers:

@@ -42,7 +42,7 @@ class Servers:
     """The servers of the endpoints, and those that join. `changed` is called when a server's state has changed."""
 
     def __init__(self, recipe: Recipe, endpoints: Endpoints, changed: Callable[[], None], spans: Spans) -> None:
-        self._width, self._start_s = recipe.resources.server_tensor_parallel, recipe.serving.start_timeout_s
+        self._width, self._start_s = recipe.resources.server_tensor_parallel, recipe.start_limit_s
         addresses = [ServerAddress(id=n, url=u, tensor_parallel=self._width) for n, u in enumerate(endpoints.servers)]
         self.membership = Membership(addresses, recipe.stages_weights)
         self.places = Places(self.membership, recipe.serving.max_running_requests)
@@ -65,7 +65,7 @@ class Servers:
                 for server in self.membership.silent(now):
                     self._part(server, f"it does not answer and has said nothing for {FORGET_S:g} s")
                 for server in self.membership.stuck(now, self._start_s):
-                    self.dismiss(server, f"it did not answer for {self._start_s:g} s (serving.start_timeout_s)")
+                    self.dismiss(server, f"it did not answer for {self._start_s:g} s")
 
     def life(self, server: int) -> int:
         """Return a number that changes when the server is lost or its requests are aborted."""

@@ -1,7 +1,7 @@
 """Scores of the teacher (`recipe.teacher`): log-probs of what the policy sampled, by a frozen model on servers of its own.
 
     a rollout is sampled ──► teacher ticket mod n: log pi_T(y_t) for its tokens ──► Rollout.teacher_logprobs ──► journal
-                               └ lost: the next teacher, with pauses, for serving.start_timeout_s ──► Void
+                               └ lost: the next teacher, with pauses, for the limit of a start ──► Void
 
 A group is finished, and so written down and offered, only with all its scores; a replayed batch has those that were trained.
 A rollout stays on its ticket's teacher, whose cache then has the prompt: the teacher's weights never change.
@@ -36,7 +36,7 @@ class TeacherServers:
         keys = endpoints.api_key, endpoints.admin_key
         addresses = [ServerAddress(id=n, url=url) for n, url in enumerate(endpoints.teachers)]
         self._clients = [ServerClient(address, *keys, SCORE_LIMIT_S) for address in addresses]
-        self._limit_s = recipe.serving.start_timeout_s
+        self._limit_s = recipe.start_limit_s
         self._places = asyncio.Semaphore(len(addresses) * recipe.serving.max_running_requests)
         self._met: set[int] = set()  # those that have answered
         self._lost: set[int] = set()
@@ -69,7 +69,7 @@ class TeacherServers:
                     )
                 self._lost.add(server)
                 if time.monotonic() + pause > until:
-                    why = f"no teacher scored a rollout within {self._limit_s:g} s (serving.start_timeout_s): {error}"
+                    why = f"no teacher scored a rollout within {self._limit_s:g} s: {error}"
                     raise Void(why) from None
             else:
                 if server in self._lost:

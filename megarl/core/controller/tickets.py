@@ -50,15 +50,10 @@ class Tickets:
         self.mixture = mixture
         self._routed = routed_layers(recipe)
 
-    @property
-    def exhausted(self) -> bool:
-        return self.mixture.exhausted
-
-    def draw(self, ticket: int, due: int) -> Admitted | None:
-        """Return the next prompt of the mixture; None if it is exhausted."""
-        if (drawn := self.mixture.draw()) is None:
-            return None
-        return Admitted(ticket=ticket, task=drawn[0], due=due, **drawn[1]._asdict())
+    def draw(self, ticket: int, due: int) -> Admitted:
+        """Return the next prompt of the mixture."""
+        task, drawn = self.mixture.draw()
+        return Admitted(ticket=ticket, task=task, due=due, **drawn._asdict())
 
     async def make(self, admitted: Admitted, places: GroupPlaces) -> Finished | Removed:
         """Return the group of a ticket, void if one of its rollouts cannot be made or graded."""

@@ -30,7 +30,7 @@ class Session(Record, frozen=True, tag="session"):
 class Admitted(Record, frozen=True, tag="admitted"):
     """A prompt of a task got a ticket in this pass (epoch) over the task's data.
 
-    reset: too few prompts were left, so all pass rates of the task were forgotten before this draw (`data.on_exhausted`).
+    reset: too few prompts were left, so all pass rates of the task were forgotten before this draw.
     pool: the epoch covers this many of the easiest prompts (`data.curriculum`); 0: all. due: D(g) when it was drawn, which
     fixes the length budget although a removal ahead may lower D(g).
     """

@@ -20,14 +20,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from megarl.core import recipe as recipes
 from megarl.core.algorithm import gae
 from megarl.core.algorithm.advantages import NOTHING_SEEN, Moments
 from megarl.core.algorithm.batch import TrainSequence
-from megarl.core.algorithm.losses.terms import VALUE_METRICS, estimate, value_loss
+from megarl.core.algorithm.losses.terms import VALUE_METRICS, value_loss
 from megarl.core.learner.microbatch import MicroBatch
 from megarl.core.learner.network import Network, loaded_chunks, trained_positions
 from megarl.core.learner.trained import TrainedNetwork
@@ -96,13 +95,12 @@ class ReferenceModel(Network):
         head = self.lm_head(self.temperature)
         logprobs = self.ask(sequences, lambda **given: head(**given)[0])
         scored = [replace(s, reference_logprobs=r) for s, r in zip(sequences, logprobs, strict=True)]
-        if self.settings.where == "loss":
+        if self.settings.in_loss:
             return scored
         return [replace(s, kl_penalty=kl_penalty(s, r, self.settings)) for s, r in zip(scored, logprobs, strict=True)]
 
 
 def kl_penalty(sequence: TrainSequence, reference: np.ndarray, settings: recipes.Reference) -> np.ndarray:
-    """Return `coefficient` times the estimate of KL(the policy that sampled it || reference) for each trained token: [len]."""
-    behaviour = torch.from_numpy(sequence.behaviour_logprobs)
-    kl = estimate(behaviour, torch.from_numpy(reference), settings.estimator).numpy()
+    """Return `coefficient` times k1, which estimates KL(what sampled it || reference), of each trained token: [len]."""
+    kl = sequence.behaviour_logprobs - reference
     return np.where(sequence.loss_weight > 0, np.float32(settings.coefficient) * kl, np.float32(0))

@@ -92,7 +92,7 @@ def main(recipe: Recipe, open_metrics: OpenMetrics) -> int:
 
 async def _let_servers_first(recipe: Recipe, rundir: RunDir, endpoints: Endpoints) -> None:
     """Wait until the servers on our GPUs answer, healthy or left paused by a learner that died: they have their memory then."""
-    limit_s = recipe.serving.start_timeout_s
+    limit_s = recipe.start_limit_s
     until, keys = time.monotonic() + limit_s, (endpoints.api_key, endpoints.admin_key)
     for i, url in enumerate(endpoints.servers):
         async with ServerClient(ServerAddress(id=i, url=url), *keys, recipe.weights.timeout_s) as server:
@@ -102,7 +102,7 @@ async def _let_servers_first(recipe: Recipe, rundir: RunDir, endpoints: Endpoint
                     break
                 except MegarlError as error:
                     if time.monotonic() > until:
-                        raise MegarlError(f"not within {limit_s:g} s (serving.start_timeout_s): {error}") from None
+                        raise MegarlError(f"not within {limit_s:g} s: {error}") from None
                     await asyncio.sleep(SERVERS_POLL_S)
 
 

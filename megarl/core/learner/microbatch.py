@@ -1,7 +1,6 @@
 """Sequences -> the tensors of one micro-batch on one rank.
 
-    packed     one row of sequences end to end    [1, sum of lengths]      attention is kept apart by cu_seqlens
-    unpacked   one sequence a row                 [sequences, longest]     causal attention never looks at padding behind
+    one row of sequences end to end    [1, sum of lengths]      attention is kept apart by cu_seqlens
 
 Lengths are rounded up to what the layout needs: a sequence to 2 x CP (each context-parallel rank takes the r-th chunk from the
 front and from the back), a row to TP under sequence parallelism and to what FP8 products divide by, all micro-batches of a
@@ -28,7 +27,6 @@ class RowLayout:
     """What the shapes of micro-batches depend on."""
 
     model: Model
-    packing: bool = True
     data_parallel: int = 1
     context_rank: int = 0
 
@@ -44,11 +42,10 @@ class RowLayout:
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """Which sequences go where: members[data-parallel rank][micro-batch] has indices of sequences. `rows` x `length` is the
-    least size of a micro-batch before it is divided among context-parallel ranks."""
+    """Which sequences go where: members[data-parallel rank][micro-batch] has indices of sequences. `length` is the least
+    size of a micro-batch before it is divided among context-parallel ranks."""
 
     members: list[list[list[int]]]
-    rows: int
     length: int
 
 
@@ -56,20 +53,20 @@ class MicroBatchPlan:
 class MicroBatch:
     """One rank's tensors. Each of its n trained tokens is predicted from the hidden state before it.
 
-    tokens [rows, length / CP]; padding likewise: True where there is no token of a sequence
+    tokens [1, length / CP]; padding likewise: True where there is no token of a sequence
     sequence_tokens: tokens of sequences on all context-parallel ranks
-    at [n]: position in [length * rows], as hidden states lie, from which the token is predicted
+    at [n]: position in the row from which the token is predicted
     labels [n]; behaviour, reference (0 without one), advantage, value, value_target, weight [n] float32, as in TrainSequence
     counted [n]: 0 for the filler that stands in when there is no trained token, else 1
     source (without the filler): which token of the sequences put end to end
     here, lengths [sequences, at least 1]: trained tokens of each on this rank, int64; on all context-parallel ranks, float32
-    experts [length / CP * rows, layers with experts, experts a token] int16, as hidden states lie, -1 or None: free choice
+    experts [length / CP, layers with experts, experts a token] int16, -1 or None: free choice
     """
 
     tokens: Tensor
     padding: Tensor
     sequence_tokens: int
-    packed: PackedSeqParams | None
+    packed: PackedSeqParams
     at: Tensor
     labels: Tensor
     behaviour: Tensor
@@ -86,31 +83,22 @@ class MicroBatch:
 
 
 def plan(lengths: Sequence[int], max_tokens: int, layout: RowLayout, cost: Cost = BY_TOKENS) -> MicroBatchPlan:
-    """Balance micro-batches of at most `max_tokens` tokens (padding of a row counted only when not packing)."""
+    """Balance micro-batches of at most `max_tokens` tokens (padding of a row not counted)."""
     padded = [_up(n, layout.sequence_multiple) for n in lengths]
-    longest = _up(max(padded), layout.row_multiple)
-    if layout.packing:
-        members = pack(padded, max_tokens, layout.data_parallel, cost, one_size=layout.model.pipeline_parallel > 1)
-    else:
-        members = pack([longest] * len(padded), max(max_tokens, longest), layout.data_parallel)
+    members = pack(padded, max_tokens, layout.data_parallel, cost, one_size=layout.model.pipeline_parallel > 1)
     if layout.model.virtual_pipeline_parallel > 1:  # the interleaved schedule works through groups of PP micro-batches
         for microbatches in members:
             microbatches += [[] for _ in range(-len(microbatches) % layout.model.pipeline_parallel)]
     if layout.model.pipeline_parallel == 1:
-        return MicroBatchPlan(members, rows=1, length=layout.row_multiple)
-    everything = [m for microbatches in members for m in microbatches]
-    if layout.packing:
-        fullest = max(sum(padded[i] for i in m) for m in everything)
-        return MicroBatchPlan(members, 1, _up(fullest, layout.row_multiple))
-    return MicroBatchPlan(members, max(len(m) for m in everything), longest)
+        return MicroBatchPlan(members, layout.row_multiple)
+    fullest = max(sum(padded[i] for i in m) for microbatches in members for m in microbatches)
+    return MicroBatchPlan(members, _up(fullest, layout.row_multiple))
 
 
-def assemble(
-    sequences: Sequence[TrainSequence], rows: int, length: int, layout: RowLayout, device: torch.device
-) -> MicroBatch:
-    """Make this rank's tensors of one micro-batch, of at least `rows` rows of `length`; without sequences all filler."""
+def assemble(sequences: Sequence[TrainSequence], length: int, layout: RowLayout, device: torch.device) -> MicroBatch:
+    """Make this rank's tensors of one micro-batch, a row of at least `length`; without sequences all filler."""
     lengths = np.array([len(s) for s in sequences], dtype=np.int64)
-    boundaries, place, at = (_packed if layout.packing else _unpacked)(lengths, rows, length, layout)
+    boundaries, place = _places(lengths, length, layout)
     ids = _joined([s.tokens for s in sequences], np.int64)
     tokens, padding = np.zeros(boundaries[-1], dtype=np.int64), np.ones(boundaries[-1], dtype=np.bool_)
     tokens[place], padding[place] = ids[:-1], False
@@ -119,16 +107,13 @@ def assemble(
     trained = np.flatnonzero(weight)
     which = np.repeat(np.arange(len(sequences)), lengths)
     here = trained_lengths = np.bincount(which[trained], minlength=max(len(sequences), 1))
-    at = at[trained]
+    at = place[trained] - 1
     if layout.model.context_parallel > 1:
         mine = np.zeros(len(tokens), dtype=np.bool_)
         mine[segments(boundaries.tolist(), None, layout.model.context_parallel, layout.context_rank).queries] = True
         trained, at = trained[mine[at]], (np.cumsum(mine) - 1)[at[mine[at]]]
         tokens, padding, experts = tokens[mine], padding[mine], None if experts is None else experts[mine]
         here = np.bincount(which[trained], minlength=len(trained_lengths))
-    rows = 1 if layout.packing else len(boundaries) - 1
-    if experts is not None and not layout.packing:  # hidden states lie [length, rows]
-        experts = experts.reshape(rows, -1, *experts.shape[1:]).swapaxes(0, 1).reshape(experts.shape)
     chosen = trained
     if not len(trained):  # empty tensors would need care in every collective; one position of no weight needs none
         chosen, at = np.array([-1]), np.zeros(1, np.int64)
@@ -142,12 +127,11 @@ def assemble(
         return on_device(_joined(whole, np.float32)[chosen])
 
     ends, longest = on_device(boundaries.astype(np.int32)), int(np.diff(boundaries).max())
-    packed = PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
     return MicroBatch(
-        tokens=on_device(tokens).view(rows, -1),
-        padding=on_device(padding).view(rows, -1),
+        tokens=on_device(tokens)[None],
+        padding=on_device(padding)[None],
         sequence_tokens=int(lengths.sum()),
-        packed=packed if layout.packing else None,
+        packed=PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest),
         at=on_device(at),
         labels=on_device(ids[chosen]),
         behaviour=joined([s.behaviour_logprobs for s in sequences]),
@@ -164,27 +148,15 @@ def assemble(
     )
 
 
-type PackedPlaces = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Boundaries of the sequences; for each token its place among all rows' tokens, and the hidden state's that predicts it."""
-
-
-def _packed(lengths: np.ndarray, rows: int, length: int, layout: RowLayout) -> PackedPlaces:
-    """Return the places of sequences end to end in one row."""
+def _places(lengths: np.ndarray, length: int, layout: RowLayout) -> tuple[np.ndarray, np.ndarray]:
+    """Return the boundaries of sequences end to end in one row, and each token's place in it."""
     padded = -(-lengths // layout.sequence_multiple) * layout.sequence_multiple
     starts = np.concatenate([[0], np.cumsum(padded)])
     size = max(length, _up(int(starts[-1]), layout.row_multiple))
-    place = np.repeat(starts[:-1], lengths) + _within(lengths)
+    within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     # The rest of the row is a sequence of its own.
     boundaries = starts if size == starts[-1] else np.append(starts, size)
-    return boundaries, place, place - 1
-
-
-def _unpacked(lengths: np.ndarray, rows: int, length: int, layout: RowLayout) -> PackedPlaces:
-    """Return the places of one sequence a row; hidden states lie [length, rows]."""
-    rows = max(rows, len(lengths))
-    length = max(length, _up(int(lengths.max(initial=1)), layout.row_multiple))
-    row, column = np.repeat(np.arange(len(lengths)), lengths), _within(lengths)
-    return np.arange(rows + 1) * length, row * length + column, (column - 1) * rows + row
+    return boundaries, np.repeat(starts[:-1], lengths) + within
 
 
 def _experts(
@@ -199,11 +171,6 @@ def _experts(
     for start, experts in recorded:
         table[place[start : start + len(experts)]] = experts
     return table
-
-
-def _within(lengths: np.ndarray) -> np.ndarray:
-    """0 … n-1 for each length n, end to end."""
-    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
 def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:

@@ -169,7 +169,7 @@ def _conditions(trainer: Trainer, longest: int) -> dict[str, object]:
     recipe = trainer.recipe
     return {
         "model": recipe.model.model_dump(mode="json"),
-        "learner": recipe.learner.model_dump(mode="json", include={"packing", "recompute", "optimizer_offload"}),
+        "learner": recipe.learner.model_dump(mode="json", include={"recompute", "optimizer_offload"}),
         "ranks": dist.get_world_size(),
         "longest": longest,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",

@@ -71,7 +71,7 @@ class Network:
         wide = recipe.model.fp32_head in ("both", "learner")
         self.head_precision = torch.float32 if wide else build.DTYPES[recipe.model.dtype]
         ranks = parallel_state.get_data_parallel_world_size(), parallel_state.get_context_parallel_rank()
-        self.layout, self.cost = RowLayout(recipe.model, recipe.learner.packing, *ranks), cost_of(family.architecture)
+        self.layout, self.cost = RowLayout(recipe.model, *ranks), cost_of(family.architecture)
         self.device = next(chunks[0].parameters()).device
         # The micro-batches of a step have one size (microbatch.py), so stages need not tell each other shapes.
         chunks[0].config.variable_seq_lengths = False
@@ -133,7 +133,7 @@ class Network:
     ) -> None:
         """Run Megatron's schedule over this rank's micro-batches. modules: the chunks, or what they are wrapped in."""
         mine = [
-            (members, assemble([sequences[i] for i in members], steps.rows, steps.length, self.layout, self.device))
+            (members, assemble([sequences[i] for i in members], steps.length, self.layout, self.device))
             for members in steps.members[parallel_state.get_data_parallel_rank()]
         ]
         replay = self.replay if self.replay and (self.replay.compares or (self.replays and not forward_only)) else None
@@ -163,7 +163,7 @@ class Network:
                 model=list(modules),
                 num_microbatches=len(mine),
                 seq_length=steps.length,
-                micro_batch_size=steps.rows,
+                micro_batch_size=1,
                 forward_only=forward_only,
             )
 

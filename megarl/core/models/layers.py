@@ -311,7 +311,7 @@ class ChunkedTEAttention(Module):
         k: Tensor,
         v: Tensor,
         *args: object,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: PackedSeqParams,
         **kwargs: object,
     ) -> Tensor:
         if self.layer.l2_epsilon is not None:
@@ -319,27 +319,21 @@ class ChunkedTEAttention(Module):
         if self.layer.temperature is not None:
             q = self._scaled(q, packed_seq_params, *self.layer.temperature)
         if self.layer.chunk is not None:
-            packed_seq_params = self._divided(len(q), packed_seq_params, self.layer.chunk)
+            packed_seq_params = self._divided(packed_seq_params, self.layer.chunk)
         return self.kernels(q, k, v, *args, packed_seq_params=packed_seq_params, **kwargs)
 
-    def _scaled(self, q: Tensor, packed: PackedSeqParams | None, floor: int, scale: float) -> Tensor:
+    def _scaled(self, q: Tensor, packed: PackedSeqParams, floor: int, scale: float) -> Tensor:
         """Multiply queries by the temperature, which is 1 up to the floor, so for all tokens of most batches."""
-        longest = len(q) if packed is None else packed.max_seqlen_q
-        if longest < floor:
+        if packed.max_seqlen_q < floor:
             return q
-        self._refuse_context_parallel(longest, "the temperature's first", floor)
-        positions = torch.arange(len(q)) if packed is None else positions_of(packed.cu_seqlens_q.tolist())
+        self._refuse_context_parallel(packed.max_seqlen_q, "the temperature's first", floor)
+        positions = positions_of(packed.cu_seqlens_q.tolist())
         factors = temperatures(positions.to(q.device), floor, scale)
         return (q * factors.view(-1, *[1] * (q.dim() - 1))).to(q.dtype)
 
-    def _divided(self, tokens: int, packed: PackedSeqParams | None, chunk: int) -> PackedSeqParams | None:
+    def _divided(self, packed: PackedSeqParams, chunk: int) -> PackedSeqParams:
         """Return the parameters of the same row with its sequences divided at multiples of the chunk."""
-        if packed is None and tokens > chunk:
-            raise MegarlError(
-                f"learner.packing: a sequence of {tokens} tokens is longer than this model's attention chunk ({chunk}), "
-                "which Transformer Engine computes for packed sequences only; set learner.packing=true"
-            )
-        if packed is None or packed.max_seqlen_q <= chunk:
+        if packed.max_seqlen_q <= chunk:
             return packed
         self._refuse_context_parallel(packed.max_seqlen_q, "an attention chunk of", chunk)
         known = vars(packed)

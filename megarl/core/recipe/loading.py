@@ -10,8 +10,9 @@ import copy
 import difflib
 import os
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -307,12 +308,28 @@ def _apply(tree: dict[str, Any], override: str, origin: Origin) -> None:
     origin[(*parents, last)] = said
 
 
+type Kept = tuple[object, ...] | None
+"""The values that mean today's behaviour; None: any value, because it never changed a result."""
+type KeptBy = Callable[[Callable[[str], Any]], Kept]
+"""The same, from a function that gives the value of each key of the recipe."""
+
+
 @dataclass(frozen=True)
 class RemovedKey:
     """A key of earlier versions. A recipe may keep it with a value that means today's behaviour."""
 
     instead: str  # what is done now
-    kept: tuple[object, ...] | None = None  # those values; None: any value, because the key never changed a result
+    kept: Kept | KeptBy = None
+
+
+def _same_if(other: str, key: str, value: str) -> KeptBy:
+    """Allow what `other` is, where `key` has this value; elsewhere any value."""
+    return lambda now: (now(other),) if now(key) == value else None
+
+
+def _rest(now: Callable[[str], Any]) -> Kept:
+    weight = now("teacher.weight")
+    return (round(1 - weight, 9),) if weight and isinstance(weight, float | int) else None
 
 
 REMOVED = {
@@ -323,6 +340,8 @@ REMOVED = {
     "serving.max_retries": RemovedKey("a rollout becomes void after 5 lost requests", (5,)),
     "monitor.wandb.entity": RemovedKey("export WANDB_ENTITY", ("",)),
     "monitor.wandb.mode": RemovedKey("export WANDB_MODE=offline", ("online",)),
+    "monitor.wandb.project": RemovedKey("export WANDB_PROJECT", ("",)),
+    "monitor.wandb": RemovedKey("export WANDB_PROJECT", ({},)),
     "monitor.profile.memory": RemovedKey("with a GPU its memory is always recorded"),
     "monitor.profile": RemovedKey("set monitor.profile_steps to [first, last]", ({"start": 1, "steps": 0}, {})),
     "monitor.prometheus_port": RemovedKey("RUN/prometheus/targets.json says which free port it is", (None,)),
@@ -351,7 +370,10 @@ REMOVED = {
     "evaluation.suites.*.reply_timeout_s": RemovedKey("an environment has 600 s for a reply", (600,)),
     "reference.path": RemovedKey("the reference is model.path, the policy's start", ("",)),
     "sampling.top_p": RemovedKey("training samples from the whole vocabulary; evaluations have evaluation.top_p", (1,)),
-    "loss.correction_cap": RemovedKey("with loss.correction it is loss.cap"),
+    "loss.correction_cap": RemovedKey(
+        "with loss.correction it is loss.cap",
+        lambda now: None if now("loss.correction") == "none" else (now("loss.cap"),),
+    ),
     "critic.gamma": RemovedKey("tokens are not discounted", (1,)),
     "critic.value_clip": RemovedKey("a value moves by 0.2 at most", (0.2,)),
     **{
@@ -366,10 +388,31 @@ REMOVED = {
     "sft.optimizer.grad_clip": RemovedKey("the warm start has ScaleRL's value", (1,)),
     "sft.optimizer.warmup_steps": RemovedKey("it is a thirtieth of sft.steps", (20, 100)),
     **{
-        f"critic.optimizer.{key}": RemovedKey("the critic has learner.optimizer's value")
-        for key in ("schedule", "grad_clip")
+        f"critic.optimizer.{key}": RemovedKey(f"it is {other}", _same_if(other, "batch.centring", "critic"))
+        for key, other in (
+            ("schedule", "learner.optimizer.schedule"), ("grad_clip", "learner.optimizer.grad_clip"),
+            ("warmup_steps", "critic.warmup_steps"),
+        )
     },
-    "critic.optimizer.warmup_steps": RemovedKey("it is critic.warmup_steps"),
+    "data.on_exhausted": RemovedKey("with too few prompts left, all of the task's are begun again", ("reset",)),
+    "data.curriculum.steps": RemovedKey(
+        "all prompts are in play once as many are drawn as the task has",
+        lambda now: None if now("data.curriculum.kind") == "none" else (),
+    ),
+    "length.overlong_tokens": RemovedKey(
+        "it is length.answer_tokens", _same_if("length.answer_tokens", "length.control", "overlong_penalty")
+    ),
+    "reference.where": RemovedKey(
+        "with reference.estimator=k1 it is the reward, with k2 and k3 the loss",
+        lambda now: ("reward" if now("reference.estimator") == "k1" else "loss",) if now("reference.coefficient") else None,
+    ),
+    "teacher.coefficient": RemovedKey("set teacher.weight, from 0 to 1", lambda now: (now("teacher.weight"),)),
+    "teacher.reward": RemovedKey("it is 1 - teacher.weight", _rest),
+    "serving.start_timeout_s": RemovedKey("it is twice weights.timeout_s, at least 1200"),
+    "evaluation.servers": RemovedKey("it is a quarter of resources.servers"),
+    "sft.max_length": RemovedKey("traces have at most 12288 tokens", (128, 12_288)),
+    "learner.packing": RemovedKey("sequences share the row of a micro-batch", (True,)),
+    "description": RemovedKey("it is the first line of a shipped recipe's file, a comment"),
 }  # fmt: skip
 """Keys that are no longer there, `*` for any name; the sentence ends the message "is no longer a key: …"."""
 
@@ -379,21 +422,20 @@ def _without_removed(tree: dict[str, Any], origin: Origin, source: str) -> dict[
     tree = copy.deepcopy(tree)
     for pattern, removed in REMOVED.items():
         for (*sections, last), inside in _matching(tree, pattern.split(".")):
-            kept = removed.kept
-            if (
-                pattern.startswith("critic.optimizer.")
-                and kept is None
-                and tree.get("batch", {}).get("centring") == "critic"
-            ):
-                other = tree["critic"] if last == "warmup_steps" else tree.get("learner", {}).get("optimizer", {})
-                kept = (other.get(last),)
-            if pattern == "loss.correction_cap" and inside.get("correction", "none") != "none":
-                kept = (inside.get("cap"),)
+            kept = removed.kept(partial(_now, tree)) if callable(removed.kept) else removed.kept
             if kept is not None and inside[last] not in kept:
                 where = _place((*sections, last), origin) or source
                 raise MegarlError(f"{where}: {'.'.join((*sections, last))}: is no longer a key: {removed.instead}")
             del inside[last]
     return tree
+
+
+def _now(tree: Any, key: str) -> Any:
+    """Return the value of a key in the tree, or its default."""
+    default: Any = Recipe()
+    for name in key.split("."):
+        tree, default = tree.get(name) if isinstance(tree, dict) else None, getattr(default, name)
+    return default if tree is None else tree
 
 
 def _matching(tree: Any, pattern: Sequence[str]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:

@@ -52,8 +52,6 @@ def _layout(r: Recipe) -> Iterator[str]:
             f"batch.prompts: {r.batch.prompts} does not divide by the {r.data_parallel} data-parallel ranks "
             "(resources.learner_ranks / TP x PP x CP)"
         )
-    if not r.learner.packing and m.context_parallel > 1:
-        yield "learner.packing: context parallelism needs packed sequences"
 
 
 def _prompts(r: Recipe) -> Iterator[str]:
@@ -121,25 +119,20 @@ def _losses(r: Recipe) -> Iterator[str]:
         yield f"loss.lower: is for correction: mask, below its cap ({r.loss.cap:g}); set that, or 0 here"
     if r.loss.sequence_mask and not 0 <= r.loss.sequence_mask[0] < 1 < r.loss.sequence_mask[1]:
         yield f"loss.sequence_mask: give [low, high] around 1, such as [0.99, 1.01], not {list(r.loss.sequence_mask)}"
-    if r.reference.where == "loss" and r.reference.estimator == "k1":
-        yield (
-            "reference.estimator: the gradient of k1 in the loss is 0 on average, so it would penalise nothing; "
-            "use k2 or k3, or reference.where=reward"
-        )
 
 
 def _teacher(r: Recipe) -> Iterator[str]:
     """Check what a teacher cannot be combined with."""
-    if not r.teacher.coefficient:
+    if not r.teacher.weight:
         return
     if not r.teacher.path:
-        yield "teacher.path: with teacher.coefficient a teacher is needed; give its directory, or set teacher.coefficient=0"
+        yield "teacher.path: with teacher.weight a teacher is needed; give its directory, or set teacher.weight=0"
     if r.batch.zero_variance != "keep":
         yield (
             f"batch.zero_variance: with a teacher a group of one reward has a gradient; set keep, not {r.batch.zero_variance}"
         )
     if r.has_critic:
-        yield "teacher.coefficient: with batch.centring=critic the critic gives tokens their advantages; set another centring"
+        yield "teacher.weight: with batch.centring=critic the critic gives tokens their advantages; set another centring"
     if r.loss.kind == "gmpo":
         yield "loss.kind: gmpo needs one advantage a rollout, and with a teacher each token has its own; use another loss"
     if r.sampling.temperature != 1:
@@ -201,10 +194,10 @@ def _sharing(r: Recipe) -> Iterator[str]:
 
 
 def _lengths(r: Recipe) -> Iterator[str]:
-    """Check for impossible budgets, disordered stages, a penalty that would hit every right answer, and an end of thinking that
-    is blank, empty although thinking is interrupted, or not the end of the phrase.
+    """Check for impossible budgets, disordered stages, and an end of thinking that is blank, empty although thinking is
+    interrupted, or not the end of the phrase.
     """
-    length = r.length
+    length, end = r.length, r.length.end_of_thinking
     budgets = [s.thinking_tokens for s in length.stages] + [length.thinking_tokens]
     if any(shortest > longest or shortest < 1 for shortest, longest in budgets):
         where = "stages" if budgets[-1][0] <= budgets[-1][1] and budgets[-1][0] >= 1 else "thinking_tokens"
@@ -215,12 +208,6 @@ def _lengths(r: Recipe) -> Iterator[str]:
     if longest != sorted(longest):
         said = ", ".join(map(str, longest))
         yield f"length.stages: budgets must not fall, up to length.thinking_tokens; the longest are {said}"
-    most, end = length.at(0).completion_tokens, length.end_of_thinking
-    if length.control == "overlong_penalty" and length.overlong_tokens > most:
-        yield (
-            f"length.overlong_tokens: {length.overlong_tokens} is more than the longest completion "
-            f"({most}: thinking_tokens and answer_tokens); every right answer would be penalised"
-        )
     if end and not end.strip():
         yield f"length.end_of_thinking: {end!r} is only blanks, which every thinking trace has; give what ends one"
     if not end and length.control == "interruption":
@@ -324,7 +311,7 @@ def _agents(r: Recipe) -> Iterator[str]:
         if r.model.moe.routing_replay:
             yield f"{key}.agent: experts are not recorded over an agent's paths; set model.moe.routing_replay=false"
         if r.teachers:
-            yield f"{key}.agent: a teacher scores no agent's paths; set teacher.coefficient=0"
+            yield f"{key}.agent: a teacher scores no agent's paths; set teacher.weight=0"
         if r.agent.credit == "turn" and r.has_critic:
             yield "agent.credit: with batch.centring=critic the critic gives turns their advantages; set episode"
         if r.agent.credit == "turn" and r.loss.kind == "gmpo":

@@ -20,9 +20,10 @@ class Curriculum(Section):
     """Easy prompts first, by their `difficulty`. Not part of ScaleRL."""
 
     kind: Literal["none", "linear", "exponential"] = Field(
-        "none", description="how the share of prompts in play grows; none: all from the start"
+        "none",
+        description="how the share of prompts in play grows, to all once as many are drawn as the task has; none: all from "
+        "the start",
     )
-    steps: int = Field(1000, ge=1, description="batches until all prompts are in play")
 
 
 TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
@@ -143,10 +144,6 @@ class Suite(Rows):
 
 class Data(Section):
     tasks: dict[TaskName, Task] = Field({}, description="tasks by name; null removes one of the base recipe")
-    on_exhausted: Literal["stop", "reset"] = Field(
-        "reset",
-        description="if fewer of a task's prompts are left than a batch takes: reset begins again, stop draws no more of it",
-    )
     curriculum: Curriculum = Curriculum()
     services: dict[TaskName, Service] = Field({}, description="reward services by name; a grader refers to one by it")
     sandbox: Literal["bubblewrap", "rlimits"] = Field(
@@ -267,7 +264,7 @@ class Resources(Section):
         "(pipeline), the learner has the KV cache's memory while it trains",
     )
     threads: int = Field(1, ge=1, description="CPU threads per learner rank or server")
-    teacher_servers: int = Field(1, ge=1, description="servers of the teacher, if there is one (teacher.coefficient)")
+    teacher_servers: int = Field(1, ge=1, description="servers of the teacher, if there is one (teacher.weight)")
     teacher_tensor_parallel: int = Field(1, ge=1, description="GPUs per server of the teacher")
 
 
@@ -291,18 +288,17 @@ class Length(Section):
     stages: tuple[Stage, ...] = Field(
         (), description="shorter budgets at the start of the run, [{until_step, thinking_tokens}, …]"
     )
-    answer_tokens: int = Field(2048, ge=1, description="most tokens after the thinking")
+    answer_tokens: int = Field(
+        2048,
+        ge=1,
+        description="most tokens after the thinking; overlong_penalty: the last ones, over which a right answer loses up to 1",
+    )
     end_of_thinking: str = Field(
         "</think>", description="the answer is the text after it; empty: the model has no thinking trace"
     )
     interruption: str = Field(
         "Okay, time is up. Let me stop thinking and formulate a final answer now. </think>",
         description="phrase appended when the thinking budget runs out; masked from the loss",
-    )
-    overlong_tokens: int = Field(
-        2048,
-        ge=1,
-        description="overlong_penalty: a right answer loses up to 1 over this many last tokens (L_cache)",
     )
 
     def at(self, step: int) -> "Length":
@@ -434,22 +430,28 @@ class Reference(Section):
     """KL penalty that keeps the policy near its start (model.path), frozen. ScaleRL and DAPO have none."""
 
     coefficient: float = Field(0.0, ge=0, description="weight of the penalty; 0: none, and no second model is loaded")
-    estimator: Literal["k1", "k2", "k3"] = Field("k1", description="estimator of a token's KL; k3 is GRPO's")
-    where: Literal["reward", "loss"] = Field(
-        "reward",
-        description="reward: subtracted, summed over the rollout's tokens; loss: added for each token (not k1)",
+    estimator: Literal["k1", "k2", "k3"] = Field(
+        "k1",
+        description="estimator of a token's KL. k1: subtracted from the reward, summed over the rollout's tokens; k2, k3 "
+        "(GRPO's): added to the loss for each token",
     )
+
+    @property
+    def in_loss(self) -> bool:
+        """Elsewhere the gradient of k1 would be 0 on average, and those of k2 and k3 biased."""
+        return self.estimator != "k1"
 
 
 class Teacher(Section):
     """On-policy distillation: a frozen model, on servers of its own, scores what the policy samples. Not part of ScaleRL."""
 
     path: str = Field("", description="Hugging Face directory of the teacher, with the policy's tokens")
-    coefficient: float = Field(
-        0.0, ge=0, description="weight of log pi_teacher - log mu in a token's advantage; 0: no teacher is served"
-    )
-    reward: float = Field(
-        1.0, ge=0, description="with a teacher: weight of the reward's advantage; 0: distillation alone"
+    weight: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="weight of log pi_teacher - log mu in a token's advantage, the reward's has the rest; 1: distillation "
+        "alone; 0: no teacher is served",
     )
 
 
@@ -466,9 +468,6 @@ class Learner(Section):
     microbatch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         16_384,
         description="tokens of a packed micro-batch on a data-parallel rank; auto: the largest size that fits, found by trying",
-    )
-    packing: bool = Field(
-        True, description="true: sequences share the rows of a micro-batch; false: one row each, padded"
     )
     recompute: Literal["none", "selective", "full"] = Field(
         "none",
@@ -543,7 +542,6 @@ class Serving(Section):
         description="share of a GPU's memory for weights and KV; null: SGLang's rule, nearly all of it",
     )
     max_running_requests: int = Field(256, ge=1, description="most requests that a server works on at once")
-    start_timeout_s: float = Field(1200, gt=0, description="limit of a server's start, in seconds")
 
 
 class Evaluation(Section):
@@ -555,7 +553,6 @@ class Evaluation(Section):
     )
     prompts: int = Field(1000, ge=1, description="held-out prompts of each task")
     samples: int = Field(16, ge=1, description="answers per prompt: mean@samples")
-    servers: int = Field(1, ge=1, description="servers held at the scored version meanwhile, or all if there are fewer")
     temperature: float = Field(1.0, ge=0, description="divides the logits of evaluation answers; 0: greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus of evaluation answers")
     forecast: str = Field(
@@ -577,15 +574,8 @@ class Checkpoint(Section):
     keep: int = Field(2, ge=1, description="newest checkpoints that are kept")
 
 
-class Wandb(Section):
-    """Weights & Biases beside TensorBoard. wandb reads WANDB_API_KEY, WANDB_ENTITY and WANDB_MODE from the environment."""
-
-    project: str = Field("", description="project to write to; empty: none")
-
-
 class Monitor(Section):
     prometheus: bool = Field(False, description="controller, learner and servers answer GET /metrics")
-    wandb: Wandb = Wandb()
     profile_steps: tuple[int, int] | None = Field(
         None, description="first and last step that torch's profiler records on every rank of the learner; null: none"
     )
@@ -613,16 +603,18 @@ class Sft(Section):
     init: str = Field("", description="Hugging Face directory to start from; what is trained is written to model.path")
     steps: int = Field(1000, ge=1, description="optimiser steps")
     batch_tokens: int = Field(2_000_000, ge=1, description="tokens per step")
-    max_length: int = Field(12_288, ge=1, description="most tokens of a trace; longer ones are left out")
     optimizer: SftRate = Field(
         SftRate(), description="its rate; the rest is ScaleRL's, with a thirtieth of the steps for the warm-up"
     )
 
 
-class Recipe(Section):
-    """Everything that defines a run. `description` is what `megarl recipes` shows."""
+START_S = 1200.0
+"""Least limit of a server's start: a large model comes from slow storage, its kernels are compiled."""
 
-    description: str = Field("", description="what `megarl recipes` shows")
+
+class Recipe(Section):
+    """Everything that defines a run."""
+
     run: Run = Run()
     model: Model = Model()
     resources: Resources = Resources()
@@ -670,9 +662,19 @@ class Recipe(Section):
         return self.batch.centring == "critic"
 
     @property
+    def start_limit_s(self) -> float:
+        """Limit of a server's start, in seconds. Whoever allows a publication more has a slower cluster or a larger model."""
+        return max(START_S, 2 * self.weights.timeout_s)
+
+    @property
+    def evaluation_servers(self) -> int:
+        """Servers held at the scored version during an evaluation, or all if there are fewer: a quarter; the others go on."""
+        return -(-self.resources.servers // 4)
+
+    @property
     def teachers(self) -> int:
         """Number of the teacher's servers."""
-        return self.resources.teacher_servers if self.teacher.coefficient else 0
+        return self.resources.teacher_servers if self.teacher.weight else 0
 
     @property
     def teacher_gpus(self) -> int:

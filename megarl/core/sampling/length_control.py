@@ -61,7 +61,7 @@ def overlong_penalty(tokens: int, longest: int, cache: int) -> float:
         clip((L_max - |y|) / L_cache - 1, -1, 0)        0 up to L_max - L_cache tokens, -1 at L_max, a straight line between
 
     DAPO (arXiv 2503.14476), as ScaleRL's baselines have it (arXiv 2510.13786): only for correct traces. L_max is `longest`,
-    the longest possible completion (`Length.completion_tokens`); L_cache is `cache`, `length.overlong_tokens`.
+    the longest possible completion (`Length.completion_tokens`); L_cache is `cache`, `length.answer_tokens`.
     """
     return min(0.0, max(-1.0, (longest - tokens) / cache - 1))
 
@@ -70,4 +70,4 @@ def reward(grade: Grade, tokens: int, length: Length) -> float:
     """Return the grade's reward, less the penalty if the recipe has it and the answer is right."""
     if length.control != "overlong_penalty" or not grade.correct:
         return grade.reward
-    return grade.reward + overlong_penalty(tokens, length.completion_tokens, length.overlong_tokens)
+    return grade.reward + overlong_penalty(tokens, length.completion_tokens, length.answer_tokens)

@@ -110,7 +110,7 @@ def own_servers(recipe: Recipe) -> Iterator[OwnServers]:
         for n, port in enumerate(node.ports):
             role = Role("server", n)
             processes.append(launcher.start(task(recipe, rundir, role, port, placed[role])))
-        servers, until = OwnServers(recipe, endpoints, processes), time.monotonic() + recipe.serving.start_timeout_s
+        servers, until = OwnServers(recipe, endpoints, processes), time.monotonic() + recipe.start_limit_s
         for url, process in zip(urls, processes, strict=True):
             try:
                 wait_ready(url, max(0.0, until - time.monotonic()), process.status)
@@ -140,7 +140,7 @@ def wait_ready(url: str, limit_s: float, exit_code: Callable[[], int | None] = l
                     why = f"ended with status {code} before it was ready; its log says why"
                     raise MegarlError(f"the server for {url} {why}")
                 if time.monotonic() - start > limit_s:
-                    why = f"was not ready within {limit_s:g} s (serving.start_timeout_s)"
+                    why = f"was not ready within {limit_s:g} s; if it only needs more, raise weights.timeout_s"
                     raise MegarlError(f"the server at {url} {why}")
                 await asyncio.sleep(POLL_S)
         return time.monotonic() - start

@@ -30,7 +30,7 @@ from megarl.tasks.data.prompts import BATCH, Render, renderer
 from megarl.tasks.data.rows import PromptRow, digest
 from megarl.tasks.data.sources import is_source, problem
 from megarl.tasks.data.survey import Reader, Survey, chosen, survey
-from megarl.tasks.data.traces import are_traces, spoken, templated
+from megarl.tasks.data.traces import MAX_TOKENS, are_traces, spoken, templated
 
 BARS, BAR = 8, 32  # most bars of a histogram, and characters of the longest
 SHOWN_TEXT = 400  # characters shown of a sample's prompt and answer; the rest is counted
@@ -89,7 +89,7 @@ def inspect(
         return 0
     counter = load_tokenizer(tokenizer) if tokenizer else None
     if not mapping and not columns and are_traces(source):
-        _inspect_traces(source, counter, samples, None, [], console)
+        _inspect_traces(source, counter, samples, [], console)
         return 0
     seen, _ = look(survey(source, reader(mapping, columns)), str, counter, samples, console)
     show(source, seen, console, "tokens" if counter else "characters", None, str)
@@ -120,16 +120,16 @@ def _inspect_recipe(recipe: Recipe, model: Path | None, samples: int, console: C
         for part, seen in (("train", train), ("heldout", heldout)):
             show(f"{name}.{part}", seen, console, "tokens", recipe.length.prompt_tokens, render)
     if recipe.sft.data and problem(recipe.sft.data) is None:
-        _inspect_traces(recipe.sft.data, tokenizer, samples, recipe.sft.max_length, recipe.data.decontaminate, console)
+        _inspect_traces(recipe.sft.data, tokenizer, samples, recipe.data.decontaminate, console)
 
 
 def _inspect_traces(
-    source: str, tokenizer: Tokenizer | None, samples: int, limit: int | None, decontaminate: Sequence[str], console: Console
-) -> None:  # fmt: skip
-    """Print traces as `megarl sft` would have them. limit: sft.max_length."""
+    source: str, tokenizer: Tokenizer | None, samples: int, decontaminate: Sequence[str], console: Console
+) -> None:
+    """Print traces as `megarl sft` would have them."""
     surveyed = survey(source, spoken, evaluation=overlap_with(decontaminate), repeats=True)
     seen, _ = look(surveyed if tokenizer is None else templated(surveyed, tokenizer), None, tokenizer, samples, console)
-    show(source, seen, console, "tokens" if tokenizer else "characters", limit, None)
+    show(source, seen, console, "tokens" if tokenizer else "characters", MAX_TOKENS, None)
 
 
 def look(
@@ -168,17 +168,17 @@ def show(name: str, seen: Seen, console: Console, unit: str, limit: int | None, 
     prompts, answers = np.array(seen.lengths), np.array(seen.answers)
     parts = [_lengths_view("prompts", prompts, unit)]
     if render:
-        key, used, many = "length.prompt_tokens", prompts, len(seen.difficulties) > BARS + 2
+        what, used, many = f"length.prompt_tokens={limit}", prompts, len(seen.difficulties) > BARS + 2
         difficulties = [(str(value), count) for value, count in sorted(seen.difficulties.items())]
         parts.append(_lengths_view("answers", answers, "characters"))
         parts.append(_bars("answer types", seen.kinds.most_common()))
         parts.append(_bars("difficulty", _in_steps(seen.difficulties, BARS) if many else difficulties))
     else:
-        key, used = "sft.max_length", prompts + answers + 1  # and the end token
+        what, used = f"{limit} tokens", prompts + answers + 1  # and the end token
         parts.append(_lengths_view("completions", answers, unit))
     if limit is not None and unit == "tokens":
         over = int((used > limit).sum())
-        parts.append(Text(f"{over:,} longer than {key}={limit}: left out", style="yellow" if over else "dim"))
+        parts.append(Text(f"{over:,} longer than {what}: left out", style="yellow" if over else "dim"))
     _framed(f"{len(prompts):,} {'rows' if render else 'traces'} · {name}", Group(*parts), console)
     for _, _, row in seen.sampled:
         text = Text(_shortened((render or str)(row.prompt), SHOWN_TEXT))

@@ -20,6 +20,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from megarl.core.base.rundir import Endpoints, RunDir, append_jsonl, by_step, latest_rows, writing
 from megarl.core.recipe import Recipe
 from megarl.core.telemetry.names import tag
+from megarl.lab.monitoring import wandb_writer
 from megarl.lab.monitoring.prometheus import LearnerMetrics, serve
 from megarl.lab.monitoring.wandb_writer import WandbWriter
 from megarl.run.health import Health
@@ -34,7 +35,7 @@ class MetricsWriter:
         self._health = Health(latest_rows(rundir.metrics))
         self._last_step = self._health.step
         self._writers: list[Board | WandbWriter] = [Board(rundir.tensorboard)]
-        if recipe.monitor.wandb.project:
+        if wandb_writer.project():
             self._writers.append(WandbWriter(recipe, rundir))
         self._latest = LearnerMetrics()
         self._close_exporter = serve(endpoints.learner_metrics, endpoints.metrics_key, self._latest.families)

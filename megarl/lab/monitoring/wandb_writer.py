@@ -1,8 +1,8 @@
-"""Weights & Biases, a second writer beside TensorBoard (`monitor.wandb`): the same scalars under the same names.
+"""Weights & Biases, a second writer beside TensorBoard (`WANDB_PROJECT`): the same scalars under the same names.
 
 It never stops a run: without a network the run is written offline, to RUN/wandb, for `wandb sync`; otherwise W&B sends from its
-own process. The key is WANDB_API_KEY in the environment, which only wandb reads. The run's id is kept in RUN/wandb/run-id, so
-that a resumed run continues the same W&B run.
+own process. Project and key (WANDB_API_KEY) are in the environment, where wandb reads them. The run's id is kept in
+RUN/wandb/run-id, so that a resumed run continues the same W&B run.
 """
 
 import logging
@@ -25,16 +25,21 @@ INIT_LIMIT_S, FINISH_LIMIT_S = 30.0, 60.0
 """Time until the run is begun offline instead, and for sending the rest at the end, which otherwise stays in RUN/wandb."""
 
 
-def check(recipe: Recipe) -> None:
-    """Raise MegarlError, before anything is started, if what `monitor.wandb` asks for is impossible."""
-    if not (project := recipe.monitor.wandb.project):
+def project() -> str:
+    """Return the project to write to; empty: none."""
+    return os.environ.get("WANDB_PROJECT", "")
+
+
+def check() -> None:
+    """Raise MegarlError, before anything is started, if what the environment asks for is impossible."""
+    if not project():
         return
     if find_spec("wandb") is None:
-        why = f"{project!r}, but wandb is not installed; `pip install wandb`, or leave it empty"
-        raise MegarlError(f"monitor.wandb.project: {why}")
+        why = f"{project()!r}, but wandb is not installed; `pip install wandb`, or unset it"
+        raise MegarlError(f"WANDB_PROJECT: {why}")
     if os.environ.get("WANDB_MODE", "online") == "online" and not os.environ.get("WANDB_API_KEY"):
         why = "needs WANDB_API_KEY in the environment; export it, or export WANDB_MODE=offline"
-        raise MegarlError(f"monitor.wandb.project: {why}")
+        raise MegarlError(f"WANDB_PROJECT: {why}")
 
 
 class WandbWriter:
@@ -89,7 +94,6 @@ def _begun(recipe: Recipe, rundir: RunDir) -> Any:
     quiet = wandb.Settings(init_timeout=INIT_LIMIT_S, console="off", silent=True, disable_git=True, save_code=False)
     begin = partial(
         wandb.init,
-        project=recipe.monitor.wandb.project,
         name=recipe.run.name,
         id=known.read_text(),
         resume="allow",

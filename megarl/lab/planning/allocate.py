@@ -32,7 +32,7 @@ from megarl.lab.scaling.points import PointColumns, amount, read_points
 BatchSize = tuple[int, int]  # prompts, and rollouts of each
 BEST, ROWS = 5, 3
 FURTHER = 10.0  # times the rollouts of the longest run
-FREE = ("run.", "description", "evaluation.", "checkpoint.", "resources.", "batch.prompts", "sampling.generations")
+FREE = ("run.", "evaluation.", "checkpoint.", "resources.", "batch.prompts", "sampling.generations")
 """Keys in which runs may differ and still be of one law."""
 
 

@@ -218,7 +218,6 @@ _RULES = {
     "model.tensor_parallel": "does not divide heads, key-value groups or inner sizes",
     "model.pipeline_parallel": "does not divide the layers",
     "model.expert_parallel": "does not divide the experts",
-    "learner.packing": "context parallelism needs packing",
     "model.fp8": "needs sizes on each rank that divide by 16",
 }
 
@@ -287,7 +286,7 @@ def evaluate(problem: PlanningProblem, learner: LearnerChoice, server: ServerMem
         limit = min(recipe.serving.max_running_requests, server.kv_tokens / work.live_context)
         decode = decoder.batch_seconds(work.sample, work.prompt_tokens, requests, limit) / pipeline.phase_steps
         step, lag = decode + busy, (pipeline.phase_steps - 1) / 2
-    scoring = min(recipe.evaluation.servers, servers) * running / seconds
+    scoring = recipe.evaluation_servers * running / seconds
     evaluated = recipe.evaluation.prompts * recipe.evaluation.samples * work.mean_tokens / scoring
     return Plan(
         recipe=recipe, gpus=gpus, learner=learner.memory, server=server, decoder=decoder, publication=published,

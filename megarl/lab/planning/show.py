@@ -167,8 +167,8 @@ def _remarks(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     if (late := plan.evaluation_seconds / plan.step_seconds) > evaluation.every:
         yield (
             f"note: an evaluation ({evaluation.prompts} x {evaluation.samples} rollouts, "
-            f"evaluation.servers={evaluation.servers}) takes as long as {late:,.0f} steps, and evaluation.every is "
-            f"{evaluation.every}; give it more servers, lower evaluation.prompts or samples, or evaluate more seldom"
+            f"{recipe.evaluation_servers} servers) takes as long as {late:,.0f} steps, and evaluation.every is "
+            f"{evaluation.every}; lower evaluation.prompts or samples, or evaluate more seldom"
         )
 
 

@@ -114,7 +114,6 @@ class _SimulatedRun:
         self.places = Places(self.membership, costs.limit)
         self.tickets: dict[int, _Ticket] = {}
         self.changed = asyncio.Event()
-        self.exhausted = False
         self.steps: list[SimulatedStep] = []
         state = State(Admission(recipe.batch.prompts, recipe.pipeline.max_lag, recipe.pipeline.phase_steps))
         if not evaluate:

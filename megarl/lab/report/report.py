@@ -40,7 +40,7 @@ def write_report(rundir: RunDir) -> None:
         TEMPLATE,
         rundir.report,
         name=html.escape(recipe.run.name),
-        subtitle=html.escape(f"{recipe.description} · {values['steps']} of {values['steps_planned']} steps"),
+        subtitle=f"{values['steps']} of {values['steps_planned']} steps",
         tiles="".join(
             f'<div class="tile"><b>{html.escape(text)}</b><span>{html.escape(name)}</span></div>'
             for name, text in _tiles(values)

@@ -129,21 +129,17 @@ def planned(title: str, recipes: Mapping[str, Recipe]) -> Table:
     shown = Table(*columns, box=None, padding=(0, 2), pad_edge=False, title=title, title_justify="left")
     for name, recipe in recipes.items():
         changed = [(key, new) for key, _, new in differences(next(iter(recipes.values())), recipe)]
-        words = [f"{key}={new}" for key, new in changed if key not in ("description", "run.name")]
+        words = [f"{key}={new}" for key, new in changed if key != "run.name"]
         shown.add_row(name, " ".join(words))
     return shown
-
-
-PENALTY_SHARE = 2 / 14  # the length penalty falls on the last 2k of 14k tokens
 
 
 def leave_one_out(recipe: str, overrides: Sequence[str]) -> dict[str, Recipe]:
     """Return the recipe as it is (under its own name), then its variants."""
     base = load(recipe, overrides)
-    penalised = max(1, round(base.length.completion_tokens * PENALTY_SHARE))
     reverted = {
         "prompt-level-advantage": ["batch.advantage=group"],
-        "length-penalty": ["length.control=overlong_penalty", f"length.overlong_tokens={penalised}"],
+        "length-penalty": ["length.control=overlong_penalty"],
         "zero-variance-kept": ["batch.zero_variance=keep"],
         "ppo-off-policy-8": ["pipeline.kind=ppo-off-policy", "pipeline.k=8"],
         "no-fp32-head": ["model.fp32_head=none"],

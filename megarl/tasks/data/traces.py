@@ -41,6 +41,8 @@ from megarl.tasks.data.survey import UNFIT, Survey, chosen, survey_of
 
 log = logging.getLogger(__name__)
 
+MAX_TOKENS = 12_288
+"""Most tokens of a trace: ScaleRL's (arXiv 2510.13786). Memory is for one of these, and thinking longer is what RL teaches."""
 BATCH = 1024
 """Traces encoded at once."""
 ROLES = {"human": "user", "gpt": "assistant"}
@@ -61,10 +63,8 @@ class Trace(NamedTuple):
     learnt: np.ndarray
 
 
-def load_traces(
-    path: Path | str, tokenizer: Tokenizer, max_length: int, decontaminate: Sequence[str] = ()
-) -> list[Trace]:
-    """Load a source's traces of at most `max_length` tokens, in order. decontaminate: evaluation sets."""
+def load_traces(path: Path | str, tokenizer: Tokenizer, decontaminate: Sequence[str] = ()) -> list[Trace]:
+    """Load a source's traces of at most MAX_TOKENS, in order. decontaminate: evaluation sets."""
     surveyed = survey_of(str(path), spoken, evaluation=overlap_with(decontaminate), refuse=UNFIT, repeats=True)
     traces: list[Trace] = []
     end, rows = int32([tokenizer.end]), 0
@@ -73,10 +73,10 @@ def load_traces(
         taught = [row for row, _ in part if isinstance(row, Taught)]
         pieces = iter(tokenizer.encode_all([text for row in taught for text in (row.prompt, *row.parts)]))
         made = (_trace(next(pieces), [*islice(pieces, len(row.parts)), end]) for row in taught)
-        traces += [trace for trace in made if len(trace.tokens) <= max_length]
+        traces += [trace for trace in made if len(trace.tokens) <= MAX_TOKENS]
     if not traces:
-        raise MegarlError(f"{path}: all {rows} traces are longer than {max_length} tokens; raise sft.max_length")
-    log.info("%s: %d traces, %d left out (longer than %d tokens)", path, len(traces), rows - len(traces), max_length)
+        raise MegarlError(f"{path}: all {rows} traces are longer than {MAX_TOKENS} tokens; shorten them")
+    log.info("%s: %d traces, %d left out (longer than %d tokens)", path, len(traces), rows - len(traces), MAX_TOKENS)
     return traces
 
 

@@ -74,6 +74,7 @@ def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     names = [line.split()[0] for line in listed.splitlines()[1:] if not line.startswith(" ")]
     assert names == list(shipped())
     assert names[0] == "quickstart"
+    assert "Arithmetic with a scratchpad by a tiny Llama:" in listed, "the first line of its file"
     assert names[-1].endswith("-tiny"), "a baseline"
 
 

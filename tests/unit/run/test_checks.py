@@ -51,11 +51,11 @@ def test_missing_model(tree: Tree) -> None:
 
 
 def test_a_teacher_has_the_policys_tokens(tree: Tree, tmp_path: Path) -> None:
-    """If two tokens have changed places, the first is named; without a coefficient nobody looks."""
+    """If two tokens have changed places, the first is named; without a weight nobody looks."""
     teacher = tmp_path / "teacher"
     shutil.copytree(tree["model"]["path"], teacher)
     sections: dict[str, Tree] = {
-        "teacher": {"path": str(teacher), "coefficient": 0.1},
+        "teacher": {"path": str(teacher), "weight": 0.1},
         "batch": {"zero_variance": "keep"},
     }
     same = preflight.check_inputs(changed(tree, **sections))
@@ -71,7 +71,7 @@ def test_a_teacher_has_the_policys_tokens(tree: Tree, tmp_path: Path) -> None:
     without = preflight.check_inputs(changed(tree, teacher={"path": str(teacher)}))
     assert same.keys() - without.keys() == {"teacher.path: weights"}
     with pytest.raises(MegarlError, match=r"teacher\.path: '/nowhere' is not a Hugging Face model directory"):
-        preflight.check_inputs(changed(tree, teacher={"path": "/nowhere", "coefficient": 0.1}, batch=sections["batch"]))
+        preflight.check_inputs(changed(tree, teacher={"path": "/nowhere", "weight": 0.1}, batch=sections["batch"]))
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_run_is_not_overwritten(recipe: Recipe, write_run: Callable[[int], RunDi
         ("batch", {"prompts": 12}, r"batch\.prompts: 48 in .*, 12 now"),
         ("loss", {"cap": 8.0}, r"loss\.cap: 4\.0 in .*, 8\.0 now"),
         ("sampling", {"temperature": 0.7}, r"sampling\.temperature: 1\.0 in .*, 0\.7 now"),
-        ("data", {"on_exhausted": "stop"}, r"data\.on_exhausted: 'reset' in .*, 'stop' now"),
+        ("data", {"curriculum": {"kind": "linear"}}, r"data\.curriculum\.kind: 'none' in .*, 'linear' now"),
         ("data", {"tasks": {}}, r"data\.tasks\.math\.weight: 1\.0 in .*, None now"),
         (
             "data",

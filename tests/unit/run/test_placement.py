@@ -90,7 +90,7 @@ def test_the_teacher_has_gpus_of_its_own() -> None:
     assert described(placed, nodes(2))[1] == "n2: learner ranks 0-3, teacher-0, teacher-1"
     with pytest.raises(MegarlError, match=r"8 servers x 1 GPUs \+ 2 teachers x 2 GPUs \+ 4 learner ranks need 16 GPUs"):
         place(load("qwen3-8b-distill"), nodes(1))
-    assert Role("teacher", 0) not in place(load("qwen3-8b-distill", ["teacher.coefficient=0"]), nodes(2))
+    assert Role("teacher", 0) not in place(load("qwen3-8b-distill", ["teacher.weight=0"]), nodes(2))
 
 
 def test_without_gpus() -> None:

@@ -50,7 +50,7 @@ def policy_loss(section: Loss, reference: Reference | None = None) -> TokenLoss:
             # Not for filler, whose log-prob may be infinite, which no weight of 0 removes.
             known_logp = torch.where(tokens.counted > 0, tokens.reference, tokens.logp.detach())
             kl = terms.estimate(tokens.logp, known_logp, reference.estimator)
-            if reference.where == "loss":
+            if reference.in_loss:
                 losses = losses + reference.coefficient * kl
             metrics |= dict.fromkeys(("kl_reference", "kl_reference_max"), kl.detach())
         return losses, metrics

@@ -233,29 +233,27 @@ def scored(batch: Batch) -> Batch:
     return replace(batch, groups=groups)
 
 
-def made(batch: Batch, **teacher: float) -> list[TrainSequence]:
-    recipe = from_tree({"teacher": {"path": "t", **teacher}, "batch": {"zero_variance": "keep"}})
+def made(batch: Batch, weight: float) -> list[TrainSequence]:
+    recipe = from_tree({"teacher": {"path": "t", "weight": weight}, "batch": {"zero_variance": "keep"}})
     return with_advantages(sequences_in_loss(batch, recipe), batch, recipe)[0]
 
 
-def test_a_teachers_advantage_is_added_token_by_token() -> None:
-    plain, mixed, alone = (
-        made(scored(MIXED), coefficient=c, reward=r) for c, r in ((0.0, 1.0), (0.25, 2.0), (1.0, 0.0))
-    )
+def test_a_teachers_advantage_is_mixed_in_token_by_token() -> None:
+    plain, mixed, alone = (made(scored(MIXED), weight) for weight in (0.0, 0.25, 1.0))
     rollouts = [r for g in MIXED.groups for r in g.rollouts]
     for reward, both, teacher, r in zip(plain, mixed, alone, rollouts, strict=True):
         for t, trained in enumerate(r.trained):
             apart = -1 - t - r.logprobs[t] if trained else 0.0
             assert teacher.advantage[3 + t] == pytest.approx(apart)  # type: ignore[index]  # three prompt tokens
-            assert both.advantage[3 + t] == pytest.approx(2 * reward.advantage + 0.25 * apart)  # type: ignore[index,operator]
+            assert both.advantage[3 + t] == pytest.approx(0.75 * reward.advantage + 0.25 * apart)  # type: ignore[index,operator]
         assert not np.any(teacher.advantage[:3])  # type: ignore[index]
     shown = batch_statistics(scored(MIXED))["kl_teacher"]
     assert shown == pytest.approx(np.mean([r.logprobs[t] + 1 + t for r in rollouts for t in np.flatnonzero(r.trained)]))
     assert "kl_teacher" not in batch_statistics(MIXED)
 
 
-def test_a_coefficient_of_0_is_no_teacher_to_the_last_bit() -> None:
+def test_a_weight_of_0_is_no_teacher_to_the_last_bit() -> None:
     recipe = from_tree({"batch": {"zero_variance": "keep"}})
     today = with_advantages(sequences_in_loss(MIXED, recipe), MIXED, recipe)[0]
-    for a, b in zip(today, made(MIXED, reward=0.5), strict=True):
+    for a, b in zip(today, made(MIXED, 0.0), strict=True):
         assert all(np.array_equal(x, y) and type(x) is type(y) for x, y in zip(astuple(a), astuple(b), strict=True))

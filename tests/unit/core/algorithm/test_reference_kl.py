@@ -99,7 +99,7 @@ def test_a_policy_that_is_the_reference_has_no_penalty_and_no_gradient(
     values: list[float], estimator: Estimator
 ) -> None:
     logp = torch.tensor(values, dtype=torch.float64, requires_grad=True)
-    section = Reference(coefficient=3.0, estimator=estimator, where="loss")
+    section = Reference(coefficient=3.0, estimator=estimator)
     with_kl, metrics = policy_loss(Loss(), section)(tokens(logp, logp.detach()))
     without, _ = policy_loss(Loss())(tokens(logp, logp.detach()))
     assert torch.equal(with_kl, without)
@@ -108,15 +108,14 @@ def test_a_policy_that_is_the_reference_has_no_penalty_and_no_gradient(
     assert of_kl.eq(0).all()
 
 
-@pytest.mark.parametrize("where", ["loss", "reward"])
-def test_only_in_the_loss_does_it_change_the_loss(where: str) -> None:
+@pytest.mark.parametrize("estimator", FORMULAS)
+def test_k2_and_k3_change_the_loss_and_k1_does_not(estimator: Estimator) -> None:
     random = np.random.default_rng(1)
     logp, reference = (torch.tensor(-random.exponential(1, 9)) for _ in range(2))
-    section = Reference.model_validate({"coefficient": 0.1, "estimator": "k3", "where": where})
-    loss = policy_loss(Loss(), section)
+    loss = policy_loss(Loss(), Reference(coefficient=0.1, estimator=estimator))
     losses, metrics = loss(tokens(logp, reference))
     plain, _ = policy_loss(Loss())(tokens(logp, reference))
-    k3 = FORMULAS["k3"](np.exp(logp.numpy()), np.exp(reference.numpy()))
-    np.testing.assert_allclose(losses - plain, 0.1 * k3 if where == "loss" else 0 * k3, rtol=1e-9, atol=1e-12)
-    np.testing.assert_allclose(metrics["kl_reference"], k3, rtol=1e-9)
+    kl = FORMULAS[estimator](np.exp(logp.numpy()), np.exp(reference.numpy()))
+    np.testing.assert_allclose(losses - plain, 0 * kl if estimator == "k1" else 0.1 * kl, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(metrics["kl_reference"], kl, rtol=1e-9)
     assert tuple(metrics) == metric_names(loss)

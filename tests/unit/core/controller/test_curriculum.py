@@ -12,11 +12,11 @@ IDS = [f"p{n}" for n in range(12)]
 DIFFICULTY = {p: int(p[1:]) // 2 for p in IDS}
 
 
-def curriculum(on_exhausted: str = "reset", threshold: float | None = 0.9, seed: int = 3) -> PromptOrder:
-    return PromptOrder(IDS, seed, threshold, 4, on_exhausted)
+def curriculum(threshold: float | None = 0.9, seed: int = 3) -> PromptOrder:
+    return PromptOrder(IDS, seed, threshold, 4)
 
 
-def draws(c: PromptOrder, count: int) -> list[Draw | None]:
+def draws(c: PromptOrder, count: int) -> list[Draw]:
     return [c.draw() for _ in range(count)]
 
 
@@ -30,7 +30,7 @@ def test_an_epoch_is_a_permutation_and_the_next_another_one() -> None:
 
 
 def test_order_depends_on_seed_not_on_the_order_of_the_file() -> None:
-    assert draws(curriculum(), 12) == draws(PromptOrder(reversed(IDS), 3, 0.9, 4, "reset"), 12)
+    assert draws(curriculum(), 12) == draws(PromptOrder(reversed(IDS), 3, 0.9, 4), 12)
     assert draws(curriculum(), 12) != draws(curriculum(seed=4), 12)
 
 
@@ -47,38 +47,33 @@ def test_prompts_with_a_high_latest_pass_rate_are_passed_over_later() -> None:
 
 @pytest.mark.parametrize("threshold", [None, 0.9])
 def test_an_epoch_that_would_begin_with_less_than_a_batch(threshold: float | None) -> None:
-    stop, reset = curriculum("stop", threshold), curriculum("reset", threshold)
-    for c in (stop, reset):
-        draws(c, 12)
-        for prompt_id in IDS[:9]:
-            c.observe(prompt_id, 1.0)
-    assert (stop.draw() is None) == (threshold is not None) == stop.exhausted
-    second = draws(reset, 12)
+    c = curriculum(threshold)
+    draws(c, 12)
+    for prompt_id in IDS[:9]:
+        c.observe(prompt_id, 1.0)
+    second = draws(c, 12)
     assert len({d.prompt_id for d in second}) == 12, "all pass rates were forgotten"
     assert [d.reset for d in second] == [threshold is not None] + [False] * 11
-    assert not reset.excluded
+    assert not c.excluded
 
 
 @given(
     events=st.lists(st.sampled_from([*IDS, "draw", "draw", "draw", "draw"]), max_size=120),
     rates=st.lists(st.sampled_from([0.0, 0.5, 0.9, 1.0]), min_size=120, max_size=120),
-    on_exhausted=st.sampled_from(["stop", "reset"]),
     pace=st.builds(
         Pace, st.sampled_from(["none", "linear", "exponential"]), st.sampled_from([0.1, 0.5]), st.integers(1, 60)
     ),
 )
-def test_resume_equals_uninterrupted(events: list[str], rates: list[float], on_exhausted: str, pace: Pace) -> None:
+def test_resume_equals_uninterrupted(events: list[str], rates: list[float], pace: Pace) -> None:
     """At any moment a curriculum made from the last draw and the pass rates goes on as the one that made them."""
 
     def new() -> PromptOrder:
-        return PromptOrder(IDS, 3, 0.9, 4, on_exhausted, DIFFICULTY, pace)
+        return PromptOrder(IDS, 3, 0.9, 4, DIFFICULTY, pace)
 
     live, last, pass_rates, count = new(), None, {}, 0
     for event, rate in zip(events, rates, strict=False):
         if event == "draw":
             drawn = live.draw()
-            if drawn is None:
-                return
             last, count = drawn, count + 1
             if drawn.reset:
                 pass_rates.clear()
@@ -102,7 +97,7 @@ def test_pace(kind: str, shares: list[float]) -> None:
 @pytest.mark.parametrize(("kind", "pools"), [("linear", [4, 7, 12]), ("exponential", [4, 5, 7, 9, 12])])
 def test_epochs_go_through_the_easiest_and_end_with_all(kind: str, pools: list[int]) -> None:
     """ceil(12 (1/3 + 2/3 t/12)) and ceil(12 (1/3)^(1 - t/24)) prompts after t draws."""
-    c = PromptOrder(IDS, 3, 0.9, 4, "reset", DIFFICULTY, Pace(kind, 1 / 3, 12 if kind == "linear" else 24))  # type: ignore[arg-type]
+    c = PromptOrder(IDS, 3, 0.9, 4, DIFFICULTY, Pace(kind, 1 / 3, 12 if kind == "linear" else 24))  # type: ignore[arg-type]
     hardest = sorted(IDS, key=lambda p: -DIFFICULTY[p])
     for epoch, pool in enumerate([*pools, 12]):
         drawn = draws(c, pool)
@@ -114,7 +109,7 @@ def test_epochs_go_through_the_easiest_and_end_with_all(kind: str, pools: list[i
 
 
 def test_a_pool_that_is_solved_grows() -> None:
-    c = PromptOrder(IDS, 3, 0.9, 4, "stop", DIFFICULTY, Pace("linear", 1 / 3, 10_000))
+    c = PromptOrder(IDS, 3, 0.9, 4, DIFFICULTY, Pace("linear", 1 / 3, 10_000))
     for d in draws(c, 4):
         c.observe(d.prompt_id, 1.0)
     second = draws(c, 4)

@@ -121,8 +121,6 @@ class Answers:
 class NoTickets:
     """A source of which nothing is asked."""
 
-    exhausted = False
-
 
 def evaluations_of(
     recipe: Recipe, journal: Journal, members: Membership, answers: Answers, count: int, fail: Callable, stop: Callable
@@ -264,9 +262,14 @@ def test_of_several_tasks_the_named_one_is_forecast_and_decides(tmp_path: Path, 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["lost", "left"])
 def test_several_servers_share_it_and_one_may_be_lost_or_leave(tmp_path: Path, leaves: bool) -> None:
-    """Three of four are held; the fourth is published to. What one leaves that is lost, or goes, is done by the others."""
+    """A quarter of the recipe's are three: of four they are held, the fourth is published to.
+    What one leaves that is lost, or goes, is done by the others."""
     tree: dict[str, Any] = {"data": {"tasks": {"math": {"train": "", "heldout": ""}}}}
-    tree |= {"evaluation": {"prompts": 9, "samples": 2, "servers": 3}, "run": {"name": "r", "dir": str(tmp_path)}}
+    tree |= {
+        "evaluation": {"prompts": 9, "samples": 2},
+        "resources": {"servers": 12},
+        "run": {"name": "r", "dir": str(tmp_path)},
+    }
     recipe = from_tree(tree)
     rundir = RunDir(recipe.run.path)
     rundir.create()

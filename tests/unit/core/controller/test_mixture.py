@@ -51,33 +51,23 @@ def test_two_to_one() -> None:
 
 def test_one_task_is_its_curriculum() -> None:
     ids = [f"p{n}" for n in range(7)]
-    alone, mixture = (
-        PromptOrder(ids, 3, 0.9, 2, "reset"),
-        Mixture({"x": PromptOrder(ids, 3, 0.9, 2, "reset")}, {"x": Fraction(1)}),
-    )
+    alone, mixture = PromptOrder(ids, 3, 0.9, 2), Mixture({"x": PromptOrder(ids, 3, 0.9, 2)}, {"x": Fraction(1)})
     assert [("x", alone.draw()) for _ in range(30)] == [mixture.draw() for _ in range(30)]
 
 
-def test_a_task_without_prompts_leaves_its_draws_to_the_others_and_may_come_back() -> None:
-    curricula = {t: PromptOrder([f"{t}{n}" for n in range(4)], 0, 0.9, 2, "stop") for t in "abc"}
+def test_a_task_whose_prompts_are_solved_begins_again_and_keeps_its_share() -> None:
+    curricula = {t: PromptOrder([f"{t}{n}" for n in range(4)], 0, 0.9, 2) for t in "abc"}
     mixture = Mixture(curricula, shares({"a": 2, "b": 1, "c": 1}))
 
-    def tasks(count: int) -> Counter[str]:
-        return Counter(drawn[0] for _ in range(count) if (drawn := mixture.draw()))
+    def draws(count: int) -> list[tuple[str, Draw]]:
+        return [mixture.draw() for _ in range(count)]
 
-    assert tasks(16) == {"a": 8, "b": 4, "c": 4}
+    assert not any(drawn.reset for _, drawn in draws(16))
     for n in range(4):
         mixture.observe("b", f"b{n}", 1.0)
-    assert tasks(9) == {"a": 6, "c": 3}
-    mixture.observe("b", "b0", 0.5)  # another group of it, drawn before, was not solved
-    mixture.observe("b", "b1", 0.5)
-    assert mixture.draw()[0] == "b"  # type: ignore[index]
-    assert not mixture.exhausted
-    for t in "abc":
-        for n in range(4):
-            mixture.observe(t, f"{t}{n}", 1.0)
-    assert mixture.draw() is None
-    assert mixture.exhausted
+    drawn = draws(16)
+    assert Counter(task for task, _ in drawn) == {"a": 8, "b": 4, "c": 4}
+    assert [task for task, draw in drawn if draw.reset] == ["b"]
 
 
 def prompt(task: str, n: int) -> Prompt:
@@ -90,11 +80,9 @@ PROMPTS = {
 }
 
 
-def recipe_of(kind: str, on_exhausted: str) -> Recipe:
+def recipe_of(kind: str) -> Recipe:
     tasks = {t: {"train": f"{t}.jsonl", "heldout": "", "weight": w} for t, w in (("math", 2), ("code", 1))}
-    curriculum = {"kind": kind, "steps": 6}
-    data = {"tasks": tasks, "on_exhausted": on_exhausted, "curriculum": curriculum}
-    return from_tree({"data": data, "batch": {"prompts": 3}})
+    return from_tree({"data": {"tasks": tasks, "curriculum": {"kind": kind}}, "batch": {"prompts": 3}})
 
 
 class Run:
@@ -105,17 +93,13 @@ class Run:
         self.unfinished, self.records = dict(state.unfinished), list[JournalRecord]()
         self.next = state.admission.next_ticket
 
-    def draw(self) -> tuple[str, Draw] | None:
-        drawn = self.mixture.draw()
-        if drawn is not None:
-            task, d = drawn
-            admitted = Admitted(
-                ticket=self.next, task=task, prompt_id=d.prompt_id, epoch=d.epoch, due=0, reset=d.reset, pool=d.pool
-            )
-            self.unfinished[self.next] = admitted
-            self.records.append(admitted)
-            self.next += 1
-        return drawn
+    def draw(self) -> tuple[str, Draw]:
+        task, drawn = self.mixture.draw()
+        admitted = Admitted(ticket=self.next, task=task, due=0, **drawn._asdict())
+        self.unfinished[self.next] = admitted
+        self.records.append(admitted)
+        self.next += 1
+        return task, drawn
 
     def result(self, which: int, right: int, removed: bool) -> None:
         """Two answers to one of the tickets under way; `right` of them are, 3: void."""
@@ -143,15 +127,15 @@ EVENTS = st.lists(
 
 
 @settings(max_examples=60, deadline=None)
-@given(EVENTS, st.data(), st.sampled_from(["none", "linear", "exponential"]), st.sampled_from(["stop", "reset"]))
+@given(EVENTS, st.data(), st.sampled_from(["none", "linear", "exponential"]))
 def test_interrupted_anywhere_and_resumed_from_the_journal_it_draws_the_same(
-    events: list[str | tuple[int, int, bool]], data: st.DataObject, kind: str, on_exhausted: str
+    events: list[str | tuple[int, int, bool]], data: st.DataObject, kind: str
 ) -> None:
-    recipe = recipe_of(kind, on_exhausted)
+    recipe = recipe_of(kind)
     cut = data.draw(st.integers(0, len(events)))
     snapshot_at = data.draw(st.integers(0, cut))
 
-    def go(run: Run, events: list[str | tuple[int, int, bool]]) -> list[tuple[str, Draw] | None]:
+    def go(run: Run, events: list[str | tuple[int, int, bool]]) -> list[tuple[str, Draw]]:
         found = []
         for event in events:
             if isinstance(event, str):
@@ -174,19 +158,19 @@ def test_interrupted_anywhere_and_resumed_from_the_journal_it_draws_the_same(
 
 
 def test_metrics_are_of_each_task_when_there_are_several() -> None:
-    mixture = mixture_of(recipe_of("none", "reset"), PROMPTS, State(Admission(3, 1)))
+    mixture = mixture_of(recipe_of("none"), PROMPTS, State(Admission(3, 1)))
     for _ in range(18):
         mixture.draw()
     mixture.observe("code", "p1", 1.0)
     found = draw_metrics(mixture)
     assert (found["epoch"], found["epoch/math"], found["epoch/code"]) == (1, 1, 1)
     assert (found["pool_prompts"], found["pool_prompts/math"], found["excluded_prompts"]) == (14, 9, 1)
-    one = Mixture({"x": PromptOrder(["p"], 0, None, 1, "reset")}, {"x": Fraction(1)})
+    one = Mixture({"x": PromptOrder(["p"], 0, None, 1)}, {"x": Fraction(1)})
     assert draw_metrics(one) == {"epoch": 0, "pool_prompts": 1, "excluded_prompts": 0}
 
 
 def test_a_curriculum_needs_difficulties_in_each_task() -> None:
     flat = {"code": TaskPrompts([prompt("code", 0), prompt("code", 1)], []), "math": PROMPTS["math"]}
     with pytest.raises(MegarlError, match=r"data\.curriculum: all prompts of code\.jsonl have one difficulty"):
-        mixture_of(recipe_of("linear", "reset"), flat, State(Admission(3, 1)))
-    assert mixture_of(recipe_of("none", "reset"), flat, State(Admission(3, 1))).curricula["code"].pool == 2
+        mixture_of(recipe_of("linear"), flat, State(Admission(3, 1)))
+    assert mixture_of(recipe_of("none"), flat, State(Admission(3, 1))).curricula["code"].pool == 2

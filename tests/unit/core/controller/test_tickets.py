@@ -1,4 +1,4 @@
-"""Tickets of two tasks with a server that is made up: refilled, in stages of length, until the prompts are used up or the
+"""Tickets of two tasks with a server that is made up: refilled, in stages of length, until all steps are done or the
 controller dies, and then from its journal as if it had not."""
 
 import asyncio
@@ -92,7 +92,7 @@ def recipe_of(**sections: Any) -> Recipe:
     tasks = {t: {"train": t, "heldout": "", "grader": "exact", "weight": w} for t, w in (("math", 3), ("code", 1))}
     tree: dict[str, Any] = {
         "run": {"steps": 8},
-        "data": {"tasks": tasks, "curriculum": {"kind": "linear", "steps": 6}},
+        "data": {"tasks": tasks, "curriculum": {"kind": "linear"}},
         "batch": {"prompts": B, "zero_variance": "refill"},
         "pipeline": {"k": 20},
         "sampling": {"generations": 4},
@@ -132,7 +132,7 @@ async def run(recipe: Recipe, path: Path, until: int | None, server: type[Server
             done.set()
 
     def whole() -> bool:
-        return not pipeline.running and (tickets.exhausted or pipeline.batches() >= recipe.run.steps)
+        return not pipeline.running and pipeline.batches() >= recipe.run.steps
 
     parity = Parity(recipe, END, None, {0: asked}, members, changed, pytest.fail, "")  # type: ignore[dict-item]
     tickets = Tickets(recipe, PROMPTS, mixture_of(recipe, PROMPTS, journal.state), sampler, graders, parity, "")
@@ -159,7 +159,7 @@ def check_draws(recipe: Recipe, found: list[JournalRecord]) -> list[Admitted]:
     for record in found:
         match record:
             case Admitted():
-                task, drawn = mixture.draw() or ("", None)
+                task, drawn = mixture.draw()
                 assert (task, drawn) == (record.task, (record.prompt_id, record.epoch, record.reset, record.pool))
                 admitted[record.ticket] = record
             case Finished(group=group):
@@ -208,11 +208,11 @@ def test_refilled_in_stages_and_interrupted_it_draws_as_if_it_were_not(tmp_path:
     )
 
 
-def test_used_up_prompts_end_it_task_by_task(tmp_path: Path) -> None:
-    """Half of a group right is enough to exclude: what cannot be solved is all that is left, fewer than a share of a batch."""
+def test_solved_prompts_are_begun_again_task_by_task(tmp_path: Path) -> None:
+    """Half of a group right is enough to exclude: every prompt that is kept here is solved when it is drawn."""
     recipe = recipe_of(
-        run={"steps": 1000},
-        data=recipe_of().data.model_dump(mode="json") | {"on_exhausted": "stop", "curriculum": {"kind": "none"}},
+        run={"steps": 20},
+        data=recipe_of().data.model_dump(mode="json") | {"curriculum": {"kind": "none"}},
         batch={"positive_threshold": 0.01, "zero_variance": "keep"},
         length={"stages": []},
     )
@@ -222,20 +222,22 @@ def test_used_up_prompts_end_it_task_by_task(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PROMPTS, "math", kept["math"])
         patch.setitem(PROMPTS, "code", kept["code"])
-        pipeline, tickets = asyncio.run(run(recipe, tmp_path, None))
-        check_draws(recipe, records(tmp_path))
-        _, again = asyncio.run(run(recipe, tmp_path, 1))
-    assert tickets.mixture.exhausted
-    assert again.mixture.exhausted, "a restarted controller finds the same end"
-    assert {t: len(c.excluded) for t, c in tickets.mixture.curricula.items()} == {"math": 20, "code": 12}
-    finished = [r.group.prompt for r in records(tmp_path) if isinstance(r, Finished)]
-    assert len(finished) == pipeline.admitted
-    assert {(p.task, p.id) for p in finished} == {(t, p.id) for t, of in kept.items() for p in of.train}
+        for until in (45, None):  # restarted after math has begun again
+            asyncio.run(run(recipe, tmp_path, until))
+        admitted = check_draws(recipe, records(tmp_path))
+    again = [(n, a.task) for n, a in enumerate(admitted) if a.reset]
+    assert {task for _, task in again} == {"math", "code"}
+    assert again[0][0] < 45
+    for task, of in kept.items():
+        first = [a.prompt_id for a in admitted if a.task == task][: len(of.train)]
+        assert sorted(first) == sorted(p.id for p in of.train), "each once before any is drawn again"
 
 
 def test_refill_keeps_a_prompt_if_some_of_its_answers_are_right_and_some_wrong(tmp_path: Path) -> None:
     """DAPO's rule (arXiv 2503.14476, equation 11): right answers that differ in their overlong penalty alone are refilled."""
-    recipe = recipe_of(length={"control": "overlong_penalty", "overlong_tokens": 8, "stages": []})
+    recipe = recipe_of(
+        length={"control": "overlong_penalty", "thinking_tokens": [19, 19], "answer_tokens": 8, "stages": []}
+    )
     asyncio.run(run(recipe, tmp_path, None, Wordy))
     found = records(tmp_path)
     groups = [r.group for r in found if isinstance(r, Finished)]

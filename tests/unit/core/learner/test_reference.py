@@ -36,7 +36,7 @@ def batch() -> Batch:
 
 def test_the_policy_moves_away_and_the_reference_stays(one_rank: None, tmp_path: Path) -> None:
     tiny_llama(tmp_path, num_hidden_layers=1)
-    found = trainer(tmp_path, estimator="k2", where="loss")
+    found = trainer(tmp_path, estimator="k2")
     assert found.reference is not None
     frozen = [p for chunk in found.reference.chunks for p in chunk.parameters()]
     before = [p.clone() for p in frozen]

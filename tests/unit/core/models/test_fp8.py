@@ -97,16 +97,14 @@ def test_rows_are_padded_for_every_rank(context: int, shards: int) -> None:
 
 
 def test_the_learner_pads_its_rows(one_rank: None) -> None:
-    """Packed rows and unpacked ones; what fills them up is padding."""
+    """What fills them up is padding."""
     sequences = [
         TrainSequence(i, 0, np.arange(n, dtype=np.int32), np.zeros(n, np.float32), np.ones(n, np.float32), 1.0)
         for i, n in enumerate([7, 2, 12])
     ]
-    for packing in (True, False):
-        layout = RowLayout(Model(fp8="blockwise"), packing)
-        steps = plan([len(s) for s in sequences], 64, layout)
-        micro = assemble(sequences, steps.rows, steps.length, layout, torch.device("cpu"))
-        assert micro.tokens.shape[-1] % 16 == 0
-        assert micro.tokens.numel() - int(micro.padding.sum()) == 21
-        if micro.packed is not None:
-            assert micro.packed.cu_seqlens_q.tolist() == [0, 7, 9, 21, 32]
+    layout = RowLayout(Model(fp8="blockwise"))
+    steps = plan([len(s) for s in sequences], 64, layout)
+    micro = assemble(sequences, steps.length, layout, torch.device("cpu"))
+    assert micro.tokens.shape[-1] % 16 == 0
+    assert micro.tokens.numel() - int(micro.padding.sum()) == 21
+    assert micro.packed.cu_seqlens_q.tolist() == [0, 7, 9, 21, 32]

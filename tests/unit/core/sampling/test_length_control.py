@@ -57,9 +57,7 @@ class Nobody:
 
 
 def complete(control: str) -> tuple[Completion, list[int]]:
-    recipe = from_tree(
-        {"length": {"control": control, "thinking_tokens": [6, 20], "answer_tokens": 4, "overlong_tokens": 8}}
-    )
+    recipe = from_tree({"length": {"control": control, "thinking_tokens": [6, 20], "answer_tokens": 4}})
     server, members = EndlessServer(), Membership([ServerAddress(id=0, url="")])
     members.seen(0)
     members.publish([0], 3, "a")
@@ -110,7 +108,7 @@ def test_penalty_is_a_straight_line_over_the_last_tokens(tokens: int, penalty: f
 
 def test_only_right_answers_lose_and_only_if_the_recipe_says_so() -> None:
     right, wrong = Grade(1.0, True, True), Grade(-1.0, False, True)
-    sizes: dict[str, Any] = {"thinking_tokens": (10, 20), "answer_tokens": 4, "overlong_tokens": 8}
+    sizes: dict[str, Any] = {"thinking_tokens": (10, 16), "answer_tokens": 8}
     length = Length(control="overlong_penalty", **sizes)
     assert length.completion_tokens == 24
     assert [length_control.reward(right, n, length) for n in (16, 20, 24)] == [1.0, 0.5, 0.0]

@@ -60,10 +60,11 @@ def use(monkeypatch: pytest.MonkeyPatch, fake: FakeWandb) -> FakeWandb:
 
 
 @pytest.fixture
-def wanted(tree: dict[str, Any]) -> Recipe:
+def wanted(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
     services = {"judge": {"url": "http://judge/score?key=hush"}}
     data = tree["data"] | {"services": services}
-    return from_tree(tree | {"data": data, "monitor": {"wandb": {"project": "mine"}}})
+    return from_tree(tree | {"data": data})
 
 
 @pytest.fixture
@@ -82,6 +83,9 @@ def test_rows_and_evaluations_under_the_names_of_tensorboard(
     append_jsonl(rundir.eval, {"step": 1, "pass_rate": 0.25})
     writer.row({"step": 1, "loss": 0.25})
     writer.close()
+    monkeypatch.delenv("WANDB_PROJECT")
+    MetricsWriter(wanted, rundir, NOBODY).close()
+    assert len(fake.inits) == 1, "without a project nothing is sent"
     assert fake.logged == [
         {"run/step": 0, "learner/loss": 0.5, "health/health": 1.0, "step": 0},
         {"run/step": 1, "learner/loss": 0.25, "health/health": 1.0, "step": 1},
@@ -89,7 +93,7 @@ def test_rows_and_evaluations_under_the_names_of_tensorboard(
     ]
     assert fake.finished == 1
     asked = fake.inits[0]
-    assert (asked["project"], asked["name"]) == ("mine", "demo")
+    assert asked["name"] == "demo"
     assert "hush" not in json.dumps(asked["config"]), "a service's URL may have a key in it"
 
 
@@ -127,28 +131,31 @@ def test_its_errors_do_not_stop_the_run(
     assert "send the rest by `wandb sync`" in caplog.text
 
 
-def test_what_is_missing_is_said_before_anything_starts(wanted: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
     monkeypatch.setattr(wandb_writer, "find_spec", lambda name: None)
-    with pytest.raises(
-        MegarlError, match=r"monitor\.wandb\.project: 'mine', but wandb is not installed; `pip install wandb`"
-    ):
-        wandb_writer.check(wanted)
+    with pytest.raises(MegarlError, match=r"WANDB_PROJECT: 'mine', but wandb is not installed; `pip install wandb`"):
+        wandb_writer.check()
     monkeypatch.setattr(wandb_writer, "find_spec", lambda name: object())
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     with pytest.raises(MegarlError, match="WANDB_API_KEY"):
-        wandb_writer.check(wanted)
+        wandb_writer.check()
     monkeypatch.setenv("WANDB_MODE", "offline")
-    wandb_writer.check(wanted)
+    wandb_writer.check()
     monkeypatch.delenv("WANDB_MODE")
     monkeypatch.setenv("WANDB_API_KEY", "k")
-    wandb_writer.check(wanted)
+    wandb_writer.check()
+    monkeypatch.delenv("WANDB_PROJECT")
+    monkeypatch.setattr(wandb_writer, "find_spec", lambda name: None)
+    wandb_writer.check()
 
 
 @pytest.mark.slow  # not in the gate, whose machine has no wandb
 def test_with_the_real_one_offline(tree: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    recipe = from_tree(tree | {"monitor": {"wandb": {"project": "mine"}}})
+    recipe = from_tree(tree)
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
     monkeypatch.setenv("WANDB_MODE", "offline")
     rundir = RunDir(recipe.run.path)
     rundir.create()

@@ -188,7 +188,7 @@ def test_a_teacher_has_gpus_of_its_own(capsys: pytest.CaptureFixture[str]) -> No
     plan = search(asked).plans[0]
     resources = plan.recipe.resources
     assert resources.servers * resources.server_tensor_parallel + resources.learner_ranks + 4 == plan.gpus == 16
-    alone = replace(asked, recipe=load("qwen3-8b-distill", ["teacher.coefficient=0"]), gpus=12)
+    alone = replace(asked, recipe=load("qwen3-8b-distill", ["teacher.weight=0"]), gpus=12)
     assert search(alone).plans[0].gpus == 12
     arguments = "plan qwen3-8b-distill --gpu h100 --model-config qwen3-8b --gpus"
     assert cli.main([*arguments.split(), "16"]) == 0

@@ -11,7 +11,7 @@ ARMS = Path(__file__).parents[4] / "benchmarks" / "trust_regions"
 
 
 def changed(arm: Path) -> dict[str, object]:
-    return {k: new for k, _, new in differences(load("quickstart-moe"), load(str(arm))) if k != "description"}
+    return {k: new for k, _, new in differences(load("quickstart-moe"), load(str(arm)))}
 
 
 PAPERS = {

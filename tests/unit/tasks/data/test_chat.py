@@ -115,7 +115,7 @@ def test_of_messages_the_assistants_last_is_learnt_behind_the_same_prompt(tmp_pa
     file.write_text("\n".join(json.dumps(row) for row in rows))
     found = [
         (tokenizer.decode(t.tokens), tokenizer.decode(t.tokens[: t.prompt_tokens]))
-        for t in load_traces(file, tokenizer, 99)
+        for t in load_traces(file, tokenizer)
     ]
     assert found == [("<1><2><3>=<think>4</think>5<eos>", "<1><2><3>="), ("<9><1>=2<eos>", "<9><1>=")]
 
@@ -133,4 +133,4 @@ def test_bad_messages_are_named_with_their_line(tmp_path, row, words):
     save(tmp_path, PLAIN)
     (tmp_path / "s.jsonl").write_text("\n" + json.dumps(row))
     with pytest.raises(MegarlError, match=rf"s\.jsonl:2: .*{words}"):
-        load_traces(tmp_path / "s.jsonl", load_tokenizer(tmp_path), 99)
+        load_traces(tmp_path / "s.jsonl", load_tokenizer(tmp_path))

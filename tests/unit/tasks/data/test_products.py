@@ -92,7 +92,7 @@ def test_what_a_tool_said_is_not_learnt(tmp_path):
     file = tmp_path / "s.jsonl"
     parts = ["<think>[12*34]", "408", "</think>408"]
     file.write_text("".join(json.dumps({"prompt": "12*34=", "completion": c}) + "\n" for c in (parts, "".join(parts))))
-    in_parts, whole = load_traces(file, TOKENIZER, 99)
+    in_parts, whole = load_traces(file, TOKENIZER)
     np.testing.assert_array_equal(in_parts.tokens, whole.tokens)
     said = [TOKENIZER.decode(t.tokens[t.learnt]) for t in (in_parts, whole)]
     assert said == ["<think>[12*34]</think>408<eos>", "<think>[12*34]408</think>408<eos>"]
@@ -112,4 +112,4 @@ def test_parts_that_are_none(tmp_path, completion, words):
     file = tmp_path / "s.jsonl"
     file.write_text(json.dumps({"prompt": "1", "completion": completion}))
     with pytest.raises(MegarlError, match=words):
-        load_traces(file, TOKENIZER, 99)
+        load_traces(file, TOKENIZER)

@@ -123,20 +123,22 @@ def test_no_task_holds_out_what_any_trains_on(tmp_path, tokenizer):
         load_tasks(from_tree({"data": {"tasks": tasks}}), tokenizer)
 
 
-def test_traces_end_with_the_end_token_and_know_their_prompt(tmp_path, tokenizer):
+def test_traces_end_with_the_end_token_and_know_their_prompt(tmp_path, tokenizer, monkeypatch):
     file = write(
         tmp_path / "s.jsonl",
         {"prompt": "1+1=", "completion": "<think>1+1=2</think>2"},
         {"prompt": "1", "completion": "2"},
     )
-    long, short = load_traces(file, tokenizer, 64)
+    long, short = load_traces(file, tokenizer)
     assert tokenizer.decode(long.tokens) == "1+1=<think>1+1=2</think>2<eos>"
     assert tokenizer.decode(long.tokens[: long.prompt_tokens]) == "1+1="
-    assert [len(t.tokens) for t in load_traces(file, tokenizer, len(short.tokens))] == [3]
+    with pytest.raises(MegarlError, match=r"t.jsonl:1: the prompt or the completion is empty"):
+        load_traces(write(tmp_path / "t.jsonl", {"prompt": "1+1=", "completion": ""}), tokenizer)
+    monkeypatch.setattr("megarl.tasks.data.traces.MAX_TOKENS", len(short.tokens))
+    assert [len(t.tokens) for t in load_traces(file, tokenizer)] == [3]
+    monkeypatch.setattr("megarl.tasks.data.traces.MAX_TOKENS", 2)
     with pytest.raises(MegarlError, match="all 2 traces are longer than 2 tokens"):
-        load_traces(file, tokenizer, 2)
-    with pytest.raises(MegarlError, match=r"s.jsonl:1: the prompt or the completion is empty"):
-        load_traces(write(file, {"prompt": "1+1=", "completion": ""}), tokenizer, 64)
+        load_traces(file, tokenizer)
 
 
 def test_many_texts_at_once_are_the_texts_one_by_one(tokenizer):

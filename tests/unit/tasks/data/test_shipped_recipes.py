@@ -5,6 +5,7 @@ import pytest
 from megarl.core.recipe import Recipe, load, shipped
 from megarl.lab.scaling.published import law_named
 from megarl.tasks.data import arithmetic_models
+from megarl.tasks.data.traces import MAX_TOKENS
 
 DEFAULT = Recipe()
 
@@ -12,7 +13,9 @@ DEFAULT = Recipe()
 @pytest.mark.parametrize("name", shipped())
 def test_it_loads_describes_itself_and_is_named_after_its_file(name):
     recipe = load(name)
-    assert 20 < len(recipe.description) < 110
+    described = shipped()[name].read_text().partition("\n")[0]
+    assert described.startswith("# ")
+    assert 20 < len(described) < 115
     assert recipe.run.name == name
     assert not recipe.sft.init or recipe.model.path.endswith("-sft"), "the warm start writes model.path"
 
@@ -88,7 +91,7 @@ def test_scalerl_8b_is_the_papers():
     assert (r.learner.optimizer.lr, r.learner.optimizer.warmup_steps) == (5e-7, 100)
     assert (r.length.prompt_tokens, r.length.thinking_tokens, r.length.answer_tokens) == (2048, (10_000, 12_000), 2048)
     assert (r.evaluation.every, r.evaluation.prompts, r.evaluation.samples) == (100, 1000, 16)
-    assert (r.sft.batch_tokens, r.sft.optimizer.lr, r.sft.max_length) == (2_000_000, 3e-5, 12_288)
+    assert (r.sft.batch_tokens, r.sft.optimizer.lr, MAX_TOKENS) == (2_000_000, 3e-5, 12_288)
     assert r.model.dtype == "bf16"
 
 
@@ -109,7 +112,7 @@ def test_scalerl_8b_32k_is_scalerl_8b_with_the_papers_longer_context():
     assert r.length == base.length.model_copy(update={"thinking_tokens": (26_000, 28_000)})
     assert (r.length.context_tokens, r.learner.microbatch_tokens) == (32_768 - 672, 32_768)
     assert r.learner == base.learner.model_copy(update={"microbatch_tokens": 32_768})
-    for section in Recipe.model_fields.keys() - {"description", "run", "length", "learner"}:
+    for section in Recipe.model_fields.keys() - {"run", "length", "learner"}:
         assert getattr(r, section) == getattr(base, section)
     assert r.run.model_copy(update={"name": base.run.name}) == base.run
 
@@ -118,7 +121,7 @@ def test_scalerl_8b_batch_2048_is_the_papers_longest_run():
     r, base = load("scalerl-8b-batch-2048"), load("scalerl-8b")
     assert (r.batch.prompts * r.sampling.generations, r.run.steps) == (2048, 7400)
     assert r.batch == base.batch.model_copy(update={"prompts": 128})
-    for section in Recipe.model_fields.keys() - {"description", "run", "batch"}:
+    for section in Recipe.model_fields.keys() - {"run", "batch"}:
         assert getattr(r, section) == getattr(base, section)
 
 
@@ -134,7 +137,7 @@ def test_math_and_code_is_scalerl_8b_with_a_second_task():
     r, math = load("scalerl-8b-math-code"), load("scalerl-8b")
     assert {name: task.grader for name, task in r.data.tasks.items()} == {"math": "math", "code": "code"}
     assert r.data.sandbox == "bubblewrap"
-    for section in Recipe.model_fields.keys() - {"description", "run", "data", "evaluation"}:
+    for section in Recipe.model_fields.keys() - {"run", "data", "evaluation"}:
         assert getattr(r, section) == getattr(math, section)
     assert r.evaluation == math.evaluation.model_copy(update={"forecast": "math"})
     assert r.run.model_copy(update={"name": math.run.name}) == math.run
@@ -156,4 +159,3 @@ def test_the_quickstart_fits_its_task_and_its_machine(name):
     assert r.model.dtype == "fp32"
     longest = r.length.context_tokens + len("...") + 1
     assert r.serving.kv_tokens >= r.serving.max_running_requests * longest
-    assert r.sft.max_length >= longest

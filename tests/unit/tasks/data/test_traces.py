@@ -33,7 +33,7 @@ def test_those_that_come_again_are_learnt_again_and_counted(tmp_path: Path, capl
     other = PAIR | {"completion": "13"}
     file = write(tmp_path / "s.jsonl", PAIR, other, PAIR, PAIR)
     with caplog.at_level(logging.INFO):
-        found = load_traces(file, tokenizer(), 64)
+        found = load_traces(file, tokenizer())
     assert len(found) == 4
     assert "s.jsonl: 2 rows repeat an earlier one" in caplog.text
 
@@ -47,14 +47,14 @@ def test_what_an_evaluation_set_asks_is_not_learnt(tmp_path: Path, caplog: pytes
     short = {"messages": [{"role": "system", "content": "Think."}, {"role": "user", "content": "7-1="}, TURNS[1]]}
     with caplog.at_level(logging.INFO):
         (only,) = load_traces(
-            write(tmp_path / "p.jsonl", {"prompt": "7-1=", "completion": "6"}, PAIR), tokenizer(), 64, [str(test)]
+            write(tmp_path / "p.jsonl", {"prompt": "7-1=", "completion": "6"}, PAIR), tokenizer(), [str(test)]
         )
     assert only.prompt_tokens == 5
     assert "p.jsonl: 1 rows left out (of an evaluation set)" in caplog.text
     assert "p.jsonl:1: " in caplog.text
     file = tmp_path / "s.jsonl"
     with pytest.raises(MegarlError, match="none of its 2 rows can be used"):
-        load_traces(write(file, asked, short), tokenizer(), 64, [str(test)])
+        load_traces(write(file, asked, short), tokenizer(), [str(test)])
 
 
 def test_what_the_user_says() -> None:

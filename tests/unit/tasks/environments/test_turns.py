@@ -128,12 +128,7 @@ def recipe_of(control: str, thinking: int, answer: int, turns: int, reply_tokens
         "train": "", "heldout": "", "grader": "exact", "environment": "tests.unit.tasks.environments.scripted:Scripted",
         "turns": turns, "reply_tokens": reply_tokens,
     }  # fmt: skip
-    length = {
-        "control": control,
-        "thinking_tokens": [thinking, thinking],
-        "answer_tokens": answer,
-        "overlong_tokens": 1,
-    }
+    length = {"control": control, "thinking_tokens": [thinking, thinking], "answer_tokens": answer}
     return from_tree({"data": {"tasks": {"game": task}}, "length": length})
 
 
