@@ -83,7 +83,7 @@ def keys_in_files(run: LiveRun) -> list[Path]:
     files = [p for p in run.rundir.path.rglob("*") if p.is_file() and not p.name.startswith(".")]
     _bytes.cache_clear()
     files = [p for p in files if p not in (run.rundir.endpoints_file, run.rundir.prometheus / "key")]
-    assert len(files) > 20
+    assert len(files) > 10, "logs, metrics, journal and traces are there; others come later"
     return [p for p in (*files, run.output) if any(key in _bytes(p) for key in keys)]
 
 
