@@ -185,7 +185,7 @@ def batch_statistics(batch: Batch) -> dict[str, float]:
     """Compute the metrics of a step's batch, groups without variance included. A mean over nothing is NaN; rates are
     shares of rollouts, `zero_variance_share` of non-void groups; lags are in steps, over sampled tokens; `reward/NAME` is the
     mean score before its weight, over the rollouts whose task has this reward; `reward/turns` the mean of what agents were
-    rewarded after their first turn, before the last reward."""
+    rewarded after their first turn, without the rollout's reward."""
     groups = [g for g in batch.groups if not g.void]
     rollouts = [r for g in groups for r in g.rollouts]
     lengths = np.array([sum(len(s.tokens) for s in r.segments) for r in rollouts])

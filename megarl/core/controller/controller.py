@@ -45,7 +45,7 @@ from megarl.core.evaluation.score import Asker, Questions
 from megarl.core.journal.journal import Journal
 from megarl.core.journal.records import PublishedVersion
 from megarl.core.journal.writer import JournalWriter
-from megarl.core.recipe import Recipe
+from megarl.core.recipe import START_LIMIT_RULE, Recipe
 from megarl.core.sampling.sampler import Sampler
 from megarl.core.telemetry.spans import Spans
 
@@ -278,7 +278,7 @@ class Controller:
             self.compute.join(self._counted())
             limit = self.recipe.start_limit_s
             if not self._ending() and self.servers.seconds_without() > limit:
-                self._fail(f"no server was healthy for {limit:g} s; see the servers' logs")
+                self._fail(f"no server was healthy for {limit:g} s ({START_LIMIT_RULE}); see the servers' logs")
             limit = END_LIMIT_S if self.conversation.incarnation else UNMET_LIMIT_S
             if self._ending() and time.monotonic() - self._stopping_since > limit:
                 log.warning("the learner has not said goodbye within %g s; leaving", limit)

@@ -20,7 +20,7 @@ from contextlib import suppress
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import Ack, FromServer, Join, Joined, Leave, Refused, Reply, ServerAddress, Wait
 from megarl.core.base.rundir import Endpoints
-from megarl.core.recipe import Recipe
+from megarl.core.recipe import START_LIMIT_RULE, Recipe
 from megarl.core.sampling.places import Places
 from megarl.core.server.client import ServerClient
 from megarl.core.server.fleet import Fan
@@ -65,7 +65,7 @@ class Servers:
                 for server in self.membership.silent(now):
                     self._part(server, f"it does not answer and has said nothing for {FORGET_S:g} s")
                 for server in self.membership.stuck(now, self._start_s):
-                    self.dismiss(server, f"it did not answer for {self._start_s:g} s")
+                    self.dismiss(server, f"it did not answer for {self._start_s:g} s ({START_LIMIT_RULE})")
 
     def life(self, server: int) -> int:
         """Return a number that changes when the server is lost or its requests are aborted."""

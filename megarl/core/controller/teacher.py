@@ -17,7 +17,7 @@ import numpy as np
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.rundir import Endpoints
 from megarl.core.base.types import Segment
-from megarl.core.recipe import Recipe
+from megarl.core.recipe import START_LIMIT_RULE, Recipe
 from megarl.core.sampling.sampler import Void
 from megarl.core.server.client import Prefill, ServerClient, ServerLost, ServerRefused
 
@@ -69,7 +69,7 @@ class TeacherServers:
                     )
                 self._lost.add(server)
                 if time.monotonic() + pause > until:
-                    why = f"no teacher scored a rollout within {self._limit_s:g} s: {error}"
+                    why = f"no teacher scored a rollout within {self._limit_s:g} s ({START_LIMIT_RULE}): {error}"
                     raise Void(why) from None
             else:
                 if server in self._lost:

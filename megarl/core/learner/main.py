@@ -34,7 +34,7 @@ from megarl.core.learner.network import OutOfMemory
 from megarl.core.learner.torchrun import become_torchrun, is_rank
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import build, parallel
-from megarl.core.recipe import Recipe
+from megarl.core.recipe import START_LIMIT_RULE, Recipe
 from megarl.core.server.client import ServerClient
 from megarl.core.telemetry.profiler import Profiler
 from megarl.core.telemetry.spans import Spans
@@ -102,7 +102,7 @@ async def _let_servers_first(recipe: Recipe, rundir: RunDir, endpoints: Endpoint
                     break
                 except MegarlError as error:
                     if time.monotonic() > until:
-                        raise MegarlError(f"not within {limit_s:g} s: {error}") from None
+                        raise MegarlError(f"not within {limit_s:g} s ({START_LIMIT_RULE}): {error}") from None
                     await asyncio.sleep(SERVERS_POLL_S)
 
 

@@ -21,6 +21,7 @@ from megarl.core.recipe.loading import (
     shipped_suites,
 )
 from megarl.core.recipe.tree import (
+    START_LIMIT_RULE,
     ColumnName,
     Data,
     Evaluation,
@@ -41,6 +42,7 @@ from megarl.core.recipe.tree import (
 )  # fmt: skip
 
 __all__ = [
+    "START_LIMIT_RULE",
     "ColumnName", "Data", "Evaluation", "Length", "Loss", "Model", "Moe", "Optimizer", "PipelineSection",
     "Recipe", "Reference", "Resources", "Reward", "Rows", "Service", "Suite", "Task", "describe", "differences",
     "dump", "flat", "from_tree", "load", "load_suite", "shipped", "shipped_suites",

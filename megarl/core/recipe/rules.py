@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 GRADERS = ("math", "exact", "code", "format")
 """Built-in graders; others are services and functions."""
-RESERVED = {"answer": "the task's own grader", "trusted": "the trusted grader", "total": "the sum of all rewards"}
+RESERVED = {
+    "answer": "the task's own grader", "trusted": "the trusted grader", "total": "the sum of all rewards",
+    "turns": "what an agent was rewarded after its turns",
+}  # fmt: skip
 """Names that no reward may have."""
 OF_USERS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 FP8_MULTIPLE = 16

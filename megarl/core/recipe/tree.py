@@ -610,6 +610,8 @@ class Sft(Section):
 
 START_S = 1200.0
 """Least limit of a server's start: a large model comes from slow storage, its kernels are compiled."""
+START_LIMIT_RULE = f"twice weights.timeout_s, at least {START_S:g} s"
+"""What `Recipe.start_limit_s` is, for errors."""
 
 
 class Recipe(Section):

@@ -22,7 +22,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "reward": (
         "reward",
         "reward/NAME: mean score of each of a task's rewards, before its weight; reward/answer: of its own grader; "
-        "reward/turns: of what agents were rewarded behind their first turn, before the session's reward",
+        "reward/turns: of what agents were rewarded after their first turn, without the session's reward",
     ),
     "reward_gap": ("reward", "mean reward of right answers less that of wrong ones; above 0 unless a grader is wrong"),
     "zero_variance_share": (

@@ -165,7 +165,7 @@ class _AgentProcess:
             output.seek(max(0, output.seek(0, os.SEEK_END) - SAID))
             said = output.read().decode(errors="replace").strip()
         session = self._session
-        if session.limited or session.rewards:
+        if session.limited or session.reward is not None:
             return ""
         if process.returncode:
             return f"it ended with status {process.returncode}, and said: {said or 'nothing'}"

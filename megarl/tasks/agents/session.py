@@ -114,6 +114,13 @@ class AgentSession:
             self.rewards.pop()
         self.rewards.append((self.tree.moment(), reward))
 
+    @property
+    def reward(self) -> float | None:
+        """The session's reward: the last one posted, with `agent.credit: turn` only if it came after the last request."""
+        if not self.rewards or (self._settings.credit == "turn" and self.rewards[-1][0] < self._asked_last):
+            return None
+        return self.rewards[-1][1]
+
     def check(self) -> None:
         """Raise WireError if the session is over."""
         if self.over:
@@ -128,12 +135,10 @@ class AgentSession:
                 generation.done.cancel()
 
     def rollout(self) -> AgentRollout:
-        """Return what is trained of the session, and what is graded: the last message that the agent got, unless it has posted
-        a reward: with `agent.credit: episode` any, else one behind its last request."""
-        final = self.rewards[-1:]
+        """Return what is trained of the session, and what is graded without a `reward`: the last message that the agent got."""
+        final = self.reward
         if self._settings.credit == "turn":
-            final = [(at, reward) for at, reward in final if at > self._asked_last]
-            self.tree.credit(self.rewards[: len(self.rewards) - len(final)])
+            self.tree.credit(self.rewards[:-1] if final is not None else self.rewards)
         segments, paths = self.tree.paths()
         served = [node for node in self.tree.nodes if node.delivered >= 0]
         last = max(served, key=lambda node: node.delivered, default=None)
@@ -143,7 +148,7 @@ class AgentSession:
             untrained=self.tree.untrained_tokens(),
         )  # fmt: skip
         text = "" if last is None else self._text(last)
-        verdict = Verdict(final[0][1]) if final else None
+        verdict = None if final is None else Verdict(final)
         return AgentRollout(segments, paths, text, "length" if self.limited else "stop", verdict, episode)
 
     async def prompt_tokens(self, request: AgentRequest) -> int:

@@ -142,7 +142,7 @@ class SessionTree:
         return [n.line for n in self.nodes if n in kept and not any(child in kept for child in n.children)]
 
     def credit(self, rewards: Sequence[tuple[int, float]]) -> None:
-        """Number the turns that are trained in the order in which they were served, and credit each with the rewards behind it.
+        """Number the turns that are trained in the order in which they were served, and credit each with the rewards after it.
         rewards: amounts with their moments."""
         served = {node: max(node.delivered, node.asked) for line in self.trained() for node in line}
         for number, (node, moment) in enumerate(sorted(served.items(), key=lambda each: each[1])):

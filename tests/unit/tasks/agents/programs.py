@@ -42,7 +42,7 @@ async def unjudged(task: Any) -> None:
 
 
 def rewarded_by_turn(task: Any) -> None:
-    """Three turns in two conversations, with rewards before, between and behind them."""
+    """Four turns in two conversations, with rewards before, between and after them."""
     ask([], "reward", reward=8)
     ask(user(task.prompt))
     ask([], "reward", reward=100)
@@ -53,6 +53,13 @@ def rewarded_by_turn(task: Any) -> None:
     ask([], "reward", reward=2)
     ask([*user(task.prompt), said, *user("and?"), said, *user("and then?")])
     ask([], "reward", reward=0.5)
+
+
+def crashes_after_a_turns_reward(task: Any) -> None:
+    ask(user(task.prompt))
+    ask([], "reward", reward=1)
+    ask(user(f"{task.prompt} again"))
+    sys.exit(3)
 
 
 def crashes(task: Any) -> bool:

@@ -70,7 +70,7 @@ def test_functions_and_commands_are_given_the_task_and_rewarded(
 
 
 def test_a_reward_is_the_credit_of_the_turns_before_it(tmp_path: Path) -> None:
-    """The last one, behind all requests, is the session's; of the two conversations the second has turns 0, 2 and 3."""
+    """The last one, after all requests, is the session's; of the two conversations the second has turns 0, 2 and 3."""
     (made,) = play(tmp_path, f"{HERE}:rewarded_by_turn", credit="turn")
     assert made.verdict == Verdict(0.5)
     told = [(s.turn, s.credit) for s in made.segments if s.trained]
@@ -79,6 +79,14 @@ def test_a_reward_is_the_credit_of_the_turns_before_it(tmp_path: Path) -> None:
     (whole,) = play(tmp_path, f"{HERE}:rewarded_by_turn")
     assert whole.verdict == Verdict(0.5)
     assert {(s.turn, s.credit) for s in whole.segments} == {(-1, 0.0)}
+
+
+def test_a_turns_reward_does_not_excuse_a_crash(tmp_path: Path) -> None:
+    """By episode it is the session's, so the session counts."""
+    (whole,) = play(tmp_path, f"{HERE}:crashes_after_a_turns_reward")
+    assert whole.verdict == Verdict(1.0)
+    with pytest.raises(AgentDown, match="failed 2 times without a reward, the last time: it ended with status 3"):
+        play(tmp_path, f"{HERE}:crashes_after_a_turns_reward", credit="turn")
 
 
 def test_a_command_finds_the_packages_of_its_own_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
