@@ -132,10 +132,9 @@ def check_step(directory: Path, batch: Batch, recipe: Recipe, what: str) -> None
         worst = max(difference(result["gradients"][n], g, limit["gradients"]) for n, g in limit["gradients"].items())
         off = abs(result["loss"] - limit["loss"]) / expected["magnitude"]
         say(f"{what}: against {name}: gradients {worst:.1e}, loss {off:.1e}")
-        # Two roundings of float32, each within 1e-6 of float64, are at most so far apart. Of transformers'
-        # own float32, Qwen3-MoE's is 1.5e-6 off and Llama 4's 0.9e-6.
-        dense = not trainer.policy.family.architecture.experts
-        assert worst <= (1e-6 if dense and recipe.model.context_parallel == 1 else 2e-6), what
+        # Two roundings of float32, each within 1e-6 of float64, are at most so far apart. Of transformers' own float32,
+        # Qwen3-MoE's is 1.5e-6 off and Llama 4's 0.9e-6; CPUs differ, too.
+        assert worst <= 2e-6, what
         assert off <= 1e-6, what
     for name in ("entropy", "surprise", "ratio_max", "capped_share", "tokens_trained"):
         assert abs(metrics[name] - expected[name]) <= 1e-5 * abs(expected[name]), (

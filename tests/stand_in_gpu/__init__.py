@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 HERE = Path(__file__).parent
@@ -140,27 +139,40 @@ MOVES = {aten.copy_.default, aten._to_copy.default}
 
 def computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute an operation on the CPU. What it makes is on the GPU if it says so, or if its tensors are."""
-    flat, spec = pytree.tree_flatten((args, kwargs))
-    mine = [x for x in flat if on_gpu(x)]
-    others = [x for x in flat if isinstance(x, Tensor) and not on_gpu(x) and x.dim() > 0]
+    mine: list[OnGpu] = []
+    others: list[Tensor] = []
+
+    def truth(value: Any) -> Any:
+        if on_gpu(value):
+            mine.append(value)
+            return value.in_truth
+        if isinstance(value, Tensor) and value.dim() > 0:
+            others.append(value)
+        return value
+
+    plain_args, plain = _mapped(truth, args), {name: _mapped(truth, value) for name, value in kwargs.items()}
     if mine and others and func not in MOVES and not (func in INDEXED and on_gpu(args[0])):
         raise DevicesMixed(f"{func}: {[(x.device.type, x.dtype, tuple(x.shape)) for x in (*mine, *others)]}")
     device = kwargs.get("device")
     if func is aten.copy_.default:
         device = args[0].device
     to_gpu = bool(mine) if device is None else torch.device(device).type == "cuda"
-    plain_args, plain = pytree.tree_unflatten([x.in_truth if on_gpu(x) else x for x in flat], spec)
     plain |= {"device": CPU} if kwargs.get("device") is not None else {}
     plain |= {"pin_memory": False} if kwargs.get("pin_memory") else {}
     out = ONLY_CUDA.get(func, func)(*plain_args, **plain)
     known = {id(x.in_truth): x for x in mine}
 
-    def placed(value: object) -> object:
+    def placed(value: Any) -> Any:
         if id(value) in known:  # changed in place
             return known[id(value)]
         return OnGpu(value) if to_gpu and isinstance(value, Tensor) and not on_gpu(value) else value
 
-    return pytree.tree_map(placed, out)
+    return _mapped(placed, out)
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Map each value in lists and tuples. torch's own way through trees takes as long as the operations."""
+    return type(value)(_mapped(function, x) for x in value) if type(value) in (list, tuple) else function(value)
 
 
 def _parts(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor) -> Iterator[tuple[Any, ...]]:
@@ -243,7 +255,7 @@ class _Functions(TorchFunctionMode):
         if func == Tensor.data.__get__ and on_gpu(first):  # type: ignore[attr-defined]
             return first.detach()
         if func is torch.tensor:  # of scalars on the GPU
-            args = (pytree.tree_map(lambda x: x.in_truth.item() if on_gpu(x) else x, first), *args[1:])
+            args = (_mapped(lambda x: x.in_truth.item() if on_gpu(x) else x, first), *args[1:])
         if func is torch.nn.functional.scaled_dot_product_attention and on_gpu(first):
             return _dense_attention(*args[:3], **kwargs)
         return func(*args, **kwargs)

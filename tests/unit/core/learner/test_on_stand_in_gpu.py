@@ -64,7 +64,7 @@ def test_a_step_is_the_cpus(measured: tuple[dict[str, Any], dict[str, Any]], cas
     assert (gpu["devices"], cpu["devices"]) == (["cuda"], ["cpu"])
     exact = case.endswith("fp32")
     for mine, theirs in zip(gpu["steps"], cpu["steps"], strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-5 if exact else 0.03, abs=1e-5 if exact else 0.01)
+        assert mine == pytest.approx(theirs, rel=1e-5 if exact else 0.05, abs=1e-5 if exact else 0.01)
     assert gpu["published"] == cpu["published"]
     # In bf16 a rounding may turn a choice of experts; those of fp32 are the ones that would show a fault.
     rounded = 0.2 if "moe" in case else 0.1
