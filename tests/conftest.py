@@ -1,7 +1,10 @@
 """For all tests: property tests have no deadline, for the machine may be busy, and the same examples each time; one thread a
 process, for there are many; and the policy that real runs begin with."""
 
+import gc
 import os
+
+gc.disable()  # while tests are imported, as in megarl.core.base.process.importing
 
 # Before torch: two tests at once, with two threads each, wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -66,6 +69,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "finished" if Path(file).name in ("test_run.py", "test_eval.py", "test_documentation.py") else file
 
     return LoadRuns(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -20,7 +20,7 @@ from megarl import __version__
 from megarl.cli import data, scaling
 from megarl.cli import parameters as p
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.process import start_logging
+from megarl.core.base.process import importing, start_logging
 from megarl.run.process import die_with_supervisor, have_streams
 
 if TYPE_CHECKING:
@@ -132,7 +132,8 @@ def sft(recipe: p.RecipeName, overrides: p.Overrides, dry_run: p.DryRun = False)
     if dry_run:
         return _dry_run(loaded, preflight.check_sft)
     preflight.check_sft(loaded)
-    from megarl.lab.sft import main
+    with importing():
+        from megarl.lab.sft import main
 
     return main(loaded)
 
@@ -386,8 +387,9 @@ def rollout(recipe: p.RecipeName, overrides: p.Overrides) -> int:
 @app.command()
 def learn(recipe: p.RecipeName, overrides: p.Overrides) -> int:
     """Role: the learner."""
-    from megarl.core.learner.main import main
-    from megarl.lab.monitoring.metrics import MetricsWriter
+    with importing():
+        from megarl.core.learner.main import main
+        from megarl.lab.monitoring.metrics import MetricsWriter
 
     return main(_load(recipe, overrides), MetricsWriter)
 

@@ -6,7 +6,6 @@ Imports take seconds, so a world makes them once and forks its ranks, and a test
 inside.
 """
 
-import gc
 import importlib
 import os
 import runpy
@@ -15,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megarl.core.base.process import die_with_parent
+from megarl.core.base.process import die_with_parent, importing
 from megarl.run.process import free_ports
 
 ROOT = Path(__file__).parents[2]
@@ -56,8 +55,8 @@ def run_world(ranks: int, module: str, *args: str, timeout_s: float = 240.0) -> 
 
 def main(ranks: int, module: str, args: list[str]) -> None:
     """The world's first process. It ends, and all ranks with it, when one has failed: the others would wait for that one."""
-    importlib.import_module(module)
-    gc.freeze()  # what is imported stays: nobody looks through it again, and no page of it is copied for that
+    with importing():  # and no page of what is imported is copied because it is looked through
+        importlib.import_module(module)
     rank_of = {_fork(rank, module, args): rank for rank in range(ranks)}
     for _ in rank_of:
         pid, status = os.wait()

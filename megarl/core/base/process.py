@@ -1,6 +1,7 @@
-"""What every role does as a process: it dies with its parent, marks its shared memory, logs, checks a port."""
+"""What every role does as a process: it imports, dies with its parent, marks its shared memory, logs, checks a port."""
 
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -16,6 +17,19 @@ PR_SET_PDEATHSIG = 1
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 SUPERVISOR, NODE = "MEGARL_SUPERVISOR_PID", "MEGARL_NODE"
 """Environment variables of a process that megarl started: its supervisor's pid and, for a role, the name of its node."""
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Import without Python's garbage collector. It would look through thousands of modules again and again, which takes a
+    fifth of a role's start; what is there at the end stays, and is never looked through again.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def die_with_parent() -> None:

@@ -20,7 +20,7 @@ from megarl.core.base.architecture import in_directory
 from megarl.core.base.device import here
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import PARITY_ROLLOUTS, ServerAddress
-from megarl.core.base.process import check_free, die_with_parent, start_logging
+from megarl.core.base.process import check_free, die_with_parent, importing, start_logging
 from megarl.core.base.rundir import Endpoints, RunDir
 from megarl.core.recipe import Recipe
 from megarl.core.server import workers
@@ -49,26 +49,27 @@ def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = 
     endpoints = RunDir(recipe.run.path).endpoints()
     urls, recipe = (endpoints.teachers, recipe.teacher_recipe) if teacher else (endpoints.servers, recipe)
     os.environ["OMP_NUM_THREADS"] = str(recipe.resources.threads)  # before torch is imported
-    import torch
+    with importing():
+        import torch
 
-    from megarl.shims import fp16_on_cpu, sglang_cpu
+        from megarl.shims import fp16_on_cpu, sglang_cpu
 
-    cuda = torch.cuda.is_available()
-    host = host or str(urlsplit(urls[index]).hostname)
-    check(recipe, cuda)
-    check_free(host, port)
-    os.environ.update(environment(recipe, index, sorted(os.sched_getaffinity(0)), cuda))
-    sglang_cpu.install()
-    sglang_cpu.patch()
-    if recipe.model.dtype == "fp16":
-        fp16_on_cpu.install()
+        cuda = torch.cuda.is_available()
+        host = host or str(urlsplit(urls[index]).hostname)
+        check(recipe, cuda)
+        check_free(host, port)
+        os.environ.update(environment(recipe, index, sorted(os.sched_getaffinity(0)), cuda))
+        sglang_cpu.install()
+        sglang_cpu.patch()
+        if recipe.model.dtype == "fp16":
+            fp16_on_cpu.install()
 
-    workers.own_ports()
-    workers.own_requests()
+        workers.own_ports()
+        workers.own_requests()
 
-    from sglang.srt.entrypoints.http_server import app, launch_server
-    from sglang.srt.server_args import ServerArgs
-    from sglang.srt.utils import kill_process_tree
+        from sglang.srt.entrypoints.http_server import app, launch_server
+        from sglang.srt.server_args import ServerArgs
+        from sglang.srt.utils import kill_process_tree
 
     app.add_middleware(OwnReplies, place=here())
     handles, vocabulary = recipe.weights.transport == "cuda_ipc", in_directory(recipe.model.path).vocabulary
