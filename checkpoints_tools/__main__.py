@@ -15,6 +15,7 @@ import typer
 from typer import Argument, Option
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.process import importing
 
 INTERRUPTED = 130
 CheckpointPath = Annotated[
@@ -62,7 +63,8 @@ def megatron_to_hf(
     ] = None,
 ) -> None:
     """Convert a checkpoint into a Hugging Face directory."""
-    from checkpoints_tools import convert
+    with importing():
+        from checkpoints_tools import convert
 
     convert.megatron_to_hf(source, destination, base)
 
@@ -77,7 +79,8 @@ def hf_to_megatron(
     dtype: Annotated[Literal["bf16", "fp16", "fp32"] | None, Option(help="else that of the source")] = None,
 ) -> None:
     """Convert a Hugging Face directory into a checkpoint of weights."""
-    from checkpoints_tools import convert
+    with importing():
+        from checkpoints_tools import convert
 
     convert.hf_to_megatron(source, destination, convert.Parallelism(tp, pp, ep), dtype)
 
@@ -88,7 +91,8 @@ def dequantize(
     destination: Destination,
 ) -> None:
     """Write a quantised Hugging Face directory in bf16, which learner and servers need."""
-    from checkpoints_tools import quantized
+    with importing():
+        from checkpoints_tools import quantized
 
     quantized.dequantize(source, destination)
 
@@ -102,7 +106,8 @@ def reshard(
     ep: ExpertParallel = 1,
 ) -> None:
     """Write a checkpoint in the shards of another layout, optimiser included."""
-    from checkpoints_tools import convert
+    with importing():
+        from checkpoints_tools import convert
 
     convert.reshard(source, destination, convert.Parallelism(tp, pp, ep))
 
@@ -112,7 +117,8 @@ def verify(
     a: Path, b: Path, logits: Annotated[int, Option(min=0, metavar="N", help="compare logits of N random prompts")] = 0
 ) -> int:
     """Compare two models, each in either form."""
-    from checkpoints_tools.verify import verify
+    with importing():
+        from checkpoints_tools.verify import verify
 
     return verify(a, b, logits)
 
@@ -122,7 +128,8 @@ def inspect(
     directory: Path, tensors: Annotated[bool, Option("--tensors", help="a line for every tensor, no tree")] = False
 ) -> None:
     """Show what a checkpoint or a Hugging Face directory holds."""
-    from checkpoints_tools.inspect import inspect
+    with importing():
+        from checkpoints_tools.inspect import inspect
 
     inspect(directory, tensors)
 
