@@ -4,8 +4,6 @@ process, for there are many; and the policy that real runs begin with."""
 import gc
 import os
 
-gc.disable()  # while tests are imported, as in megarl.core.base.process.importing
-
 # Before torch: two tests at once, with two threads each, wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -18,6 +16,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.e2e.runs import megarl
+
+gc.disable()  # while tests are imported, as in megarl.core.base.process.importing
 
 settings.register_profile("megarl", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None)  # pytest --hypothesis-profile=explore: other examples each time
