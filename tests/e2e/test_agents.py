@@ -97,7 +97,7 @@ def write_recipe(folder: Path, name: str, agents: dict[str, object], **sections:
         "batch": {"prompts": len(agents), "zero_variance": "keep", "positive_threshold": None},
         "learner": {"microbatch_tokens": 32_768},
         "evaluation": {"every": 100, "prompts": 1, "samples": 1},
-        "agent": {"at_once": 4, "time_s": 300, "idle_s": 200},
+        "agent": {"at_once": 4, "time_s": 300},
     }
     for section, keys in sections.items():
         recipe[section] = recipe.get(section, {}) | keys

@@ -332,6 +332,11 @@ def _rest(now: Callable[[str], Any]) -> Kept:
     return (round(1 - weight, 9),) if weight and isinstance(weight, float | int) else None
 
 
+def _third(now: Callable[[str], Any]) -> Kept:
+    time_s = now("agent.time_s")
+    return (time_s / 3,) if isinstance(time_s, float | int) else None
+
+
 REMOVED = {
     "model.overlap_p2p": RemovedKey("it is on with model.virtual_pipeline_parallel"),
     "model.moe.load_balancing": RemovedKey("set model.moe.aux_loss to a coefficient above 0", ("none",)),
@@ -412,6 +417,7 @@ REMOVED = {
     "evaluation.servers": RemovedKey("it is a quarter of resources.servers"),
     "sft.max_length": RemovedKey("traces have at most 12288 tokens", (128, 12_288)),
     "learner.packing": RemovedKey("sequences share the row of a micro-batch", (True,)),
+    "agent.idle_s": RemovedKey("it is a third of agent.time_s", _third),
     "description": RemovedKey("it is the first line of a shipped recipe's file, a comment"),
 }  # fmt: skip
 """Keys that are no longer there, `*` for any name; the sentence ends the message "is no longer a key: …"."""

@@ -509,12 +509,20 @@ class AgentSection(Section):
         description="what a turn is trained on: the session's reward, or that and what POST /v1/reward gave after the turn",
     )
     at_once: int = Field(32, ge=1, description="most agents that run at once")
-    time_s: float = Field(1800, gt=0, description="limit of a session, in seconds; then it is graded as it is")
-    idle_s: float = Field(600, gt=0, description="limit of the time without a request, in seconds")
+    time_s: float = Field(
+        1800,
+        gt=0,
+        description="limit of a session, in seconds, and of a third of it without a request; then it is graded as it is",
+    )
     requests: int = Field(200, ge=1, description="most requests of a session")
     paths: int = Field(32, ge=1, description="most conversations of a session: sub-agents, summaries, edited histories")
     trained_tokens: int = Field(65_536, ge=1, description="most tokens that the policy writes in a session")
     interface: str = Field("", description="network interface where agents find the policy; empty: loopback")
+
+    @property
+    def idle_s(self) -> float:
+        """Limit of the time without a request, in seconds: an agent that hangs has no third of its session to waste."""
+        return self.time_s / 3
 
 
 class Weights(Section):

@@ -192,7 +192,9 @@ class _AgentProcess:
                     session.end(f"its time is up (agent.time_s={settings.time_s:g})", limited=True)
                     return
                 if session.idle_since is not None and now - session.idle_since > settings.idle_s:
-                    session.end(f"there was no request for agent.idle_s={settings.idle_s:g}", limited=True)
+                    session.end(
+                        f"there was no request for {settings.idle_s:g} s, a third of agent.time_s", limited=True
+                    )
                     return
                 if session.failure is not None:
                     return
