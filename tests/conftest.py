@@ -58,17 +58,32 @@ def workplace(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureR
     return own
 
 
+FINISHED = ("test_run.py", "test_eval.py", "test_documentation.py")
+"""Files that look at one run of a minute, the fixture `finished`: one worker has them all."""
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """--dist loadfile, with the files that look at one run of a minute on one worker."""
+    """--dist loadfile, with FINISHED as one file."""
     from xdist.scheduler import LoadFileScheduling
 
     class LoadRuns(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file: str = super()._split_scope(nodeid)
-            return "finished" if Path(file).name in ("test_run.py", "test_eval.py", "test_documentation.py") else file
+            return "finished" if Path(file).name in FINISHED else file
 
     return LoadRuns(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """While the first worker makes the fixture `workplace` for FINISHED, the others have what needs none. Short tests come
+    last, so that all workers end together."""
+
+    def turn(item: pytest.Item) -> int:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        return 0 if item.path.name in FINISHED else 1 if folder == "parallel" else 3 if folder == "unit" else 2
+
+    items.sort(key=turn)
 
 
 def pytest_collection_finish() -> None:
