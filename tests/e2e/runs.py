@@ -31,8 +31,8 @@ from megarl.core.recipe import Recipe
 from tests.prompts import load_prompts
 
 WARNING = re.compile(r"(WARNING|ERROR) megarl\..*")
-START_LIMIT_S = 240.0
-RUN_LIMIT_S = 420.0
+START_LIMIT_S = 400.0
+RUN_LIMIT_S = 900.0
 SMALL = (
     "run.steps=10",
     "evaluation.every=5",

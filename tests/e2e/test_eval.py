@@ -19,7 +19,7 @@ from megarl.core.evaluation.answers import Answer, SuiteDir
 from tests.e2e.runs import LiveRun, megarl, quiet
 from tests.evaluation_sets import SETS, byte_llama, write_rows
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(1200)]
 
 LENGTHS = ("length.thinking_tokens=[24, 24]", "length.answer_tokens=8")
 GREEDY = ("evaluation.temperature=0", *LENGTHS)

@@ -13,7 +13,7 @@ from megarl.tasks.data.arithmetic_models import LLAMA, save_model
 from tests.e2e import runs
 from tests.e2e.runs import batches, check_history, check_nothing_left, check_parity, megarl, publications
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(1200)]
 
 OVERRIDES = (
     "run.steps=4",

@@ -28,7 +28,7 @@ from tests.e2e import runs
 from tests.e2e.runs import LiveRun, batches, check_nothing_left
 from tests.tiny import tiny_llama
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).parents[2]
 KEY = "key-of-the-reward-service"

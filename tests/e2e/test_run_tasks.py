@@ -13,7 +13,7 @@ from megarl.core.evaluation.answers import SuiteDir
 from tests.e2e import runs
 from tests.e2e.runs import batches, check_draws, check_nothing_left, publications
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(1200)]
 
 OVERRIDES = (
     "run.steps=20",

@@ -20,7 +20,7 @@ from megarl.run.process import free_ports
 ROOT = Path(__file__).parents[2]
 
 
-def run_world(ranks: int, module: str, *args: str, timeout_s: float = 240.0) -> str:
+def run_world(ranks: int, module: str, *args: str, timeout_s: float = 480.0) -> str:
     """Run `python -m module args` as `ranks` ranks over gloo; their output. AssertionError with it if one fails."""
     (port,) = free_ports(1)
     env = os.environ | {

@@ -12,7 +12,7 @@ from tests.e2e.runs import summary
 from tests.processes import alive
 from tests.slurm.jobs import Job, Jobs
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.faults]
 
 
 def pids(job: Job, role: str, children: bool = True) -> list[int]:

@@ -24,7 +24,7 @@ from megarl.run.join import LEAVE_LIMIT_S
 from tests.stack.conftest import ROOT, Stack
 from tests.stack.test_controller import LIMIT_S, STEPS, Learner, Run, assert_law, controller_recipe, run_of
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.stack]
 
 
 @contextmanager

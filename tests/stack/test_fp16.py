@@ -15,7 +15,7 @@ from tests.stack.test_publication import publish
 from tests.tiny import tiny_llama
 from tests.tiny_scores import scores
 
-pytestmark = [pytest.mark.stack, pytest.mark.anyio, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.stack, pytest.mark.anyio, pytest.mark.timeout(1200)]
 
 LIMIT = 0.01
 """Largest error of a log-prob: three times what was measured with fp16."""

@@ -28,7 +28,7 @@ from megarl.core.server import proxy
 from tests.e2e import runs
 from tests.e2e.runs import LiveRun, check_nothing_left
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(1200)]
 
 OVERRIDES = (
     "run.steps=1000",
