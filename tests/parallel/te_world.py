@@ -86,8 +86,8 @@ def main(directory: Path) -> None:
         for layout in LAYOUTS[int(os.environ["WORLD_SIZE"])]:
             if "expert_parallel" in layout and not family.architecture.experts:
                 continue
-            if path.name == "llama4" and {"fp8", "tensor_parallel"} <= layout.keys():
-                continue  # its half of an inner size does not divide by 16
+            if path.name in ("llama4", "glm4_moe") and {"fp8", "tensor_parallel"} <= layout.keys():
+                continue  # half of an inner size does not divide by 16
             model = Model(path=str(path), dtype="bf16", **layout)
             what = f"{path.name} {layout}"
             output = directory / "checkpoints" / f"{path.name}-{'-'.join(f'{k}{v}' for k, v in layout.items())}"

@@ -175,15 +175,49 @@ def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
     return type(value)(_mapped(function, x) for x in value) if type(value) in (list, tuple) else function(value)
 
 
-def _parts(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor) -> Iterator[tuple[Any, ...]]:
-    """Yield for each segment its slices, its queries, keys and values [heads, n, head_dim], and which keys lie behind."""
+def _parts(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor, left: int | None
+) -> Iterator[tuple[Any, ...]]:
+    """Yield for each segment its slices, its queries, keys and values [heads, n, head_dim], and which keys are not seen."""
+    assert q.dtype in (torch.bfloat16, torch.float16)
+    assert starts.dtype == key_starts.dtype == torch.int32
     shared = q.shape[1] // k.shape[1]
     for i in range(len(starts) - 1):
         own, theirs = slice(int(starts[i]), int(starts[i + 1])), slice(int(key_starts[i]), int(key_starts[i + 1]))
         n, m = own.stop - own.start, theirs.stop - theirs.start
         keys, values = (t[theirs].float().repeat_interleave(shared, 1).transpose(0, 1) for t in (k, v))
-        behind = torch.arange(m) > torch.arange(n)[:, None] + (m - n)
-        yield own, theirs, q[own].float().transpose(0, 1), keys, values, behind
+        beyond = torch.arange(m) - torch.arange(n)[:, None] - (m - n)
+        unseen = beyond > 0 if left is None or left < 0 else (beyond > 0) | (beyond < -left)
+        yield own, theirs, q[own].float().transpose(0, 1), keys, values, unseen
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor, scale: float | None, left: int | None
+) -> tuple[Tensor, Tensor]:
+    out, sums = torch.empty_like(q), torch.empty(q.shape[1], len(q))
+    for own, _theirs, queries, keys, values, unseen in _parts(q, k, v, starts, key_starts, left):
+        scores = (queries @ keys.transpose(1, 2) * (scale or q.shape[-1] ** -0.5)).masked_fill(unseen, -torch.inf)
+        sums[:, own] = scores.logsumexp(-1)
+        out[own] = (scores.softmax(-1) @ values).transpose(0, 1).to(q.dtype)
+    return out, sums
+
+
+def _backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, starts: Tensor, key_starts: Tensor,
+    scale: float | None, left: int | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """From `out` and `sums`, log-sum-exp of a query's scores [heads, tokens], as they are given: sinks change both."""
+    found, scale = [torch.zeros(t.shape) for t in (q, k, v)], scale or q.shape[-1] ** -0.5
+    for own, theirs, queries, keys, values, unseen in _parts(q, k, v, starts, key_starts, left):
+        upstream, made = (t[own].float().transpose(0, 1) for t in (gradient, out))
+        p = (queries @ keys.transpose(1, 2) * scale - sums[:, own, None]).masked_fill(unseen, -torch.inf).exp()
+        of_scores = p * (upstream @ values.transpose(1, 2) - (upstream * made).sum(-1, keepdim=True)) * scale
+        found[0][own] = (of_scores @ keys).transpose(0, 1)
+        for whole, part in zip(
+            found[1:], (of_scores.transpose(1, 2) @ queries, p.transpose(1, 2) @ upstream), strict=True
+        ):
+            whole[theirs] = part.transpose(0, 1).unflatten(1, (k.shape[1], -1)).sum(2)  # over the heads that share it
+    return tuple(t.to(q.dtype) for t in found)
 
 
 def _attention(
@@ -191,34 +225,63 @@ def _attention(
     is_causal: bool, scale: float | None = None, window_size: Sequence[int] = (), enable_gqa: bool = False, *_: object,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """torch_attn::_varlen_attn, with what the flash kernel demands."""
-    assert q.dtype in (torch.bfloat16, torch.float16)
-    assert starts.dtype == key_starts.dtype == torch.int32
     assert (list(window_size), enable_gqa) == ([-1, 0], q.shape[1] != k.shape[1])
     assert longest >= int(starts.diff().max())
     assert longest_keys >= int(key_starts.diff().max())
-    out = torch.empty_like(q)
-    for own, _theirs, queries, keys, values, behind in _parts(q, k, v, starts, key_starts):
-        scores = queries @ keys.transpose(1, 2) * (scale or q.shape[-1] ** -0.5)
-        out[own] = (scores.masked_fill(behind, -torch.inf).softmax(-1) @ values).transpose(0, 1).to(q.dtype)
-    return out, torch.zeros(q.shape[1], len(q)), torch.zeros(2, dtype=torch.uint64)
+    return *_forward(q, k, v, starts, key_starts, scale, None), torch.zeros(2, dtype=torch.uint64)
 
 
 def _attention_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor, key_starts: Tensor,
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, starts: Tensor, key_starts: Tensor,
     longest: int, longest_keys: int, is_causal: bool, rng_state: Tensor, scale: float | None = None, *_: object,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    found, scale = [torch.zeros(t.shape) for t in (q, k, v)], scale or q.shape[-1] ** -0.5
-    for own, theirs, queries, keys, values, behind in _parts(q, k, v, starts, key_starts):
-        upstream = gradient[own].float().transpose(0, 1)
-        p = (queries @ keys.transpose(1, 2) * scale).masked_fill(behind, -torch.inf).softmax(-1)
-        of_p = upstream @ values.transpose(1, 2)
-        of_scores = p * (of_p - (of_p * p).sum(-1, keepdim=True)) * scale
-        found[0][own] = (of_scores @ keys).transpose(0, 1)
-        for whole, part in zip(
-            found[1:], (of_scores.transpose(1, 2) @ queries, p.transpose(1, 2) @ upstream), strict=True
-        ):
-            whole[theirs] = part.transpose(0, 1).unflatten(1, (k.shape[1], -1)).sum(2)  # over the heads that share it
-    return tuple(t.to(q.dtype) for t in found)
+    return _backward(gradient, q, k, v, out, sums, starts, key_starts, scale, None)
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor, longest: int, longest_keys: int,
+    dropout: float, is_causal: bool, debug: bool, *, scale: float | None = None, window_size_left: int, window_size_right: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """aten::_flash_attention_forward, which takes either `is_causal` or a window."""
+    assert (is_causal, window_size_right, dropout) == (window_size_left < 0, 0, 0)
+    none = torch.zeros(0)
+    return *_forward(q, k, v, starts, key_starts, scale, window_size_left), torch.zeros(2), none, none
+
+
+def _flash_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, starts: Tensor, key_starts: Tensor,
+    *_: object, scale: float | None = None, window_size_left: int, window_size_right: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return _backward(gradient, q, k, v, out, sums, starts, key_starts, scale, window_size_left)
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
+    assert q.shape[1] == k.shape[1], "the memory-efficient kernel lacks grouped queries"
+    assert mask is None or mask.stride(-2) % 8 == 0, "its mask's rows are aligned"
+    scores = q @ k.transpose(-1, -2) * (scale or q.shape[-1] ** -0.5)
+    unseen = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(unseen, -torch.inf) if is_causal else scores + (0 if mask is None else mask)
+
+
+def _efficient(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, with_sums: bool, dropout: float = 0.0, is_causal: bool = False,
+    *, scale: float | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """aten::_scaled_dot_product_efficient_attention, which pads log-sum-exps to a multiple of 32."""
+    scores = _scores(q, k, mask, is_causal, scale)
+    sums = torch.nn.functional.pad(scores.logsumexp(-1), (0, -q.shape[2] % 32))
+    return scores.softmax(-1) @ v, sums, torch.zeros(()), torch.zeros(())
+
+
+def _efficient_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, sums: Tensor, seed: Tensor,
+    offset: Tensor, dropout: float, needed: Sequence[bool], is_causal: bool = False, *, scale: float | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    assert list(needed) == [True, True, True, False]
+    p = (_scores(q, k, mask, is_causal, scale) - sums[..., : q.shape[2], None]).exp()
+    of_scores = p * (gradient @ v.transpose(-1, -2) - (gradient * out).sum(-1, keepdim=True))
+    of_scores = of_scores * (scale or q.shape[-1] ** -0.5)
+    return of_scores @ k, of_scores.transpose(-1, -2) @ q, p.transpose(-1, -2) @ gradient, None
 
 
 def _into(into: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, *, out: Tensor) -> Tensor:
@@ -228,6 +291,10 @@ def _into(into: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, *, out: Tensor
 ONLY_CUDA: dict[Any, Callable[..., Any]] = {
     aten.mm.dtype: lambda a, b, dtype: a.to(dtype) @ b.to(dtype),
     aten.addmm.dtype_out: _into,
+    aten._flash_attention_forward.default: _flash,
+    aten._flash_attention_backward.default: _flash_backward,
+    aten._scaled_dot_product_efficient_attention.default: _efficient,
+    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
 }
 
 

@@ -24,7 +24,16 @@ from megarl.core.models import hf, parallel
 from megarl.core.weights.transport import buckets
 from tests.parallel.test_learner_layouts import make_batch
 from tests.parallel.test_routing_replay import with_routing
-from tests.tiny import tiny_deepseek_v3, tiny_llama, tiny_llama4, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
+from tests.tiny import (
+    tiny_deepseek_v3,
+    tiny_glm4_moe,
+    tiny_gpt_oss,
+    tiny_llama,
+    tiny_llama4,
+    tiny_qwen2,
+    tiny_qwen3,
+    tiny_qwen3_moe,
+)
 
 MODELS = {
     "llama": tiny_llama,
@@ -33,13 +42,15 @@ MODELS = {
     "qwen3_moe": tiny_qwen3_moe,
     "llama4": tiny_llama4,
     "deepseek_v3": tiny_deepseek_v3,
+    "glm4_moe": tiny_glm4_moe,
+    "gpt_oss": tiny_gpt_oss,
 }
 VOCABULARY = 131
 BUCKET = 1 << 15
 CRITIC = {"centring": "critic", "zero_variance": "keep", "positive_threshold": None}
 CASES: dict[str, dict[str, Any]] = {
     # In bf16 a rounding may turn a choice of four experts of eight: only fp32 would show a fault.
-    **{name: {} for name in MODELS if name != "deepseek_v3"},
+    **{name: {} for name in MODELS if name not in ("deepseek_v3", "glm4_moe")},
     "llama fp16": {"model": {"dtype": "fp16"}},
     "llama recomputed": {"learner": {"recompute": "full"}},
     "llama critic, reference": {"batch": CRITIC, "reference": {"coefficient": 0.1}},
@@ -48,6 +59,8 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_moe fp32": {"model": {"dtype": "fp32", "moe": {"aux_loss": 0.1}}, "learner": {"recompute": "selective"}},
     "qwen3_moe replay fp32": {"model": {"dtype": "fp32", "moe": {"routing_replay": True}}},
     "deepseek_v3 fp32": {"model": {"dtype": "fp32", "moe": {"bias_update_rate": 0.01}}},
+    "glm4_moe fp32": {"model": {"dtype": "fp32"}},
+    "gpt_oss fp32": {"model": {"dtype": "fp32"}},
     "llama4 fp32": {"model": {"dtype": "fp32", "moe": {"freeze_router": True}}},
     "llama critic, reference fp32": {
         "model": {"dtype": "fp32"}, "batch": CRITIC, "reference": {"coefficient": 0.1, "estimator": "k3"},

@@ -67,7 +67,7 @@ def test_a_step_is_the_cpus(measured: tuple[dict[str, Any], dict[str, Any]], cas
         assert mine == pytest.approx(theirs, rel=1e-5 if exact else 0.05, abs=1e-5 if exact else 0.01)
     assert gpu["published"] == cpu["published"]
     # In bf16 a rounding may turn a choice of experts; those of fp32 are the ones that would show a fault.
-    rounded = 0.2 if "moe" in case else 0.1
+    rounded = 0.3 if "moe" in case or "oss" in case else 0.1
     assert gpu["logprobs"] == pytest.approx(cpu["logprobs"], abs=1e-4 if exact else rounded)
 
 
