@@ -9,7 +9,16 @@ import torch
 
 from megarl.core.models import build
 from tests.parallel.worlds import run_world
-from tests.tiny import tiny_glm4_moe, tiny_llama, tiny_llama4, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
+from tests.tiny import (
+    tiny_deepseek_v3,
+    tiny_glm4_moe,
+    tiny_gpt_oss,
+    tiny_llama,
+    tiny_llama4,
+    tiny_qwen2,
+    tiny_qwen3,
+    tiny_qwen3_moe,
+)
 
 pytestmark = [pytest.mark.te, pytest.mark.timeout(1000)]
 
@@ -20,6 +29,8 @@ MODELS = {
     "qwen3_moe": partial(tiny_qwen3_moe, mlp_only_layers=[1]),
     "llama4": tiny_llama4,
     "glm4_moe": tiny_glm4_moe,
+    "deepseek_v3": tiny_deepseek_v3,
+    "gpt_oss": tiny_gpt_oss,
 }
 
 
