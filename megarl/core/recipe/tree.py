@@ -512,7 +512,7 @@ class AgentSection(Section):
     time_s: float = Field(
         1800,
         gt=0,
-        description="limit of a session, in seconds, and of a third of it without a request; then it is graded as it is",
+        description="limit of a session, in seconds; a third of it without a request ends it, too; it is graded as it is",
     )
     requests: int = Field(200, ge=1, description="most requests of a session")
     paths: int = Field(32, ge=1, description="most conversations of a session: sub-agents, summaries, edited histories")
@@ -521,7 +521,7 @@ class AgentSection(Section):
 
     @property
     def idle_s(self) -> float:
-        """Limit of the time without a request, in seconds: an agent that hangs has no third of its session to waste."""
+        """Limit of the time without a request, in seconds: an agent that hangs costs a third of a session at most."""
         return self.time_s / 3
 
 
