@@ -10,8 +10,8 @@ over the same kind of group.
     bare      the same buckets to a process that does nothing but receive them
     gather    the learner's part without sending: weights into buckets
     hash      gather, with what the server's checksums must be
-    transfer  hash, broadcasting, and the server loading what it gets into its copy, one bucket while the next is made
-    whole     transfer, the copy's checksums and their comparison, pause, swap, continue
+    whole     a publication: transfer, the copy's checksums and their comparison, pause, swap, continue
+    transfer  of whole: hash, broadcasting, and the server loading what it gets into its copy, side by side
     pause     of whole, from the pause to the answer that the server goes on
 
 Then, in MiB, the most memory that learner and server ever had, and the server before its first publication.
@@ -30,8 +30,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -50,12 +49,11 @@ from megarl.core.base.process import die_with_parent
 from megarl.core.base.rundir import Endpoints
 from megarl.core.models import build, family_of, hf, parallel
 from megarl.core.recipe import Recipe
-from megarl.core.server.client import ServerClient
 from megarl.core.server.fleet import Fleet
 from megarl.core.weights.deltas import LastSent
 from megarl.core.weights.process_group import VIEWS, ProcessGroupTransport, backend
 from megarl.core.weights.publisher import Publisher
-from megarl.core.weights.transport import Bucket, SentChecksums, buckets
+from megarl.core.weights.transport import Bucket, Sent, SentChecksums, buckets
 from megarl.lab.evaluation.servers import wait_ready
 
 LIMIT_S = 120.0
@@ -158,9 +156,17 @@ def measure(recipe: Recipe, endpoints: Endpoints, server: int, repeats: int) -> 
     chunks = build.build(recipe.model, path)
     hf.load(chunks, family, path)
     limit = recipe.weights.bucket_mb << 20
-    transport = ProcessGroupTransport(chunks, family, LastSent(1), limit, recipe.weights.timeout_s)
+    transfers: list[float] = []
+
+    class Timed(ProcessGroupTransport):
+        def send(self, fleet: Fleet, ids: Sequence[int], version: int) -> Sent:
+            begin = time.perf_counter()
+            sent = super().send(fleet, ids, version)
+            transfers.append(time.perf_counter() - begin)
+            return sent
+
     publisher = Publisher(recipe, endpoints, chunks, family)
-    publisher._transport = transport  # with two, each would find that the server has a version that it did not send
+    publisher._transport = Timed(chunks, family, LastSent(1), limit, recipe.weights.timeout_s)
     address = ServerAddress(id=0, url=endpoints.servers[0])
 
     def exported() -> Iterator[tuple[str, Tensor]]:
@@ -182,15 +188,6 @@ def measure(recipe: Recipe, endpoints: Endpoints, server: int, repeats: int) -> 
         assert sums.expected()
         return size
 
-    def transfer() -> int:
-        nonlocal version
-        version += 1
-        client = ServerClient(address, endpoints.api_key, endpoints.admin_key, recipe.weights.timeout_s)
-        with closing(Fleet([client], version)) as fleet:
-            sent = transport.send(fleet, [0], version)
-        assert not sent.errors, sent.errors
-        return sent.bytes
-
     def whole() -> int:
         nonlocal version
         version += 1
@@ -202,9 +199,9 @@ def measure(recipe: Recipe, endpoints: Endpoints, server: int, repeats: int) -> 
         return published.bytes_sent
 
     filled = list(buckets(exported(), limit))
-    ways = {"bare": bare, "gather": gather, "hash": hashed, "transfer": transfer, "whole": whole}
+    ways = {"bare": bare, "gather": gather, "hash": hashed, "whole": whole}
     seconds, size = timed(ways, repeats)  # the first forms the groups
-    seconds["pause"] = pauses[1:]
+    seconds |= {"transfer": transfers[1:], "pause": pauses[1:]}
     peer.kill()
     title = f"{size / 2**20:.0f} MiB in buckets of {recipe.weights.bucket_mb} MiB, {backend()}, medians of {repeats}"
     show(title, seconds, size, "bare")

@@ -47,7 +47,7 @@ class BroadcastGroup:
         self._line = PrefixStore(f"{name}/line", dist.TCPStore(*address, world, False, limit))
         self._group: ProcessGroup | None = None
         self._device = torch.device("cuda" if backend == "nccl" else "cpu")
-        self._landing = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self._landings = [torch.empty(0, dtype=torch.uint8, device=self._device)] * 2
 
         def form() -> None:
             with environment(NO_WATCHDOG):
@@ -81,14 +81,16 @@ class BroadcastGroup:
         return [(self.broadcast(tensor), tensor) for tensor in tensors]
 
     def receive(self) -> tuple[bytes, Tensor] | None:
-        """Return what rank 0 sends next, None at its end. The bytes are valid until the next call."""
+        """Return what rank 0 sends next, None at its end. The bytes are valid until the next call but one."""
         sizes = self._received(torch.empty(2, dtype=torch.int64, device=self._device)).tolist()
         if not sizes[0]:
             return None
         head = self._received(torch.empty(sizes[0], dtype=torch.uint8, device=self._device))
-        if len(self._landing) < sizes[1]:  # new memory costs more than the broadcast
-            self._landing = torch.empty(sizes[1], dtype=torch.uint8, device=self._device)
-        return head.cpu().numpy().tobytes(), self._received(self._landing[: sizes[1]])
+        landing = self._landings.pop(0)
+        if len(landing) < sizes[1]:  # new memory costs more than the broadcast
+            landing = torch.empty(sizes[1], dtype=torch.uint8, device=self._device)
+        self._landings.append(landing)
+        return head.cpu().numpy().tobytes(), self._received(landing[: sizes[1]])
 
     def _received(self, tensor: Tensor) -> Tensor:
         self.wait(self.broadcast(tensor))
@@ -125,11 +127,11 @@ class BroadcastGroup:
             log.warning("group %s was not destroyed within %g s; it is left as it is", self.name, CLOSE_LIMIT_S)
 
     def _until(self, done: Callable[[], bool], what: str, limit_s: float, failed: Callable[[], str] = str) -> None:
-        until = time.monotonic() + limit_s
-        look = time.monotonic() + LOOK_S
+        begin = time.monotonic()
+        look = begin + LOOK_S
         while not done():
             now = time.monotonic()
-            if now > until:
+            if now > begin + limit_s:
                 raise RuntimeError(f"the process group was not {what} within {limit_s:g} s (weights.timeout_s)")
             if now > look:
                 look = now + LOOK_S
@@ -137,7 +139,7 @@ class BroadcastGroup:
                     raise RuntimeError(why)
                 if self._line.check([BROKEN]):
                     raise RuntimeError(f"the process group is broken: {self._line.get(BROKEN).decode()}")
-            time.sleep(0.0005)
+            time.sleep(min(0.0005, (now - begin) / 8))  # short for what is nearly there, as heads of buckets are
 
 
 def in_thread[T](act: Callable[[], T]) -> Future[T]:

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -74,28 +75,35 @@ class Staging:
             self.version, self.base, self._held, self._summed = version, base, "", False
 
     def receive(self, group: BroadcastGroup) -> None:
-        """Load the buckets of one stage into the copy, to the end that its source sends. RuntimeError if the group breaks,
-        Unloadable if the model does not take one."""
-        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+        """Load the buckets of one stage into the copy, each while the next arrives, to the end that their source sends.
 
-        epoch, model = self._epoch, self._model
-        assert model is not None
+        RuntimeError if the group breaks, Unloadable if the model does not take a bucket.
+        """
+        load, loading = partial(self._load, self._epoch), in_thread(lambda: None)
         try:
-            while (received := group.receive()) is not None:
-                head = msgspec.json.decode(received[0], type=BucketHead)
-                bucket = FlattenedTensorBucket.empty(head.names, head.dtypes, head.shapes, "meta")
-                bucket.flattened_tensor = received[1]
-                with self._loading:
-                    if epoch != self._epoch:
-                        raise RuntimeError("another publication has begun")
-                    self._summed = False
-                    try:
-                        model.load_weights(bucket.reconstruct_tensors())
-                    except Exception as error:
-                        raise Unloadable(f"{head.names[0]} …: {error}") from error
+            while (bucket := group.receive()) is not None:
+                loading.result()
+                loading = in_thread(partial(_beside, partial(load, *bucket)))
+            loading.result()
         except Exception as error:
             group.close(str(error))
             raise
+
+    def _load(self, epoch: int, head_bytes: bytes, flat: torch.Tensor) -> None:
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+        head = msgspec.json.decode(head_bytes, type=BucketHead)
+        bucket = FlattenedTensorBucket.empty(head.names, head.dtypes, head.shapes, "meta")
+        bucket.flattened_tensor = flat
+        with self._loading:
+            if epoch != self._epoch:
+                raise RuntimeError("another publication has begun")
+            assert self._model is not None
+            self._summed = False
+            try:
+                self._model.load_weights(bucket.reconstruct_tensors())
+            except Exception as error:
+                raise Unloadable(f"{head.names[0]} …: {error}") from error
 
     def checksums(self) -> Any:
         """Return what /weights_checker would say of this rank's parameters, were they swapped."""

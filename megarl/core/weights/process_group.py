@@ -172,8 +172,11 @@ class ProcessGroupTransport:
     def _broadcast(
         self, attempt: _Attempt, group: BroadcastGroup, tensors: Iterator[tuple[str, Tensor]], calls: Calls[None]
     ) -> dict[str, str]:
-        """Broadcast buckets, each while the next is gathered; return the checksums. The first error breaks the group."""
-        sums, under_way = SentChecksums(self._family.architecture), list[tuple[dist.Work, Tensor]]()
+        """Broadcast buckets while the next are gathered; return the checksums. The first error breaks the group.
+
+        Several are under way together, but for bucket_bytes at most.
+        """
+        sums, under_way = SentChecksums(self._family.architecture), deque[tuple[dist.Work, Tensor]]()
         made = buckets(self._last.changed(sums.watch(tensors)), self._bucket_bytes, self._bucket_bytes / VIEWS)
 
         def failed() -> str:
@@ -183,13 +186,14 @@ class ProcessGroupTransport:
             if attempt.broken:
                 continue
             try:
-                for work, _ in under_way:
-                    group.wait(work, failed)
+                room = self._bucket_bytes - bucket.flat.nbytes if bucket else 0
+                while under_way and sum(tensor.nbytes for _, tensor in under_way) > room:
+                    group.wait(under_way.popleft()[0], failed)
                 if bucket is None:
-                    under_way = group.send()
+                    under_way += group.send()
                 else:
                     head = BucketHead(bucket.names, bucket.dtypes, bucket.shapes)
-                    under_way = group.send(msgspec.json.encode(head), bucket.flat)
+                    under_way += group.send(msgspec.json.encode(head), bucket.flat)
                     attempt.bytes += bucket.flat.nbytes
             except RuntimeError as error:
                 attempt.broken = str(error).splitlines()[0]
