@@ -107,27 +107,35 @@ def positions_of(boundaries: Sequence[int]) -> Tensor:
     return ranges(torch.zeros_like(lengths), lengths)
 
 
-def l2_norm(x: Tensor, epsilon: float) -> Tensor:
-    """Return x / rms(x) over the last dimension, computed in float32 (as transformers' Llama4TextL2Norm, LlamaRMSNorm)."""
-    return _L2Norm.apply(x, epsilon)
+def rms_norm(x: Tensor, epsilon: float, weight: Tensor | None = None) -> Tensor:
+    """Return x / rms(x) over the last dimension, computed in float32, times weight [h] (as transformers' Llama4TextL2Norm and
+    LlamaRMSNorm)."""
+    return _RMSNorm.apply(x, epsilon, weight)
 
 
-class _L2Norm(torch.autograd.Function):
-    """With n = x / rms(x), the gradient of x is (g - n mean(g n)) / rms(x)."""
+class _RMSNorm(torch.autograd.Function):
+    """With n = x / rms(x), g the gradient of n * weight and m that of n, the gradient of x is (m - n mean(m n)) / rms(x)."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, epsilon: float) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor, epsilon: float, weight: Tensor | None) -> Tensor:
         wide = x.float()
         inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
-        ctx.save_for_backward(x, inverse)
-        return (wide * inverse).to(x.dtype)
+        ctx.save_for_backward(x, inverse, weight)
+        normal = (wide * inverse).to(x.dtype)
+        return normal if weight is None else normal.mul_(weight)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
-        x, inverse = ctx.saved_tensors
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, Tensor | None]:
+        x, inverse, weight = ctx.saved_tensors
         normal, wide = x.float() * inverse, gradient.float()
-        along = (wide * normal).mean(-1, keepdim=True)
-        return normal.mul_(-along).add_(wide).mul_(inverse).to(x.dtype), None
+        along, of_weight = wide * normal, None
+        if weight is None:
+            mean, of_x = along.mean(-1, keepdim=True), wide * inverse
+        else:
+            of_weight = along.flatten(0, -2).sum(0).to(weight.dtype)
+            mean = (along @ weight.float()).div_(len(weight))[..., None]
+            of_x = (wide * weight).mul_(inverse)
+        return of_x.addcmul_(normal, mean.mul_(inverse), value=-1).to(x.dtype), None, of_weight
 
 
 def temperatures(positions: Tensor, floor: int, scale: float) -> Tensor:

@@ -48,8 +48,8 @@ from megarl.core.models.attention import (
     Kernels,
     LayerAttention,
     attention_of,
-    l2_norm,
     positions_of,
+    rms_norm,
     segments,
     temperatures,
 )
@@ -128,13 +128,13 @@ class _Rotation(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = x * (cos.repeat_interleave(2, -1) if interleaved else torch.cat([cos, cos], -1))
     (first, second), (to_first, to_second) = (
         (t[..., ::2], t[..., 1::2]) if interleaved else t.chunk(2, -1) for t in (x, out)
     )
-    torch.sub(first * cos, second * sin, out=to_first)
-    torch.add(second * cos, first * sin, out=to_second)
-    return out
+    to_first -= second * sin
+    to_second += first * sin
+    return out.to(x.dtype)
 
 
 def _pack_of_rows(rows: int, length: int) -> PackedSeqParams:
@@ -154,7 +154,7 @@ class RMSNorm(Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        return l2_norm(x, self.eps) * self.weight
+        return rms_norm(x, self.eps, self.weight)
 
 
 class CausalAttention(Module):
@@ -212,7 +212,7 @@ class CausalAttention(Module):
         if self.layer.rotary:
             q, k = self.rope.rotate(q, cos, sin), self.rope.rotate(k, cos, sin)
         if self.layer.l2_epsilon is not None:
-            q, k = l2_norm(q, self.layer.l2_epsilon), l2_norm(k, self.layer.l2_epsilon)
+            q, k = rms_norm(q, self.layer.l2_epsilon), rms_norm(k, self.layer.l2_epsilon)
         if self.layer.temperature is not None:
             q = (q * temperatures(positions[:, None, None], *self.layer.temperature)).to(q.dtype)
         if self.cp.size() > 1:
@@ -315,7 +315,7 @@ class ChunkedTEAttention(Module):
         **kwargs: object,
     ) -> Tensor:
         if self.layer.l2_epsilon is not None:
-            q, k = l2_norm(q, self.layer.l2_epsilon), l2_norm(k, self.layer.l2_epsilon)
+            q, k = rms_norm(q, self.layer.l2_epsilon), rms_norm(k, self.layer.l2_epsilon)
         if self.layer.temperature is not None:
             q = self._scaled(q, packed_seq_params, *self.layer.temperature)
         if self.layer.chunk is not None:

@@ -14,7 +14,7 @@ from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.models import parallel  # noqa: F401  makes megatron importable on a CPU
-from megarl.core.models.attention import LayerAttention, l2_norm, positions_of, segments, temperatures
+from megarl.core.models.attention import LayerAttention, positions_of, rms_norm, segments, temperatures
 from megarl.core.models.layers import ChunkedTEAttention, Rope
 
 # isort: split
@@ -60,18 +60,24 @@ def test_rotation_and_its_gradient_are_transformers(interleaved: bool, dtype: to
     torch.testing.assert_close(ours.grad, plain.grad)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norm_and_its_gradient_are_transformers(dtype: torch.dtype) -> None:
+def test_norm_and_its_gradients_are_transformers(dtype: torch.dtype, weighted: bool) -> None:
+    """Bit for bit forward. Gradients are those of transformers in float32: its own weights' are sums of rounded products."""
     draw = torch.Generator().manual_seed(0)
     x, upstream = (torch.randn(9, 64, generator=draw, dtype=torch.float32).to(dtype) for _ in range(2))
-    plain, ours = x.clone().requires_grad_(), x.clone().requires_grad_()
-    expected, found = LlamaRMSNorm(64, 1e-5).to(dtype)(plain), l2_norm(ours, 1e-5)
-    assert torch.equal(found, expected)
-    expected.backward(upstream)
-    found.backward(upstream)
-    assert plain.grad is not None
-    assert ours.grad is not None
-    torch.testing.assert_close(ours.grad, plain.grad)
+    theirs = LlamaRMSNorm(64, 1e-5)
+    if weighted:
+        theirs.weight.data = torch.randn(64, generator=draw)
+    theirs.to(dtype)
+    ours, weight = x.clone().requires_grad_(), theirs.weight.detach().clone().requires_grad_()
+    found = rms_norm(ours, 1e-5, weight if weighted else None)
+    assert torch.equal(found, theirs(x))
+    plain = x.float().requires_grad_()
+    expected = torch.autograd.grad(theirs.float()(plain), (plain, theirs.weight), upstream.float())
+    gradients = torch.autograd.grad(found, (ours, weight) if weighted else (ours,), upstream)
+    for gradient, right in zip(gradients, expected, strict=False):
+        torch.testing.assert_close(gradient, right.to(dtype))
 
 
 def test_temperature_is_one_until_the_floor() -> None:
