@@ -15,10 +15,10 @@ nothing ends a run.
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megarl.core.base.rundir import Row
 from megarl.core.weights import parity
@@ -249,7 +249,7 @@ class Health:
         """Return what the row of metrics says of it."""
         return {"health": float(not self._open)} | {f"alarm/{name}": 1.0 for name in self._open}
 
-    def add(self, row: Mapping[str, Any]) -> None:
+    def add(self, row: Row) -> None:
         self.step = row["step"]
         before, row = self._before, dict(row)
         if row.get("lr") and before.get("lr"):
@@ -296,12 +296,12 @@ class Health:
 _BY_NAME = {signal.name: signal for signal in SIGNALS}
 
 
-def overoptimised(evaluation: Mapping[str, Any]) -> list[str]:
+def overoptimised(evaluation: Row) -> list[str]:
     """Return messages for the newest row of eval.jsonl, empty before the first."""
     return [_overoptimised(evaluation, name) for name in evaluation if name.startswith(OVER) and evaluation[name]]
 
 
-def _overoptimised(row: Mapping[str, Any], warning: str) -> str:
+def _overoptimised(row: Row, warning: str) -> str:
     task = warning.removeprefix(OVER)  # "/NAME" if there are several
     fall, rise, step = (
         row.get(f"{name}{task}", math.nan) for name in ("trusted_fall", "proxy_rise", "trusted_peak_step")

@@ -11,7 +11,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -155,12 +154,12 @@ class Observer:
         return time.time() - self.status.time if self.status else 0.0
 
     @property
-    def latest(self) -> dict[str, Any]:
+    def latest(self) -> Row:
         """The newest step's row; empty before the first."""
         return self.rows[max(self.rows)] if self.rows else {}
 
     @property
-    def compared(self) -> dict[str, Any]:
+    def compared(self) -> Row:
         """The row of the newest step before which servers and learner were compared; empty before the first."""
         return next((row for _, row in sorted(self.rows.items(), reverse=True) if "parity_rollouts" in row), {})
 

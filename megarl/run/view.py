@@ -6,9 +6,8 @@ live picture in a terminal, else plain lines.
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -17,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from megarl.core.base.rundir import Row
 from megarl.core.evaluation.forecast import words
 from megarl.core.recipe import Recipe
 from megarl.core.weights import parity
@@ -199,7 +199,7 @@ def _numbers(frame: Frame) -> Iterator[tuple[str, str]]:
         yield "compute", f"{observer.status.compute_hours:.3f} {observer.status.compute_unit} hours"
 
 
-def _parity(row: Mapping[str, Any]) -> str:
+def _parity(row: Row) -> str:
     """Show mean and 99th percentile of the log-prob difference at equal weights, then the means of the other causes."""
     if row.get("parity_mean/kernels") is None:
         return "–"

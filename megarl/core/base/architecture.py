@@ -18,8 +18,8 @@ from typing import Any, Literal
 import numpy as np
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.hf_files import JsonObject, read_config, read_json
-from megarl.core.base.types import Routing
+from megarl.core.base.hf_files import read_config, read_json
+from megarl.core.base.types import JsonObject, Routing
 
 CONFIGS = Path(__file__).parent / "configs"
 

@@ -3,12 +3,9 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 from megarl.core.base.errors import MegarlError
-
-type JsonObject = dict[str, Any]
-"""A parsed file, not checked yet."""
+from megarl.core.base.types import JsonObject
 
 
 def read_config(hf_dir: Path | str) -> JsonObject:

@@ -31,6 +31,9 @@ SCHEMA_VERSION = 4
 SHOWN_ANSWER = 200
 """Characters of a prompt's answer that a group keeps. The grader has the whole answer from the data."""
 
+type JsonObject = dict[str, Any]
+"""What JSON has between braces, not checked yet."""
+
 FinishReason = Literal["stop", "length", "void"]
 """`stop`: the end token was sampled. `length`: the answer budget ran out first (a truncated rollout)."""
 

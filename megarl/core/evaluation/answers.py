@@ -11,13 +11,13 @@ sample.
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import append_jsonl, write_atomically
+from megarl.core.base.types import JsonObject
 
 SCHEMA_VERSION = 1
 """Version of all three files; a reader refuses any other."""
@@ -68,7 +68,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     suite: str
     model: str
     samples: int
-    settings: dict[str, Any]
+    settings: JsonObject
     metrics: dict[str, float]
     time: float
     versions: dict[str, str]

@@ -17,12 +17,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 from msgspec import UNSET
 
 import megarl
+from megarl.core.base.types import JsonObject
 from megarl.core.evaluation.answers import Answer, Result, read_answers
 from megarl.core.recipe import Recipe, Rows
 
@@ -243,7 +244,7 @@ VERSIONS = ("sglang", "torch", "transformers", "math-verify")
 LENGTH = {"control", "prompt_tokens", "thinking_tokens", "answer_tokens", "end_of_thinking", "interruption"}
 
 
-def settings_of(recipe: Recipe, rows: Rows) -> dict[str, Any]:
+def settings_of(recipe: Recipe, rows: Rows) -> JsonObject:
     """Return all settings of the recipe on which an answer depends; the numbers of answers and prompts do not matter."""
     suite = rows.model_dump(mode="json", exclude={"samples", "prompts", "train", "weight"})
     return {
@@ -256,7 +257,7 @@ def settings_of(recipe: Recipe, rows: Rows) -> dict[str, Any]:
     }
 
 
-def result_of(suite: str, model: str, samples: int, settings: dict[str, Any], outcomes: Sequence[Outcome]) -> Result:
+def result_of(suite: str, model: str, samples: int, settings: JsonObject, outcomes: Sequence[Outcome]) -> Result:
     versions = {"megarl": megarl.__version__, "python": platform.python_version()}
     versions |= {name: importlib.metadata.version(name) for name in VERSIONS}
     return Result(

@@ -37,7 +37,7 @@ import numpy as np
 from megarl.core.base.device import DeviceIdentity
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import ServerAddress
-from megarl.core.base.types import float32, int32
+from megarl.core.base.types import JsonObject, float32, int32
 from megarl.core.server import relay
 from megarl.core.server.membership import ServerLoad
 from megarl.core.server.relay import (
@@ -544,7 +544,7 @@ def _bucket(complete: int | None) -> dict[str, object]:
     return {"load_format": "flattened_bucket", "flush_cache": False, "weight_version": version}
 
 
-def _prefill(meta: dict[str, Any]) -> Prefill:
+def _prefill(meta: JsonObject) -> Prefill:
     """Read scores from a reply's meta_info. The first entry has no log-prob, because nothing precedes it."""
     tokens = meta["input_token_logprobs"][1:]
     others = (meta.get("input_token_ids_logprobs") or [])[1:]

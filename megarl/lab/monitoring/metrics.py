@@ -12,12 +12,11 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from megarl.core.base.rundir import Endpoints, RunDir, append_jsonl, by_step, latest_rows, writing
+from megarl.core.base.rundir import Endpoints, Row, RunDir, append_jsonl, by_step, latest_rows, writing
 from megarl.core.recipe import Recipe
 from megarl.core.telemetry.names import tag
 from megarl.lab.monitoring import wandb_writer
@@ -42,7 +41,7 @@ class MetricsWriter:
         self._evaluations = Tail(rundir.eval)
         self._evaluations.new()  # an earlier life has written those
 
-    def row(self, row: dict[str, Any]) -> None:
+    def row(self, row: Row) -> None:
         if row["step"] <= self._health.step:
             self._health = Health(before for before in latest_rows(self._path) if before["step"] < row["step"])
         self._health.add(row)
@@ -67,7 +66,7 @@ class MetricsWriter:
         for step, row in by_step(self._evaluations.new()).items():
             self._show(step, {f"eval/{name}": row[name] for name in row if name != "step"})
 
-    def _show(self, step: int, values: dict[str, Any]) -> None:
+    def _show(self, step: int, values: Row) -> None:
         scalars = {n: float(v) for n, v in values.items() if isinstance(v, int | float) and math.isfinite(v)}
         for writer in self._writers:
             writer.write(step, scalars)

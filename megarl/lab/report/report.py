@@ -6,9 +6,8 @@ recipe.yaml, metrics.jsonl, eval.jsonl, rollouts/ ──► tiles, charts (inlin
 import html
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
-from megarl.core.base.rundir import RunDir, latest_rows, latest_scores, write_atomically
+from megarl.core.base.rundir import Row, RunDir, latest_rows, latest_scores, write_atomically
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
 from megarl.core.base.types import Group, Rollout
 from megarl.core.journal.journal import JournalReader
@@ -54,7 +53,7 @@ def write_report(rundir: RunDir) -> None:
     write_atomically(rundir.picture, charts.reward_png(recipe, rows, evaluations))
 
 
-def _tiles(v: dict[str, Any]) -> Iterable[tuple[str, str]]:
+def _tiles(v: Row) -> Iterable[tuple[str, str]]:
     before, after = (summary.show(v[f"pass_rate_{when}"], ".2f") for when in ("before", "after"))
     yield "pass rate, held out", f"{before} → {after}"
     yield "steps", f"{v['steps']} / {v['steps_planned']}"
@@ -76,7 +75,7 @@ STATISTICS = {
 }
 
 
-def _parity(rows: Sequence[dict[str, Any]]) -> str:
+def _parity(rows: Sequence[Row]) -> str:
     """Show how far servers and learner differ, a row for each cause; empty if nothing was compared."""
     found = parity.pooled(rows)
     if not found:

@@ -23,12 +23,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate, batched, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import msgspec
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir, latest_rows
+from megarl.core.base.types import JsonObject
 from megarl.core.telemetry.spans import TICKETS, Life, Open, Span, SpanEvent, TraceRow, Value
 
 SpanTree = Sequence[Span]  # spans that stay on one lane: the first contains the others
@@ -148,7 +149,7 @@ class ChromeTrace:
         self.add("s", start[0], name, start[1], cat="group", id=self._flows)
         self.add("f", end[0], name, end[1], cat="group", id=self._flows, bp="e")
 
-    def tree(self, shown: dict[str, Any]) -> dict[str, Any]:
+    def tree(self, shown: JsonObject) -> JsonObject:
         """Return the file's content: metadata first, then by time. shown: the run's path, steps, the time that is 0."""
         named = [("process", process, pid, 0) for process, pid in self._processes.items()]
         named += [("thread", thread, self._processes[process], tid) for (process, thread), tid in self._threads.items()]
@@ -190,7 +191,7 @@ def main(run: Path, steps: int, output: Path | None) -> int:
     return 0
 
 
-def trace_of(rundir: RunDir, steps: int) -> dict[str, Any]:
+def trace_of(rundir: RunDir, steps: int) -> JsonObject:
     """Build the trace from the start of the last `steps` complete steps."""
     spans, events = read(rundir.trace)
     if not spans:

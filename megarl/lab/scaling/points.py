@@ -13,15 +13,15 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import Row
 
 Unit = Literal["gpu", "core"]
 HOURS: dict[str, str] = {"gpu": "GPU-hours", "core": "core-hours"}  # names of the units of compute, for people
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,18 +20,17 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from megarl.core.base.rundir import latest_rows, latest_scores, write_atomically
+from megarl.core.base.rundir import Row, latest_rows, latest_scores, write_atomically
+from megarl.core.base.types import JsonObject
 from megarl.core.recipe import Recipe, load
 from megarl.lab.scaling.points import Curve
 from megarl.lab.study.plan import StudyTask
 from megarl.tasks.data import arithmetic
 from megarl.tasks.data.arithmetic_models import LLAMA, LLAMA4, save_model
-
-Row = dict[str, Any]
 
 
 class Size(NamedTuple):
@@ -44,7 +43,7 @@ class Size(NamedTuple):
     lr: float
     sft_steps: int
 
-    def config(self, experts: bool) -> dict[str, Any]:
+    def config(self, experts: bool) -> JsonObject:
         """Return a config.json in which each token meets as many parameters with experts as without."""
         base = LLAMA4 | {"head_dim": self.hidden // self.heads} if experts else LLAMA
         widths = {"intermediate_size": self.hidden * 3 // 2, "intermediate_size_mlp": self.hidden * 3}

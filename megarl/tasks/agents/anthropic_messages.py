@@ -1,12 +1,13 @@
 """Anthropic's messages on the wire: POST /v1/messages, and /v1/messages/count_tokens."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import groupby
 from typing import Any, ClassVar
 
 import msgspec
 
+from megarl.core.base.types import JsonObject
 from megarl.tasks.agents import wire
 from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ReadMessages, ToolCall, WireError
 from megarl.tasks.agents.session import ContextFull, ServedTurn
@@ -37,7 +38,7 @@ class NamedTool(msgspec.Struct):
     name: str
     type: str | None = None
     description: str = ""
-    input_schema: dict[str, Any] = {}
+    input_schema: JsonObject = {}
 
 
 class OutputConfig(msgspec.Struct):
@@ -74,17 +75,17 @@ class AnthropicMessages(wire.WireProtocol):
         ]  # fmt: skip
         return wire.asked(messages, tools, body.tool_choice, [body.max_tokens], body.stop_sequences, body.stream)
 
-    def error(self, error: WireError) -> dict[str, Any]:
+    def error(self, error: WireError) -> JsonObject:
         said = str(error)
         if isinstance(error, ContextFull):
             said = f"prompt is too long: {error.tokens} tokens > {error.limit} maximum"
         kind = ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": said}}
 
-    def reply(self, body: Mapping[str, Any], turn: ServedTurn) -> dict[str, Any]:
+    def reply(self, body: JsonObject, turn: ServedTurn) -> JsonObject:
         message = turn.message
         thinking = {"type": "thinking", "thinking": message.reasoning, "signature": f"sig_{turn.node.number}"}
-        blocks: list[dict[str, Any]] = [thinking] if message.reasoning else []
+        blocks: list[JsonObject] = [thinking] if message.reasoning else []
         if message.text or not message.calls:
             blocks.append({"type": "text", "text": message.text})
         blocks += [{"type": "tool_use", "id": c.id, "name": c.name, "input": c.arguments} for c in message.calls]
@@ -96,12 +97,12 @@ class AnthropicMessages(wire.WireProtocol):
             "usage": {"input_tokens": turn.prompt_tokens, "output_tokens": turn.completion_tokens},
         }  # fmt: skip
 
-    def events(self, body: Mapping[str, Any], turn: ServedTurn) -> Iterator[tuple[str, Any]]:
+    def events(self, body: JsonObject, turn: ServedTurn) -> Iterator[tuple[str, Any]]:
         whole = self.reply(body, turn)
         begun = whole | {"content": [], "stop_reason": None, "stop_sequence": None}
         begun["usage"] = whole["usage"] | {"output_tokens": 0}
-        events: list[dict[str, Any]] = [{"type": "message_start", "message": begun}]
-        empty: dict[str, Any]
+        events: list[JsonObject] = [{"type": "message_start", "message": begun}]
+        empty: JsonObject
         for n, block in enumerate(whole["content"]):
             match block["type"]:
                 case "thinking":

@@ -13,7 +13,7 @@ What is no call stays in the content: a malformed call that vanished would look 
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,6 +21,7 @@ from itertools import product, takewhile
 from typing import Any, NamedTuple, Never
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.types import JsonObject
 from megarl.tasks.agents.messages import CanonicalMessage, ToolCall
 from megarl.tasks.data.chat import ChatTemplate
 
@@ -86,7 +87,7 @@ class CallFormat:
     as_text: bool = False
     beside: tuple[str, str] = ("", "")
 
-    def read(self, text: str, tools: Iterable[Mapping[str, Any]] = ()) -> tuple[str, list[ToolCall]]:
+    def read(self, text: str, tools: Iterable[JsonObject] = ()) -> tuple[str, list[ToolCall]]:
         """Return the text without its calls, and these; ids are as written. tools: say which arguments are texts, where the
         form does not."""
         schemas = {tool["function"]["name"]: _field(tool["function"].get("parameters"), "properties") for tool in tools}
@@ -131,7 +132,7 @@ class CallFormat:
         kind = rf"\s*(?:<\|constrain\|>)?\s*{kind}"
         return re.compile(rf"{to}({name}){channel}{kind}|{channel}\s*{to}({name}){kind}")
 
-    def _section(self, text: str, at: int, schemas: Mapping[str, Any]) -> tuple[list[ToolCall], int] | None:
+    def _section(self, text: str, at: int, schemas: JsonObject) -> tuple[list[ToolCall], int] | None:
         """Return the calls that begin here, and where the last one's mark ends; None if there are none, or no such mark."""
         calls, marks = list[ToolCall](), self.calls
         begin = _after(text, at, marks.first)
@@ -142,7 +143,7 @@ class CallFormat:
         end = _after(text, at, marks.last)
         return (calls, end) if calls and end is not None else None
 
-    def _call(self, text: str, at: int, schemas: Mapping[str, Any]) -> tuple[ToolCall, int] | None:
+    def _call(self, text: str, at: int, schemas: JsonObject) -> tuple[ToolCall, int] | None:
         """Return the call that begins here, and where its closing ends; None if there is none."""
         if (head := self._head.match(text, _skipped(text, at))) is None:
             return None
@@ -163,9 +164,9 @@ class CallFormat:
             return None
         return ToolCall("", name, arguments, written if self.by_ids else ""), end
 
-    def _pairs(self, text: str, at: int, keys: Marks, properties: Any) -> tuple[dict[str, Any], int]:
+    def _pairs(self, text: str, at: int, keys: Marks, properties: Any) -> tuple[JsonObject, int]:
         """Return the arguments that begin here, and where the mark of the last ends. ValueError if one of them has no end."""
-        found: dict[str, Any] = {}
+        found: JsonObject = {}
         begin: int | None = at
         while begin is not None and (begin := _after(text, begin, keys.opening)) is not None:
             key = re.compile(rf"\s*(\S(?:.{{,{_LONGEST_KEY - 2}}}?\S)??)\s*{_literal(self.value)}").match(text, begin)
@@ -188,7 +189,7 @@ def call_format(chat: ChatTemplate, ends: Iterable[str]) -> CallFormat | None:
 
 def _told(chat: ChatTemplate, ends: str, as_text: bool, by_ids: bool, count: int) -> CallFormat:
     """Return the form of so many calls in a message. MegarlError or ValueError if the template does not write them so."""
-    asked: dict[str, Any] = {"role": "user", "content": "?"}
+    asked: JsonObject = {"role": "user", "content": "?"}
     calls, whats = [], []
     for n, (name, given) in enumerate(_PROBES[:count]):
         whats.append(f"functions.{name}:{n}" if by_ids else name)
@@ -225,7 +226,7 @@ def _told(chat: ChatTemplate, ends: str, as_text: bool, by_ids: bool, count: int
     return made
 
 
-def _span(text: str, at: int, what: str, name: str, given: dict[str, str]) -> tuple[int, int, dict[str, Any]]:
+def _span(text: str, at: int, what: str, name: str, given: dict[str, str]) -> tuple[int, int, JsonObject]:
     """Return where the next call's name and arguments begin and end, and their form. what: stands for the name."""
     named = text.index(what, at)
     behind = named + len(what)
@@ -251,7 +252,7 @@ def _span(text: str, at: int, what: str, name: str, given: dict[str, str]) -> tu
 
 
 def read_turn(
-    text: str, format: CallFormat | None, end_of_thinking: str, number: int, tools: Iterable[Mapping[str, Any]] = ()
+    text: str, format: CallFormat | None, end_of_thinking: str, number: int, tools: Iterable[JsonObject] = ()
 ) -> CanonicalMessage:
     """Return what the agent is served of a turn. number: of its node, which all opaque ids that we mint have.
 

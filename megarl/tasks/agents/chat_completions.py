@@ -1,11 +1,12 @@
 """OpenAI's chat completions on the wire: POST /v1/chat/completions."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import msgspec
 
+from megarl.core.base.types import JsonObject
 from megarl.tasks.agents import wire
 from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ReadMessages, ToolCall, refused_field
 from megarl.tasks.agents.session import ServedTurn
@@ -13,7 +14,7 @@ from megarl.tasks.agents.session import ServedTurn
 
 class CalledFunction(msgspec.Struct):
     name: str
-    arguments: str | dict[str, Any] = ""
+    arguments: str | JsonObject = ""
 
 
 class WireCall(msgspec.Struct):
@@ -32,7 +33,7 @@ class ChatMessage(msgspec.Struct):
 
 class ChatTool(msgspec.Struct):
     type: str
-    function: dict[str, Any] = {}
+    function: JsonObject = {}
 
 
 class StreamOptions(msgspec.Struct):
@@ -80,8 +81,8 @@ class ChatCompletions(wire.WireProtocol):
             body.stream,
         )
 
-    def reply(self, body: Mapping[str, Any], turn: ServedTurn) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": turn.message.text or None}
+    def reply(self, body: JsonObject, turn: ServedTurn) -> JsonObject:
+        message: JsonObject = {"role": "assistant", "content": turn.message.text or None}
         if turn.message.reasoning:
             message["reasoning_content"] = turn.message.reasoning
         if turn.message.calls:
@@ -89,9 +90,9 @@ class ChatCompletions(wire.WireProtocol):
         choice = {"index": 0, "message": message, "finish_reason": turn.finish, "logprobs": None}
         return _head(turn, body, "chat.completion") | {"choices": [choice], "usage": _usage(turn)}
 
-    def events(self, body: Mapping[str, Any], turn: ServedTurn) -> Iterator[tuple[str, Any]]:
+    def events(self, body: JsonObject, turn: ServedTurn) -> Iterator[tuple[str, Any]]:
         head, message = _head(turn, body, "chat.completion.chunk"), turn.message
-        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+        deltas: list[JsonObject] = [{"role": "assistant", "content": ""}]
         deltas += [{"reasoning_content": message.reasoning}] if message.reasoning else []
         deltas += [{"content": message.text}] if message.text else []
         deltas += [{"tool_calls": [{"index": n} | call]} for n, call in enumerate(_calls(message))]
@@ -115,11 +116,11 @@ def _messages(m: ChatMessage, where: str) -> Iterator[CanonicalMessage]:
     )
 
 
-def _calls(message: CanonicalMessage) -> list[dict[str, Any]]:
+def _calls(message: CanonicalMessage) -> list[JsonObject]:
     return [{"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.json}} for c in message.calls]
 
 
-def _head(turn: ServedTurn, body: Mapping[str, Any], kind: str) -> dict[str, Any]:
+def _head(turn: ServedTurn, body: JsonObject, kind: str) -> JsonObject:
     made = {"id": f"chatcmpl-{turn.node.number}", "object": kind, "created": int(time.time())}
     return made | {"model": body.get("model", "")}
 

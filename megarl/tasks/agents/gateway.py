@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from aiohttp import web
 
 from megarl.core.base.contracts import Policy
 from megarl.core.base.tokenizer import Tokenizer
+from megarl.core.base.types import JsonObject
 from megarl.core.recipe import Recipe
 from megarl.tasks.agents.anthropic_messages import AnthropicMessages
 from megarl.tasks.agents.chat_completions import ChatCompletions
@@ -151,7 +152,7 @@ class _WireReply:
         self,
         request: web.Request,
         protocol: WireProtocol,
-        body: Mapping[str, Any],
+        body: JsonObject,
         generation: PendingTurn,
         stream: bool,
     ) -> None:
@@ -212,7 +213,7 @@ def _is_open(request: web.Request) -> bool:
     return request.transport is not None and not request.transport.is_closing()
 
 
-def _asked(protocol: WireProtocol, body: Mapping[str, Any], session: AgentSession) -> AgentRequest:
+def _asked(protocol: WireProtocol, body: JsonObject, session: AgentSession) -> AgentRequest:
     model, asked = protocol.request(body, session.known)
     if model != MODEL:
         raise _unknown(model)
@@ -223,7 +224,7 @@ def _unknown(model: str | None) -> WireError:
     return WireError(404, f"the model {model!r} does not exist; there is {MODEL!r} alone", "model_not_found")
 
 
-async def _read(request: web.Request, protocol: WireProtocol) -> tuple[bytes, dict[str, Any]]:
+async def _read(request: web.Request, protocol: WireProtocol) -> tuple[bytes, JsonObject]:
     """Return a request's body and its fields. WireError if it is none, too long or too slow."""
     try:
         async with asyncio.timeout(BODY_LIMIT_S):

@@ -12,13 +12,15 @@ as JSON values: 1, 1.0 and true are three of them, and the order of keys is none
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import msgspec
+
+from megarl.core.base.types import JsonObject
 
 LARGEST_BODY = 32 << 20
 """Bytes of a request; a conversation of 500 turns and 193,000 tokens has 1.5 million."""
@@ -83,7 +85,7 @@ class AgentRequest:
     """A request for the next message. tools: functions, as OpenAI writes them; max_tokens: None if the agent names no limit."""
 
     messages: tuple[CanonicalMessage, ...]
-    tools: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[JsonObject, ...] = ()
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     stream: bool = False

@@ -21,7 +21,7 @@ import numpy as np
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import Tokenizer
-from megarl.core.base.types import int32
+from megarl.core.base.types import JsonObject, int32
 from megarl.tasks.agents.calls import KEY, NAME, PROBE, SAID, VALUE, call_format
 from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ToolCall, WireError
 from megarl.tasks.agents.tree import TreeNode
@@ -69,7 +69,7 @@ class Rendering:
         self,
         served: CanonicalMessage,
         tail: Sequence[CanonicalMessage],
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[JsonObject],
         before: Sequence[CanonicalMessage] = (CanonicalMessage("user", "?"),),
         known: Iterable[CanonicalMessage] = (),
     ) -> str | None:
@@ -141,9 +141,9 @@ class Rendering:
         given = (lambda call, _: call.id) if self.calls is None else self.calls.template_id
         return {call.id: (given(call, n), call.name) for n, call in enumerate(calls)}
 
-    def _wire(self, message: CanonicalMessage, named: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+    def _wire(self, message: CanonicalMessage, named: Mapping[str, tuple[str, str]]) -> JsonObject:
         """Return the message as templates take it. named: as `_named` returns it."""
-        made: dict[str, Any] = {"role": message.role, "content": self._guarded(message.text)}
+        made: JsonObject = {"role": message.role, "content": self._guarded(message.text)}
         if message.calls:
             as_text = self.calls is not None and self.calls.as_text
             made["tool_calls"] = [

@@ -1,12 +1,13 @@
 """OpenAI's responses on the wire: POST /v1/responses. Its input is a list of items, of which a message has several."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import msgspec
 
+from megarl.core.base.types import JsonObject
 from megarl.tasks.agents import wire
 from megarl.tasks.agents.messages import (
     AgentRequest,
@@ -39,7 +40,7 @@ class TextFormat(msgspec.Struct):
 class ResponsesBody(msgspec.Struct):
     input: msgspec.Raw
     instructions: str | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[JsonObject] | None = None
     tool_choice: Any = None
     stream: bool | None = None
     max_output_tokens: int | None = None
@@ -78,7 +79,7 @@ class Responses(wire.WireProtocol):
         ]
         return wire.asked(messages, tools, body.tool_choice, [body.max_output_tokens], stream=body.stream)
 
-    def error(self, error: WireError) -> dict[str, Any]:
+    def error(self, error: WireError) -> JsonObject:
         made = super().error(error)
         if isinstance(error, ContextFull):
             made["error"]["message"] = (
@@ -87,7 +88,7 @@ class Responses(wire.WireProtocol):
             )
         return made
 
-    def reply(self, body: Mapping[str, Any], turn: ServedTurn) -> dict[str, Any]:
+    def reply(self, body: JsonObject, turn: ServedTurn) -> JsonObject:
         whole = turn.finish != "length"
         sent, made = turn.prompt_tokens, turn.completion_tokens
         return {
@@ -102,13 +103,13 @@ class Responses(wire.WireProtocol):
             },
         }  # fmt: skip
 
-    def events(self, body: Mapping[str, Any], turn: ServedTurn) -> Iterator[tuple[str, Any]]:
+    def events(self, body: JsonObject, turn: ServedTurn) -> Iterator[tuple[str, Any]]:
         whole = self.reply(body, turn)
         begun = {"response": whole | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}}
-        events: list[tuple[str, dict[str, Any]]] = [("created", begun), ("in_progress", begun)]
+        events: list[tuple[str, JsonObject]] = [("created", begun), ("in_progress", begun)]
         for n, item in enumerate(whole["output"]):
-            at: dict[str, Any] = {"output_index": n, "item_id": item["id"]}
-            empty: dict[str, Any]
+            at: JsonObject = {"output_index": n, "item_id": item["id"]}
+            empty: JsonObject
             if item["type"] == "function_call":
                 told = {"arguments": item["arguments"], "name": item["name"]}
                 empty, kind, parts = {"arguments": ""}, "function_call_arguments", []
@@ -147,10 +148,10 @@ def _messages(item: Item, where: str) -> tuple[CanonicalMessage]:
     raise refused_field(where, f"the policy knows no {item.type}; {wire.NO_STATE}")
 
 
-def _items(turn: ServedTurn) -> list[dict[str, Any]]:
+def _items(turn: ServedTurn) -> list[JsonObject]:
     """Return an answer's items."""
     number, message, done = turn.node.number, turn.message, {"status": "completed"}
-    items: list[dict[str, Any]] = []
+    items: list[JsonObject] = []
     if message.reasoning:
         text = {"type": "reasoning_text", "text": message.reasoning}
         items.append(

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from megarl.core.base.types import JsonObject
 from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ReadMessages, WireError, checked, refused_field
 from megarl.tasks.agents.session import ServedTurn
 
@@ -41,7 +42,7 @@ class WireProtocol:
     body: type[msgspec.Struct]
     refused: ClassVar[Mapping[str, str]]
 
-    def parse(self, data: bytes) -> dict[str, Any]:
+    def parse(self, data: bytes) -> JsonObject:
         """Return a body's fields. WireError if it is no JSON object."""
         try:
             fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
@@ -53,7 +54,7 @@ class WireProtocol:
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             raise WireError(400, f"the body is no JSON: {error}") from None
 
-    def request(self, body: Mapping[str, Any], known: ReadMessages) -> tuple[str, AgentRequest]:
+    def request(self, body: JsonObject, known: ReadMessages) -> tuple[str, AgentRequest]:
         """Return the name of the model and the request. known: what the session has sent. WireError if a field has another
         type, or is refused."""
         for field, why in self.refused.items():
@@ -65,7 +66,7 @@ class WireProtocol:
             raise WireError(400, str(error)) from None
         return body.get("model") or "", self.read(read, known)
 
-    def ignored(self, body: Mapping[str, Any]) -> Iterator[str]:
+    def ignored(self, body: JsonObject) -> Iterator[str]:
         """Yield the fields of a request that have a value and are not read."""
         known = {*self.body.__struct_fields__, *self.refused, "model"}
         yield from (field for field, value in body.items() if field not in known and value is not None)
@@ -74,15 +75,15 @@ class WireProtocol:
         """Return what a body of the right types says."""
         raise NotImplementedError
 
-    def reply(self, body: Mapping[str, Any], turn: ServedTurn) -> dict[str, Any]:
+    def reply(self, body: JsonObject, turn: ServedTurn) -> JsonObject:
         """Return the body of an answer."""
         raise NotImplementedError
 
-    def events(self, body: Mapping[str, Any], turn: ServedTurn) -> Iterator[tuple[str, Any]]:
+    def events(self, body: JsonObject, turn: ServedTurn) -> Iterator[tuple[str, Any]]:
         """Yield an answer's events as (name, data)."""
         raise NotImplementedError
 
-    def error(self, error: WireError) -> dict[str, Any]:
+    def error(self, error: WireError) -> JsonObject:
         """Return the body of an error, as OpenAI writes it."""
         kind = "invalid_request_error" if error.status < 500 else "server_error"
         return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
@@ -90,7 +91,7 @@ class WireProtocol:
 
 def asked(
     messages: Iterable[CanonicalMessage],
-    tools: Iterable[tuple[str, Mapping[str, Any]]],
+    tools: Iterable[tuple[str, JsonObject]],
     choice: Any,
     limits: Iterable[int | None],
     stop: str | list[str] | None = None,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.core.base.rundir import write_atomically, write_jsonl
+from megarl.core.base.types import JsonObject
 
 TRAIN_PROMPTS, HELDOUT_PROMPTS, SFT_TRACES = 4096, 512, 40_000
 
@@ -76,7 +77,7 @@ def write_task(
     draw: Callable[[random.Random], Exercise],
     kinds: Mapping[str, float],
     trace: Callable[[Exercise, str, random.Random], str | list[str]],
-) -> dict[str, list[dict[str, Any]]]:
+) -> dict[str, list[JsonObject]]:
     """Write heldout.jsonl, train.jsonl and sft.jsonl, each complete or not at all; return the rows of the first two.
 
     All prompts are distinct. kinds: shares of the kinds of trace, none of which is of a held-out problem.
@@ -94,7 +95,7 @@ def write_task(
         write_jsonl(directory / f"{prefix}{name}.jsonl", written[name])
     avoid = set(heldout)
 
-    def traces() -> Iterator[dict[str, Any]]:
+    def traces() -> Iterator[JsonObject]:
         for kind in rng.choices(list(kinds), list(kinds.values()), k=SFT_TRACES):
             while (exercise := draw(rng)) in avoid:
                 pass
@@ -128,7 +129,7 @@ def character_tokenizer() -> Any:
     )
 
 
-def save_model(directory: Path, config: dict[str, Any], seed: int) -> None:
+def save_model(directory: Path, config: JsonObject, seed: int) -> None:
     """Save a random fp32 model with the tokenizer, in Hugging Face format."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -10,9 +10,10 @@ instruction ("Solve the following math problem step by step…"), identify none 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.types import JsonObject
 from megarl.tasks.data.rows import collapsed, words
 from megarl.tasks.data.sources import Unreadable, stream
 
@@ -91,7 +92,7 @@ def _texts(source: str) -> Iterator[tuple[str, str]]:
         raise MegarlError(f"{source}: no rows in it to decontaminate against")
 
 
-def question(row: Mapping[str, Any], place: str) -> str:
+def question(row: JsonObject, place: str) -> str:
     """Return the text of an evaluation row; for messages, their contents."""
     value = next((row[name] for name in QUESTIONS if name in row), None)
     if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):

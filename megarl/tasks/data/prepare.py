@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -22,6 +22,7 @@ from rich.text import Text
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import write_atomically
+from megarl.core.base.types import JsonObject
 from megarl.tasks.data.contamination import Hit, overlap_with
 from megarl.tasks.data.rows import PromptRow
 from megarl.tasks.data.survey import LeftOut, Reader, chosen, survey
@@ -97,13 +98,13 @@ def prepare(
 
 
 @contextmanager
-def _file(path: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
+def _file(path: Path) -> Iterator[Callable[[JsonObject], None]]:
     """Yield what appends a row. The file has another name until it is complete."""
-    part, rows = path.with_name(f".{path.name}.part"), list[dict[str, Any]]()
+    part, rows = path.with_name(f".{path.name}.part"), list[JsonObject]()
     try:
         with _opened(part, path.suffix) as write:
 
-            def add(row: dict[str, Any]) -> None:
+            def add(row: JsonObject) -> None:
                 rows.append(row)
                 if len(rows) == BATCH:
                     write(rows)
@@ -118,7 +119,7 @@ def _file(path: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
 
 
 @contextmanager
-def _opened(path: Path, suffix: str) -> Iterator[Callable[[list[dict[str, Any]]], object]]:
+def _opened(path: Path, suffix: str) -> Iterator[Callable[[list[JsonObject]], object]]:
     """Yield what writes rows as JSONL, as Parquet, or as the Arrow stream that `datasets` reads."""
     if suffix == ".jsonl":
         encoder = msgspec.json.Encoder()

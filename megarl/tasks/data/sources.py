@@ -11,11 +11,12 @@ import glob
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.types import JsonObject
 
 HUB = "hub:"
 BUILDERS = {".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
@@ -29,7 +30,7 @@ class Unreadable(NamedTuple):
     why: str
 
 
-type Numbered = tuple[int, dict[str, Any] | Unreadable]
+type Numbered = tuple[int, JsonObject | Unreadable]
 
 
 def is_source(name: str) -> bool:
@@ -71,7 +72,7 @@ def _lines(path: Path) -> Iterator[Numbered]:
             yield number, row if isinstance(row, dict) else Unreadable(f"{type(row).__name__}, not an object")
 
 
-def _dataset(source: str) -> Iterator[dict[str, Any]]:
+def _dataset(source: str) -> Iterator[JsonObject]:
     """Yield rows through `datasets`: files streamed, hub sets from its cache."""
     import datasets  # takes two seconds and is needed only here
 
