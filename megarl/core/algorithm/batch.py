@@ -8,6 +8,7 @@ is exact whatever the micro-batching and the number of ranks: partial sums are a
 Source of the formulas: ScaleRL (arXiv 2510.13786), section 3.2; constant aggregation: Dr. GRPO (arXiv 2503.20783).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -22,6 +23,8 @@ Aggregation = Literal["prompt", "sample", "token", "constant"]
 
 PerToken = float | np.ndarray
 """[prompt + completion] float32, or one number for all tokens."""
+ROUNDING = 1e-9
+"""What is left of rewards and advantages that do not vary, when their means have been taken off."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,7 +230,11 @@ def batch_statistics(batch: Batch) -> dict[str, float]:
 
 
 def advantage_statistics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
-    """Return statistics over the rollouts in the loss, each counted once; over trained tokens if each has its own advantage."""
+    """Return statistics over the rollouts in the loss, each counted once; over trained tokens if each has its own advantage.
+
+    advantage_fit: the correlation of rollouts' advantages with their rewards, both less their prompt's mean; NaN where neither
+    varies, and not there with a teacher, from whom advantages come, too.
+    """
     first = {(s.ticket, s.sample): s for s in reversed(sequences)}
     each = [s for s in sequences if np.ndim(s.advantage) or first[s.ticket, s.sample] is s]
     gains = np.concatenate([_gains(s) for s in each])
@@ -235,7 +242,17 @@ def advantage_statistics(sequences: Sequence[TrainSequence]) -> dict[str, float]
         "advantage_mean": float(gains.mean()),
         "advantage_std": float(gains.std()),
         "advantage_abs_max": float(np.abs(gains).max()),
-    }
+    } | ({} if any(np.ndim(s.teacher_gain) for s in sequences) else {"advantage_fit": _fit(list(first.values()))})
+
+
+def _fit(rollouts: Sequence[TrainSequence]) -> float:
+    _, group = np.unique([s.ticket for s in rollouts], return_inverse=True)
+    gains, rewards = (
+        values - (np.bincount(group, values) / np.bincount(group))[group]
+        for values in (np.array([_gains(s).mean() for s in rollouts]), np.array([s.reward for s in rollouts]))
+    )
+    size = math.sqrt((gains @ gains) * (rewards @ rewards))
+    return float(gains @ rewards) / size if size > ROUNDING else math.nan
 
 
 def _gains(sequence: TrainSequence) -> np.ndarray:

@@ -72,6 +72,10 @@ NAMES: dict[str, tuple[str, str]] = {
     "tokens_trained": ("learner", "tokens in the loss"),
     "sequences": ("learner", "rollouts in the loss"),
     "microbatches": ("learner", "packed micro-batches per data-parallel rank"),
+    "progress": (
+        "learner",
+        "mean of advantage x log-prob gained since sampling, nats: above 0 if training makes better answers likelier",
+    ),
     "ratio_mean": ("learner", "mean importance ratio of trained tokens"),
     "ratio_max": ("learner", "largest importance ratio of trained tokens"),
     "trained_logprob_diff_max": ("learner", "largest |learner - behaviour| log-prob of trained tokens"),
@@ -99,6 +103,10 @@ NAMES: dict[str, tuple[str, str]] = {
     "advantage_mean": ("learner", "mean advantage of the rollouts in the loss; with a critic, of trained tokens"),
     "advantage_std": ("learner", "deviation of the advantages"),
     "advantage_abs_max": ("learner", "largest advantage, of either sign"),
+    "advantage_fit": (
+        "learner",
+        "correlation of advantages with rewards, both less their prompt's mean: 1, or less where a rollout's reward is not all",
+    ),
     "value_loss": ("critic", "the critic's loss"),
     "value_mean": ("critic", "mean reward that the critic expected before each trained token, before the step"),
     "return_mean": ("critic", "mean of what the critic should have expected (GAE)"),

@@ -31,7 +31,7 @@ def policy_loss(section: Loss, reference: Reference | None = None) -> TokenLoss:
 
     def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         losses, metrics = bare(tokens, section)
-        metrics = terms.ratio_metrics(tokens.log_ratio) | metrics
+        metrics = terms.ratio_metrics(tokens) | metrics
         if section.correction != "none":
             ratio = tokens.log_ratio.exp()
             kept = terms.kept(ratio, section.correction, section.lower, section.cap)

@@ -58,7 +58,7 @@ def _mistake(returned: object, tokens: Tokens) -> str:
     for name, values in metrics.items():
         if not isinstance(values, Tensor) or values.shape != shape or values.requires_grad:
             return f"a metric {name!r} that is no tensor [n] without gradient; use .detach()"
-        if name in NAMES or name in ratio_metrics(tokens.log_ratio):
+        if name in NAMES or name in ratio_metrics(tokens):
             return f"a metric {name!r}, a name that is taken; choose another"
     return ""
 

@@ -3,6 +3,9 @@
 Ratios. Every policy loss reports two numbers of rho_t = pi(y_t) / mu(y_t), the importance ratio of each trained token. k3 =
 rho - 1 - log rho estimates KL(mu || pi) on tokens of mu (http://joschu.net/blog/kl-approx.html). The effective sample size as
 a share of the tokens, (sum rho)^2 / (n sum rho^2), is 1 where all weigh the same, 1/n where one outweighs all (Kong 1992).
+Progress is the mean of A log rho: by how much better answers have become likelier than worse ones since they were sampled, by
+training on others. To first order that is the expected gain in advantage (Kakade and Langford 2002), positive while learning
+works.
 
 Correction. Truncated (TIS) and masked (MIS) importance sampling bound the weight with which another policy's token learns.
 
@@ -123,10 +126,12 @@ def metric_names(loss: TokenLoss) -> tuple[str, ...]:
     return tuple(loss(made_up_tokens())[1])
 
 
-def ratio_metrics(log_ratio: Tensor) -> dict[str, Tensor]:
-    """Compute per-token metrics of log rho [n], given without gradient."""
+def ratio_metrics(tokens: Tokens) -> dict[str, Tensor]:
+    """Compute per-token metrics [n] of log rho."""
+    log_ratio = tokens.log_ratio
     ratio, gap = log_ratio.exp(), log_ratio.abs()
     return {
+        "progress": tokens.advantage * log_ratio,
         "ratio_mean": ratio,
         "ratio_max": ratio,
         "ratio_square": ratio.square(),

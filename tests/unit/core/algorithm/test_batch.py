@@ -2,7 +2,9 @@
 
 import math
 import statistics
-from dataclasses import astuple
+from collections.abc import Callable
+from dataclasses import astuple, replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -113,8 +115,38 @@ def test_statistics_of_advantages():
     found = advantage_statistics(training_sequences(MIXED, recipe(advantage="none")))
     gains = [1, -1, -4 / 3, 2 / 3, 2 / 3]
     assert found == pytest.approx(
-        {"advantage_mean": 0.0, "advantage_std": statistics.pstdev(gains), "advantage_abs_max": 4 / 3}
+        {
+            "advantage_mean": 0.0,
+            "advantage_std": statistics.pstdev(gains),
+            "advantage_abs_max": 4 / 3,
+            "advantage_fit": 1.0,
+        }
     )
+
+
+def test_advantages_that_do_not_follow_rewards_are_told_from_those_that_do():
+    """Turned ones, each of its neighbour, tokens with their own, with a teacher, without variance, and a shift of a prompt."""
+    good = training_sequences(MIXED, recipe(advantage="none"))
+
+    def fit(change: Callable[[TrainSequence], dict[str, Any]]) -> float:
+        return advantage_statistics([replace(s, **change(s)) for s in good]).get("advantage_fit", math.inf)
+
+    assert fit(lambda s: {"advantage": -s.advantage}) == pytest.approx(-1)
+    draw = np.random.default_rng(0).choice((-1.0, 1.0), (8, 16))
+    many = [replace(good[0], ticket=t, sample=n, reward=draw[t, n]) for t in range(8) for n in range(16)]
+    neighbours = [replace(s, advantage=before.reward) for s, before in zip(many, [*many[-1:], *many[:-1]], strict=True)]
+    assert abs(advantage_statistics(neighbours)["advantage_fit"]) < 0.1
+    assert fit(lambda s: {"advantage": s.advantage + s.ticket, "reward": 5 * s.reward + 2}) == pytest.approx(1)
+    assert fit(lambda s: {"advantage": np.where(s.loss_weight > 0, np.float32(s.advantage), 99)}) == pytest.approx(1)
+    rewards = [s.reward for s in good]
+    gains = [s.advantage + 0.3 * n**2 for n, s in enumerate(good)]
+    centred = [
+        np.concatenate([np.array(x[:2]) - np.mean(x[:2]), np.array(x[2:]) - np.mean(x[2:])]) for x in (gains, rewards)
+    ]
+    assert fit(lambda s: {"advantage": gains[good.index(s)]}) == pytest.approx(np.corrcoef(*centred)[0, 1])
+    assert math.isnan(fit(lambda s: {"advantage": 0.7}))
+    assert math.isnan(fit(lambda s: {"reward": 0.1}))
+    assert fit(lambda s: {"teacher_gain": np.zeros(len(s))}) == math.inf
 
 
 def test_sequences_hold_the_rollout_as_sampled():
