@@ -18,7 +18,7 @@ A step of staging (server/staging.py) runs in a thread of each server, which gen
     waits until the group is formed (only the first time: it is kept)
  3  receive ─────────────────────────────────────────────────────►  wait for what is broadcast
     all-gathers bucket 0 ◄────────────────────────► all-gathers
-    begins to broadcast its names, types, shapes, bytes ─────────►  load them into the copy
+    begins to broadcast its names, types, shapes, bytes ─────────►  load them into the copy while the next arrive
     all-gathers bucket 1 meanwhile ◄──────────────► all-gathers
     waits for the broadcast, then sends bucket 1 in the same way; after the last bucket, the end ─►  answer
  4  tells how it went ◄─────────────────────────► waits for rank 0   (if b failed: 1 to 3 again from bucket 0, with a alone)
