@@ -27,7 +27,8 @@ FORM_LIMIT_S = 60.0
 """Limit of forming a group, if that of waiting is not shorter."""
 LOOK_S = 0.1
 """How often a waiting member looks whether another has given up."""
-CLOSE_LIMIT_S = 20.0
+CLOSE_LIMIT_S = {"nccl": 20.0, "gloo": 1.0}
+"""An aborted NCCL has to leave the GPU; gloo's threads, which nothing wakes, are in nobody's way."""
 NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 """A group reads these when it is made. With others it would end its process when a peer is lost."""
 
@@ -111,20 +112,24 @@ class BroadcastGroup:
                     self._line.set(BROKEN, broken.splitlines()[0])
             except RuntimeError as error:  # the store has gone with rank 0
                 log.info("group %s: nobody is told that it is broken: %s", self.name, error)
-        group, self._group = self._group, None
-        if group is None:
+        if self._group is None:
             return
+        last, self._group = [self._group], None
 
         def leave() -> None:
+            group = (
+                last.pop()
+            )  # so it is freed in this thread: with gloo that waits, up to limit_s, for what is under way
             if broken:
                 group.abort()
             dist.destroy_process_group(group)
 
-        gone, until = in_thread(leave), time.monotonic() + CLOSE_LIMIT_S
+        limit_s = CLOSE_LIMIT_S[self._backend]
+        gone, until = in_thread(leave), time.monotonic() + limit_s
         while not gone.done() and time.monotonic() < until:
             time.sleep(0.001)
         if not gone.done():
-            log.warning("group %s was not destroyed within %g s; it is left as it is", self.name, CLOSE_LIMIT_S)
+            log.warning("group %s was not destroyed within %g s; it is left as it is", self.name, limit_s)
 
     def _until(self, done: Callable[[], bool], what: str, limit_s: float, failed: Callable[[], str] = str) -> None:
         begin = time.monotonic()

@@ -1,5 +1,7 @@
 """Waits of a group for weights end: with the bytes, with what another member said, with a late error, or at their limit."""
 
+import subprocess
+import sys
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -9,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from megarl.core.base.broadcast import BROKEN, BroadcastGroup, in_thread
+from megarl.run.process import free_ports
 
 
 @pytest.fixture
@@ -64,3 +67,45 @@ def test_what_hangs_is_left_behind() -> None:
     assert not hanging.done()
     with pytest.raises(ZeroDivisionError):
         in_thread(lambda: print(1 / 0)).result(10)
+
+
+MEMBER = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+from megarl.core.base.broadcast import BroadcastGroup
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, wait_for_workers=False)
+group = BroadcastGroup("weights", rank, 2, "gloo", ("127.0.0.1", port), 60.0, store)
+if rank:
+    print("here", flush=True)
+    time.sleep(600)  # receives nothing
+*_, (work, _) = group.send(b"head", torch.zeros(64 << 20, dtype=torch.uint8))
+try:
+    group.wait(work, lambda: "server 1 does not answer")
+except RuntimeError as error:
+    began = time.monotonic()
+    group.close(str(error))
+    print(time.monotonic() - began, error, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.processes
+def test_a_broken_group_is_left_at_once_by_who_was_sending() -> None:
+    """Not after the 60 s for which gloo would wait for a member that is alive and does not receive."""
+    (port,) = free_ports(1)
+    members = [
+        subprocess.Popen([sys.executable, "-c", MEMBER, str(rank), str(port)], stdout=subprocess.PIPE, text=True)
+        for rank in (0, 1)
+    ]
+    try:
+        said, _ = members[0].communicate(timeout=60)
+    finally:
+        for member in members:
+            member.kill()
+            member.wait()
+    seconds, why = said.split(" ", 1)
+    assert float(seconds) < 20
+    assert why == "server 1 does not answer\n"
