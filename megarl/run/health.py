@@ -88,11 +88,6 @@ def _drift(row: Row, _: str) -> float:
     return row["trained_logprob_diff"] / row["lag_mean"] if row["lag_mean"] >= 0.5 else math.nan
 
 
-def _progress(row: Row, _: str) -> float:
-    """Return how much of what the policy moved was towards better answers, from -1 to 1 for advantages of +-1."""
-    return row["progress"] / row["trained_logprob_diff"] if row["lag_mean"] >= 0.5 else math.nan
-
-
 def _imbalance(row: Row, _: str) -> float:
     """Return the geometric mean of the layers' imbalance."""
     layers = [math.log(row[name]) for name in row if name.startswith("expert_imbalance_layer_")]
@@ -148,8 +143,6 @@ SIGNALS = (
     Signal("imbalance", _imbalance, "tokens crowd on fewer experts", _EXPERTS, noise=0.05, scale=LOG),
     Signal("unused_experts", metric("expert_unused_share"), "experts get no tokens any more", _EXPERTS, noise=0.05),
     Signal("drift", _drift, "the policy moves further in a step than it did", _CALMER, noise=0.5, scale=LOG),
-    Signal("progress", _progress, "training no longer makes better answers likelier: the loss is wrong, or steps are too large",
-           f"compare the loss with the run's earlier steps; {_CALMER}", rises=False, noise=0.02),
     Signal("grad_norm", metric("grad_norm"), "gradients have grown: a step may break the policy", _CALMER, noise=0.4,
            scale=LOG),
     Signal("entropy_rise", metric("entropy"), "the policy loses what it knew", _CALMER, noise=0.15, scale=LOG, prompts=True),
