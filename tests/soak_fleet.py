@@ -41,12 +41,13 @@ LEAST_SHARE = 0.9
 
 @dataclass
 class JoinedServer:
-    """A `megarl serve --join`. used: its core-seconds. began: whether it has had weights."""
+    """A `megarl serve --join`. used: its core-seconds. began: whether it has had weights. killed: whether it was."""
 
     process: subprocess.Popen[bytes]
     output: Path
     used: float = 0.0
     began: bool = False
+    killed: bool = False
 
     def id(self) -> int | None:
         words = self.output.read_text().partition("megarl: server ")[2].split()
@@ -85,7 +86,7 @@ class Fleet:
                 self.starts += server.used
         for server in [s for s in self.joined if s.process.poll() is not None]:
             self.joined.remove(server)
-            if server.process.returncode not in (0, -signal.SIGKILL):
+            if server.process.returncode not in ((-signal.SIGKILL, 128 + signal.SIGKILL) if server.killed else (0,)):
                 self.wrong.append(
                     f"a server ended with {server.process.returncode}: {server.output.read_text()[-500:]}"
                 )
@@ -122,9 +123,13 @@ class Fleet:
         self.joined.append(JoinedServer(process, output))
 
     def leave(self, kill: bool) -> None:
-        """One of the joined ones: told to go, or killed."""
+        """One of the joined ones is told to go, or killed: the command itself, not an srun around it, which would kill it."""
         server = self.random.choice(self.joined)
-        server.process.send_signal(signal.SIGKILL if kill else signal.SIGTERM)
+        server.killed = kill
+        with suppress(psutil.Error):
+            family = self._family(server)
+            command = (family[0].parent() if family else None) or server.process
+            command.send_signal(signal.SIGKILL if kill else signal.SIGTERM)
         self.wait(LEAVE_LIMIT_S + 10, lambda: server.process.poll() is not None)
         if server.process.poll() is None:
             self.wrong.append(f"server {server.id()} has not left within {LEAVE_LIMIT_S + 10:g} s")
