@@ -27,7 +27,7 @@ FORM_LIMIT_S = 60.0
 """Limit of forming a group, if that of waiting is not shorter."""
 LOOK_S = 0.1
 """How often a waiting member looks whether another has given up."""
-CLOSE_LIMIT_S = {"nccl": 20.0, "gloo": 1.0}
+CLOSE_LIMIT_S, GLOO_CLOSE_LIMIT_S = 20.0, 1.0
 """An aborted NCCL has to leave the GPU; gloo's threads, which nothing wakes, are in nobody's way."""
 NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 """A group reads these when it is made. With others it would end its process when a peer is lost."""
@@ -124,7 +124,7 @@ class BroadcastGroup:
                 group.abort()
             dist.destroy_process_group(group)
 
-        limit_s = CLOSE_LIMIT_S[self._backend]
+        limit_s = CLOSE_LIMIT_S if self._backend != "gloo" else GLOO_CLOSE_LIMIT_S
         gone, until = in_thread(leave), time.monotonic() + limit_s
         while not gone.done() and time.monotonic() < until:
             time.sleep(0.001)

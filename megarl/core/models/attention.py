@@ -110,10 +110,10 @@ def positions_of(boundaries: Sequence[int]) -> Tensor:
 def rms_norm(x: Tensor, epsilon: float, weight: Tensor | None = None) -> Tensor:
     """Return x / rms(x) over the last dimension, computed in float32, times weight [h] (as transformers' Llama4TextL2Norm and
     LlamaRMSNorm)."""
-    return _RMSNorm.apply(x, epsilon, weight)
+    return _ScaledNorm.apply(x, epsilon, weight)
 
 
-class _RMSNorm(torch.autograd.Function):
+class _ScaledNorm(torch.autograd.Function):
     """With n = x / rms(x), g the gradient of n * weight and m that of n, the gradient of x is (m - n mean(m n)) / rms(x)."""
 
     @staticmethod

@@ -39,7 +39,7 @@ def kind_of(kind: Any, key: object) -> Any:
 LONGEST = 400
 """Characters of a line in an error, beyond which its middle is left out."""
 
-type Tree = dict[str, Any]
+type RecipeTree = dict[str, Any]
 """What a recipe's file has, or a part of it, not checked yet."""
 
 
@@ -149,12 +149,12 @@ def load(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     return _overridden(tree, overrides, origin, str(path))
 
 
-def from_tree(tree: Tree, overrides: Sequence[str] = ()) -> Recipe:
+def from_tree(tree: RecipeTree, overrides: Sequence[str] = ()) -> Recipe:
     """Validate a recipe built in Python (tests, tools)."""
     return _overridden(tree, overrides, {}, "recipe")
 
 
-def load_suite(path: Path) -> Tree:
+def load_suite(path: Path) -> RecipeTree:
     """Load a user's suite from a YAML file of its keys: checked, as a tree for `evaluation.suites`."""
     tree, origin = _read(path)
     within = (*SUITES, path.stem)
@@ -163,7 +163,7 @@ def load_suite(path: Path) -> Tree:
     return tree
 
 
-def _overridden(tree: Tree, overrides: Sequence[str], origin: Origin, source: str) -> Recipe:
+def _overridden(tree: RecipeTree, overrides: Sequence[str], origin: Origin, source: str) -> Recipe:
     for override in overrides:
         _apply(tree, override, origin)
     return _validated(_with_suites(tree), origin, source)
@@ -181,7 +181,7 @@ def _find(name_or_path: str) -> Path:
     )
 
 
-def _read(path: Path, derived: tuple[Path, ...] = ()) -> tuple[Tree, Origin]:
+def _read(path: Path, derived: tuple[Path, ...] = ()) -> tuple[RecipeTree, Origin]:
     """Return a recipe file's tree over that of its `base`, and `file:line` of each key. derived: the files that led here."""
     try:
         tree, node = _parsed(_text(path))
@@ -257,13 +257,13 @@ def _parsed(text: str) -> tuple[Any, yaml.Node | None]:
         loader.dispose()
 
 
-def _merged(under: Tree, over: Tree) -> Tree:
+def _merged(under: RecipeTree, over: RecipeTree) -> RecipeTree:
     """Merge sections key by key; any other value of `over` replaces the one below."""
     both = {k: _merged(under[k], v) for k, v in over.items() if isinstance(v, dict) and isinstance(under.get(k), dict)}
     return under | over | both
 
 
-def _with_suites(tree: Tree) -> Tree:
+def _with_suites(tree: RecipeTree) -> RecipeTree:
     """Fill suites named like a shipped one with its keys, below their own; `null` removes one of the base recipe."""
     evaluation = tree.get("evaluation")
     suites = evaluation.get("suites") if isinstance(evaluation, dict) else None
@@ -289,7 +289,7 @@ def _lines(node: yaml.Node | None, path: Path, prefix: tuple[str, ...] = ()) -> 
     return places
 
 
-def _apply(tree: Tree, override: str, origin: Origin) -> None:
+def _apply(tree: RecipeTree, override: str, origin: Origin) -> None:
     key, equals, value = override.partition("=")
     said = f"override {shortened(override)!r}"
     if not equals or not key:
@@ -426,7 +426,7 @@ REMOVED = {
 """Keys that are no longer there, `*` for any name; the sentence ends the message "is no longer a key: …"."""
 
 
-def _without_removed(tree: Tree, origin: Origin, source: str) -> Tree:
+def _without_removed(tree: RecipeTree, origin: Origin, source: str) -> RecipeTree:
     """Drop removed keys whose value means today's behaviour. MegarlError names any other. Run directories keep all keys."""
     tree = copy.deepcopy(tree)
     for pattern, removed in REMOVED.items():
@@ -447,7 +447,7 @@ def _now(tree: Any, key: str) -> Any:
     return default if tree is None else tree
 
 
-def _matching(tree: Any, pattern: Sequence[str]) -> Iterator[tuple[tuple[str, ...], Tree]]:
+def _matching(tree: Any, pattern: Sequence[str]) -> Iterator[tuple[tuple[str, ...], RecipeTree]]:
     """Yield each key that the pattern matches, and the section it is in. `*` matches any one name."""
     first, *rest = pattern
     for name in list(tree) if first == "*" and isinstance(tree, dict) else [first]:
@@ -459,7 +459,7 @@ def _matching(tree: Any, pattern: Sequence[str]) -> Iterator[tuple[tuple[str, ..
             yield from (((name, *key), inside) for key, inside in _matching(tree[name], rest))
 
 
-def _validated(tree: Tree, origin: Origin, source: str) -> Recipe:
+def _validated(tree: RecipeTree, origin: Origin, source: str) -> Recipe:
     tree = _without_removed(tree, origin, source)
     try:
         return Recipe.model_validate(_with_tuples(tree, Recipe))
@@ -493,9 +493,9 @@ def describe(recipe: Recipe) -> str:
     return "\n".join(_described(recipe)) + "\n"
 
 
-def flat(tree: Tree, before: str = "") -> Tree:
+def flat(tree: RecipeTree, before: str = "") -> RecipeTree:
     """Return the values in a tree of mappings by their dotted keys. before: prefix of the keys."""
-    values: Tree = {}
+    values: RecipeTree = {}
     for key, value in tree.items():
         values |= flat(value, f"{before}{key}.") if isinstance(value, dict) else {f"{before}{key}": value}
     return values
