@@ -59,7 +59,7 @@ STYLE = {
 def drawing(
     size: tuple[float, float], rows: int = 1, columns: int = 1, *, title: str = "", sharex: bool = False, sharey: bool = False
 ) -> Iterator[tuple["Figure", list["Axes"]]]:  # fmt: skip
-    """Yield a new figure of `size` inches and its axes in reading order. Only what is drawn inside gets the style."""
+    """Yield a new figure of `size` inches and its axes in reading order. The style applies only inside the block."""
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -97,7 +97,7 @@ def _check_model(key: str, path: str, advice: str = "") -> None:
 
 
 def _check_sources(recipe: Recipe) -> None:
-    """Check that files of prompts exist, and the model has the template that tasks require."""
+    """Check that the files of prompts exist, and that the model has the chat template that tasks require."""
     tasks = recipe.data.tasks.items()
     named = [(f"data.tasks.{name}.train", task.train) for name, task in tasks]
     named += [(f"data.tasks.{name}.heldout", task.heldout) for name, task in tasks if isinstance(task.heldout, str)]

@@ -1,6 +1,6 @@
 """The end of a run: summary and report on disk, and what the user needs to know on the screen.
 
-The causes of a failure come last, where they are seen: a table of deaths, then the end of the relevant log.
+The causes of a failure come last, where the user looks first: a table of roles that died, then the end of the relevant log.
 """
 
 import json

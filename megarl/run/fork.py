@@ -100,7 +100,7 @@ def _forked(state: State, recipe: Recipe, last: Row) -> State:
 
 
 def _start(parent: RunDir, step: int) -> int:
-    """Return the step of the newest checkpoint up to `step`; 0, the model as it came, if there is none."""
+    """Return the step of the newest checkpoint up to `step`; 0 if there is none, which means the initial model."""
     return max((kept for kept in map(step_of, complete(parent.checkpoints)) if kept <= step), default=0)
 
 

@@ -4,10 +4,10 @@
                                 └─ its own past is the norm: robust z ─► CUSUM above THRESHOLD ───────────────────┴─► Alarm
 
 A CUSUM (Page 1954) adds up by how much z exceeds DRIFT: three steps far off raise an alarm, and so do many a little off; one
-outlier or two, as gradients have, do not. z is the distance to the median of earlier values, in deviations of those that lie
-on its side, at least `noise`; the newest GAP values are not among the earlier ones, so that a change does not hide itself, and
-the others follow the run's slow course. While an alarm lasts its past stands still, for at most RELEARN values: then the new
-course is the norm.
+or two outliers, as gradients have, do not. z is the distance to the median of earlier values, in robust deviations: the
+larger of that of all earlier values and that on the bad side, and at least `noise`. The earlier values exclude the newest GAP,
+so that a change does not hide itself; the others follow the run's slow course. While an alarm lasts, the past is not updated,
+for at most RELEARN values; then the new course becomes the norm.
 
 Thresholds were fixed on clean runs, before any faulty one was seen (docs/monitoring.md#health). Nothing here is random, and
 nothing ends a run.
@@ -67,7 +67,7 @@ class Signal(NamedTuple):
 
 @dataclass(frozen=True)
 class Alarm:
-    """A signal off its course from step `since` on, noticed at `raised`, until `until` (None: it still is).
+    """A signal that was off its course from step `since` until step `until` (None: it still is), noticed at step `raised`.
 
     name: of the signal, and of the task if there are several: pass_rate_fall/math.
     """

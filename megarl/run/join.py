@@ -1,4 +1,4 @@
-"""`megarl serve --join RUN`: a server more for a run, from another shell, Slurm job or machine that sees the run directory.
+"""`megarl serve --join RUN`: one more server for a run, from another shell, Slurm job or machine that sees the run directory.
 
     checks ─► Join ─► Joined(5) ─► `megarl serve --join RUN --index 5 --port P`, a process that dies with this one
               Join again every BEAT_S ─► Stop, or RUN/summary.json: the run has ended ──► exit 0
@@ -44,7 +44,7 @@ LEAVE_LIMIT_S = 20.0
 
 
 def main(run: Path, interface: str) -> int:
-    """Serve until the run has ended (0), SIGTERM or Ctrl-C (0), or SIGUSR1, after which a job goes on elsewhere (138).
+    """Return the status: 0 when the run ends or on SIGTERM or Ctrl-C; 138 on SIGUSR1, after which a Slurm job is requeued.
 
     interface: the network interface to listen on; empty: the run's. MegarlError, before a server starts, if it cannot join.
     """
@@ -94,7 +94,7 @@ def listening(recipe: Recipe, endpoints: Endpoints, interface: str, ports: int =
 
 
 class Guest:
-    """A server beside a run, and its conversation with the controller. role: its command, without the id that it will get."""
+    """A server that joins a run, and its conversation with the controller. role: its command, without the id it will get."""
 
     def __init__(self, endpoints: Endpoints, role: RoleCommand, url: str, asked: StopRequest) -> None:
         self._role, self._asked, self._began = role, asked, time.monotonic()
@@ -129,7 +129,7 @@ class Guest:
             raise MegarlError(f"server {self._join.server} {how(status)}: {last_problem(log) or 'see its log'} ({log})")
 
     def _beat(self) -> str:
-        """Say that we are there; the first time, start the server. Return why to end, if that is the answer."""
+        """Tell the controller that this server is here, and start it the first time. Return why to end, or "" to go on."""
         try:
             reply = self._say(self._join)
         except Interrupted as ended:
@@ -162,7 +162,7 @@ class Guest:
         self.link.limit_s = SILENT_LIMIT_S
 
     def _leave(self) -> None:
-        """Say goodbye until all has left, the limit is over or the run is."""
+        """Ask to leave until the controller agrees, LEAVE_LIMIT_S is over, a second signal comes, or the run ends."""
         until = time.monotonic() + LEAVE_LIMIT_S
         self.link.interrupted = lambda: "asked twice" if self._asked.count > 1 or time.monotonic() > until else ""
         with suppress(MegarlError, Interrupted):

@@ -154,7 +154,7 @@ class RestartPolicy:
         return True
 
     def _without_node(self, role: Role) -> Drop | Elsewhere:
-        """Decide when the role's node is of no further use."""
+        """Decide what to do with a role whose node can no longer be used."""
         if self._can_drop(role):
             return Drop(role, "its node is lost")
         return Elsewhere(role, f"the node of {role.name} is lost")

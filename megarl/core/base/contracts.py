@@ -104,7 +104,7 @@ def last_box(text: str) -> str | None:
 
 
 class EnvironmentDown(GraderDown):
-    """An environment fails or does not answer. The rollout cannot be judged, as if its grader were down."""
+    """An environment fails or does not answer. The rollout cannot be judged, just as when its grader is down."""
 
 
 class Observation(NamedTuple):
@@ -180,7 +180,7 @@ class AgentDown(GraderDown):
 
 
 class PolicyTurn(NamedTuple):
-    """What the policy wrote at one request. ended: with the end token, not for a limit."""
+    """What the policy wrote for one request. ended: it stopped at the end token, not at a limit."""
 
     segments: tuple[Segment, ...]
     ended: bool

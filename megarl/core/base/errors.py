@@ -1,4 +1,7 @@
-"""The only kind of error that users see: what is wrong, where, what to do. The CLI prints its text and exits with status 2."""
+"""The only kind of error that users see. Its text says what is wrong, where, and what to do.
+
+The CLI prints the text and exits with status 2.
+"""
 
 
 class MegarlError(Exception):

@@ -95,7 +95,7 @@ def load_tokenizer(hf_dir: Path | str) -> Tokenizer:
 
 
 def _end_ids(file: Path) -> list[int]:
-    """Return the ids at which a server of the model stops by itself, as this file names them."""
+    """Return the end-of-sequence ids that this file names. A server of the model stops at them by itself."""
     named = read_json(file).get("eos_token_id") if file.is_file() else None
     ids = named if isinstance(named, list) else [] if named is None else [named]
     if not all(type(id) is int and id >= 0 for id in ids):

@@ -85,7 +85,7 @@ def decide(asked: Next, now: ControllerView) -> Decision:
 def is_due(version: int, last_scored: int | None, settings: Evaluation, final_version: int) -> bool:
     """Return whether this version needs a score, given the newest scored version (None: none has one).
 
-    If an evaluation is lost with its server, the next version is due instead: 100 lost, 101 scored, then 200.
+    If an evaluation is lost with its server, the next version is scored instead: 100 is lost, 101 is scored, then 200.
     """
     if last_scored is None:
         return True

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Tickets:
-    """The source of a run's groups. `salt` keeps prefixes that servers cached before a restart from being used after it."""
+    """Makes a run's groups. `salt` stops servers from using, after a restart, prefixes that they cached before it."""
 
     def __init__(
         self,

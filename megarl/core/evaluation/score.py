@@ -139,8 +139,9 @@ def choose[Asked: Named](prompts: Iterable[Asked], count: int | None) -> list[As
 
 
 async def score(questions: Sequence[Questions[Any]], asker: Asker, keep: Callable[[Answer], object]) -> None:
-    """Ask everything open and call `keep` with each answer as it comes. A server that leaves the set is not asked again; if all
-    have left, this waits for ever: cancel it. GraderDown (in an ExceptionGroup) if an answer cannot be graded.
+    """Ask every open question and call `keep` with each answer as it arrives. A server that leaves the set is not asked again.
+    If all have left, this waits for ever, so the caller must cancel it. GraderDown (in an ExceptionGroup) if an answer cannot
+    be graded.
     """
     answerers = {suite.name: suite.answerer(asker) for suite in questions}
     open_ones = [(suite, asked, sample) for suite in questions for asked, sample in suite.open]

@@ -75,8 +75,8 @@ class JournalReader:
         return file.fold(self._file(files[-1]))[0]
 
     def before(self, step: int) -> State:
-        """Return the state as if no ticket of batch `step` or a later one had been drawn; evaluations and times are of the end.
-        MegarlError if those before are not settled, or if their records are gone.
+        """Return the state as if no ticket of batch `step` or later had been drawn, but with all evaluations up to the end.
+        MegarlError if earlier tickets are not settled, or if their records are gone.
         """
         whole = self.fold()
         tickets, wanted = whole.admission, step * whole.admission.prompts_per_batch

@@ -101,6 +101,6 @@ class ReferenceModel(Network):
 
 
 def kl_penalty(sequence: TrainSequence, reference: np.ndarray, settings: recipes.Reference) -> np.ndarray:
-    """Return `coefficient` times k1, which estimates KL(what sampled it || reference), of each trained token: [len]."""
+    """Return `coefficient` times k1 for each trained token: [len]. k1 estimates KL(behaviour policy || reference)."""
     kl = sequence.behaviour_logprobs - reference
     return np.where(sequence.loss_weight > 0, np.float32(settings.coefficient) * kl, np.float32(0))

@@ -82,7 +82,7 @@ class Network:
         return partial(selected_logprobs, vocab_size=vocabulary, temperature=temperature, precision=precision)
 
     def scoring_head(self, against: int) -> Head[Tensor]:
-        """Return the head that gives [n, 2]: log-probs at temperature 1 of each trained token and of `against` in its place."""
+        """Return the head that gives [n, 2]: log-probs at temperature 1 of each trained token and of `against` there."""
         head = self.lm_head(1.0)
 
         def both(*, context: MicroBatch, **given: object) -> Tensor:

@@ -40,7 +40,7 @@ class LossScale(DynamicGradScaler):
     """The loss scale of one network, the same on all ranks, because all of them know the same norms.
 
     Megatron has an optimiser for a rank's experts and one for the rest, each with its own scaler, but multiplies the loss by
-    the first one's scale only. An overflow in one would make them differ, so all parts of a network share this scale."""
+    the first one's scale only. An overflow in one would make their scales differ, so all parts of a network share this one."""
 
     def __init__(self) -> None:
         super().__init__(INITIAL, LEAST, 2.0, 0.5, WINDOW, HYSTERESIS)

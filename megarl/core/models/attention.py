@@ -388,7 +388,7 @@ def _scattered(places: Tensor, values: Tensor, size: int) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Maps x to x[index]. The gradient of x is the output's at `back`, and 0 at `unused`."""
+    """Maps x to x[index]. The gradient of x is the output's gradient, indexed by `back`, and 0 at `unused`."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, index: Tensor, back: Tensor, unused: Tensor | None) -> Tensor:

@@ -257,7 +257,7 @@ CHUNK_BYTES = 4 << 20
 
 
 def checksum(file: Path) -> int:
-    """Return the CRC-32 of a file. Other threads run meanwhile: neither reading nor summing holds the interpreter lock."""
+    """Return the CRC-32 of a file. Other threads keep running: neither reading nor summing holds the interpreter lock."""
     crc = 0
     with file.open("rb", buffering=0) as stream:
         while chunk := stream.read(CHUNK_BYTES):

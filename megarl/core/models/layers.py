@@ -277,7 +277,7 @@ class LatentAttention(MLASelfAttention):
         return q, k, v, None, None
 
     def _divided(self, x: Tensor) -> Tensor:
-        """Return this rank's tokens, as its norm and the projection after it want them."""
+        """Return this rank's share of the tokens, as the next norm and projection need them under sequence parallelism."""
         return scatter_to_sequence_parallel_region(x) if self.config.sequence_parallel else x
 
 

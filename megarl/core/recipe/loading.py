@@ -326,7 +326,7 @@ class RemovedKey:
 
 
 def _same_if(other: str, key: str, value: str) -> KeptBy:
-    """Allow what `other` is, where `key` has this value; elsewhere any value."""
+    """Allow only the value of the key `other` where `key` has this value, and any value elsewhere."""
     return lambda now: (now(other),) if now(key) == value else None
 
 

@@ -64,8 +64,9 @@ class Claim:
 class Use:
     """A server's places, its requests running now, and totals since the start (seconds with any request, place-seconds).
 
-    peak, queued: most that ran since the last observation; whether requests waited at it. reusable, cached: tokens of inputs
-    that a request of the same group had sent or received before, and those that the server then had in its cache.
+    peak: the most requests that ran at once since the last observation. queued: whether requests waited at it.
+    reusable: input tokens that a request of the same group had sent or received before. cached: those of them that the server
+    still had in its cache.
     """
 
     limit: int

@@ -381,7 +381,7 @@ class ServerClient:
         return int(said["weight_version"])
 
     async def current_load(self) -> ServerLoad:
-        """Return how busy the server is, as its scheduler last wrote down."""
+        """Return how busy the server is, as its scheduler last reported."""
         said = await self._call("ask for its load", "/v1/loads", key=self._api_key)
         try:
             (of_all,) = said["loads"]

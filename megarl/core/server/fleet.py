@@ -144,7 +144,7 @@ class Fleet:
         return results, {i: str(error) for i, error in errors.items()}
 
     def close(self) -> None:
-        """Drop all connections and the calls on them."""
+        """Close all connections and drop the calls that use them."""
         self._loop.call_soon_threadsafe(self._over.set)
         self._thread.join(CLOSE_LIMIT_S)
 

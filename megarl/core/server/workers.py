@@ -77,9 +77,10 @@ def own_labels() -> None:
 
 
 def own_staging(limit_s: float) -> None:
-    """Take weights as staging.py does, from megarl's groups, whose waits end within limit_s.
+    """Make SGLang's workers take weights as staging.py does, over megarl's groups, whose waits end within limit_s.
 
-    A step is SGLang's request to update from a group: load_format names it, the first of `names` has its arguments in JSON.
+    Each step travels as SGLang's request to update from a group. Its load_format names the step, and the first of its `names`
+    has the arguments in JSON.
     """
     import torch.distributed as dist
     from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput

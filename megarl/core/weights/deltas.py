@@ -3,10 +3,10 @@
     exported tensor ──kept? whole?──┬─ whole ───────────────► (name, tensor)                    ─► buckets, by any transport
                                     └─ against the last one ─► (name + SUFFIX, code) [bytes]       (base/delta.py)
 
-A server gets a delta only if its parameters have the checksum now, before the pause, that they had when the learner's last
-version had arrived there. So one that was restarted, joined late, was held back or failed gets everything, and so do all that
-are published to at the same time. After the delta checksums are compared as always: those of a server of one rank with what
-its parameters must have become. No delta is ever sent twice: what was half added cannot be told from what was not.
+A server gets a delta only if the checksum of its parameters, taken before the pause, is still the one they had when the
+learner's last version arrived. So a server that was restarted, joined late, was held back or failed gets all weights, and so do
+all servers that take part in the same publication. Checksums are compared after a delta, as always: those of a server of one
+rank with what its parameters must now be. No delta is sent twice, because nothing shows how much of it was already added.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -44,7 +44,7 @@ LINE = 160  # characters of a prompt in the list
 
 
 class Side(NamedTuple):
-    """One model's answers, by prompt and then by sample. result: None if the evaluation has not ended."""
+    """One model's answers, indexed by prompt and then by sample. result: None if the evaluation has not ended."""
 
     name: str
     folder: Path

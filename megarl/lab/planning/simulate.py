@@ -55,7 +55,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """One step of the learner. ended: seconds since the start; lags: tokens by lag; the last two: so far, of all servers."""
+    """One step of the learner. ended: seconds since the start. lags: tokens by lag. The last two: totals of all servers."""
 
     step: int
     ended: float

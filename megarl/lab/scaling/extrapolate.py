@@ -1,7 +1,7 @@
 """What a fit says beyond its points: the score at some compute, the compute for a score, each with its 95 % interval.
 
-Both are of the curves that were fitted (the mean of several seeds) as they go on: the law, and how far they have strayed from
-it. A single evaluation adds its own noise.
+Both describe how the fitted curves (the mean of several seeds) continue. The intervals cover the error of the law and how far
+the curves have strayed from it, but not the noise that a single evaluation adds.
 """
 
 import math

@@ -116,7 +116,7 @@ def reached(found: Fit, score: float, when: Reached) -> str:
 
 
 def transferred(size: float, found: Transferred, hours: Sequence[float], scores: Array, unit: str) -> str:
-    """Say what is expected of a size, and its scores [3, hours]: median, and the ends of their interval."""
+    """Return as text the law predicted for a model size, and its scores [3, hours]: median and both ends of the interval."""
     said = [f"{size:.3g} parameters, by a power law in them (95 %):"]
     for name, (middle, low, high) in zip(("A", "B", f"C_mid, {HOURS[unit]}", "R_0"), found.intervals.T, strict=True):
         say = amount if name.startswith("C_mid") else "{:.3g}".format

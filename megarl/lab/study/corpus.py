@@ -178,10 +178,10 @@ class CorpusRun:
 
     @property
     def held_out(self) -> bool:
-        """Whether it may not be looked at while forecasts are built; the same for all seeds and dtypes.
+        """Whether nobody may look at the run while forecasts are built. The same for all seeds and dtypes.
 
-        The leading 0 is the first salt that gives both parts each task, a dense model and experts, and low precision; it was
-        chosen before there was any run.
+        The leading 0 is the first salt with which both parts have each task, dense models, experts and low precision.
+        It was chosen before any run existed.
         """
         return sha256(f"0/{self.recipe}/{self.size}/{self.task}".encode()).digest()[0] % 2 == 0
 

@@ -271,7 +271,7 @@ def read_turn(
 
 
 def _common(one: list[str], other: list[str]) -> int:
-    """Return how many items at their beginnings are the same."""
+    """Return the length of the common prefix."""
     return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
 
 

@@ -109,7 +109,7 @@ class Rendering:
         return (marks[-1] in self.ends or None) if marks else False
 
     def _tail(self, text: str) -> str | None:
-        """Return the text if a sampled end may be, or stand for, what it begins with."""
+        """Return the text if it begins with a special token that a sampled end token can equal or replace."""
         begins = None if self._closes is None else self._mark.match(text)
         return text if begins and (self._closes or begins[0] in self.ends) else None
 

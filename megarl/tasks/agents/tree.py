@@ -60,7 +60,7 @@ class TreeNode:
 
     @property
     def tokens(self) -> np.ndarray:
-        """All tokens from the root on, [n] int32, once the node is answered. A line keeps them at its last node."""
+        """All tokens from the root to this node, [n] int32, once it is answered. Only the last node of a line caches them."""
         if self._whole is None:
             before = self.parent and self.parent._whole
             nodes, begun = (self.line, int32(())) if before is None else ([self], before)

@@ -3,8 +3,8 @@
     check(submission) ─► a free worker ─► verdict            worker hangs: killed, replaced, verdict "timeout"
                                                                    worker dies:  replaced, the answer tried once more
 
-Workers are plain subprocesses that import neither torch nor the controller, and are ready within a second. Not pebble's: they
-are multiprocessing's, which fork the controller with all its threads or begin by importing its main module.
+Workers are plain subprocesses that import neither torch nor the controller, and are ready within a second. pebble is
+not used: its workers are multiprocessing's, which fork the controller with all its threads or first import its main module.
 """
 
 import asyncio

@@ -16,7 +16,7 @@ from megarl.core.recipe import Loss
 
 
 def gspo(tokens: Tokens, settings: Loss) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clip the sequence's ratio as `clip` does the token's."""
+    """Clip the ratio of the whole sequence, as `clip` does with the ratio of each token."""
     sequence_ratio = tokens.sequence_mean(tokens.log_ratio).exp()
     ratio = sequence_ratio * (tokens.logp - tokens.logp.detach()).exp()
     losses, clipped = surrogate(ratio, tokens.advantage, settings.clip_low, settings.clip_high)
