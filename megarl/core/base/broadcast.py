@@ -117,9 +117,7 @@ class BroadcastGroup:
         last, self._group = [self._group], None
 
         def leave() -> None:
-            group = (
-                last.pop()
-            )  # so it is freed in this thread: with gloo that waits, up to limit_s, for what is under way
+            group = last.pop()  # freed in this thread: with gloo that waits for what is under way, for up to limit_s
             if broken:
                 group.abort()
             dist.destroy_process_group(group)
