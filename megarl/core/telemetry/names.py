@@ -105,7 +105,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "advantage_abs_max": ("learner", "largest advantage, of either sign"),
     "advantage_fit": (
         "learner",
-        "correlation of advantages with rewards, both less their prompt's mean: 1, or less where a rollout's reward is not all",
+        "correlation of advantages with rewards, both less their prompt's mean: 1 where rewards alone make advantages",
     ),
     "value_loss": ("critic", "the critic's loss"),
     "value_mean": ("critic", "mean reward that the critic expected before each trained token, before the step"),
