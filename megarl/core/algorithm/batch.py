@@ -233,16 +233,17 @@ def advantage_statistics(sequences: Sequence[TrainSequence]) -> dict[str, float]
     """Return statistics over the rollouts in the loss, each counted once; over trained tokens if each has its own advantage.
 
     advantage_fit: the correlation of rollouts' advantages with their rewards, both less their prompt's mean; NaN where neither
-    varies, and not there with a teacher, from whom advantages come, too.
+    varies. Left out with a teacher and with turns told apart, whose gains are advantages, too.
     """
     first = {(s.ticket, s.sample): s for s in reversed(sequences)}
     each = [s for s in sequences if np.ndim(s.advantage) or first[s.ticket, s.sample] is s]
     gains = np.concatenate([_gains(s) for s in each])
+    other_gains = any(np.ndim(s.teacher_gain) or s.turns is not None for s in sequences)
     return {
         "advantage_mean": float(gains.mean()),
         "advantage_std": float(gains.std()),
         "advantage_abs_max": float(np.abs(gains).max()),
-    } | ({} if any(np.ndim(s.teacher_gain) for s in sequences) else {"advantage_fit": _fit(list(first.values()))})
+    } | ({} if other_gains else {"advantage_fit": _fit(list(first.values()))})
 
 
 def _fit(rollouts: Sequence[TrainSequence]) -> float:

@@ -147,6 +147,7 @@ def test_advantages_that_do_not_follow_rewards_are_told_from_those_that_do():
     assert math.isnan(fit(lambda s: {"advantage": 0.7}))
     assert math.isnan(fit(lambda s: {"reward": 0.1}))
     assert fit(lambda s: {"teacher_gain": np.zeros(len(s))}) == math.inf
+    assert fit(lambda s: {"turns": np.zeros(len(s), np.int32)}) == math.inf
 
 
 def test_sequences_hold_the_rollout_as_sampled():
