@@ -224,7 +224,10 @@ class Publication(NamedTuple):
 
 
 def publication(recipe: Recipe, shape: Architecture, gpu: Gpu, devices: int) -> Publication:
-    """Return the cost of sending the whole model to all servers, bucket by bucket; stages send one after the other."""
+    """Return the cost of sending the whole model to all servers, bucket by bucket.
+
+    Every rank of a server receives all of it through one network adapter, so stages that send at once save nothing here.
+    """
     servers, ranks = recipe.resources.servers, recipe.resources.server_tensor_parallel
     size = shape.parameters * WIDTH[recipe.model.dtype]
     bucket = recipe.weights.bucket_mb * 2**20
