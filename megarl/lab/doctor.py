@@ -70,7 +70,17 @@ def main(models: Sequence[Path] = ()) -> int:
 
 
 def examine() -> list[Finding]:
-    return [python(), *map(package, PINS), cuda(), transformer_engine(), bytecode(), *machine(), *fabric(), sandbox()]
+    return [
+        python(),
+        *map(package, PINS),
+        cuda(),
+        kernels(),
+        transformer_engine(),
+        bytecode(),
+        *machine(),
+        *fabric(),
+        sandbox(),
+    ]
 
 
 def verdict(findings: Sequence[Finding], gpu_count: int) -> tuple[str, int]:
@@ -80,8 +90,8 @@ def verdict(findings: Sequence[Finding], gpu_count: int) -> tuple[str, int]:
     good = {f.what for f in findings if f.grade == "good"}
     if gpu_count == 0:
         return "Runs on the CPU are possible (tiny models: `make quickstart`). GPU runs need a machine with GPUs.", 0
-    if "CUDA" not in good:
-        return "CPU runs are possible (CUDA_VISIBLE_DEVICES=); GPU runs are not yet: CUDA.", 0
+    if missing := [what for what in ("CUDA", KERNELS) if what not in good]:
+        return f"CPU runs are possible (CUDA_VISIBLE_DEVICES=); GPU runs are not yet: {', '.join(missing)}.", 0
     slower = "" if "Transformer Engine" in good else ", without Transformer Engine's fused layers and FP8"
     return f"GPU runs are possible on {gpu_count} GPUs{slower} (`megarl recipes` says what each recipe takes).", 0
 
@@ -130,6 +140,17 @@ def old_driver() -> str:
     if not version or int(version.partition(".")[0]) >= DRIVER:
         return ""
     return f"the driver is {version}; update it to {DRIVER} or newer, CUDA 13's first"
+
+
+KERNELS = "SGLang's kernels"
+
+
+def kernels() -> Finding:
+    """Check for the part of SGLang that `make setup` leaves out, without which no server with a GPU starts."""
+    try:
+        return noted(KERNELS, importlib.metadata.version("sglang-kernel"))
+    except importlib.metadata.PackageNotFoundError:
+        return noted(KERNELS, "not installed", "" if not gpus() else "install requirements/gpu.txt (docs/install.md)")
 
 
 IMPORT_S = 120

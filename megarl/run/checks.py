@@ -19,11 +19,12 @@ from megarl.core.base.rundir import RunDir
 from megarl.core.journal.journal import JournalReader
 from megarl.core.recipe import Recipe, differences, load
 from megarl.core.server.checks import check as check_server
+from megarl.core.server.checks import check_kernels
 from megarl.run import devices, fork
 from megarl.run.launcher import LocalLauncher
 from megarl.run.placement import Place, place
 from megarl.run.restart import Role
-from megarl.run.srun import chosen
+from megarl.run.srun import STEP_COMMAND, chosen
 
 THREADS_A_CORE = 8
 """More threads than this per core, without a GPU, are a mistake rather than a run: a cluster's recipe on a login node."""
@@ -147,7 +148,10 @@ def check_allocator(recipe: Recipe) -> None:
 
 def check_served(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
     """The servers can serve the model with these lengths."""
-    check_server(recipe, cuda=bool(placed[Role("server", 0)].gpus))
+    gpus = placed[Role("server", 0)].gpus
+    check_server(recipe, cuda=bool(gpus))
+    if gpus and STEP_COMMAND not in os.environ:  # else the roles have another Python
+        check_kernels()
     if recipe.teachers:
         check_server(recipe.teacher_recipe, cuda=bool(placed[Role("teacher", 0)].gpus))
 

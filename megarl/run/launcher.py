@@ -36,6 +36,9 @@ ALIKE = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """What learner and servers must agree on where they share a node, unless the user has set it for both. NCCL reads a peer's
 memory by its own setting and fails, or hangs, if the peer's differs; its default is 1, SGLang sets 0 in its own processes.
 """
+PINNED = "pinned_max_round_threshold_mb"
+"""From so many MiB on, torch rounds pinned memory up to whole MiB; by default to a power of two, which for the copy that a
+server has of its weights would be up to 1.6 times as much."""
 COMMANDS = {"server": "serve", "teacher": "serve", "controller": "rollout", "learner": "learn"}
 
 
@@ -104,12 +107,19 @@ def task(recipe: Recipe, rundir: RunDir, role: Role, port: int, place: Place) ->
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_VISIBLE_DEVICES": ",".join(place.gpus),
+        **(_allocator() if place.gpus else {}),
         # In this order alone megatron's ranks compute while tensor and sequence parallelism send. SGLang sets 8 for itself.
         **({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if role.kind == "learner" else {}),
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": None,  # else every role compiles all its imports at each start
     }
     return RoleCommand(role, tuple(arguments), environment, place, rundir)
+
+
+def _allocator() -> dict[str, str]:
+    """Return torch's settings of memory: the user's, and `PINNED`."""
+    said = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    return {"PYTORCH_ALLOC_CONF": said if PINNED in said else ",".join(filter(None, (said, f"{PINNED}:1")))}
 
 
 class LocalLauncher:
@@ -125,7 +135,10 @@ class LocalLauncher:
         """Start the task; n: which of its nodes this machine is."""
         node = task.place.nodes[n]
         own = {SUPERVISOR: str(os.getpid()), NODE: node.name}
-        own |= {"GLOO_SOCKET_IFNAME": node.interface, "NCCL_SOCKET_IFNAME": node.interface}  # for its process groups
+        own |= {
+            "GLOO_SOCKET_IFNAME": node.interface,
+            "NCCL_SOCKET_IFNAME": f"={node.interface}",
+        }  # for its process groups
         own |= devices.kernel_caches() if task.place.gpus else {}
         remove_abandoned_shared_memory()
         with writing(task.log(n)):

@@ -37,6 +37,8 @@ FEWEST_ROWS = 17
 """That a GPU multiplies in this way (torch._int_mm)."""
 ALIGNED = 16
 """Bytes of which a GPU wants an address to be a multiple."""
+PIECE = 64 << 20
+"""Bytes that are brought to a device at once, in whole rows."""
 LENGTH = 0x1E3779B97F4A7C15
 _COLUMNS, _ROWS = 1, 2
 """Seeds."""
@@ -56,6 +58,15 @@ def checksum(piece: Tensor, start: int = 0) -> Tensor:
             rows = part.view(-1, COLUMNS)
             total += _sum(rows, row)
             row, column = row + len(rows), 0
+    return total
+
+
+def checksum_on(device: torch.device, held: Tensor) -> Tensor:
+    """Return the checksum [] of a parameter that is held elsewhere, computed on `device` piece by piece."""
+    data = held.detach().contiguous().as_strided((held.numel(),), (1,)).view(torch.int8)
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for start in range(0, len(data), PIECE):
+        total += checksum(data[start : start + PIECE].to(device, non_blocking=True), start)
     return total
 
 

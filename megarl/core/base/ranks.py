@@ -60,6 +60,6 @@ def bound_store(
 def bind_all() -> None:
     """Have torch make its own stores this way, for tcp://, env:// and torchrun's ranks; groups default to loopback."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")  # this name, not those that begin with it
     for module in (importlib.import_module("torch.distributed.rendezvous"), static_tcp_rendezvous):
         vars(module)["TCPStore"] = bound_store  # the first module is hidden behind a function of its name

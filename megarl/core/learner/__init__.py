@@ -19,7 +19,9 @@ import warnings
 
 # What megatron says about packages a machine lacks and names it deprecates is for its developers; `megarl doctor` is for users.
 # A warning of the compiler, on the first run only, has the file's path for a module.
-warnings.filterwarnings("ignore", module=r"megatron\.|.*/megatron/|torch\.distributed\.c10d_logger|torch\.utils\.cpp_extension")
+warnings.filterwarnings(
+    "ignore", module=r"megatron\.|.*/megatron/|torch\.distributed\.c10d_logger|torch\.utils\.cpp_extension"
+)
 logging.getLogger("megatron.core").setLevel(logging.ERROR)
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 

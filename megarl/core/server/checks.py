@@ -24,6 +24,11 @@ def check(recipe: Recipe, cuda: bool) -> None:
     _check_llama4(path, model, longest, cuda)
     if model.sinks and cuda and recipe.model.dtype != "bf16":
         raise MegarlError(f"model.dtype: {recipe.model.dtype}: SGLang's GPU kernels take attention sinks in bf16 only")
+    if cuda and recipe.model.dtype == "fp32":
+        raise MegarlError(
+            "model.dtype: fp32: SGLang's attention on a GPU takes bf16 and fp16; set one of them, or CUDA_VISIBLE_DEVICES= to "
+            "train a tiny model on the CPU"
+        )
     if model.context < longest:
         raise MegarlError(
             f"length: prompt_tokens + thinking_tokens + answer_tokens is {longest}, but {path} has positions for "
@@ -42,6 +47,15 @@ def check(recipe: Recipe, cuda: bool) -> None:
         raise MegarlError(
             "resources.colocate: to lend memory to the learner needs the package torch_memory_saver, which is not installed; "
             "install it (pip install torch_memory_saver)"
+        )
+
+
+def check_kernels() -> None:
+    """Raise MegarlError if a server with a GPU could not import its kernels. `make setup` does not install them."""
+    if find_spec("sgl_kernel") is None:
+        raise MegarlError(
+            "SGLang's kernels for GPUs (the package sglang-kernel) are not installed; install requirements/gpu.txt or run the "
+            "roles in the container (docs/install.md), or set CUDA_VISIBLE_DEVICES= to train a tiny model on the CPU"
         )
 
 

@@ -24,7 +24,7 @@ from megarl.core.base.process import check_free, die_with_parent, importing, sta
 from megarl.core.base.rundir import Endpoints, RunDir
 from megarl.core.recipe import Recipe
 from megarl.core.server import workers
-from megarl.core.server.checks import OWN_EVERYWHERE, check
+from megarl.core.server.checks import OWN_EVERYWHERE, check, check_kernels
 from megarl.core.server.client import ServerClient, ServerSaid
 from megarl.core.server.proxy import Gate, OwnReplies
 
@@ -57,6 +57,8 @@ def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = 
         cuda = torch.cuda.is_available()
         host = host or str(urlsplit(urls[index]).hostname)
         check(recipe, cuda)
+        if cuda:
+            check_kernels()
         check_free(host, port)
         os.environ.update(environment(recipe, index, sorted(os.sched_getaffinity(0)), cuda))
         sglang_cpu.install()
@@ -163,6 +165,8 @@ def engine_arguments(recipe: Recipe, index: int, host: str, port: int, cuda: boo
         "max_total_tokens": serving.kv_tokens,
         # Scoring for parity must not wait for a slot: as a rollout ends, and after a publication.
         "max_running_requests": serving.max_running_requests + 2 * PARITY_ROLLOUTS,
+        # By itself SGLang captures decoding for 256 on an 80 GB GPU, or 32 on a 40 GB one; more would run without a graph.
+        "cuda_graph_max_bs_decode": serving.max_running_requests if cuda else None,
         "stream_interval": min(STREAM_INTERVAL, max(1, recipe.length.completion_tokens // 4)),
         "incremental_streaming_output": True,
         # A weight update may legitimately keep the scheduler busy for weights.timeout_s.

@@ -14,9 +14,9 @@ the server has its old version, whole.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,8 @@ from megarl.core.base.broadcast import BroadcastGroup, in_thread
 
 DERIVED = ("w_kc", "w_vc")
 """Tensors that SGLang makes of a parameter (DeepSeek-V3's kv_b_proj) when that is loaded, in place, and computes with."""
+
+IDLE_STREAMS: list[torch.cuda.Stream] = []
 
 
 class BucketHead(msgspec.Struct):
@@ -173,6 +175,24 @@ def _tensors(model: Module) -> dict[str, torch.Tensor]:
 
 
 def _beside(act: Callable[[], Any]) -> Any:
-    """Run it beside the scheduler: without gradients, and on a GPU on a stream of its own."""
-    with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()) if torch.cuda.is_available() else nullcontext():
+    """Run it beside the scheduler: without gradients, and on a GPU on a stream that nobody else uses meanwhile."""
+    with torch.no_grad(), _stream_of_ours() if torch.cuda.is_available() else nullcontext():
         return act()
+
+
+@contextmanager
+def _stream_of_ours() -> Iterator[None]:
+    """Run on an idle stream, or a new one.
+
+    torch has 32 streams of each priority, gives the first again after the last, and keeps freed memory for each. SGLang's own
+    have the default priority, so none of these is one on which it decodes.
+    """
+    try:
+        stream = IDLE_STREAMS.pop()
+    except IndexError:
+        stream = torch.cuda.Stream(priority=-1)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        IDLE_STREAMS.append(stream)

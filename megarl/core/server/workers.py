@@ -169,13 +169,16 @@ def own_requests() -> None:
 def own_checksums() -> None:
     """Answer /weights_checker with megarl's checksum of each parameter, which a learner can add up from what it sends.
 
-    SGLang's is SHA-256 on a CPU, and on a GPU a hash of the joined tensor only.
+    SGLang's is SHA-256 on a CPU, and on a GPU a hash of the joined tensor only. A GPU computes those of the host's copy, too:
+    beside one SGLang gives torch a single thread.
     """
+    import torch
     from sglang.srt.utils import weight_checker
 
-    from megarl.core.base.checksum import checksum, written
+    from megarl.core.base.checksum import checksum_on, written
 
-    weight_checker._hash_tensor = lambda tensor: written(int(checksum(tensor)))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    weight_checker._hash_tensor = lambda tensor: written(int(checksum_on(device, tensor)))
 
 
 def own_loading() -> None:

@@ -87,7 +87,7 @@ def test_a_transformer_engine_that_does_not_answer(monkeypatch: pytest.MonkeyPat
     assert (found.grade, found.found) == ("note", "not imported within 0.1 s")
 
 
-GOOD = [Finding(name, "good", "") for name in ("Python", "CUDA", "Transformer Engine")]
+GOOD = [Finding(name, "good", "") for name in ("Python", "CUDA", "Transformer Engine", doctor.KERNELS)]
 
 
 @pytest.mark.parametrize(
@@ -95,11 +95,12 @@ GOOD = [Finding(name, "good", "") for name in ("Python", "CUDA", "Transformer En
     [
         (GOOD, 8, 0, "GPU runs are possible on 8 GPUs"),
         (
-            [*GOOD[:2], Finding("Transformer Engine", "note", "")],
+            [*GOOD[:2], Finding("Transformer Engine", "note", ""), GOOD[3]],
             8,
             0,
             "possible on 8 GPUs, without Transformer Engine",
         ),
+        ([*GOOD[:3], Finding(doctor.KERNELS, "note", "")], 8, 0, "GPU runs are not yet: SGLang's kernels."),
         ([GOOD[0], Finding("CUDA", "note", "no GPU"), GOOD[2]], 0, 0, "Runs on the CPU are possible"),
         ([Finding("Python", "bad", "3.9"), *GOOD[1:]], 0, 1, "Nothing can be run here yet: Python"),
     ],

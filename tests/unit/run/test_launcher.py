@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from megarl.core.base.process import shared_memory_mark
 from megarl.core.base.rundir import RunDir
@@ -153,6 +154,27 @@ def test_task_of_a_server(recipe: Recipe, tmp_path: Path) -> None:
     assert made.environment["PYTHONDONTWRITEBYTECODE"] is None
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in made.environment  # SGLang's own
     assert made.log() == tmp_path / "logs" / "server" / f"{HERE.nodes[0].name}.1.log"
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "becomes"),
+    [
+        ("PYTORCH_ALLOC_CONF", "", "pinned_max_round_threshold_mb:1"),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:True", "expandable_segments:True,pinned_max_round_threshold_mb:1"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64", "max_split_size_mb:64,pinned_max_round_threshold_mb:1"),
+        ("PYTORCH_ALLOC_CONF", "pinned_max_round_threshold_mb:8", "pinned_max_round_threshold_mb:8"),
+    ],
+)
+def test_pinned_memory_is_not_rounded_up_to_a_power_of_two(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str, becomes: str
+) -> None:
+    for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv(name, said)
+    made = task(recipe, RunDir(tmp_path), Role("server"), 1, Place(HERE.nodes, ("0",)))
+    assert made.environment["PYTORCH_ALLOC_CONF"] == becomes
+    torch._C._accelerator_setAllocatorSettings(becomes)  # torch knows the key
+    assert "PYTORCH_ALLOC_CONF" not in task(recipe, RunDir(tmp_path), Role("server"), 1, HERE).environment
 
 
 def test_a_learners_kernels_start_in_the_order_of_their_calls(recipe: Recipe, tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.core.base.checksum import COLUMNS, LENGTH, checksum, written
+from megarl.core.base import checksum as sums
+from megarl.core.base.checksum import COLUMNS, LENGTH, checksum, checksum_on, written
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float16, torch.float32]
 seeds, dtypes = st.integers(0, 2**31), st.sampled_from(DTYPES)
@@ -121,3 +122,12 @@ def test_only_the_bytes_count(size: int, dtype: torch.dtype, seed: int) -> None:
     inside = torch.cat([tensor[:1], tensor])[1:]
     spread = torch.stack([tensor, tensor], -1)[:, 0]
     assert value(tensor) == value(inside) == value(spread) == value(tensor.view(torch.uint8))
+
+
+@pytest.mark.parametrize("size", [0, 7, 2 * COLUMNS, 5 * COLUMNS + 6])
+def test_pieces_brought_to_a_device_add_up(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(sums, "PIECE", 2 * COLUMNS)
+    data = of_type(size, torch.bfloat16, 1) if size else torch.empty(0, dtype=torch.bfloat16)
+    assert int(checksum_on(torch.device("cpu"), data)) == value(data)
+    turned = of_type(6 * COLUMNS, torch.float32, 2).view(-1, 12).T
+    assert int(checksum_on(torch.device("cpu"), turned)) == value(turned)

@@ -57,4 +57,4 @@ def test_groups_that_torch_makes_listen_there_and_on_loopback() -> None:
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     environment = {k: v for k, v in os.environ.items() if k not in names} | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", GROUP], capture_output=True, text=True, timeout=120, env=environment)
-    assert done.stdout.split() == ["127.0.0.1", "127.0.0.3", "lo", "lo"], done.stderr[-2000:]
+    assert done.stdout.split() == ["127.0.0.1", "127.0.0.3", "lo", "=lo"], done.stderr[-2000:]

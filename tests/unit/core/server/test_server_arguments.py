@@ -9,7 +9,7 @@ import pytest
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import Recipe, from_tree
-from megarl.core.server import launch
+from megarl.core.server import checks, launch
 from megarl.core.server.checks import check
 from megarl.core.server.launch import engine_arguments, environment, memory_arguments
 
@@ -192,9 +192,25 @@ def test_ranks_of_cpu_servers_own_cores(tmp_path: Path) -> None:
         ({"model": {"path": "/nowhere"}}, True, "/nowhere: no Hugging Face model there"),
         ({"serving": {"kv_tokens": None}}, False, "serving.kv_tokens: must be set"),
         ({"serving": {"kv_tokens": 300}}, True, "serving.kv_tokens: 300 cannot hold one longest sequence of 400"),
+        ({"model": {"dtype": "fp32"}}, True, "model.dtype: fp32: SGLang's attention on a GPU takes bf16 and fp16"),
         ({"length": {"prompt_tokens": 300}}, True, r"length: .* is 600, but .* has positions for 512"),
     ],
 )
 def test_refused(tmp_path: Path, sections: dict[str, Any], cuda: bool, message: str) -> None:
     with pytest.raises(MegarlError, match=message):
         check(a_recipe(tmp_path, **sections), cuda)
+
+
+def test_a_gpu_without_sglangs_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"sgl_kernel": None}
+    monkeypatch.setattr(checks, "find_spec", installed.get)
+    with pytest.raises(MegarlError, match=r"sglang-kernel\) are not installed; install requirements/gpu.txt"):
+        checks.check_kernels()
+    monkeypatch.setattr(checks, "find_spec", lambda name: name)
+    checks.check_kernels()
+
+
+def test_decoding_is_captured_for_as_many_requests_as_the_recipe_allows(tmp_path: Path) -> None:
+    recipe = a_recipe(tmp_path, serving={"max_running_requests": 512})
+    captured = [engine_arguments(recipe, 0, "127.0.0.1", 1, cuda)["cuda_graph_max_bs_decode"] for cuda in (True, False)]
+    assert captured == [512, None]

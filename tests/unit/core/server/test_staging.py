@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from concurrent.futures import wait
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megarl.core.server import staging as staging_module
 from megarl.core.server.staging import BucketHead, Staging, Unloadable, copy_of
 
 
@@ -164,3 +166,22 @@ def test_a_step_runs_once_until_it_is_taken(staging: Staging) -> None:
     staging.ended("step")
     wait([staging.job("step", lambda: calls.append(3))], 10)
     assert calls == [1, 3]
+
+
+def test_a_gpu_gets_no_new_stream_for_each_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+
+    def stream(priority: int) -> object:
+        made.append(priority)
+        return len(made)
+
+    used: list[object] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda one: nullcontext(used.append(one)))
+    monkeypatch.setattr(staging_module, "IDLE_STREAMS", [])
+    for _ in range(100):
+        staging_module._beside(lambda: None)
+    staging_module._beside(lambda: staging_module._beside(lambda: None))  # two at once
+    assert made == [-1, -1]
+    assert used == [1] * 101 + [2]
