@@ -2,7 +2,7 @@
 
 check_start(recipe, …)      history, a writable directory, and that the roles fit; returns what would start
 check_cpu(recipe, …)        on a machine without a GPU: the run is small enough for its cores
-check_host(recipe, …)       the learner's nodes have the memory for what a checkpoint is written from
+check_host(recipe, …)       nodes have the memory for what checkpoints are written from and servers receive into
 check_history(recipe, …)    an existing run may be resumed, and resumes as it began
 
 A resumed run compares fingerprints of its inputs (read by lab/preflight.py): other contents under the same path would make
@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from megarl.core.base.architecture import in_directory
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import parameters, read_json
 from megarl.core.base.rundir import RunDir
@@ -32,6 +33,8 @@ LARGE = 10**9
 """Parameters of a bf16 or fp16 model that a CPU trains too slowly for anything but a mistake."""
 LARGE_ON_CPU = "MEGARL_LARGE_ON_CPU"
 """Environment variable by which, at 1, such a run starts all the same. Not in the recipe: it is a fact of the machine."""
+HALF = 2
+"""Bytes of a weight that a server with a GPU holds: bf16 or fp16."""
 type Fingerprints = Mapping[str, str]
 """Fingerprint by recipe key and part of it: `model.path: weights`."""
 HISTORY = (
@@ -113,23 +116,30 @@ def check_placed(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: float
             )
         if recipe.learner.optimizer_offload:
             raise MegarlError("learner.optimizer_offload: takes AdamW off a GPU, and there is none here; set it to 0")
-    check_host(recipe, learner, host_bytes)
+    check_host(recipe, placed, host_bytes)
     check_allocator(recipe)
     check_served(recipe, placed)
 
 
-def check_host(recipe: Recipe, learner: Place, host_bytes: float) -> None:
-    """Raise MegarlError if a node has less memory than its learner ranks fill, of which the plan counts `host_bytes` each: the
-    copy that a checkpoint is written from, and what of AdamW is offloaded.
+def check_host(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: float) -> None:
+    """Raise MegarlError if a node has less memory than its roles fill: learner ranks `host_bytes` each, as the plan counts them
+    (what a checkpoint is written from, and what of AdamW is offloaded), servers with GPUs the copy that they receive into.
     """
-    needed, offloaded = learner.ranks * host_bytes, recipe.learner.optimizer_offload > 0
-    for node in learner.nodes:
+    learner = placed[Role("learner")]
+    copying = [at for role, at in placed.items() if role.kind == "server" and at.gpus and recipe.stages_weights]
+    copy = in_directory(recipe.model.path).parameters * HALF if copying else 0
+    offloaded = recipe.learner.optimizer_offload > 0
+    for node in {node.name: node for at in placed.values() for node in at.nodes}.values():
+        ranks = learner.ranks if node in learner.nodes else 0
+        servers = sum(node in at.nodes for at in copying)
+        needed = ranks * host_bytes + servers * copy
         if needed > node.memory:
-            lower = ", or lower learner.optimizer_offload" if offloaded else ""
+            held = [f"{ranks} learner ranks (resources.learner_ranks), for a checkpoint"] if ranks else []
+            held += [f"{servers} servers (resources.servers), each with a copy of its weights"] if servers else []
+            lower = ", or lower learner.optimizer_offload" if offloaded and ranks else ""
             raise MegarlError(
-                f"resources.learner_ranks: {learner.ranks} ranks on {node.name} fill {needed / 1e9:.0f} GB of the host's "
-                f"memory when a checkpoint is written, and it has {node.memory / 1e9:.0f} GB; give the learner more "
-                f"nodes{lower}"
+                f"resources: {' and '.join(held)} fill {needed / 1e9:.0f} GB of the host's memory on {node.name}, which has "
+                f"{node.memory / 1e9:.0f} GB; spread them over more nodes{lower}"
             )
 
 

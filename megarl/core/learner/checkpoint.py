@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
@@ -76,7 +76,7 @@ class Checkpoints:
         thread = threading.Thread()  # does nothing, on a rank that has nothing to write
         if request.async_fn is not None:
             rank, live, results = request.async_fn_args
-            arguments = (rank, _copied(live, request.preload_fn()), results)
+            arguments = (rank, _copied(live, request.preload_fn(), trainer), results)
             thread = threading.Thread(target=request.async_fn, args=arguments, name="checkpoint")
         thread.start()
         self._writing = path, thread, request.finalize_fns
@@ -182,7 +182,7 @@ def _network_state(network: TrainedNetwork, is_loading: bool) -> StateDict:
     state: StateDict = checkpoint.model_state(network.chunks)
     optimizers = []
     for optimizer in network.optimizer.chained_optimizers:
-        with _places_without_padding(optimizer):
+        with _places_without_padding(optimizer), nullcontext() if is_loading else _gathered_alone(optimizer):
             sharded = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=checkpoint.metadata())
         optimizers.append(sharded)
     if network.loss_scale is not None:
@@ -216,6 +216,38 @@ def _places_without_padding(optimizer: MegatronOptimizer) -> Iterator[None]:
             buffer.param_index_map = places
 
 
+@contextmanager
+def _gathered_alone(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Within this context a rank that shares its optimiser with no other gathers its state in 12 bytes of the host's memory a
+    parameter, where megatron's way for many ranks takes 32 (get_parameter_state_dp_zero).
+    """
+    if not getattr(optimizer, "buffers", []) or optimizer.data_parallel_group.size() > 1:
+        yield
+        return
+
+    def gather(**_: object) -> StateDict:
+        state: StateDict = {"buckets_coalesced": True}
+        names = ("param", *optimizer.optimizer_state_keys)
+        for n, (buffer, ranges) in enumerate(zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True)):
+            ((dtype, buckets),) = ranges.items()
+            whole = {name: torch.zeros(buffer.numel_unpadded) for name in names}
+            starts = accumulate((bucket.numel_unpadded for bucket in buffer.buckets), initial=0)
+            for start, bucket in zip(starts, buckets, strict=False):
+                for parameter, place in bucket["param_map"].items():
+                    here = slice(start + place["gbuf_local"].start, start + place["gbuf_local"].end)
+                    tensors = optimizer._get_main_param_and_optimizer_states(parameter)
+                    for name in names:
+                        whole[name][here].copy_(tensors[name].detach())
+            state[n] = {dtype: whole | {"numel_unpadded": buffer.numel_unpadded}}
+        return state
+
+    optimizer.get_parameter_state_dp_zero = gather
+    try:
+        yield
+    finally:
+        del optimizer.get_parameter_state_dp_zero
+
+
 def _restore(network: TrainedNetwork, loaded: StateDict) -> None:
     """Put a saved `_network_state` back."""
     checkpoint.set_model_state(network.chunks, loaded)
@@ -237,10 +269,17 @@ type WriteBucket = tuple[str, str, tuple[list[object], list[tuple[object, Tensor
 """megatron's write bucket: file, key, and what goes into it: data, and tensors after their descriptions."""
 
 
-def _copied(live: list[WriteBucket], preloaded: list[WriteBucket]) -> list[WriteBucket]:
-    """Return buckets that the next step does not change: preloading copies from a GPU, but not from a CPU."""
+def _copied(live: list[WriteBucket], preloaded: list[WriteBucket], trainer: Trainer) -> list[WriteBucket]:
+    """Return buckets that the next step does not change. Preloading has copied weights from a GPU, but not from a CPU; what was
+    gathered of the optimiser is nobody else's.
+    """
+    chunks = [chunk for network in trainer.trained for chunk in network.chunks]
+    weights = {t.untyped_storage().data_ptr() for chunk in chunks for t in (*chunk.parameters(), *chunk.buffers())}
     buckets = []
     for (file, key, (data, tensors)), (_, _, (_, present)) in zip(preloaded, live, strict=True):
-        own = [(i, t.clone() if t is now else t) for (i, t), (_, now) in zip(tensors, present, strict=True)]
+        own = [
+            (i, t.clone() if t is now and t.untyped_storage().data_ptr() in weights else t)
+            for (i, t), (_, now) in zip(tensors, present, strict=True)
+        ]
         buckets.append((file, key, (data, own)))
     return buckets

@@ -193,7 +193,8 @@ def _learner(problem: PlanningProblem, recipe: Recipe) -> LearnerChoice | str:
         parts["the head's logits are"] = need.head
         largest = max(parts, key=parts.__getitem__)
         return f"learner: does not fit {room / GB:.0f} GB a GPU; {largest} the largest part"
-    if need.host > problem.gpu.host_memory:
+    node = min(problem.gpu.nvlink_gpus, NODE)
+    if need.host * min(recipe.resources.learner_ranks, node) > problem.gpu.host_memory * node:
         has = f"{problem.gpu.host_memory / GB:.0f} GB of host memory a GPU"
         return f"learner: {has} do not hold a checkpoint's copy and what of AdamW is offloaded; more ranks share them"
     return LearnerChoice(recipe, need, speed.train_seconds(recipe, shape, micro, problem.gpu))
@@ -212,6 +213,8 @@ def _with_microbatch_tokens(problem: PlanningProblem, recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"learner": learner})
 
 
+NODE = 8
+"""Most GPUs of one machine whose memory the learner's ranks share in the plan."""
 _RULES = {
     "batch.prompts": "does not divide by the data-parallel ranks",
     "resources.learner_ranks": "does not divide into copies of the model or of its experts",

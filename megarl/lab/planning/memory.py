@@ -107,15 +107,15 @@ def _state(recipe: Recipe, shape: Architecture, ends: float) -> float:
 
 
 def _host(recipe: Recipe, shape: Architecture, ends: float) -> float:
-    """Return bytes of a stage in the host's memory: the copy of a checkpoint (weights, the rank's share of AdamW), which is
-    written while training goes on, and the offloaded part of AdamW.
+    """Return bytes of a stage in the host's memory: what a checkpoint is written from while training goes on, and the offloaded
+    part of AdamW with its gradients. For a checkpoint each rank gathers AdamW of its whole stage, and copies what it writes:
+    weights, and its share of AdamW.
     """
-    offloaded = recipe.learner.optimizer_offload
+    model, offloaded = recipe.model.model_copy(update={"fp8": "none"}), recipe.learner.optimizer_offload
     learner = recipe.learner.model_copy(update={"optimizer_offload": 0.0})
-    model = recipe.model.model_copy(update={"fp8": "none"})
-    gradients = _parameters(recipe, shape, ends) * FP32
-    copied = _state(recipe.model_copy(update={"learner": learner, "model": model}), shape, ends) - gradients
-    return copied + offloaded * (copied - _parameters(recipe, shape, ends) * WIDTH[model.dtype])
+    parameters, width = _parameters(recipe, shape, ends), WIDTH[model.dtype]
+    copied = _state(recipe.model_copy(update={"learner": learner, "model": model}), shape, ends) - parameters * FP32
+    return 3 * FP32 * parameters + copied + offloaded * (copied - parameters * width) * 4 / 3
 
 
 def activation_bytes(recipe: Recipe, shape: Architecture, recompute: str) -> tuple[float, float]:

@@ -132,11 +132,11 @@ def largest_allocation(plan: Plan, shape: Architecture) -> str:
 
 def _figures(plan: Plan) -> dict[str, str]:
     m, r = plan.recipe.model, plan.recipe.resources
-    layout = (m.tensor_parallel, m.pipeline_parallel, m.context_parallel, m.expert_parallel, plan.recipe.data_parallel)
     return {
         "servers x GPUs": f"{r.servers} x {r.server_tensor_parallel}",
         "learner GPUs": str(r.learner_ranks),
-        "TP PP CP EP DP": " ".join(map(str, layout)),
+        "TP, PP, CP": f"{m.tensor_parallel}, {m.pipeline_parallel}, {m.context_parallel}",
+        "EP, DP": f"{m.expert_parallel}, {plan.recipe.data_parallel}",
         "learner, GB a GPU": f"{plan.learner.total / GB:.0f}",
         "server: KV tokens": f"{plan.server.kv_tokens / 1000:,.0f}k",
         "rollouts at once": f"{plan.running:.0f}",

@@ -112,9 +112,20 @@ def test_the_recipe_of_a_cluster_does_not_start_on_a_login_node(tree: Tree, monk
     with pytest.raises(MegarlError, match=r"^resources: 24 learner ranks of 1 threads are 24 threads"):
         preflight.check_sft(changed(tree, resources={"learner_ranks": 24}))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(80))))
-    assert preflight.check_all(changed(tree, resources={"servers": 64, "learner_ranks": 16, "threads": 8})) == (
-        "64 servers, 16 ranks, 80 GPUs"
-    )
+    monkeypatch.setattr(checks, "check_kernels", lambda: None)
+    there = changed(tree, resources={"servers": 64, "learner_ranks": 16, "threads": 8}, model={"dtype": "bf16"})
+    assert preflight.check_all(there) == "64 servers, 16 ranks, 80 GPUs"
+
+
+def test_servers_with_gpus_need_sglangs_kernels_where_they_run(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container they have another Python than the supervisor, which is not asked."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    recipe = changed(tree, resources={"servers": 1, "learner_ranks": 1}, model={"dtype": "bf16"})
+    monkeypatch.setattr("megarl.core.server.checks.find_spec", lambda name: None)
+    with pytest.raises(MegarlError, match="SGLang's kernels for GPUs"):
+        preflight.check_all(recipe)
+    monkeypatch.setenv("MEGARL_STEP_COMMAND", "apptainer exec image python")
+    assert preflight.check_all(recipe) == "1 server, 1 rank, 2 GPUs"
 
 
 def test_a_large_model_needs_a_gpu(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,22 +222,32 @@ def test_what_saves_a_gpus_memory_needs_one(tree: Tree, key: str, value: Any) ->
         preflight.check_all(changed(tree, learner={key: value}, model=model))
 
 
-def test_the_hosts_memory_holds_what_the_learner_copies(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node holds the copies of all its ranks. In scalerl-8b four copies of the weights, and AdamW once: 161 GB."""
-    recipe = changed(tree, resources={"learner_ranks": 4, "servers": 1, "server_tensor_parallel": 1})
+def test_the_hosts_memory_holds_what_roles_copy(tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node holds the copies of all its ranks. In scalerl-8b four of the weights, five of AdamW: 546 GB."""
+    monkeypatch.setattr(checks, "check_kernels", lambda: None)
+    resources = {"learner_ranks": 4, "servers": 1, "server_tensor_parallel": 1}
+    recipe = changed(tree, resources=resources, model={"dtype": "bf16"})
     nodes = [replace(here(20, ""), name=f"n{i}", gpus=tuple("0123"), memory=100 * 10**9) for i in range(2)]
     placed = place(recipe, nodes)
     checks.check_placed(recipe, placed, host_bytes=25e9)
     with pytest.raises(
-        MegarlError, match=r"^resources\.learner_ranks: 4 ranks on n1 fill 104 GB .* it has 100 GB; give"
+        MegarlError, match=r"^resources: 4 learner ranks .* fill 104 GB .* on n1, which has 100 GB; spread"
     ):
         checks.check_placed(recipe, placed, host_bytes=26e9)
     with monkeypatch.context() as patched:
         patched.setattr(preflight, "host_bytes", lambda _: 1e15)
         with pytest.raises(MegarlError, match=r"fill 4000000 GB of the host's memory"):
-            preflight.check_all(recipe)
+            preflight.check_all(changed(tree, resources=resources))
+    eight_b = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(tmp_path)})})
+    (tmp_path / "config.json").write_text((CONFIGS / "llama-3.1-8b.json").read_text())
+    checks.check_host(eight_b, placed, host_bytes=20e9)
+    small = [replace(node, memory=16 * 10**9) for node in nodes]
+    with pytest.raises(
+        MegarlError, match=r"^resources: 1 servers .* each with a copy of its weights fill 16 GB .* on n0"
+    ):
+        checks.check_host(eight_b, place(recipe, small), host_bytes=1e9)
     scale = load("scalerl-8b", [f"model.path={CONFIGS / 'llama-3.1-8b.json'}"])
-    assert 16 * preflight.host_bytes(scale) == pytest.approx((4 * 2 + 12) * 8.03e9, rel=0.01)
+    assert 16 * preflight.host_bytes(scale) == pytest.approx((4 * (2 + 12) + 12) * 8.03e9, rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])

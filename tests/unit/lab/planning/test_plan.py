@@ -114,7 +114,7 @@ def test_where_nothing_fits_recomputation_and_offload_are_tried(capsys: pytest.C
 
 
 def test_a_learner_needs_the_hosts_memory_too() -> None:
-    """Scout's copy for a checkpoint and its offloaded AdamW are 2.9 TB: of 80 GPUs, nothing on hosts of 30 GB a GPU."""
+    """Scout's copy for a checkpoint and its offloaded AdamW are 3.2 TB: of 80 GPUs, nothing on hosts of 30 GB a GPU."""
     asked = problem("scalerl-17bx16", "llama-4-scout", "gb200", 80, 6000, "learner.optimizer_offload=1.0")
     assert search(asked).plans
     poor = replace(asked, gpu=replace(asked.gpu, host_memory=30e9))

@@ -47,7 +47,7 @@ def planned(recipe: Recipe, config: str) -> dict[str, float]:
         "weights": without * memory.HALF / (memory.HALF + memory.FP32),
         "gradients": without * memory.FP32 / (memory.HALF + memory.FP32),
         "adamw": whole.state - without,
-        "saved": whole.host - (whole.state - without),
+        "saved": whole.host - (whole.state - without) - 2 * without,  # 12 bytes of 6 for each parameter
         "largest_bucket": memory.largest_bucket(recipe, shape),
     }
 
