@@ -19,6 +19,9 @@ from megarl.lab.planning.hardware import ASSUMED, Gpu
 HALF, FP32, FP8 = 2, 4, 1
 WIDTH = {"bf16": HALF, "fp16": HALF, "fp32": FP32}  # bytes of a number, by `model.dtype`
 
+SCORED_AT_ONCE = 2048
+"""Tokens whose logits SGLang computes together for log-probs of a prompt, as parity asks (SGLANG_LOGPROB_CHUNK_SIZE)."""
+
 
 @dataclass(frozen=True)
 class LearnerMemory:
@@ -143,12 +146,13 @@ def server(recipe: Recipe, shape: Architecture, gpu: Gpu) -> ServerMemory:
     ranks, running = recipe.resources.server_tensor_parallel, recipe.serving.max_running_requests
     width = WIDTH[recipe.model.dtype]
     weights = shape.parameters * width / ranks
-    logits = FP32 * running * shape.vocabulary / ranks
+    logits = FP32 * max(running / ranks, SCORED_AT_ONCE) * shape.vocabulary
+    landings = 2 if recipe.stages_weights else 1
     return ServerMemory(
         weights=weights,
         kv=max(0.0, (recipe.serving.memory_fraction or ASSUMED.static_share) * gpu.memory - weights),
         kv_token=kv_bytes(shape, ranks, width),
-        transient=max(logits, largest_bucket(recipe, shape)),  # a bucket comes in a pause
+        transient=logits + landings * largest_bucket(recipe, shape),
     )
 
 
