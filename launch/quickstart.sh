@@ -5,6 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONDONTWRITEBYTECODE
+export CUDA_VISIBLE_DEVICES= # The quickstart is made for a CPU: fp32, and the stack of `make setup`
 megarl=.venv/bin/megarl
 recipe=quickstart
 case "${1:-}" in quickstart*) recipe=$1; shift ;; esac
@@ -14,11 +15,15 @@ finished() { grep -qs '"outcome": "finished"' "$1/summary.json"; }
 
 [ -f "$data/products-agent-sft.jsonl" ] && [ -f "$data/init-moe/config.json" ] || $megarl data arithmetic "$data"
 
-# Its status is 2 before the warm start, whose model is still missing.
+# Its status is 2 before the warm start, whose model is still missing; it says nothing if the overrides are wrong, as the run will say.
 warm=$({ $megarl train "$recipe" --dry-run "$@" 2>/dev/null || true; } | sed -n 's/^  path: //p')
-if [ ! -f "$warm/config.json" ]; then
+if [ -n "$warm" ] && [ ! -f "$warm/config.json" ]; then
     echo "megarl: supervised warm start into $warm"
-    $megarl sft "$recipe"
+    overrides=()
+    for word in "$@"; do
+        case "$word" in model.* | sft.*) overrides+=("$word") ;; esac
+    done
+    $megarl sft "$recipe" "${overrides[@]}"
 fi
 
 name=$recipe

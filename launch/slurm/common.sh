@@ -19,6 +19,10 @@ PYTHON=$(dirname "$MEGARL")/python
 export PYTHONUNBUFFERED=1
 unset PYTHONDONTWRITEBYTECODE
 
+# One task of an array has the array's own id as SLURM_JOB_ID, by which Slurm's commands would reach all tasks.
+JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+JOB=${JOB:-$SLURM_JOB_ID}
+
 say() { echo "megarl: $*" >&2; }
 
 case "$CONTAINER" in
@@ -56,7 +60,7 @@ step() {
 
 # SIGNAL COMMAND PID
 tell() {
-    if [ "$2" = step ]; then scancel --signal="$1" "$SLURM_JOB_ID"; else kill -"$1" "$3"; fi 2> /dev/null || true
+    if [ "$2" = step ]; then scancel --signal="$1" "$JOB"; else kill -"$1" "$3"; fi 2> /dev/null || true
 }
 
 # A command of the host, in the background, so that this shell hears signals while it runs; its status.
@@ -84,14 +88,14 @@ until_done() {
     passing_signals_on "$@" || status=$?
     case "$status" in
         138 | 75) requeue ;;
-        143) if scontrol show job "$SLURM_JOB_ID" | grep -q 'JobState=RUNNING'; then requeue; fi ;;
+        143) if scontrol show job "$JOB" | grep -q 'JobState=RUNNING'; then requeue; fi ;;
     esac
     return "$status"
 }
 
 requeue() {
-    say "job $SLURM_JOB_ID goes into the queue again; it goes on from what it saved"
-    scontrol requeue "$SLURM_JOB_ID"
+    say "job $JOB goes into the queue again; it goes on from what it saved"
+    scontrol requeue "$JOB"
     sleep 60 # Slurm ends us
     exit 1
 }

@@ -64,8 +64,9 @@ def extrapolate(
 
     if (to is None) == (reach is None):
         raise MegarlError("give one of --to and --reach")
-    if to is not None and not to > 0:
-        raise MegarlError(f"--to is {to:g}; it is compute in hours, above 0")
+    _check_hours("--to", to)
+    if reach is not None and not 0 <= reach <= 1:
+        raise MegarlError(f"--reach is {reach:g}; it is a pass rate, from 0 to 1")
     curves = _read(points, seed, hours_column, score_column)
     fitted = fit(curves, **_how(r0, start, until, form, grid))
     record: dict[str, object]
@@ -104,6 +105,7 @@ def compare(
     from megarl.lab.scaling import tables
     from megarl.lab.scaling.compare import compare
 
+    _check_hours("--to", to)
     runs = _named(points, seed, hours_column, score_column)
     if len(runs) < 2:
         raise MegarlError("compare needs two runs or more; for one there is `megarl scaling fit`")
@@ -135,6 +137,7 @@ def transfer(
     from megarl.lab.scaling.transfer import doubts, named_size
     from megarl.lab.scaling.transfer import transfer as transferred
 
+    _check_hours("--to", *to)
     curves: dict[float, list[Curve]] = {}
     for source in points:
         parameters, path = named_size(source)
@@ -150,7 +153,7 @@ def transfer(
         later = [
             {"hours": h, "pass_rate": m, "interval": [a, b]} for h, (m, a, b) in zip(to, scores.T.tolist(), strict=True)
         ]
-        print(json.dumps(record | {"scores": later, "unit": unit, "warnings": said}))
+        print(json.dumps(record | {"scores": later, "unit": unit, "warnings": said}, allow_nan=False))
         return 0
     tables.show(tables.fits([(f"{n:.3g} parameters", one) for n, one in fits.items()]))
     print(tables.transferred(size, found, to, scores, unit), *(f"warning: {text}" for text in said), sep="\n")
@@ -166,6 +169,7 @@ def plot(
     """Draw points, fits and what they predict, as PNG, SVG and interactive HTML."""
     from megarl.lab.scaling.compare import compare
 
+    _check_hours("--to", to)
     runs = _named(points, seed, hours_column, score_column)
     comparison = compare(runs, **_how(r0, start, until, form, grid))
     for entry in comparison.entries:
@@ -218,6 +222,7 @@ def show_published(
     from megarl.lab.scaling.published import synthetic as points_of
 
     if synthetic:
+        _check_hours("--hours", hours)
         law, compute = law_named(synthetic), np.linspace(hours / evaluations, hours, evaluations)
         about = (
             f"SYNTHETIC, no run: drawn from the published fit {law.name} with the noise of {SAMPLES:,} samples; "
@@ -233,6 +238,13 @@ def show_published(
         if law.mark:
             print(f"* {law.name}: {law.mark}.")
     return 0
+
+
+def _check_hours(option: str, *given: float | None) -> None:
+    """Raise MegarlError for a value that is no compute."""
+    for hours in given:
+        if hours is not None and not 0 < hours < math.inf:
+            raise MegarlError(f"{option} is {hours:g}; it is compute in hours, finite and above 0")
 
 
 def _read(source: str | Path, seed: int | None, hours_column: str | None, score_column: str | None) -> list["Curve"]:

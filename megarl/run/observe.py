@@ -1,9 +1,12 @@
-"""The state of a run from its files, read as they grow, by the supervisor alone.
+"""The state of a run from its files: the supervisor reads them as they grow, `megarl status` once.
 
 RUN/status.json (controller) ─┐
 RUN/metrics.jsonl (learner) ──┼─► Observer.look() ─► the live view, the restart policy, the watch
 RUN/eval.jsonl (controller) ──┤
 RUN/logs/*/*.log (all) ───────┘
+
+Lines of the logs have no times that can be relied on, so only what is added while it looks is a problem of now: the live view
+of `megarl train` shows the last one, `megarl status` does not.
 """
 
 import re
@@ -101,7 +104,7 @@ class Observer:
         self._logs: dict[Path, Tail] = {}
         self.steps_made = 0
         self._look_at_logs()
-        self._problem: LoggedProblem | None = None  # discard problems of an earlier life
+        self._problem: LoggedProblem | None = None  # discard what was there before
         self.rows = by_step(self._metrics.new())
         self.health = Health(row for _, row in sorted(self.rows.items()))
         self.evaluations = scores(self._eval.new())

@@ -89,3 +89,46 @@ def test_an_array_of_servers_joins_a_run_leaves_and_goes_on_as_a_new_job(
     assert {r.retries for g in groups for r in g.rollouts} == {0}
     assert "leaving: SIGTERM came" in outputs[0].read_text()
     assert "leaving: SIGUSR1 came" in outputs[1].read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "signal", "status", "restarts"),
+    [(("--batch", "--signal=USR1"), "USR1", 138, "1"), ((), "TERM", 143, "0")],
+    ids=["near its time limit", "cancelled"],
+)
+def test_a_task_with_the_id_of_its_array_leaves_alone(
+    cluster: Cluster, tmp_path: Path, words: tuple[str, ...], signal: str, status: int, restarts: str
+) -> None:
+    python, log = tmp_path / "python", tmp_path / "said"
+    python.write_text(
+        f"""#!/bin/sh
+trap 'echo "$SLURM_ARRAY_TASK_ID told" >> {log}; exit {status}' {signal}
+echo "$SLURM_ARRAY_TASK_ID up" >> {log}
+while true; do sleep 0.2; done
+"""
+    )
+    python.chmod(0o755)
+    options = ("--gpus-per-node=0", "--time=10", "--array=0-2", f"--output={tmp_path}/job-%a.out")
+    environment = {"RUN": "runs/none", "MEGARL": str(tmp_path / "megarl")}
+    job = cluster.submit(*options, "launch/slurm/servers.sbatch", cwd=ROOT, environment=environment)
+    outputs = [tmp_path / f"job-{n}.out" for n in range(3)]
+
+    def said(word: str) -> list[str]:
+        return sorted(line.split()[0] for line in log.read_text().splitlines() if line.endswith(word))
+
+    def running(tasks: list[str]) -> list[str]:
+        return [task for task in tasks if cluster.field(task, "JobState") == "RUNNING"]
+
+    try:
+        cluster.wait_for(lambda: log.exists() and said("up") == ["0", "1", "2"], "all tasks", 120.0, outputs)
+        own, *others = sorted((f"{job}_{n}" for n in range(3)), key=lambda task: cluster.field(task, "JobId") != job)
+        assert cluster.field(own, "JobId") == job
+        cluster.says("scancel", *words, own)
+        cluster.wait_for(lambda: bool(said("told")) and not running([own]), "end of the task", logs=outputs)
+        cluster.wait_for(lambda: cluster.field(own, "JobState") != "COMPLETING", "its state", logs=outputs)
+        assert cluster.field(own, "Restarts") == restarts
+        assert said("told") == [own.partition("_")[2]]
+        assert running(others) == others
+    finally:
+        cluster.says("scancel", "--full", job)
+        cluster.wait_for(lambda: not cluster.says("squeue", "-h"), "empty queue", 120.0)

@@ -96,6 +96,39 @@ def test_what_is_missing_is_said(tmp_path: Path, environment: dict[str, str], sa
     assert said in done.stderr
 
 
+def quickstart(folder: Path, *words: str) -> list[str]:
+    """What the script calls, with a stand-in for megarl that knows no override `wrong`; each call, and the GPUs it may use."""
+    (folder / "launch").mkdir()
+    shutil.copy(ROOT / "launch" / "quickstart.sh", folder / "launch")
+    for name in ("runs/quickstart-data/products-agent-sft.jsonl", "runs/quickstart-data/init-moe/config.json",
+                 "runs/quickstart-sft/config.json", ".venv/bin/megarl"):  # fmt: skip
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    (folder / ".venv/bin/megarl").write_text("""#!/bin/sh
+echo "$*, GPUs: $CUDA_VISIBLE_DEVICES" >> calls
+path=runs/quickstart-sft
+for word in "$@"; do
+    case "$word" in model.path=*) path=${word#model.path=} ;; wrong=*) exit 2 ;; esac
+done
+if [ "$3" = --dry-run ]; then echo "  path: $path"; exit 2; fi
+""")
+    (folder / ".venv/bin/megarl").chmod(0o755)
+    variables = {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": "0,1"}
+    subprocess.run(["bash", folder / "launch/quickstart.sh", *words], env=variables, capture_output=True, timeout=60)
+    return (folder / "calls").read_text().splitlines()
+
+
+def test_quickstart_warms_the_model_up_that_it_trains(tmp_path: Path) -> None:
+    words = ("model.path=runs/other", "run.seed=1", "sft.steps=5")
+    _, warm, train = quickstart(tmp_path, *words)
+    assert warm == "sft quickstart model.path=runs/other sft.steps=5, GPUs: "
+    assert train == f"train quickstart run.resume=auto run.name=quickstart {' '.join(words)}, GPUs: "
+
+
+def test_quickstart_has_the_run_say_what_is_wrong_with_its_overrides(tmp_path: Path) -> None:
+    assert [call.split()[0] for call in quickstart(tmp_path, "wrong=1")] == ["train", "train"]
+
+
 def test_submit_writes_what_is_shipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "job.sbatch"
     words = [

@@ -98,7 +98,7 @@ def scan(path: Path, payloads: bool = True) -> Iterator[tuple[Entry, bytes]]:
             payload = file.read(entry.length) if entry and payloads else b""
             if not entry or entry.end > size or (payloads and zlib.crc32(payload) != entry.checksum):
                 file.seek(offset + 1)
-                _check_tail(path, offset, file.read())
+                _check_tail(path, offset, file.read(max(0, size - offset - 1)))  # not what was written meanwhile
                 return
             file.seek(entry.end)
             yield entry, payload

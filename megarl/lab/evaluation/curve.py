@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.rundir import CHECKPOINT, RunDir, step_of
+from megarl.core.base.rundir import CHECKPOINT, RunDir, step_of, write_atomically
 from megarl.core.evaluation import metrics
 from megarl.core.evaluation.answers import SuiteDir, suites_in
 from megarl.core.evaluation.metrics import Estimate, Outcome
@@ -62,6 +62,8 @@ def main(outs: Sequence[Path], suite: str | None, picture: Path | None) -> int:
         raise MegarlError(f"{', '.join(map(str, places))}: no suite has answers in all of them; name others, or one")
     if picture is not None and suite is None and len(common) > 1:
         raise MegarlError(f"--picture: is of one suite; say which with --suite ({', '.join(common)})")
+    if picture is not None and picture.suffix not in ("", ".png", ".svg"):
+        raise MegarlError(f"--picture: {picture}: it is drawn as PNG or SVG; end the name with .png or .svg")
     console = Console()
     for name in [suite] if suite else common:
         drawn: list[ScoreCurve] = []
@@ -103,7 +105,7 @@ def table(suite: str, drawn: Sequence[ScoreCurve]) -> Table:
 
 
 def draw(suite: str, drawn: Sequence[ScoreCurve], path: Path) -> None:
-    """Draw scores against tokens as PNG: a colour per model, a line style per way to choose, intervals shaded."""
+    """Draw scores against tokens: a colour per model, a line style per way to choose, intervals shaded."""
     from matplotlib import colormaps  # slow to import
 
     models = list(dict.fromkeys(curve.model for curve in drawn))
@@ -124,4 +126,4 @@ def draw(suite: str, drawn: Sequence[ScoreCurve], path: Path) -> None:
             axes.plot([], [], STYLES[kind], color=GREY, label=WORDS[kind])
         axes.legend()
         axes.set(xscale="log", xlabel="tokens generated for a prompt (n × mean)", ylabel="score", title=suite)
-        path.write_bytes(rendered(figure, path.suffix[1:] or "png"))
+        write_atomically(path, rendered(figure, path.suffix[1:] or "png"))

@@ -130,7 +130,9 @@ def splits(
             rows.append({name.removesuffix(suffix): value for name, value in row.items()})
             cores = 1 if row["compute_unit"] == "gpu" else resources.threads
             held = row.get("servers", math.nan) * resources.server_tensor_parallel * cores
-            each.append(row.get("seconds", math.nan) * held / 3600 / (row["n_prompts"] * row["samples"]))
+            asked = ["", *(f"/{suite}" for suite in recipe.evaluation.suites if f"n_prompts/{suite}" in row)]
+            given = sum(row[f"n_prompts{part}"] * row[f"samples{part}"] for part in asked)  # all in these seconds
+            each.append(row.get("seconds", math.nan) * held / 3600 / given)
     one = float(np.nanmedian(each))
     found = []
     for n in sorted({int(name[5:]) for row in rows for name in row if re.fullmatch(r"pass@\d+", name)}):
@@ -163,8 +165,8 @@ def main(
     recipe: Recipe, budget: float, paths: Sequence[Path], answers: int | None, posed: PlanningProblem | None, as_json: bool
 ) -> int:  # fmt: skip
     """Fit, choose and print. budget: device-hours; answers: prompts that it also answers; posed: for the planner's prices."""
-    if not budget > 0:
-        raise MegarlError(f"--allocate is {budget:g}; it is a budget of device-hours, above 0")
+    if not 0 < budget < 1e12:
+        raise MegarlError(f"--allocate is {budget:g}; it is a budget of device-hours, above 0 and below 1e12")
     if len({path.resolve() for path in paths}) < len(paths):
         raise MegarlError("--curves: a run is named twice, and would count twice")
     runs = [read_run(path) for path in paths]

@@ -283,7 +283,8 @@ _decode = msgspec.json.Decoder(TraceRow).decode
 
 def read(folder: Path) -> tuple[list[Span], list[SpanEvent]]:
     """Return spans and events of all roles, by begin; spans still open end at the last known time."""
-    roles = [_role(path) for path in sorted(folder.glob("*.jsonl")) if not path.stem.endswith(".1")]
+    paths = {path.with_name(path.name.replace(".1.jsonl", ".jsonl")) for path in folder.glob("*.jsonl")}
+    roles = [_role(path) for path in sorted(paths)]  # between rotation and next flush a role has .1.jsonl alone
     now = max((last for *_, last in roles), default=0.0)
     spans = [span for ended, begun, _, _ in roles for span in (*ended, *_cut(begun.values(), now))]
     events = [event for _, _, events, _ in roles for event in events]

@@ -124,7 +124,11 @@ def _csv(path: Path) -> Iterable[tuple[str, Row]]:
 
 
 def _jsonl(path: Path) -> Iterable[tuple[str, Row]]:
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    try:
+        lines = path.read_text().splitlines()
+    except UnicodeDecodeError as error:
+        raise MegarlError(f"{path}: not a JSONL file ({error})") from error
+    for number, line in enumerate(lines, 1):
         where = f"{path}, line {number}"
         if not line.strip():
             continue
@@ -167,11 +171,14 @@ def curves_of_rows(name: str, rows: Sequence[tuple[str, Row]], columns: PointCol
 def _answers(where: str, row: Row, score: str) -> int | None:
     """Return the column `answers` of a file, or prompts times samples of a row of eval.jsonl, as the first row has them."""
     suffix = score.removeprefix("pass_rate")
-    if (samples := row.get(f"samples{suffix}", row.get("samples"))) and (prompts := row.get(f"n_prompts{suffix}")):
-        return int(prompts * samples)
-    if row.get("answers") in (None, ""):
+    prompts, samples = f"n_prompts{suffix}", f"samples{suffix}" if f"samples{suffix}" in row else "samples"
+    if row.get(prompts) and row.get(samples):
+        answers = _number(where, row, prompts) * _number(where, row, samples)
+    elif row.get("answers") in (None, ""):
         return None
-    if (answers := _number(where, row, "answers")) < 1:
+    else:
+        answers = _number(where, row, "answers")
+    if answers < 1:
         raise MegarlError(f"{where}: answers is {answers:g}; it is how many each score is the mean of")
     return int(answers)
 

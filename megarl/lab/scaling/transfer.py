@@ -51,6 +51,8 @@ def transfer(fits: Mapping[float, Fit], size: float, r0: float | None = None) ->
         raise MegarlError(f"{len(fits)} size cannot show what size does; give fits of two or more")
     if min(*fits, size) <= 0 or not np.isfinite([*fits, size]).all():
         raise MegarlError("a size is a number of parameters above 0")
+    if r0 is not None and not 0 <= r0 < 1:
+        raise MegarlError(f"R_0 is {r0:g}; it is the pass rate before training, from 0 to below 1")
     if len({(fit.unit, fit.form) for fit in fits.values()}) > 1 or next(iter(fits.values())).form != "sigmoid":
         raise MegarlError("sizes can be compared only with one unit of compute, and with the sigmoid")
     known = [_logarithms(fit) for fit in fits.values()]

@@ -118,9 +118,12 @@ def _study(kind: str, recipes: Mapping[str, Recipe], options: StudyOptions, hook
 def numbers(option: str, text: str) -> list[int]:
     """Return the numbers of a list such as 0,1,2."""
     try:
-        return [int(number) for number in text.split(",")]
+        listed = [int(number) for number in text.split(",")]
     except ValueError:
-        raise MegarlError(f"{option}: {text!r} is not a list of numbers such as 0,1,2") from None
+        listed = [-1]
+    if min(listed) < 0:
+        raise MegarlError(f"{option}: {text!r} is not a list of numbers such as 0,1,2")
+    return listed
 
 
 def planned(title: str, recipes: Mapping[str, Recipe]) -> Table:

@@ -218,6 +218,10 @@ def test_curves_of_nothing_are_refused(tmp_path: Path) -> None:
         curve.main([tmp_path / "a", tmp_path / "b"], None, None)
     with pytest.raises(MegarlError, match="'c' is not in all of them; what all have: a"):
         curve.main([tmp_path / "a"], "c", None)
+    with pytest.raises(MegarlError, match=r"nowhere/x\.png: cannot be written: No such file"):
+        curve.main([tmp_path / "a"], None, tmp_path / "nowhere" / "x.png")
+    with pytest.raises(MegarlError, match=r"--picture: x\.html: it is drawn as PNG or SVG"):
+        curve.main([tmp_path / "a"], None, Path("x.html"))
     assert not math.isnan(summarise([Outcome.of(answer("p", 0, "1", True))])["pass_rate_low"])
 
 

@@ -412,6 +412,20 @@ def test_a_reader_sees_the_appends_of_a_live_writer(tmp_path: Path):
     journal.close()
 
 
+def test_what_is_written_while_it_is_read_is_no_damage(tmp_path: Path):
+    written(tmp_path / "whole", 3)
+    whole = last_file(tmp_path / "whole").read_bytes()
+    entries = [entry for entry, _ in scan(last_file(tmp_path / "whole"))]
+    half, live = entries[3].offset + 40, tmp_path / "live"  # a record's write is under way
+    live.write_bytes(whole[:half])
+    records = scan(live)
+    seen = [next(records)[0]]
+    with live.open("ab") as file:
+        file.write(whole[half:])
+    assert seen + [entry for entry, _ in records] == entries[:3]
+    assert [entry for entry, _ in scan(live)] == entries
+
+
 FILL = """
 import resource, sys
 from pathlib import Path

@@ -1,6 +1,7 @@
 """`megarl plan --allocate`: against a law that is known, and against brute force over it."""
 
 import json
+import math
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -125,12 +126,29 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "times the rollouts of the longest run" in notes
 
 
+def test_price_of_an_answer_counts_those_to_suites(tmp_path: Path) -> None:
+    """They are given in the same seconds as those to the held-out prompts, here nine times as many."""
+    paths = [write(tmp_path / f"r{n}", cell) for n, cell in enumerate(CORNERS)]
+    runs = [read_run(path) for path in paths]
+    law, prices = CellLaw(runs), measured(runs, GRID)
+    alone = allocate.splits(law, prices, 0.1, 500, paths)
+    for path in paths:
+        recipe = load(str(path / "recipe.yaml"), ["evaluation.suites.gsm8k={}", "evaluation.suites.aime24={}"])
+        (path / "recipe.yaml").write_text(dump(recipe))
+        rows = [json.loads(line) for line in (path / "eval.jsonl").read_text().splitlines()]
+        more = {"seconds": 200.0, "n_prompts/gsm8k": 1152, "samples/gsm8k": 16, "samples/aime24": 16}
+        (path / "eval.jsonl").write_text("".join(json.dumps(row | more) + "\n" for row in rows))
+    assert allocate.splits(law, prices, 0.1, 500, paths) == alone
+
+
 def test_bad_input(tmp_path: Path) -> None:
     paths, recipe = [write(tmp_path / f"r{n}", cell) for n, cell in enumerate(CORNERS)], load("quickstart", [])
     for budget, runs, answers, message in (
         (0.1, paths[:1], None, "1 run of one batch"),
         (1e-6, paths, None, "do not pay one step"),
         (-1.0, paths, None, "above 0"),
+        (math.inf, paths, None, "below 1e12"),
+        (1e300, paths, None, "below 1e12"),
         (0.1, paths, 10**6, "nothing is left"),
         (0.1, [*paths, write(tmp_path / "gpu", (8, 8), "gpu")], None, "hours of CPU cores"),
         (0.1, [*paths, paths[0]], None, "named twice"),

@@ -146,6 +146,14 @@ def test_an_arrow_leads_into_a_training_that_begins_just_now(tmp_path: Path) -> 
     assert (arrow["name"], arrow["ts"]) == ("step 0", train["ts"])
 
 
+def test_a_role_is_shown_between_a_rotation_of_its_file_and_the_next_flush(tmp_path: Path) -> None:
+    part = {"step": [(0.0, 5.0)], "wait": [(1.0, 2.0)], "train": [(2.0, 3.0)], "publish": [(3.5, 4.0)]}
+    rundir = recorded(tmp_path / "run", [part | {"server 0": [(0.0, 9.0)], "server 1": [(1.0, 2.0)]}])
+    before = trace_of(rundir, 1)
+    (rundir.trace / "learner.jsonl").rename(rundir.trace / "learner.1.jsonl")
+    assert trace_of(rundir, 1) == before
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     part = {"step": [(0.0, 5.0)], "wait": [(1.0, 2.0)], "train": [(2.0, 3.0)], "publish": [(3.5, 4.0)]}
     rundir = recorded(tmp_path / "run", [part | {"server 0": [(0.0, 9.0)], "server 1": [(1.0, 2.0)]}])

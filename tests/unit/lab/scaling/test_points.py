@@ -130,6 +130,10 @@ BAD = {
 def test_how_many_answers_a_score_is_of(tmp_path: Path) -> None:
     assert read_points(file(tmp_path, "gpu_hours,pass_rate,answers\n0,.2,800\n10,.3,800\n"))[0].answers == 800
     assert read_points(file(tmp_path, "gpu_hours,pass_rate,answers\n0,.2,\n10,.3,\n"))[0].answers is None
+    rows = "0,.2,200,4\n10,.3,200,4\n"
+    assert read_points(file(tmp_path, f"gpu_hours,pass_rate,n_prompts,samples\n{rows}"))[0].answers == 800
+    with pytest.raises(MegarlError, match="n_prompts is 'all', not a number"):
+        read_points(file(tmp_path, f"gpu_hours,pass_rate,n_prompts,samples\n{rows.replace('200', 'all')}"))
     with pytest.raises(MegarlError, match="answers is -5; it is how many each score is the mean of"):
         read_points(file(tmp_path, "gpu_hours,pass_rate,answers\n0,.2,-5\n10,.3,-5\n"))
 
@@ -153,6 +157,9 @@ def test_not_text(tmp_path: Path) -> None:
     (tmp_path / "points.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(MegarlError, match="not a CSV file"):
         read_points(tmp_path / "points.csv")
+    (tmp_path / "points.csv").rename(tmp_path / "points.jsonl")
+    with pytest.raises(MegarlError, match="not a JSONL file"):
+        read_points(tmp_path / "points.jsonl")
 
 
 def test_nothing_there(tmp_path: Path) -> None:

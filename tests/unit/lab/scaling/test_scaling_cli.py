@@ -111,6 +111,27 @@ def test_transfer(points: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "1 size cannot show" in scaling(capsys, "transfer", f"8e9={points}", "--size", 70e9, status=2)
 
 
+@pytest.mark.parametrize("hours", ["-5", "0", "nan", "inf"])
+def test_no_compute(hours: str, points: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said, picture = f"--to is {hours}; it is compute in hours, finite and above 0", ("-o", tmp_path / "picture")
+    sized = (f"8e9={points}", f"17e9={points}", "--size", 70e9)
+    for words in (
+        ("transfer", *sized),
+        ("extrapolate", points),
+        ("plot", points, *picture),
+        ("compare", points, points),
+    ):
+        assert said in scaling(capsys, *words, f"--to={hours}", status=2), words
+    synthetic = ("published", "--synthetic", "scalerl-8b", f"--hours={hours}")
+    assert f"--hours is {hours}; it is compute" in scaling(capsys, *synthetic, status=2)
+
+
+@pytest.mark.parametrize("score", ["-0.1", "1.5", "nan"])
+def test_no_pass_rate(score: str, points: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = scaling(capsys, "extrapolate", points, f"--reach={score}", "--json", status=2)
+    assert f"--reach is {score}; it is a pass rate, from 0 to 1" in said
+
+
 def test_published(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(json.loads(scaling(capsys, "published", "--json"))) == 23
     text = scaling(capsys, "published")

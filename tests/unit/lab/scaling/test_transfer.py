@@ -109,6 +109,9 @@ def test_bad_input() -> None:
     ):
         with pytest.raises(MegarlError, match=message):
             transfer(sizes, size)
+    for r0 in (1.5, 1.0, -0.1, float("nan")):
+        with pytest.raises(MegarlError, match="it is the pass rate before training"):
+            transfer(fits, 1e6, r0)
     power = fit([Curve("", one.hours, one.pass_rate, 0.3, "core", answers=ANSWERS)], form="power")
     with pytest.raises(MegarlError, match="sigmoid"):
         transfer({1e5: power, 2e5: power}, 1e6)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl import cli
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import load
 from megarl.lab.study.main import side_by_side
@@ -45,6 +46,12 @@ def test_another_study_is_refused(tmp_path: Path) -> None:
 def test_seeds(tmp_path: Path, seeds: tuple[int, ...]) -> None:
     with pytest.raises(MegarlError, match="--seeds: give one or more different"):
         made(tmp_path, seeds=seeds)
+
+
+@pytest.mark.parametrize("seeds", ["-1", "0,-1", "a"])
+def test_a_seed_that_no_recipe_takes(seeds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["study", "loo", "quickstart", f"--seeds={seeds}", "--dry-run"]) == 2
+    assert f"--seeds: {seeds!r} is not a list of numbers such as 0,1,2" in capsys.readouterr().err
 
 
 def test_nothing_there(tmp_path: Path) -> None:
