@@ -62,7 +62,14 @@ def test_an_array_of_servers_joins_a_run_leaves_and_goes_on_as_a_new_job(
     python.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {stand_in_server.__file__} "$@"\n')
     python.chmod(0o755)
     environment = {"RUN": str(run.rundir.path), "MEGARL": str(tmp_path / "megarl"), "PYTHONPATH": str(ROOT)}
-    options = ("--gpus-per-node=0", "--cpus-per-task=1", "--mem=0", "--time=10", "--array=0-1", f"--output={tmp_path}/job-%a.out")
+    options = (
+        "--gpus-per-node=0",
+        "--cpus-per-task=1",
+        "--mem=0",
+        "--time=10",
+        "--array=0-1",
+        f"--output={tmp_path}/job-%a.out",
+    )
     controller, learner = run.start(), run.learner()
     learner.go(until=1)
     job = cluster.submit(*options, "launch/slurm/servers.sbatch", cwd=ROOT, environment=environment)
