@@ -26,6 +26,13 @@ def directives(text: str) -> dict[str, str]:
     return dict(found)
 
 
+@pytest.mark.parametrize("script", BATCH, ids=lambda path: path.name)
+def test_a_job_has_its_node_or_says_what_it_takes_of_one(script: Path) -> None:
+    """Slurm grants a single core by default, and the memory that goes with it."""
+    asked = directives(script.read_text()).keys()
+    assert "exclusive" in asked or {"cpus-per-task", "mem"} <= asked
+
+
 def test_shellcheck() -> None:
     folders = ("launch", "benchmarks", "tests")
     scripts = [*BATCH, *(script for folder in folders for script in (ROOT / folder).rglob("*.sh"))]
