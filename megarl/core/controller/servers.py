@@ -80,6 +80,13 @@ class Servers:
             self._spans.event(f"server {server}/busy", "lost", reason=reason)
             self._changed()
 
+    async def answers(self, server: int) -> bool:
+        """Return whether it answers one health check. If not, it is lost."""
+        life, healthy = self._lives[server], await self.clients[server].health()
+        if not healthy:
+            self.server_lost(server, life, "it does not answer")
+        return healthy
+
     async def abort(self, servers: Iterable[int]) -> None:
         """Abort their requests, which continue elsewhere from what has arrived."""
         for server in servers:
