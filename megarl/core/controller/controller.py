@@ -342,10 +342,12 @@ class Controller:
         await self.servers.close()
         if self.teacher is not None:
             await self.teacher.close()
-        await self.records.close()
-        self.link.close()
-        self.spans.flush()
-        self._close_metrics()
+        try:
+            await self.records.close()
+        finally:
+            self.link.close()
+            self.spans.flush()
+            self._close_metrics()
 
     def _status(self) -> dict[str, object]:
         seconds, pipeline, state = self.meter.second(), self.pipeline, self.pipeline.state

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from megarl.core import recipe as recipes
-from megarl.core.base.messages import Published, ServerResult
 from megarl.core.base.rundir import Endpoints, LinkKeys
 from megarl.core.controller import servers as module
-from megarl.core.controller.controller import PUBLISH_TRIES, Controller
 from megarl.core.controller.metrics import Meter
 from megarl.core.controller.servers import Servers
 from megarl.core.sampling.places import Places
@@ -34,19 +32,6 @@ def servers_of(count: int) -> Servers:
         servers.membership.publish([n], 0, "a")
         servers.membership.published(n, 0, "a", "")
     return servers
-
-
-def controller_of(servers: Servers, failures: list[str]) -> Any:
-    """A controller that takes notes of publications, and the reasons to end its run."""
-    return SimpleNamespace(servers=servers, _fail=failures.append, _on_change=lambda: None)
-
-
-def broken(server: int, version: int) -> Published:
-    """A publication that did not reach its only server."""
-    return Published(
-        incarnation="a", version=version, results=(ServerResult(id=server, error="refused"),), pause_seconds=0.0,
-        transfer_seconds=0.0, resume_seconds=0.0, bytes_sent=0, staged=True,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("lends", [False, True])
@@ -102,38 +87,6 @@ def test_a_server_whose_tokens_come_is_not_asked_for_its_health(monkeypatch: pyt
     assert not asked
     assert asyncio.run(scenario(-math.inf)) == "lost"
     assert asked
-
-
-@pytest.mark.parametrize(
-    ("answering", "failed", "state"), [(True, True, "unknown"), (False, False, "lost")], ids=["answers", "killed"]
-)
-def test_the_only_server_misses_three_publications(
-    answering: bool, failed: bool, state: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They fail within a second if it was killed while no request was under way: then it is lost, and may come back."""
-
-    async def health(_: ServerClient) -> bool:
-        return answering
-
-    monkeypatch.setattr(ServerClient, "health", health)
-
-    async def scenario() -> None:
-        servers, failures = servers_of(1), list[str]()
-        told = controller_of(servers, failures)
-        for _ in range(PUBLISH_TRIES):
-            assert servers.membership.members[0].state in ("clean", "unknown")
-            assert not failures
-            servers.membership.publish([0], 1, "a")
-            await Controller.published(told, broken(0, 1))
-        assert servers.membership.members[0].state == state
-        assert bool(failures) == failed
-        if failed:
-            assert failures == ["weights did not reach server 0 3 times in a row: refused"]
-        else:
-            servers.membership.seen(0)
-            assert servers.membership.members[0].failures == 0, "it has as many tries as any"
-
-    asyncio.run(scenario())
 
 
 def test_the_share_from_the_cache_is_of_what_could_be_there() -> None:
