@@ -124,7 +124,7 @@ class Servers:
         retractions = dict[int, int]()
         while True:
             await asyncio.sleep(LOAD_S)
-            fan = Fan[ServerLoad](self.clients, set())
+            fan = Fan[ServerLoad](dict(self.clients), set())  # one that leaves meanwhile is asked to the end
             await fan.run(self.membership.clean(), lambda client: client.current_load())
             for server in fan.results.keys() & self.clients.keys():  # some may have left meanwhile
                 before, retractions[server] = retractions.get(server, 0), self.clients[server].retractions

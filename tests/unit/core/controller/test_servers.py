@@ -16,6 +16,7 @@ from megarl.core.controller.servers import Servers
 from megarl.core.sampling.places import Places
 from megarl.core.server.client import ServerClient
 from megarl.core.server.membership import ServerLoad
+from megarl.core.server.relay import OK, ServerAnswer
 from megarl.core.telemetry.spans import UNRECORDED
 from tests.unit.core.sampling.test_places import anywhere
 
@@ -61,6 +62,32 @@ def test_a_server_that_puts_requests_back_gets_fewer(lends: bool, monkeypatch: p
         return [use.limit for use in places.use.values()]
 
     assert asyncio.run(scenario()) == [64, 64 if lends else 48, 64]
+
+
+def test_a_relay_leaves_while_it_asks_for_the_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that have not answered by then are asked directly, and it itself, too."""
+    monkeypatch.setattr(module, "LOAD_S", 0.01)
+    asked: set[int] = set()
+
+    async def scenario() -> None:
+        servers = servers_of(40)
+
+        async def relay(self: ServerClient, *_: object) -> None:
+            servers.clients.pop(self.address.id, None)
+
+        async def exchange(self: ServerClient, _: object) -> ServerAnswer:
+            asked.add(self.address.id)
+            return ServerAnswer(OK, '{"loads": [{"token_usage": 0.5, "num_waiting_reqs": 0}]}')
+
+        monkeypatch.setattr(ServerClient, "relay", relay)
+        monkeypatch.setattr(ServerClient, "exchange", exchange)
+        observing = asyncio.create_task(servers.observe())
+        while 0 in servers.clients or len(asked) < 40:
+            await asyncio.sleep(0.01)
+            assert not observing.done()
+        observing.cancel()
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
 def test_a_server_whose_tokens_come_is_not_asked_for_its_health(monkeypatch: pytest.MonkeyPatch) -> None:
