@@ -177,8 +177,7 @@ class Servers:
         """Let a server go: at once, if it is forgotten already; else it asks again."""
         found = [s for s, m in self.membership.joined().items() if m.life == said.life]
         for server in found:
-            if not self.membership.leaves(server):
-                self._part(server, "it says goodbye")
+            self._part(server, "it says goodbye")
         return Wait(reason="requests or weights are under way") if found else Ack()
 
     def dismiss(self, server: int, reason: str) -> None:
@@ -187,6 +186,9 @@ class Servers:
         self._part(server, reason)
 
     def _part(self, server: int, reason: str) -> None:
+        """Let a joined server go, unless it leaves already: whatever asks for it may be heard twice."""
+        if self.membership.leaves(server):
+            return
         log.info("server %d leaves: %s", server, reason)
         self.membership.leave(server)
         self._lives[server] += 1

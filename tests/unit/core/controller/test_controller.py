@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.messages import Published, ServerResult
+from megarl.core.base.messages import Join, Joined, Published, ServerResult
 from megarl.core.controller.controller import PUBLISH_TRIES, Controller
 from megarl.core.controller.servers import Servers
 from megarl.core.server.client import ServerClient
+from megarl.run.process import free_ports
 from tests.unit.core.controller.test_servers import servers_of
 
 
@@ -57,6 +58,33 @@ def test_the_only_server_misses_three_publications(
             assert servers.membership.members[0].failures == 0, "it has as many tries as any"
 
     asyncio.run(scenario())
+
+
+def test_a_joined_server_misses_three_publications_and_the_last_is_told_twice() -> None:
+    """The learner repeats what has no answer within its limit."""
+
+    async def scenario() -> None:
+        servers, failures = servers_of(1), list[str]()
+        told, members = controller_of(servers, failures), servers.membership
+        running = asyncio.create_task(servers.run())
+        await asyncio.sleep(0)
+        joined = servers.answer(Join(life="x", url=f"http://127.0.0.1:{free_ports(1)[0]}"))
+        assert isinstance(joined, Joined)
+        members.seen(joined.server)
+        for _ in range(PUBLISH_TRIES):
+            members.publish([joined.server], 1, "a")
+            await Controller.published(told, broken(joined.server, 1))
+        assert members.leaves(joined.server)
+        await Controller.published(told, broken(joined.server, 1))
+        while joined.server in servers.clients:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        assert not running.done()
+        assert not failures
+        running.cancel()
+        await servers.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
 def test_a_journal_that_fails_at_the_end_leaves_nothing_open() -> None:
