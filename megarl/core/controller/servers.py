@@ -124,7 +124,8 @@ class Servers:
         retractions = dict[int, int]()
         while True:
             await asyncio.sleep(LOAD_S)
-            fan = Fan[ServerLoad](dict(self.clients), set())  # one that leaves meanwhile is asked to the end
+            clients = dict(self.clients)  # one that leaves meanwhile is asked to the end
+            fan = Fan[ServerLoad](clients, set(), self.membership.joined())
             await fan.run(self.membership.clean(), lambda client: client.current_load())
             for server in fan.results.keys() & self.clients.keys():  # some may have left meanwhile
                 before, retractions[server] = retractions.get(server, 0), self.clients[server].retractions
