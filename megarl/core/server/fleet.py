@@ -131,8 +131,9 @@ class Fleet:
     without `close` does not wait for it.
     """
 
-    def __init__(self, servers: Iterable[ServerClient], version: int) -> None:
-        self.servers, self.version = {s.address.id: s for s in servers}, version
+    def __init__(self, servers: Iterable[ServerClient], version: int, joined: Container[int] = ()) -> None:
+        """joined: as of a Fan."""
+        self.servers, self.version, self._joined = {s.address.id: s for s in servers}, version, joined
         self._direct: set[int] = set()
         self._loop, self._over = asyncio.new_event_loop(), asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="publish", daemon=True)
@@ -140,7 +141,7 @@ class Fleet:
 
     def start[T](self, ids: Iterable[int], call: Call[T]) -> Calls[T]:
         """Begin calls. Each may await nothing but its server."""
-        fan = Fan[T](self.servers, self._direct, context=f"publishing version {self.version} to ")
+        fan = Fan[T](self.servers, self._direct, self._joined, f"publishing version {self.version} to ")
         return Calls(fan.results, fan.errors, asyncio.run_coroutine_threadsafe(fan.run(ids, call), self._loop))
 
     def each[T](self, ids: Iterable[int], call: Call[T]) -> tuple[dict[int, T], dict[int, str]]:

@@ -19,9 +19,10 @@ from megarl.core.base.rundir import Endpoints, LinkKeys
 from megarl.core.server import fleet as module
 from megarl.core.server import relay
 from megarl.core.server.client import ServerClient
-from megarl.core.server.fleet import Fan, Fleet, collect
+from megarl.core.server.fleet import Fleet, collect
 from megarl.core.server.proxy import Gate
 from megarl.core.server.relay import RelayLost
+from megarl.core.weights.transport import open_fleet
 from megarl.run.process import free_ports
 
 SERVERS = 11
@@ -190,17 +191,12 @@ def test_joined_servers_are_called_directly(stand_ins: StandIns) -> None:
     for gate in stand_ins.gates:
         gate._endpoints = msgspec.structs.replace(stand_ins.endpoints, servers=stand_ins.urls[:10])
 
-    async def versions() -> dict[int, int]:
-        clients = {
-            i: ServerClient(ServerAddress(id=i, url=u), "user", "admin", LIMIT_S) for i, u in enumerate(stand_ins.urls)
-        }
-        fan = Fan[int](clients, set(), joined={10})
-        await fan.run(clients, lambda client: client.served_version())
-        for client in clients.values():
-            await client.close()
-        return fan.results
-
-    assert asyncio.run(versions()) == {i: i for i in range(SERVERS)}
+    endpoints, addresses = (
+        stand_ins.gates[0]._endpoints,
+        [ServerAddress(id=i, url=u) for i, u in enumerate(stand_ins.urls)],
+    )
+    with closing(open_fleet(addresses, endpoints, LIMIT_S, 7)) as fleet:
+        assert fleet.each(fleet.servers, lambda s: s.served_version()) == ({i: i for i in range(SERVERS)}, {})
     assert stand_ins.relayed == {0: 1, 4: 1, 8: 1}
     assert not any(gate.refused for gate in stand_ins.gates)
 
