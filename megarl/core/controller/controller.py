@@ -19,6 +19,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import compress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -58,7 +59,7 @@ END_LIMIT_S = 600.0
 UNMET_LIMIT_S = 5.0
 """The same limit for a learner that has never spoken to this controller."""
 PUBLISH_TRIES = 3
-"""Consecutive publications that may fail on a server while no other works."""
+"""Consecutive publications that may fail on a server that answers while no other works."""
 
 
 type StatusAndTotals = tuple[Mapping[str, Any], Mapping[int, Mapping[str, float]]]
@@ -167,8 +168,10 @@ class Controller:
             log.warning("servers %s were being published to; their requests go on from what has arrived", broken)
             self._tasks.create_task(self.servers.abort(broken))
 
-    def published(self, result: Published) -> None:
-        """Note the end of a publication. End the run if no server has the current weights and one has failed too often."""
+    async def published(self, result: Published) -> None:
+        """Note the end of a publication. End the run if no server has the current weights and one has failed too often that
+        answers: one that does not may be starting again.
+        """
         membership, clean = self.servers.membership, []
         for r in result.results:
             if membership.published(r.id, result.version, result.incarnation, r.error):
@@ -188,6 +191,7 @@ class Controller:
             )  # fmt: skip
             self.parity.published(result.version)
             self.evaluate_if_due(result.version)
+        missed: dict[int, str] = {}
         for r in result.results:
             member = membership.members.get(r.id)
             if not r.error or member is None or member.failures < PUBLISH_TRIES:
@@ -196,7 +200,10 @@ class Controller:
             if member.life:
                 self.servers.dismiss(r.id, why)
             elif not membership.clean():
-                self._fail(why)
+                missed[r.id] = why
+        answering = await asyncio.gather(*map(self.servers.answers, missed))
+        for why in compress(missed.values(), answering):
+            self._fail(why)
         self._on_change()
 
     def scored(self, result: Scored) -> None:
@@ -335,10 +342,12 @@ class Controller:
         await self.servers.close()
         if self.teacher is not None:
             await self.teacher.close()
-        await self.records.close()
-        self.link.close()
-        self.spans.flush()
-        self._close_metrics()
+        try:
+            await self.records.close()
+        finally:
+            self.link.close()
+            self.spans.flush()
+            self._close_metrics()
 
     def _status(self) -> dict[str, object]:
         seconds, pipeline, state = self.meter.second(), self.pipeline, self.pipeline.state

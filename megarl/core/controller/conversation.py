@@ -159,7 +159,7 @@ class Conversation:
                     self.changed.set()
                     continue
                 case Published():
-                    self._answers.published(request)
+                    await self._answers.published(request)
                 case Scored():
                     self._answers.scored(request)
             await self._link.reply(peer, Ack())

@@ -69,6 +69,8 @@ class Evaluations:
             self._compute.hold(len(servers))
             log.info("version %d is evaluated on servers %s", version, sorted(servers))
             self.tasks[version] = tasks.create_task(self._evaluate(version, servers, spent[version]))
+            # Not by the task itself: one that is cancelled before its first step runs nothing.
+            self.tasks[version].add_done_callback(lambda _: self._ended(version, servers))
 
     def cancel_lost(self) -> None:
         """Take servers that lost their weights out of evaluations. One with none left ends: the next version is due."""
@@ -93,6 +95,7 @@ class Evaluations:
             await asyncio.to_thread(self._write_results, version, outcomes)
             new |= await asyncio.to_thread(self._watch, self._rundir, version, list(self._recipe.data.tasks))
             append_jsonl(self._rundir.eval, new)
+            self.latest, self._failures, done = new, 0, True
             await self._pipeline.records.write(
                 Evaluated(
                     version=version, time=time.time(), compute_hours=spent.total, pass_rate=scores["pass_rate"],
@@ -100,7 +103,6 @@ class Evaluations:
                     samples=int(scores["samples"]),
                 )
             )  # fmt: skip
-            self.latest, self._failures, done = new, 0, True
             log.info("version %d: held-out pass rate %.4f", version, scores["pass_rate"])
             if why := not_worth_it(new, self._recipe.run.stop_when):
                 self._stop(f"run.stop_when: {why}")
@@ -111,10 +113,13 @@ class Evaluations:
                 shutil.rmtree(folder, ignore_errors=True)  # half an evaluation is none
             now = time.monotonic()
             self._spans.span("controller/evaluation", f"version {version}", began, now, servers=sorted(servers))
-            del self.tasks[version]
-            self._compute.hold(-len(servers))
-            self._schedule.end(version)
-            self._pipeline.changed()
+
+    def _ended(self, version: int, servers: set[int]) -> None:
+        """Unpin the servers that are left."""
+        del self.tasks[version]
+        self._compute.hold(-len(servers))
+        self._schedule.end(version)
+        self._pipeline.changed()
 
     async def _ask(self, version: int, servers: set[int]) -> dict[str, list[Outcome]]:
         """Ask everything, write each answer, and return the outcomes by task and suite."""

@@ -5,7 +5,8 @@
     the learner publishes ───────────────────────────┘
     GET /v1/loads each 5 s, retracted requests ──────► Places.observe
 
-A server that comes back, or is met for the first time, first aborts all its requests, because nobody waits for them.
+Connections to a lost server that does not answer are dropped: if its machine is gone, nothing else ends the requests on them.
+One that comes back, or is met for the first time, first aborts all its requests, because nobody waits for them.
 
     Join ──► one member more: watched, published to, sent requests   ── no answer and no word ─┐
     Leave ─► no new requests; those under way are aborted and go on elsewhere ─► forgotten ◄───┘
@@ -36,6 +37,8 @@ MISSES = 5
 """Consecutive missed health checks after which a server is lost: on a busy machine one or two mean nothing."""
 DRAIN_S, DRAIN_POLL_S = 5.0, 0.05
 """How long a leaving server may take to abort its requests, after which the connections are closed, and how often we look."""
+CLOSE_S = 1.0
+"""How long connections may take to close: one to a machine that is gone tries for minutes to send what is left."""
 
 
 class Servers:
@@ -80,6 +83,13 @@ class Servers:
             self._spans.event(f"server {server}/busy", "lost", reason=reason)
             self._changed()
 
+    async def answers(self, server: int) -> bool:
+        """Return whether it answers one health check. If not, it is lost."""
+        life, healthy = self._lives[server], await self.clients[server].health()
+        if not healthy:
+            self.server_lost(server, life, "it does not answer")
+        return healthy
+
     async def abort(self, servers: Iterable[int]) -> None:
         """Abort their requests, which continue elsewhere from what has arrived."""
         for server in servers:
@@ -111,13 +121,16 @@ class Servers:
             misses = 0 if healthy or member.state == "publishing" else misses + 1
             if misses >= MISSES and not member.away:
                 self.server_lost(server, life, f"it missed {misses} health checks")
+            if misses and member.state == "lost":
+                await self._disconnect(server)
 
     async def observe(self) -> None:
         """Adapt the places of servers to their load, for ever. A learner on their GPU has them put requests back on purpose."""
         retractions = dict[int, int]()
         while True:
             await asyncio.sleep(LOAD_S)
-            fan = Fan[ServerLoad](self.clients, set())
+            clients = dict(self.clients)  # one that leaves meanwhile is asked to the end
+            fan = Fan[ServerLoad](clients, set(), self.membership.joined())
             await fan.run(self.membership.clean(), lambda client: client.current_load())
             for server in fan.results.keys() & self.clients.keys():  # some may have left meanwhile
                 before, retractions[server] = retractions.get(server, 0), self.clients[server].retractions
@@ -138,6 +151,12 @@ class Servers:
         self._spans.event(f"server {server}/busy", "up")
         log.info("server %d at %s is up", server, self.clients[server].address.url)
         self._changed()
+
+    async def _disconnect(self, server: int) -> None:
+        """Drop its connections, which ends the requests on them, also on a machine that is gone."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await self.clients[server].close()
 
     # Servers that the run has not started.
 
@@ -170,8 +189,7 @@ class Servers:
         """Let a server go: at once, if it is forgotten already; else it asks again."""
         found = [s for s, m in self.membership.joined().items() if m.life == said.life]
         for server in found:
-            if not self.membership.leaves(server):
-                self._part(server, "it says goodbye")
+            self._part(server, "it says goodbye")
         return Wait(reason="requests or weights are under way") if found else Ack()
 
     def dismiss(self, server: int, reason: str) -> None:
@@ -180,6 +198,9 @@ class Servers:
         self._part(server, reason)
 
     def _part(self, server: int, reason: str) -> None:
+        """Let a joined server go, unless it leaves already: whatever asks for it may be heard twice."""
+        if self.membership.leaves(server):
+            return
         log.info("server %d leaves: %s", server, reason)
         self.membership.leave(server)
         self._lives[server] += 1
@@ -196,9 +217,9 @@ class Servers:
                 while use.running:
                     await asyncio.sleep(DRAIN_POLL_S)
         while use.running or member.receives:
-            await self.clients[server].close()  # ends what is left, also on a machine that is gone
+            await self._disconnect(server)
             await asyncio.sleep(DRAIN_POLL_S)
-        await self.clients[server].close()
+        await self._disconnect(server)
         self.membership.forget(server)
         self.places.forget(server)
         del self.clients[server]
@@ -207,5 +228,4 @@ class Servers:
 
     async def close(self) -> None:
         """Drop all connections; the servers abort the requests on them."""
-        for client in self.clients.values():
-            await client.close()
+        await asyncio.gather(*map(self._disconnect, self.clients))

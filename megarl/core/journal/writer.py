@@ -25,6 +25,7 @@ class JournalWriter:
         self._thread = ThreadPoolExecutor(1, "journal")
         self._queue: list[tuple[Applied, asyncio.Future[None]]] = []
         self._come = asyncio.Event()
+        self._failure: BaseException | None = None
 
     def write(self, record: JournalRecord) -> "asyncio.Future[None]":
         """Apply a record and queue it. Await the result to know that it is on disk."""
@@ -41,10 +42,11 @@ class JournalWriter:
             await self.flush()
 
     async def flush(self) -> None:
+        """Write what is queued. A failure is raised again by every later call: who asked first may not have waited for it."""
         batch, self._queue = self._queue, []
+        begin = time.monotonic()
+        await self._call(lambda: self._put([applied for applied, _ in batch]))
         if batch:
-            begin = time.monotonic()
-            await self._call(lambda: self._journal.put([applied for applied, _ in batch]))
             self._spans.span("controller/journal", "write", begin, time.monotonic(), records=len(batch))
         for _, written in batch:
             if not written.cancelled():
@@ -60,10 +62,22 @@ class JournalWriter:
         await self._call(lambda: self._journal.drop(first_needed))
 
     async def close(self) -> None:
-        """Write the rest of the queue and release the journal."""
-        await self.flush()
-        await self._call(self._journal.close)
-        self._thread.shutdown()
+        """Write the rest of the queue and release the journal. Raises what has kept a record from the disk."""
+        try:
+            await self.flush()
+        finally:
+            await self._call(self._journal.close)
+            self._thread.shutdown()
+
+    def _put(self, applied: Sequence[Applied]) -> None:
+        """Write in the thread, up to the first failure."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            self._journal.put(applied)
+        except BaseException as failure:
+            self._failure = failure
+            raise
 
     async def _call[T](self, function: Callable[[], T]) -> T:
         # Shielded: what has been taken from the queue is written even if who asked for it is cancelled before its turn.

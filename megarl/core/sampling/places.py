@@ -3,8 +3,8 @@
     claim(order, may_use) ─► await claim.place() ─► (server, its version) ─► request ─► give_back(server)
 
 A group claims the first places of all its rollouts when its ticket is admitted (`GroupPlaces`), so the free places are known
-at once. `may_use(server, version)` says which servers suit a claim. It is asked whenever a place is given, so no leg, retry
-or wait for a publication can end on a server that is no longer eligible.
+at once. `may_use(server, version)` says which servers suit a claim. It is asked whenever a place is given, and again before a
+group's request is sent, so no leg, retry or wait for a publication can end on a server that is no longer eligible.
 
 How many places a server has follows what it bears (`observe`), by additive increase and multiplicative decrease (Chiu and
 Jain, 1989): a quarter fewer when it has retracted requests for want of KV, or lets requests wait at two observations; one in
@@ -211,16 +211,19 @@ class GroupPlaces:
 
     async def take(self, rollout: int) -> tuple[int, int]:
         """Wait for a place for the next request of this rollout: (server, version of its weights). It must be given back."""
-        server, version = await (self._claims.pop(rollout, None) or self._claim(rollout)).place()
-        if self.began is None:
-            self.began = version
-            return server, version
-        try:
-            await self._cached.wait()
-        except asyncio.CancelledError:
-            self._places.give_back(server)
-            raise
-        return server, version
+        while True:
+            server, _ = await (self._claims.pop(rollout, None) or self._claim(rollout)).place()
+            try:
+                if self.began is not None:
+                    await self._cached.wait()
+            except asyncio.CancelledError:
+                self._places.give_back(server)
+                raise
+            version = self._places.membership.serving_version(server)
+            if version is not None and self._may_use(server, version):
+                self.began = version if self.began is None else self.began
+                return server, version
+            self._places.give_back(server)  # it was lost, or is published to, since the place was given
 
     def cached(self) -> None:
         """Note that a request has a token, or has ended."""

@@ -214,6 +214,7 @@ class ServerClient:
         self._timeout_s = timeout_s
         self.heard, self.retractions = -math.inf, 0
         self._session: aiohttp.ClientSession | None = None
+        self._replies: set[aiohttp.ClientResponse] = set()  # to requests for tokens that have not ended
         self._ask: Callable[[ServerQuestion], Awaitable[ServerAnswer]] = self.exchange
 
     async def __aenter__(self) -> Self:
@@ -223,8 +224,10 @@ class ServerClient:
         await self.close()
 
     async def close(self) -> None:
-        """Drop all connections; the server aborts the requests on them."""
+        """Drop all connections; the server aborts the requests on them, which become ServerLost. The next call makes others."""
         session, self._session = self._session, None
+        for reply in self._replies:
+            reply.close()  # a session that is closed does not wake who reads a reply
         if session is not None:
             await session.close()
 
@@ -329,7 +332,11 @@ class ServerClient:
             ) as reply:
                 if reply.status != 200:
                     raise self._refusal_or_loss(reply.status, await reply.text(), received)
-                yield reply
+                self._replies.add(reply)
+                try:
+                    yield reply
+                finally:
+                    self._replies.discard(reply)
         except TimeoutError:
             reason = f"{url} did not finish a request within {self._timeout_s:g} s"
             raise ServerLost(reason, *received.joined()) from None

@@ -4,7 +4,8 @@
     Fan      drives coroutines that ask one question after the other (ServerClient.asking)
 
 Equal questions of many servers go out as one call to one of them, which relays it (relay.py), and equal answers come back as
-one. Up to DIRECT servers, and questions that only one server is asked, go directly.
+one. Up to DIRECT servers, and questions that only one server is asked, go directly; so does all that a joined server is asked,
+because a gate passes calls on only to the run's own.
 
 If a relay is lost or refuses, those of its servers that have not answered are asked directly, from then on always. A question
 that must not be asked twice gets RelayLost instead: the caller does not know whether those servers have heard it.
@@ -12,7 +13,7 @@ that must not be asked twice gets RelayLost instead: the caller does not know wh
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Container, Coroutine, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -32,11 +33,14 @@ type Call[T] = Callable[[ServerClient], Coroutine[Any, Any, T]]
 class Fan[T]:
     """Calls of one kind to several servers. results, errors: by server id, so far.
 
-    clients: by server id. direct: groups whose relay was lost, which outlives the Fan. context: begins each error's text.
+    clients: by server id. direct: groups whose relay was lost, which outlives the Fan. joined: those of the servers that are
+    not the run's own. context: begins each error's text.
     """
 
-    def __init__(self, clients: Mapping[int, ServerClient], direct: set[int], context: str = "") -> None:
-        self._clients, self._direct, self._context = clients, direct, context
+    def __init__(
+        self, clients: Mapping[int, ServerClient], direct: set[int], joined: Container[int] = (), context: str = ""
+    ) -> None:
+        self._clients, self._direct, self._joined, self._context = clients, direct, joined, context
         self.results: dict[int, T] = {}
         self.errors: dict[int, MegarlError] = {}
         self._running: dict[int, Coroutine[Any, ServerAnswer | None, T]] = {}
@@ -86,7 +90,8 @@ class Fan[T]:
             return [[i] for i in ids]
         groups: dict[int, list[int]] = {}
         for i in ids:
-            groups.setdefault(-1 - i if i // GROUP in self._direct else i // GROUP, []).append(i)
+            alone = i in self._joined or i // GROUP in self._direct
+            groups.setdefault(-1 - i if alone else i // GROUP, []).append(i)
         return list(groups.values())
 
     async def _ask_group(self, question: ServerQuestion, ids: list[int]) -> None:
@@ -126,8 +131,9 @@ class Fleet:
     without `close` does not wait for it.
     """
 
-    def __init__(self, servers: Iterable[ServerClient], version: int) -> None:
-        self.servers, self.version = {s.address.id: s for s in servers}, version
+    def __init__(self, servers: Iterable[ServerClient], version: int, joined: Container[int] = ()) -> None:
+        """joined: as of a Fan."""
+        self.servers, self.version, self._joined = {s.address.id: s for s in servers}, version, joined
         self._direct: set[int] = set()
         self._loop, self._over = asyncio.new_event_loop(), asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="publish", daemon=True)
@@ -135,7 +141,7 @@ class Fleet:
 
     def start[T](self, ids: Iterable[int], call: Call[T]) -> Calls[T]:
         """Begin calls. Each may await nothing but its server."""
-        fan = Fan[T](self.servers, self._direct, f"publishing version {self.version} to ")
+        fan = Fan[T](self.servers, self._direct, self._joined, f"publishing version {self.version} to ")
         return Calls(fan.results, fan.errors, asyncio.run_coroutine_threadsafe(fan.run(ids, call), self._loop))
 
     def each[T](self, ids: Iterable[int], call: Call[T]) -> tuple[dict[int, T], dict[int, str]]:

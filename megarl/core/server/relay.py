@@ -4,7 +4,7 @@
            ◄── an error at once, the rest together ◄──                ◄── an answer each ◄──
 
 The caller's side is fleet.py. `relayed` is the gate's side (proxy.py): it passes a call on with the key that it came with, and
-each gate checks that itself.
+each gate checks that itself. No gate passes a call on to a server that has joined.
 """
 
 import asyncio

@@ -39,7 +39,8 @@ class Transport(Protocol):
 
 def open_fleet(servers: Iterable[ServerAddress], endpoints: Endpoints, limit_s: float, version: int) -> Fleet:
     """Return clients of these servers. limit_s: for a call that moves weights. version: what is published, for errors."""
-    return Fleet([ServerClient(a, endpoints.api_key, endpoints.admin_key, limit_s) for a in servers], version)
+    clients = [ServerClient(a, endpoints.api_key, endpoints.admin_key, limit_s) for a in servers]
+    return Fleet(clients, version, {c.address.id for c in clients if c.address.url not in endpoints.servers})
 
 
 class Bucket(NamedTuple):

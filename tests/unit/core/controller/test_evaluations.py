@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +311,76 @@ def test_several_servers_share_it_and_one_may_be_lost_or_leave(tmp_path: Path, l
     asyncio.run(run())
     (found,) = read_jsonl(rundir.eval)
     assert (found["n_prompts"], found["pass_rate"]) == (9, 1.0)
+
+
+@dataclass
+class OneTask:
+    """The evaluations of a run of one task, and what they work on."""
+
+    rundir: RunDir
+    members: Membership
+    evaluations: Evaluations
+    schedule: EvaluationSchedule
+    records: JournalWriter
+
+
+def one_task(tmp_path: Path, servers: int) -> OneTask:
+    """All servers have version 0."""
+    recipe = recipe_of(tmp_path, math=1)
+    rundir = RunDir(recipe.run.path)
+    rundir.create()
+    journal = Journal.open(rundir.rollouts, 2, 1)
+    journal.append(Session(session="s", time=0.0, devices=1, compute_unit="core"))
+    members = Membership([ServerAddress(id=n, url="") for n in range(servers)])
+    for n in range(servers):
+        members.seen(n)
+        members.publish([n], 0, "a")
+        members.published(n, 0, "a", "")
+    evaluations, records, schedule = evaluations_of(recipe, journal, members, Answers(0), 4, [].append, [].append)
+    return OneTask(rundir, members, evaluations, schedule, records)
+
+
+def test_an_evaluation_ends_whose_server_is_lost_before_its_first_step(tmp_path: Path) -> None:
+    it, spent = one_task(tmp_path, servers=2), {0: Spent(0.5, 0.0, 0.0)}
+
+    async def run() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            writer = tasks.create_task(it.records.run())
+            it.evaluations.begin_if_due(0, spent, tasks)
+            (lost,) = it.schedule.running[0]
+            it.members.lost(lost)
+            it.evaluations.cancel_lost()
+            await asyncio.sleep(0.01)
+            assert (it.evaluations.tasks, it.schedule.running) == ({}, {})
+            it.evaluations.begin_if_due(0, spent, tasks)
+            assert it.schedule.running[0] == {1 - lost}, "the other one has these weights"
+            await asyncio.wait_for(asyncio.shield(it.evaluations.tasks[0]), 10)
+            writer.cancel()
+        await it.records.close()
+
+    asyncio.run(run())
+    assert [row["pass_rate"] for row in read_jsonl(it.rundir.eval)] == [1.0]
+
+
+def test_a_row_that_is_written_keeps_its_answers(tmp_path: Path) -> None:
+    """The evaluation is cancelled while the journal's disk is slow: both have the score already."""
+    it = one_task(tmp_path, servers=1)
+
+    async def run() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            it.evaluations.begin_if_due(0, {0: Spent(0.5, 0.0, 0.0)}, tasks)
+            task = it.evaluations.tasks[0]
+            while not it.records.state.evaluations:
+                await asyncio.sleep(0.01)
+            assert not task.done(), "nobody writes the journal yet"
+            task.cancel()
+        await it.records.close()
+
+    asyncio.run(run())
+    (found,) = read_jsonl(it.rundir.eval)
+    assert it.evaluations.latest == found
+    place = SuiteDir(it.rundir.evaluations / "step-0000000", "math")
+    assert len(list(read_answers(place.answers))) == found["n_prompts"] * 2
 
 
 def test_a_trusted_grader_is_beside_the_reward_in_all_that_is_written(

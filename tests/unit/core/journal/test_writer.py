@@ -4,9 +4,13 @@ import asyncio
 import threading
 from pathlib import Path
 
+import pytest
+
+from megarl.core.base.errors import MegarlError
 from megarl.core.journal.journal import Journal, JournalReader
 from megarl.core.journal.records import Admitted
 from megarl.core.journal.writer import JournalWriter
+from tests.full_disk import files_no_larger_than
 
 
 def admitted(ticket: int) -> Admitted:
@@ -28,3 +32,28 @@ def test_a_write_that_is_cancelled_before_its_turn_is_written_all_the_same(tmp_p
 
     asyncio.run(run())
     assert [r.ticket for r in JournalReader(tmp_path).replay() if isinstance(r, Admitted)] == [0, 1]
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "cancelled"])
+def test_a_full_disk_is_named_to_all_who_ask(tmp_path: Path, told: bool) -> None:
+    """Also for what is queued while the write fails, and by the last who asks, if the first has gone away."""
+
+    async def run() -> None:
+        ledger, busy = JournalWriter(Journal.open(tmp_path, 2, 1)), threading.Event()
+        ledger._thread.submit(busy.wait, 10)
+        ledger.write(admitted(0))
+        writer = asyncio.create_task(ledger.run())
+        await asyncio.sleep(0.01)
+        ledger.write(admitted(1))
+        if not told:
+            writer.cancel()
+        with files_no_larger_than((tmp_path / "000000.journal").stat().st_size):
+            busy.set()
+            (failure,) = await asyncio.gather(writer, return_exceptions=True)
+            assert isinstance(failure, MegarlError if told else asyncio.CancelledError)
+            for asked in (ledger.groups([0]), ledger.close()):
+                with pytest.raises(MegarlError, match=r"000000\.journal: .*File too large"):
+                    await asked
+        Journal.open(tmp_path, 2, 1).close()
+
+    asyncio.run(run())

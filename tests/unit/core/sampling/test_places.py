@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -164,6 +165,38 @@ def test_a_group_whose_server_is_lost_moves_as_a_whole() -> None:
         moved = {(await group._claim(n).place())[0] for n in range(4)}
         assert len(moved) == 1
         assert home not in moved
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("waiting", ["before its first request", "for the prompt in the cache"])
+def test_a_place_is_not_used_once_its_server_may_not_be(waiting: str) -> None:
+    """It was given before the server was lost; started again, the server has no weights of the run until it is published to."""
+
+    async def scenario() -> None:
+        members = clean(0)
+        places, admission = Places(members, limit=4), Admission(1, 8)
+        group = GroupPlaces(places, admission, admission.admit(), rollouts=2)
+        assert places.use[0].running == 2
+        if waiting == "before its first request":
+            request = None
+        else:
+            await group.take(0)
+            request = asyncio.create_task(group.take(1))
+            await settle()
+        members.lost(0)
+        members.seen(0)
+        places.refresh()
+        group.cached()
+        request = request or asyncio.create_task(group.take(1))
+        await settle()
+        assert not request.done()
+        members.publish([0], 2, "a")
+        members.published(0, 2, "a", "")
+        places.refresh()
+        assert await request == (0, 2)
+        assert places.use[0].running == 2
+        assert group.began == (2 if waiting == "before its first request" else 0)
 
     run(scenario)
 

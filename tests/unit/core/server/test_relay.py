@@ -22,6 +22,7 @@ from megarl.core.server.client import ServerClient
 from megarl.core.server.fleet import Fleet, collect
 from megarl.core.server.proxy import Gate
 from megarl.core.server.relay import RelayLost
+from megarl.core.weights.transport import open_fleet
 from megarl.run.process import free_ports
 
 SERVERS = 11
@@ -183,6 +184,21 @@ def test_a_relay_that_is_gone_fails_alone(stand_ins: StandIns) -> None:
     with closing(fleet_of(stand_ins, {0: nobody})) as fleet:
         results, errors = fleet.each(fleet.servers, lambda s: s.pause("in_place"))
     assert (sorted(results), list(errors)) == ([*range(1, SERVERS)], [0])
+
+
+def test_joined_servers_are_called_directly(stand_ins: StandIns) -> None:
+    """No gate knows of them, and would refuse a call to a group that has one."""
+    for gate in stand_ins.gates:
+        gate._endpoints = msgspec.structs.replace(stand_ins.endpoints, servers=stand_ins.urls[:10])
+
+    endpoints, addresses = (
+        stand_ins.gates[0]._endpoints,
+        [ServerAddress(id=i, url=u) for i, u in enumerate(stand_ins.urls)],
+    )
+    with closing(open_fleet(addresses, endpoints, LIMIT_S, 7)) as fleet:
+        assert fleet.each(fleet.servers, lambda s: s.served_version()) == ({i: i for i in range(SERVERS)}, {})
+    assert stand_ins.relayed == {0: 1, 4: 1, 8: 1}
+    assert not any(gate.refused for gate in stand_ins.gates)
 
 
 def test_what_must_not_be_repeated_is_not(stand_ins: StandIns) -> None:

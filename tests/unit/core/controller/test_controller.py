@@ -1,0 +1,112 @@
+"""The controller's answers to what the learner says of publications, and its end."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.messages import Join, Joined, Published, ServerResult
+from megarl.core.controller.controller import PUBLISH_TRIES, Controller
+from megarl.core.controller.servers import Servers
+from megarl.core.server.client import ServerClient
+from megarl.run.process import free_ports
+from tests.unit.core.controller.test_servers import servers_of
+
+
+def controller_of(servers: Servers, failures: list[str]) -> Any:
+    """A controller that takes notes of publications, and the reasons to end its run."""
+    return SimpleNamespace(servers=servers, _fail=failures.append, _on_change=lambda: None)
+
+
+def broken(server: int, version: int) -> Published:
+    """A publication that did not reach its only server."""
+    return Published(
+        incarnation="a", version=version, results=(ServerResult(id=server, error="refused"),), pause_seconds=0.0,
+        transfer_seconds=0.0, resume_seconds=0.0, bytes_sent=0, staged=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("answering", "failed", "state"), [(True, True, "unknown"), (False, False, "lost")], ids=["answers", "killed"]
+)
+def test_the_only_server_misses_three_publications(
+    answering: bool, failed: bool, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They fail within a second if it was killed while no request was under way: then it is lost, and may come back."""
+
+    async def health(_: ServerClient) -> bool:
+        return answering
+
+    monkeypatch.setattr(ServerClient, "health", health)
+
+    async def scenario() -> None:
+        servers, failures = servers_of(1), list[str]()
+        told = controller_of(servers, failures)
+        for _ in range(PUBLISH_TRIES):
+            assert servers.membership.members[0].state in ("clean", "unknown")
+            assert not failures
+            servers.membership.publish([0], 1, "a")
+            await Controller.published(told, broken(0, 1))
+        assert servers.membership.members[0].state == state
+        assert bool(failures) == failed
+        if failed:
+            assert failures == ["weights did not reach server 0 3 times in a row: refused"]
+        else:
+            servers.membership.seen(0)
+            assert servers.membership.members[0].failures == 0, "it has as many tries as any"
+
+    asyncio.run(scenario())
+
+
+def test_a_joined_server_misses_three_publications_and_the_last_is_told_twice() -> None:
+    """The learner repeats what has no answer within its limit."""
+
+    async def scenario() -> None:
+        servers, failures = servers_of(1), list[str]()
+        told, members = controller_of(servers, failures), servers.membership
+        running = asyncio.create_task(servers.run())
+        await asyncio.sleep(0)
+        joined = servers.answer(Join(life="x", url=f"http://127.0.0.1:{free_ports(1)[0]}"))
+        assert isinstance(joined, Joined)
+        members.seen(joined.server)
+        for _ in range(PUBLISH_TRIES):
+            members.publish([joined.server], 1, "a")
+            await Controller.published(told, broken(joined.server, 1))
+        assert members.leaves(joined.server)
+        await Controller.published(told, broken(joined.server, 1))
+        while joined.server in servers.clients:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        assert not running.done()
+        assert not failures
+        running.cancel()
+        await servers.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_a_journal_that_fails_at_the_end_leaves_nothing_open() -> None:
+    closed: list[str] = []
+
+    def part(name: str) -> Any:
+        async def close() -> None:
+            closed.append(name)
+            if name == "records":
+                raise MegarlError("the disk is full")
+
+        return SimpleNamespace(close=close)
+
+    def at_once(name: str) -> Any:
+        return lambda: closed.append(name)
+
+    made: Any = SimpleNamespace(
+        **{name: part(name) for name in ("agents", "servers", "records", "teacher")},
+        **{name: SimpleNamespace(close=at_once(name)) for name in ("graders", "environments", "link")},
+        spans=SimpleNamespace(flush=at_once("spans")),
+        _close_metrics=at_once("metrics"),
+    )
+    with pytest.raises(MegarlError, match="the disk is full"):
+        asyncio.run(Controller._close(made))
+    assert {"records", "link", "spans", "metrics"} <= {*closed}
