@@ -23,6 +23,7 @@ request is sent twice: aiohttp repeats only a GET, which changes nothing, and a 
 
 import hashlib
 import math
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -61,9 +62,11 @@ RECEIVE_LIMIT_S = 86_400.0
 """Longer than any publication: the learner limits each bucket, and ends the call."""
 HEALTH_LIMIT_S = 5.0
 CONTROL_LIMIT_S = 30.0
+"""Limit of calls whose duration does not depend on the model, unless the client's own limit is shorter."""
 REQUEST_LIMIT_S = 3600.0
 """Limit of a generation request: 32,768 tokens at 10 tokens/s take 55 minutes. Health checks notice a lost server sooner."""
-"""Limit of calls whose duration does not depend on the model, unless the client's own limit is shorter."""
+UNACKNOWLEDGED_S = 30.0
+"""Limit on the wait for the other machine to acknowledge bytes that were sent."""
 REFUSALS = frozenset({400, 401, 403, 404, 413, 422})
 TOP_K_WITH_TOP_P = 4096
 """SGLang reports the sampling support only for a bounded number of candidates; top_p seldom leaves as many."""
@@ -531,9 +534,16 @@ class ServerClient:
 
     def _connections(self) -> aiohttp.ClientSession:
         if self._session is None:  # it belongs to the running event loop, so it is made at the first request
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, socket_factory=_socket)
             self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
         return self._session
+
+
+def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """Make a socket whose connection ends when the other machine is gone, for which Linux takes a quarter of an hour."""
+    made = socket.socket(*address[:3])
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNACKNOWLEDGED_S))
+    return made
 
 
 @lru_cache(maxsize=2)

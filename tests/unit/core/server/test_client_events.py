@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.core.base.messages import ServerAddress
+from megarl.core.server import client
 from megarl.core.server.client import ServerClient, ServerLost, ServerRefused, events
 from megarl.run.process import free_ports
 
@@ -109,3 +111,8 @@ def test_an_error_in_the_stream_is_a_refusal() -> None:
     error = answered(b'data: {"error": {"message": "too long", "code": 400}}\n\n', b"data: [DONE]\n\n")
     assert isinstance(error, ServerRefused)
     assert "too long" in str(error)
+
+
+def test_a_connection_to_a_machine_that_is_gone_ends() -> None:
+    with client._socket((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 1))) as made:
+        assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
