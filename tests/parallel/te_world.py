@@ -84,6 +84,7 @@ def built(model: Model, path: Path, engine: bool, recompute: str = "none") -> li
 def main(directory: Path) -> None:
     for path in sorted((directory / "models").iterdir()):
         family, other = family_of(path), None
+        none_in_fp32(path)
         for layout in LAYOUTS[int(os.environ["WORLD_SIZE"])]:
             if "expert_parallel" in layout and not family.architecture.experts:
                 continue
@@ -124,6 +125,14 @@ def check(path: Path, family: Family, model: Model, what: str, output: Path, oth
         attention_takes_our_rows(chunks[True], family, model, what)
     a_run_continues(path, model, what, output)
     return output / "True"
+
+
+def none_in_fp32(path: Path) -> None:
+    """In fp32 all modules are megatron's and megarl's."""
+    parallel.start(Model(), seed=1, timeout_s=60)
+    chunks = built(Model(path=str(path), dtype="fp32"), path, engine=True)
+    kinds = {kind for chunk in chunks for module in chunk.modules() for kind in type(module).__mro__}
+    assert not [kind for kind in kinds if kind.__module__.startswith("transformer_engine")], path.name
 
 
 def exported_as_stored(chunks: list[Any], family: Family, stored: dict[str, torch.Tensor], what: str) -> None:

@@ -13,8 +13,8 @@ precision. Norms, attention, router, embedding and head stay as they are.
 
 A layer is built from megatron-core's modules, with ours where Transformer Engine is missing or does not suffice:
 
-on a GPU with Transformer Engine    its fused norms, its attention over packed rows, experts by grouped GEMM, FP8
-on one without it, and on a CPU     layers.py: our norm, torch's kernels for attention; experts one after the other
+on a GPU with Transformer Engine        its fused norms, its attention over packed rows, experts by grouped GEMM, FP8
+without it, in fp32, and on a CPU       layers.py: our norm, torch's kernels for attention; experts one after the other
 """
 
 import dataclasses
@@ -79,7 +79,7 @@ def build(
     """
     architecture = in_directory(hf_dir)
     if transformer_engine is None:
-        transformer_engine = with_transformer_engine()
+        transformer_engine = with_transformer_engine(model)
     check(model, transformer_engine)
     if model.dtype == "fp16":
         fp16_on_cpu.install()
@@ -88,14 +88,18 @@ def build(
     return [_chunk(model, architecture, config, transformer_engine, i) for i in (range(stages) if stages else [None])]
 
 
-def with_transformer_engine() -> bool:
-    """Return whether layers are built from Transformer Engine's unless the caller says otherwise."""
-    return HAVE_TE and torch.cuda.is_available()
+def with_transformer_engine(model: Model) -> bool:
+    """Return whether layers are built from Transformer Engine's unless the caller says otherwise.
+
+    Not in fp32: for packed rows it then has only the attention that makes a matrix of scores for the longest sequence, and its
+    products are of TF32, which keeps 10 bits of a number's 23.
+    """
+    return HAVE_TE and torch.cuda.is_available() and model.dtype != "fp32"
 
 
-def layers_made_by() -> str:
+def layers_made_by(model: Model) -> str:
     """Return whose layers `build` takes, for logs."""
-    return f"Transformer Engine {get_te_version()}" if with_transformer_engine() else "megarl"
+    return f"Transformer Engine {get_te_version()}" if with_transformer_engine(model) else "megarl"
 
 
 def transformer_config(

@@ -12,7 +12,7 @@ from megarl.core.base import architecture
 from megarl.core.base.hf_files import read_config
 from megarl.core.models import build, checkpoint, family_of, hf, parallel
 from megarl.core.models.hf import write_config
-from megarl.core.models.layers import inverse_frequencies
+from megarl.core.models.layers import CausalAttention, inverse_frequencies
 from megarl.core.recipe import Model, Moe
 from tests.tiny import LLAMA3_ROPE, tiny_llama, tiny_llama4_multimodal, tiny_qwen3_moe
 
@@ -139,6 +139,21 @@ def test_fp32_products_are_fp32() -> None:
     finally:
         torch.set_float32_matmul_precision("highest")
         parallel.stop()
+
+
+def test_transformer_engine_is_not_taken_in_fp32(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its products would be of TF32, and its attention would make matrices of scores."""
+    tiny_qwen3_moe(tmp_path, num_hidden_layers=1)
+    monkeypatch.setattr(build, "HAVE_TE", True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    made_by = [build.layers_made_by(Model(dtype=dtype)).split()[0] for dtype in ("bf16", "fp16", "fp32")]
+    assert made_by == ["Transformer", "Transformer", "megarl"]
+    chunk = loaded(tmp_path, dtype="fp32")
+    assert isinstance(chunk.decoder.layers[0].self_attention.core_attention, CausalAttention)
+    fused = ("moe_grouped_gemm", "moe_permute_fusion", "bias_activation_fusion")
+    assert not any(getattr(chunk.config, name) for name in fused)
 
 
 def test_router_computes_in_float32(one_rank: None, tmp_path: Path) -> None:
