@@ -4,8 +4,9 @@
     import megatron.core
     after_megatron_import()   once after it: its own tensors are made there, and its optimiser accepts torch's Adam state
 
-With a GPU, only what torch's AdamW needs is done, and only if no fused one is installed. The changes are global to the
-process, so a server never shares one with a learner. Every change says what fails without it, as seen when it was taken out.
+With a GPU, only what torch's AdamW needs is done, and what Transformer Engine's product does to routers is mended. The changes
+are global to the process, so a server never shares one with a learner. Every change says what fails without it, as seen when it
+was taken out.
 """
 
 import ctypes
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
@@ -68,8 +70,8 @@ def run_on_cpu() -> None:
 
 
 def after_megatron_import() -> None:
-    """Make megatron's own tensors on the CPU, and let its distributed optimiser work with torch.optim.AdamW (where no fused
-    Adam is installed, it uses that one). Idempotent."""
+    """Make megatron's own tensors on the CPU, let its distributed optimiser work with torch.optim.AdamW (where no fused Adam is
+    installed, it uses that one), and make its routers' logits right. Idempotent."""
     from megatron.core import utils
     from megatron.core.distributed import param_and_grad_buffer
     from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, clip_grads, grad_scaler, optimizer
@@ -77,8 +79,10 @@ def after_megatron_import() -> None:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import mappings
-    from megatron.core.transformer.moe import token_dispatcher
+    from megatron.core.transformer.moe import router, token_dispatcher
 
+    if router.router_gating_linear.__module__ != __name__:
+        router.router_gating_linear = _logits_by(router.router_gating_linear)
     cuda = torch.cuda.is_available()
     if DistributedOptimizer.state_dict.__module__ == __name__ or (cuda and not USING_PYTORCH_OPTIMIZER):
         return
@@ -96,6 +100,26 @@ def after_megatron_import() -> None:
     # Where expert tensor parallelism divides experts, each rank brings another number of tokens; gloo wants the same
     # ("invalid tensor size").
     mappings.torch = _Overlay(torch, distributed=_Overlay(dist, all_gather=_all_gather, reduce_scatter=_reduce_scatter))
+
+
+def _logits_by(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a replacement of router_gating_linear, which hands two things to Transformer Engine 2.20 that go wrong without a
+    word.
+
+    a bias            has the model's type, but cuBLASLt reads it in the output's, float32: Transformer Engine sets another only
+                      for FP8 and FP4. Two numbers of bf16 are taken for one, and other experts are chosen.
+    float32 factors   are rounded to TF32, which keeps 10 bits of a number's 23.
+    """
+
+    def router_gating_linear(
+        inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, router_dtype: torch.dtype
+    ) -> torch.Tensor:
+        if inp.dtype == router_dtype:
+            return F.linear(inp, weight, bias)
+        logits = product(inp, weight, None, router_dtype)
+        return logits if bias is None else logits + bias.to(router_dtype)
+
+    return router_gating_linear
 
 
 def _own_step_for_each_parameter(optimizer_class: "type[DistributedOptimizer]") -> None:

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -14,10 +16,11 @@ from megarl.core.models import build, checkpoint, family_of, hf, parallel
 from megarl.core.models.hf import write_config
 from megarl.core.models.layers import CausalAttention, inverse_frequencies
 from megarl.core.recipe import Model, Moe
-from tests.tiny import LLAMA3_ROPE, tiny_llama, tiny_llama4_multimodal, tiny_qwen3_moe
+from tests.tiny import LLAMA3_ROPE, tiny_gpt_oss, tiny_llama, tiny_llama4_multimodal, tiny_qwen3_moe
 
 # isort: split
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.transformer.moe import moe_utils
 from safetensors.torch import load_file
 
 
@@ -163,6 +166,38 @@ def test_router_computes_in_float32(one_rank: None, tmp_path: Path) -> None:
     assert router.weight.dtype == torch.bfloat16
     hidden = torch.randn(5, 1, 64, dtype=torch.bfloat16)
     assert torch.equal(router.gating(hidden), hidden.float() @ router.weight.float().T)
+
+
+def engines_product(
+    a: Tensor, b: Tensor, out_dtype: torch.dtype, layout: str, bias: Tensor | None = None, grad: bool = False
+) -> list[Tensor]:
+    """Transformer Engine's, with what it would misread refused."""
+    assert bias is None or bias.dtype == out_dtype, "a bias is read in the type of the output"
+    assert {a.dtype, b.dtype} != {torch.float32} or grad, "a product of TF32"
+    a, b = a.to(out_dtype), b.to(out_dtype)
+    return [(b.T if layout[1] == "T" else b) @ (a.T if layout[0] == "T" else a)]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("tiny", [tiny_qwen3_moe, tiny_gpt_oss])
+def test_router_beside_transformer_engine(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny: Any, dtype: Any
+) -> None:
+    """Its logits and gradients, with and without a bias, are those of float32."""
+    tiny(tmp_path, build.DTYPES[dtype], num_hidden_layers=1)
+    router = loaded(tmp_path, dtype=dtype).decoder.layers[0].mlp.router
+    monkeypatch.setattr(moe_utils, "te_general_gemm", engines_product)
+    hidden = torch.randn(5, 1, 64, dtype=build.DTYPES[dtype], requires_grad=True)
+    given = [hidden, *router.parameters()]
+    assert len(given) == (3 if tiny is tiny_gpt_oss else 2)
+    logits, expected = router.gating(hidden), linear(*(t.float() for t in given))
+    assert torch.allclose(logits, expected, rtol=1e-6, atol=1e-6)
+    assert logits.dtype == torch.float32
+    weights = torch.randn(logits.shape)
+    for found, wanted in zip(
+        *(torch.autograd.grad((o * weights).sum(), given) for o in (logits, expected)), strict=True
+    ):
+        assert torch.allclose(found, wanted, rtol=0.01, atol=1e-5)
 
 
 def test_transformers_in_the_same_process_is_left_alone(tmp_path: Path) -> None:
