@@ -4,9 +4,9 @@
     import megatron.core
     after_megatron_import()   once after it: its own tensors are made there, and its optimiser accepts torch's Adam state
 
-With a GPU, only what torch's AdamW needs is done, and what Transformer Engine's product does to routers is mended. The changes
-are global to the process, so a server never shares one with a learner. Every change says what fails without it, as seen when it
-was taken out.
+With a GPU, only an AdamW's state before its first step, what torch's needs beside it, and routers' logits are mended. The
+changes are global to the process, so a server never shares one with a learner. Every change says what fails without it, as seen
+when it was taken out.
 """
 
 import ctypes
@@ -84,11 +84,12 @@ def after_megatron_import() -> None:
     if router.router_gating_linear.__module__ != __name__:
         router.router_gating_linear = _logits_by(router.router_gating_linear)
     cuda = torch.cuda.is_available()
-    if DistributedOptimizer.state_dict.__module__ == __name__ or (cuda and not USING_PYTORCH_OPTIMIZER):
+    if DistributedOptimizer.state_dict.__module__ == __name__:
         return
-    _own_step_for_each_parameter(DistributedOptimizer)
     _state_before_first_step(DistributedOptimizer)
-    HybridDeviceOptimizer._move_new_state_to_right_device = _to_their_parameters
+    if not cuda or USING_PYTORCH_OPTIMIZER:
+        _own_step_for_each_parameter(DistributedOptimizer)
+        HybridDeviceOptimizer._move_new_state_to_right_device = _to_their_parameters
     if cuda:
         return
     # These build tensors with device="cuda". Only they see factories that know better: transformers, which tells torch's
@@ -144,9 +145,11 @@ def _own_step_for_each_parameter(optimizer_class: "type[DistributedOptimizer]") 
 
 
 def _state_before_first_step(optimizer_class: "type[DistributedOptimizer]") -> None:
-    """Make the state that torch's Adam lacks before its first step. Without: loading fails (AssertionError).
+    """Make the state that an Adam lacks before its first step. Without: loading fails (AssertionError), and with a fused Adam
+    already the checkpoint of a run that has only skipped steps (KeyError: 'exp_avg').
 
-    An offloaded optimiser consists of several of torch's, and keeps a copy of their state together with the FP32 weights.
+    torch's counts steps for each parameter, a fused one in its group. An offloaded optimiser consists of several, and keeps a
+    copy of their state together with the FP32 weights.
     """
     original = optimizer_class.state_dict
 
@@ -156,11 +159,10 @@ def _state_before_first_step(optimizer_class: "type[DistributedOptimizer]") -> N
             for part in parts or [self.optimizer]:
                 for group in part.param_groups:
                     for parameter in group["params"]:
-                        part.state[parameter] = {
-                            "step": torch.zeros((), device=parameter.device if group.get("fused") else CPU),
-                            "exp_avg": torch.zeros_like(parameter),
-                            "exp_avg_sq": torch.zeros_like(parameter),
-                        }
+                        state = part.state[parameter] = {}  # in the order of torch's
+                        if isinstance(part, torch.optim.AdamW):
+                            state["step"] = torch.zeros((), device=parameter.device if group.get("fused") else CPU)
+                        state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
             if parts:
                 self.optimizer._sync_sub_optimizers_state_to_hdo()
         return original(self)

@@ -13,6 +13,7 @@ import torch
 
 from tests import stand_in_gpu
 from tests.stand_in_gpu.steps import CASES, MODELS, VOCABULARY
+from tests.tiny import tiny_llama
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
@@ -69,6 +70,19 @@ def test_a_step_is_the_cpus(measured: tuple[dict[str, Any], dict[str, Any]], cas
     # In bf16 a rounding may turn a choice of experts; those of fp32 are the ones that would show a fault.
     rounded = 0.3 if "moe" in case or "oss" in case else 0.1
     assert gpu["logprobs"] == pytest.approx(cpu["logprobs"], abs=1e-4 if exact else rounded)
+
+
+def test_a_fused_adamw_is_stored_before_its_first_step_and_resumed(tmp_path: Path) -> None:
+    """Also where a part of it is in the host's memory. Resumed runs take the steps of the one that went on."""
+    tiny_llama(tmp_path / "llama", torch.bfloat16, vocab_size=VOCABULARY, num_hidden_layers=2)
+    file = tmp_path / "found.json"
+    words = ["-m", "tests.stand_in_gpu.fused_adam", str(tmp_path), str(file)]
+    python(*words, env=stand_in_gpu.environment(tmp_path))
+    whole, divided = json.loads(file.read_text()).values()
+    assert (whole["classes"], divided["classes"]) == (["FusedAdam"], ["AdamW", "FusedAdam"])
+    for found in (whole, divided):
+        for stored in range(2):
+            assert found[f"resumed after {stored}"][0] == found["rows"][stored]
 
 
 def test_devices_that_are_mixed_are_found(tmp_path: Path) -> None:
