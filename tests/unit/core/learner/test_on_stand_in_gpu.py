@@ -82,7 +82,8 @@ def test_a_fused_adamw_is_stored_before_its_first_step_and_resumed(tmp_path: Pat
     assert (whole["classes"], divided["classes"]) == (["FusedAdam"], ["AdamW", "FusedAdam"])
     for found in (whole, divided):
         for stored in range(2):
-            assert found[f"resumed after {stored}"][0] == found["rows"][stored]
+            assert found[f"resumed after {stored}"] == found["rows"][stored:]
+            assert found[f"counted after {stored}"] == [3]
 
 
 def test_devices_that_are_mixed_are_found(tmp_path: Path) -> None:
