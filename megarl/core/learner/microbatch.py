@@ -60,7 +60,8 @@ class MicroBatch:
     counted [n]: 0 for the filler that stands in when there is no trained token, else 1
     source (without the filler): which token of the sequences put end to end
     here, lengths [sequences, at least 1]: trained tokens of each on this rank, int64; on all context-parallel ranks, float32
-    experts [length / CP, layers with experts, experts a token] int16, -1 or None: free choice
+    experts [length / CP, layers with experts, experts a token] int16, -1 or None: free choice. On the CPU, whatever the device:
+        all micro-batches of a step are made at once, and their choices take gigabytes
     """
 
     tokens: Tensor
@@ -144,7 +145,7 @@ def assemble(sequences: Sequence[TrainSequence], length: int, layout: RowLayout,
         source=trained,
         here=on_device(here),
         lengths=on_device(np.maximum(trained_lengths, 1).astype(np.float32)),
-        experts=None if experts is None else on_device(experts),
+        experts=None if experts is None else torch.from_numpy(experts),
     )
 
 

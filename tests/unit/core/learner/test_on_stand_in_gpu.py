@@ -63,6 +63,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
 def test_a_step_is_the_cpus(measured: tuple[dict[str, Any], dict[str, Any]], case: str) -> None:
     gpu, cpu = (found[case] for found in measured)
     assert (gpu["devices"], cpu["devices"]) == (["cuda"], ["cpu"])
+    assert gpu["experts on"] == (["cpu"] if "replay" in case else [])
     exact = case.endswith("fp32")
     for mine, theirs in zip(gpu["steps"], cpu["steps"], strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5 if exact else 0.05, abs=1e-5 if exact else 0.01)
