@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -228,6 +229,8 @@ def attention_takes_our_rows(chunks: list[Any], family: Family, model: Model, wh
     packed, tokens = micro.packed, micro.tokens.numel()
     assert packed.cu_seqlens_q.tolist()[-1] == ranks * tokens, what
     assert all(boundary % (2 * ranks) == 0 for boundary in packed.cu_seqlens_q.tolist() if ranks > 1), what
+    for rotary in (chunk_of.rotary_pos_emb for chunk_of in chunks):
+        assert rotary.get_rotary_seq_len(None, None, None, None, replace(packed, max_seqlen_q=33)) == 64, what
     choice = patch.object(dot_product_attention.utils, "get_attention_backend", side_effect=KernelAsked)
     for layer in (layer for chunk_of in chunks for layer in chunk_of.decoder.layers):
         number, module = layer.layer_number - 1, layer.self_attention

@@ -21,6 +21,8 @@ from tests.tiny import LLAMA3_ROPE, tiny_gpt_oss, tiny_llama, tiny_llama4_multim
 
 # isort: split
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe import moe_utils
 from safetensors.torch import load_file
 
@@ -62,6 +64,18 @@ def test_rotary_frequencies_are_transformers_bit_for_bit(rope: dict[str, Any], c
         expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     ours = architecture.of(config.to_dict() | {"architectures": ["LlamaForCausalLM"]}, "made up")
     assert torch.equal(inverse_frequencies(ours), expected)
+
+
+def test_angles_are_kept_for_few_lengths(one_rank: None) -> None:
+    """Those of a row are the first of the next power of two."""
+    plain, rotary = RotaryEmbedding(16, 1.0), RotaryEmbedding(16, 1.0)
+    build.make_angles_for_few_lengths(rotary)
+    before, lengths = RotaryEmbedding.forward.cache_info().currsize, (33, 50, 64, 40)
+    for n in lengths:
+        packed = PackedSeqParams("thd", max_seqlen_q=n, max_seqlen_kv=n)
+        asked = rotary.get_rotary_seq_len(None, None, None, None, packed)
+        assert torch.equal(rotary(asked, packed_seq=True)[:n], plain.get_emb(n))
+    assert RotaryEmbedding.forward.cache_info().currsize == before + 1
 
 
 def test_rope_as_written_before_transformers_5(tmp_path: Path) -> None:
