@@ -21,6 +21,10 @@ from megarl.core.algorithm.packing import BY_TOKENS, Cost, pack
 from megarl.core.models.attention import segments
 from megarl.core.recipe import Model
 
+FILLER = 1024
+"""Tokens of a sequence of filler. Llama 4's attention across ranks refuses a sequence beyond its chunk (layers.py), though no
+rollout may be as long as a row. Much shorter ones would be thousands in an empty row."""
+
 
 @dataclass(frozen=True)
 class RowLayout:
@@ -155,8 +159,10 @@ def _places(lengths: np.ndarray, length: int, layout: RowLayout) -> tuple[np.nda
     starts = np.concatenate([[0], np.cumsum(padded)])
     size = max(length, _up(int(starts[-1]), layout.row_multiple))
     within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    # The rest of the row is a sequence of its own.
-    boundaries = starts if size == starts[-1] else np.append(starts, size)
+    # The rest of the row is filler: sequences of FILLER tokens, or of as many as the longest has.
+    step = _up(max(FILLER, int(padded.max(initial=0))), layout.sequence_multiple)
+    rest = np.arange(starts[-1], size, step) + step
+    boundaries = np.concatenate([starts, np.minimum(rest, size)])
     return boundaries, np.repeat(starts[:-1], lengths) + within
 
 
