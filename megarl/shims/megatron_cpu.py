@@ -4,8 +4,9 @@
     import megatron.core
     after_megatron_import()   once after it: its own tensors are made there, and its optimiser accepts torch's Adam state
 
-With a GPU, only what torch's AdamW needs is done, and only if no fused one is installed. The changes are global to the
-process, so a server never shares one with a learner. Every change says what fails without it, as seen when it was taken out.
+With a GPU, only an AdamW's state before its first step, what torch's needs beside it, and routers' logits are mended. The
+changes are global to the process, so a server never shares one with a learner. Every change says what fails without it, as seen
+when it was taken out.
 """
 
 import ctypes
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
@@ -68,8 +70,8 @@ def run_on_cpu() -> None:
 
 
 def after_megatron_import() -> None:
-    """Make megatron's own tensors on the CPU, and let its distributed optimiser work with torch.optim.AdamW (where no fused
-    Adam is installed, it uses that one). Idempotent."""
+    """Make megatron's own tensors on the CPU, let its distributed optimiser work with torch.optim.AdamW (where no fused Adam is
+    installed, it uses that one), and make its routers' logits right. Idempotent."""
     from megatron.core import utils
     from megatron.core.distributed import param_and_grad_buffer
     from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, clip_grads, grad_scaler, optimizer
@@ -77,14 +79,17 @@ def after_megatron_import() -> None:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import mappings
-    from megatron.core.transformer.moe import token_dispatcher
+    from megatron.core.transformer.moe import router, token_dispatcher
 
+    if router.router_gating_linear.__module__ != __name__:
+        router.router_gating_linear = _logits_by(router.router_gating_linear)
     cuda = torch.cuda.is_available()
-    if DistributedOptimizer.state_dict.__module__ == __name__ or (cuda and not USING_PYTORCH_OPTIMIZER):
+    if DistributedOptimizer.state_dict.__module__ == __name__:
         return
-    _own_step_for_each_parameter(DistributedOptimizer)
     _state_before_first_step(DistributedOptimizer)
-    HybridDeviceOptimizer._move_new_state_to_right_device = _to_their_parameters
+    if not cuda or USING_PYTORCH_OPTIMIZER:
+        _own_step_for_each_parameter(DistributedOptimizer)
+        HybridDeviceOptimizer._move_new_state_to_right_device = _to_their_parameters
     if cuda:
         return
     # These build tensors with device="cuda". Only they see factories that know better: transformers, which tells torch's
@@ -96,6 +101,26 @@ def after_megatron_import() -> None:
     # Where expert tensor parallelism divides experts, each rank brings another number of tokens; gloo wants the same
     # ("invalid tensor size").
     mappings.torch = _Overlay(torch, distributed=_Overlay(dist, all_gather=_all_gather, reduce_scatter=_reduce_scatter))
+
+
+def _logits_by(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a replacement of router_gating_linear, which hands two things to Transformer Engine 2.20 that go wrong without a
+    word.
+
+    a bias            has the model's type, but cuBLASLt reads it in the output's, float32: Transformer Engine sets another only
+                      for FP8 and FP4. Two numbers of bf16 are taken for one, and other experts are chosen.
+    float32 factors   are rounded to TF32, which keeps 10 bits of a number's 23.
+    """
+
+    def router_gating_linear(
+        inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, router_dtype: torch.dtype
+    ) -> torch.Tensor:
+        if inp.dtype == router_dtype:
+            return F.linear(inp, weight, bias)
+        logits = product(inp, weight, None, router_dtype)
+        return logits if bias is None else logits + bias.to(router_dtype)
+
+    return router_gating_linear
 
 
 def _own_step_for_each_parameter(optimizer_class: "type[DistributedOptimizer]") -> None:
@@ -120,9 +145,11 @@ def _own_step_for_each_parameter(optimizer_class: "type[DistributedOptimizer]") 
 
 
 def _state_before_first_step(optimizer_class: "type[DistributedOptimizer]") -> None:
-    """Make the state that torch's Adam lacks before its first step. Without: loading fails (AssertionError).
+    """Make the state that an Adam lacks before its first step. Without: loading fails (AssertionError), and with a fused Adam
+    already the checkpoint of a run that has only skipped steps (KeyError: 'exp_avg').
 
-    An offloaded optimiser consists of several of torch's, and keeps a copy of their state together with the FP32 weights.
+    torch's counts steps for each parameter, a fused one in its group. An offloaded optimiser consists of several, and keeps a
+    copy of their state together with the FP32 weights.
     """
     original = optimizer_class.state_dict
 
@@ -132,11 +159,10 @@ def _state_before_first_step(optimizer_class: "type[DistributedOptimizer]") -> N
             for part in parts or [self.optimizer]:
                 for group in part.param_groups:
                     for parameter in group["params"]:
-                        part.state[parameter] = {
-                            "step": torch.zeros((), device=parameter.device if group.get("fused") else CPU),
-                            "exp_avg": torch.zeros_like(parameter),
-                            "exp_avg_sq": torch.zeros_like(parameter),
-                        }
+                        state = part.state[parameter] = {}  # in the order of torch's
+                        if isinstance(part, torch.optim.AdamW):
+                            state["step"] = torch.zeros((), device=parameter.device if group.get("fused") else CPU)
+                        state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
             if parts:
                 self.optimizer._sync_sub_optimizers_state_to_hdo()
         return original(self)

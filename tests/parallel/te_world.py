@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,6 +85,7 @@ def built(model: Model, path: Path, engine: bool, recompute: str = "none") -> li
 def main(directory: Path) -> None:
     for path in sorted((directory / "models").iterdir()):
         family, other = family_of(path), None
+        none_in_fp32(path)
         for layout in LAYOUTS[int(os.environ["WORLD_SIZE"])]:
             if "expert_parallel" in layout and not family.architecture.experts:
                 continue
@@ -124,6 +126,14 @@ def check(path: Path, family: Family, model: Model, what: str, output: Path, oth
         attention_takes_our_rows(chunks[True], family, model, what)
     a_run_continues(path, model, what, output)
     return output / "True"
+
+
+def none_in_fp32(path: Path) -> None:
+    """In fp32 all modules are megatron's and megarl's."""
+    parallel.start(Model(), seed=1, timeout_s=60)
+    chunks = built(Model(path=str(path), dtype="fp32"), path, engine=True)
+    kinds = {kind for chunk in chunks for module in chunk.modules() for kind in type(module).__mro__}
+    assert not [kind for kind in kinds if kind.__module__.startswith("transformer_engine")], path.name
 
 
 def exported_as_stored(chunks: list[Any], family: Family, stored: dict[str, torch.Tensor], what: str) -> None:
@@ -219,6 +229,8 @@ def attention_takes_our_rows(chunks: list[Any], family: Family, model: Model, wh
     packed, tokens = micro.packed, micro.tokens.numel()
     assert packed.cu_seqlens_q.tolist()[-1] == ranks * tokens, what
     assert all(boundary % (2 * ranks) == 0 for boundary in packed.cu_seqlens_q.tolist() if ranks > 1), what
+    for rotary in (chunk_of.rotary_pos_emb for chunk_of in chunks):
+        assert rotary.get_rotary_seq_len(None, None, None, None, replace(packed, max_seqlen_q=33)) == 64, what
     choice = patch.object(dot_product_attention.utils, "get_attention_backend", side_effect=KernelAsked)
     for layer in (layer for chunk_of in chunks for layer in chunk_of.decoder.layers):
         number, module = layer.layer_number - 1, layer.self_attention

@@ -289,6 +289,7 @@ def _into(into: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, *, out: Tensor
 
 
 ONLY_CUDA: dict[Any, Callable[..., Any]] = {
+    aten._pin_memory.default: lambda values, device=None: values.clone(),
     aten.mm.dtype: lambda a, b, dtype: a.to(dtype) @ b.to(dtype),
     aten.addmm.dtype_out: _into,
     aten._flash_attention_forward.default: _flash,

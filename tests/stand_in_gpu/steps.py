@@ -17,8 +17,11 @@ if __name__ == "__main__" and sys.argv[1] == "gpu":
     stand_in_gpu.install()
 
 from megarl.core import recipe as recipes
+from megarl.core.algorithm.batch import TrainSequence
 from megarl.core.base.messages import Score, ScoredRollout
 from megarl.core.learner.checkpoint import Checkpoints
+from megarl.core.learner.microbatch import assemble
+from megarl.core.learner.trained import TrainedNetwork
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import hf, parallel
 from megarl.core.weights.transport import buckets
@@ -102,7 +105,15 @@ def measured(directory: Path, case: str, changes: dict[str, Any]) -> dict[str, A
         "steps": [{name: row[name] for name in MEASURED if name in row} for row in rows],
         "logprobs": trainer.score(score, "test").logprobs[0].tolist(),
         "devices": sorted({tensor.device.type for tensor in tensors}),
+        "experts on": where_experts_lie(trainer.policy, sequences),
     }
+
+
+def where_experts_lie(policy: TrainedNetwork, sequences: list[TrainSequence]) -> list[str]:
+    """Return the devices of the recorded choices of experts, of which a step has those of all its micro-batches at once."""
+    rows = policy.plan(sequences)
+    found = [assemble([sequences[i] for i in m], rows.length, policy.layout, policy.device) for m in rows.members[0]]
+    return sorted({micro.experts.device.type for micro in found if micro.experts is not None})
 
 
 def resumed(trainer: Trainer, folder: Path) -> Trainer:

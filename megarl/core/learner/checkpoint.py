@@ -28,6 +28,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import StateDict
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 
 from megarl.core.algorithm.advantages import Moments
@@ -257,6 +258,10 @@ def _restore(network: TrainedNetwork, loaded: StateDict) -> None:
         for group in settings["optimizer"]["param_groups"]:
             group["step"] = loaded["adam_steps"]
         optimizer.load_state_dict(settings | kind | {"param_state": loaded["optimizer"][i]})
+        if isinstance(optimizer.optimizer, HybridDeviceOptimizer):
+            # Its parts have this count now. Kept here, it would be given to them again before every step.
+            for group in optimizer.optimizer.param_groups:
+                del group["step"]
     if network.loss_scale is not None and "loss_scale" in loaded:
         network.loss_scale.restore(loaded["loss_scale"])
 

@@ -139,7 +139,8 @@ class LearnerRank:
         self.trainer.within = self.clock.within
         self.profiler = Profiler(recipe.monitor.profile_steps, rundir.profile, dist.get_rank())
         self.metrics = open_metrics(recipe, rundir, endpoints) if self.leader else None
-        log.info("learner %s ready at step %d, layers by %s", self.incarnation, first, build.layers_made_by())
+        made_by = build.layers_made_by(recipe.model)
+        log.info("learner %s ready at step %d, layers by %s", self.incarnation, first, made_by)
 
     def run(self) -> None:
         """Execute commands until Stop."""

@@ -21,6 +21,10 @@ from megarl.core.algorithm.packing import BY_TOKENS, Cost, pack
 from megarl.core.models.attention import segments
 from megarl.core.recipe import Model
 
+FILLER = 1024
+"""Tokens of a sequence of filler. Llama 4's attention across ranks refuses a sequence beyond its chunk (layers.py), though no
+rollout may be as long as a row. Much shorter ones would be thousands in an empty row."""
+
 
 @dataclass(frozen=True)
 class RowLayout:
@@ -60,7 +64,8 @@ class MicroBatch:
     counted [n]: 0 for the filler that stands in when there is no trained token, else 1
     source (without the filler): which token of the sequences put end to end
     here, lengths [sequences, at least 1]: trained tokens of each on this rank, int64; on all context-parallel ranks, float32
-    experts [length / CP, layers with experts, experts a token] int16, -1 or None: free choice
+    experts [length / CP, layers with experts, experts a token] int16, -1 or None: free choice. On the CPU, whatever the device:
+        all micro-batches of a step are made at once, and their choices take gigabytes
     """
 
     tokens: Tensor
@@ -144,7 +149,7 @@ def assemble(sequences: Sequence[TrainSequence], length: int, layout: RowLayout,
         source=trained,
         here=on_device(here),
         lengths=on_device(np.maximum(trained_lengths, 1).astype(np.float32)),
-        experts=None if experts is None else on_device(experts),
+        experts=None if experts is None else torch.from_numpy(experts),
     )
 
 
@@ -154,8 +159,10 @@ def _places(lengths: np.ndarray, length: int, layout: RowLayout) -> tuple[np.nda
     starts = np.concatenate([[0], np.cumsum(padded)])
     size = max(length, _up(int(starts[-1]), layout.row_multiple))
     within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    # The rest of the row is a sequence of its own.
-    boundaries = starts if size == starts[-1] else np.append(starts, size)
+    # The rest of the row is filler: sequences of FILLER tokens, or of as many as the longest has.
+    step = _up(max(FILLER, int(padded.max(initial=0))), layout.sequence_multiple)
+    rest = np.arange(starts[-1], size, step) + step
+    boundaries = np.concatenate([starts, np.minimum(rest, size)])
     return boundaries, np.repeat(starts[:-1], lengths) + within
 
 

@@ -87,7 +87,9 @@ class Replay:
 
     @contextmanager
     def replaying(self, chunk: int, experts: Tensor | None, tokens: int) -> Iterator[None]:
-        """Replay `experts` (None: nothing recorded for these `tokens` tokens). Outside of this a router chooses by itself."""
+        """Replay `experts`, which lie on the CPU (None: nothing recorded for these `tokens` tokens). Outside of this a router
+        chooses by itself."""
+        experts = None if experts is None else experts.to(self._replayed.device)
         for column, router in self._columns[chunk]:
             recorded = torch.full((tokens, self._chosen), -1) if experts is None else experts[:, column]
             router.set_target_indices((_own_part(recorded, 0) if self._sharded else recorded).long())

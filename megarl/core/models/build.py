@@ -13,8 +13,8 @@ precision. Norms, attention, router, embedding and head stay as they are.
 
 A layer is built from megatron-core's modules, with ours where Transformer Engine is missing or does not suffice:
 
-on a GPU with Transformer Engine    its fused norms, its attention over packed rows, experts by grouped GEMM, FP8
-on one without it, and on a CPU     layers.py: our norm, torch's kernels for attention; experts one after the other
+on a GPU with Transformer Engine        its fused norms, its attention over packed rows, experts by grouped GEMM, FP8
+without it, in fp32, and on a CPU       layers.py: our norm, torch's kernels for attention; experts one after the other
 """
 
 import dataclasses
@@ -27,6 +27,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -79,7 +80,7 @@ def build(
     """
     architecture = in_directory(hf_dir)
     if transformer_engine is None:
-        transformer_engine = with_transformer_engine()
+        transformer_engine = with_transformer_engine(model)
     check(model, transformer_engine)
     if model.dtype == "fp16":
         fp16_on_cpu.install()
@@ -88,14 +89,18 @@ def build(
     return [_chunk(model, architecture, config, transformer_engine, i) for i in (range(stages) if stages else [None])]
 
 
-def with_transformer_engine() -> bool:
-    """Return whether layers are built from Transformer Engine's unless the caller says otherwise."""
-    return HAVE_TE and torch.cuda.is_available()
+def with_transformer_engine(model: Model) -> bool:
+    """Return whether layers are built from Transformer Engine's unless the caller says otherwise.
+
+    Not in fp32: for packed rows it then has only the attention that makes a matrix of scores for the longest sequence, and its
+    products are of TF32, which keeps 10 bits of a number's 23.
+    """
+    return HAVE_TE and torch.cuda.is_available() and model.dtype != "fp32"
 
 
-def layers_made_by() -> str:
+def layers_made_by(model: Model) -> str:
     """Return whose layers `build` takes, for logs."""
-    return f"Transformer Engine {get_te_version()}" if with_transformer_engine() else "megarl"
+    return f"Transformer Engine {get_te_version()}" if with_transformer_engine(model) else "megarl"
 
 
 def transformer_config(
@@ -192,6 +197,7 @@ def _chunk(
     if rotates:  # megatron supports only one set of scaling constants
         frequencies = chunk.rotary_pos_emb.inv_freq
         chunk.rotary_pos_emb.inv_freq = inverse_frequencies(architecture).to(frequencies.device)
+        make_angles_for_few_lengths(chunk.rotary_pos_emb)
     device = next(chunk.parameters()).device
     for router in (module for module in chunk.modules() if isinstance(module, TopKRouter)):
         # Megatron makes it on the CPU and moves it in the first forward pass. The first publication can come before that.
@@ -203,6 +209,18 @@ def _chunk(
     if architecture.biases:
         _mend_experts(chunk)
     return chunk
+
+
+def make_angles_for_few_lengths(rotary: RotaryEmbedding) -> None:
+    """Have megatron make angles of packed rows for powers of two. It keeps them for the last 32 lengths that it was asked for,
+    and nearly every row has a longest sequence of its own: 0.5 GB at 32k tokens."""
+    length = rotary.get_rotary_seq_len
+
+    def rounded_up(*args: object) -> int:
+        asked, packed = length(*args), args[-1]
+        return asked if packed is None else 1 << (asked - 1).bit_length()
+
+    rotary.get_rotary_seq_len = rounded_up
 
 
 def own_attention(architecture: Architecture) -> bool:

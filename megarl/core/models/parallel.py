@@ -5,6 +5,7 @@ GPU, gloo without. Another layout may be started later in the same world: the gr
 """
 
 import os
+import resource
 from datetime import timedelta
 
 import torch
@@ -68,6 +69,10 @@ def _leave_groups() -> None:
 
 
 def _join(timeout_s: float) -> None:
+    # Each of megatron's groups has sockets to its ranks, with GPUs for NCCL and for gloo. A process has 630 in a world of 64
+    # ranks and 2,550 in one of 256; a soft limit is usually 1,024.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     backend, alone = "gloo", {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

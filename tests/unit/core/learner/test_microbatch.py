@@ -93,6 +93,23 @@ def test_an_empty_microbatch_is_filler_without_weight() -> None:
     assert micro.here.tolist() == micro.lengths.tolist() == [1]
 
 
+@pytest.mark.parametrize(("lengths", "longest"), [([], 1024), ([7, 12], 1024), ([3001, 12], 3004)])
+def test_filler_is_no_longer_than_sequences_are(lengths: list[int], longest: int) -> None:
+    """Attention that is divided among ranks refuses too long ones, and no rollout was too long."""
+    layout = RowLayout(Model(context_parallel=2, pipeline_parallel=2))
+    packed = assemble(sequences(lengths), 16384, layout, CPU).packed
+    ends = packed.cu_seqlens_q.numpy()
+    assert (packed.max_seqlen_q, packed.max_seqlen_kv, np.diff(ends).max(), ends[-1]) == (
+        longest,
+        longest,
+        longest,
+        16384,
+    )
+    assert (np.diff(ends) > 0).all()
+    assert (ends % layout.sequence_multiple == 0).all()
+    assert len(ends) <= len(lengths) + 17
+
+
 def test_interleaved_stages_get_whole_groups_of_microbatches() -> None:
     p = plan([10] * 5, 10, RowLayout(Model(pipeline_parallel=2, virtual_pipeline_parallel=2)))
     assert [len(m) for m in p.members[0]] == [1, 1, 1, 1, 1, 0]

@@ -13,6 +13,7 @@ import torch
 
 from tests import stand_in_gpu
 from tests.stand_in_gpu.steps import CASES, MODELS, VOCABULARY
+from tests.tiny import tiny_llama
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
@@ -62,6 +63,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
 def test_a_step_is_the_cpus(measured: tuple[dict[str, Any], dict[str, Any]], case: str) -> None:
     gpu, cpu = (found[case] for found in measured)
     assert (gpu["devices"], cpu["devices"]) == (["cuda"], ["cpu"])
+    assert gpu["experts on"] == (["cpu"] if "replay" in case else [])
     exact = case.endswith("fp32")
     for mine, theirs in zip(gpu["steps"], cpu["steps"], strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5 if exact else 0.05, abs=1e-5 if exact else 0.01)
@@ -69,6 +71,20 @@ def test_a_step_is_the_cpus(measured: tuple[dict[str, Any], dict[str, Any]], cas
     # In bf16 a rounding may turn a choice of experts; those of fp32 are the ones that would show a fault.
     rounded = 0.3 if "moe" in case or "oss" in case else 0.1
     assert gpu["logprobs"] == pytest.approx(cpu["logprobs"], abs=1e-4 if exact else rounded)
+
+
+def test_a_fused_adamw_is_stored_before_its_first_step_and_resumed(tmp_path: Path) -> None:
+    """Also where a part of it is in the host's memory. Resumed runs take the steps of the one that went on."""
+    tiny_llama(tmp_path / "llama", torch.bfloat16, vocab_size=VOCABULARY, num_hidden_layers=2)
+    file = tmp_path / "found.json"
+    words = ["-m", "tests.stand_in_gpu.fused_adam", str(tmp_path), str(file)]
+    python(*words, env=stand_in_gpu.environment(tmp_path))
+    whole, divided = json.loads(file.read_text()).values()
+    assert (whole["classes"], divided["classes"]) == (["FusedAdam"], ["AdamW", "FusedAdam"])
+    for found in (whole, divided):
+        for stored in range(2):
+            assert found[f"resumed after {stored}"] == found["rows"][stored:]
+            assert found[f"counted after {stored}"] == [3]
 
 
 def test_devices_that_are_mixed_are_found(tmp_path: Path) -> None:

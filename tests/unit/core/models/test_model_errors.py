@@ -318,4 +318,4 @@ def test_a_broken_transformer_engine_on_a_gpu(monkeypatch: pytest.MonkeyPatch, t
 def test_a_broken_transformer_engine_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken_engine(tmp_path, monkeypatch)
     models._check_transformer_engine()
-    assert build.layers_made_by() == "megarl"
+    assert build.layers_made_by(Model()) == "megarl"

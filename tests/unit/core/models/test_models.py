@@ -1,10 +1,13 @@
 """What families share: rotary frequencies, precision, directories, settings of experts."""
 
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -12,12 +15,15 @@ from megarl.core.base import architecture
 from megarl.core.base.hf_files import read_config
 from megarl.core.models import build, checkpoint, family_of, hf, parallel
 from megarl.core.models.hf import write_config
-from megarl.core.models.layers import inverse_frequencies
+from megarl.core.models.layers import CausalAttention, inverse_frequencies
 from megarl.core.recipe import Model, Moe
-from tests.tiny import LLAMA3_ROPE, tiny_llama, tiny_llama4_multimodal, tiny_qwen3_moe
+from tests.tiny import LLAMA3_ROPE, tiny_gpt_oss, tiny_llama, tiny_llama4_multimodal, tiny_qwen3_moe
 
 # isort: split
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.moe import moe_utils
 from safetensors.torch import load_file
 
 
@@ -58,6 +64,18 @@ def test_rotary_frequencies_are_transformers_bit_for_bit(rope: dict[str, Any], c
         expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     ours = architecture.of(config.to_dict() | {"architectures": ["LlamaForCausalLM"]}, "made up")
     assert torch.equal(inverse_frequencies(ours), expected)
+
+
+def test_angles_are_kept_for_few_lengths(one_rank: None) -> None:
+    """Those of a row are the first of the next power of two."""
+    plain, rotary = RotaryEmbedding(16, 1.0), RotaryEmbedding(16, 1.0)
+    build.make_angles_for_few_lengths(rotary)
+    before, lengths = RotaryEmbedding.forward.cache_info().currsize, (33, 50, 64, 40)
+    for n in lengths:
+        packed = PackedSeqParams("thd", max_seqlen_q=n, max_seqlen_kv=n)
+        asked = rotary.get_rotary_seq_len(None, None, None, None, packed)
+        assert torch.equal(rotary(asked, packed_seq=True)[:n], plain.get_emb(n))
+    assert RotaryEmbedding.forward.cache_info().currsize == before + 1
 
 
 def test_rope_as_written_before_transformers_5(tmp_path: Path) -> None:
@@ -130,6 +148,18 @@ def test_scales_of_experts_are_no_part_of_a_checkpoint(
     checkpoint.load_model(tmp_path / "step-1", [chunk])
 
 
+def test_as_many_sockets_as_the_system_allows() -> None:
+    """megatron's groups need thousands in large worlds."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard - 1), hard))
+    try:
+        parallel.start(Model(), seed=0, timeout_s=60)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        parallel.stop()
+
+
 def test_fp32_products_are_fp32() -> None:
     """Also where the environment has asked for TF32."""
     torch.set_float32_matmul_precision("high")
@@ -141,6 +171,21 @@ def test_fp32_products_are_fp32() -> None:
         parallel.stop()
 
 
+def test_transformer_engine_is_not_taken_in_fp32(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its products would be of TF32, and its attention would make matrices of scores."""
+    tiny_qwen3_moe(tmp_path, num_hidden_layers=1)
+    monkeypatch.setattr(build, "HAVE_TE", True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    made_by = [build.layers_made_by(Model(dtype=dtype)).split()[0] for dtype in ("bf16", "fp16", "fp32")]
+    assert made_by == ["Transformer", "Transformer", "megarl"]
+    chunk = loaded(tmp_path, dtype="fp32")
+    assert isinstance(chunk.decoder.layers[0].self_attention.core_attention, CausalAttention)
+    fused = ("moe_grouped_gemm", "moe_permute_fusion", "bias_activation_fusion")
+    assert not any(getattr(chunk.config, name) for name in fused)
+
+
 def test_router_computes_in_float32(one_rank: None, tmp_path: Path) -> None:
     tiny_qwen3_moe(tmp_path, torch.bfloat16, num_hidden_layers=1)
     chunk = loaded(tmp_path, dtype="bf16")
@@ -148,6 +193,38 @@ def test_router_computes_in_float32(one_rank: None, tmp_path: Path) -> None:
     assert router.weight.dtype == torch.bfloat16
     hidden = torch.randn(5, 1, 64, dtype=torch.bfloat16)
     assert torch.equal(router.gating(hidden), hidden.float() @ router.weight.float().T)
+
+
+def engines_product(
+    a: Tensor, b: Tensor, out_dtype: torch.dtype, layout: str, bias: Tensor | None = None, grad: bool = False
+) -> list[Tensor]:
+    """Transformer Engine's, with what it would misread refused."""
+    assert bias is None or bias.dtype == out_dtype, "a bias is read in the type of the output"
+    assert {a.dtype, b.dtype} != {torch.float32} or grad, "a product of TF32"
+    a, b = a.to(out_dtype), b.to(out_dtype)
+    return [(b.T if layout[1] == "T" else b) @ (a.T if layout[0] == "T" else a)]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("tiny", [tiny_qwen3_moe, tiny_gpt_oss])
+def test_router_beside_transformer_engine(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny: Any, dtype: Any
+) -> None:
+    """Its logits and gradients, with and without a bias, are those of float32."""
+    tiny(tmp_path, build.DTYPES[dtype], num_hidden_layers=1)
+    router = loaded(tmp_path, dtype=dtype).decoder.layers[0].mlp.router
+    monkeypatch.setattr(moe_utils, "te_general_gemm", engines_product)
+    hidden = torch.randn(5, 1, 64, dtype=build.DTYPES[dtype], requires_grad=True)
+    given = [hidden, *router.parameters()]
+    assert len(given) == (3 if tiny is tiny_gpt_oss else 2)
+    logits, expected = router.gating(hidden), linear(*(t.float() for t in given))
+    assert torch.allclose(logits, expected, rtol=1e-6, atol=1e-6)
+    assert logits.dtype == torch.float32
+    weights = torch.randn(logits.shape)
+    for found, wanted in zip(
+        *(torch.autograd.grad((o * weights).sum(), given) for o in (logits, expected)), strict=True
+    ):
+        assert torch.allclose(found, wanted, rtol=0.01, atol=1e-5)
 
 
 def test_transformers_in_the_same_process_is_left_alone(tmp_path: Path) -> None:
