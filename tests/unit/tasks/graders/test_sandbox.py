@@ -96,6 +96,11 @@ def test_a_good_program_runs(kind: SandboxKind) -> None:
     assert run(kind, "print(len(input()))", "x" * 300_000).stdout == "300000\n"
 
 
+@pytest.mark.parametrize(("ending", "status"), [("exit()", 0), ("quit()", 0), ("exit(0)", 0), ("exit('no')", 1)])
+def test_a_program_may_call_exit(kind: SandboxKind, ending: str, status: int) -> None:
+    assert run(kind, f"print('NO')\nif True:\n    {ending}\nprint('YES')") == Ran("NO\n", "exit", status)
+
+
 def test_fork_bomb(bubblewrap: SandboxKind) -> None:
     program = """
 import os, sys
@@ -303,6 +308,8 @@ except OSError: print("alive")
         "import os; os._exit(0)",
         "raise SystemExit(0)",
         "print('OK'); exit()",
+        "def f(): return 7\nexit()",
+        "def f(): exit()",
         "import sys; sys.settrace(None); sys.modules['__main__'].__dict__.clear()",
         "class T:\n    def __eq__(self, o): return True\n    def __repr__(self): return 'True'\ndef f(): return T()",
         "import builtins; builtins.repr = lambda x: '7 or True'\ndef f(): return 8",
@@ -313,10 +320,11 @@ def test_success_before_the_tests(bubblewrap: SandboxKind, program: str) -> None
     async def verdicts() -> list[Verdict]:
         code = Code(Sandbox(bubblewrap, 2))
         tests = ['{"call": "f()", "result": "7"}', '{"input": "", "output": "7"}', '{"assert": "assert f() == 7"}']
+        tests.append('{"check": "def check(f): assert f() == 7", "entry_point": "f"}')
         answer = f"```python\n{program}\n```"
         return await asyncio.gather(*(code.check(Submission(answer, f'{{"tests": [{test}]}}')) for test in tests))
 
-    assert asyncio.run(verdicts()) == [judged(False)] * 3
+    assert asyncio.run(verdicts()) == [judged(False)] * 4
 
 
 def test_programs_that_are_cancelled_leave_nothing_behind(
