@@ -101,6 +101,37 @@ def test_a_program_may_call_exit(kind: SandboxKind, ending: str, status: int) ->
     assert run(kind, f"print('NO')\nif True:\n    {ending}\nprint('YES')") == Ran("NO\n", "exit", status)
 
 
+CLASSES = """
+from dataclasses import dataclass
+from typing import ClassVar, get_type_hints
+import pickle
+
+@dataclass
+class P:
+    made: ClassVar[int] = 7
+    x: int
+
+def f(x):
+    return pickle.loads(pickle.dumps(P(x))).x, get_type_hints(P)["x"] is int
+"""
+
+
+def test_a_program_may_define_data_classes(kind: SandboxKind) -> None:
+    """Whose decorator looks the class's module up."""
+    assert run(kind, CLASSES + "print(f(1))").stdout == "(1, True)\n"
+    assert run(kind, CLASSES, call="f(1)").stdout == "(1, True)"
+    assert run(kind, CLASSES, call="__name__").stdout == "'solution'"
+    checked = sandbox(kind).run_checked(CLASSES, "f", CLASSES + "def check(f): assert f(1) == (1, True)")
+    assert asyncio.run(checked).stdout == "passed"
+
+
+def test_annotations_are_not_evaluated(kind: SandboxKind) -> None:
+    """Starter code has `List[int]` without an import."""
+    program = "class Solution:\n    def total(self, nums: List[int]) -> int:\n        return sum(nums)\n"
+    assert run(kind, program, call="Solution().total([1, 2])").stdout == "3"
+    assert run(kind, program + "print(Solution().total([1, 2]))").stdout == "3\n"
+
+
 def test_fork_bomb(bubblewrap: SandboxKind) -> None:
     program = """
 import os, sys
