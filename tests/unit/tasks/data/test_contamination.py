@@ -52,7 +52,9 @@ def test_an_instruction_that_all_evaluation_texts_have_is_not_looked_for():
 
 
 def test_an_evaluation_set_that_repeats_its_problems_is_still_looked_for():
-    problem = "Find the number of ordered pairs of positive integers below one hundred whose product is a perfect square"
+    problem = (
+        "Find the number of ordered pairs of positive integers below one hundred whose product is a perfect square"
+    )
     copies = [("e0", problem), *((f"e{n}", f"{problem.upper()}.") for n in range(1, 3 * COMMON))]
     hit = Overlap(copies).find(f"Now: {problem}")
     assert hit is not None
