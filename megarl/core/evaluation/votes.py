@@ -18,7 +18,9 @@ from decimal import Decimal, InvalidOperation
 from megarl.core.base.contracts import Grader, GraderDown, last_box
 from megarl.core.evaluation.metrics import Outcome
 
-DOLLARS = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+OPENING = re.compile(r"\$|\\[(\[]")
+MARKS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
+"""What opens and closes a formula."""
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 WITHOUT_VOTES = ("code", "format")
 """Graders without majority votes: two right programs need not be the same text."""
@@ -66,11 +68,26 @@ def extracted(answer: str) -> str:
     box = last_box(answer)
     if box is not None and box.strip():
         return box.strip()
-    formulas = [next(filter(None, groups)) for groups in DOLLARS.findall(answer)]
-    if formulas:
-        return str(formulas[-1]).strip()
+    formula = last_formula(answer)
+    if formula is not None:
+        return formula.strip()
     numbers = NUMBER.findall(answer)
     return numbers[-1] if numbers else answer.strip()
+
+
+def last_formula(text: str) -> str | None:
+    """Return the content of the last formula in dollars or LaTeX's own marks, in time linear in the text."""
+    formula, at = None, 0
+    closings = {close: text.rfind(close) for _, close in MARKS}
+    while opening := OPENING.search(text, at):
+        at = opening.start() + 1
+        for mark, close in MARKS:
+            begin = opening.start() + len(mark)
+            if text.startswith(mark, opening.start()) and closings[close] > begin:
+                end = text.index(close, begin + 1)
+                formula, at = text[begin:end], end + len(close)
+                break
+    return formula
 
 
 def number(text: str) -> Decimal | None:

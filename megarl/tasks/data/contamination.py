@@ -3,7 +3,7 @@
 As for GPT-3 (arXiv 2005.14165, appendix C): words are lower-cased and stripped of punctuation, and a training text that shares
 13 consecutive words with an evaluation text is contaminated; as there, shorter evaluation texts of at least 8 words are looked
 for whole. Shorter still, a text matches only if it is the whole training text. Where GPT-3 cut out parts of long documents, the
-document here is the prompt, so all of it is removed. N-grams shared by more than `COMMON` evaluation texts are their
+document here is the prompt, so all of it is removed. N-grams shared by more than `COMMON` different evaluation texts are their
 instruction ("Solve the following math problem step by step…"), identify none of them, and are not looked for.
 """
 
@@ -40,12 +40,14 @@ class Overlap:
         self._whole: dict[str, int] = {}
         grams: dict[int, dict[str, int]] = {}
         texts_with: Counter[str] = Counter()
+        distinct: set[str] = set()  # some published sets repeat a problem many times
         for name, text in texts:
             spoken = words(text)
             length = min(len(spoken), NGRAM)
             if length < SHORTEST:
                 self._whole.setdefault(collapsed(text).casefold(), len(self._names))
-            else:
+            elif (whole := " ".join(spoken)) not in distinct:
+                distinct.add(whole)
                 own = {" ".join(spoken[n : n + length]) for n in range(len(spoken) - length + 1)}
                 texts_with.update(own)
                 for gram in own:

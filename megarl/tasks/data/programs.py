@@ -65,8 +65,9 @@ def _unpickled(text: str) -> Any:
 
 
 def humaneval_check(raw: Raw) -> str:
-    """Read HumanEval tests: the function `check`, and the name of the function that it is called with."""
-    check, entry_point = text_of(column("test")(raw)), text_of(column("entry_point")(raw))
+    """Read HumanEval tests: the function `check`, after the prompt whose helpers it calls, and the name of what it tests."""
+    prompt, test, entry_point = (text_of(column(name)(raw)) for name in ("prompt", "test", "entry_point"))
+    check = f"{prompt}\n\n{test}"
     return msgspec.json.encode({"tests": [{"check": check, "entry_point": entry_point}]}).decode()
 
 

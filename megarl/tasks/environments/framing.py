@@ -72,5 +72,6 @@ class Setting:
     reply_tokens: int
 
     def said(self, tokens: np.ndarray) -> str:
-        """Return a turn's text without its thinking, if that is closed."""
-        return self.tokenizer.decode(tokens).rpartition(self.end_of_thinking)[2]
+        """Return a turn's text without its thinking, if that is closed; an empty end_of_thinking: the model does not think."""
+        text = self.tokenizer.decode(tokens)
+        return text.rpartition(self.end_of_thinking)[2] if self.end_of_thinking else text

@@ -17,7 +17,6 @@ import ast
 import itertools
 import json
 import math
-import re
 import sys
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
@@ -27,7 +26,7 @@ from megarl.core.base.contracts import Verdict
 from megarl.tasks.graders.answer import Submission, judged
 from megarl.tasks.graders.sandbox import Ran, Sandbox
 
-FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)
+FENCE = "```"
 SHOWN_BYTES = 1 << 16
 """How much longer than the expected result a result may be and still be parsed, which takes the controller's time."""
 PASSED = "passed"
@@ -70,8 +69,18 @@ class Code:
 
 def program_of(answer: str) -> str | None:
     """Return the last closed fenced block, or None."""
-    blocks = FENCED.findall(answer)
-    return blocks[-1] if blocks else None
+    program: str | None = None
+    block: list[str] | None = None
+    for line in answer.split("\n"):
+        mark = line.strip(" \t")
+        if block is None:
+            if mark.startswith(FENCE) and "`" not in mark.removeprefix(FENCE):
+                block = []
+        elif mark == FENCE:
+            program, block = "".join(f"{part}\n" for part in block), None
+        else:
+            block.append(line)
+    return program
 
 
 def passed(test: UnitTest, ran: Ran) -> bool:

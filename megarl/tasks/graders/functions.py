@@ -6,6 +6,7 @@ A function takes a Submission and returns a number, or a bool for right and wron
 import importlib
 import logging
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -15,6 +16,12 @@ from megarl.core.base.errors import MegarlError
 from megarl.tasks.graders.answer import Submission
 
 Function = Callable[[Submission], float]
+SPACE = re.compile(r"\\[,;: ]|\{\\,\}|[~ \u00a0\u2009\u202f]")
+GROUPED = re.compile(rf"(?<![\d.,])\d{{1,3}}(?:(?:{SPACE.pattern})\d{{3}})+(?!\d)")
+"""A number with spaces between groups of three digits. To math-verify it is a product: 10 · 000 = 0."""
+UNIT = r"(?:^|= ?)-?[\d.,]+(?:\\,| )[dghlmsACFJKLNTVW](?:\^\{?\d\}?|[²³])?(?:/[A-Za-z])?$"
+PROSE = re.compile(rf"(?<![\\A-Za-z])[A-Za-z]{{2,}}|[%€£°]|\\circ|: |^- |\*\*|\\[(\[]|{UNIT}")
+"""What a bare formula does not have: a word, a unit, a label, a bullet, a power as Python writes it, a delimiter."""
 MEMORY_BYTES = 4 << 30
 """Address space of a `math` process; needing more is an error of the answer."""
 IMPORT_LIMIT_S = 120.0
@@ -24,11 +31,15 @@ def is_equal(answer: str, expected: str) -> bool:
     """Return whether math-verify finds the answer mathematically equal to the expected one: boxed, in dollars or bare."""
     from math_verify import parse, verify
 
+    answer, expected = (GROUPED.sub(lambda number: SPACE.sub("", number[0]), text) for text in (answer, expected))
     gold = parse(f"${expected}$", parsing_timeout=None) or parse(expected, parsing_timeout=None)
+    bare = "\n" not in answer and "$" not in answer.replace("\\$", "") and "\\boxed" not in answer
+    formula = answer.lstrip("*_` ").rstrip("*_` .")
+    if bare and not PROSE.search(formula) and (whole := parse(f"${formula}$", parsing_timeout=None)):
+        return bool(verify(gold, whole, timeout_seconds=None))  # all of it counts, not one number as in prose
     if verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None):
         return True
-    bare = "\n" not in answer and "$" not in answer.replace("\\$", "") and "\\boxed" not in answer
-    return bare and bool(verify(gold, parse(f"${answer}$", parsing_timeout=None), timeout_seconds=None))
+    return bare and bool(verify(gold, parse(f"${formula}$", parsing_timeout=None), timeout_seconds=None))
 
 
 def same_in_mathematics(submission: Submission) -> bool:

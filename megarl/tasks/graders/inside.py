@@ -278,9 +278,13 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     limits, readable = json.loads(sys.argv[1]), json.loads(sys.argv[2])
     sys.argv = ["solution.py"]
-    names: dict[str, Any] = {"__name__": "__main__" if alone else "solution"}
+    module = type(sys)("__main__" if alone else "solution")
+    sys.modules[module.__name__] = module  # where dataclasses, typing and pickle look the program's names up
+    names = vars(module)
     give_up(limits, readable)
     os.write(answer, b"started\n")
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # -S leaves out site, which defines them
+    # It inherits this file's `from __future__ import annotations`, so that starter code with `nums: List[int]` needs no import.
     exec(compile(task["program"], "solution.py", "exec"), names)
     if task["call"]:
         os.write(answer, repr(plain(eval(task["call"], names))).encode())

@@ -126,6 +126,14 @@ def test_what_an_answer_says() -> None:
     assert extracted("So $x=4$ or $y = 5$.") == "y = 5"
     assert extracted("She has 1,200 stamps, not 7 of 12.") == "12"
     assert extracted("none of them") == "none of them"
+    assert extracted("$$a\nb$$ or \\(c\\) or \\[ d \\] or \\(e") == "d"
+    assert extracted("$1$, $$2$") == "$2"
+
+
+@pytest.mark.parametrize("mark", ["\\(", "\\["])
+def test_formulas_that_are_never_closed_take_no_longer_than_others(mark: str) -> None:
+    """Minutes, if each searched all the text for its end."""
+    assert extracted("\\) \\] $3$ " + mark * 100_000) == "3"
 
 
 @pytest.fixture

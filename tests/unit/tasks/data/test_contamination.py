@@ -51,6 +51,17 @@ def test_an_instruction_that_all_evaluation_texts_have_is_not_looked_for():
     assert few.find(f"{instruction} and another problem") is not None
 
 
+def test_an_evaluation_set_that_repeats_its_problems_is_still_looked_for():
+    problem = (
+        "Find the number of ordered pairs of positive integers below one hundred whose product is a perfect square"
+    )
+    copies = [("e0", problem), *((f"e{n}", f"{problem.upper()}.") for n in range(1, 3 * COMMON))]
+    hit = Overlap(copies).find(f"Now: {problem}")
+    assert hit is not None
+    assert hit.evaluation == "e0"
+    assert len(Overlap(copies)) == 3 * COMMON
+
+
 def test_chinese_has_a_word_a_character():
     assert words("若x_1=2，求值") == ["若", "x", "1", "2", "求", "值"]
 

@@ -10,6 +10,7 @@ from megarl.core.recipe import Task
 from megarl.core.recipe.rules import MULTIPLE_CHOICE
 from megarl.tasks.data.mappings import MAPPINGS, PromptRow, UnfitError, mapping_of, own
 
+HELPED = 'def helper(n):\n    return n + 1\n\n\ndef f(n):\n    """The same as helper."""\n'
 STDIN = [{"input": "1 2\n", "output": "3\n"}]
 
 
@@ -93,6 +94,15 @@ CASES = [
             "tests": json.dumps([STDIN[0] | {"testtype": "stdin"}]),
         },
         "Add.", unit_tests_in(*STDIN), 0,
+    ),
+    (
+        "humaneval",
+        {
+            "task_id": "Made/32", "prompt": HELPED, "canonical_solution": "    return helper(n)\n",
+            "test": "\n\ndef check(f):\n    assert f(2) == helper(2)\n", "entry_point": "f",
+        },
+        HELPED,
+        unit_tests_in({"check": HELPED + "\n\n\n\ndef check(f):\n    assert f(2) == helper(2)\n", "entry_point": "f"}), 0,
     ),
 ]  # fmt: skip
 

@@ -7,7 +7,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from megarl.core.base.errors import MegarlError
-from megarl.tasks.environments.framing import Framing
+from megarl.tasks.environments.framing import Framing, Setting
+from megarl.tasks.graders.sandbox import Sandbox
 from tests.unit.tasks.environments.texts import CHATML, DEAF, NO_TOOLS, byte_tokenizer
 
 
@@ -52,6 +53,18 @@ def test_of_a_long_reply_the_middle_is_left_out(tmp_path: Path, template: str) -
         assert "xend" in said
         assert "x\n…\nx" in said
     assert "…" not in tokenizer.decode(Framing(tokenizer, template, 80, "t").tokens("short"))
+
+
+@pytest.mark.parametrize(
+    ("end", "text"),
+    [("</think>", "7"), ("", "5?</think>7"), ("</thought>", "5?</think>7")],
+    ids=["closed", "none", "open"],
+)
+def test_a_turn_says_what_follows_its_thinking(tmp_path: Path, end: str, text: str) -> None:
+    tokenizer = byte_tokenizer(tmp_path)
+    framing = Framing(tokenizer, "chat", 200, "t")
+    setting = Setting("t", tokenizer, framing, Sandbox("bubblewrap", 1), end, 200)
+    assert setting.said(tokenizer.ids("5?</think>7")) == text
 
 
 def test_templates_that_cannot_hold_a_reply(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 import uvloop
 
 from megarl.core.base.contracts import GraderDown, Verdict
+from megarl.tasks.data.mappings import MAPPINGS
 from megarl.tasks.graders.answer import Submission, judged
 from megarl.tasks.graders.code import Code
 from megarl.tasks.graders.sandbox import Limits, Sandbox, SandboxKind
@@ -99,6 +100,8 @@ def test_what_passes_through(bubblewrap: SandboxKind, program: str, check: str, 
         "def f(x):\n    import os; os._exit(0)",
         "def f(x): raise SystemExit(0)",
         "raise SystemExit(0)",
+        "exit()",
+        "def f(x): exit()",
         # Of the asserts themselves.
         "import builtins\nbuiltins.AssertionError = KeyboardInterrupt\nbuiltins.abs = lambda x: 0\ndef f(x): return 0",
         "def check(candidate): pass\ndef f(x): return 0",
@@ -186,13 +189,13 @@ HUMANEVAL = {
 
 
 def test_a_row_of_humaneval(bubblewrap: SandboxKind) -> None:
-    tests = {"tests": [{"check": HUMANEVAL["prompt"] + HUMANEVAL["test"], "entry_point": HUMANEVAL["entry_point"]}]}
+    tests = MAPPINGS["humaneval"](HUMANEVAL).answer
     solution = HUMANEVAL["prompt"] + HUMANEVAL["canonical_solution"]
     helper = "def encode_cyclic(s): return s\ndef decode_cyclic(s): return s"  # right only by its own helper
 
     async def verdicts() -> list[Verdict]:
         code = Code(Sandbox(bubblewrap, 2))
         answers = [f"```python\n{program}\n```" for program in (solution, helper)]
-        return await asyncio.gather(*(code.check(Submission(answer, json.dumps(tests))) for answer in answers))
+        return await asyncio.gather(*(code.check(Submission(answer, tests)) for answer in answers))
 
     assert asyncio.run(verdicts()) == [judged(True), judged(False)]

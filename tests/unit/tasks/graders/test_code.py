@@ -33,10 +33,20 @@ from tests.unit.tasks.graders.asking import graders_of, prompt_of
         ("```python\nprint(1)", None),
         ("`print(1)`", None),
         ("```print(1)```", None),
+        ("```py\n1\n \t``` \n2\n```\n3\n```\n4", "3\n"),
+        ("```py `1`\n```\n2\n```", "2\n"),
+        ("```py\n1\n```py\n2\n```", "1\n```py\n2\n"),
     ],
 )
 def test_the_program_is_the_last_closed_block(answer: str, program: str | None) -> None:
     assert program_of(answer) == program
+
+
+def test_blocks_that_are_never_closed_take_no_longer_than_others() -> None:
+    """An hour, if each searched all the text for its end."""
+    fences = "```a\n" * 200_000
+    assert program_of(fences) is None
+    assert program_of(fences + "```") == "```a\n" * 199_999
 
 
 @pytest.mark.parametrize(

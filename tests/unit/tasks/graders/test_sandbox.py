@@ -96,6 +96,42 @@ def test_a_good_program_runs(kind: SandboxKind) -> None:
     assert run(kind, "print(len(input()))", "x" * 300_000).stdout == "300000\n"
 
 
+@pytest.mark.parametrize(("ending", "status"), [("exit()", 0), ("quit()", 0), ("exit(0)", 0), ("exit('no')", 1)])
+def test_a_program_may_call_exit(kind: SandboxKind, ending: str, status: int) -> None:
+    assert run(kind, f"print('NO')\nif True:\n    {ending}\nprint('YES')") == Ran("NO\n", "exit", status)
+
+
+CLASSES = """
+from dataclasses import dataclass
+from typing import ClassVar, get_type_hints
+import pickle
+
+@dataclass
+class P:
+    made: ClassVar[int] = 7
+    x: int
+
+def f(x):
+    return pickle.loads(pickle.dumps(P(x))).x, get_type_hints(P)["x"] is int
+"""
+
+
+def test_a_program_may_define_data_classes(kind: SandboxKind) -> None:
+    """Whose decorator looks the class's module up."""
+    assert run(kind, CLASSES + "print(f(1))").stdout == "(1, True)\n"
+    assert run(kind, CLASSES, call="f(1)").stdout == "(1, True)"
+    assert run(kind, CLASSES, call="__name__").stdout == "'solution'"
+    checked = sandbox(kind).run_checked(CLASSES, "f", CLASSES + "def check(f): assert f(1) == (1, True)")
+    assert asyncio.run(checked).stdout == "passed"
+
+
+def test_annotations_are_not_evaluated(kind: SandboxKind) -> None:
+    """Starter code has `List[int]` without an import."""
+    program = "class Solution:\n    def total(self, nums: List[int]) -> int:\n        return sum(nums)\n"
+    assert run(kind, program, call="Solution().total([1, 2])").stdout == "3"
+    assert run(kind, program + "print(Solution().total([1, 2]))").stdout == "3\n"
+
+
 def test_fork_bomb(bubblewrap: SandboxKind) -> None:
     program = """
 import os, sys
@@ -303,6 +339,8 @@ except OSError: print("alive")
         "import os; os._exit(0)",
         "raise SystemExit(0)",
         "print('OK'); exit()",
+        "def f(): return 7\nexit()",
+        "def f(): exit()",
         "import sys; sys.settrace(None); sys.modules['__main__'].__dict__.clear()",
         "class T:\n    def __eq__(self, o): return True\n    def __repr__(self): return 'True'\ndef f(): return T()",
         "import builtins; builtins.repr = lambda x: '7 or True'\ndef f(): return 8",
@@ -313,10 +351,11 @@ def test_success_before_the_tests(bubblewrap: SandboxKind, program: str) -> None
     async def verdicts() -> list[Verdict]:
         code = Code(Sandbox(bubblewrap, 2))
         tests = ['{"call": "f()", "result": "7"}', '{"input": "", "output": "7"}', '{"assert": "assert f() == 7"}']
+        tests.append('{"check": "def check(f): assert f() == 7", "entry_point": "f"}')
         answer = f"```python\n{program}\n```"
         return await asyncio.gather(*(code.check(Submission(answer, f'{{"tests": [{test}]}}')) for test in tests))
 
-    assert asyncio.run(verdicts()) == [judged(False)] * 3
+    assert asyncio.run(verdicts()) == [judged(False)] * 4
 
 
 def test_programs_that_are_cancelled_leave_nothing_behind(
