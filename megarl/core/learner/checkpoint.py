@@ -15,6 +15,7 @@ are stored by the model's names, which no layout changes. Of the rest only the c
 import gc
 import logging
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -114,10 +115,7 @@ class Checkpoints:
                 log.error("%s", error)
                 unreadable.append(path)
                 continue
-            if dist.get_rank() == 0:
-                for bad in unreadable:
-                    os.replace(bad, bad.with_name(f"{bad.name}.unreadable"))
-            dist.barrier()
+            everywhere(lambda: _put_aside(unreadable) if dist.get_rank() == 0 else None)
             log.info("continuing from %s", path)
             return True
         if unreadable:
@@ -166,6 +164,14 @@ def replay_parent(recipe: Recipe, rundir: RunDir, offload: Offload) -> None:
     del trainer, checkpoints  # two trainers may be more than a GPU holds
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def _put_aside(unreadable: list[Path]) -> None:
+    """Rename each to `.unreadable`, in place of an earlier one of its step."""
+    for path in unreadable:
+        aside = path.with_name(f"{path.name}.unreadable")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(path, aside)
 
 
 def _state(trainer: Trainer, is_loading: bool) -> StateDict:
