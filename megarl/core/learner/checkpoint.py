@@ -104,35 +104,36 @@ class Checkpoints:
         self.poll(blocking=True)
 
     def load_latest(self) -> bool:
-        """Continue from the newest readable checkpoint and put unreadable newer ones aside. Return False if there is none."""
-        unreadable: list[Path] = []
+        """Continue from the newest intact checkpoint and put damaged newer ones aside. Return False if there is none.
+
+        An error that proves no damage is raised: a file that cannot be read now may be at the next start.
+        """
+        corrupt: list[Path] = []
         for path in reversed(from_rank_0(checkpoint.complete(self.folder))):
             try:
                 self.load(path)
-            except _WithoutCritic:
-                raise
-            except MegarlError as error:
+            except checkpoint.CorruptCheckpoint as error:
                 log.error("%s", error)
-                unreadable.append(path)
+                corrupt.append(path)
                 continue
-            everywhere(lambda: _put_aside(unreadable) if dist.get_rank() == 0 else None)
+            everywhere(lambda: _put_aside(corrupt) if dist.get_rank() == 0 else None)
             log.info("continuing from %s", path)
             return True
-        if unreadable:
+        if corrupt:
             advice = "move them away to train again from the beginning"
-            raise MegarlError(f"{self.folder}: none of the {len(unreadable)} checkpoints can be loaded; {advice}")
+            raise MegarlError(f"{self.folder}: none of the {len(corrupt)} checkpoints is intact; {advice}")
         return False
 
     def load(self, path: Path) -> None:
         """Put the checkpoint's weights, optimiser state and step into the trainer, or raise on all ranks."""
         trainer = self.trainer
-        if trainer.critic and not checkpoint.read_meta(path).critic:
-            raise _WithoutCritic(
+        if trainer.critic and not all(checkpoint.intact_everywhere(lambda: checkpoint.read_meta(path).critic)):
+            raise MegarlError(
                 f"{path}: has no critic, which batch.centring=critic asks for; start another run (run.name) from its weights "
                 "(`python -m checkpoints_tools convert megatron-to-hf`), or set the centring it was trained with"
             )
         loaded: StateDict = {}
-        everywhere(lambda: loaded.update(checkpoint.load(path, _state(trainer, is_loading=True))))
+        checkpoint.intact_everywhere(lambda: loaded.update(checkpoint.load(path, _state(trainer, is_loading=True))))
         _restore(trainer.policy, loaded)
         if trainer.critic:
             _restore(trainer.critic, loaded["critic"])
@@ -166,9 +167,9 @@ def replay_parent(recipe: Recipe, rundir: RunDir, offload: Offload) -> None:
     torch.cuda.empty_cache()
 
 
-def _put_aside(unreadable: list[Path]) -> None:
+def _put_aside(corrupt: list[Path]) -> None:
     """Rename each to `.unreadable`, in place of an earlier one of its step."""
-    for path in unreadable:
+    for path in corrupt:
         aside = path.with_name(f"{path.name}.unreadable")
         shutil.rmtree(aside, ignore_errors=True)
         os.replace(path, aside)
@@ -265,10 +266,6 @@ def _restore(network: TrainedNetwork, loaded: StateDict) -> None:
         optimizer.load_state_dict(settings | kind | {"param_state": loaded["optimizer"][i]})
     if network.loss_scale is not None and "loss_scale" in loaded:
         network.loss_scale.restore(loaded["loss_scale"])
-
-
-class _WithoutCritic(MegarlError):
-    """The checkpoint is complete but has no critic, and an older one would have none either."""
 
 
 type WriteBucket = tuple[str, str, tuple[list[object], list[tuple[object, Tensor]]]]
