@@ -64,7 +64,7 @@ class Checkpoints:
         self.finish()
         trainer = self.trainer
         step, path = trainer.step, step_folder(self.folder, trainer.step)
-        if step == 0 or from_rank_0(path.exists()):
+        if step == 0 or from_rank_0(path in checkpoint.complete(self.folder)):
             return
         begin = time.monotonic()
         model, critic = trainer.recipe.model.model_dump(mode="json"), trainer.critic is not None

@@ -20,6 +20,7 @@ A checkpoint is read without running anything in it, wherever it came from:
 *.distcp        torch archives; megatron lets torch unpickle objects of any class: within `safely` only plain ones
 """
 
+import logging
 import os
 import pickle
 import queue as queues
@@ -48,6 +49,8 @@ from megarl.core.base.hf_files import read_config
 from megarl.core.base.process import environment
 from megarl.core.base.rundir import CHECKPOINT, META, complete, write_atomically
 from megarl.core.models.hf import begun, copy_description, everywhere, partial_of
+
+log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 4
 CRITIC = "critic."
@@ -231,13 +234,25 @@ def read_meta(path: Path) -> CheckpointMeta:
 
 
 def prune(checkpoints: Path, keep: int) -> None:
-    """Remove all but the newest `keep`, and what killed writers left. Call on one rank, when none is being written."""
-    for path in complete(checkpoints)[:-keep]:
-        (path / META).unlink()  # now incomplete: a kill before the next line leaves nothing that looks complete
-        shutil.rmtree(path)
-    for path in checkpoints.iterdir():
-        if _PARTIAL.fullmatch(path.name) or (CHECKPOINT.fullmatch(path.name) and not (path / META).exists()):
-            shutil.rmtree(path, ignore_errors=True)
+    """Remove all but the newest `keep`, and what killed writers left. Call on one rank, when none is being written.
+
+    What cannot be removed stays, with a warning, until the next call.
+    """
+    for path in (*complete(checkpoints)[:-keep], *_incomplete(checkpoints)):
+        try:
+            (path / META).unlink(missing_ok=True)  # a kill before the next line leaves nothing that looks complete
+            shutil.rmtree(path)
+        except OSError as error:  # NFS keeps files that are open elsewhere; somebody may have protected them
+            log.warning("%s: cannot be removed, which is tried again after the next checkpoint: %s", path, error)
+
+
+def _incomplete(checkpoints: Path) -> list[Path]:
+    """Return what killed writers left, and checkpoints that could not be removed whole."""
+    return [
+        path
+        for path in checkpoints.iterdir()
+        if _PARTIAL.fullmatch(path.name) or (CHECKPOINT.fullmatch(path.name) and not (path / META).exists())
+    ]
 
 
 def find(source: Path) -> Path:

@@ -113,3 +113,33 @@ def test_a_checkpoint_of_another_schema_is_left(checkpoints: Checkpoints, monkey
     with pytest.raises(MegarlError, match=r"step-0000002/megarl.json: schema 4, this megarl reads 5; use the megarl"):
         checkpoints.load_latest()
     assert names(checkpoints) == ["step-0000001", "step-0000002"]
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_removed_after_a_later_one(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """First somebody has protected it, then NFS keeps a file that is open elsewhere."""
+    checkpoints.keep = 1
+    oldest = checkpoints.folder / "step-0000001"
+    remove_file, remove_folder = Path.unlink, os.rmdir
+
+    def protected(path: Path, missing_ok: bool = False) -> None:
+        if path.parent == oldest:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        remove_file(path, missing_ok)
+
+    def in_use(path: Any, **more: Any) -> None:
+        if Path(path).name == oldest.name:
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+        remove_folder(path, **more)
+
+    for step, module, name, fault, whole in ((3, Path, "unlink", protected, True), (4, os, "rmdir", in_use, False)):
+        with monkeypatch.context() as failing:
+            failing.setattr(module, name, fault)
+            save(checkpoints, step)
+        assert names(checkpoints) == ["step-0000001", f"step-{step:07}"]
+        assert (oldest in checkpoint.complete(checkpoints.folder)) == whole
+        assert f"{oldest}: cannot be removed, which is tried again after the next checkpoint: " in caplog.text
+        caplog.clear()
+    save(checkpoints, 5)
+    assert names(checkpoints) == ["step-0000005"]
