@@ -106,8 +106,10 @@ class Checkpoints:
     def load_latest(self) -> bool:
         """Continue from the newest intact checkpoint and put damaged newer ones aside. Return False if there is none.
 
-        An error that proves no damage is raised: a file that cannot be read now may be at the next start.
+        An error that proves no damage is raised: a file that cannot be read now may be at the next start. What a killed writer
+        left is removed, so that the next checkpoint finds its room.
         """
+        loaded = False
         corrupt: list[Path] = []
         for path in reversed(from_rank_0(checkpoint.complete(self.folder))):
             try:
@@ -118,11 +120,14 @@ class Checkpoints:
                 continue
             everywhere(lambda: _put_aside(corrupt) if dist.get_rank() == 0 else None)
             log.info("continuing from %s", path)
-            return True
-        if corrupt:
+            loaded = True
+            break
+        if corrupt and not loaded:
             advice = "move them away to train again from the beginning"
             raise MegarlError(f"{self.folder}: none of the {len(corrupt)} checkpoints is intact; {advice}")
-        return False
+        if dist.get_rank() == 0:
+            checkpoint.prune(self.folder, self.keep)
+        return loaded
 
     def load(self, path: Path) -> None:
         """Put the checkpoint's weights, optimiser state and step into the trainer, or raise on all ranks."""

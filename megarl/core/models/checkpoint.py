@@ -243,14 +243,14 @@ def prune(checkpoints: Path, keep: int) -> None:
             (path / META).unlink(missing_ok=True)  # a kill before the next line leaves nothing that looks complete
             shutil.rmtree(path)
         except OSError as error:  # NFS keeps files that are open elsewhere; somebody may have protected them
-            log.warning("%s: cannot be removed, which is tried again after the next checkpoint: %s", path, error)
+            log.warning("%s: cannot be removed, which is tried again later: %s", path, error)
 
 
 def _incomplete(checkpoints: Path) -> list[Path]:
     """Return what killed writers left, and checkpoints that could not be removed whole."""
     return [
         path
-        for path in checkpoints.iterdir()
+        for path in (checkpoints.iterdir() if checkpoints.is_dir() else ())
         if _PARTIAL.fullmatch(path.name) or (CHECKPOINT.fullmatch(path.name) and not (path / META).exists())
     ]
 

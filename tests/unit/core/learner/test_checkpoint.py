@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,23 @@ def test_a_checkpoint_that_cannot_be_removed_is_removed_after_a_later_one(
             save(checkpoints, step)
         assert names(checkpoints) == ["step-0000001", f"step-{step:07}"]
         assert (oldest in checkpoint.complete(checkpoints.folder)) == whole
-        assert f"{oldest}: cannot be removed, which is tried again after the next checkpoint: " in caplog.text
+        assert f"{oldest}: cannot be removed, which is tried again later: " in caplog.text
         caplog.clear()
     save(checkpoints, 5)
     assert names(checkpoints) == ["step-0000005"]
+
+
+def test_what_killed_writers_left_is_removed_before_anything_is_saved(checkpoints: Checkpoints) -> None:
+    left = checkpoints.folder / ".step-0000003.partial"
+    left.mkdir()
+    (checkpoints.folder / "step-0000002" / checkpoint.META).unlink()
+    assert checkpoints.load_latest()
+    assert (checkpoints.trainer.step, names(checkpoints)) == (1, ["step-0000001"])
+    save(checkpoints, 2)
+    assert names(checkpoints) == ["step-0000001", "step-0000002"]
+
+    shutil.rmtree(checkpoints.folder)
+    assert not checkpoints.load_latest()
+    left.mkdir(parents=True)  # by one that was killed in its first checkpoint
+    assert not checkpoints.load_latest()
+    assert names(checkpoints) == []
