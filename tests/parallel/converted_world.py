@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.core.base.errors import MegarlError
 from megarl.core.models import build, checkpoint, family_of, hf, parallel
 from megarl.core.recipe import Model
 from tests.damage import flip_a_bit
@@ -55,7 +54,7 @@ def check_that_all_ranks_refuse_it_damaged(path: Path, chunks: list[Any]) -> Non
             flip_a_bit(file)
         dist.barrier()
         said = re.escape(f"{file}: its checksum is ")
-        with pytest.raises(MegarlError, match=said) if damaged else nullcontext():
+        with pytest.raises(checkpoint.CorruptCheckpoint, match=said) if damaged else nullcontext():
             checkpoint.load_model(path, chunks)
         dist.barrier()
 

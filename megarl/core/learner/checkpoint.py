@@ -15,6 +15,7 @@ are stored by the model's names, which no layout changes. Of the rest only the c
 import gc
 import logging
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -64,7 +65,7 @@ class Checkpoints:
         self.finish()
         trainer = self.trainer
         step, path = trainer.step, step_folder(self.folder, trainer.step)
-        if step == 0 or from_rank_0(path.exists()):
+        if step == 0 or from_rank_0(path in checkpoint.complete(self.folder)):
             return
         begin = time.monotonic()
         model, critic = trainer.recipe.model.model_dump(mode="json"), trainer.critic is not None
@@ -104,38 +105,41 @@ class Checkpoints:
         self.poll(blocking=True)
 
     def load_latest(self) -> bool:
-        """Continue from the newest readable checkpoint and put unreadable newer ones aside. Return False if there is none."""
-        unreadable: list[Path] = []
+        """Continue from the newest intact checkpoint and put damaged newer ones aside. Return False if there is none.
+
+        An error that proves no damage is raised: a file that cannot be read now may be at the next start. What a killed writer
+        left is removed, so that the next checkpoint finds its room.
+        """
+        loaded = False
+        corrupt: list[Path] = []
         for path in reversed(from_rank_0(checkpoint.complete(self.folder))):
             try:
                 self.load(path)
-            except _WithoutCritic:
-                raise
-            except MegarlError as error:
+            except checkpoint.CorruptCheckpoint as error:
                 log.error("%s", error)
-                unreadable.append(path)
+                corrupt.append(path)
                 continue
-            if dist.get_rank() == 0:
-                for bad in unreadable:
-                    os.replace(bad, bad.with_name(f"{bad.name}.unreadable"))
-            dist.barrier()
+            everywhere(lambda: _put_aside(corrupt) if dist.get_rank() == 0 else None)
             log.info("continuing from %s", path)
-            return True
-        if unreadable:
+            loaded = True
+            break
+        if corrupt and not loaded:
             advice = "move them away to train again from the beginning"
-            raise MegarlError(f"{self.folder}: none of the {len(unreadable)} checkpoints can be loaded; {advice}")
-        return False
+            raise MegarlError(f"{self.folder}: none of the {len(corrupt)} checkpoints is intact; {advice}")
+        if dist.get_rank() == 0:
+            checkpoint.prune(self.folder, self.keep)
+        return loaded
 
     def load(self, path: Path) -> None:
         """Put the checkpoint's weights, optimiser state and step into the trainer, or raise on all ranks."""
         trainer = self.trainer
-        if trainer.critic and not checkpoint.read_meta(path).critic:
-            raise _WithoutCritic(
+        if trainer.critic and not all(checkpoint.intact_everywhere(lambda: checkpoint.read_meta(path).critic)):
+            raise MegarlError(
                 f"{path}: has no critic, which batch.centring=critic asks for; start another run (run.name) from its weights "
                 "(`python -m checkpoints_tools convert megatron-to-hf`), or set the centring it was trained with"
             )
         loaded: StateDict = {}
-        everywhere(lambda: loaded.update(checkpoint.load(path, _state(trainer, is_loading=True))))
+        checkpoint.intact_everywhere(lambda: loaded.update(checkpoint.load(path, _state(trainer, is_loading=True))))
         _restore(trainer.policy, loaded)
         if trainer.critic:
             _restore(trainer.critic, loaded["critic"])
@@ -167,6 +171,14 @@ def replay_parent(recipe: Recipe, rundir: RunDir, offload: Offload) -> None:
     del trainer, checkpoints  # two trainers may be more than a GPU holds
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def _put_aside(corrupt: list[Path]) -> None:
+    """Rename each to `.unreadable`, in place of an earlier one of its step."""
+    for path in corrupt:
+        aside = path.with_name(f"{path.name}.unreadable")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(path, aside)
 
 
 def _state(trainer: Trainer, is_loading: bool) -> StateDict:
@@ -264,10 +276,6 @@ def _restore(network: TrainedNetwork, loaded: StateDict) -> None:
                 del group["step"]
     if network.loss_scale is not None and "loss_scale" in loaded:
         network.loss_scale.restore(loaded["loss_scale"])
-
-
-class _WithoutCritic(MegarlError):
-    """The checkpoint is complete but has no critic, and an older one would have none either."""
 
 
 type WriteBucket = tuple[str, str, tuple[list[object], list[tuple[object, Tensor]]]]

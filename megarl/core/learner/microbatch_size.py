@@ -70,8 +70,7 @@ def settle(
     if memory is None and not torch.cuda.is_available():
         raise MegarlError("learner.microbatch_tokens: auto tries a GPU's memory, and there is none here; give a number")
     conditions = _conditions(trainer, longest)
-    known = json.loads(record.read_text()) if record is not None and record.is_file() else {}
-    tokens = from_rank_0(known["microbatch_tokens"] if known.get("of") == conditions else None)
+    tokens = from_rank_0(_recorded(record, conditions) if record is not None and dist.get_rank() == 0 else None)
     if tokens is None:
         with within or nullcontext():
             tokens = _found(trainer, longest, batch_tokens, memory or gpu_memory())
@@ -81,6 +80,16 @@ def settle(
     for network in trainer.networks:
         network.microbatch_tokens = tokens
     log.info("micro-batches have up to %d tokens", tokens)
+
+
+def _recorded(record: Path, conditions: dict[str, object]) -> int | None:
+    """Return the size that was found under these conditions; None if there is none, or if the file is not one of ours."""
+    try:
+        known = json.loads(record.read_text())
+        tokens = known.get("microbatch_tokens") if known.get("of") == conditions else None
+    except (OSError, ValueError, AttributeError):  # not there or not readable, cut off, no object
+        return None
+    return tokens if type(tokens) is int else None
 
 
 def largest(sizes: Sequence[int], tried: Callable[[int], float]) -> int | None:

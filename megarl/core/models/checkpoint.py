@@ -20,6 +20,7 @@ A checkpoint is read without running anything in it, wherever it came from:
 *.distcp        torch archives; megatron lets torch unpickle objects of any class: within `safely` only plain ones
 """
 
+import logging
 import os
 import pickle
 import queue as queues
@@ -27,9 +28,9 @@ import re
 import shutil
 import zlib
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +50,18 @@ from megarl.core.base.process import environment
 from megarl.core.base.rundir import CHECKPOINT, META, complete, write_atomically
 from megarl.core.models.hf import begun, copy_description, everywhere, partial_of
 
+log = logging.getLogger(__name__)
+
 SCHEMA_VERSION = 4
 CRITIC = "critic."
 """Prefix of a critic's tensor names. Readers that want only the policy load none of them."""
 _PARTIAL = re.compile(r"\.step-\d+\.partial")
 _EXTRA_STATE = re.compile(r"(.*\.)?_extra_state\d*")
 """Transformer Engine's FP8 scales, of a layer or of one of its experts; megarl trains without, and other layers have none."""
+
+
+class CorruptCheckpoint(MegarlError):
+    """A file of a checkpoint is missing, or is not as it was written. Reading it again, or elsewhere, does not help."""
 
 
 class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,23 +172,41 @@ def whole_or_gone(path: Path) -> Iterator[None]:
 
 
 def load(path: Path, state: ShardedStateDict) -> StateDict:
-    """Load the values of `state` from the checkpoint at `path`, of any layout. COLLECTIVE. MegarlError if one is damaged."""
+    """Load the values of `state` from the checkpoint at `path`, of any layout. COLLECTIVE.
+
+    CorruptCheckpoint if a file is damaged, another MegarlError if all are whole and something else failed.
+    """
 
     def check_share() -> None:
         """Check this rank's part of the files, in turn: each rank wrote as many, so each reads about as much."""
         files = read_meta(path).files
         check(path, {name: files[name] for name in sorted(files)[dist.get_rank() :: dist.get_world_size()]})
+        guarded.enter_context(safely(path))
 
-    everywhere(check_share)
-    try:
-        with safely(path):
+    with ExitStack() as guarded:
+        intact_everywhere(check_share)
+        try:
             return dist_checkpointing.load(state, str(path))
-    except MegarlError:
-        raise
-    except (Exception, CheckpointException) as error:  # a truncated or foreign file can fail anywhere in the unpickling
-        raise MegarlError(
-            f"{path}: unreadable, or not of this model: {_last_line(error)}; use an older checkpoint"
-        ) from error
+        except (Exception, CheckpointException) as error:  # a foreign file can fail anywhere in the unpickling
+            raise MegarlError(
+                f"{path}: its files are as they were written, but cannot be loaded: {_last_line(error)}; either storage or "
+                "memory failed, and another start helps, or it is of another model: move it away"
+            ) from error
+
+
+def intact_everywhere[T](work: Callable[[], T]) -> list[T]:
+    """Return each rank's result of `work()`. COLLECTIVE. If nothing but damage was met, every rank raises CorruptCheckpoint."""
+
+    def result_or_damage() -> tuple[list[T], str]:
+        try:
+            return [work()], ""
+        except CorruptCheckpoint as error:
+            return [], str(error)
+
+    results = everywhere(result_or_damage)
+    if damage := list(dict.fromkeys(text for _, text in results if text)):
+        raise CorruptCheckpoint("\n".join(damage))
+    return [value for done, _ in results for value in done]
 
 
 def load_model(path: Path, chunks: Sequence[Module]) -> None:
@@ -198,22 +223,36 @@ def read_meta(path: Path) -> CheckpointMeta:
     try:
         meta = msgspec.json.decode((path / META).read_bytes(), type=CheckpointMeta)
     except msgspec.DecodeError as error:
-        raise MegarlError(f"{path / META}: unreadable: {error}") from None
+        raise CorruptCheckpoint(f"{path / META}: unreadable: {error}") from None
     if meta.schema != SCHEMA_VERSION:
-        raise MegarlError(f"{path / META}: schema {meta.schema}, this megarl reads {SCHEMA_VERSION}")
+        raise MegarlError(
+            f"{path / META}: schema {meta.schema}, this megarl reads {SCHEMA_VERSION}; use the megarl that wrote it"
+        )
     if meta.checksum != _own_checksum(meta):
-        raise MegarlError(f"{path / META}: not as it was written; the checkpoint is damaged, use an older one")
+        raise CorruptCheckpoint(f"{path / META}: not as it was written; the checkpoint is damaged, use an older one")
     return meta
 
 
 def prune(checkpoints: Path, keep: int) -> None:
-    """Remove all but the newest `keep`, and what killed writers left. Call on one rank, when none is being written."""
-    for path in complete(checkpoints)[:-keep]:
-        (path / META).unlink()  # now incomplete: a kill before the next line leaves nothing that looks complete
-        shutil.rmtree(path)
-    for path in checkpoints.iterdir():
-        if _PARTIAL.fullmatch(path.name) or (CHECKPOINT.fullmatch(path.name) and not (path / META).exists()):
-            shutil.rmtree(path, ignore_errors=True)
+    """Remove all but the newest `keep`, and what killed writers left. Call on one rank, when none is being written.
+
+    What cannot be removed stays, with a warning, until the next call.
+    """
+    for path in (*complete(checkpoints)[:-keep], *_incomplete(checkpoints)):
+        try:
+            (path / META).unlink(missing_ok=True)  # a kill before the next line leaves nothing that looks complete
+            shutil.rmtree(path)
+        except OSError as error:  # NFS keeps files that are open elsewhere; somebody may have protected them
+            log.warning("%s: cannot be removed, which is tried again later: %s", path, error)
+
+
+def _incomplete(checkpoints: Path) -> list[Path]:
+    """Return what killed writers left, and checkpoints that could not be removed whole."""
+    return [
+        path
+        for path in (checkpoints.iterdir() if checkpoints.is_dir() else ())
+        if _PARTIAL.fullmatch(path.name) or (CHECKPOINT.fullmatch(path.name) and not (path / META).exists())
+    ]
 
 
 def find(source: Path) -> Path:
@@ -273,14 +312,14 @@ def checksums(folder: Path, known: Mapping[str, int] | None = None) -> dict[str,
 
 
 def check(folder: Path, expected: Mapping[str, int]) -> None:
-    """Raise MegarlError if a file is missing or has another checksum."""
+    """Raise CorruptCheckpoint if a file is missing or has another checksum."""
     for name, wanted in expected.items():
         file = folder / name
         if not file.is_file():
-            raise MegarlError(f"{file}: missing; the checkpoint is damaged, use an older one")
+            raise CorruptCheckpoint(f"{file}: missing; the checkpoint is damaged, use an older one")
         if (now := checksum(file)) != wanted:
             changed = f"its checksum is {now:08x}, and was {wanted:08x} when it was written"
-            raise MegarlError(f"{file}: {changed}; the checkpoint is damaged, use an older one")
+            raise CorruptCheckpoint(f"{file}: {changed}; the checkpoint is damaged, use an older one")
 
 
 METADATA = ".metadata"
@@ -298,12 +337,16 @@ FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 @contextmanager
 def safely(path: Path) -> Iterator[None]:
-    """Within this context torch can safely read the checkpoint at `path`. MegarlError if its .metadata needs other classes."""
+    """Within this context torch can safely read the checkpoint at `path`. MegarlError if its .metadata cannot be read, a
+    CorruptCheckpoint if it is no pickle of the classes that belong there.
+    """
     try:
         with (path / METADATA).open("rb") as stream:
             _MetadataUnpickler(stream).load()
+    except (OSError, MemoryError) as error:
+        raise MegarlError(f"{path / METADATA}: cannot be read: {error or 'out of memory'}") from None
     except Exception as error:  # a truncated or foreign pickle can fail in any way
-        raise MegarlError(f"{path / METADATA}: unreadable: {error}") from None
+        raise CorruptCheckpoint(f"{path / METADATA}: unreadable: {error}") from None
     with environment({FORCE: "1"}):  # torch checks it in every load, even one that allows any class
         yield
 

@@ -131,6 +131,20 @@ def test_trials_leave_nothing_and_a_resumed_run_has_none(trainer: Trainer, tmp_p
     assert trainer.policy.microbatch_tokens == 140
 
 
+@pytest.mark.parametrize("spoilt", [lambda text: text[:-40], lambda _: "[]", lambda text: text.replace("150", '"150"')])
+def test_a_record_that_is_not_whole_is_found_anew(
+    trainer: Trainer, tmp_path: Path, spoilt: Callable[[str], str]
+) -> None:
+    record = tmp_path / "microbatch.json"
+    settle(trainer, 60, 600, record, FakeMemory(trainer, 0.25, 0.0049))
+    whole = record.read_text()
+    record.write_text(spoilt(whole))
+    again = FakeMemory(trainer, 0.25, 0.0049)
+    settle(trainer, 60, 600, record, again)
+    assert again.tried == [15, 30, 60, 120, 150]
+    assert record.read_text() == whole
+
+
 def test_only_trials_are_within_what_is_lent(trainer: Trainer, tmp_path: Path) -> None:
     record = tmp_path / "microbatch.json"
     seen: list[str] = []

@@ -1,0 +1,162 @@
+"""A learner's checkpoints when they are damaged, or when storage fails."""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.learner.checkpoint import Checkpoints
+from megarl.core.learner.trainer import Trainer
+from megarl.core.models import checkpoint
+from megarl.core.recipe import from_tree
+from tests.damage import cut_in_half, flip_a_bit
+from tests.tiny import tiny_llama
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path, one_rank: None) -> Checkpoints:
+    """Those of steps 1 and 2."""
+    tiny_llama(tmp_path / "hf", num_hidden_layers=1)
+    recipe = from_tree({"model": {"path": str(tmp_path / "hf"), "dtype": "fp32"}})
+    made = Checkpoints(tmp_path / "run", 3, Trainer(recipe, tmp_path / "hf"), tmp_path / "hf")
+    for step in (1, 2):
+        save(made, step)
+    return made
+
+
+def save(checkpoints: Checkpoints, step: int) -> None:
+    checkpoints.trainer.step = step
+    checkpoints.save()
+    checkpoints.finish()
+
+
+def names(checkpoints: Checkpoints) -> list[str]:
+    return sorted(path.name for path in checkpoints.folder.iterdir())
+
+
+def damage(checkpoints: Checkpoints, step: int, how: Callable[[Path], None] = flip_a_bit) -> None:
+    (file,) = (checkpoints.folder / f"step-{step:07}").glob("*.distcp")
+    how(file)
+
+
+def test_a_step_that_is_damaged_again_takes_the_place_of_the_one_put_aside(checkpoints: Checkpoints) -> None:
+    for _ in range(2):
+        damage(checkpoints, 2)
+        assert checkpoints.load_latest()
+        assert checkpoints.trainer.step == 1
+        assert names(checkpoints) == ["step-0000001", "step-0000002.unreadable"]
+        save(checkpoints, 2)
+
+
+@pytest.mark.parametrize("how", [flip_a_bit, cut_in_half, Path.unlink])
+def test_what_is_damaged_is_put_aside(checkpoints: Checkpoints, how: Callable[[Path], None]) -> None:
+    damage(checkpoints, 2, how)
+    assert checkpoints.load_latest()
+    assert (checkpoints.trainer.step, names(checkpoints)) == (1, ["step-0000001", "step-0000002.unreadable"])
+
+
+def test_without_an_intact_checkpoint_none_is_put_aside(checkpoints: Checkpoints) -> None:
+    for step in (1, 2):
+        damage(checkpoints, step)
+    with pytest.raises(MegarlError, match="none of the 2 checkpoints is intact; move them away"):
+        checkpoints.load_latest()
+    assert names(checkpoints) == ["step-0000001", "step-0000002"]
+
+
+def stale(*_: Any) -> int:
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+
+def full(*_: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "fault", "said"),
+    [
+        (checkpoint, "checksum", stale, os.strerror(errno.ESTALE)),
+        (checkpoint, "_MetadataUnpickler", stale, rf"\.metadata: cannot be read: .*{os.strerror(errno.ESTALE)}"),
+        (
+            dist_checkpointing,
+            "load",
+            stale,
+            f"step-0000002: its files are as they were written, but .*{os.strerror(errno.ESTALE)}",
+        ),
+        (dist_checkpointing, "load", full, "step-0000002: its files are as they were written, but .*OutOfMemoryError"),
+    ],
+)
+def test_what_proves_no_damage_ends_the_learner_and_the_next_start_loads_it(
+    checkpoints: Checkpoints,
+    monkeypatch: pytest.MonkeyPatch,
+    module: Any,
+    name: str,
+    fault: Callable[..., Any],
+    said: str,
+) -> None:
+    with monkeypatch.context() as failing:
+        failing.setattr(module, name, fault)
+        with pytest.raises(MegarlError, match=said):
+            checkpoints.load_latest()
+    checkpoints.trainer.step = 0
+    assert checkpoints.load_latest()
+    assert (checkpoints.trainer.step, names(checkpoints)) == (2, ["step-0000001", "step-0000002"])
+
+
+def test_a_checkpoint_of_another_schema_is_left(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "SCHEMA_VERSION", checkpoint.SCHEMA_VERSION + 1)
+    with pytest.raises(MegarlError, match=r"step-0000002/megarl.json: schema 4, this megarl reads 5; use the megarl"):
+        checkpoints.load_latest()
+    assert names(checkpoints) == ["step-0000001", "step-0000002"]
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_removed_after_a_later_one(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """First somebody has protected it, then NFS keeps a file that is open elsewhere."""
+    checkpoints.keep = 1
+    oldest = checkpoints.folder / "step-0000001"
+    remove_file, remove_folder = Path.unlink, os.rmdir
+
+    def protected(path: Path, missing_ok: bool = False) -> None:
+        if path.parent == oldest:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        remove_file(path, missing_ok)
+
+    def in_use(path: Any, **more: Any) -> None:
+        if Path(path).name == oldest.name:
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+        remove_folder(path, **more)
+
+    for step, module, name, fault, whole in ((3, Path, "unlink", protected, True), (4, os, "rmdir", in_use, False)):
+        with monkeypatch.context() as failing:
+            failing.setattr(module, name, fault)
+            save(checkpoints, step)
+        assert names(checkpoints) == ["step-0000001", f"step-{step:07}"]
+        assert (oldest in checkpoint.complete(checkpoints.folder)) == whole
+        assert f"{oldest}: cannot be removed, which is tried again later: " in caplog.text
+        caplog.clear()
+    save(checkpoints, 5)
+    assert names(checkpoints) == ["step-0000005"]
+
+
+def test_what_killed_writers_left_is_removed_before_anything_is_saved(checkpoints: Checkpoints) -> None:
+    left = checkpoints.folder / ".step-0000003.partial"
+    left.mkdir()
+    (checkpoints.folder / "step-0000002" / checkpoint.META).unlink()
+    assert checkpoints.load_latest()
+    assert (checkpoints.trainer.step, names(checkpoints)) == (1, ["step-0000001"])
+    save(checkpoints, 2)
+    assert names(checkpoints) == ["step-0000001", "step-0000002"]
+
+    shutil.rmtree(checkpoints.folder)
+    assert not checkpoints.load_latest()
+    left.mkdir(parents=True)  # by one that was killed in its first checkpoint
+    assert not checkpoints.load_latest()
+    assert names(checkpoints) == []
