@@ -52,6 +52,9 @@ log = logging.getLogger(__name__)
 COUNTS = ("step", "skipped_steps", "skipped_in_row", "scaler_skipped_steps")
 """The trainer's attributes that a checkpoint keeps under their names."""
 
+AGAIN_S = (2.0, 20.0)
+"""Pauses before a checkpoint that could not be read, and is not known to be damaged, is read again."""
+
 
 class Checkpoints:
     """A trainer's RUN/checkpoints. Every method is collective over all ranks."""
@@ -107,14 +110,14 @@ class Checkpoints:
     def load_latest(self) -> bool:
         """Continue from the newest intact checkpoint and put damaged newer ones aside. Return False if there is none.
 
-        An error that proves no damage is raised: a file that cannot be read now may be at the next start. What a killed writer
-        left is removed, so that the next checkpoint finds its room.
+        An error that proves no damage is raised after some tries: storage may be away for a while. What a killed writer left is
+        removed, so that the next checkpoint finds its room.
         """
         loaded = False
         corrupt: list[Path] = []
         for path in reversed(from_rank_0(checkpoint.complete(self.folder))):
             try:
-                self.load(path)
+                self._load_in_several_tries(path)
             except checkpoint.CorruptCheckpoint as error:
                 log.error("%s", error)
                 corrupt.append(path)
@@ -129,6 +132,19 @@ class Checkpoints:
         if dist.get_rank() == 0:
             checkpoint.prune(self.folder, self.keep)
         return loaded
+
+    def _load_in_several_tries(self, path: Path) -> None:
+        for pause_s in AGAIN_S:
+            try:
+                self.load(path)
+            except checkpoint.CorruptCheckpoint:
+                raise
+            except MegarlError as error:
+                log.warning("%s; trying again in %g s", error, pause_s)
+                time.sleep(pause_s)
+            else:
+                return
+        self.load(path)
 
     def load(self, path: Path) -> None:
         """Put the checkpoint's weights, optimiser state and step into the trainer, or raise on all ranks."""

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ def full(*_: Any) -> None:
         (dist_checkpointing, "load", full, "step-0000002: its files are as they were written, but .*OutOfMemoryError"),
     ],
 )
-def test_what_proves_no_damage_ends_the_learner_and_the_next_start_loads_it(
+def test_what_proves_no_damage_is_tried_again_and_then_ends_the_learner(
     checkpoints: Checkpoints,
     monkeypatch: pytest.MonkeyPatch,
     module: Any,
@@ -100,17 +101,24 @@ def test_what_proves_no_damage_ends_the_learner_and_the_next_start_loads_it(
     fault: Callable[..., Any],
     said: str,
 ) -> None:
+    slept: list[float] = []
     with monkeypatch.context() as failing:
+        failing.setattr(time, "sleep", slept.append)
         failing.setattr(module, name, fault)
         with pytest.raises(MegarlError, match=said):
             checkpoints.load_latest()
+    assert slept == [2.0, 20.0]
     checkpoints.trainer.step = 0
-    assert checkpoints.load_latest()
+    with monkeypatch.context() as failing:
+        failing.setattr(module, name, fault)
+        failing.setattr(time, "sleep", lambda _: failing.undo())
+        assert checkpoints.load_latest()
     assert (checkpoints.trainer.step, names(checkpoints)) == (2, ["step-0000001", "step-0000002"])
 
 
 def test_a_checkpoint_of_another_schema_is_left(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "SCHEMA_VERSION", checkpoint.SCHEMA_VERSION + 1)
+    monkeypatch.setattr("megarl.core.learner.checkpoint.AGAIN_S", ())
     with pytest.raises(MegarlError, match=r"step-0000002/megarl.json: schema 4, this megarl reads 5; use the megarl"):
         checkpoints.load_latest()
     assert names(checkpoints) == ["step-0000001", "step-0000002"]
