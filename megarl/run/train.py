@@ -46,6 +46,8 @@ PORTS_A_ROLE = 2
 
 Every node is asked for all ports, before roles are placed: nodes on one machine may have found the same.
 """
+EARLY_STATUS = 1
+"""Stands for the 0 of a learner that leaves before the run's end: a crash that did not look like one."""
 START_ELSEWHERE = 75
 """Exit status (EX_TEMPFAIL) of a run that can resume, but not on these nodes."""
 MOST_FRUITLESS_STARTS = 5
@@ -190,10 +192,13 @@ class Supervisor:
             if role.kind != "learner":
                 return None  # no longer needed: the learner saves by itself
             return self._unsaved(f"{role.name} {how(status)} before it had saved", role)
+        said = how(status)
+        if role.kind == "learner" and status == 0 and (why := self._unfinished()):
+            status, said = EARLY_STATUS, f"left {why}"
         if status or role.serves:
             log = log_of(self.rundir, role)
             problem = last_problem(log) if log is not None else ""
-            self.deaths.append(Death(role, self._nodes(role), time.time(), how(status), problem))
+            self.deaths.append(Death(role, self._nodes(role), time.time(), said, problem))
         node = process.node_state() if status else "up"
         joined = len(self.observer.joined(self.recipe.resources.servers))
         match self.policy.died(role, status, now, self.observer.steps_made, node, joined):
@@ -215,7 +220,7 @@ class Supervisor:
                 self.dropped.add(culprit)
                 self._note("dropped", culprit, nodes=self._nodes(culprit))
                 self.screen.say(
-                    f"{culprit.name} on {', '.join(self._nodes(culprit))} {how(status)}; {reason}: the run goes on with the "
+                    f"{culprit.name} on {', '.join(self._nodes(culprit))} {said}; {reason}: the run goes on with the "
                     f"other {self.policy.servers + joined} servers"
                 )
             case Restart(culprit, delay):
@@ -224,7 +229,7 @@ class Supervisor:
                 if culprit.kind == "learner" and Role("controller") not in self.running:
                     self.due.setdefault(Role("controller"), now)  # it had exited, taking the run to be over
                 self._note("restart", culprit, delay_s=delay)
-                self.screen.say(f"{culprit.name} {how(status)}; starting it again{f' in {delay:g} s' if delay else ''}")
+                self.screen.say(f"{culprit.name} {said}; starting it again{f' in {delay:g} s' if delay else ''}")
         return None
 
     def _failure(self, role: Role, now: float) -> RunEnd | None:
@@ -240,10 +245,18 @@ class Supervisor:
         return RunEnd("failed", self.rundir.failure_file.read_text(), culprit)
 
     def _finished(self) -> str:
+        return f"as run.stop_when says: {why}" if (why := self._not_worth_it()) else "all steps done"
+
+    def _not_worth_it(self) -> str:
         newest = max(self.observer.evaluations.items(), default=(0, {}))[1]
-        if why := not_worth_it(newest, self.recipe.run.stop_when):
-            return f"as run.stop_when says: {why}"
-        return "all steps done"
+        return not_worth_it(newest, self.recipe.run.stop_when)
+
+    def _unfinished(self) -> str:
+        """Return how far a learner that has left came, if nobody asked it to leave and steps remain; else an empty string."""
+        made, planned = self.observer.latest.get("step", -1) + 1, self.recipe.run.steps
+        if made >= planned or self.stop_request.count or self.rundir.stop_file.exists() or self._not_worth_it():
+            return ""
+        return f"after step {made} of {planned}, with status 0"
 
     def _second_request(self, now: float) -> RunEnd | None:
         if self.stop_request.count > 1:

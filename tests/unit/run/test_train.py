@@ -26,13 +26,13 @@ LIMIT_S = 60.0
 class Life:
     """One `megarl train` over stand-ins."""
 
-    def __init__(self, recipe: Recipe, folder: Path, steps: int, report: bool, before: str = "") -> None:
+    def __init__(self, recipe: Recipe, folder: Path, report: bool, before: str = "") -> None:
         """before: what the shell does before it becomes the supervisor."""
         self.rundir = RunDir(recipe.run.path)
         file = folder / "recipe.yaml"
         file.write_text(dump(recipe))
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, str(TRAIN), str(file), str(steps), *(["report"] if report else [])]
+        command = [sys.executable, str(TRAIN), str(file), *(["report"] if report else [])]
         self.process = subprocess.Popen(
             ["sh", "-c", f"{before} exec {shlex.join(command)}"],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
@@ -76,11 +76,10 @@ class Life:
 def live(recipe: Recipe, tmp_path: Path) -> Iterator[Callable[..., Life]]:
     lives: list[Life] = []
 
-    def start(steps: int = 10_000, resume: bool = False, report: bool = False, before: str = "") -> Life:
-        chosen = recipe
-        if resume:
-            chosen = recipe.model_copy(update={"run": recipe.run.model_copy(update={"resume": "auto"})})
-        lives.append(Life(chosen, tmp_path, steps, report, before))
+    def start(steps: int = 2_000, resume: bool = False, report: bool = False, before: str = "") -> Life:
+        changed = {"steps": steps} | ({"resume": "auto"} if resume else {})
+        chosen = recipe.model_copy(update={"run": recipe.run.model_copy(update=changed)})
+        lives.append(Life(chosen, tmp_path, report, before))
         return lives[-1]
 
     yield start
@@ -211,6 +210,19 @@ def test_a_role_that_is_told_to_end_ends_the_run(live: Callable[..., Life], role
     assert (summary["outcome"], summary["reason"]) == ("stopped", "as asked")
     assert life.events("restart") == []
     assert nobody(life.all_pids())
+
+
+def test_a_learner_that_leaves_before_the_last_step_has_crashed(live: Callable[..., Life], recipe: Recipe) -> None:
+    """Whatever it takes for the end, nobody asked for one: its status 0 makes no run finished."""
+    rundir = marked(recipe, "leaves")
+    life = live()
+    life.wait_for(lambda: len(life.events("restart")) == 1)
+    (rundir.path / "leaves").unlink()
+    (rundir.path / "enough").touch()
+    status, output = life.end()
+    assert status == 0, output
+    assert "learner-0 left after step 1 of 2000, with status 0; starting it again" in output
+    assert json.loads(rundir.summary.read_text())["steps"] == 2000
 
 
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGUSR1, 128 + signal.SIGUSR1), (signal.SIGINT, 1)])
