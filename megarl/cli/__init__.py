@@ -56,8 +56,8 @@ def _misused(error: typer.TyperException) -> str:
 
 
 LASTING = ("train", "sft", "eval", "serve", "rollout", "learn", "study")
-"""Commands that do more than print. Where a BrokenPipeError reaches their end, their work is not done: Python has the same class
-for ESHUTDOWN, with which Lustre answers a client that it has evicted.
+"""Commands that do more than print. A BrokenPipeError that ends them leaves their work undone: Python has the same class for
+ESHUTDOWN, with which Lustre answers a client that it has evicted.
 """
 
 
