@@ -96,7 +96,10 @@ class LoggedProblem:
 
 
 class Observer:
-    """Everything known of a run. `rows` and `evaluations` (by step) come from all its lives, the rest from this life."""
+    """Everything known of a run. `rows` and `evaluations` (by step) come from all its lives, the rest from this life.
+
+    steps_made: steps of this life that no row was written of before.
+    """
 
     def __init__(self, rundir: RunDir) -> None:
         self._rundir = rundir
@@ -112,9 +115,9 @@ class Observer:
 
     def look(self) -> None:
         """Read what was added to the files."""
-        new = by_step(self._metrics.new())
+        new, newest = by_step(self._metrics.new()), max(self.rows, default=-1)
         self.rows |= new
-        self.steps_made += len(new)
+        self.steps_made += sum(step > newest for step in new)  # a learner that replays steps has not come further
         for step in sorted(step for step in new if step > self.health.step):  # a replayed step is the same again
             self.health.add(new[step])
         self.evaluations |= scores(self._eval.new())

@@ -15,7 +15,7 @@ from megarl.core.base.rundir import FORECAST, RunDir, append_jsonl
 from megarl.core.recipe import Recipe
 from megarl.core.recipe.tree import Teacher
 from megarl.run.observe import Observer, last_lines, log_of
-from megarl.run.restart import Role
+from megarl.run.restart import MESSAGE_STATUS, GiveUp, Restart, RestartPolicy, Role
 from megarl.run.view import Frame, RoleView, clock, line, phase, render, sparkline, warnings
 
 ROLES = {Role("server", 0): RoleView("running", 60), Role("server", 1): RoleView("running", 60, 2)}
@@ -97,7 +97,21 @@ def test_rows_supersede_by_step(recipe: Recipe, write_run: Callable[[int], RunDi
     observer.look()
     assert len(observer.rows) == 10
     assert observer.latest == {"step": 9, "pass_rate_train": 0.123}
-    assert observer.steps_made == 1
+    assert observer.steps_made == 0
+
+
+def test_replayed_steps_are_no_progress(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+    """Else a learner that fails at the same step again and again would never be given up."""
+    rundir = write_run(10)
+    observer, policy = Observer(rundir), RestartPolicy(2)
+    decisions = []
+    for life in range(2):
+        for step in range(5, 11):
+            append_jsonl(rundir.metrics, {"step": step})
+            observer.look()
+        assert observer.steps_made == 1
+        decisions.append(policy.died(Role("learner"), MESSAGE_STATUS, 300.0 * life, observer.steps_made))
+    assert [type(decision) for decision in decisions] == [Restart, GiveUp]
 
 
 def test_torn_status_keeps_the_last(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
