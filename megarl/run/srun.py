@@ -108,15 +108,17 @@ class SrunLauncher:
 
     def start(self, task: RoleCommand) -> "SrunStep":
         names = [node.name for node in task.place.nodes]
-        task.log().parent.mkdir(parents=True, exist_ok=True)
-        with writing(task.log()), task.log().open("ab") as log:
-            process = subprocess.Popen(
-                command(names, task.role.name, ("-m", "megarl.run.step", encoded(task))),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
-            )
+        with writing(task.log()):
+            task.log().parent.mkdir(parents=True, exist_ok=True)
+            log = task.log().open("ab")
+        words = command(names, task.role.name, ("-m", "megarl.run.step", encoded(task)))
+        with log:
+            try:
+                process = subprocess.Popen(
+                    words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True
+                )
+            except OSError as error:
+                raise MegarlError(f"srun cannot be started: {error.strerror}") from None
         return SrunStep(process, names)
 
     def sweep(self, running: Sequence[RunningRole]) -> None:

@@ -13,8 +13,10 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir
 from megarl.core.recipe import Recipe
 from megarl.run import nodes, srun
-from megarl.run.launcher import LocalLauncher
+from megarl.run.launcher import LocalLauncher, RoleCommand
 from megarl.run.nodes import Node, here
+from megarl.run.placement import Place
+from megarl.run.restart import Role
 from megarl.run.srun import SrunLauncher, SrunStep, checked, chosen, command, is_broken
 
 
@@ -116,6 +118,21 @@ def test_nodes_must_reach_each_other_and_share_no_port() -> None:
     assert [node.ports for node in checked([first, second])] == [(1, 2, 3), (4,)]
     with pytest.raises(MegarlError, match=r"node n1: its address is 127\.0\.0\.1, where no other node reaches it"):
         checked([first, replace(second, host="other", address="10.0.0.2")])
+
+
+def test_a_step_of_many_nodes_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 100 nodes of eight GPUs, with all the ports that they offer, the learner has 16."""
+    srun_itself = tmp_path / "srun"
+    srun_itself.write_text("#!/bin/sh\nexit 0\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    gpus, ports = tuple(f"GPU-{n}-1234-1234-1234-123456789012" for n in range(8)), tuple(range(20_000, 21_352))
+    names = [f"gpu-h100-{n:03}" for n in range(16)]
+    place = Place(tuple(Node(name, name, "10.0.0.1", "ib0", gpus, 96, 2 << 40, ports) for name in names), gpus, 8)
+    learner = RoleCommand(Role("learner"), ("-c", ""), {}, place, RunDir(tmp_path / "run"))
+    with pytest.raises(MegarlError, match=r"^srun cannot be started: Permission denied$"):
+        SrunLauncher(RunDir(tmp_path), "ib0").start(learner)
+    srun_itself.chmod(0o755)
+    SrunLauncher(RunDir(tmp_path), "ib0").start(learner).wait_gone()
 
 
 @pytest.mark.parametrize(
