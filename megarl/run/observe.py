@@ -35,12 +35,15 @@ class Tail:
         self._offset = 0
 
     def lines(self) -> list[str]:
-        """Return complete lines since the last call, without line ends; bytes that are not UTF-8 are replaced."""
+        """Return complete lines since the last call, without line ends; bytes that are not UTF-8 are replaced.
+
+        No line while the file is not there or cannot be read: a later call returns what this one did not.
+        """
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
                 data = file.read()
-        except FileNotFoundError:
+        except OSError:
             return []
         end = data.rfind(b"\n") + 1
         self._offset += end
@@ -126,7 +129,10 @@ class Observer:
         self._look_at_logs()
 
     def _look_at_logs(self) -> None:
-        for path in self._rundir.logs.glob("*/*.log"):
+        paths: list[Path] = []
+        with suppress(OSError):
+            paths.extend(self._rundir.logs.glob("*/*.log"))
+        for path in paths:
             for line in self._logs.setdefault(path, Tail(path)).lines():
                 if PROBLEM.search(line):
                     self._problem = LoggedProblem(path, line.strip(), time.time(), self.steps_made)

@@ -148,7 +148,7 @@ class Supervisor:
             self._looked = now
             self.observer.look()
             self.screen.show(self.frame())
-            if self.stopping_since is None and (self.stop_request.count or self.rundir.stop_file.exists()):
+            if self.stopping_since is None and (self.stop_request.count or self.rundir.stop_asked()):
                 self.stopping_since = now
                 if self.stop_request.count:
                     self.rundir.stop(self.stop_request.signal)
@@ -203,7 +203,7 @@ class Supervisor:
         joined = len(self.observer.joined(self.recipe.resources.servers))
         match self.policy.died(role, status, now, self.observer.steps_made, node, joined):
             case Done():
-                if self.stop_request.count or self.rundir.stop_file.exists():
+                if self.stop_request.count or self.rundir.stop_asked():
                     return RunEnd("stopped", "as asked")
                 return RunEnd("finished", self._finished())
             case Nothing():
@@ -254,7 +254,7 @@ class Supervisor:
     def _unfinished(self) -> str:
         """Return how far a learner that has left came, if nobody asked it to leave and steps remain; else an empty string."""
         made, planned = self.observer.latest.get("step", -1) + 1, self.recipe.run.steps
-        if made >= planned or self.stop_request.count or self.rundir.stop_file.exists() or self._not_worth_it():
+        if made >= planned or self.stop_request.count or self.rundir.stop_asked() or self._not_worth_it():
             return ""
         return f"after step {made} of {planned}, with status 0"
 

@@ -144,9 +144,19 @@ class RunDir:
         with writing(self.stop_file):
             self.stop_file.write_text(str(int(signal) or ""))
 
+    def stop_asked(self) -> bool:
+        """Return whether the run was asked to end. A file system that fails for a moment does not ask."""
+        try:
+            return self.stop_file.exists()
+        except OSError:
+            return False
+
     def stop_signal(self) -> int:
         """Return the signal for which the run was asked to end; 0 for none, or if nobody has asked."""
-        said = self.stop_file.read_text().strip() if self.stop_file.exists() else ""
+        try:
+            said = self.stop_file.read_text().strip()
+        except OSError:
+            return 0
         return int(said) if said.isdecimal() else 0
 
     def endpoints(self) -> Endpoints:

@@ -280,7 +280,7 @@ class Controller:
         """Each second, look for RUN/stop and for expired waits, and write the status."""
         while True:
             await asyncio.sleep(STATUS_S)
-            if self.rundir.stop_file.exists():
+            if self.rundir.stop_asked():
                 self._stop(f"{self.rundir.stop_file} exists")
             self.compute.join(self._counted())
             limit = self.recipe.start_limit_s

@@ -96,7 +96,7 @@ async def _let_servers_first(recipe: Recipe, rundir: RunDir, endpoints: Endpoint
     until, keys = time.monotonic() + limit_s, (endpoints.api_key, endpoints.admin_key)
     for i, url in enumerate(endpoints.servers):
         async with ServerClient(ServerAddress(id=i, url=url), *keys, recipe.weights.timeout_s) as server:
-            while not rundir.stop_file.exists():
+            while not rundir.stop_asked():
                 try:
                     await server.device_identity()
                     break
@@ -270,7 +270,7 @@ class LearnerRank:
     def _interrupted(self) -> str:
         if self.signalled:
             return self.signalled
-        return f"{self.rundir.stop_file} exists" if self.rundir.stop_file.exists() else ""
+        return f"{self.rundir.stop_file} exists" if self.rundir.stop_asked() else ""
 
     def _on_signal(self, number: int, _frame: object) -> None:
         self.signalled = f"signal {signal.Signals(number).name}"

@@ -1,5 +1,6 @@
 """The live view and its plain line, from files as the roles write them."""
 
+import errno
 import io
 import json
 import os
@@ -125,6 +126,25 @@ def test_torn_status_keeps_the_last(recipe: Recipe, write_run: Callable[[int], R
     observer.forget_status()
     observer.look()
     assert observer.status is None
+
+
+def test_a_file_system_that_fails_for_a_moment_delays_what_is_known(
+    recipe: Recipe, write_run: Callable[[int], RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rundir = write_run(10)
+    observer = Observer(rundir)
+    append_jsonl(rundir.metrics, {"step": 10})
+
+    def evicted(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("io.open", evicted)
+        patched.setattr("os.scandir", evicted)
+        observer.look()
+        assert observer.steps_made == 0
+    observer.look()
+    assert observer.steps_made == 1
 
 
 def test_problems_of_this_life_are_shown(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
