@@ -58,7 +58,7 @@ def main(recipe: Recipe, fingerprints: checks.Fingerprints, host_bytes: float, w
     """Run to the end. Return 0: all steps done; 1: failed; 75: to be started again elsewhere; 128 + signal: asked to stop.
 
     fingerprints: those of the run's inputs, already read and checked. host_bytes: see checks.check_host. write_report: called
-    when the run is over.
+    when the run is over, unless its job has to make room.
     """
     rundir = RunDir(recipe.run.path)
     with lock(rundir.path, "megarl train", "run.name"):
@@ -80,9 +80,10 @@ def main(recipe: Recipe, fingerprints: checks.Fingerprints, host_bytes: float, w
             screen = Screen(console)
             with screen.live or nullcontext():
                 outcome = supervisor.run(screen)
-        closing(console, recipe, rundir, outcome, supervisor.deaths, time.monotonic() - supervisor.began, write_report)
-    if outcome.kind == "stopped":
         asked = stop_request.signal or rundir.stop_signal()
+        report = None if outcome.kind == "stopped" and asked in MAKE_ROOM else write_report
+        closing(console, recipe, rundir, outcome, supervisor.deaths, time.monotonic() - supervisor.began, report)
+    if outcome.kind == "stopped":
         return 128 + asked if asked else 0
     return {"finished": 0, "elsewhere": START_ELSEWHERE, "failed": 1}[outcome.kind]
 

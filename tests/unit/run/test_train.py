@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from megarl.core.base.rundir import RunDir, latest_rows, read_jsonl
 from megarl.core.recipe import Recipe, dump
+from megarl.run.closing import RunEnd, closing
 from tests.processes import alive
 
 pytestmark = pytest.mark.processes
@@ -248,6 +250,34 @@ def test_a_role_that_dies_again_and_again_ends_the_run_with_its_causes(
     assert output[output.index("what died") :].count("ended with status 1") == 6
     assert life.events("restart") == ["learner-0"] * 5
     assert nobody(life.all_pids())
+
+
+@pytest.mark.parametrize(("number", "reported"), [(signal.SIGUSR1, False), (signal.SIGINT, True)])
+def test_a_report_that_fails_changes_no_status(
+    live: Callable[..., Life], number: signal.Signals, reported: bool
+) -> None:
+    """A job is requeued by its status. One that has to make room tries no report: of a long run it takes minutes."""
+    life = live(report=True)
+    life.wait_for_steps(2)
+    (life.rundir.path / "rollouts" / "000000.journal").write_text("damaged")
+    life.process.send_signal(number)
+    status, output = life.end()
+    assert status == 128 + number, output
+    assert ("report.html was not written" in output) == reported
+    assert json.loads(life.rundir.summary.read_text())["outcome"] == "stopped"
+
+
+def test_a_summary_that_fails_ends_no_closing(
+    recipe: Recipe, write_run: Callable[[int], RunDir], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rundir = write_run(2)
+    rundir.summary.mkdir()
+    written: list[RunDir] = []
+    closing(Console(), recipe, rundir, RunEnd("failed", "a reason"), [], 1.0, written.append)
+    said = capsys.readouterr().err
+    assert f"{rundir.summary} was not written" in said
+    assert "megarl: a reason; see" in said
+    assert written == [rundir]
 
 
 def test_second_signal_kills(live: Callable[..., Life]) -> None:
