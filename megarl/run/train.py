@@ -8,7 +8,6 @@ Ctrl-C or SIGTERM, also to controller or learner, writes RUN/stop: the learner s
 dies with this process. Losing the screen (a pager, a `tee`) ends nothing.
 """
 
-import os
 import signal
 import time
 from collections.abc import Mapping
@@ -51,7 +50,7 @@ EARLY_STATUS = 1
 START_ELSEWHERE = 75
 """Exit status (EX_TEMPFAIL) of a run that can resume, but not on these nodes."""
 MOST_FRUITLESS_STARTS = 5
-"""A job requeued this often that loses a node before making a step fails: the node is not at fault."""
+"""A run that was started more often since its newest step, and loses a node again, fails: the nodes are not at fault."""
 
 
 def main(recipe: Recipe, fingerprints: checks.Fingerprints, host_bytes: float, write_report: WriteReport) -> int:
@@ -212,9 +211,8 @@ class Supervisor:
             case GiveUp(culprit, reason):
                 return RunEnd("failed", reason, culprit)
             case Elsewhere(culprit, reason):
-                starts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-                if starts >= MOST_FRUITLESS_STARTS and not self.observer.steps_made:
-                    why = f"{reason}, and no step was made; the job was restarted {starts} times"
+                if (starts := self._fruitless_starts()) > MOST_FRUITLESS_STARTS:
+                    why = f"{reason}, and no step was made since the run was started {starts} times"
                     return RunEnd("failed", why, culprit)
                 return RunEnd("elsewhere", reason, culprit)
             case Drop(culprit, reason):
@@ -232,6 +230,14 @@ class Supervisor:
                 self._note("restart", culprit, delay_s=delay)
                 self.screen.say(f"{culprit.name} {said}; starting it again{f' in {delay:g} s' if delay else ''}")
         return None
+
+    def _fruitless_starts(self) -> int:
+        """Return how many lives of the run, with this one, began after its newest step was made."""
+        newest = self.observer.latest.get("time", 0.0)
+        began: dict[str, float] = {}
+        for event in self.rundir.events():
+            began.setdefault(event.session, event.time)
+        return sum(time > newest for time in began.values())
 
     def _failure(self, role: Role, now: float) -> RunEnd | None:
         """Handle a failure reported by controller or learner: the run ends once the learner, if alive, has saved and exited."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megarl.core.base.rundir import RunDir, latest_rows, read_jsonl
+from megarl.core.base.rundir import RunDir, append_jsonl, latest_rows, read_jsonl
 from megarl.core.recipe import Recipe, dump
 from megarl.run.closing import RunEnd, closing
 from tests.processes import alive
@@ -317,16 +317,23 @@ def test_nothing_survives_the_supervisor_and_the_run_goes_on(live: Callable[...,
     assert len(latest_rows(again.rundir.metrics)) == steps
 
 
-@pytest.mark.parametrize(("starts", "expected"), [("4", 75), ("5", 1)])
+@pytest.mark.parametrize(("starts", "fruitful", "expected"), [(4, 0, 75), (5, 0, 1), (7, 3, 75)])
 def test_a_job_that_loses_node_after_node_ends(
-    live: Callable[..., Life], recipe: Recipe, monkeypatch: pytest.MonkeyPatch, starts: str, expected: int
+    live: Callable[..., Life], write_run: Callable[[int], RunDir], starts: int, fruitful: int, expected: int
 ) -> None:
-    monkeypatch.setenv("SLURM_RESTART_COUNT", starts)
-    (marked(recipe, "dies").path / "lost").touch()
-    status, output = live().end()
+    """starts: of earlier lives; fruitful: of those, how many made steps, however often Slurm requeued them."""
+    rundir, began = write_run(0), time.time() - 1000
+    for life in range(starts):
+        row = {"time": began + 10 * life, "session": str(life), "event": "started", "role": "learner-0"}
+        append_jsonl(rundir.logs / "supervisor.jsonl", row)
+        if life < fruitful:
+            append_jsonl(rundir.metrics, {"step": life, "time": began + 10 * life + 5})
+    for mark in ("dies", "lost"):
+        (rundir.path / mark).touch()
+    status, output = live(resume=True).end()
     assert status == expected, output
     assert "the node of learner-0 is lost" in output
-    assert ("no step was made; the job was restarted 5 times" in output) == (expected == 1)
+    assert ("no step was made since the run was started 6 times" in output) == (expected == 1)
 
 
 def test_broken_from_the_start_ends_the_run_with_its_log(live: Callable[..., Life], recipe: Recipe) -> None:
