@@ -7,7 +7,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,10 +54,11 @@ def closing(
     rundir: RunDir,
     outcome: RunEnd,
     deaths: Sequence[Death],
+    begins: Mapping[Path, int],
     wall_s: float,
     write_report: WriteReport | None,
 ) -> None:
-    """write_report: None if there is no time for it: the job has to make room."""
+    """begins: see `log_of`. write_report: None if there is no time for it: the job has to make room."""
     with _attempt(rundir.summary):
         values = summary.summarise(recipe, rundir) | {
             "outcome": "stopped" if outcome.kind == "elsewhere" else outcome.kind,
@@ -71,8 +72,8 @@ def closing(
             write_report(rundir)
     if deaths and outcome.kind in ("failed", "elsewhere"):
         console.print(causes(deaths))
-    if outcome.role and (log := log_of(rundir, outcome.role)):
-        print(f"\nThe end of {log}:", *last_lines(log), sep="\n  ", file=sys.stderr)
+    if outcome.role and (log := log_of(rundir, outcome.role, begins)):
+        print(f"\nThe end of {log}:", *last_lines(log, begin=begins.get(log, 0)), sep="\n  ", file=sys.stderr)
     if outcome.kind == "failed":
         print(f"\nmegarl: {outcome.reason}; see {rundir.logs}", file=sys.stderr)
     elif outcome.kind == "elsewhere":

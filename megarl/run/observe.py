@@ -11,9 +11,11 @@ of `megarl train` shows the last one, `megarl status` does not.
 
 import re
 import time
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -176,26 +178,46 @@ class Observer:
         return next((row for _, row in sorted(self.rows.items(), reverse=True) if "parity_rollouts" in row), {})
 
 
-def log_of(rundir: RunDir, role: Role) -> Path | None:
-    """Return the log that says why `role` ended, if any: of the learner's ranks one with a problem, else the newest."""
+def log_sizes(rundir: RunDir, role: Role) -> dict[Path, int]:
+    """Return how long the logs of the role are, of all nodes and ranks: where a life that starts now begins in them."""
+    sizes: dict[Path, int] = {}
+    with suppress(OSError):
+        for log in _logs(rundir, role):
+            sizes[log] = log.stat().st_size
+    return sizes
+
+
+def log_of(rundir: RunDir, role: Role, begins: Mapping[Path, int] = MappingProxyType({})) -> Path | None:
+    """Return the log that says why `role` ended, if any: of the learner's ranks one with a problem, else the newest.
+
+    begins: where its last life began in each log (`log_sizes`); logs to which that has added nothing are left out.
+    """
 
     def telling(log: Path) -> tuple[bool, float]:
-        return role.kind == "learner" and bool(last_problem(log)), log.stat().st_mtime
+        return role.kind == "learner" and bool(last_problem(log, begins.get(log, 0))), log.stat().st_mtime
 
-    rank = str(role.index) if role.serves else "*"
-    return max(rundir.logs.glob(f"{role.kind}/*.{rank}.log"), key=telling, default=None)
+    added = (log for log in _logs(rundir, role) if log not in begins or log.stat().st_size > begins[log])
+    return max(added, key=telling, default=None)
 
 
-def last_problem(log: Path) -> str:
-    """Return the last problem near the end of a log; empty if there is none. Slurm's messages count only if no other does."""
-    lines = last_lines(log)[::-1]
+def _logs(rundir: RunDir, role: Role) -> Iterator[Path]:
+    return rundir.logs.glob(f"{role.kind}/*.{role.index if role.serves else '*'}.log")
+
+
+def last_problem(log: Path, begin: int = 0) -> str:
+    """Return the last problem near the end of a log; empty if there is none. Slurm's messages count only if no other does.
+
+    begin: see `last_lines`.
+    """
+    lines = last_lines(log, begin=begin)[::-1]
     problems = [line for pattern in (PROBLEM, OF_SLURM) for line in lines if pattern.search(line)]
     return problems[0].strip() if problems else ""
 
 
-def last_lines(log: Path, count: int = 25) -> list[str]:
+def last_lines(log: Path, count: int = 25, begin: int = 0) -> list[str]:
+    """Return the last lines of a log. begin: bytes at its beginning that are left out."""
     if not log.exists():
         return []
     with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+        file.seek(max(begin, log.stat().st_size - TAIL_BYTES))
         return file.read().decode(errors="replace").splitlines()[-count:]

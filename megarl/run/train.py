@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rich.console import Console
 
@@ -22,7 +23,7 @@ from megarl.core.recipe import Recipe
 from megarl.run import checks
 from megarl.run.closing import Death, RunEnd, WriteReport, closing, how
 from megarl.run.launcher import Launcher, RunningRole, task
-from megarl.run.observe import Observer, last_problem, log_of
+from megarl.run.observe import Observer, last_problem, log_of, log_sizes
 from megarl.run.placement import Place, described, place
 from megarl.run.prepare import prepare
 from megarl.run.process import StopRequest, adopt_orphans, lock, outlive_screen, stop_requests
@@ -81,7 +82,8 @@ def main(recipe: Recipe, fingerprints: checks.Fingerprints, host_bytes: float, w
                 outcome = supervisor.run(screen)
         asked = stop_request.signal or rundir.stop_signal()
         report = None if outcome.kind == "stopped" and asked in MAKE_ROOM else write_report
-        closing(console, recipe, rundir, outcome, supervisor.deaths, time.monotonic() - supervisor.began, report)
+        wall_s = time.monotonic() - supervisor.began
+        closing(console, recipe, rundir, outcome, supervisor.deaths, supervisor.begins, wall_s, report)
     if outcome.kind == "stopped":
         return 128 + asked if asked else 0
     return {"finished": 0, "elsewhere": START_ELSEWHERE, "failed": 1}[outcome.kind]
@@ -101,6 +103,7 @@ class Supervisor:
     dropped: set[Role] = field(default_factory=set)
     running: dict[Role, RunningRole] = field(default_factory=dict)
     due: dict[Role, float] = field(default_factory=dict)
+    begins: dict[Path, int] = field(default_factory=dict)  # in each log, where the last life of its role begins
     began: float = field(default_factory=time.monotonic)
     stopping_since: float | None = None
     _looked: float = 0.0
@@ -165,6 +168,7 @@ class Supervisor:
         if role.kind == "controller":
             self.observer.forget_status()
         self.watch.forget(role, time.monotonic())
+        self.begins |= log_sizes(self.rundir, role)
         urls = {"server": self.endpoints.servers, "teacher": self.endpoints.teachers}.get(role.kind)
         port = int(urls[role.index].rpartition(":")[2]) if urls else 0
         self.running[role] = self.launcher.start(task(self.recipe, self.rundir, role, port, self.placed[role]))
@@ -196,8 +200,8 @@ class Supervisor:
         if role.kind == "learner" and status == 0 and (why := self._unfinished()):
             status, said = EARLY_STATUS, f"left {why}"
         if status or role.serves:
-            log = log_of(self.rundir, role)
-            problem = last_problem(log) if log is not None else ""
+            log = log_of(self.rundir, role, self.begins)
+            problem = last_problem(log, self.begins.get(log, 0)) if log is not None else ""
             self.deaths.append(Death(role, self._nodes(role), time.time(), said, problem))
         node = process.node_state() if status else "up"
         joined = len(self.observer.joined(self.recipe.resources.servers))

@@ -273,7 +273,7 @@ def test_a_summary_that_fails_ends_no_closing(
     rundir = write_run(2)
     rundir.summary.mkdir()
     written: list[RunDir] = []
-    closing(Console(), recipe, rundir, RunEnd("failed", "a reason"), [], 1.0, written.append)
+    closing(Console(), recipe, rundir, RunEnd("failed", "a reason"), [], {}, 1.0, written.append)
     said = capsys.readouterr().err
     assert f"{rundir.summary} was not written" in said
     assert "megarl: a reason; see" in said

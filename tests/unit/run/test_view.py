@@ -15,7 +15,7 @@ from rich.console import Console
 from megarl.core.base.rundir import FORECAST, RunDir, append_jsonl
 from megarl.core.recipe import Recipe
 from megarl.core.recipe.tree import Teacher
-from megarl.run.observe import Observer, last_lines, log_of
+from megarl.run.observe import Observer, last_lines, last_problem, log_of, log_sizes
 from megarl.run.restart import MESSAGE_STATUS, GiveUp, Restart, RestartPolicy, Role
 from megarl.run.view import Frame, RoleView, clock, line, phase, render, sparkline, warnings
 
@@ -300,3 +300,23 @@ def test_log_that_says_why(recipe: Recipe, write_run: Callable[[int], RunDir]) -
         os.utime(log, (n, n))
     assert log_of(rundir, Role("learner")) == rundir.log("learner", "n3", 1)
     assert log_of(rundir, Role("server", 1)) == rundir.log("server", "n2", 1)
+
+
+def test_what_an_earlier_life_said_is_no_cause(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+    """Neither on a node that the role has left, nor in the log of a rank that goes on in the same file."""
+    rundir, learner = write_run(0), Role("learner")
+    left, again = rundir.log("learner", "node7", 0), rundir.log("learner", "node9", 1)
+    left.parent.mkdir()
+    for log in (left, again):
+        log.write_text("torch.OutOfMemoryError: CUDA out of memory.\n")
+    begins = log_sizes(rundir, learner)
+    assert log_of(rundir, learner, begins) is None
+    with again.open("a") as file:
+        file.write("INFO step 41\n")
+    assert log_of(rundir, learner, begins) == again
+    assert last_problem(again, begins[again]) == ""
+    assert last_lines(again, begin=begins[again]) == ["INFO step 41"]
+    new = rundir.log("learner", "node9", 0)
+    new.write_text("RuntimeError: out of luck\n")
+    assert log_of(rundir, learner, begins) == new
+    assert last_problem(new) == "RuntimeError: out of luck"
