@@ -32,9 +32,9 @@ TAIL_BYTES = 64 << 10
 class Tail:
     """Reads a growing file: `new()` returns complete lines since the last call; an unfinished last line waits for its end."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, offset: int = 0) -> None:
         self.path = path
-        self._offset = 0
+        self._offset = offset
 
     def lines(self) -> list[str]:
         """Return complete lines since the last call, without line ends; bytes that are not UTF-8 are replaced.
@@ -109,10 +109,10 @@ class Observer:
     def __init__(self, rundir: RunDir) -> None:
         self._rundir = rundir
         self._metrics, self._eval = Tail(rundir.metrics), Tail(rundir.eval)
-        self._logs: dict[Path, Tail] = {}
+        # What was there before is not read: logs of weeks have gigabytes.
+        self._logs = {log: Tail(log, log.stat().st_size) for log in rundir.logs.glob("*/*.log")}
         self.steps_made = 0
-        self._look_at_logs()
-        self._problem: LoggedProblem | None = None  # discard what was there before
+        self._problem: LoggedProblem | None = None
         self.rows = by_step(self._metrics.new())
         self.health = Health(row for _, row in sorted(self.rows.items()))
         self.evaluations = scores(self._eval.new())

@@ -8,6 +8,8 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -159,6 +161,24 @@ def test_problems_of_this_life_are_shown(recipe: Recipe, write_run: Callable[[in
         file.write("12:01 server 0 INFO all is well\nRuntimeError: the disk is full\n12:02 ERROR but this li")
     observer.look()
     assert observer.problem == "server node1.0: RuntimeError: the disk is full"
+
+
+def test_logs_of_earlier_lives_are_not_read(
+    recipe: Recipe, write_run: Callable[[int], RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of weeks have gigabytes, and the first role waits for it."""
+    rundir, read = write_run(3), Path.open
+    log = rundir.log("server", "node1", 0)
+    log.parent.mkdir()
+    log.write_text("12:00 server 0 INFO old\n")
+
+    def opened(path: Path, *mode: Any) -> object:
+        assert path != log
+        return read(path, *mode)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("pathlib.Path.open", opened)
+        Observer(rundir)
 
 
 def test_a_problem_goes_when_its_role_is_well_again(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
