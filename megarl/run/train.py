@@ -4,8 +4,8 @@
            ─► every tick: who died? (restart.py)  who hangs? (watch.py)  what do the files say? (observe.py ─► view.py)
            ─► the learner has exited: controller and servers are ended, summary and report written
 
-Ctrl-C or SIGTERM, also to controller or learner, writes RUN/stop: the learner saves and exits. A second one kills. Every role
-dies with this process. Losing the screen (a pager, a `tee`) ends nothing.
+Ctrl-C or SIGTERM, also to controller or learner, writes RUN/stop: the learner saves and exits. A Ctrl-C after that kills. Every
+role dies with this process. Losing the screen (a pager, a `tee`) ends nothing.
 """
 
 import signal
