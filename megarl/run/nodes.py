@@ -71,7 +71,13 @@ def address_of(interface: str, peer: str = "") -> str:
         return LOOPBACK
     if interface == OF_SLURM:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-            s.connect((supervisor, DISCARD))  # sends nothing: the kernel chooses the route
+            try:
+                s.connect((supervisor, DISCARD))  # sends nothing: the kernel chooses the route
+            except OSError as error:
+                raise MegarlError(
+                    f"run.interface: slurm: no IPv4 route to {supervisor} ({error.strerror}); name an IPv4 interface "
+                    "(`ip -4 address` lists them)"
+                ) from None
             return str(s.getsockname()[0])
     known = psutil.net_if_addrs()
     for entry in known.get(interface, []):

@@ -74,6 +74,9 @@ def test_this_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary:
     assert here(0, "slurm") == here(0, "")
     monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
     assert (here(0, "slurm").address, here(0, "slurm").interface) == ("127.0.0.1", "lo")
+    monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", "fd00::1")
+    with pytest.raises(MegarlError, match=r"run\.interface: slurm: no IPv4 route to fd00::1.* name an IPv4 interface"):
+        here(0, "slurm")
     with pytest.raises(MegarlError, match=r"run\.interface: 'ib7' is no network interface .* which has .*lo"):
         here(0, "ib7")
     assert nodes.gathered(["welcome to node 1"]) == {}
