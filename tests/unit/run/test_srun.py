@@ -124,7 +124,7 @@ def test_nodes_must_reach_each_other_and_share_no_port() -> None:
 
 
 def test_a_step_of_many_nodes_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 100 nodes of eight GPUs, with all the ports that they offer, the learner has 16."""
+    """The learner has 16 of 100 nodes of eight GPUs, with all the ports that each offers."""
     srun_itself = tmp_path / "srun"
     srun_itself.write_text("#!/bin/sh\nexit 0\n")
     monkeypatch.setenv("PATH", str(tmp_path))
