@@ -11,7 +11,7 @@ role dies with this process. Losing the screen (a pager, a `tee`) ends nothing.
 import signal
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -190,8 +190,8 @@ class Supervisor:
         return None
 
     def _after(self, role: Role, process: RunningRole, status: int, now: float) -> RunEnd | None:
-        if not role.serves and self.rundir.failure_file.exists():
-            return self._failure(role, now)
+        if not role.serves and (failure := self.rundir.failure()):
+            return self._failure(role, failure, now)
         if self.stopping_since is not None and not (role.kind == "learner" and status == 0):
             if role.kind != "learner":
                 return None  # no longer needed: the learner saves by itself
@@ -200,8 +200,10 @@ class Supervisor:
         if role.kind == "learner" and status == 0 and (why := self._unfinished()):
             status, said = EARLY_STATUS, f"left {why}"
         if status or role.serves:
-            log = log_of(self.rundir, role, self.begins)
-            problem = last_problem(log, self.begins.get(log, 0)) if log is not None else ""
+            problem = ""
+            with suppress(OSError):
+                log = log_of(self.rundir, role, self.begins)
+                problem = last_problem(log, self.begins.get(log, 0)) if log is not None else ""
             self.deaths.append(Death(role, self._nodes(role), time.time(), said, problem))
         node = process.node_state() if status else "up"
         joined = len(self.observer.joined(self.recipe.resources.servers))
@@ -243,17 +245,17 @@ class Supervisor:
             began.setdefault(event.session, event.time)
         return sum(time > newest for time in began.values())
 
-    def _failure(self, role: Role, now: float) -> RunEnd | None:
+    def _failure(self, role: Role, reason: str, now: float) -> RunEnd | None:
         """Handle a failure reported by controller or learner: the run ends once the learner, if alive, has saved and exited."""
         if role.kind == "controller" and Role("learner") in self.running:
             self.stopping_since = self.stopping_since or now
             self.rundir.stop()
             return None
-        return self._failed(role)
+        return self._failed(role, reason)
 
-    def _failed(self, role: Role) -> RunEnd:
+    def _failed(self, role: Role, reason: str) -> RunEnd:
         culprit = role if Role("controller") in self.running else Role("controller")
-        return RunEnd("failed", self.rundir.failure_file.read_text(), culprit)
+        return RunEnd("failed", reason, culprit)
 
     def _finished(self) -> str:
         return f"as run.stop_when says: {why}" if (why := self._not_worth_it()) else "all steps done"
@@ -282,8 +284,8 @@ class Supervisor:
 
     def _unsaved(self, why: str, role: Role) -> RunEnd:
         """Return the outcome when the final checkpoint is lost; a job that must make room resumes from the previous one."""
-        if self.rundir.failure_file.exists():
-            return self._failed(role)
+        if failure := self.rundir.failure():
+            return self._failed(role, failure)
         if self.rundir.stop_signal() in MAKE_ROOM:
             return RunEnd("stopped", f"{why}; the last checkpoint stands", role)
         return RunEnd("failed", why, role)

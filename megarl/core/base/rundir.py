@@ -159,6 +159,13 @@ class RunDir:
             return 0
         return int(said) if said.isdecimal() else 0
 
+    def failure(self) -> str:
+        """Return why the run must not be restarted by itself; empty if it may be, or while the file system fails."""
+        try:
+            return self.failure_file.read_text()
+        except OSError:
+            return ""
+
     def endpoints(self) -> Endpoints:
         if not self.endpoints_file.exists():
             raise MegarlError(
