@@ -5,6 +5,7 @@ data.py        `megarl data`
 scaling.py     `megarl scaling`
 """
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -54,17 +55,30 @@ def _misused(error: typer.TyperException) -> str:
     return message + (f"{'' if message.endswith('?') else '.'} See `{context.command_path} --help`" if context else "")
 
 
+LASTING = ("train", "sft", "eval", "serve", "rollout", "learn", "study")
+"""Commands that do more than print. A BrokenPipeError that ends them leaves their work undone: Python has the same class for
+ESHUTDOWN, with which Lustre answers a client that it has evicted.
+"""
+
+
 class _Commands(TyperGroup):
-    """All commands; they end well if a reader leaves early, as in `megarl recipes show x | head`."""
+    """All commands; those that print end well if a reader leaves early, as in `megarl recipes show x | head`."""
 
     def invoke(self, ctx: Any) -> object:
         try:
             status = super().invoke(ctx)
             sys.stdout.flush()
             return status
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except BrokenPipeError as error:
+            if ctx.invoked_subcommand in LASTING or error.errno != errno.EPIPE:
+                raise
+            _discard_output()
             return 0
+
+
+def _discard_output() -> None:
+    """Let stdout lead nowhere, once its reader has left."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 app = typer.Typer(
@@ -148,7 +162,10 @@ def _dry_run(recipe: "Recipe", checked: Callable[["Recipe"], str]) -> int:
     """Print the resolved recipe on stdout, and on stderr that it is ready, or what keeps it from starting: status 2."""
     from megarl.core.recipe import dump
 
-    print(dump(recipe), end="")
+    try:
+        print(dump(recipe), end="", flush=True)
+    except BrokenPipeError:
+        _discard_output()
     try:
         print(f"ready: {checked(recipe)}", file=sys.stderr)
     except MegarlError as error:

@@ -7,13 +7,16 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
 
+from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir, write_atomically
 from megarl.core.recipe import Recipe
 from megarl.run import summary
@@ -51,25 +54,40 @@ def closing(
     rundir: RunDir,
     outcome: RunEnd,
     deaths: Sequence[Death],
+    begins: Mapping[Path, int],
     wall_s: float,
-    write_report: WriteReport,
+    write_report: WriteReport | None,
 ) -> None:
-    values = summary.summarise(recipe, rundir) | {
-        "outcome": "stopped" if outcome.kind == "elsewhere" else outcome.kind,
-        "reason": outcome.reason,
-        "wall_seconds": round(wall_s, 1),
-    }
-    write_atomically(rundir.summary, json.dumps(values, indent=2).encode())
-    write_report(rundir)
-    console.print(summary.render(values, rundir))
+    """begins: see `log_of`. write_report: None if there is no time for it: the job has to make room."""
+    with _attempt(rundir.summary):
+        values = summary.summarise(recipe, rundir) | {
+            "outcome": "stopped" if outcome.kind == "elsewhere" else outcome.kind,
+            "reason": outcome.reason,
+            "wall_seconds": round(wall_s, 1),
+        }
+        write_atomically(rundir.summary, json.dumps(values, indent=2).encode())
+        console.print(summary.render(values, rundir))
+    if write_report is not None:
+        with _attempt(rundir.report):
+            write_report(rundir)
     if deaths and outcome.kind in ("failed", "elsewhere"):
         console.print(causes(deaths))
-    if outcome.role and (log := log_of(rundir, outcome.role)):
-        print(f"\nThe end of {log}:", *last_lines(log), sep="\n  ", file=sys.stderr)
+    if outcome.role and (log := log_of(rundir, outcome.role, begins)):
+        print(f"\nThe end of {log}:", *last_lines(log, begin=begins.get(log, 0)), sep="\n  ", file=sys.stderr)
     if outcome.kind == "failed":
         print(f"\nmegarl: {outcome.reason}; see {rundir.logs}", file=sys.stderr)
     elif outcome.kind == "elsewhere":
         print(f"\nmegarl: {outcome.reason}; its checkpoint stands, start it again on other nodes", file=sys.stderr)
+
+
+@contextmanager
+def _attempt(path: Path) -> Iterator[None]:
+    """Say on stderr what went wrong, and go on: the run is over, and its exit status decides whether its job is requeued."""
+    try:
+        yield
+    except Exception as error:
+        said = error if isinstance(error, MegarlError) else repr(error)
+        print(f"megarl: {path} was not written: {said}", file=sys.stderr)
 
 
 def causes(deaths: Sequence[Death]) -> Table:

@@ -1,13 +1,16 @@
 """What one node has for a run: address, GPUs, cores, memory and free ports, determined on the node itself.
 
 one machine        here(…)
-a Slurm job        `python -m megarl.run.nodes …` in a step over all nodes ─► one line of JSON per node ─► Node
+a Slurm job        `python -m megarl.run.nodes …` in a step over all nodes ─► lines of JSON ─► Nodes
 """
 
 import os
 import socket
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import batched
 from pathlib import Path
 
 import msgspec
@@ -68,7 +71,13 @@ def address_of(interface: str, peer: str = "") -> str:
         return LOOPBACK
     if interface == OF_SLURM:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-            s.connect((supervisor, DISCARD))  # sends nothing: the kernel chooses the route
+            try:
+                s.connect((supervisor, DISCARD))  # sends nothing: the kernel chooses the route
+            except OSError as error:
+                raise MegarlError(
+                    f"run.interface: slurm: no IPv4 route to {supervisor} ({error.strerror}); name an IPv4 interface "
+                    "(`ip -4 address` lists them)"
+                ) from None
             return str(s.getsockname()[0])
     known = psutil.net_if_addrs()
     for entry in known.get(interface, []):
@@ -80,12 +89,28 @@ def address_of(interface: str, peer: str = "") -> str:
     )
 
 
-def parse(line: str) -> Node | None:
-    """Decode a line printed by `main`; None for a line of a site's prologue."""
-    try:
-        return msgspec.json.decode(line, type=Node)
-    except msgspec.MsgspecError:
-        return None
+GPUS_A_LINE, PORTS_A_LINE = 12, 64
+"""So that a line stays below 1,024 bytes, with names of GPUs as long as UUIDs: srun mixes longer lines of several nodes."""
+
+
+def told(node: Node) -> Iterator[bytes]:
+    """Encode a node as lines for `gathered`, each with a part of its GPUs or ports."""
+    bare = replace(node, gpus=(), ports=())
+    gpus = (replace(bare, gpus=part) for part in batched(node.gpus, GPUS_A_LINE))
+    ports = (replace(bare, ports=part) for part in batched(node.ports, PORTS_A_LINE))
+    for line in (bare, *gpus, *ports):
+        yield msgspec.json.encode(line) + b"\n"
+
+
+def gathered(lines: Iterable[str]) -> dict[str, Node]:
+    """Decode the lines of several nodes; return these by name. Lines of a site's prologue are skipped."""
+    nodes: dict[str, Node] = {}
+    for line in lines:
+        with suppress(msgspec.MsgspecError):
+            part = msgspec.json.decode(line, type=Node)
+            known = nodes.setdefault(part.name, replace(part, gpus=(), ports=()))
+            nodes[part.name] = replace(known, gpus=known.gpus + part.gpus, ports=known.ports + part.ports)
+    return nodes
 
 
 def main(arguments: list[str]) -> int:
@@ -95,8 +120,9 @@ def main(arguments: list[str]) -> int:
         if not (Path(run) / ".lock").exists():
             raise MegarlError(f"{run} is not there; run.dir has to lie on a file system that all nodes share")
         node = here(int(count), interface)
-        sys.stdout.buffer.write(msgspec.json.encode(node) + b"\n")  # one write: lines of nodes do not mix
-        sys.stdout.buffer.flush()
+        for line in told(node):
+            sys.stdout.buffer.write(line)
+            sys.stdout.buffer.flush()  # each in one write: lines of nodes do not mix
     except MegarlError as error:
         print(f"megarl: node {os.environ.get('SLURMD_NODENAME', socket.gethostname())}: {error}", file=sys.stderr)
         return 2

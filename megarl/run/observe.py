@@ -11,9 +11,11 @@ of `megarl train` shows the last one, `megarl status` does not.
 
 import re
 import time
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -30,17 +32,20 @@ TAIL_BYTES = 64 << 10
 class Tail:
     """Reads a growing file: `new()` returns complete lines since the last call; an unfinished last line waits for its end."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, offset: int = 0) -> None:
         self.path = path
-        self._offset = 0
+        self._offset = offset
 
     def lines(self) -> list[str]:
-        """Return complete lines since the last call, without line ends; bytes that are not UTF-8 are replaced."""
+        """Return complete lines since the last call, without line ends; bytes that are not UTF-8 are replaced.
+
+        No line while the file is not there or cannot be read: a later call returns what this one did not.
+        """
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
                 data = file.read()
-        except FileNotFoundError:
+        except OSError:
             return []
         end = data.rfind(b"\n") + 1
         self._offset += end
@@ -96,15 +101,18 @@ class LoggedProblem:
 
 
 class Observer:
-    """Everything known of a run. `rows` and `evaluations` (by step) come from all its lives, the rest from this life."""
+    """Everything known of a run. `rows` and `evaluations` (by step) come from all its lives, the rest from this life.
+
+    steps_made: steps of this life that no row was written of before.
+    """
 
     def __init__(self, rundir: RunDir) -> None:
         self._rundir = rundir
         self._metrics, self._eval = Tail(rundir.metrics), Tail(rundir.eval)
-        self._logs: dict[Path, Tail] = {}
+        # What was there before is not read: logs of weeks have gigabytes.
+        self._logs = {log: Tail(log, log.stat().st_size) for log in rundir.logs.glob("*/*.log")}
         self.steps_made = 0
-        self._look_at_logs()
-        self._problem: LoggedProblem | None = None  # discard what was there before
+        self._problem: LoggedProblem | None = None
         self.rows = by_step(self._metrics.new())
         self.health = Health(row for _, row in sorted(self.rows.items()))
         self.evaluations = scores(self._eval.new())
@@ -112,9 +120,9 @@ class Observer:
 
     def look(self) -> None:
         """Read what was added to the files."""
-        new = by_step(self._metrics.new())
+        new, newest = by_step(self._metrics.new()), max(self.rows, default=-1)
         self.rows |= new
-        self.steps_made += len(new)
+        self.steps_made += sum(step > newest for step in new)  # a learner that replays steps has not come further
         for step in sorted(step for step in new if step > self.health.step):  # a replayed step is the same again
             self.health.add(new[step])
         self.evaluations |= scores(self._eval.new())
@@ -123,7 +131,10 @@ class Observer:
         self._look_at_logs()
 
     def _look_at_logs(self) -> None:
-        for path in self._rundir.logs.glob("*/*.log"):
+        paths: list[Path] = []
+        with suppress(OSError):
+            paths.extend(self._rundir.logs.glob("*/*.log"))
+        for path in paths:
             for line in self._logs.setdefault(path, Tail(path)).lines():
                 if PROBLEM.search(line):
                     self._problem = LoggedProblem(path, line.strip(), time.time(), self.steps_made)
@@ -167,26 +178,46 @@ class Observer:
         return next((row for _, row in sorted(self.rows.items(), reverse=True) if "parity_rollouts" in row), {})
 
 
-def log_of(rundir: RunDir, role: Role) -> Path | None:
-    """Return the log that says why `role` ended, if any: of the learner's ranks one with a problem, else the newest."""
+def log_sizes(rundir: RunDir, role: Role) -> dict[Path, int]:
+    """Return how long the logs of the role are, of all nodes and ranks: where a life that starts now begins in them."""
+    sizes: dict[Path, int] = {}
+    with suppress(OSError):
+        for log in _logs(rundir, role):
+            sizes[log] = log.stat().st_size
+    return sizes
+
+
+def log_of(rundir: RunDir, role: Role, begins: Mapping[Path, int] = MappingProxyType({})) -> Path | None:
+    """Return the log that says why `role` ended, if any: of the learner's ranks one with a problem, else the newest.
+
+    begins: where its last life began in each log (`log_sizes`); logs to which that has added nothing are left out.
+    """
 
     def telling(log: Path) -> tuple[bool, float]:
-        return role.kind == "learner" and bool(last_problem(log)), log.stat().st_mtime
+        return role.kind == "learner" and bool(last_problem(log, begins.get(log, 0))), log.stat().st_mtime
 
-    rank = str(role.index) if role.serves else "*"
-    return max(rundir.logs.glob(f"{role.kind}/*.{rank}.log"), key=telling, default=None)
+    added = (log for log in _logs(rundir, role) if log not in begins or log.stat().st_size > begins[log])
+    return max(added, key=telling, default=None)
 
 
-def last_problem(log: Path) -> str:
-    """Return the last problem near the end of a log; empty if there is none. Slurm's messages count only if no other does."""
-    lines = last_lines(log)[::-1]
+def _logs(rundir: RunDir, role: Role) -> Iterator[Path]:
+    return rundir.logs.glob(f"{role.kind}/*.{role.index if role.serves else '*'}.log")
+
+
+def last_problem(log: Path, begin: int = 0) -> str:
+    """Return the last problem near the end of a log; empty if there is none. Slurm's messages count only if no other does.
+
+    begin: see `last_lines`.
+    """
+    lines = last_lines(log, begin=begin)[::-1]
     problems = [line for pattern in (PROBLEM, OF_SLURM) for line in lines if pattern.search(line)]
     return problems[0].strip() if problems else ""
 
 
-def last_lines(log: Path, count: int = 25) -> list[str]:
+def last_lines(log: Path, count: int = 25, begin: int = 0) -> list[str]:
+    """Return the last lines of a log. begin: bytes at its beginning that are left out."""
     if not log.exists():
         return []
     with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+        file.seek(max(begin, log.stat().st_size - TAIL_BYTES))
         return file.read().decode(errors="replace").splitlines()[-count:]

@@ -1,8 +1,8 @@
 """A command's own process and its machine: dying with the supervisor, surviving a lost screen, one command at a time in a
 directory, free ports, and signals that ask a command to save and end, which are counted instead of ending it.
 
-Slurm sometimes sends the same signal to all processes of a job, and the batch script forwards what it gets: a repetition within
-`SAME_REQUEST_S` counts as the same request. Ctrl-C does not, since a person presses it.
+Slurm sends signals more than once: to all processes of a job while the batch script forwards what it gets, or for a preemption
+after that for the time limit. So only the first of them counts. Ctrl-C always does, since a person presses it.
 """
 
 import ctypes
@@ -14,7 +14,6 @@ import re
 import signal
 import socket
 import sys
-import time
 from collections.abc import Buffer, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -150,7 +149,6 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """SIGUSR1 is what the batch scripts ask Slurm to send before a job's end (`#SBATCH --signal`)."""
-SAME_REQUEST_S = 5.0
 
 
 class StopRequest:
@@ -159,14 +157,11 @@ class StopRequest:
     def __init__(self) -> None:
         self.count = 0
         self.signal = 0
-        self._last = -SAME_REQUEST_S
 
     def heard(self, number: int, _frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if number == signal.SIGINT or now - self._last > SAME_REQUEST_S:
+        if number == signal.SIGINT or not self.count:
             self.count += 1
             self.signal = self.signal or number
-        self._last = now
 
 
 @contextmanager

@@ -6,8 +6,8 @@
     learner died     ──► restart all its ranks      it loads its checkpoint and replays what came after
     learner left (0) ──► the run ends
     learner or controller left RUN/failure (train.py) ──► the run ends as failed
-    too many deaths  ──► the run ends as failed     too many within minutes, or without a step between them
-    its last server  ──► the run goes on without it while servers that have joined work
+    too many deaths  ──► the run ends as failed     too many within minutes, or without a step between them; a server is
+                         dropped instead while there are others, once a step was made or if servers have joined
     a message        ──► before the first step the run fails (for servers: once all have sent one); later, at the second
                          message; but while there are other servers, that server is dropped instead
     node is down     ──► its servers are dropped, and the run goes on with the others; without its last server, the learner or
@@ -125,7 +125,7 @@ class RestartPolicy:
         count = len(earlier) + 1
         if count > self.most_deaths and node == "silent":
             return self._without_node(role)
-        if count > self.most_deaths and joined and self._can_drop(role):
+        if count > self.most_deaths and (steps or joined) and self._can_drop(role):
             return Drop(role, "it dies again and again")
         if count > self.most_deaths:
             return GiveUp(role, f"{role.name} died {count} times within {(at - earlier[0][0]) / 60:.0f} minutes")

@@ -27,7 +27,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir, writing
 from megarl.core.recipe import Recipe
 from megarl.run.launcher import Launcher, LocalLauncher, RoleCommand, RunningRole, Still
-from megarl.run.nodes import OF_SLURM, Node, parse
+from megarl.run.nodes import OF_SLURM, Node, gathered
 from megarl.run.restart import MESSAGE_STATUS, NodeState
 from megarl.run.step import BEAT_S, HEARD, TERMINATE, UNANSWERED, Report, encoded
 
@@ -99,25 +99,26 @@ class SrunLauncher:
             raise MegarlError(
                 f"the nodes {', '.join(names)} did not all answer within {SURVEY_LIMIT_S:g} s; see `scontrol show node`"
             ) from None
-        answers = {node.name: node for line in done.stdout.splitlines() if (node := parse(line)) is not None}
-        missing = [name for name in names if name not in answers]
+        answers = gathered(done.stdout.splitlines())
+        missing = [name for name in names if name not in answers or len(answers[name].ports) < ports]
         if done.returncode or missing:
-            raise MegarlError(
-                f"a step over the job's nodes failed; no answer from {', '.join(missing) or 'none'}:\n{done.stderr.strip()}"
-            )
+            said = f"no whole answer from {', '.join(missing) or 'none'}:\n{done.stderr.strip()}"
+            raise MegarlError(f"a step over the job's nodes failed; {said}")
         return checked([answers[name] for name in names])
 
     def start(self, task: RoleCommand) -> "SrunStep":
         names = [node.name for node in task.place.nodes]
-        task.log().parent.mkdir(parents=True, exist_ok=True)
-        with writing(task.log()), task.log().open("ab") as log:
-            process = subprocess.Popen(
-                command(names, task.role.name, ("-m", "megarl.run.step", encoded(task))),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
-            )
+        with writing(task.log()):
+            task.log().parent.mkdir(parents=True, exist_ok=True)
+            log = task.log().open("ab")
+        words = command(names, task.role.name, ("-m", "megarl.run.step", encoded(task)))
+        with log:
+            try:
+                process = subprocess.Popen(
+                    words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True
+                )
+            except OSError as error:
+                raise MegarlError(f"srun cannot be started: {error.strerror}") from None
         return SrunStep(process, names)
 
     def sweep(self, running: Sequence[RunningRole]) -> None:

@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -40,7 +41,11 @@ class Report(msgspec.Struct, kw_only=True):
 
 
 def encoded(task: RoleCommand) -> str:
-    """Encode the task as an argument of `main`."""
+    """Encode the task as an argument of `main`: without its nodes' GPUs and ports, with which those of a large run exceed the
+    128 KiB of an argument.
+    """
+    nodes = tuple(replace(node, gpus=(), ports=()) for node in task.place.nodes)
+    task = replace(task, place=replace(task.place, nodes=nodes))
     return msgspec.json.encode(task, enc_hook=lambda rundir: str(rundir.path)).decode()
 
 

@@ -4,16 +4,16 @@
            ─► every tick: who died? (restart.py)  who hangs? (watch.py)  what do the files say? (observe.py ─► view.py)
            ─► the learner has exited: controller and servers are ended, summary and report written
 
-Ctrl-C or SIGTERM, also to controller or learner, writes RUN/stop: the learner saves and exits. A second one kills. Every role
-dies with this process. Losing the screen (a pager, a `tee`) ends nothing.
+Ctrl-C or SIGTERM, also to controller or learner, writes RUN/stop: the learner saves and exits. A Ctrl-C after that kills. Every
+role dies with this process. Losing the screen (a pager, a `tee`) ends nothing.
 """
 
-import os
 import signal
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rich.console import Console
 
@@ -23,7 +23,7 @@ from megarl.core.recipe import Recipe
 from megarl.run import checks
 from megarl.run.closing import Death, RunEnd, WriteReport, closing, how
 from megarl.run.launcher import Launcher, RunningRole, task
-from megarl.run.observe import Observer, last_problem, log_of
+from megarl.run.observe import Observer, last_problem, log_of, log_sizes
 from megarl.run.placement import Place, described, place
 from megarl.run.prepare import prepare
 from megarl.run.process import StopRequest, adopt_orphans, lock, outlive_screen, stop_requests
@@ -46,17 +46,19 @@ PORTS_A_ROLE = 2
 
 Every node is asked for all ports, before roles are placed: nodes on one machine may have found the same.
 """
+EARLY_STATUS = 1
+"""Stands for the 0 of a learner that leaves before the run's end: a crash that did not look like one."""
 START_ELSEWHERE = 75
 """Exit status (EX_TEMPFAIL) of a run that can resume, but not on these nodes."""
 MOST_FRUITLESS_STARTS = 5
-"""A job requeued this often that loses a node before making a step fails: the node is not at fault."""
+"""A run that was started more often since its newest step, and loses a node again, fails: the nodes are not at fault."""
 
 
 def main(recipe: Recipe, fingerprints: checks.Fingerprints, host_bytes: float, write_report: WriteReport) -> int:
     """Run to the end. Return 0: all steps done; 1: failed; 75: to be started again elsewhere; 128 + signal: asked to stop.
 
     fingerprints: those of the run's inputs, already read and checked. host_bytes: see checks.check_host. write_report: called
-    when the run is over.
+    when the run is over, unless its job has to make room.
     """
     rundir = RunDir(recipe.run.path)
     with lock(rundir.path, "megarl train", "run.name"):
@@ -78,9 +80,11 @@ def main(recipe: Recipe, fingerprints: checks.Fingerprints, host_bytes: float, w
             screen = Screen(console)
             with screen.live or nullcontext():
                 outcome = supervisor.run(screen)
-        closing(console, recipe, rundir, outcome, supervisor.deaths, time.monotonic() - supervisor.began, write_report)
-    if outcome.kind == "stopped":
         asked = stop_request.signal or rundir.stop_signal()
+        report = None if outcome.kind == "stopped" and asked in MAKE_ROOM else write_report
+        wall_s = time.monotonic() - supervisor.began
+        closing(console, recipe, rundir, outcome, supervisor.deaths, supervisor.begins, wall_s, report)
+    if outcome.kind == "stopped":
         return 128 + asked if asked else 0
     return {"finished": 0, "elsewhere": START_ELSEWHERE, "failed": 1}[outcome.kind]
 
@@ -99,6 +103,7 @@ class Supervisor:
     dropped: set[Role] = field(default_factory=set)
     running: dict[Role, RunningRole] = field(default_factory=dict)
     due: dict[Role, float] = field(default_factory=dict)
+    begins: dict[Path, int] = field(default_factory=dict)  # in each log, where the last life of its role begins
     began: float = field(default_factory=time.monotonic)
     stopping_since: float | None = None
     _looked: float = 0.0
@@ -146,7 +151,7 @@ class Supervisor:
             self._looked = now
             self.observer.look()
             self.screen.show(self.frame())
-            if self.stopping_since is None and (self.stop_request.count or self.rundir.stop_file.exists()):
+            if self.stopping_since is None and (self.stop_request.count or self.rundir.stop_asked()):
                 self.stopping_since = now
                 if self.stop_request.count:
                     self.rundir.stop(self.stop_request.signal)
@@ -163,6 +168,7 @@ class Supervisor:
         if role.kind == "controller":
             self.observer.forget_status()
         self.watch.forget(role, time.monotonic())
+        self.begins |= log_sizes(self.rundir, role)
         urls = {"server": self.endpoints.servers, "teacher": self.endpoints.teachers}.get(role.kind)
         port = int(urls[role.index].rpartition(":")[2]) if urls else 0
         self.running[role] = self.launcher.start(task(self.recipe, self.rundir, role, port, self.placed[role]))
@@ -184,21 +190,26 @@ class Supervisor:
         return None
 
     def _after(self, role: Role, process: RunningRole, status: int, now: float) -> RunEnd | None:
-        if not role.serves and self.rundir.failure_file.exists():
-            return self._failure(role, now)
+        if not role.serves and (failure := self.rundir.failure()):
+            return self._failure(role, failure, now)
         if self.stopping_since is not None and not (role.kind == "learner" and status == 0):
             if role.kind != "learner":
                 return None  # no longer needed: the learner saves by itself
             return self._unsaved(f"{role.name} {how(status)} before it had saved", role)
+        said = how(status)
+        if role.kind == "learner" and status == 0 and (why := self._unfinished()):
+            status, said = EARLY_STATUS, f"left {why}"
         if status or role.serves:
-            log = log_of(self.rundir, role)
-            problem = last_problem(log) if log is not None else ""
-            self.deaths.append(Death(role, self._nodes(role), time.time(), how(status), problem))
+            problem = ""
+            with suppress(OSError):
+                log = log_of(self.rundir, role, self.begins)
+                problem = last_problem(log, self.begins.get(log, 0)) if log is not None else ""
+            self.deaths.append(Death(role, self._nodes(role), time.time(), said, problem))
         node = process.node_state() if status else "up"
         joined = len(self.observer.joined(self.recipe.resources.servers))
         match self.policy.died(role, status, now, self.observer.steps_made, node, joined):
             case Done():
-                if self.stop_request.count or self.rundir.stop_file.exists():
+                if self.stop_request.count or self.rundir.stop_asked():
                     return RunEnd("stopped", "as asked")
                 return RunEnd("finished", self._finished())
             case Nothing():
@@ -206,16 +217,15 @@ class Supervisor:
             case GiveUp(culprit, reason):
                 return RunEnd("failed", reason, culprit)
             case Elsewhere(culprit, reason):
-                starts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-                if starts >= MOST_FRUITLESS_STARTS and not self.observer.steps_made:
-                    why = f"{reason}, and no step was made; the job was restarted {starts} times"
+                if (starts := self._fruitless_starts()) > MOST_FRUITLESS_STARTS:
+                    why = f"{reason}, and no step was made since the run was started {starts} times"
                     return RunEnd("failed", why, culprit)
                 return RunEnd("elsewhere", reason, culprit)
             case Drop(culprit, reason):
                 self.dropped.add(culprit)
                 self._note("dropped", culprit, nodes=self._nodes(culprit))
                 self.screen.say(
-                    f"{culprit.name} on {', '.join(self._nodes(culprit))} {how(status)}; {reason}: the run goes on with the "
+                    f"{culprit.name} on {', '.join(self._nodes(culprit))} {said}; {reason}: the run goes on with the "
                     f"other {self.policy.servers + joined} servers"
                 )
             case Restart(culprit, delay):
@@ -224,26 +234,42 @@ class Supervisor:
                 if culprit.kind == "learner" and Role("controller") not in self.running:
                     self.due.setdefault(Role("controller"), now)  # it had exited, taking the run to be over
                 self._note("restart", culprit, delay_s=delay)
-                self.screen.say(f"{culprit.name} {how(status)}; starting it again{f' in {delay:g} s' if delay else ''}")
+                self.screen.say(f"{culprit.name} {said}; starting it again{f' in {delay:g} s' if delay else ''}")
         return None
 
-    def _failure(self, role: Role, now: float) -> RunEnd | None:
+    def _fruitless_starts(self) -> int:
+        """Return how many lives of the run, with this one, began after its newest step was made."""
+        newest = self.observer.latest.get("time", 0.0)
+        began: dict[str, float] = {}
+        for event in self.rundir.events():
+            began.setdefault(event.session, event.time)
+        return sum(time > newest for time in began.values())
+
+    def _failure(self, role: Role, reason: str, now: float) -> RunEnd | None:
         """Handle a failure reported by controller or learner: the run ends once the learner, if alive, has saved and exited."""
         if role.kind == "controller" and Role("learner") in self.running:
             self.stopping_since = self.stopping_since or now
             self.rundir.stop()
             return None
-        return self._failed(role)
+        return self._failed(role, reason)
 
-    def _failed(self, role: Role) -> RunEnd:
+    def _failed(self, role: Role, reason: str) -> RunEnd:
         culprit = role if Role("controller") in self.running else Role("controller")
-        return RunEnd("failed", self.rundir.failure_file.read_text(), culprit)
+        return RunEnd("failed", reason, culprit)
 
     def _finished(self) -> str:
+        return f"as run.stop_when says: {why}" if (why := self._not_worth_it()) else "all steps done"
+
+    def _not_worth_it(self) -> str:
         newest = max(self.observer.evaluations.items(), default=(0, {}))[1]
-        if why := not_worth_it(newest, self.recipe.run.stop_when):
-            return f"as run.stop_when says: {why}"
-        return "all steps done"
+        return not_worth_it(newest, self.recipe.run.stop_when)
+
+    def _unfinished(self) -> str:
+        """Return how far a learner that has left came, if nobody asked it to leave and steps remain; else an empty string."""
+        made, planned = self.observer.latest.get("step", -1) + 1, self.recipe.run.steps
+        if made >= planned or self.stop_request.count or self.rundir.stop_asked() or self._not_worth_it():
+            return ""
+        return f"after step {made} of {planned}, with status 0"
 
     def _second_request(self, now: float) -> RunEnd | None:
         if self.stop_request.count > 1:
@@ -258,8 +284,8 @@ class Supervisor:
 
     def _unsaved(self, why: str, role: Role) -> RunEnd:
         """Return the outcome when the final checkpoint is lost; a job that must make room resumes from the previous one."""
-        if self.rundir.failure_file.exists():
-            return self._failed(role)
+        if failure := self.rundir.failure():
+            return self._failed(role, failure)
         if self.rundir.stop_signal() in MAKE_ROOM:
             return RunEnd("stopped", f"{why}; the last checkpoint stands", role)
         return RunEnd("failed", why, role)

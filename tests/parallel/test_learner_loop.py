@@ -241,6 +241,23 @@ def test_a_learner_that_lost_its_steps_replays_them_bit_for_bit(tmp_path: Path, 
     assert not list(killed.rundir.checkpoints.iterdir())
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_of_slurm_or_a_terminal_has_a_rank_save(
+    tmp_path: Path, model: Path, runs: list[Run], number: signal.Signals
+) -> None:
+    """torchrun passes them on to its ranks."""
+    run = Run(tmp_path, model, 50)
+    runs.append(run)
+    run.controller.held = 2
+    learner = run.learn()
+    run.wait_for_step(2)
+    learner.send_signal(number)
+    assert learner.wait(LIMIT_S) == 0, run.log()
+    assert run.controller.stopped == [2]
+    assert [step_of(path) for path in complete(run.rundir.checkpoints)] == [2]
+    assert run.rundir.stop_signal() == number
+
+
 @pytest.mark.slow
 def test_two_ranks_save_when_told_to_stop_and_go_on(tmp_path: Path, model: Path, runs: list[Run]) -> None:
     run = Run(tmp_path, model, 4, resources={"learner_ranks": 2}, monitor={"profile_steps": [1, 1]})

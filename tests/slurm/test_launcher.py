@@ -35,7 +35,7 @@ def wait_until_gone(job: Job, processes: list[int]) -> None:
 
 def begun(stand_in_jobs: Jobs, name: str, *overrides: str, nodes: int = 2) -> Job:
     """A run that has made steps, with all its roles."""
-    job = stand_in_jobs.train(name, "run.steps=100000", *overrides, nodes=nodes)
+    job = stand_in_jobs.train(name, "run.steps=5000", *overrides, nodes=nodes)
     roles = ("server-0", "server-1", "controller-0", "learner-0")
     job.wait_for(lambda: job.steps() >= 3 and all(pids(job, role) for role in roles), "step 3")
     return job

@@ -397,10 +397,11 @@ def test_a_learner_that_disagrees_with_the_server_ends_the_run(run: Run) -> None
     assert process.wait(30) == 1
 
 
-def test_sigterm_ends_it(run: Run) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_ends_it(run: Run, number: signal.Signals) -> None:
     process = run.start()
     learner = run.learner()
     learner.go(until=1)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     assert isinstance(learner.go(), Stop)
     assert process.wait(30) == 0

@@ -144,10 +144,27 @@ class RunDir:
         with writing(self.stop_file):
             self.stop_file.write_text(str(int(signal) or ""))
 
+    def stop_asked(self) -> bool:
+        """Return whether the run was asked to end. A file system that fails for a moment does not ask."""
+        try:
+            return self.stop_file.exists()
+        except OSError:
+            return False
+
     def stop_signal(self) -> int:
         """Return the signal for which the run was asked to end; 0 for none, or if nobody has asked."""
-        said = self.stop_file.read_text().strip() if self.stop_file.exists() else ""
+        try:
+            said = self.stop_file.read_text().strip()
+        except OSError:
+            return 0
         return int(said) if said.isdecimal() else 0
+
+    def failure(self) -> str:
+        """Return why the run must not be restarted by itself; empty if it may be, or while the file system fails."""
+        try:
+            return self.failure_file.read_text()
+        except OSError:
+            return ""
 
     def endpoints(self) -> Endpoints:
         if not self.endpoints_file.exists():

@@ -28,6 +28,7 @@ from megarl.core.base.architecture import layers_of
 from megarl.core.base.contracts import Tasks
 from megarl.core.base.errors import MegarlError, first_of
 from megarl.core.base.messages import FromServer, Next, Publish, Published, Refused, Reply, Scored, Stop, Train
+from megarl.core.base.process import ENDING
 from megarl.core.base.rundir import Endpoints, RunDir, complete, step_of, write_atomically
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Batch
@@ -138,8 +139,9 @@ class Controller:
     async def run(self) -> int:
         """Run all parts until the learner was told to stop and has left; return 1 if the run failed."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal, number)
+        for number in ENDING:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                loop.add_signal_handler(number, self._on_signal, number)
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
@@ -280,7 +282,7 @@ class Controller:
         """Each second, look for RUN/stop and for expired waits, and write the status."""
         while True:
             await asyncio.sleep(STATUS_S)
-            if self.rundir.stop_file.exists():
+            if self.rundir.stop_asked():
                 self._stop(f"{self.rundir.stop_file} exists")
             self.compute.join(self._counted())
             limit = self.recipe.start_limit_s

@@ -2,7 +2,7 @@
 
     rank 0   ── Next ──► controller ── Train | Publish | Score | Wait | Stop ──► rank 0 ── broadcast ──► all ranks execute it
 
-The learner decides nothing; between commands it only looks whether someone wants it to stop (RUN/stop, SIGTERM) and whether a
+The learner decides nothing; between commands it only looks whether someone wants it to stop (RUN/stop, a signal) and whether a
 checkpoint has reached the disk. Every step leaves one row in RUN/metrics.jsonl.
 """
 
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.link import ControllerLink, Interrupted
 from megarl.core.base.messages import Next, Publish, Refused, Reply, Request, Score, ServerAddress, Stop, Stopped, Train
-from megarl.core.base.process import NODE, ignore_late_signals, log_to, start_logging
+from megarl.core.base.process import ENDING, NODE, ignore_late_signals, log_to, start_logging
 from megarl.core.base.ranks import from_rank_0
 from megarl.core.base.rundir import Endpoints, RunDir, append_jsonl, by_step, read_jsonl, write_atomically
 from megarl.core.base.types import decode, encode
@@ -96,7 +96,7 @@ async def _let_servers_first(recipe: Recipe, rundir: RunDir, endpoints: Endpoint
     until, keys = time.monotonic() + limit_s, (endpoints.api_key, endpoints.admin_key)
     for i, url in enumerate(endpoints.servers):
         async with ServerClient(ServerAddress(id=i, url=url), *keys, recipe.weights.timeout_s) as server:
-            while not rundir.stop_file.exists():
+            while not rundir.stop_asked():
                 try:
                     await server.device_identity()
                     break
@@ -112,8 +112,9 @@ class LearnerRank:
     def __init__(self, recipe: Recipe, rundir: RunDir, endpoints: Endpoints, open_metrics: OpenMetrics) -> None:
         self.recipe, self.rundir = recipe, rundir
         self.signalled = ""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+        for number in ENDING:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                signal.signal(number, self._on_signal)
         self.compute_unit = "gpu" if endpoints.gpus else "core"
         self.leader = dist.get_rank() == 0
         where = (endpoints.controller, endpoints.link)
@@ -271,7 +272,7 @@ class LearnerRank:
     def _interrupted(self) -> str:
         if self.signalled:
             return self.signalled
-        return f"{self.rundir.stop_file} exists" if self.rundir.stop_file.exists() else ""
+        return f"{self.rundir.stop_file} exists" if self.rundir.stop_asked() else ""
 
     def _on_signal(self, number: int, _frame: object) -> None:
         self.signalled = f"signal {signal.Signals(number).name}"

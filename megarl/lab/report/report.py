@@ -4,6 +4,7 @@ recipe.yaml, metrics.jsonl, eval.jsonl, rollouts/ ──► tiles, charts (inlin
 """
 
 import html
+from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from megarl.core.base.rundir import Row, RunDir, latest_rows, latest_scores, wri
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
 from megarl.core.base.types import Group, Rollout
 from megarl.core.journal.journal import JournalReader
+from megarl.core.journal.records import Finished
 from megarl.core.recipe import Recipe, dump, load
 from megarl.core.weights import parity
 from megarl.lab import pictures
@@ -96,14 +98,13 @@ def _parity(rows: Sequence[Row]) -> str:
 
 def _rollouts(recipe: Recipe, rundir: RunDir) -> str:
     """Show a right and a wrong answer from each of the newest groups, coloured by weight version; empty without a journal."""
-    reader = JournalReader(rundir.rollouts)
-    newest = reader.finished()[-2 * SAMPLES :]
+    newest = _newest_groups(JournalReader(rundir.rollouts))
     if not newest or not (Path(recipe.model.path) / "tokenizer.json").exists():
         return ""
     tokenizer = load_tokenizer(recipe.model.path)
     chosen = [
         (group, rollout)
-        for group in reversed(reader.groups(newest))
+        for group in reversed(newest)
         for right in (True, False)
         for rollout in [r for r in group.rollouts if r.correct is right][:1]
     ]
@@ -114,6 +115,17 @@ def _rollouts(recipe: Recipe, rundir: RunDir) -> str:
         '<span class="phrase">this one</span> was put in and is not trained.'
     )
     return f'<h2>Rollouts</h2><p class="sub">{legend}</p>{shown}'
+
+
+def _newest_groups(reader: JournalReader) -> Sequence[Group]:
+    """Return the groups that were finished last, oldest first. Files before theirs are not read: there may be thousands."""
+    newest: deque[Group] = deque()
+    for number in reversed(reader.files()):
+        finished = (record.group for record in reader.replay(number) if isinstance(record, Finished))
+        newest = deque(finished, 2 * SAMPLES)
+        if len(newest) == 2 * SAMPLES:
+            break
+    return newest
 
 
 def _rollout(tokenizer: Tokenizer, group: Group, rollout: Rollout, several_tasks: bool) -> str:

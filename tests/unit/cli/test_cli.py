@@ -1,5 +1,6 @@
 """The command line as a user meets it: quick, one message for bad input, nothing started by a dry run."""
 
+import errno
 import importlib.metadata
 import os
 import subprocess
@@ -226,6 +227,30 @@ def test_reader_that_leaves_early() -> None:
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=60)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("number", [errno.EPIPE, errno.ESHUTDOWN])
+def test_a_broken_pipe_finishes_no_command_that_works(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """ESHUTDOWN, which Lustre answers to a client that it has evicted, is a BrokenPipeError too."""
+
+    def evicted(*_: object) -> None:
+        raise OSError(number, os.strerror(number), "runs/quickstart/stop")
+
+    monkeypatch.setattr("megarl.core.recipe.load", evicted)
+    for command in ("train", "sft", "rollout", "learn"):
+        with pytest.raises((BrokenPipeError, SystemExit)) as ended:
+            cli.main([command, "quickstart"])
+        assert getattr(ended.value, "code", 1) == 1
+
+
+def test_a_dry_run_may_be_looked_at_with_head() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "megarl", "sft", "quickstart", "--dry-run"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(write)
+    assert "BrokenPipe" not in done.stderr
+    assert "this can start" in done.stderr  # it goes on to what it checks: there are no data here
 
 
 def test_streams_that_are_closed_cost_nothing() -> None:

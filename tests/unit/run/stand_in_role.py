@@ -1,7 +1,7 @@
 """A small process in the place of a role: `stand_in_role.py KIND INDEX RUN STEPS`. Tells its process id in RUN/KIND-INDEX.pids.
 
 server: starts a process that leaves its session, as a stray would; controller: writes status.json; learner: makes rows, to
-the last step or until RUN/enough exists. Both do on SIGTERM as the real ones do.
+the last step, without rests once RUN/enough exists. Both do on SIGTERM as the real ones do.
 """
 
 import json
@@ -68,9 +68,11 @@ def learner(rundir: RunDir, index: int, steps: int) -> int:
         append_jsonl(
             rundir.metrics, {"step": step, "time": time.time(), "compute_hours": step / 100, "compute_unit": "core"}
         )
-        if rundir.stop_file.exists() or (rundir.path / "enough").exists():
+        if rundir.stop_file.exists():
             return int((rundir.path / "unsaved").exists())
-        time.sleep(0.1)
+        if (rundir.path / "leaves").exists():
+            return 0
+        time.sleep(0.0 if (rundir.path / "enough").exists() else 0.1)
     return 0
 
 

@@ -44,13 +44,21 @@ def test_the_last_server_is_dropped_only_while_others_have_joined() -> None:
 
 @given(st.lists(st.tuples(roles, crashes, gaps), max_size=60))
 def test_gives_up_exactly_when_one_role_dies_too_often(deaths: list[tuple[Role, int, float]]) -> None:
+    """One of two servers that dies too often is left out, for steps are made all the time."""
     policy, now = RestartPolicy(2, most_deaths=3, window_s=600), 0.0
     history: list[tuple[Role, float]] = []
+    dropped: list[Role] = []
     for role, status, gap in deaths:
+        if role in dropped:
+            continue
         now += gap
         history.append((role, now))
         recent = sum(other == role and now - then < 600 for other, then in history)
         decision = policy.died(role, status, now, steps=len(history))
+        if recent > 3 and role.kind == "server" and not dropped:
+            assert decision == Drop(role, "it dies again and again")
+            dropped.append(role)
+            continue
         if recent > 3:
             assert isinstance(decision, GiveUp)
             assert decision.role == role
@@ -60,6 +68,14 @@ def test_gives_up_exactly_when_one_role_dies_too_often(deaths: list[tuple[Role, 
         assert decision.role == role
         assert 0 <= decision.delay_s <= LONGEST_DELAY_S
         assert (decision.delay_s == 0) == (recent == 1)
+
+
+def test_a_server_that_dies_too_often_is_dropped_once_a_step_was_made() -> None:
+    """Before that, the fault may be everybody's. A step may take longer than six deaths."""
+    for steps, last in ((0, GiveUp), (7, Drop)):
+        policy = RestartPolicy(64, most_deaths=2)
+        decisions = [policy.died(Role("server", 5), -11, 10.0 * n, steps) for n in range(3)]
+        assert [type(decision) for decision in decisions] == [Restart, Restart, last]
 
 
 @given(roles, st.lists(st.integers(0, 5), min_size=1, max_size=20))

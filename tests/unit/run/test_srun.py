@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir
 from megarl.core.recipe import Recipe
 from megarl.run import nodes, srun
-from megarl.run.launcher import LocalLauncher
+from megarl.run.launcher import LocalLauncher, RoleCommand
 from megarl.run.nodes import Node, here
+from megarl.run.placement import Place
+from megarl.run.restart import Role
 from megarl.run.srun import SrunLauncher, SrunStep, checked, chosen, command, is_broken
 
 
@@ -71,9 +74,12 @@ def test_this_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary:
     assert here(0, "slurm") == here(0, "")
     monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
     assert (here(0, "slurm").address, here(0, "slurm").interface) == ("127.0.0.1", "lo")
+    monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", "fd00::1")
+    with pytest.raises(MegarlError, match=r"run\.interface: slurm: no IPv4 route to fd00::1.* name an IPv4 interface"):
+        here(0, "slurm")
     with pytest.raises(MegarlError, match=r"run\.interface: 'ib7' is no network interface .* which has .*lo"):
         here(0, "ib7")
-    assert nodes.parse("welcome to node 1") is None
+    assert nodes.gathered(["welcome to node 1"]) == {}
     assert nodes.main(["2", "", str(tmp_path)]) == 2
     assert (
         f"{tmp_path} is not there; run.dir has to lie on a file system that all nodes share"
@@ -81,9 +87,32 @@ def test_this_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary:
     )
     (tmp_path / ".lock").touch()
     assert nodes.main(["2", "lo", str(tmp_path)]) == 0
-    told = nodes.parse(capfdbinary.readouterr().out.decode())
-    assert told is not None
+    told = nodes.gathered(capfdbinary.readouterr().out.decode().splitlines())[node.name]
     assert replace(told, ports=()) == replace(node, ports=())
+    assert len(told.ports) == 2
+
+
+def test_nodes_of_many_gpus_and_ports_say_so_in_short_lines() -> None:
+    """srun mixes lines of several nodes if they are longer than 1,024 bytes."""
+    gpus = tuple(f"MIG-{n:08}-1234-1234-1234-123456789012" for n in range(56))
+    name = "a-node-with-a-name-of-fifty-five-letters-as-clouds-have"
+    one = Node(name, name, "10.100.100.100", "enp225s0f0np0", gpus, 256, 4 << 40, tuple(range(50_000, 52_000)))
+    other = replace(one, name="other", gpus=("0", "1"), ports=())
+    lines = [list(nodes.told(node)) for node in (one, other)]
+    assert max(map(len, lines[0])) < 1024
+    mixed = [line.decode() for pair in zip_longest(*lines, fillvalue=b"a prologue") for line in pair]
+    assert nodes.gathered(mixed) == {one.name: one, other.name: other}
+
+
+def test_a_node_whose_answer_is_not_whole_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node("n1", "vm", "127.0.0.1", "lo", (), 2, 0, (1, 2, 3))
+    said = b"".join([*nodes.told(node), *nodes.told(replace(node, name="n2", ports=(1, 2)))])
+    (tmp_path / "said").write_bytes(said)
+    monkeypatch.setattr(srun, "command", lambda *_: ["cat", str(tmp_path / "said")])
+    monkeypatch.setattr(srun, "hosts", str.split)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n1 n2")
+    with pytest.raises(MegarlError, match="no whole answer from n2"):
+        SrunLauncher(RunDir(tmp_path), "lo").survey(3)
 
 
 def test_nodes_must_reach_each_other_and_share_no_port() -> None:
@@ -92,6 +121,21 @@ def test_nodes_must_reach_each_other_and_share_no_port() -> None:
     assert [node.ports for node in checked([first, second])] == [(1, 2, 3), (4,)]
     with pytest.raises(MegarlError, match=r"node n1: its address is 127\.0\.0\.1, where no other node reaches it"):
         checked([first, replace(second, host="other", address="10.0.0.2")])
+
+
+def test_a_step_of_many_nodes_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner has 16 of 100 nodes of eight GPUs, with all the ports that each offers."""
+    srun_itself = tmp_path / "srun"
+    srun_itself.write_text("#!/bin/sh\nexit 0\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    gpus, ports = tuple(f"GPU-{n}-1234-1234-1234-123456789012" for n in range(8)), tuple(range(20_000, 21_352))
+    names = [f"gpu-h100-{n:03}" for n in range(16)]
+    place = Place(tuple(Node(name, name, "10.0.0.1", "ib0", gpus, 96, 2 << 40, ports) for name in names), gpus, 8)
+    learner = RoleCommand(Role("learner"), ("-c", ""), {}, place, RunDir(tmp_path / "run"))
+    with pytest.raises(MegarlError, match=r"^srun cannot be started: Permission denied$"):
+        SrunLauncher(RunDir(tmp_path), "ib0").start(learner)
+    srun_itself.chmod(0o755)
+    SrunLauncher(RunDir(tmp_path), "ib0").start(learner).wait_gone()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Signals that ask a command to save and end."""
 
+import math
 import signal
 from collections.abc import Iterator
 
@@ -25,13 +26,15 @@ def test_each_is_counted_and_remembered(number: signal.Signals) -> None:
     assert [signal.getsignal(n) for n in SIGNALS] == handlers
 
 
-def test_the_same_request_comes_twice_but_ctrl_c_is_pressed_twice() -> None:
+def test_slurm_may_ask_twice_but_ctrl_c_is_pressed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that is preempted while it saves for its time limit has the grace time to go on saving."""
     with stop_requests() as stop_request:
-        signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGUSR1)
+        monkeypatch.setattr("time.monotonic", lambda: math.inf)
+        signal.raise_signal(signal.SIGTERM)
         assert stop_request.count == 1
         signal.raise_signal(signal.SIGINT)
-        assert (stop_request.count, stop_request.signal) == (2, signal.SIGTERM)
+        assert (stop_request.count, stop_request.signal) == (2, signal.SIGUSR1)
 
 
 def test_nohup_is_obeyed() -> None:

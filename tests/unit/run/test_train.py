@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from megarl.core.base.rundir import RunDir, latest_rows, read_jsonl
+from megarl.core.base.rundir import RunDir, append_jsonl, latest_rows, read_jsonl
 from megarl.core.recipe import Recipe, dump
+from megarl.run.closing import RunEnd, closing
 from tests.processes import alive
 
 pytestmark = pytest.mark.processes
@@ -26,13 +28,13 @@ LIMIT_S = 60.0
 class Life:
     """One `megarl train` over stand-ins."""
 
-    def __init__(self, recipe: Recipe, folder: Path, steps: int, report: bool, before: str = "") -> None:
+    def __init__(self, recipe: Recipe, folder: Path, report: bool, before: str = "") -> None:
         """before: what the shell does before it becomes the supervisor."""
         self.rundir = RunDir(recipe.run.path)
         file = folder / "recipe.yaml"
         file.write_text(dump(recipe))
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, str(TRAIN), str(file), str(steps), *(["report"] if report else [])]
+        command = [sys.executable, str(TRAIN), str(file), *(["report"] if report else [])]
         self.process = subprocess.Popen(
             ["sh", "-c", f"{before} exec {shlex.join(command)}"],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
@@ -76,11 +78,10 @@ class Life:
 def live(recipe: Recipe, tmp_path: Path) -> Iterator[Callable[..., Life]]:
     lives: list[Life] = []
 
-    def start(steps: int = 10_000, resume: bool = False, report: bool = False, before: str = "") -> Life:
-        chosen = recipe
-        if resume:
-            chosen = recipe.model_copy(update={"run": recipe.run.model_copy(update={"resume": "auto"})})
-        lives.append(Life(chosen, tmp_path, steps, report, before))
+    def start(steps: int = 2_000, resume: bool = False, report: bool = False, before: str = "") -> Life:
+        changed = {"steps": steps} | ({"resume": "auto"} if resume else {})
+        chosen = recipe.model_copy(update={"run": recipe.run.model_copy(update=changed)})
+        lives.append(Life(chosen, tmp_path, report, before))
         return lives[-1]
 
     yield start
@@ -213,6 +214,19 @@ def test_a_role_that_is_told_to_end_ends_the_run(live: Callable[..., Life], role
     assert nobody(life.all_pids())
 
 
+def test_a_learner_that_leaves_before_the_last_step_has_crashed(live: Callable[..., Life], recipe: Recipe) -> None:
+    """Whatever it takes for the end, nobody asked for one: its status 0 makes no run finished."""
+    rundir = marked(recipe, "leaves")
+    life = live()
+    life.wait_for(lambda: len(life.events("restart")) == 1)
+    (rundir.path / "leaves").unlink()
+    (rundir.path / "enough").touch()
+    status, output = life.end()
+    assert status == 0, output
+    assert "learner-0 left after step 1 of 2000, with status 0; starting it again" in output
+    assert json.loads(rundir.summary.read_text())["steps"] == 2000
+
+
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGUSR1, 128 + signal.SIGUSR1), (signal.SIGINT, 1)])
 def test_a_learner_that_does_not_save(live: Callable[..., Life], number: int, expected: int) -> None:
     """A job that has to make room goes on later all the same; whoever pressed Ctrl-C is told."""
@@ -236,6 +250,34 @@ def test_a_role_that_dies_again_and_again_ends_the_run_with_its_causes(
     assert output[output.index("what died") :].count("ended with status 1") == 6
     assert life.events("restart") == ["learner-0"] * 5
     assert nobody(life.all_pids())
+
+
+@pytest.mark.parametrize(("number", "reported"), [(signal.SIGUSR1, False), (signal.SIGINT, True)])
+def test_a_report_that_fails_changes_no_status(
+    live: Callable[..., Life], number: signal.Signals, reported: bool
+) -> None:
+    """A job is requeued by its status. One that has to make room tries no report: of a long run it takes minutes."""
+    life = live(report=True)
+    life.wait_for_steps(2)
+    (life.rundir.path / "rollouts" / "000000.journal").write_text("damaged")
+    life.process.send_signal(number)
+    status, output = life.end()
+    assert status == 128 + number, output
+    assert ("report.html was not written" in output) == reported
+    assert json.loads(life.rundir.summary.read_text())["outcome"] == "stopped"
+
+
+def test_a_summary_that_fails_ends_no_closing(
+    recipe: Recipe, write_run: Callable[[int], RunDir], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rundir = write_run(2)
+    rundir.summary.mkdir()
+    written: list[RunDir] = []
+    closing(Console(), recipe, rundir, RunEnd("failed", "a reason"), [], {}, 1.0, written.append)
+    said = capsys.readouterr().err
+    assert f"{rundir.summary} was not written" in said
+    assert "megarl: a reason; see" in said
+    assert written == [rundir]
 
 
 def test_second_signal_kills(live: Callable[..., Life]) -> None:
@@ -275,16 +317,23 @@ def test_nothing_survives_the_supervisor_and_the_run_goes_on(live: Callable[...,
     assert len(latest_rows(again.rundir.metrics)) == steps
 
 
-@pytest.mark.parametrize(("starts", "expected"), [("4", 75), ("5", 1)])
+@pytest.mark.parametrize(("starts", "fruitful", "expected"), [(4, 0, 75), (5, 0, 1), (7, 3, 75)])
 def test_a_job_that_loses_node_after_node_ends(
-    live: Callable[..., Life], recipe: Recipe, monkeypatch: pytest.MonkeyPatch, starts: str, expected: int
+    live: Callable[..., Life], write_run: Callable[[int], RunDir], starts: int, fruitful: int, expected: int
 ) -> None:
-    monkeypatch.setenv("SLURM_RESTART_COUNT", starts)
-    (marked(recipe, "dies").path / "lost").touch()
-    status, output = live().end()
+    """starts: of earlier lives; fruitful: of those, how many made steps, however often Slurm requeued them."""
+    rundir, began = write_run(0), time.time() - 1000
+    for life in range(starts):
+        row = {"time": began + 10 * life, "session": str(life), "event": "started", "role": "learner-0"}
+        append_jsonl(rundir.logs / "supervisor.jsonl", row)
+        if life < fruitful:
+            append_jsonl(rundir.metrics, {"step": life, "time": began + 10 * life + 5})
+    for mark in ("dies", "lost"):
+        (rundir.path / mark).touch()
+    status, output = live(resume=True).end()
     assert status == expected, output
     assert "the node of learner-0 is lost" in output
-    assert ("no step was made; the job was restarted 5 times" in output) == (expected == 1)
+    assert ("no step was made since the run was started 6 times" in output) == (expected == 1)
 
 
 def test_broken_from_the_start_ends_the_run_with_its_log(live: Callable[..., Life], recipe: Recipe) -> None:

@@ -1,5 +1,6 @@
 """The live view and its plain line, from files as the roles write them."""
 
+import errno
 import io
 import json
 import os
@@ -7,6 +8,8 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -14,8 +17,8 @@ from rich.console import Console
 from megarl.core.base.rundir import FORECAST, RunDir, append_jsonl
 from megarl.core.recipe import Recipe
 from megarl.core.recipe.tree import Teacher
-from megarl.run.observe import Observer, last_lines, log_of
-from megarl.run.restart import Role
+from megarl.run.observe import Observer, last_lines, last_problem, log_of, log_sizes
+from megarl.run.restart import MESSAGE_STATUS, GiveUp, Restart, RestartPolicy, Role
 from megarl.run.view import Frame, RoleView, clock, line, phase, render, sparkline, warnings
 
 ROLES = {Role("server", 0): RoleView("running", 60), Role("server", 1): RoleView("running", 60, 2)}
@@ -97,7 +100,21 @@ def test_rows_supersede_by_step(recipe: Recipe, write_run: Callable[[int], RunDi
     observer.look()
     assert len(observer.rows) == 10
     assert observer.latest == {"step": 9, "pass_rate_train": 0.123}
-    assert observer.steps_made == 1
+    assert observer.steps_made == 0
+
+
+def test_replayed_steps_are_no_progress(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+    """Else a learner that fails at the same step again and again would never be given up."""
+    rundir = write_run(10)
+    observer, policy = Observer(rundir), RestartPolicy(2)
+    decisions = []
+    for life in range(2):
+        for step in range(5, 11):
+            append_jsonl(rundir.metrics, {"step": step})
+            observer.look()
+        assert observer.steps_made == 1
+        decisions.append(policy.died(Role("learner"), MESSAGE_STATUS, 300.0 * life, observer.steps_made))
+    assert [type(decision) for decision in decisions] == [Restart, GiveUp]
 
 
 def test_torn_status_keeps_the_last(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
@@ -113,6 +130,25 @@ def test_torn_status_keeps_the_last(recipe: Recipe, write_run: Callable[[int], R
     assert observer.status is None
 
 
+def test_a_file_system_that_fails_for_a_moment_delays_what_is_known(
+    recipe: Recipe, write_run: Callable[[int], RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rundir = write_run(10)
+    observer = Observer(rundir)
+    append_jsonl(rundir.metrics, {"step": 10})
+
+    def evicted(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("io.open", evicted)
+        patched.setattr("os.scandir", evicted)
+        observer.look()
+        assert observer.steps_made == 0
+    observer.look()
+    assert observer.steps_made == 1
+
+
 def test_problems_of_this_life_are_shown(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
     rundir = write_run(3)
     log = rundir.log("server", "node1", 0)
@@ -125,6 +161,24 @@ def test_problems_of_this_life_are_shown(recipe: Recipe, write_run: Callable[[in
         file.write("12:01 server 0 INFO all is well\nRuntimeError: the disk is full\n12:02 ERROR but this li")
     observer.look()
     assert observer.problem == "server node1.0: RuntimeError: the disk is full"
+
+
+def test_logs_of_earlier_lives_are_not_read(
+    recipe: Recipe, write_run: Callable[[int], RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of weeks have gigabytes, and the first role waits for it."""
+    rundir, read = write_run(3), Path.open
+    log = rundir.log("server", "node1", 0)
+    log.parent.mkdir()
+    log.write_text("12:00 server 0 INFO old\n")
+
+    def opened(path: Path, *mode: Any) -> object:
+        assert path != log
+        return read(path, *mode)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("pathlib.Path.open", opened)
+        Observer(rundir)
 
 
 def test_a_problem_goes_when_its_role_is_well_again(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
@@ -266,3 +320,23 @@ def test_log_that_says_why(recipe: Recipe, write_run: Callable[[int], RunDir]) -
         os.utime(log, (n, n))
     assert log_of(rundir, Role("learner")) == rundir.log("learner", "n3", 1)
     assert log_of(rundir, Role("server", 1)) == rundir.log("server", "n2", 1)
+
+
+def test_what_an_earlier_life_said_is_no_cause(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+    """Neither on a node that the role has left, nor in the log of a rank that goes on in the same file."""
+    rundir, learner = write_run(0), Role("learner")
+    left, again = rundir.log("learner", "node7", 0), rundir.log("learner", "node9", 1)
+    left.parent.mkdir()
+    for log in (left, again):
+        log.write_text("torch.OutOfMemoryError: CUDA out of memory.\n")
+    begins = log_sizes(rundir, learner)
+    assert log_of(rundir, learner, begins) is None
+    with again.open("a") as file:
+        file.write("INFO step 41\n")
+    assert log_of(rundir, learner, begins) == again
+    assert last_problem(again, begins[again]) == ""
+    assert last_lines(again, begin=begins[again]) == ["INFO step 41"]
+    new = rundir.log("learner", "node9", 0)
+    new.write_text("RuntimeError: out of luck\n")
+    assert log_of(rundir, learner, begins) == new
+    assert last_problem(new) == "RuntimeError: out of luck"

@@ -75,6 +75,21 @@ def test_a_wish_to_stop_that_does_not_fit_on_the_disk_is_one_message(tmp_path: P
         rundir.stop(15)
 
 
+def test_a_file_system_that_fails_does_not_ask_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rundir = RunDir(tmp_path)
+    rundir.stop(15)
+    rundir.failure_file.write_text("a reason")
+
+    def evicted(*_: object, **__: object) -> None:
+        raise OSError(errno.ESHUTDOWN, os.strerror(errno.ESHUTDOWN))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.stat", evicted)
+        patched.setattr("io.open", evicted)
+        assert (rundir.stop_asked(), rundir.stop_signal(), rundir.failure()) == (False, 0, "")
+    assert (rundir.stop_asked(), rundir.stop_signal(), rundir.failure()) == (True, 15, "a reason")
+
+
 def test_a_quota_that_is_used_up_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A network's file system says so when the file is synchronised. What was there is whole, and nothing lies beside it."""
     journal = Journal.open(tmp_path / "rollouts", 2, 1)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
+from msgspec.structs import replace
 from rich.console import Console
 
 from megarl.core.base.errors import MegarlError
@@ -305,13 +306,24 @@ def test_rollouts_are_shown(recipe: Recipe, tmp_path: Path) -> None:
 
     prompt = Prompt(id="p", tokens=ids("1+2="), answer="3")
     group = Group(ticket=0, prompt=prompt, rollouts=(rollout(0, "3", True), rollout(1, "7", False)))
-    journal = Journal.open(rundir.rollouts, changed.batch.prompts, changed.pipeline.k)
-    journal.append(Admitted(ticket=0, task="math", prompt_id="p", epoch=0, due=0), Finished(group=group, time=0.0))
-    journal.close()
+    journal = Journal.open(rundir.rollouts, changed.batch.prompts, changed.pipeline.k, rotate_bytes=1)
+
+    def finish(ticket: int) -> None:
+        record = Finished(group=replace(group, ticket=ticket), time=0.0)
+        journal.append(Admitted(ticket=ticket, task="math", prompt_id="p", epoch=0, due=0), record)
+
+    finish(0)
     shown = report._rollouts(changed, rundir)
     assert shown.count("<pre") == 2
     assert "weights 4–6" in shown
     assert '<span class="v1">2</span><span class="phrase">&lt;/think&gt;</span><span class="v0">3</span>' in shown
+
+    for ticket in range(1, 2 * report.SAMPLES + 1):
+        finish(ticket)
+    journal.close()
+    (rundir.rollouts / "000001.journal").write_text("nobody has to read this one, and its records")
+    shown = report._rollouts(changed, rundir)
+    assert re.findall(r"ticket (\d+)", shown) == ["8", "8", "7", "7"]
 
 
 def test_binned_keeps_means() -> None:
