@@ -248,7 +248,7 @@ def _places_without_padding(optimizer: MegatronOptimizer) -> Iterator[None]:
 @contextmanager
 def _gathered_alone(optimizer: MegatronOptimizer) -> Iterator[None]:
     """Within this context a rank that shares its optimiser with no other gathers its state in 12 bytes of the host's memory a
-    parameter, where megatron's way for many ranks takes 32 (get_parameter_state_dp_zero).
+    parameter, where megatron's way for many ranks (get_parameter_state_dp_zero) takes 32, or 8 of the GPU's and 24.
     """
     if not getattr(optimizer, "buffers", []) or optimizer.data_parallel_group.size() > 1:
         yield
@@ -303,7 +303,9 @@ def _copied(live: list[WriteBucket], preloaded: list[WriteBucket], trainer: Trai
     gathered of the optimiser is nobody else's.
     """
     chunks = [chunk for network in trainer.trained for chunk in network.chunks]
-    weights = {t.untyped_storage().data_ptr() for chunk in chunks for t in (*chunk.parameters(), *chunk.buffers())}
+    weights = {
+        t.untyped_storage().data_ptr() for chunk in chunks for t in (*chunk.parameters(), *chunk.buffers()) if t.is_cpu
+    }
     buckets = []
     for (file, key, (data, tensors)), (_, _, (_, present)) in zip(preloaded, live, strict=True):
         own = [

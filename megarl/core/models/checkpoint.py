@@ -83,17 +83,9 @@ class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def metadata() -> dict[str, object]:
-    """Return the `metadata` argument of megatron's sharded_state_dict, for models and optimisers: shards that fit any layout.
-
-    A rank alone in its data-parallel group has its optimiser in one bucket; gathering that on the GPU would take two more
-    copies, 8 bytes a parameter, so it gathers in host memory. Others have small buckets, and share the writing.
-    """
+    """Return what megatron's sharded_state_dict takes as `metadata`, for models and optimisers: shards that fit any layout."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return {
-        "dp_cp_group": group,
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": group.size() == 1,
-    }
+    return {"dp_cp_group": group, "distrib_optim_sharding_type": "fully_reshardable"}
 
 
 def model_state(chunks: Sequence[Module]) -> ShardedStateDict:

@@ -147,8 +147,9 @@ def as_written(problem: PlanningProblem) -> Plan | str:
         # Two processes share a GPU, so what each reserves counts twice.
         room = problem.gpu.usable - ASSUMED.reserved_gb * GB
         step = learner.memory.total - learner.memory.state  # takes turns with KV where memory is released
-        turns = max(step, memory_of.kv) if recipe.lends_memory else step + memory_of.kv
-        need = learner.memory.state + memory_of.weights + memory_of.transient + turns
+        served = memory_of.kv + memory_of.transient
+        turns = max(step, served) if recipe.lends_memory else step + served
+        need = learner.memory.state + memory_of.weights + turns
         if need > room:
             advice = "lower serving.memory_fraction or learner.microbatch_tokens"
             needs = f"{need / GB:.0f} GB, and {room / GB:.0f} GB of a GPU can be used"

@@ -149,28 +149,8 @@ def test_memory_that_runs_out_in_a_checkpoint_names_the_key(
 
     trainer = trainer_of(model, 0.0)
     trainer.step = 1
-    monkeypatch.setattr(DistributedOptimizer, "get_parameter_state_dp_zero", full)
+    monkeypatch.setattr(DistributedOptimizer, "_get_main_param_and_optimizer_states", full)
     with pytest.raises(
         OutOfMemory, match=r"learner\.optimizer_offload: rank 0 ran out .* checkpoint; set it, .* 2\.00 GiB"
     ):
         Checkpoints(tmp_path / "checkpoints", 2, trainer, model).save()
-
-
-def test_a_lone_rank_gathers_its_optimiser_in_the_hosts_memory(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And not over the GPU, which would hold 8 bytes a parameter more."""
-    asked: list[bool] = []
-    gather = DistributedOptimizer.get_parameter_state_dp_zero
-
-    def watched(self: DistributedOptimizer, use_gloo_comm: bool = True, **how: Any) -> Any:
-        asked.append(use_gloo_comm)
-        return gather(self, use_gloo_comm=use_gloo_comm, **how)
-
-    monkeypatch.setattr(DistributedOptimizer, "get_parameter_state_dp_zero", watched)
-    trainer = trainer_of(model, 0.0)
-    trainer.train_step(sequences())
-    checkpoints = Checkpoints(tmp_path / "checkpoints", 2, trainer, model)
-    checkpoints.save()
-    checkpoints.finish()
-    assert asked == [True]

@@ -126,5 +126,5 @@ def test_the_documentation_has_the_figures_of_the_clean_records() -> None:
     said = alarm.tables(alarm.records(root / "benchmarks" / "results" / "corpus", "open"))
     assert "False alarms: 0 (none)" in said
     page = (root / "benchmarks" / "README.md").read_text()
-    assert "1,800 steps of 12 runs" in page
-    assert "Clean steps: 1,800 of 12 runs" in said
+    assert "2,250 steps of 15 runs" in page
+    assert "Clean steps: 2,250 of 15 runs" in said
