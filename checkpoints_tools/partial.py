@@ -128,11 +128,14 @@ def writing(destination: Path, identity: Mapping[str, object]) -> Iterator[Parti
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not sys.stderr.isatty()) as progress:
         partial = Partial(path, log, progress)
         try:
-            partial.begin(identity)
-            yield partial
-            partial.flush()
-            (path / PROGRESS).unlink()
-            os.replace(path, destination)
+            try:
+                partial.begin(identity)
+                yield partial
+                partial.flush()
+                (path / PROGRESS).unlink()
+                os.replace(path, destination)
+            finally:
+                partial.close()  # before the directory goes, for the second thread may be renaming a file in it
         except OSError as error:
             shutil.rmtree(path, ignore_errors=True)
             raise MegarlError(
@@ -141,8 +144,6 @@ def writing(destination: Path, identity: Mapping[str, object]) -> Iterator[Parti
         except Exception:
             shutil.rmtree(path, ignore_errors=True)
             raise
-        finally:
-            partial.close()
     seconds, megabytes = time.monotonic() - begin, partial.done / 1e6
     print(f"{destination}: {megabytes:,.1f} MB written in {seconds:.1f} s ({megabytes / seconds:,.0f} MB/s)")
 

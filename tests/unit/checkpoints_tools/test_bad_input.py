@@ -2,15 +2,18 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from checkpoints_tools import convert
+from checkpoints_tools import convert, partial
 from checkpoints_tools.__main__ import main
 from checkpoints_tools.layout import Parallelism
 from checkpoints_tools.partial import PROGRESS, Partial
@@ -215,6 +218,33 @@ def test_a_disk_that_fills(directory: Path, tmp_path: Path, capsys: pytest.Captu
                 message = refused(capsys, *command, tmp_path / "out")
             assert "out: could not be written (is the disk full?): File too large" in message
             assert nothing_left(tmp_path)
+
+
+def test_an_error_waits_for_the_second_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a file that this renames meanwhile would stay, and with it the directory."""
+    settle, remove, there = partial._settle, shutil.rmtree, list[list[str]]()
+
+    def settle_late(path: Path) -> None:
+        time.sleep(0.3)
+        settle(path)
+
+    def remove_seen(path: Path, **how: Any) -> None:
+        there.append(sorted(file.name for file in path.iterdir()))
+        remove(path, **how)
+
+    monkeypatch.setattr(partial, "_settle", settle_late)
+    monkeypatch.setattr(shutil, "rmtree", remove_seen)
+
+    def fail() -> None:
+        with partial.writing(tmp_path / "out", {}) as directory:
+            directory.unfinished("a").write_bytes(b"1")
+            directory.finish("a", None)
+            raise OSError("no room")
+
+    with pytest.raises(MegarlError, match="is the disk full"):
+        fail()
+    assert there == [["a", PROGRESS]]
+    assert nothing_left(tmp_path)
 
 
 def test_a_place_that_cannot_be_written(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
