@@ -16,7 +16,7 @@ finished() { grep -qs '"outcome": "finished"' "$1/summary.json"; }
 [ -f "$data/products-agent-sft.jsonl" ] && [ -f "$data/init-moe/config.json" ] || $megarl data arithmetic "$data"
 
 # Its status is 2 before the warm start, whose model is still missing; it says nothing if the overrides are wrong, as the run will say.
-warm=$({ $megarl train "$recipe" --dry-run "$@" 2>/dev/null || true; } | sed -n 's/^  path: //p')
+warm=$({ $megarl train "$recipe" --dry-run "$@" 2>/dev/null || true; } | sed -n '/^model:/,/^[a-z]/s/^  path: //p')
 if [ -n "$warm" ] && [ ! -f "$warm/config.json" ]; then
     echo "megarl: supervised warm start into $warm"
     overrides=()

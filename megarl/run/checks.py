@@ -134,12 +134,13 @@ def check_host(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: float) 
         servers = sum(node in at.nodes for at in copying)
         needed = ranks * host_bytes + servers * copy
         if needed > node.memory:
-            held = [f"{ranks} learner ranks (resources.learner_ranks), for a checkpoint"] if ranks else []
-            held += [f"{servers} servers (resources.servers), each with a copy of its weights"] if servers else []
+            of_ranks = f"learner ranks for checkpoints, {ranks} x {host_bytes / 1e9:.0f} GB"
+            of_servers = f"servers for copies of their weights, {servers} x {copy / 1e9:.0f} GB"
+            each = " and ".join(text for text, count in ((of_ranks, ranks), (of_servers, servers)) if count)
             lower = ", or lower learner.optimizer_offload" if offloaded and ranks else ""
             raise MegarlError(
-                f"resources: {' and '.join(held)} fill {needed / 1e9:.0f} GB of the host's memory on {node.name}, which has "
-                f"{node.memory / 1e9:.0f} GB; spread them over more nodes{lower}"
+                f"resources: {node.name} has {node.memory / 1e9:.0f} GB of memory, and {each} need {needed / 1e9:.0f} GB; "
+                f"spread them over more nodes{lower}"
             )
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.rundir import RunDir, write_atomically
+from megarl.core.base.rundir import Row, RunDir, write_atomically
 from megarl.core.recipe import Recipe
 from megarl.run import summary
 from megarl.run.observe import last_lines, log_of
@@ -59,6 +59,7 @@ def closing(
     write_report: WriteReport | None,
 ) -> None:
     """begins: see `log_of`. write_report: None if there is no time for it: the job has to make room."""
+    values: Row = {}
     with _attempt(rundir.summary):
         values = summary.summarise(recipe, rundir) | {
             "outcome": "stopped" if outcome.kind == "elsewhere" else outcome.kind,
@@ -66,10 +67,11 @@ def closing(
             "wall_seconds": round(wall_s, 1),
         }
         write_atomically(rundir.summary, json.dumps(values, indent=2).encode())
-        console.print(summary.render(values, rundir))
     if write_report is not None:
         with _attempt(rundir.report):
             write_report(rundir)
+    if values:
+        console.print(summary.render(values, rundir))
     if deaths and outcome.kind in ("failed", "elsewhere"):
         console.print(causes(deaths))
     if outcome.role and (log := log_of(rundir, outcome.role, begins)):

@@ -146,7 +146,8 @@ def _parity(v: Row) -> str:
 
 
 def _places(rundir: RunDir) -> Iterable[tuple[str, str]]:
-    yield "report", f"{rundir.report}  (one file, opens offline; picture {rundir.picture.name})"
+    if rundir.report.exists():
+        yield "report", f"{rundir.report}  (one file, opens offline; picture {rundir.picture.name})"
     yield "TensorBoard", f"tensorboard --logdir {rundir.tensorboard}"
     yield "metrics", f"{rundir.metrics}, {rundir.eval.name}, {rundir.summary.name}"
     yield "rollouts", f"megarl rollouts show {rundir.path}"

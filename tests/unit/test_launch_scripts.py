@@ -104,23 +104,19 @@ def test_what_is_missing_is_said(tmp_path: Path, environment: dict[str, str], sa
 
 
 def quickstart(folder: Path, *words: str) -> list[str]:
-    """What the script calls, with a stand-in for megarl that knows no override `wrong`; each call, and the GPUs it may use."""
+    """What the script calls, and the GPUs that each call may use. A dry run is megarl's own, all else only noted."""
     (folder / "launch").mkdir()
     shutil.copy(ROOT / "launch" / "quickstart.sh", folder / "launch")
     for name in ("runs/quickstart-data/products-agent-sft.jsonl", "runs/quickstart-data/init-moe/config.json",
                  "runs/quickstart-sft/config.json", ".venv/bin/megarl"):  # fmt: skip
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
-    (folder / ".venv/bin/megarl").write_text("""#!/bin/sh
+    (folder / ".venv/bin/megarl").write_text(f"""#!/bin/sh
 echo "$*, GPUs: $CUDA_VISIBLE_DEVICES" >> calls
-path=runs/quickstart-sft
-for word in "$@"; do
-    case "$word" in model.path=*) path=${word#model.path=} ;; wrong=*) exit 2 ;; esac
-done
-if [ "$3" = --dry-run ]; then echo "  path: $path"; exit 2; fi
+if [ "$3" = --dry-run ]; then exec {sys.executable} -m megarl "$@"; fi
 """)
     (folder / ".venv/bin/megarl").chmod(0o755)
-    variables = {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": "0,1"}
+    variables = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "0,1"}
     subprocess.run(["bash", folder / "launch/quickstart.sh", *words], env=variables, capture_output=True, timeout=60)
     return (folder / "calls").read_text().splitlines()
 
@@ -130,6 +126,10 @@ def test_quickstart_warms_the_model_up_that_it_trains(tmp_path: Path) -> None:
     _, warm, train = quickstart(tmp_path, *words)
     assert warm == "sft quickstart model.path=runs/other sft.steps=5, GPUs: "
     assert train == f"train quickstart run.resume=auto run.name=quickstart {' '.join(words)}, GPUs: "
+
+
+def test_quickstart_keeps_the_warm_start_that_is_there(tmp_path: Path) -> None:
+    assert [call.split()[0] for call in quickstart(tmp_path)] == ["train", "train"]
 
 
 def test_quickstart_has_the_run_say_what_is_wrong_with_its_overrides(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ class Fleet:
     """
 
     def __init__(self, servers: Iterable[ServerClient], version: int, joined: Container[int] = ()) -> None:
-        """joined: as of a Fan."""
+        """joined: see Fan."""
         self.servers, self.version, self._joined = {s.address.id: s for s in servers}, version, joined
         self._direct: set[int] = set()
         self._loop, self._over = asyncio.new_event_loop(), asyncio.Event()

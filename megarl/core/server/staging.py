@@ -176,12 +176,12 @@ def _tensors(model: Module) -> dict[str, torch.Tensor]:
 
 def _beside(act: Callable[[], Any]) -> Any:
     """Run it beside the scheduler: without gradients, and on a GPU on a stream that nobody else uses meanwhile."""
-    with torch.no_grad(), _stream_of_ours() if torch.cuda.is_available() else nullcontext():
+    with torch.no_grad(), _own_stream() if torch.cuda.is_available() else nullcontext():
         return act()
 
 
 @contextmanager
-def _stream_of_ours() -> Iterator[None]:
+def _own_stream() -> Iterator[None]:
     """Run on an idle stream, or a new one.
 
     torch has 32 streams of each priority, gives the first again after the last, and keeps freed memory for each. SGLang's own

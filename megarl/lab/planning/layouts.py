@@ -194,7 +194,7 @@ def _learner(problem: PlanningProblem, recipe: Recipe) -> LearnerChoice | str:
         parts["the head's logits are"] = need.head
         largest = max(parts, key=parts.__getitem__)
         return f"learner: does not fit {room / GB:.0f} GB a GPU; {largest} the largest part"
-    node = min(problem.gpu.nvlink_gpus, NODE)
+    node = min(problem.gpu.nvlink_gpus, NODE_GPUS)
     if need.host * min(recipe.resources.learner_ranks, node) > problem.gpu.host_memory * node:
         has = f"{problem.gpu.host_memory / GB:.0f} GB of host memory a GPU"
         return f"learner: {has} do not hold a checkpoint's copy and what of AdamW is offloaded; more ranks share them"
@@ -214,8 +214,8 @@ def _with_microbatch_tokens(problem: PlanningProblem, recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"learner": learner})
 
 
-NODE = 8
-"""Most GPUs of one machine whose memory the learner's ranks share in the plan."""
+NODE_GPUS = 8
+"""The most GPUs of one machine. Learner ranks that do not fill it may use the memory that belongs to its other GPUs."""
 _RULES = {
     "batch.prompts": "does not divide by the data-parallel ranks",
     "resources.learner_ranks": "does not divide into copies of the model or of its experts",

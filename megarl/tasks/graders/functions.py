@@ -19,6 +19,7 @@ Function = Callable[[Submission], float]
 SPACE = re.compile(r"\\[,;: ]|\{\\,\}|[~ \u00a0\u2009\u202f]")
 GROUPED = re.compile(rf"(?<![\d.,])\d{{1,3}}(?:(?:{SPACE.pattern})\d{{3}})+(?!\d)")
 """A number with spaces between groups of three digits. To math-verify it is a product: 10 · 000 = 0."""
+# A number, then one letter: metres, litres; with a power, or by another unit.
 UNIT = r"(?:^|= ?)-?[\d.,]+(?:\\,| )[dghlmsACFJKLNTVW](?:\^\{?\d\}?|[²³])?(?:/[A-Za-z])?$"
 PROSE = re.compile(rf"(?<![\\A-Za-z])[A-Za-z]{{2,}}|[%€£°]|\\circ|: |^- |\*\*|\\[(\[]|{UNIT}")
 """What a bare formula does not have: a word, a unit, a label, a bullet, a power as Python writes it, a delimiter."""

@@ -231,19 +231,19 @@ def test_the_hosts_memory_holds_what_roles_copy(tree: Tree, tmp_path: Path, monk
     placed = place(recipe, nodes)
     checks.check_placed(recipe, placed, host_bytes=25e9)
     with pytest.raises(
-        MegarlError, match=r"^resources: 4 learner ranks .* fill 104 GB .* on n1, which has 100 GB; spread"
+        MegarlError, match=r"^resources: n1 has 100 GB .* ranks for checkpoints, 4 x 26 GB need 104 GB; spread"
     ):
         checks.check_placed(recipe, placed, host_bytes=26e9)
     with monkeypatch.context() as patched:
         patched.setattr(preflight, "host_bytes", lambda _: 1e15)
-        with pytest.raises(MegarlError, match=r"fill 4000000 GB of the host's memory"):
+        with pytest.raises(MegarlError, match=r"4 x 1000000 GB need 4000000 GB"):
             preflight.check_all(changed(tree, resources=resources))
     eight_b = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(tmp_path)})})
     (tmp_path / "config.json").write_text((CONFIGS / "llama-3.1-8b.json").read_text())
     checks.check_host(eight_b, placed, host_bytes=20e9)
     small = [replace(node, memory=16 * 10**9) for node in nodes]
     with pytest.raises(
-        MegarlError, match=r"^resources: 1 servers .* each with a copy of its weights fill 16 GB .* on n0"
+        MegarlError, match=r"^resources: n0 has 16 GB .* servers for copies of their weights, 1 x 16 GB need 16 GB"
     ):
         checks.check_host(eight_b, place(recipe, small), host_bytes=1e9)
     scale = load("scalerl-8b", [f"model.path={CONFIGS / 'llama-3.1-8b.json'}"])
