@@ -4,9 +4,12 @@ learner, server 0 ── 10.231.77.1 megarl0 ══════ megarl1 10.231.7
 """
 
 import asyncio
+import errno
 import os
 import shutil
+import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +19,7 @@ from typing import Any
 import pytest
 
 from megarl.core.base.rundir import RunDir
+from megarl.core.server import client
 from megarl.core.server.client import ServerLost
 from megarl.lab.evaluation.servers import wait_ready
 from tests.stack.conftest import START_LIMIT_S, Network, client_of, serve
@@ -118,3 +122,33 @@ async def test_gone_in_a_transfer_and_back(
     assert [r.error for r in again.results] == ["", ""]
     async with client_of(pair.servers[1], pair.endpoints) as client:
         assert (await client.generate(PROMPT, 5)).spans[0].version == 3
+
+
+LISTENER = """
+import socket
+listening = socket.create_server(("10.231.77.2", 4000))
+print("ready", flush=True)
+listening.accept()[0].recv(1)
+input()
+"""
+
+
+def test_what_a_machine_that_is_gone_does_not_acknowledge_ends_the_connection(
+    networks: list[Network], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux would send it again for a quarter of an hour."""
+    monkeypatch.setattr(client, "UNACKNOWLEDGED_S", 2.0)
+    words = ["ip", "netns", "exec", SPACE, sys.executable, "-c", LISTENER]
+    with (
+        subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as listener,
+        client._socket((socket.AF_INET, socket.SOCK_STREAM, 0, "", ())) as made,
+    ):
+        assert listener.stdout is not None
+        assert listener.stdout.readline() == b"ready\n"
+        made.settimeout(30)
+        made.connect(("10.231.77.2", 4000))
+        ip("-n", SPACE, "route", "add", "blackhole", "10.231.77.1")  # nothing comes back, and nobody says so
+        with pytest.raises(TimeoutError) as gone:
+            made.sendall(bytes(64 << 20))
+        assert gone.value.errno == errno.ETIMEDOUT  # the kernel's, not ours after 30 s
+        listener.kill()
