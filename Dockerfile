@@ -35,7 +35,8 @@ CMD ["doctor"]
 
 # Python, and what compiles: SGLang compiles kernels when it runs, so the GPU image keeps the compiler. The base has no cuDNN: there
 # is one, torch's, and CUDNN_HOME shows it to Transformer Engine, which would otherwise prefer the system's. CUDA_HOME is the base's
-# toolkit: wheels bring an nvcc 13.5, whose PTX a driver of CUDA 13.0 refuses.
+# toolkit: wheels bring an nvcc 13.5, whose PTX a driver of CUDA 13.0 refuses. NCCL loads libibverbs and mlx5's provider, which the
+# base has not; without them it uses TCP where there is InfiniBand.
 FROM ${CUDA_BASE} AS cuda
 ENV DEBIAN_FRONTEND=noninteractive \
     VIRTUAL_ENV=/opt/megarl-venv \
@@ -44,7 +45,8 @@ ENV DEBIAN_FRONTEND=noninteractive \
     CUDNN_HOME=/opt/megarl-venv/lib/python3.12/site-packages/nvidia/cudnn
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends python3.12 python3.12-dev python3.12-venv ninja-build libnuma1 numactl bubblewrap \
+    && apt-get install -y --no-install-recommends python3.12 python3.12-dev python3.12-venv ninja-build libnuma1 numactl \
+        libibverbs1 ibverbs-providers bubblewrap \
     && rm -rf /var/lib/apt/lists/* \
     && python3.12 -m venv "$VIRTUAL_ENV" \
     && pip install --no-cache-dir uv==0.13.8

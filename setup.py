@@ -35,6 +35,7 @@ setup(
         "safetensors",
         "scipy",
         "tensorboard",
+        "tokenizers",
         "typer>=0.29",
     ],
     extras_require={"wandb": ["wandb"]},

@@ -1,22 +1,22 @@
-"""What `megarl health` says of finished runs: is a fault noticed and named, how long before the policy suffers, and how often
-is a clean run accused?
+"""Tests `megarl health` on finished runs: is a fault noticed and named, how long before the policy suffers, and how often does
+a clean run raise an alarm?
 
     python -m benchmarks.alarm FOLDER [--labels FILE.csv] [--records DIR/records] [--part open | held-out] [--out FILE.json]
 
-FOLDER holds run directories. The labels (else FOLDER/labels.csv) have a line for each:
+FOLDER holds run directories. The labels (by default FOLDER/labels.csv) have a line for each:
 
     name,kind,seed,dose,step,named
-    rope-3,rope,3,1.1,60,kernels kernels_median RoPE        step: the first that the fault touches
+    rope-3,rope,3,1.1,60,kernels kernels_median RoPE        step: the first that the fault affects
     clean-0,clean,0,,,                                      named: alarms, or words of a cause, that name the fault
 
-Records of clean runs (`megarl study corpus`) are judged beside them. Steps before a fault are clean steps, too. A run that was
-forked may have a column `fork`, its first own step: earlier ones are its norm, and are not counted a second time.
+Records of clean runs (`megarl study corpus`) are judged as well. Steps before a fault count as clean steps, too. A forked run
+may have a column `fork`, its own first step: earlier steps set its norm, but are not counted a second time.
 
-A fault is noticed by the first alarm raised at its step or later. It is named by the first of these that is one of `named`, or
-whose text has one of them; without `named` any alarm counts. A run that parity ended is noticed at its end, by the message it
-left. The policy suffers at the first evaluation whose pass rate lies two standard errors (of the difference) below the last one
-before the fault. An alarm raised before the fault is a false one. The bound on the rate of false alarms is Garwood's (1936),
-exact for a Poisson number, one-sided at 95 %.
+A fault is noticed by the first alarm raised at its step or later. It is named by the first such alarm that is one of `named`,
+or whose text contains one of them; without `named` any alarm counts. If parity ended the run, the fault is noticed at the end,
+by the message that the run left. The policy suffers at the first evaluation whose pass rate is two standard errors (of the
+difference) below the last one before the fault. An alarm before the fault is a false one. The bound on the rate of false alarms
+is Garwood's (1936), exact for a Poisson number, one-sided at 95 %.
 """
 
 import argparse
@@ -38,12 +38,12 @@ from megarl.run.health import Alarm, Health
 
 COLUMNS = ("name", "kind", "seed", "dose", "step", "named")
 ERRORS = 2.0
-"""Standard errors by which the pass rate must have fallen."""
+"""Standard errors by which the pass rate must have fallen for the policy to count as suffering."""
 
 
 class JudgedRun(NamedTuple):
-    """A run and what was said of it. step: of the fault, None: clean. steps: clean ones. Of a fault: the first alarm, the first
-    that names it, and the step of the first evaluation that suffers; None if there is none."""
+    """A run and its alarms. step: that of the fault, None if clean. steps: the number of clean steps. For a fault: the first
+    alarm, the first that names it, and the step of the first evaluation that suffers, each None if there is none."""
 
     name: str
     kind: str
@@ -58,17 +58,17 @@ class JudgedRun(NamedTuple):
 
     @property
     def lead(self) -> int | None:
-        """Steps from the first alarm to the evaluation that suffers; negative if the alarm came later."""
+        """The steps from the first alarm to the evaluation that suffers; negative if the alarm came later."""
         return None if self.first is None or self.suffers is None else self.suffers - self.first.raised
 
 
 def garwood(count: int, confidence: float = 0.95) -> float:
-    """Return the upper bound of a Poisson mean of which `count` were seen: P(count or fewer | bound) = 1 - confidence."""
+    """Return the upper bound of a Poisson mean after `count` events: P(count or fewer | bound) = 1 - confidence."""
     return float(chi2.ppf(confidence, 2 * (count + 1)) / 2)
 
 
 def labels(path: Path) -> list[dict[str, str]]:
-    """Read the labels; MegarlError if the file is not as the top of this module says."""
+    """Read the labels. MegarlError if the file does not have the format described at the top of this module."""
     if not path.exists():
         raise MegarlError(f"{path}: no such file; it says what each run is: {','.join(COLUMNS)}")
     with path.open(newline="") as file:
@@ -84,7 +84,7 @@ def labels(path: Path) -> list[dict[str, str]]:
 
 
 def judge(label: dict[str, str], steps: Sequence[Row], scores: Sequence[Row], failure: str = "") -> JudgedRun:
-    """Judge one run by its rows of metrics.jsonl and eval.jsonl. failure: why it ended, if it did for good."""
+    """Judge one run by its rows of metrics.jsonl and eval.jsonl. failure: the reason if it ended for good."""
     own = int(label.get("fork") or 0)
     history = [alarm for alarm in Health(steps).history if alarm.raised >= own]
     begins = int(label["step"]) if label["step"] else None
@@ -111,9 +111,9 @@ def _short(alarm: Alarm) -> str:
 
 
 def suffers(scores: Sequence[Row], begins: int) -> int | None:
-    """Return the step of the first evaluation from `begins` on that lies ERRORS below the last one before it.
+    """Return the step of the first evaluation from `begins` on that is ERRORS below the last one before `begins`, or None.
 
-    The version `begins` is trained before the fault, and a server that is at fault already evaluates it.
+    The version `begins` was trained before the fault, but a faulty server already evaluates it.
     """
     before = [row for row in scores if row["step"] < begins]
     for row in scores if before else ():
@@ -124,7 +124,7 @@ def suffers(scores: Sequence[Row], begins: int) -> int | None:
 
 
 def error(score: Row) -> float:
-    """Return the standard error of a pass rate: of its interval over prompts, else binomial over answers."""
+    """Return the standard error of a pass rate, from its interval over prompts if there is one, else binomial over answers."""
     if "pass_rate_low" in score and "pass_rate_high" in score:
         return float(score["pass_rate_high"] - score["pass_rate_low"]) / 3.92
     rate = min(max(score["pass_rate"], 0.01), 0.99)
@@ -144,14 +144,14 @@ def folder(path: Path, told: Iterable[dict[str, str]]) -> list[JudgedRun]:
 
 
 def records(path: Path, part: str) -> list[JudgedRun]:
-    """Judge the corpus's records of that part as clean runs."""
+    """Judge the records of that part of the corpus as clean runs."""
     known = [run for run in map(read, sorted(path.glob("*.jsonl.gz"))) if run.held_out == (part == "held-out")]
     label = {"kind": "clean", "dose": "", "step": ""}
     return [judge(label | {"name": run.name, "seed": str(run.seed)}, run.steps, run.scores) for run in known]
 
 
 def tables(runs: Sequence[JudgedRun]) -> str:
-    """Return the faults, the kinds, and the false alarms, as Markdown."""
+    """Return tables of faults, kinds, and false alarms, as Markdown."""
     faults = [run for run in runs if run.step is not None]
     kinds = {run.kind: [r for r in faults if r.kind == run.kind] for run in faults}
     text = _table(

@@ -4,17 +4,17 @@
 
     data ─► models/init ─`megarl sft`─► models/warm ─► a clean run for each precision ─► forks of it: one for each fault
 
-A fork goes on cleanly for OWN steps, so that its pipeline is full again. Then the fault begins (alarm_injected/sitecustomize.py
-says how), without a word in the recipe. A run ends when its held-out pass rate has fallen by two standard errors in two
-evaluations in a row, when parity ends it, or AFTER steps after the fault. Clean forks go on as long: they show how often a pass
-rate falls by chance.
+A fork first runs cleanly for OWN steps, so that its pipeline is full again. Then the fault begins, as described in
+alarm_injected/sitecustomize.py; the recipe does not mention it. A run ends when its held-out pass rate has fallen by two
+standard errors in two evaluations in a row, when parity ends it, or AFTER steps after the fault. Clean forks run as long: they
+show how often a pass rate falls by chance.
 
-FOLDER/labels.csv has the runs that are done. An interrupted command goes on; the run that was under way begins anew. With
---seconds no run begins after that time. --at-once: runs that go on side by side. The exit status is 0 once all runs are done,
+FOLDER/labels.csv lists the finished runs. The same command resumes after an interruption; the interrupted run begins anew. With
+--seconds no run begins after that time. --at-once: the number of concurrent runs. The exit status is 0 once all runs are done,
 else 1.
 
-The policy has 0.3 million parameters (that of `megarl study corpus`), with experts the shipped quickstart-moe's. Seeds have
-precisions: 0 fp32, 1 bf16, 2 fp16.
+The policy has 0.3 million parameters (as in `megarl study corpus`); with experts, it is that of the shipped quickstart-moe.
+Each seed has a precision: 0 fp32, 1 bf16, 2 fp16.
 """
 
 import argparse
@@ -44,17 +44,17 @@ DTYPES = ("fp32", "bf16", "fp16")
 FORK, OWN, AFTER = 48, 8, 60
 FAULT = FORK + OWN
 EVERY, PROMPTS = 4, 128
-"""Steps from one evaluation to the next, and its answers: at .7 a standard error of .041, of a difference .057."""
+"""Steps between evaluations, and answers in each: at a pass rate of .7 the standard error is .041, a difference's .057."""
 DIGITS = 2
-"""Longest operands of the problems, which are the shorter for it."""
+"""Digits of the longest operands. Short problems have short completions."""
 LIMIT_S = 400.0
 COLUMNS = (*alarm.COLUMNS, "fork")
 
 
 class Fault(NamedTuple):
-    """named: the alarms, or words of a message, that tell the user what is wrong. unnamed: none does, whatever it says.
+    """A fault to inject. named: the alarms, or words of a message, that tell the user what is wrong.
 
-    moe: on experts, with routing replay. servers: how many. What the kinds do: alarm_injected/sitecustomize.py.
+    moe: whether it needs experts, with routing replay. servers: their number. The kinds are in alarm_injected/sitecustomize.py.
     """
 
     kind: str
@@ -72,8 +72,8 @@ FAULTS = (
     Fault("weight_decay", "0.03", _STEP),
     Fault("reward_sign", "0.6", "reward_sign"),
     Fault("reward_sign", "1", "reward_sign"),
-    Fault("loss_sign", "0.6", "unnamed"),
-    Fault("loss_sign", "1", "unnamed"),
+    Fault("loss_sign", "0.6", "advantages"),
+    Fault("loss_sign", "1", "advantages"),
     Fault("grader", "prefix", "pass_rate_jump"),
     Fault("grader", "any", "pass_rate_jump"),
     Fault("temperature", "1.15", "sampled_hot temperature:"),
@@ -90,8 +90,8 @@ FAULTS = (
     Fault("routing", "1", "routing", moe=True),
     Fault("dead_experts", "1", "imbalance unused_experts", moe=True),
     Fault("dead_experts", "2", "imbalance unused_experts", moe=True),
-    Fault("advantage", "none", "unnamed"),
-    Fault("advantage", "neighbour", "unnamed"),
+    Fault("advantage", "none", "advantages"),
+    Fault("advantage", "neighbour", "advantages"),
     Fault("shifted", "0.3", "decode"),
     Fault("shifted", "1", "decode"),
     Fault("entropy", "0.01", "entropy_fall"),
@@ -102,7 +102,7 @@ FAULTS = (
 
 
 class Made(NamedTuple):
-    """A run to make. fault: None for a clean fork; forked: False for the clean run that others begin from."""
+    """A run to make. fault: None for a clean fork; forked: False for the clean run from which others are forked."""
 
     name: str
     seed: int
@@ -112,7 +112,7 @@ class Made(NamedTuple):
 
     @property
     def parent(self) -> "Made":
-        """The clean run that it begins from."""
+        """The clean run from which this one is forked."""
         return Made(f"{'moe' if self.moe else 'dense'}-{DTYPES[self.seed]}", self.seed, None, self.moe, forked=False)
 
     @property
@@ -123,8 +123,8 @@ class Made(NamedTuple):
 
 
 def queue() -> Iterator[Made]:
-    """Yield the runs in order: each fault once, the second doses first and experts last, in one of the precisions; clean ones;
-    each fault in the next precision; …"""
+    """Yield the runs in order: each fault once in one of the precisions, second doses first and experts last; clean runs; each
+    fault in the next precision; …"""
     for round_ in range(len(DTYPES)):
         for n, fault in enumerate((*FAULTS[1::2], *FAULTS[::2])):
             if not fault.moe:
@@ -153,8 +153,8 @@ def overrides(folder: Path, made: Made) -> list[str]:
 
 
 def prepare(folder: Path, moe: bool) -> None:
-    """Make the data, and the warm start in fp32, which all precisions share, unless they are there."""
-    if not (folder / "data" / "init-moe").exists():  # what `write` makes last
+    """Make the data and the fp32 warm start, which all precisions share, unless they exist."""
+    if not (folder / "data" / "init-moe").exists():  # `write` makes this last
         arithmetic.write(folder / "data", seed=0)
     for part in ("train", "heldout"):
         if not (short := folder / "data" / f"short-{part}.jsonl").exists():
@@ -177,7 +177,7 @@ def data_and_model(folder: Path, moe: bool) -> list[str]:
 
 
 class Running:
-    """A run on its way."""
+    """A run in progress."""
 
     def __init__(self, folder: Path, made: Made) -> None:
         self.made, self._run, self._log = made, RunDir(folder / made.name), folder / f"{made.name}.log"
@@ -194,15 +194,15 @@ class Running:
             self._process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
 
     def ended(self) -> bool:
-        """Return whether the run has ended or may; then it has."""
+        """Return whether the run has ended; end it if it has done enough."""
         late = time.monotonic() - self._began > LIMIT_S
         if self._process.poll() is None and (late or (self.made.forked and self._over())):
-            self._process.kill()  # its roles die with it; no checkpoint or report is waited for
+            self._process.kill()  # its roles die with it; no checkpoint or report is needed
             self._process.wait()
         return self._process.returncode is not None
 
     def _over(self) -> bool:
-        """Return whether a fork has made all that is judged of it."""
+        """Return whether a fork has made everything that will be judged."""
         scores = latest_scores(self._run.eval)
         after = [row for row in scores if row["step"] >= FAULT]
         before = [row for row in scores if row["step"] < FAULT]
@@ -211,7 +211,7 @@ class Running:
         return whole or (falls and self.made.fault is not None) or self._run.failure_file.exists()
 
     def result(self) -> str:
-        """Say how long it took; MegarlError if it ended before its time."""
+        """Return a text on how long the run took. MegarlError if it ended too early."""
         last = max((row["step"] for row in latest_rows(self._run.metrics)), default=-1)
         whole = self._over() if self.made.forked else not self._process.returncode
         if not whole or (self.made.fault and not (self._run.path / "fault").exists()):

@@ -1,10 +1,10 @@
-"""Does `megarl plan --allocate` choose well? A grid of tiny runs of equal tokens, and a choice from short parts of a few.
+"""Does `megarl plan --allocate` choose well? Tests it on a grid of tiny runs with equal tokens, by choices from parts of a few.
 
-    python -m benchmarks.allocation run DIR [--task N]     the grid, or one run of it; goes on after an interruption
-    python -m benchmarks.allocation score                  what was chosen, and how it compares with the grid's best cell
+    python -m benchmarks.allocation run DIR [--task N]     makes the grid, or one run of it; resumes after an interruption
+    python -m benchmarks.allocation score                  prints the choices, compared with the grid's best cell
 
-All runs are `quickstart` with 0.3 million active parameters, from one warm start that is made as the corpus makes its own. A
-cell is P prompts x G rollouts a step, for ROLLOUTS rollouts; scores are of 2,048 answers, where rollouts have grown by 1.6.
+All runs are `quickstart` with 0.3 million active parameters, from one warm start, made as for the corpus. A cell is a run of
+P prompts x G rollouts per step, for ROLLOUTS rollouts; it is scored on 2,048 answers each time rollouts have grown by 1.6.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.console import Console
 
+from benchmarks.forecasts import part_of
 from megarl.core.base.rundir import latest_rows, latest_scores, write_atomically
 from megarl.core.recipe import Recipe
 from megarl.lab.planning.allocate import BatchSize, choose, measured
@@ -30,9 +31,9 @@ from megarl.lab.study.plan import StudyTask
 RESULTS = Path("benchmarks/results/allocation.json")
 ROLLOUTS = 10_240
 KIND = "quickstart-0.3m-fp32"
-CELLS = ((8, 4), (32, 16), (16, 8), (8, 16), (32, 4), (8, 8), (16, 16), (32, 8), (16, 4))  # first those that are fitted
+CELLS = ((8, 4), (32, 16), (16, 8), (8, 16), (32, 4), (8, 8), (16, 16), (32, 8), (16, 4))  # the fitted ones come first
 FITTED = 5
-SHORT = 0.34  # of the rollouts: what is fitted
+SHORT = 0.34  # share of the rollouts that is fitted
 FEW, SUBSETS = 3, 30
 
 
@@ -56,7 +57,7 @@ def before(task: StudyTask) -> CommandLines:
 
 
 def record(directory: Path) -> None:
-    """Write the curves of the runs that are done."""
+    """Write the curves of the finished runs."""
     cells = []
     for task in plan.opened(directory).tasks:
         if task.state() != "done":
@@ -80,10 +81,10 @@ def record(directory: Path) -> None:
 
 
 class GridChoice(NamedTuple):
-    """A choice for a budget, and the gains that the grid's cells made with it, by cell."""
+    """A choice for a budget, and the gains of the grid's cells with that budget."""
 
     chosen: BatchSize
-    inside: int  # cells whose score lies in its interval, widened by the noise of 2,048 answers
+    inside: int  # cells whose score lies in the predicted interval, widened by the noise of 2,048 answers
     gains: dict[BatchSize, float]
 
     @property
@@ -92,16 +93,17 @@ class GridChoice(NamedTuple):
 
 
 def judge(cells: Sequence[dict[str, Any]], fitted: Sequence[BatchSize], until: float, fixed: bool) -> GridChoice:
-    """Fit parts of some cells, up to a share of their rollouts, and choose among all.
+    """Fit parts of some cells, up to a share of their rollouts, and choose among all cells.
 
-    fixed: a step has its fixed costs, by the fitted cells; the budget is what the cheapest cell took. Otherwise a step costs
-    its rollouts, and the budget is all of them.
+    fixed: a step has fixed costs, estimated from the fitted cells, and the budget is the cheapest cell's cost. Otherwise a step
+    costs only its rollouts, and the budget is all of a cell's rollouts.
     """
     runs = {(cell["prompts"], cell["generations"]): cell for cell in cells}
     curves = {batch: _curve(cell) for batch, cell in runs.items()}
-    short = [
-        CellRun(*batch, _until(curves[batch], until * ROLLOUTS), runs[batch]["seconds"] / 1800) for batch in fitted
-    ]
+    short = []
+    for batch in fitted:
+        seen = part_of(curves[batch], curves[batch].hours <= until * ROLLOUTS)
+        short.append(CellRun(*batch, seen, runs[batch]["seconds"] / 1800))
     prices = measured(short, [*runs]) if fixed else {batch: float(np.prod(batch)) for batch in runs}
     budget = min(hours * (ROLLOUTS // np.prod(batch)) for batch, hours in prices.items())
     ranked, _ = choose(CellLaw(short), prices, float(budget) + 1e-9)
@@ -119,11 +121,6 @@ def _curve(cell: dict[str, Any]) -> Curve:
     rollouts = np.array([row["step"] * cell["prompts"] * cell["generations"] for row in later], float)
     rates = np.array([row["pass_rate"] for row in later])
     return Curve("", rollouts, rates, first["pass_rate"], "core", answers=cell["answers"])
-
-
-def _until(curve: Curve, rollouts: float) -> Curve:
-    seen = curve.hours <= rollouts
-    return replace(curve, hours=curve.hours[seen], pass_rate=curve.pass_rate[seen])
 
 
 def score() -> None:

@@ -1,9 +1,9 @@
-"""Programs graded a second, 16 at once: in bubblewrap, and as bare Python processes that nothing holds back.
+"""Measures programs graded per second, 16 at once: in bubblewrap, and as bare Python processes without restrictions.
 
     python -m benchmarks.code_grading [--workers 16] [--answers 100]
 
-An answer is a short right program with two tests of stdin, so two sandboxes; or a function and one check of a hundred calls,
-which are two sandboxes too. Rounds of all kinds in turn, three of each.
+An answer is a short, correct program with two tests of stdin, hence two sandboxes; or a function with one check of a hundred
+calls, which also needs two sandboxes. Rounds of all kinds take turns, three of each.
 """
 
 import argparse

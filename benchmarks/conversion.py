@@ -1,9 +1,9 @@
-"""checkpoints_tools on a synthetic checkpoint of several GB: peak memory, and rate against a plain copy of the same bytes.
+"""Measures checkpoints_tools on a synthetic checkpoint of several GB: peak memory, and rate against a copy of the same bytes.
 
     python benchmarks/conversion.py --gb 4 --folder /somewhere/with/space [--model llama|llama4] [--tp 2]
 
 Each measurement is a process of its own, which reports its peak resident memory; every file is put on disk (fsync) before
-the next measurement. Copies come before and after the conversions, for disks are uneven; the ratio is to their mean.
+the next measurement. Copies are made before and after the conversions, since disk speed varies; the ratio is to their mean.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ MODELS = {"llama": LLAMA, "llama4": LLAMA4}
 
 
 def synthesise(path: Path, model: str, size: int) -> dict[str, tuple[int, ...]]:
-    """Random bf16 tensors in files of about 1 GB; as many layers as make `size` bytes. Shape of each tensor."""
+    """Write random bf16 tensors in files of about 1 GB, with layers up to `size` bytes; return each tensor's shape."""
     from checkpoints_tools.stored import groups
     from megarl.core.models import family_of
 
@@ -95,7 +96,7 @@ def _write(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
 
 
 def copy(source: Path, destination: Path) -> None:
-    """Every file, in chunks; a second thread puts on disk what is written, as often as a conversion does."""
+    """Copy every file, in chunks. A second thread puts written data on disk, as often as in a conversion."""
     destination.mkdir()
     with ThreadPoolExecutor(1) as disk:
         for path in sorted(source.iterdir()):
@@ -116,7 +117,7 @@ def _settle(path: Path) -> None:
 
 
 def measured(what: str, *arguments: object) -> dict[str, float]:
-    """Seconds and peak memory of one step in a process of its own, imports excluded from the seconds."""
+    """Return seconds and peak memory of one step in a process of its own; the seconds exclude imports."""
     os.sync()
     words = [sys.executable, "-W", "ignore", __file__, "--step", what, *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -129,19 +130,16 @@ ROOT = Path(__file__).parents[1]
 
 
 def step(what: str, arguments: list[str]) -> None:
-    """In the child."""
+    """Run one step, in the child process."""
     source, destination, *rest = arguments
-    if what == "copy":
-        work = lambda: copy(Path(source), Path(destination))  # noqa: E731
-    else:
+    work = partial(copy, Path(source), Path(destination))
+    if what != "copy":
         from checkpoints_tools import convert
         from checkpoints_tools.layout import Parallelism
 
+        work = partial(convert.megatron_to_hf, *work.args)
         if what == "hf-to-megatron":
-            layout = Parallelism(*map(int, rest))
-            work = lambda: convert.hf_to_megatron(Path(source), Path(destination), layout)  # noqa: E731
-        else:
-            work = lambda: convert.megatron_to_hf(Path(source), Path(destination))  # noqa: E731
+            work = partial(convert.hf_to_megatron, *work.args, Parallelism(*map(int, rest)))
     before = _peak()
     begin = time.monotonic()
     work()
@@ -150,7 +148,7 @@ def step(what: str, arguments: list[str]) -> None:
 
 
 def _peak() -> int:
-    """Bytes; getrusage's figure would begin with the parent's."""
+    """Return this process's peak memory in bytes. getrusage's figure would include the parent's."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
 

@@ -1,10 +1,10 @@
-"""Preparing and streaming many prompts: rows a second, and memory against the number of rows.
+"""Measures preparing and streaming many prompts: rows per second, and memory against the number of rows.
 
     nice -n 19 .venv/bin/python benchmarks/data.py --rows 1000000 --out benchmarks/results/data.json
 
-Synthetic word problems of about 400 characters, one in fifty a repeat, one in a thousand from an evaluation set of 500. Each
-part is measured in a process of its own (peak resident memory of that process), at a tenth of the rows and at all of them, so
-that what grows with the rows is seen. The reference is a bare loop that decodes each line's JSON once.
+The rows are synthetic word problems of about 400 characters; one in fifty is a repeat, one in a thousand from an evaluation set
+of 500. Each part is measured in a process of its own (peak resident memory of that process), with a tenth of the rows and with
+all of them, to show what grows with the rows. The reference is a bare loop that decodes each line's JSON once.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def write(place: Path, rows: int) -> None:
-    """source.jsonl and evaluation.jsonl."""
+    """Write source.jsonl and evaluation.jsonl."""
     place.mkdir()
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 9))) for _ in range(WORDS)]
@@ -85,7 +85,7 @@ def lines(path: Path, rows) -> None:
 
 
 def reference(place: Path) -> int:
-    """A bare loop over the lines."""
+    """Decode all lines in a bare loop; return the number of rows."""
     import msgspec
 
     with (place / "source.jsonl").open("rb") as file:
@@ -93,7 +93,7 @@ def reference(place: Path) -> int:
 
 
 def prepare(place: Path) -> int:
-    """`megarl data prepare`: cleaned, split, decontaminated, written."""
+    """Do what `megarl data prepare` does: clean, split, decontaminate, write."""
     from megarl.tasks.data.mappings import mapping_of
     from megarl.tasks.data.prepare import prepare as prepare_files
 
@@ -107,7 +107,7 @@ def prepare(place: Path) -> int:
 
 
 def stream(place: Path) -> int:
-    """The prepared rows again, surveyed and streamed, as `megarl data inspect` and a run's start do."""
+    """Survey and stream the prepared rows, as `megarl data inspect` and the start of a run do."""
     from megarl.tasks.data.mappings import own
     from megarl.tasks.data.survey import chosen, survey
 
@@ -115,12 +115,12 @@ def stream(place: Path) -> int:
 
 
 def load(place: Path) -> int:
-    """What a run does as it starts: every prompt's tokens, on disk (a word-level tokenizer: 62 tokens a prompt)."""
+    """Load every prompt's tokens to disk, as the start of a run does (a word-level tokenizer: 62 tokens per prompt)."""
     return len(loaded(place))
 
 
 def draw(place: Path) -> int:
-    """The same, and what the controller holds to draw from them: ids, difficulties, the order of an epoch; all drawn once."""
+    """Load, make the controller's state for drawing (ids, difficulties, the order of an epoch), and draw every prompt once."""
     from megarl.core.base.admission import Admission
     from megarl.core.base.contracts import TaskPrompts
     from megarl.core.controller.draw import mixture_of
@@ -136,7 +136,7 @@ def draw(place: Path) -> int:
 
 
 def loaded(place: Path):
-    """The prompts of the prepared rows."""
+    """Return the prompts of the prepared rows."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import models, pre_tokenizers
 
@@ -155,7 +155,7 @@ PARTS = {"reference": reference, "prepare": prepare, "stream": stream, "load": l
 
 
 def measure(part: str, place: Path) -> None:
-    """One JSON line: rows, wall seconds, seconds of the processor (what counts where the machine is shared), peak memory."""
+    """Print one JSON line: rows, wall seconds, CPU seconds (the relevant ones on a shared machine), peak memory."""
     begun = time.monotonic()
     rows = PARTS[part](place)
     seconds, cpu = time.monotonic() - begun, time.process_time()

@@ -1,18 +1,18 @@
-"""How many values of a policy change from one publication to the next, what a delta of them takes, and how fast it is made.
+"""How many values of a policy change from one publication to the next, how large is their delta, and how fast is it made?
 
     python -m benchmarks.delta RUN --model DIR [--recipe quickstart] [--lr 5e-7] [--steps 40] [--dtype bf16] [--mib 64]
 
 The learner replays the batches of RUN's journal in the given precision, with AdamW on FP32 master weights as in any run, from
-the model DIR that the run began with, without warm-up. The master weights of a model that was just loaded are rounded, and
-would take hundreds of steps to get to where rounding changes: each is first put to a random place among those that round to
-it. After each step the weights are encoded against those of the step before.
+the model DIR with which the run began, without warm-up. The master weights of a newly loaded model are rounded values, and
+would need hundreds of steps to reach points where rounding changes. So each is first moved to a random point among those that
+round to it. After each step the weights are encoded against those of the previous step.
 
-`predicted` is what rounding alone explains: a master weight at a random place, moved by u, is rounded to another number with
-probability min(1, |u| / the distance of two numbers there). `normal` is the same for weights of a normal distribution with
-standard deviation 0.02, as large models have, and the same moves.
+`predicted` is the share that rounding alone explains: a master weight at a random point, moved by u, is rounded to another
+number with probability min(1, |u| / the distance between numbers there). `normal` is the same for normally distributed weights
+with standard deviation 0.02, as in large models, and the same moves.
 
-The codec's speed: --mib MiB in which as many values changed by one as in the median of those steps, and as many as in `normal`,
-relative to copying them. All passes are repeated in turn, on one thread.
+The codec's speed is measured on --mib MiB in which as many values changed by one as in the median of those steps, and as many
+as in `normal`, relative to copying them. All passes are repeated in turn, on one thread.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from megarl.core.models import build, hf, parallel
 
 REPEATS = 7
 NORMAL = 0.0088
-"""The share that was found for normal weights."""
+"""The share of changed values that was found for normal weights."""
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def replayed(trainer: Trainer, journal: JournalReader, steps: int) -> list[float]:
-    """Train, and print what changed; return the share of changed values of each step."""
+    """Train, and print what changed; return each step's share of changed values."""
     admission = journal.fold().admission
     before, rows = exported(trainer), []
     whole = sum(tensor.nbytes for tensor in before.values())
@@ -81,7 +81,7 @@ def replayed(trainer: Trainer, journal: JournalReader, steps: int) -> list[float
         changed = sum(int((bits(a) != 0).sum()) for a in (decode(code) for code in codes.values()))
         update = torch.cat([by for _, by in moved]).square().mean().sqrt().item() / trainer.policy.settings.lr
         predicted = [sum(float(crossing(w, by, dtype)) for w, by in some) / values for some in (moved, normal(moved))]
-        if step and not metrics["empty"]:  # the first also rounds what was put to a random place
+        if step and not metrics["empty"]:  # the first step also rounds the randomly moved weights
             rows.append((changed / values, sum(map(len, codes.values())) / whole, *predicted, update))
     for column, title in enumerate(("values changed", "bytes of the delta", "predicted", "normal")):
         each = sorted(100 * row[column] for row in rows)
@@ -98,19 +98,19 @@ def exported(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def parameters(trainer: Trainer) -> list[Tensor]:
-    """The FP32 weights that AdamW updates, flat."""
+    """Return the FP32 weights that AdamW updates, flattened."""
     groups = [g for part in trainer.policy.optimizer.chained_optimizers for g in part.optimizer.param_groups]
     return [parameter.detach().view(-1) for group in groups for parameter in group["params"]]
 
 
 def distance(weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return how far the next number of the type is."""
+    """Return the distance from each weight to the next number of the type."""
     near = weights.to(dtype).abs()
     return ((bits(near) + 1).view(dtype) - near).float()
 
 
 def crossing(weights: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the expected number of weights that are rounded to another number after they moved."""
+    """Return the expected number of weights that are rounded to another number after moving by `by`."""
     return (by.abs() / distance(weights, dtype)).clamp(max=1).sum()
 
 

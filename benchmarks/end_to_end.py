@@ -1,6 +1,6 @@
-"""Rollout and training together, on two cores: megarl against TRL's GRPOTrainer and against its own bound, in one run.
+"""Measures rollout and training together, on two cores: megarl against TRL's GRPOTrainer and its own bound, in one run.
 
-    launch/bench.sh                          # the way to start it; options go through
+    launch/bench.sh                          # starts it; options are passed on
     python -m benchmarks.end_to_end [--steps 24] [--fixed] [--json FILE]
 
     server alone S, learner alone L     tokens per second, one thread each, the other core free
@@ -8,7 +8,7 @@
     megarl                              `megarl train`: server, controller and learner, from its own metrics
     TRL                                 the same model, prompts, lengths and batch, loss "cispo", two threads
 
-All count completion tokens. See workload.py for what is trained.
+All of them count completion tokens. The workload is in workload.py.
 """
 
 import argparse
@@ -17,30 +17,24 @@ import dataclasses
 import json
 import os
 import platform
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from benchmarks.roles import ROOT, client_of, output, served, trained
 from benchmarks.workload import EOS, GrpoStepSizes, make_model, prompt_texts
 from megarl.core import recipe as recipes
-from megarl.core.base.messages import ServerAddress
-from megarl.core.base.rundir import RunDir, latest_rows
+from megarl.core.base.rundir import Endpoints
 from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.recipe import Recipe
-from megarl.core.server.client import ServerClient
-from megarl.lab.evaluation.servers import wait_ready
 from megarl.tasks.data.prompts import load_tasks
 
-ROOT = Path(__file__).parents[1]
 PIPELINE_FILL = 6
-"""First steps of megarl that are not counted: the window of tickets fills up."""
+"""The first steps of megarl, during which the window of tickets fills; they are not counted."""
 
 
 def main() -> None:
@@ -86,7 +80,7 @@ def table(figures: dict[str, float], work: GrpoStepSizes) -> str:
 
 
 def write_data(place: Path, work: GrpoStepSizes, steps: int) -> None:
-    """Prompts for all steps, the window and the evaluation; no answer is ever right."""
+    """Write prompts for all steps, the window and the evaluation; no answer is ever right."""
     texts = prompt_texts(work, (steps + 16) * work.prompts)
     for name, part in (("heldout", texts[:2]), ("train", texts[2:])):
         rows = [{"id": f"{name}-{i}", "prompt": text, "answer": "none"} for i, text in enumerate(part)]
@@ -94,7 +88,7 @@ def write_data(place: Path, work: GrpoStepSizes, steps: int) -> None:
 
 
 def recipe_of(place: Path, work: GrpoStepSizes, steps: int) -> Recipe:
-    """ScaleRL's structure with the workload's sizes. Groups without variance are trained: all of them have none."""
+    """Return a recipe with ScaleRL's structure and the workload's sizes. It trains groups without variance, as none has any."""
     return recipes.from_tree(
         {
             "run": {"name": "bench", "dir": str(place / "runs"), "steps": steps},
@@ -126,56 +120,40 @@ def recipe_of(place: Path, work: GrpoStepSizes, steps: int) -> Recipe:
 
 
 def server_alone(recipe: Recipe, work: GrpoStepSizes) -> float:
-    """Median of three rounds of three steps' prompts, as many requests at once as the controller keeps up."""
-    from benchmarks.server import start
-
+    """Return the server's tokens/s: the median of three rounds with three steps' prompts, as concurrent as the controller's."""
     run = recipe.run.model_copy(update={"name": "server"})
-    process, endpoints = start(recipe.model_copy(update={"run": run}))
-    try:
-        wait_ready(endpoints.servers[0], recipe.start_limit_s, process.poll)
-        prompts = load_tasks(recipe, load_tokenizer(recipe.model.path))["bench"].train
+    prompts = load_tasks(recipe, load_tokenizer(recipe.model.path))["bench"].train
 
-        async def rounds() -> list[float]:
-            places = asyncio.Semaphore(recipe.serving.max_running_requests)
-            async with ServerClient(
-                ServerAddress(id=0, url=endpoints.servers[0]), endpoints.api_key, endpoints.admin_key, 300
-            ) as client:
+    async def rounds(endpoints: Endpoints) -> list[float]:
+        places = asyncio.Semaphore(recipe.serving.max_running_requests)
+        async with client_of(endpoints, 300) as client:
 
-                async def one(i: int) -> int:
-                    async with places:
-                        prompt = prompts[i // work.generations].tokens
-                        done = await client.generate(
-                            prompt, work.max_tokens, stop_token_ids=(EOS,), cache_salt=str(i // work.generations)
-                        )
-                        return len(done.tokens)
+            async def one(i: int) -> int:
+                async with places:
+                    prompt, salt = prompts[i // work.generations].tokens, str(i // work.generations)
+                    done = await client.generate(prompt, work.max_tokens, stop_token_ids=(EOS,), cache_salt=salt)
+                    return len(done.tokens)
 
-                speeds = []
-                for _ in range(4):
-                    begin = time.perf_counter()
-                    tokens = sum(await asyncio.gather(*(one(i) for i in range(3 * work.completions))))
-                    speeds.append(tokens / (time.perf_counter() - begin))
-                return speeds[1:]
+            speeds = []
+            for _ in range(4):
+                begin = time.perf_counter()
+                tokens = sum(await asyncio.gather(*(one(i) for i in range(3 * work.completions))))
+                speeds.append(tokens / (time.perf_counter() - begin))
+            return speeds[1:]
 
-        return statistics.median(asyncio.run(rounds()))
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    with served(recipe.model_copy(update={"run": run})) as server:
+        return statistics.median(asyncio.run(rounds(server.endpoints)))
 
 
 def learner_alone(fixed: bool) -> float:
-    """Completion tokens per second of the training step (benchmarks/learner.py), one thread."""
+    """Return completion tokens per second of the training step (benchmarks/learner.py), with one thread."""
     command = [sys.executable, "-m", "benchmarks.learner", "--json", "--steps", "3", *(["--fixed"] if fixed else [])]
     return float(json.loads(output(command, {"OMP_NUM_THREADS": "1"}))["megarl_completion_tokens_per_second"])
 
 
 def end_to_end(recipe: Recipe) -> float:
-    """Completion tokens trained per second of wall time, of the steps after the pipeline has filled."""
-    rundir = RunDir(recipe.run.path)
-    rundir.path.parent.mkdir(parents=True, exist_ok=True)
-    file = rundir.path.parent / "bench.yaml"
-    file.write_text(recipes.dump(recipe))
-    output([sys.executable, "-m", "megarl", "train", str(file)], {})
-    rows = latest_rows(rundir.metrics)
+    """Return completion tokens trained per second of wall time, over the steps after the pipeline has filled."""
+    rows = trained(recipe)
     counted = rows[PIPELINE_FILL + 1 :]
     assert all(row["tokens_trained"] == row["generated_tokens"] for row in counted), "not every token was trained"
     return sum(row["generated_tokens"] for row in counted) / (rows[-1]["time"] - rows[PIPELINE_FILL]["time"])
@@ -186,16 +164,6 @@ def trl(place: Path, work: GrpoStepSizes) -> float:
     path = os.pathsep.join([str(ROOT / ".bench"), str(ROOT)])
     printed = output(command, {"OMP_NUM_THREADS": "2", "PYTHONPATH": path})
     return float(json.loads(printed.splitlines()[-1])["tokens_per_second"])
-
-
-def output(command: list[str], environment: dict[str, Any]) -> str:
-    """What the command prints; its errors are shown if it fails."""
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=1800
-    )
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return done.stdout
 
 
 if __name__ == "__main__":

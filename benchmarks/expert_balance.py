@@ -1,14 +1,14 @@
-"""Tiny twins of Llama 4 Scout and GLM-4.5 trained with and without what keeps experts busy: capacity, balancing loss, biases.
+"""Trains tiny twins of Llama 4 Scout and GLM-4.5 with and without balancing of experts: capacity, balancing loss, biases.
 
     python -m benchmarks.expert_balance [--steps 80] [--arms scout scout-aux-1e-3 …] [--out FILE]
 
-Scout's twin has its routing: 16 experts in every layer, one of them a token, by sigmoid, beside a shared one; GLM's has 16 with
-biases, 2 a token. Both are trained from random weights on the quickstart's traces, on 4 ranks at TP 2 x PP 2 x EP 2, by the
-learner's own step. Then 256 traces that were not trained are scored as servers would, which drop no token, and as a learner of
-each capacity factor would: `gap` is what dropping changes. transformers stands for the server, whose log-probs are the same.
+Scout's twin has Scout's routing: 16 experts in every layer, one per token, by sigmoid, and a shared one; GLM's has 16 with
+biases, 2 per token. Both are trained from random weights on the quickstart's traces, on 4 ranks at TP 2 x PP 2 x EP 2, by the
+learner's own step. Then 256 other traces are scored as servers would do it, which drop no token, and as a learner with each
+capacity factor would: `gap` is the effect of dropping. transformers stands in for the server, as its log-probs are the same.
 
-A capacity factor is no key of the recipe: here it is set behind megarl's back. FILE keeps one line an arm, and arms in it are
-not run again.
+The capacity factor is not a key of the recipe; it is set here without megarl's knowledge. FILE keeps one line per arm, and arms
+in it are not run again.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from tests.tiny_scores import scores
 
 RANKS, LAYERS, EXPERTS, HELD_OUT = 4, 4, 16, 256
 TOKENS = 1024
-"""Tokens of a step, which is one micro-batch. Each of the two ranks that share it has 512 of them, 32 for each expert."""
+"""Tokens of a step, which is one micro-batch. Each of the two ranks that share it has 512 of them, 32 per expert."""
 CAPACITIES = (1.0, 1.25, 2.0)
 LAYOUT = {"tensor_parallel": 2, "pipeline_parallel": 2, "expert_parallel": 2}
 SCOUT = LLAMA4 | {
@@ -75,7 +75,7 @@ ARMS: dict[str, dict[str, float]] = {
 
 
 class Watched:
-    """What a rank's routers do: wanted [layers, experts] tokens, dropped [layers], choices of each pass in turn."""
+    """Records what a rank's routers do: wanted [layers, experts] tokens, dropped [layers], and the choices of each pass."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.wanted, self.dropped = torch.zeros(LAYERS, EXPERTS), torch.zeros(LAYERS)
@@ -86,9 +86,9 @@ class Watched:
 
     @torch.no_grad()
     def _see(self, router: Any, inputs: tuple[Tensor, Tensor | None], outputs: tuple[Tensor, Tensor]) -> None:
-        map_, padding = outputs[1], inputs[1]  # no mask of padding where nothing is trained
+        map_, padding = outputs[1], inputs[1]  # there is no padding mask outside training
         here = torch.ones(len(map_), dtype=torch.bool) if padding is None else ~padding.reshape(-1)
-        if router.topk == 1:  # before tokens were dropped
+        if router.topk == 1:  # the choices before tokens were dropped
             best = router.gating(inputs[0]).reshape(-1, EXPERTS).argmax(-1)
             self.choices.append(best[here])
             wanted = torch.nn.functional.one_hot(best, EXPERTS).bool()
@@ -100,14 +100,14 @@ class Watched:
 
     @contextmanager
     def with_capacity(self, factor: float | None) -> Iterator[None]:
-        """Within, an expert takes at most `factor` times its even share of a rank's tokens in a micro-batch."""
+        """Limit each expert, during the block, to `factor` times its even share of a rank's tokens in a micro-batch."""
         (config,) = {id(router.config): router.config for router in self.routers}.values()
         before, config.moe_expert_capacity_factor = config.moe_expert_capacity_factor, factor
         yield
         config.moe_expert_capacity_factor = before
 
     def taken(self) -> dict[str, float]:
-        """What all ranks counted since the last call."""
+        """Return the counts of all ranks since the last call."""
         dist.all_reduce(self.wanted)
         dist.all_reduce(self.dropped)
         layers = self.wanted[self.wanted.sum(1) > 0]
@@ -125,7 +125,7 @@ class Watched:
 
 
 def scored(trainer: Trainer, watched: Watched, held_out: list[TrainSequence], factor: float | None) -> dict[str, Any]:
-    """Log-probs of the held-out traces' learnt tokens, and what routers did."""
+    """Return log-probs of the held-out traces' learnt tokens, and the routers' choices."""
     rollouts = tuple(ScoredRollout(s.tokens, int(np.flatnonzero(s.loss_weight)[0])) for s in held_out)
     with watched.with_capacity(factor):
         found = trainer.score(Score(version=0, rollouts=rollouts, against=0), "benchmark")
@@ -134,7 +134,7 @@ def scored(trainer: Trainer, watched: Watched, held_out: list[TrainSequence], fa
 
 
 def gap(server: dict[str, Any], learner: dict[str, Any]) -> dict[str, float]:
-    """How far a learner's log-probs and choices are from a server's. outside: tokens beyond DAPO's bounds of the ratio."""
+    """Return how far a learner's log-probs and choices are from a server's. outside: share beyond DAPO's ratio bounds."""
     ratio = np.exp(learner["logprobs"] - server["logprobs"])
     size = np.abs(learner["logprobs"] - server["logprobs"])
     found = {
@@ -194,7 +194,7 @@ def run(name: str, settings: dict[str, float], steps: int, folder: Path) -> dict
 
 
 def world(steps: int, folder: Path, out: Path, names: list[str]) -> None:
-    """One rank: all arms, a line of JSON each."""
+    """Be one rank: run all arms, and write a line of JSON for each."""
     for name in names:
         row = run(name, ARMS[name], steps, folder)
         if dist.get_rank() == 0:

@@ -1,17 +1,17 @@
-"""How far forecasts hold on real runs: fitted up to some compute, judged at twice and at four times as much.
+"""Tests forecasts on real runs: fitted up to some compute, judged at twice and at four times as much.
 
     python -m benchmarks.forecasts DIR/records [--part open | held-out] [--out FILE.json]
 
-DIR is what `megarl study corpus` makes. A run is cut where it has made .3 to .8 of the gain that it ends with, and what is
-predicted is its own score at twice and four times the compute of the cut (within a tenth). Beside megarl's fit stand
+DIR is made by `megarl study corpus`. A run is cut where it has made .3 to .8 of its final gain, and its own score at twice and
+four times the compute of the cut (within a tenth) is predicted. megarl's fit is compared with
 
-    last value    the score at the cut; its interval knows the noise of the two evaluations alone
+    last value    the score at the cut; its interval has only the noise of the two evaluations
     power law     A − D / C^b, by scipy; interval of the linear approximation
-    least squares the law with R_0 held at the score before training, by scipy; interval of the linear approximation
+    least squares the law with R_0 fixed at the score before training, by scipy; interval of the linear approximation
 
-An interval is widened by the noise of the evaluation that it is compared with. Interval score: its width plus 40 times the
-distance by which the score missed it, mean; lower is better (Gneiting and Raftery 2007). Coverage has a 95 % interval from
-drawing runs again, since the cuts of a run are not independent.
+An interval is widened by the noise of the evaluation with which it is compared. The interval score is the mean of its width
+plus 40 times the distance by which the score missed it; lower is better (Gneiting and Raftery 2007). Coverage has a 95 %
+interval from resampling runs, since the cuts of a run are not independent.
 """
 
 import argparse
@@ -91,7 +91,7 @@ FORECASTERS: dict[str, Forecaster] = {
 
 
 class Judged(NamedTuple):
-    """One prediction and what came."""
+    """One prediction and the score that came."""
 
     run: str
     ahead: float
@@ -110,13 +110,19 @@ class Judged(NamedTuple):
         return self.high - self.low + 40 * (max(0.0, self.low - self.score) + max(0.0, self.score - self.high))
 
 
+def part_of(curve: Curve, kept: slice | np.ndarray) -> Curve:
+    """Return the curve with these of its scores."""
+    errors = None if curve.noise is None else curve.noise[kept]
+    return replace(curve, hours=curve.hours[kept], pass_rate=curve.pass_rate[kept], noise=errors)
+
+
 def noise(score: float, curve: Curve) -> float:
     rate = min(max(score, 1e-3), 1 - 1e-3)
     return math.sqrt(rate * (1 - rate) / (curve.answers or 1))
 
 
 def origins(run: CorpusRun) -> Iterator[tuple[Curve, float, float, float]]:
-    """Yield the curve up to each cut, how many times its compute is ahead, the compute there, and the score that came."""
+    """Yield for each cut the curve up to it, the factor of compute to the predicted point, the compute there, and its score."""
     curve = run.curve
     begin = curve.pass_rate[0] if curve.r0 is None else curve.r0
     gain = curve.pass_rate[-1] - begin
@@ -124,7 +130,7 @@ def origins(run: CorpusRun) -> Iterator[tuple[Curve, float, float, float]]:
         share = (curve.pass_rate[n - 1] - begin) / gain if gain > 0 else 0.0
         if not GAIN[0] <= share <= GAIN[1]:
             continue
-        seen = replace(curve, hours=curve.hours[:n], pass_rate=curve.pass_rate[:n])
+        seen = part_of(curve, slice(n))
         for ahead in AHEAD:
             later = int(np.abs(np.log(curve.hours / (seen.hours[-1] * ahead))).argmin())
             if abs(curve.hours[later] / seen.hours[-1] / ahead - 1) <= NEAR:
@@ -141,7 +147,7 @@ def judge(runs: list[CorpusRun]) -> dict[str, list[Judged]]:
                 except (
                     RuntimeError,
                     MegarlError,
-                ):  # no fit: nothing better is known than the last score, and anything may come
+                ):  # without a fit, only the last score is known, and any score is possible
                     middle, low, high = float(seen.pass_rate[-1]), 0.0, 1.0
                 one = noise(score, seen)
                 wide_low, wide_high = math.hypot(middle - low, 1.96 * one), math.hypot(high - middle, 1.96 * one)
@@ -150,7 +156,7 @@ def judge(runs: list[CorpusRun]) -> dict[str, list[Judged]]:
 
 
 def row(rows: list[Judged]) -> dict[str, float]:
-    """Return the figures of one forecaster at one distance."""
+    """Return one forecaster's figures at one distance."""
     names = sorted({r.run for r in rows})
     inside = [np.array([r.inside for r in rows if r.run == name], float) for name in names]
     rng = np.random.default_rng(0)
@@ -176,7 +182,7 @@ def row(rows: list[Judged]) -> dict[str, float]:
 def arguments(
     description: str, parts: tuple[str, ...] = ("open", "held-out")
 ) -> tuple[list[CorpusRun], argparse.Namespace]:
-    """Return the records of the part that the command line asks for, and its other options. SystemExit if there are none."""
+    """Return the records of the part named on the command line, and the other options. SystemExit if there are none."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", type=Path)
     parser.add_argument("--part", choices=parts, default="open")

@@ -1,10 +1,10 @@
-"""The agents' gateway alone, with a policy that is made up: 256 sessions at once, and what a request costs after 500 turns.
+"""Measures the agents' gateway alone, with a made-up policy: 256 sessions at once, and a request's cost after 500 turns.
 
     python -m benchmarks.gateway [--sessions 256] [--turns 8] [--long 500]
 
-The agents are another process. Costs are the time that the controller's thread itself computes for a request, so that other
-work on the machine does not count; the waits of agents are by the clock. After the sessions, tokens are compared: what was
-sent to the policy begins a path, and each token that the policy wrote is trained in one place, none is left out.
+The agents run in another process. Costs are CPU time of the controller's thread per request, so that other work on the machine
+does not count; the agents' waits are wall time. After the sessions, tokens are compared: the tokens sent to the policy must be
+the beginning of a path, and each token that the policy wrote must be trained exactly once.
 """
 
 import argparse
@@ -39,7 +39,7 @@ RESULTS = Path(__file__).parent / "results" / "gateway.json"
 LONG = {"prompt_tokens": 1_000_000, "thinking_tokens": [1000, 1000], "answer_tokens": 1000, "control": "none"}
 RECIPE = from_tree({"length": LONG, "agent": {"requests": 10_000, "trained_tokens": 10_000_000, "paths": 10_000}})
 RESULT = 2000
-"""Characters of a tool's result; the policy writes WORDS words before a call of its own."""
+"""Characters in a tool's result. The policy writes WORDS words before a call."""
 WORDS, REPEATS = 50, 20
 RNG = random.Random(0)
 VOCABULARY = ["".join(RNG.choices(string.ascii_lowercase, k=RNG.randint(2, 9))) for _ in range(8000)]
@@ -65,7 +65,7 @@ def write_tokenizer(folder: Path) -> Tokenizer:
 
 
 class MadeUpPolicy:
-    """Says some words and a call, cut into tokens as no tokenizer would. computed: seconds that this took."""
+    """A policy that writes some words and a call, split into tokens as no tokenizer would do it. computed: seconds spent."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -87,7 +87,7 @@ class MadeUpPolicy:
 
 
 def check(session: AgentSession, policy: MadeUpPolicy, turns: int) -> None:
-    """Hold that no token is lost or doubled."""
+    """Assert that no token is lost or duplicated."""
     segments, branches = session.tree.paths()
     (path,) = paths_of(segments, branches, int32(()))
     assert len(policy.said) == turns
@@ -96,7 +96,7 @@ def check(session: AgentSession, policy: MadeUpPolicy, turns: int) -> None:
 
 
 async def work(http: aiohttp.ClientSession, url: str, key: str, turns: int, waits: list[float]) -> list[dict[str, Any]]:
-    """Be an agent for so many turns; return its messages."""
+    """Be an agent for `turns` turns; return its messages."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": prose(100)}, {"role": "user", "content": prose(50)}]
     headers = {"Authorization": f"Bearer {key}"}
     for _ in range(turns):
@@ -113,7 +113,7 @@ async def work(http: aiohttp.ClientSession, url: str, key: str, turns: int, wait
 
 
 async def agents() -> None:
-    """Be the agents' process: what to do comes on stdin, and what was measured goes to stdout."""
+    """Be the agents' process: read the job from stdin, and write the measurements to stdout."""
     asked, waits = json.loads(sys.stdin.readline()), list[float]()
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
         made = await asyncio.gather(*(work(http, asked["url"], key, asked["turns"], waits) for key in asked["keys"]))
@@ -122,8 +122,8 @@ async def agents() -> None:
 
 
 async def measured(sessions: int, turns: int, tokenizer: Tokenizer, last: int) -> dict[str, float]:
-    """Serve so many sessions at once; return what the controller computed, and how long agents waited. last: the requests that
-    count, from the end of all."""
+    """Serve `sessions` sessions at once; return the controller's CPU time and the agents' waits. last: only this many requests,
+    the last ones, count."""
     gateway, rendering = Gateway("127.0.0.1"), Rendering(load_chat(tokenizer.path), tokenizer, "sampled")
     policies = [MadeUpPolicy(tokenizer) for _ in range(sessions)]
     await gateway.start()

@@ -1,10 +1,10 @@
-"""How far weight gradients of a bf16 step are from FP32's: summed over micro-batches in FP32, or each rounded to bf16 before.
+"""How far are weight gradients of a bf16 step from FP32's, if summed over micro-batches in FP32, or after rounding to bf16?
 
     python -m benchmarks.gradients [--microbatches 64] [--tokens 256] [--json]
 
-One micro-batch after the other goes through a Qwen3 of 8 layers with random weights, under the policy's loss. Reference: the
-same weights and batch in FP32 throughout. A difference is the length of the difference of all layers' weight gradients,
-relative to the reference's; on a CPU bf16 products are summed in FP32, as a GPU's are.
+Micro-batches go one by one through a Qwen3 of 8 layers with random weights, under the policy's loss. The reference has the same
+weights and batch in FP32 throughout. A difference is the norm of the difference of all layers' weight gradients, relative to
+the reference's norm. On a CPU bf16 products are summed in FP32, as on a GPU.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def measured(model: Path, microbatches: int, tokens: int) -> dict[str, float]:
-    """Return the relative differences to FP32 of both ways to sum, and between the two."""
+    """Return the relative differences of both sums from FP32, and between the two."""
     parallel.start(recipes.Model(), seed=0, timeout_s=60)
     draw = np.random.default_rng(0)
     weight = np.full(tokens, 1 / (microbatches * (tokens - 1)), np.float32)
@@ -74,7 +74,7 @@ def measured(model: Path, microbatches: int, tokens: int) -> dict[str, float]:
 
 
 def gradient(model: Path, batch: list[TrainSequence], dtype: str, in_fp32: bool) -> Tensor:
-    """Return the gradients of all layers' linear maps, end to end, in float64. in_fp32: as megarl sums them."""
+    """Return the gradients of all layers' linear maps, concatenated, in float64. in_fp32: summed in FP32, as megarl does."""
     tree = {"model": {"path": str(model), "dtype": dtype}, "learner": {"microbatch_tokens": len(batch[0])}}
     network = Trainer(recipes.from_tree(tree), model).policy
     linear = [module for chunk in network.chunks for module in chunk.decoder.modules() if hasattr(module, FUSED)]

@@ -1,11 +1,11 @@
-"""Memory and time of the head, forward and backward, against the plain ways: all logits at once, in FP32 and in bf16.
+"""Measures memory and time of the head, forward and backward, against plain ones: all logits at once, in FP32 and in bf16.
 
     python -m benchmarks.head [--tokens 16384] [--vocabulary 128256] [--hidden 4096] [--dtype bf16] [--repeats 10] [--json]
 
-On a GPU if there is one, else on the CPU at a size of its own. Each way starts from the same hidden states and weight and ends
-with the gradients of both, the weight's added to an FP32 buffer as in training. Peak is what a way holds at most beyond
-those: by the GPU's allocator, or on a CPU by the storages that live after each operation. Ways take turns, so that a busy
-machine is busy for all; time is the median.
+It runs on a GPU if there is one, else on the CPU with smaller sizes. Each way starts with the same hidden states and weight and
+ends with the gradients of both; the weight's is added to an FP32 buffer, as in training. The peak is the most memory that a way
+holds beyond those: by the GPU's allocator, or on a CPU by the storages alive after each operation. Ways take turns, so that
+other load on the machine affects all of them; time is the median.
 """
 
 import argparse
@@ -27,7 +27,7 @@ SIZES = {
     "cuda": {"tokens": 16384, "vocabulary": 128256, "hidden": 4096, "repeats": 10},
     "cpu": {"tokens": 4096, "vocabulary": 64128, "hidden": 128, "repeats": 3},
 }
-"""An 8B model's micro-batch (Llama 3.1); and half of its vocabulary, narrow, so that a CPU gets through."""
+"""An 8B model's micro-batch (Llama 3.1); for a CPU, half of its vocabulary and a small width."""
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def measured(device: str, tokens: int, vocabulary: int, hidden: int, dtype: str, repeats: int) -> list[dict[str, Any]]:
-    """A row a way: peak_bytes and seconds of forward and backward, and their ratios to the plain ways of the same run."""
+    """Return a row for each way: peak_bytes and seconds of forward and backward, and their ratios to the plain ways'."""
     problem = Problem(device, tokens, vocabulary, hidden, DTYPES[dtype])
     ways: dict[str, Callable[[], None]] = {
         "megarl": problem.megarl,
@@ -64,7 +64,7 @@ def measured(device: str, tokens: int, vocabulary: int, hidden: int, dtype: str,
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for name, way in ways.items():
         problem.forget()
-        peaks[name] = peak(way, device)  # the first run of each, which no time is taken of
+        peaks[name] = peak(way, device)  # the first run of each, which is not timed
     for _ in range(repeats):
         for name, way in ways.items():
             problem.forget()
@@ -106,7 +106,7 @@ class Problem:
         self.backward(*logprobs_and_entropy(self.hidden, self.weight, self.labels, vocab_size=self.vocabulary))
 
     def plain(self, precision: torch.dtype) -> None:
-        """All logits, of a product in `precision`, and what autograd makes of the formulas in FP32."""
+        """Compute all logits by a product in `precision`, and the rest in FP32 with autograd."""
         logits = self.hidden.to(precision) @ self.weight.to(precision).T
         log_p = torch.log_softmax(logits.float(), -1)
         self.backward(log_p.gather(-1, self.labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1))
@@ -120,7 +120,7 @@ class Problem:
 
 
 def peak(way: Callable[[], None], device: str) -> int:
-    """Bytes beyond what lives before, at most."""
+    """Return the most bytes that a way allocates beyond those allocated before it."""
     if device == "cpu":
         with LiveBytes() as live:
             way()
@@ -134,7 +134,7 @@ def peak(way: Callable[[], None], device: str) -> int:
 
 
 def timed(way: Callable[[], None], device: str) -> float:
-    """Seconds of one run."""
+    """Return the seconds of one run."""
     begin = time.perf_counter()
     way()
     if device == "cuda":
@@ -143,7 +143,7 @@ def timed(way: Callable[[], None], device: str) -> float:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of storages that operations made and that live; `peak`: at most, after any operation."""
+    """Counts the bytes of live storages made by operations. peak: the most after any operation."""
 
     live = peak = 0
 

@@ -1,10 +1,10 @@
-"""Tokens/s of the learner's step alone, against a plain transformers step on the same batch, in the same run.
+"""Measures tokens/s of the learner's step alone, against a plain transformers step on the same batch, in the same run.
 
     python -m benchmarks.learner [--threads 1] [--steps 5] [--microbatch-tokens 4096] [--fixed] [--json]
 
 Both train the workload's Llama on the same completions: CISPO, gradient clip, AdamW. The plain step pads a batch to its longest
-sequence, in micro-batches of the same number of padded tokens, and takes the head's logits of completions only, as trainers
-do. Steps alternate, so that a busy machine is busy for both. Tokens are real ones, prompt and completion.
+sequence, in micro-batches of the same number of padded tokens, and computes the head's logits only for completions, as trainers
+do. Steps alternate, so that other load on the machine affects both. Only real tokens count, those of prompt and completion.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def sequences(work: GrpoStepSizes) -> list[TrainSequence]:
-    """One step's completions: geometric lengths cut off at the cap, or the cap for all."""
+    """Return one step's sequences, with geometric completion lengths cut off at the cap, or the cap for all."""
     draw = np.random.default_rng(0)
     lengths = np.full(work.completions, work.max_tokens)
     if work.mean_tokens:
@@ -129,7 +129,7 @@ def transformers_step(path: Path, microbatch_tokens: int) -> Callable[[list[Trai
 
 
 def columns(batch: list[TrainSequence]) -> list[list[np.ndarray]]:
-    """Token ids, behaviour log-probs, advantage x weight, attention mask: one array a sequence each."""
+    """Return token ids, behaviour log-probs, advantage x weight, and attention mask, each with one array per sequence."""
     return [
         [s.tokens for s in batch],
         [s.behaviour_logprobs for s in batch],
@@ -139,7 +139,7 @@ def columns(batch: list[TrainSequence]) -> list[list[np.ndarray]]:
 
 
 def padded(rows: list[np.ndarray], length: int) -> torch.Tensor:
-    """[rows, length], zeros behind."""
+    """Return the rows as one tensor [rows, length], padded with zeros at the end."""
     return torch.from_numpy(np.stack([np.pad(row, (0, length - len(row))) for row in rows]))
 
 

@@ -1,15 +1,15 @@
-"""Over-optimisation: does the watch find a policy that exploits its reward, and does it let clean curves pass?
+"""Tests the watch for over-optimisation: does it find a policy that exploits its reward, and does it accept clean curves?
 
-    python -m benchmarks.overoptimisation simulate [--runs 200]    how often, over curves whose trusted score is known
+    python -m benchmarks.overoptimisation simulate [--runs 200]    how often, on curves whose trusted score is known
     python -m benchmarks.overoptimisation run hacked | clean       the quickstart's policy in runs/NAME, then its scores
 
 `hacked` adds to the quickstart's grader a reward for every character of the answer, so the highest reward is a long wrong
 number; `clean` has the quickstart's reward. The trusted grader of both is the quickstart's own. `run` needs
 runs/quickstart-data and runs/quickstart-sft (`make quickstart` makes them) and two cores for about five minutes.
 
-Simulated: prompts of logit-normal difficulty (deviation 1.5), of which each changes with every evaluation by 0.3 logits; four
-answers a prompt; the whole policy strays by 0, .01, .02 or .04 from one evaluation to the next. An alarm at any evaluation
-counts.
+In simulations, prompts have logit-normal difficulties (deviation 1.5), each of which changes by 0.3 logits with every
+evaluation, and four answers; the policy as a whole strays by 0, .01, .02 or .04 from one evaluation to the next. An alarm at
+any evaluation counts.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def long(submission: Submission) -> int:
 def run(name: str, steps: int) -> None:
     common = [f"run.name={name}", f"run.steps={steps}", "evaluation.every=6", "evaluation.prompts=100"]
     train = [sys.executable, "-m", "megarl", "train", "quickstart", *common, f"{TASK}.trusted_grader=exact"]
-    subprocess.run([*train, *RUNS[name]], check=False)  # what it has scored is shown in any case
+    subprocess.run([*train, *RUNS[name]], check=False)  # the scores so far are shown in any case
     print("| step | reward | trusted score | alarm |\n|---|---|---|---|")
     for row in latest_scores(RunDir(Path("runs") / name).eval):
         alarm = f"since step {row['trusted_peak_step']}" if row["warning_overoptimisation"] else ""
@@ -53,7 +53,7 @@ def drawn(rates: np.ndarray, prompts: int, strays: float, rng: np.random.Generat
 
 
 def cases(t: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return pairs of proxy and trusted rates by what happens. t: [evaluations] from 0 to 1; peaks are at 0.4."""
+    """Return pairs of proxy and trusted rates by scenario. t: [evaluations] from 0 to 1; peaks are at 0.4."""
     rising, flat = 0.35 + 0.5 * t / (t + 0.2), np.full(len(t), 0.5)
     falls = {f"trusted falls by {fall}": fall for fall in (0.05, 0.1, 0.2)}
     peak = {name: np.where(t < 0.4, 0.4 + 0.5 * t, 0.6 - fall * (t - 0.4) / 0.6) for name, fall in falls.items()}
@@ -65,7 +65,7 @@ def cases(t: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def alarm(proxy: np.ndarray, trusted: np.ndarray) -> int | None:
-    """Return the number of the first evaluation that alarms; None without one."""
+    """Return the number of the first evaluation with an alarm, or None."""
     steps = 20 * np.arange(len(proxy))
     return next((n for n in range(2, len(steps)) if judge(steps[: n + 1], proxy[: n + 1], trusted[: n + 1])), None)
 

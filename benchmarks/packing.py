@@ -1,9 +1,9 @@
-"""How evenly micro-batches keep the ranks busy: packed by cost, and by tokens alone.
+"""How evenly do micro-batches keep the ranks busy, packed by cost and by tokens alone?
 
     python -m benchmarks.packing [--seeds 5] [--json FILE]
 
-Sequences as ScaleRL has them: 48 prompts x 16, log-normal, cut off at a context of 16,384. Costs are floating-point operations
-of the real models. Nothing is trained; a second a case.
+Sequences are as in ScaleRL: 48 prompts x 16, log-normal, cut off at a context of 16,384. Costs are floating-point operations of
+the real models. Nothing is trained; a case takes a second.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def lengths(seed: int) -> list[int]:
 
 
 def measured(model: str, ranks: int, one_size: bool, seeds: int) -> dict:
-    """Means over seeds. one_size: a pipeline's micro-batches are all as large as the fullest."""
+    """Return means over seeds. one_size: all micro-batches of a pipeline are as large as the fullest."""
     cost = cost_of(architecture.read(model))
     row: dict = {"model": model, "ranks": ranks, "one_size": one_size}
     for name, by in (("tokens", BY_TOKENS), ("cost", cost)):
@@ -62,7 +62,7 @@ def measured(model: str, ranks: int, one_size: bool, seeds: int) -> dict:
 
 
 def case(tokens: Sequence[int], ranks: int, by: Cost, cost: Cost, one_size: bool) -> dict[str, float]:
-    """slowest: cost of the rank that has most, of the mean; in_step: of a step whose ranks wait in each round."""
+    """Return costs relative to the mean. slowest: of the busiest rank; in_step: of a step whose ranks wait in each round."""
     begin = time.perf_counter()
     packed = pack(tokens, MICROBATCH, ranks, by, one_size and by is cost)
     seconds = time.perf_counter() - begin

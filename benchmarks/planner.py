@@ -1,13 +1,13 @@
-"""The planner's simulator against real runs of the quickstart on this machine: throughput and idle shares.
+"""Compares the planner's simulator with real runs of the quickstart on this machine: throughput and idle shares.
 
     python -m benchmarks.planner [--steps 40] [--runs DIR] [--json FILE]     needs runs/quickstart-data and runs/quickstart-sft
 
-    calibration   decode steps: one server alone, at four concurrencies, all of them as much slower as beside a learner
-                  that, training, publication, lengths: one real run, with the quickstart's batch and k
-    prediction    other batches, windows and a narrower server, simulated with these costs and nothing of their own
-    measured      the same, run
+    calibration   decode steps: one server alone, at four concurrencies, all slowed by the same factor as beside a learner;
+                  that factor, training, publication, lengths: one real run, with the quickstart's batch and k
+    prediction    other batches, windows and a narrower server, simulated with only these costs
+    measured      the same, in real runs
 
-The policy is kept as it is (a learning rate of almost nothing, no prompt excluded), so that every run has the same lengths and
+The policy does not change (a learning rate of almost nothing, no prompt excluded), so that every run has the same lengths and
 the same share of groups with a gradient. Steps that fill the window, or have no more prompts to draw, are not counted.
 """
 
@@ -16,9 +16,6 @@ import asyncio
 import json
 import os
 import platform
-import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -27,13 +24,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.server import start
+from benchmarks.roles import client_of, served, trained
 from megarl.core import recipe as recipes
-from megarl.core.base.messages import ServerAddress
-from megarl.core.base.rundir import RunDir, latest_rows
+from megarl.core.base.rundir import Endpoints, RunDir, latest_rows
 from megarl.core.recipe import Recipe
 from megarl.core.server.client import ServerClient
-from megarl.lab.evaluation.servers import wait_ready
 from megarl.lab.planning.simulate import Costs, simulate, summary
 from megarl.lab.planning.workload import Lengths, Workload, lengths_of
 
@@ -50,14 +45,14 @@ CASES = {
 }
 CONCURRENCY = (8, 32, 128, 256)
 TOKENS = 24
-"""Tokens of a request when the server is measured alone: near the mean of the quickstart's completions."""
+"""Tokens per request when the server is measured alone, near the mean of the quickstart's completions."""
 PROMPT_TOKENS = 10
 REPEATS = 3
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of the counted steps: tokens/s, share of time the learner waits, share the server has nothing to do."""
+    """Figures of the counted steps: tokens/s, the share of time that the learner waits, and that the server is idle."""
 
     tokens_per_second: float
     learner_idle: float
@@ -67,7 +62,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Seconds: decode step = decode[0] + decode[1] x requests; training = train[0] + train[1] x tokens; the rest a step."""
+    """Seconds: decode step = decode[0] + decode[1] x requests; training = train[0] + train[1] x tokens; others per step."""
 
     decode: tuple[float, float]
     train: tuple[float, float]
@@ -113,19 +108,13 @@ def recipe_of(folder: Path, index: int, keys: Sequence[str], steps: int) -> Reci
 
 
 def server_alone(recipe: Recipe) -> tuple[float, float]:
-    """Seconds of a decode step: a + b x requests, by relative least squares over the concurrencies."""
-    process, endpoints = start(recipe)
-    try:
-        wait_ready(endpoints.servers[0], recipe.start_limit_s, process.poll)
-        seconds = asyncio.run(_decode_seconds(recipe, endpoints.servers[0], endpoints.api_key, endpoints.admin_key))
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    return linear(list(CONCURRENCY), seconds)
+    """Return (a, b) of a decode step's seconds a + b x requests, by relative least squares over the concurrencies."""
+    with served(recipe) as server:
+        return linear(CONCURRENCY, asyncio.run(_decode_seconds(server.endpoints)))
 
 
-async def _decode_seconds(recipe: Recipe, url: str, api_key: str, admin_key: str) -> list[float]:
-    """Seconds of one decode step at each concurrency: successive requests each with TOKENS tokens; the best of REPEATS."""
+async def _decode_seconds(endpoints: Endpoints) -> list[float]:
+    """Return the seconds of one decode step at each concurrency, from requests with TOKENS tokens; the best of REPEATS."""
     random = np.random.default_rng(0)
 
     async def follow(client: ServerClient, count: int) -> None:
@@ -135,7 +124,7 @@ async def _decode_seconds(recipe: Recipe, url: str, api_key: str, admin_key: str
             await client.generate(prompt, TOKENS, cache_salt=salt, ignore_eos=True)
 
     found = []
-    async with ServerClient(ServerAddress(id=0, url=url), api_key, admin_key) as client:
+    async with client_of(endpoints) as client:
         for concurrency in CONCURRENCY:
             rates = []
             for _ in range(REPEATS):
@@ -147,22 +136,13 @@ async def _decode_seconds(recipe: Recipe, url: str, api_key: str, admin_key: str
 
 
 def real(recipe: Recipe) -> list[dict[str, Any]]:
-    """Rows of metrics.jsonl of the recipe, run."""
+    """Return the rows of metrics.jsonl of the recipe's run, which is made unless it exists."""
     rundir = RunDir(recipe.run.path)
-    if rundir.summary.exists():
-        return latest_rows(rundir.metrics)
-    file = rundir.path.parent / f"{recipe.run.name}.yaml"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(recipes.dump(recipe))
-    command = [sys.executable, "-m", "megarl", "train", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return latest_rows(rundir.metrics)
+    return latest_rows(rundir.metrics) if rundir.summary.exists() else trained(recipe)
 
 
 def counted(recipe: Recipe, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Neither those that fill the window nor those that drain it."""
+    """Return the rows that count: without those of steps that fill the window or drain it."""
     window = recipe.pipeline.window_steps
     return rows[window + 1 : len(rows) - window]
 
@@ -177,20 +157,20 @@ def figures_of(recipe: Recipe, rows: list[dict[str, Any]]) -> Figures:
     return Figures(
         tokens_per_second=sum(r["generated_tokens"] for r in used) / seconds,
         learner_idle=share("learner_idle_share"),
-        server_idle=max(0.0, 1 - share("server_busy_share")),  # a measured share can be a hair above one
+        server_idle=max(0.0, 1 - share("server_busy_share")),  # a measured share can be slightly above one
         server_running=share("server_running_mean"),
     )
 
 
 def calibrate(recipe: Recipe, rows: list[dict[str, Any]], decode: tuple[float, float]) -> Calibration:
-    """What the simulator is told, of one run."""
+    """Return the simulator's costs, from one run."""
     used = counted(recipe, rows)
     tokens = [r["tokens_trained"] + PROMPT_TOKENS * r["sequences"] for r in used]
-    transfer = float(np.median([held(r) for r in used]))
-    slower = beside_learner(used, decode)
+    transfer = float(np.median([lasted(r, "pause", "transfer", "resume") for r in used]))
+    slower = beside_learner(recipe, used, decode)
     return Calibration(
         decode=(decode[0] * slower, decode[1] * slower),
-        # Its steps are too alike to tell a constant from a rate: all of it is a rate.
+        # The run's steps are too alike to separate a constant from a rate, so all of it is a rate.
         train=(0.0, sum(r["train_seconds"] for r in used) / sum(tokens)),
         transfer=transfer,
         parity=float(np.median([r["publish_seconds"] for r in used])) - transfer,
@@ -198,35 +178,37 @@ def calibrate(recipe: Recipe, rows: list[dict[str, Any]], decode: tuple[float, f
     )
 
 
-def held(row: dict[str, Any]) -> float:
-    """Seconds for which the step's publication held the servers; none without one."""
-    return float(sum(row.get(f"{part}_seconds", 0.0) for part in ("pause", "transfer", "resume")))
+def lasted(row: dict[str, Any], *parts: str) -> float:
+    """Return the seconds of these parts of the step's publication; 0 without one."""
+    return float(sum(row.get(f"{part}_seconds", 0.0) for part in parts))
 
 
-def beside_learner(rows: list[dict[str, Any]], decode: tuple[float, float]) -> float:
-    """Seconds of a decode step in these rows, in those of the server alone with as many requests. Pauses are not decoding."""
-    paused = sum(map(held, rows))
+def beside_learner(recipe: Recipe, rows: list[dict[str, Any]], decode: tuple[float, float]) -> float:
+    """Return the seconds of a decode step in these rows, divided by those of the server alone with as many requests. Pauses do
+    not count as decoding."""
+    pauses = ("pause", "resume") if recipe.stages_weights else ("pause", "transfer", "resume")
+    paused = sum(lasted(row, *pauses) for row in rows)
     seconds = sum(r["server_busy_share"] * r["step_seconds"] for r in rows) - paused
     running_seconds = sum(r["server_running_mean"] * r["step_seconds"] for r in rows)
     running = running_seconds / (seconds + paused)
     tokens = sum(
         r["generated_tokens"] for r in rows
-    )  # those of the batches: in the long run what was sampled meanwhile
+    )  # tokens of the batches, in the long run as many as were sampled meanwhile
     return float(seconds * running / tokens / (decode[0] + decode[1] * running))
 
 
 def linear(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
-    """a, b of y = a + b x, neither negative, with the least relative errors."""
+    """Return a, b of y = a + b x, neither negative, with the least relative errors."""
     x, y = np.asarray(xs, np.float64), np.asarray(ys, np.float64)
     design = np.stack([1 / y, x / y], 1)
     a, b = np.linalg.lstsq(design, np.ones(len(y)), rcond=None)[0]
-    if a < 0 or b < 0:  # noise: one of them is enough
+    if a < 0 or b < 0:  # due to noise; the other one alone is enough
         return (0.0, float(1 / np.mean(x / y))) if a < 0 else (float(1 / np.mean(1 / y)), 0.0)
     return float(a), float(b)
 
 
 def prediction(recipe: Recipe, known: Calibration, lengths: Lengths) -> Figures:
-    """Figures of the simulator, with as many steps as are counted in the real run."""
+    """Return the simulator's figures, for as many steps as are counted in the real run."""
     sample = lengths.draw(np.random.default_rng(0), recipe.batch.prompts * recipe.sampling.generations)
     work = Workload(
         recipe.batch.prompts, recipe.sampling.generations, PROMPT_TOKENS, lengths, known.trained_share, sample
@@ -246,7 +228,7 @@ def prediction(recipe: Recipe, known: Calibration, lengths: Lengths) -> Figures:
 
 
 def table(measured: dict[str, Figures], predicted: dict[str, Figures]) -> str:
-    """Markdown."""
+    """Return the figures as a table in Markdown."""
     lines = [
         "| run | tokens/s | predicted | ratio | learner idle | predicted | server idle | predicted |",
         "|---|---|---|---|---|---|---|---|",

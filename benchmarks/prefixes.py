@@ -1,9 +1,9 @@
-"""How much of what requests have in common comes from the servers' caches: tiny servers, groups of conversations.
+"""How much of the requests' common prefixes comes from the servers' caches? Tiny servers, groups of conversations.
 
     python -m benchmarks.prefixes [--servers 4] [--groups 48] [--json FILE]
 
-Each group samples its prompt GENERATIONS times, in TURNS turns of an environment that answers with REPLY tokens, through
-Places, GroupPlaces and Sampler as in a run. Ideal: all of an input that its group has sent or received before.
+Each group samples its prompt GENERATIONS times, in TURNS turns of an environment that replies with REPLY tokens, through
+Places, GroupPlaces and Sampler as in a run. Ideally, all tokens that the group has sent or received before are cached.
 
     waiting     the group waits for its first request, as in a run
     at once     all first requests are sent together
@@ -40,7 +40,7 @@ GENERATIONS = 8
 TURNS = 3
 PROMPT, REPLY, LIMIT = 256, 16, 400
 STOP = (0, 1, 2, 3)
-"""A turn ends with one of these or the end token, after 26 of 128 random tokens in the mean."""
+"""A turn ends with one of these or the end token, on average after 26 random tokens from 128."""
 
 
 class Counting:
@@ -93,7 +93,8 @@ def main() -> None:
 
 
 async def share(servers: OwnServers, groups: int, seed: int, waits: bool) -> dict[str, float]:
-    """Groups arrive as places become free, as in a pipeline that is full."""
+    """Return reusable and cached tokens, their ratio, and the seconds. Groups arrive as places become free, as in a full
+    pipeline."""
     recipe, random = servers.recipe, np.random.default_rng(seed)
     members = Membership([ServerAddress(id=n, url=url) for n, url in enumerate(servers.endpoints.servers)])
     for n in members.members:

@@ -1,13 +1,13 @@
-"""The planner against published clusters: training, serving, publication and whole steps on other people's GPUs.
+"""Compares the planner with published clusters: training, serving, publication and whole steps on other people's GPUs.
 
     python -m benchmarks.public_clusters [--rows FOLDER] [--keep] [--json FILE] [--picture FILE]
 
-    rows ─► rules of what is left out ─► the planner's own functions (public/cases.py)
+    rows ─► rules for leaving out rows ─► the planner's own functions (public/cases.py)
                fit       efficiencies of each kind of GPU, on all models but one ─► that model's rows are predicted
                figures   errors of these predictions, by file, kind of GPU and engine; ranking of layouts; the worst; a picture
 
-Prints what belongs into hardware.yaml. --rows: another folder with train.csv, serve.csv, sync.csv, rl_steps.csv of the same
-columns; --keep: put what is used of it into benchmarks/public/, which says where the rows come from.
+It prints the values for hardware.yaml. --rows: another folder with train.csv, serve.csv, sync.csv, rl_steps.csv with the same
+columns; --keep: put the rows and columns that are used into benchmarks/public/, which says where the rows come from.
 """
 
 import argparse
@@ -30,10 +30,10 @@ from megarl.lab.planning.hardware import GPUS, Gpu
 RESULTS = Path(__file__).parent / "results"
 EFFICIENCIES = np.geomspace(0.15, 0.95, 32)  # 6 % apart
 SECONDS = {"expert_layer_s": np.geomspace(0.002, 0.0088, 8), "decode_expert_layer_s": np.geomspace(4e-5, 2.4e-4, 8)}
-"""What a layer takes at least cannot be more than the quickest published: 8.8 ms, Qwen3-30B-A3B's micro-batches of 4,096."""
+"""A layer's minimum cannot exceed the quickest published value: 8.8 ms, for Qwen3-30B-A3B with micro-batches of 4,096."""
 KINDS_DIFFER, MODELS_DIFFER = 0.2, 0.15
-"""Logarithms. Efficiencies of kinds are expected to be normal about that of all kinds, errors of models Laplacian."""
-TIE = 0.05  # published costs nearer than this are not ranked: a repeated run differs as much
+"""Scales, as logarithms. Efficiencies of kinds of GPU are assumed normal about that of all kinds, models' errors Laplacian."""
+TIE = 0.05  # published costs closer than this are not ranked, since repeated runs differ as much
 COLUMNS = {
     "": "id source_repo source_path source_commit source_row row_status model gpu_kind notes",
     "train": "gpus_total global_batch max_seq_len precision_train tp pp cp ep vpp micro_batch recompute engine task n_layers "
@@ -46,9 +46,9 @@ COLUMNS = {
 }
 FIGURES = {"training": "train", "generation": "serve", "publication": "sync", "step": "rl_steps"}  # of a plan
 Fitted = dict[str, dict[str, float]]
-"""By kind of GPU, and "general": what hardware.yaml calls fitted."""
+"""The section `fitted` of hardware.yaml: by kind of GPU, and "general"."""
 Known = dict[tuple[int, float | None], np.ndarray]
-"""log_errors of cases by id and efficiency of BF16, so that no two fits compute the same."""
+"""A cache of log_errors by a case's id and BF16's efficiency, so that no two fits compute the same."""
 
 
 def main() -> None:
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def read(folder: Path) -> tuple[list[Case], dict[str, dict[str, int]]]:
-    """Return the cases of the folder's rows, and how many rows of each file are left out, by rule."""
+    """Return the cases of the folder's rows, and for each file how many rows are left out by each rule."""
     cases, left_out = [], {}
     for file in FILES:
         refused: Counter[str] = Counter()
@@ -88,7 +88,7 @@ def read(folder: Path) -> tuple[list[Case], dict[str, dict[str, int]]]:
 
 
 def keep(cases: Iterable[Case]) -> None:
-    """Write the rows of these cases, and of each the columns that are read."""
+    """Write the rows of these cases, with only the columns that are read."""
     for file in FILES:
         with (HERE / f"{file}.csv").open("w", newline="") as lines:
             writer = csv.DictWriter(
@@ -113,7 +113,7 @@ def with_fitted(case: Case, fitted: Fitted) -> Gpu:
 
 
 def log_errors(case: Case, gpu: Gpu) -> np.ndarray:
-    """Return |log(planned / published)| [seconds, seconds, efficiencies], with each that fits choose from.
+    """Return |log(planned / published)| [seconds, seconds, efficiencies], for each of the values among which fits choose.
 
     An axis that does not matter has one element.
     """
@@ -127,20 +127,20 @@ def log_errors(case: Case, gpu: Gpu) -> np.ndarray:
 
 
 def fit(cases: Sequence[Case], known: Known) -> Fitted:
-    """Return what makes the mean of |log(planned / published)| least, all models of a kind of GPU counting alike.
+    """Return the values with the least mean of |log(planned / published)|, in which all models of a kind of GPU count equally.
 
-    First without rows of FP8, because attention and head are of BF16 there, too.
+    Rows without FP8 are fitted first, because attention and head use BF16 in FP8 rows, too.
     """
     fitted = [case for case in cases if case.fitted]
     return _fit(fitted, known, _fit([case for case in fitted if "fp8" not in case.fitted[0]], known, {}))
 
 
 def _fit(cases: Sequence[Case], known: Known, before: Fitted) -> Fitted:
-    """Return an efficiency of all kinds together, one of each kind that is drawn to it, and seconds of a layer for all."""
+    """Return a general efficiency, one for each kind of GPU that is shrunk towards it, and common seconds of a layer."""
     loss: dict[tuple[str, str], dict[str, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
     for case in cases:
         gpu = with_fitted(case, before)
-        key = id(case), gpu.training if "fp8" in case.fitted[0] else None  # nothing else of it matters
+        key = id(case), gpu.training if "fp8" in case.fitted[0] else None  # nothing else in it matters
         if key not in known:
             known[key] = log_errors(case, gpu)
         loss[case.fitted[0], case.kind][case.model].append(known[key])
@@ -162,7 +162,7 @@ def _fit(cases: Sequence[Case], known: Known, before: Fitted) -> Fitted:
 
 
 def held_out(cases: Sequence[Case], known: Known) -> list[float]:
-    """Return what is planned for each case with what is fitted to the other models alone."""
+    """Return the planner's value for each case, with values fitted only to the other models."""
     fitted = {model: fit([c for c in cases if c.model != model], known) for model in {c.model for c in cases}}
     return [case.seconds(with_fitted(case, fitted[case.model])) for case in cases]
 
@@ -171,7 +171,7 @@ def held_out(cases: Sequence[Case], known: Known) -> list[float]:
 
 
 def figures(cases: Sequence[Case], predicted: Sequence[float]) -> dict[str, Any]:
-    """Return errors by file, by kind of GPU and engine; ranks of layouts; the worst; all rows."""
+    """Return errors by file and by kind of GPU and engine, the ranking of layouts, the worst rows, and all rows."""
     groups: dict[tuple[str, ...], list[tuple[Case, float]]] = defaultdict(list)
     for case, planned in zip(cases, predicted, strict=True):
         groups[case.file,].append((case, planned))
@@ -201,7 +201,7 @@ def _shown(case: Case, planned: float) -> dict[str, object]:
 
 
 def _errors(pairs: Sequence[tuple[Case, float]]) -> dict[str, float]:
-    """Return figures of |planned / published - 1|, and the median of planned / published."""
+    """Return statistics of |planned / published - 1|, and the median of planned / published."""
     ratios = np.array([planned / case.value for case, planned in pairs])
     error = np.abs(ratios - 1)
     shares = {"median": np.median(error), "p90": np.quantile(error, 0.9), "ratio": np.median(ratios)}
@@ -211,9 +211,10 @@ def _errors(pairs: Sequence[tuple[Case, float]]) -> dict[str, float]:
 
 
 def ranking(pairs: Iterable[tuple[Case, float]]) -> dict[str, float]:
-    """Return Kendall's tau of GPU-seconds a sequence or step, over pairs of layouts of one model, work and kind of GPU.
+    """Return Kendall's tau of GPU-seconds per sequence or step, over pairs of layouts with the same model, work and GPU.
 
-    Rows of one layout are one, with their geometric mean. Pairs whose published costs differ by less than TIE are left out.
+    Rows with the same layout count as one, with their geometric mean. Pairs whose published costs differ by less than TIE are
+    left out.
     """
     costs: dict[tuple[object, ...], dict[tuple[object, ...], list[tuple[float, float]]]] = defaultdict(
         lambda: defaultdict(list)
@@ -229,7 +230,7 @@ def ranking(pairs: Iterable[tuple[Case, float]]) -> dict[str, float]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Format as Markdown."""
+    """Return the figures as Markdown."""
     heads = (
         "rows of",
         "kind of GPU, engine",
@@ -254,7 +255,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def draw(cases: Sequence[Case], predicted: Sequence[float], path: Path) -> None:
-    """Draw planned against published, each file in its own panel."""
+    """Draw planned against published values, with one panel per file."""
     from matplotlib.ticker import LogLocator
 
     titles = {

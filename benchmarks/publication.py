@@ -1,29 +1,28 @@
-"""Bytes per second of one pass over weights, and of a publication to a real server, against a bare broadcast of the same bytes
-over the same kind of group.
+"""Measures bytes per second of passes over weights, and of a publication to a real server, against a bare broadcast of the same
+bytes over the same kind of group.
 
     python -m benchmarks.publication [--layers 12] [--hidden 768] [--bucket-mb 64] [--repeats 5]
 
-    sum       torch.sum of random bytes, as many as a bucket holds and again and again, as floats
-    checksum  base/checksum.py of them
+    sum       torch.sum of a bucket of random bytes as floats, over and over
+    checksum  base/checksum.py of the same bytes
     sha256    hashlib's
 
-    bare      the same buckets to a process that does nothing but receive them
-    gather    the learner's part without sending: weights into buckets
-    hash      gather, with what the server's checksums must be
+    bare      the same buckets sent to a process that only receives them
+    gather    the learner's part without sending: weights are put into buckets
+    hash      gather, with computation of the expected checksums
     whole     a publication: transfer, the copy's checksums and their comparison, pause, swap, continue
-    transfer  of whole: hash, broadcasting, and the server loading what it gets into its copy, side by side
-    pause     of whole, from the pause to the answer that the server goes on
+    transfer  part of whole: hash, broadcast, and the server's loading into its copy, in parallel
+    pause     part of whole, from the pause to the reply that the server goes on
 
-Then, in MiB, the most memory that learner and server ever had, and the server before its first publication.
+Then it prints, in MiB, the peak memory of learner and server, and of the server before its first publication.
 
-All of a table are repeated in turn, so that a busy machine is busy for all. The passes run on one thread of the CPU. One
-learner rank, one server; gloo without a GPU.
+The rows of a table are repeated in turn, so that other load on the machine affects all of them. The passes run on one thread of
+the CPU. There are one learner rank and one server; gloo without a GPU.
 """
 
 import argparse
 import hashlib
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -40,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.server import start
+from benchmarks.roles import served
 from megarl.core import recipe as recipes
 from megarl.core.base.broadcast import BroadcastGroup
 from megarl.core.base.checksum import checksum
@@ -54,7 +53,6 @@ from megarl.core.weights.deltas import LastSent
 from megarl.core.weights.process_group import VIEWS, ProcessGroupTransport, backend
 from megarl.core.weights.publisher import Publisher
 from megarl.core.weights.transport import Bucket, Sent, SentChecksums, buckets
-from megarl.lab.evaluation.servers import wait_ready
 
 LIMIT_S = 120.0
 PASSES = 20
@@ -72,13 +70,8 @@ def main() -> None:
     passes(options.bucket_mb << 20, options.repeats)
     with tempfile.TemporaryDirectory() as directory:
         recipe = make(Path(directory), options.layers, options.hidden, options.bucket_mb)
-        process, endpoints = start(recipe)
-        try:
-            wait_ready(endpoints.servers[0], recipe.start_limit_s, process.poll)
-            measure(recipe, endpoints, process.pid, options.repeats)
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        with served(recipe) as server:
+            measure(recipe, server.endpoints, server.process.pid, options.repeats)
 
 
 def passes(size: int, repeats: int) -> None:
@@ -104,7 +97,7 @@ def passes(size: int, repeats: int) -> None:
 
 
 def timed(ways: dict[str, Callable[[], int]], repeats: int) -> tuple[dict[str, list[float]], int]:
-    """Return seconds of each repetition of each way, in turn, and the bytes of one. A first one is not counted."""
+    """Return the seconds of each repetition of each way, made in turn, and the bytes of one. The first is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for repeat in range(repeats + 1):
         for name, way in ways.items():
@@ -125,7 +118,7 @@ def show(title: str, seconds: dict[str, list[float]], size: int, standard: str) 
 
 
 def make(directory: Path, layers: int, hidden: int, bucket_mb: int) -> Recipe:
-    """A random Llama in fp32 and the recipe to serve it."""
+    """Write a random fp32 Llama; return a recipe to serve it."""
     config = LlamaConfig(
         vocab_size=8192,
         hidden_size=hidden,
@@ -210,13 +203,13 @@ def measure(recipe: Recipe, endpoints: Endpoints, server: int, repeats: int) -> 
 
 
 def most(process: int) -> int:
-    """The most memory [MiB] that it ever had."""
+    """Return the peak memory of a process in MiB."""
     (line,) = [line for line in Path(f"/proc/{process}/status").read_text().splitlines() if line.startswith("VmHWM")]
     return int(line.split()[1]) >> 10
 
 
 def memory(server: int) -> int:
-    """The most [MiB] that any of the server's processes ever had: its scheduler, which owns the model."""
+    """Return the largest peak memory of the server's processes in MiB, that of its scheduler, which owns the model."""
     return max(most(process.pid) for process in psutil.Process(server).children(recursive=True))
 
 
@@ -226,7 +219,7 @@ def broadcast(bucket: Bucket, group: BroadcastGroup) -> int:
 
 
 def receiver(sizes: list[int]) -> tuple[subprocess.Popen[bytes], BroadcastGroup]:
-    """A process that receives buffers of these sizes over and over, and the group with it."""
+    """Return a process that receives buffers of these sizes over and over, and the group with it."""
     limit = timedelta(seconds=LIMIT_S)
     store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=limit, wait_for_workers=False)
     name = f"bare-{uuid.uuid4().hex[:8]}"
@@ -237,7 +230,7 @@ def receiver(sizes: list[int]) -> tuple[subprocess.Popen[bytes], BroadcastGroup]
 
 def receive(name: str, port: int, sizes: list[int]) -> None:
     cuda = torch.cuda.is_available()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # what groups are registered with
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # groups are registered with it
     group = BroadcastGroup(name, 1, 2, backend(), ("127.0.0.1", port), LIMIT_S)
     buffers = [torch.empty(size, dtype=torch.uint8, device="cuda" if cuda else "cpu") for size in sizes]
     while True:

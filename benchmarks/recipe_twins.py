@@ -1,9 +1,9 @@
-"""Train the tiny twin of a shipped recipe for as many steps as one likes, and say what came of it.
+"""Trains the tiny twin of a shipped recipe for any number of steps, and prints the results.
 
     python -m benchmarks.recipe_twins scalerl-8b --steps 200 [--directory DIR] [learner.optimizer.lr=1e-3 …]
 
 The twin, its model and its data are those of tests/recipe_twins.py: the recipe's own algorithm and precision on two CPU cores.
-Printed: steps, seconds, pass rates, every metric whose name begins with `parity` (median and largest), and warnings.
+It prints steps, seconds, pass rates, every metric whose name begins with `parity` (median and largest), and warnings.
 """
 
 import argparse

@@ -1,15 +1,15 @@
-"""What grows with the number of servers, tokens and groups on one process: CPU seconds, for scaling-out.md.
+"""Measures the work in one process that grows with servers, tokens and groups, in CPU seconds, for scaling-out.md.
 
     python -m benchmarks.scale [--json FILE] [--streams 16384]
 
-    routing     Places: one request finds its place among so many servers
+    routing     Places: one request finds its place, by the number of servers
     streaming   ServerClient: one chunk of a completion, from a stand-in server in another process: 32 completions in bursts;
-                and so many that are under way at once, whose chunks come singly, at RATE tokens/s
-    publication Fleet: all calls of a publication, likewise, by the number of servers
-    load        Fan: all servers asked for their loads once, as the controller does each 5 s
-    journal     one finished group written, and a batch of them read and encoded for the learner
+                and --streams concurrent ones, whose chunks come one by one, at RATE tokens/s
+    publication Fleet: all calls of a publication to stand-ins, by the number of servers
+    load        Fan: all servers are asked for their loads once, as the controller does every 5 s
+    journal     one finished group is written, and a batch of them read and encoded for the learner
 
-CPU seconds of this process, so that a busy machine matters little; the best of several repeats.
+They are CPU seconds of this process, so that other load matters little; the best of several repeats.
 """
 
 import argparse
@@ -49,7 +49,7 @@ SERVERS = 1024
 RATE = 100_000.0
 BUCKETS = 30
 PARAMETERS = 291
-"""A Llama 3.1 8B has so many; its 16 GB are 30 buckets of 512 MiB."""
+"""The number of tensors in a Llama 3.1 8B; its 16 GB are 30 buckets of 512 MiB."""
 
 
 def main() -> None:
@@ -80,7 +80,7 @@ def best(measure: Callable[[], float]) -> float:
 
 
 def routing(servers: int) -> float:
-    """All servers half full; groups of 16 requests come to the emptiest and stay there, as tickets do."""
+    """Return the CPU seconds of a request. Servers are half full; groups of 16 requests go to the emptiest and stay there."""
 
     async def work() -> float:
         membership = Membership([ServerAddress(i, "") for i in range(servers)])
@@ -109,12 +109,12 @@ def routing(servers: int) -> float:
 
 
 def address(server: int) -> str:
-    """Each stand-in has an address of the loopback network, with one port for all."""
+    """Return a stand-in's address: each has one of the loopback network, all with the same port."""
     return f"127.0.{1 + server // 200}.{1 + server % 200}"
 
 
 def chunks() -> list[bytes]:
-    """A chunk of CHUNK tokens, and the last one of a request."""
+    """Return a chunk of CHUNK tokens, and the last chunk of a request."""
     ids = list(range(100_000, 100_000 + CHUNK))
     logprobs = [[-0.123456 - i / 1000, 100_000 + i, None] for i in range(CHUNK)]
     meta: dict[str, Any] = {"id": "x" * 32, "finish_reason": None, "output_token_logprobs": logprobs}
@@ -125,7 +125,7 @@ def chunks() -> list[bytes]:
 
 
 def serve(port: Any) -> None:
-    """Stand-ins: they stream TOKENS tokens in chunks, as SGLang writes them, relay calls, and answer any other at once."""
+    """Be the stand-ins: stream TOKENS tokens in chunks, as SGLang writes them, relay calls, and answer others at once."""
     table = {f"model.layers.{i}.weight": f"{i:064x}" for i in range(PARAMETERS)}
     lines = chunks()
 
@@ -180,7 +180,7 @@ def serve(port: Any) -> None:
 
 
 def streaming(url: str) -> float:
-    """32 completions of TOKENS tokens at once."""
+    """Return the CPU seconds of a chunk, for 32 concurrent completions of TOKENS tokens."""
 
     async def work() -> float:
         async with ServerClient(ServerAddress(id=0, url=url), "", "", 600) as client:
@@ -193,7 +193,7 @@ def streaming(url: str) -> float:
 
 
 def sweep(url: str, servers: int) -> float:
-    """The controller asks all servers for their loads, of which no two are alike."""
+    """Return the CPU seconds for asking all servers for their loads, no two of which are alike."""
     port = int(url.rpartition(":")[2])
     clients = {i: ServerClient(ServerAddress(i, f"http://{address(i)}:{port}"), "", "", 60.0) for i in range(servers)}
 
@@ -211,7 +211,7 @@ def sweep(url: str, servers: int) -> float:
 
 
 def streams(count: int) -> dict[str, float]:
-    """Two chunks of each of `count` completions that are under way at once. cores: CPU seconds a second at RATE."""
+    """Measure two chunks of each of `count` concurrent completions. cores: CPU seconds per second at RATE."""
     told: Any = multiprocessing.get_context("spawn").Queue()
     stand_in = multiprocessing.get_context("spawn").Process(target=stream, args=(told, count), daemon=True)
     stand_in.start()
@@ -237,7 +237,7 @@ def streams(count: int) -> dict[str, float]:
 
 
 def stream(told: Any, count: int) -> None:
-    """A stand-in that writes a chunk to one request after the other, at RATE tokens/s in all."""
+    """Be a stand-in that writes a chunk to one request after another, at RATE tokens/s in total."""
     first, last = (b"%x\r\n%s\r\n" % (len(line), line) for line in chunks())
     allow_files(count)
 
@@ -277,7 +277,7 @@ def allow_files(count: int) -> None:
 
 
 def publication(url: str, servers: int) -> float:
-    """The calls of a publication in BUCKETS buckets, of which each names 20 tensors."""
+    """Return the CPU seconds of the calls of a publication in BUCKETS buckets, each of which names 20 tensors."""
     port = int(url.rpartition(":")[2])
     clients = [ServerClient(ServerAddress(i, f"http://{address(i)}:{port}"), "", "", 60.0) for i in range(servers)]
     names = [f"model.layers.{i}.self_attn.q_proj.weight" for i in range(20)]
@@ -293,7 +293,7 @@ def publication(url: str, servers: int) -> float:
 
 
 def journal() -> dict[str, float]:
-    """Groups of GENERATIONS rollouts of TOKENS tokens: CPU seconds and bytes of each, written, read, encoded."""
+    """Return CPU seconds and bytes per group of GENERATIONS rollouts with TOKENS tokens: written, read, encoded."""
     random = np.random.default_rng(0)
 
     def group(ticket: int) -> Group:

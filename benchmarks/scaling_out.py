@@ -1,9 +1,9 @@
-"""The pipeline at 80, 1,024 and 16,384 GPUs, simulated, for benchmarks/scaling-out.md.
+"""Simulates the pipeline at 80, 1,024 and 16,384 GPUs, for benchmarks/scaling-out.md.
 
     python -m benchmarks.scaling_out [--json FILE]
 
-Servers are alike and so are groups: of the two large ones a part is simulated, with as many servers and prompts less, and with
-the training and publication of the whole.
+As servers are alike, and groups, too, only a part of the two large systems is simulated, with servers and prompts reduced by
+the same factor, and with the training and publication of the whole.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""How often `megarl study search` keeps the best arm, against what it says, and against halving by the last score.
+"""How often does `megarl study search` keep the best arm, compared with its own probability, and with halving by last scores?
 
-`python -m benchmarks.search [--searches N] [--seed N] [--spread S] [--out FILE]`: four arms with a law each, whose curves
-have what real ones have: noise of the answers, a misfit of the law, and the luck of a seed. All three are drawn here, by other
-code than the posterior's; their sizes are what its prior names.
+`python -m benchmarks.search [--searches N] [--seed N] [--spread S] [--out FILE]`: four arms with one law each. Their curves
+have the errors of real ones: noise of the answers, a misfit of the law, and the luck of a seed. All three are drawn here, by
+code other than the posterior's; their sizes are those of its prior.
 
-`--recorded FOLDER`: the runs of a study instead (`megarl study`), which all went on to the end: searches among four of its
-variants with all their seeds, halved where a half and three quarters of their scores are there. The truth is the last score.
+`--recorded FOLDER`: uses the runs of a study (`megarl study`) that all went on to the end, for searches among four of its
+variants with all their seeds, halved after a half and after three quarters of the scores. The truth is the last score.
 """
 
 import argparse
@@ -18,17 +18,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.forecasts import part_of
 from megarl.lab.scaling.points import Curve, read_points
 from megarl.lab.study.search import judge
 
 END, RUNGS, SCORED = 60, (15, 30), (2, 4, 6, 9, 13, 15, 19, 27, 30)
 ANSWERS, R0 = 2048, 0.4
-SAME = 0.01  # an arm this close to the best A is as good
+SAME = 0.01  # an arm this close to the best A counts as equally good
 MISFIT, SEED = 0.01, 0.04  # deviations, shares of the gain (megarl/lab/scaling/fit.py, PRIOR)
 
 
 class ArmLaw(NamedTuple):
-    """An arm: its pass rate without any noise is R0 + (A - R0) / (1 + (mid / C)^B)."""
+    """An arm. Its pass rate without noise is R0 + (A - R0) / (1 + (mid / C)^B)."""
 
     a: float
     b: float
@@ -36,8 +37,8 @@ class ArmLaw(NamedTuple):
 
 
 class Halved(NamedTuple):
-    """The arm that a way of halving ends with. good: it has the best A, or one as good; lost: how much A it lacks; behind: by
-    how much its pass rate at END is below the best arm's there.
+    """The arm with which a way of halving ends. good: whether it has the best A, or one as good; lost: how far its A is below
+    the best; behind: how far its pass rate at END is below the best arm's.
     """
 
     good: bool
@@ -46,7 +47,7 @@ class Halved(NamedTuple):
 
 
 class Searched(NamedTuple):
-    """A search, by the posterior and by the last scores. stated: the probability that the best arm was kept at all rungs."""
+    """A search, by the posterior and by last scores. stated: the stated probability that all rungs kept the best arm."""
 
     stated: float
     posterior: Halved
@@ -59,7 +60,7 @@ def drawn_law(rng: np.random.Generator, centre: float, spread: float) -> ArmLaw:
 
 
 def drawn_curve(rng: np.random.Generator, law: ArmLaw) -> Curve:
-    """One run of the arm, scored at SCORED."""
+    """Return the curve of one run of the arm, with scores at SCORED."""
     steps = np.array(SCORED, float)
     gain = (law.a - R0) / (1 + (law.mid / steps) ** law.b)
     apart = np.abs(np.subtract.outer(np.log(steps), np.log(steps)))
@@ -70,8 +71,7 @@ def drawn_curve(rng: np.random.Generator, law: ArmLaw) -> Curve:
 
 
 def until(curve: Curve, step: int) -> Curve:
-    kept = curve.hours <= step
-    return Curve(curve.name, curve.hours[kept], curve.pass_rate[kept], curve.r0, curve.unit, answers=curve.answers)
+    return part_of(curve, curve.hours <= step)
 
 
 def searched(laws: Sequence[ArmLaw], curves: Sequence[Curve]) -> Searched:
@@ -93,7 +93,7 @@ def _found(laws: Sequence[ArmLaw], chosen: int) -> Halved:
 
 
 def simulated(searches: int, seed: int, spread: float) -> list[Searched]:
-    """Search among arms whose A differ by this standard deviation."""
+    """Search among arms whose A have the standard deviation `spread`."""
     rng, found = np.random.default_rng(seed), []
     for _ in range(searches):
         laws = [drawn_law(rng, centre, spread) for centre in [rng.uniform(0.6, 0.9)] * 4]
@@ -102,8 +102,8 @@ def simulated(searches: int, seed: int, spread: float) -> list[Searched]:
 
 
 class Recorded(NamedTuple):
-    """A search among recorded runs. good, lost: of the last score, by the posterior and by the score at the rungs; the hours
-    that were spent, and those of all runs.
+    """A search among recorded runs. good, lost: by the last score, for the posterior and for the scores at the rungs; then the
+    hours spent, and those of all runs.
     """
 
     stated: float
@@ -116,7 +116,7 @@ class Recorded(NamedTuple):
 
 
 def recorded(folder: Path, answers: int, searches: int, seed: int) -> list[Recorded]:
-    """Search among random fours of the variants of a study; `answers`: that a score is the mean of."""
+    """Search among random sets of four of a study's variants. answers: the number of which a score is the mean."""
     runs: dict[str, list[Curve]] = {}
     for file in sorted((folder / "points").glob("*-seed*.csv")):
         (curve,) = read_points(file)
@@ -130,7 +130,7 @@ def _recorded(runs: dict[str, list[Curve]]) -> Recorded:
     count = min(len(curve.hours) for curves in runs.values() for curve in curves)
     alive, by_score, stated, reached = list(runs), list(runs), 1.0, dict.fromkeys(runs, count)
     for rung in (count // 2, count * 3 // 4):
-        first = {arm: [_first(curve, rung) for curve in curves] for arm, curves in runs.items()}
+        first = {arm: [part_of(curve, slice(rung)) for curve in curves] for arm, curves in runs.items()}
         judged = judge({arm: first[arm] for arm in alive})
         kept = [one.arm for one in judged.standings[: (len(alive) + 1) // 2]]
         reached |= {arm: rung for arm in alive if arm not in kept}
@@ -146,12 +146,8 @@ def _recorded(runs: dict[str, list[Curve]]) -> Recorded:
     return Recorded(stated, lost <= SAME, lost, by <= SAME, by, spent, whole)
 
 
-def _first(curve: Curve, count: int) -> Curve:
-    return replace(curve, hours=curve.hours[:count], pass_rate=curve.pass_rate[:count])
-
-
 def summary(found: Sequence[Searched]) -> dict[str, float]:
-    """Return means over searches, and what was stated and true in the half of them that was less sure, and in the other."""
+    """Return means over searches, and the stated and true rates in the less certain half of them and in the other half."""
     means = {"searches": len(found), "stated": float(np.mean([one.stated for one in found]))}
     for way in ("posterior", "score"):
         values = np.array([getattr(one, way) for one in found], float).mean(0)

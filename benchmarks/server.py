@@ -1,21 +1,17 @@
-"""Tokens/s of one server alone: through ServerClient (streamed, log-probs, versions) and under a bare load, in the same run.
+"""Measures tokens/s of one server alone: through ServerClient (streamed, log-probs, versions) and under a bare load.
 
     python -m benchmarks.server RECIPE [key=value …] [--tokens 128] [--serial] [--json]
 
-The bare load is the cheapest client there is: whole replies, which it does not read. --serial: a second server, whose scheduler
-does not prepare a step while the one before is computed, has the streamed load, too. All are repeated in turn, so that a busy
-machine is busy for all; tokens per second of the server's own CPU time hardly depend on it.
+The bare load is the cheapest possible client: it gets whole replies, which it does not read. --serial: a second server, whose
+scheduler does not prepare a step during the previous one, has the streamed load, too. All loads are repeated in turn, in one
+run, so that other load on the machine affects all; tokens per second of the server's own CPU time hardly depend on it.
 """
 
 import argparse
 import asyncio
 import json
-import os
 import resource
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -28,15 +24,12 @@ import msgspec
 import numpy as np
 import psutil
 
+from benchmarks.roles import client_of, served
 from megarl.core import recipe as recipes
 from megarl.core.base.architecture import in_directory
-from megarl.core.base.messages import ServerAddress
-from megarl.core.base.process import die_with_parent
-from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir
+from megarl.core.base.rundir import Endpoints
 from megarl.core.recipe import Recipe
-from megarl.core.server.client import REQUEST_LIMIT_S, ServerClient
-from megarl.lab.evaluation.servers import wait_ready
-from megarl.run.process import free_ports
+from megarl.core.server.client import ServerClient
 
 CONCURRENCY = (1, 8, 32, 128)
 PROMPT_TOKENS = 16
@@ -55,11 +48,8 @@ def main() -> None:
         servers = []
         for module in ("megarl", "benchmarks.no_overlap")[: 1 + options.serial]:
             recipe = recipes.load(options.recipe, [*options.overrides, f"run.dir={directory}", f"run.name={module}"])
-            process, endpoints = start(recipe, module)
-            stack.callback(process.wait)
-            stack.callback(os.killpg, process.pid, signal.SIGKILL)
-            wait_ready(endpoints.servers[0], recipe.start_limit_s, process.poll)
-            servers.append((endpoints, process.pid))
+            server = stack.enter_context(served(recipe, module))
+            servers.append((server.endpoints, server.process.pid))
         if not options.json:
             print(f"{options.tokens} tokens a request")
             print(f"{'load':>10} {'concurrency':>11} {'tokens/s':>9} {'per server CPU-s':>17} {'client CPU':>11}")
@@ -78,24 +68,6 @@ def main() -> None:
                     print(f"{load:>10} {concurrency:>11} {rate:>9.0f} {work:>17.0f} {share:>10.1%}", flush=True)
 
 
-def start(recipe: Recipe, module: str = "megarl") -> tuple[subprocess.Popen[bytes], Endpoints]:
-    """`python -m MODULE serve`, not ready yet."""
-    rundir = RunDir(recipe.run.path)
-    rundir.create()
-    (port,) = free_ports(1)
-    url = f"http://127.0.0.1:{port}"
-    keys = {"api_key": "user", "admin_key": "admin"}
-    endpoints = Endpoints(session="", controller="", servers=(url,), link=LinkKeys.new(), rendezvous_port=0, **keys)
-    rundir.write_endpoints(endpoints)
-    rundir.recipe.write_text(recipes.dump(recipe))
-    with (rundir.logs / "server.log").open("wb") as log:
-        command = [sys.executable, "-m", module, "serve", str(rundir.recipe), "--index", "0", "--port", str(port)]
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=die_with_parent
-        )
-    return process, endpoints
-
-
 async def measured(
     recipe: Recipe,
     endpoints: Endpoints,
@@ -104,11 +76,10 @@ async def measured(
     concurrency: int,
     other: tuple[Endpoints, int] | None = None,
 ) -> dict[str, tuple[float, float, float]]:
-    """Each load, `bare` and `streamed`: median tokens/s, tokens per CPU-second of the server, CPU share of the client.
+    """Return for each load: median tokens/s, tokens per CPU-second of the server, CPU share of the client.
 
-    other: another server, and its process, of a load `serial`.
+    other: another server and its process, for the load `serial`.
     """
-    url, limit = endpoints.servers[0], REQUEST_LIMIT_S
     vocabulary = in_directory(recipe.model.path).vocabulary
     generator = np.random.default_rng(0)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
@@ -116,10 +87,6 @@ async def measured(
 
     def prompt() -> np.ndarray:
         return generator.integers(0, vocabulary, PROMPT_TOKENS, dtype=np.int32)
-
-    def client_of(endpoints: Endpoints) -> ServerClient:
-        address = ServerAddress(id=0, url=endpoints.servers[0])
-        return ServerClient(address, endpoints.api_key, endpoints.admin_key, limit)
 
     async with (
         client_of(endpoints) as client,
@@ -130,7 +97,7 @@ async def measured(
         async def bare() -> int:
             sampling = {"max_new_tokens": tokens, "ignore_eos": True}
             body = {"input_ids": prompt().tolist(), "sampling_params": sampling, "return_logprob": True}
-            async with session.post(f"{url}/generate", data=msgspec.json.encode(body)) as reply:
+            async with session.post(f"{endpoints.servers[0]}/generate", data=msgspec.json.encode(body)) as reply:
                 answer = await reply.read()
                 if reply.status != 200:
                     raise SystemExit(
@@ -160,7 +127,7 @@ async def measured(
 
 
 async def once(load: Callable[[], Awaitable[int]], concurrency: int, pid: int) -> tuple[float, float, float]:
-    """Tokens/s, tokens per CPU-second of the server's processes, CPU-seconds of this process per second."""
+    """Return tokens/s, tokens per CPU-second of the server's processes, and CPU-seconds of this process per second."""
     server, client, start = server_cpu(pid), client_cpu(), time.monotonic()
     count = sum(await asyncio.gather(*(load() for _ in range(concurrency))))
     seconds = time.monotonic() - start

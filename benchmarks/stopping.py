@@ -1,10 +1,10 @@
-"""The stop rule `run.stop_when` replayed on recorded runs: what it would have saved, and what it would have forgone.
+"""Replays the stop rule `run.stop_when` on recorded runs: what would it have saved, and what would it have forgone?
 
     python -m benchmarks.stopping DIR/records [--part open | held-out] [--out FILE.json]
 
-DIR is what `megarl study corpus` makes. After each evaluation of a run the forecast is made from what was known then, and the
-rule is asked as the controller asks it. Prices are gains of pass rate per whole budget of the run, so `.02` means: stop if the
-rest brings less than .02 times its share of the budget. Beside megarl's rule, which takes the upper end of the interval, stand
+DIR is made by `megarl study corpus`. After each evaluation of a run the forecast is made from the data until then, and the rule
+is applied as in the controller. A price is a gain in pass rate per whole budget of the run, so `.02` means: stop if the rest
+brings less than .02 times its share of the budget. megarl's rule, with the upper end of the interval, is compared with
 
     point estimate   the same rule with the gain of the best fit
     hindsight        the first evaluation after which the rest really brought less than the price, by the recorded scores
@@ -15,12 +15,11 @@ A stop is wrong if the rest brought more than the price and two standard errors 
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.forecasts import arguments, noise
+from benchmarks.forecasts import arguments, noise, part_of
 from megarl.core.evaluation.forecast import not_worth_it
 from megarl.lab.scaling.extrapolate import forecast
 from megarl.lab.scaling.fit import fit
@@ -32,7 +31,7 @@ Row = dict[str, Any]
 
 
 class EarlyEnd(NamedTuple):
-    """Where a rule ended a run. saved: share of the budget; forgone: pass rate that the rest brought."""
+    """Where a rule ended a run. saved: share of the budget; forgone: the gain in pass rate from the rest."""
 
     run: str
     saved: float
@@ -41,15 +40,15 @@ class EarlyEnd(NamedTuple):
 
 
 def rows_of(run: CorpusRun) -> list[Row]:
-    """Return the rows of eval.jsonl, each with the forecast that was possible then. Hours stand for petaFLOP.
+    """Return the rows of eval.jsonl, each with the forecast that was possible then. Hours are petaFLOP here.
 
-    `gain`: what the rest brings by the fitted law alone.
+    `gain`: the gain from the rest, by the fitted law alone.
     """
     scores = [row | {"compute_hours": row["flop"] / 1e15, "compute_unit": "core"} for row in run.scores]
     rows = [row | forecast(scores[: n + 1], (), scores[-1]["step"]) for n, row in enumerate(scores)]
     for n, row in enumerate(rows):
         if "predicted_hours" in row:
-            law = fit([replace(run.curve, hours=run.curve.hours[:n], pass_rate=run.curve.pass_rate[:n])])
+            law = fit([part_of(run.curve, slice(n))])
             here, end = law(np.array([row["compute_hours"], row["predicted_hours"]]))
             row["gain"] = float(end - here)
     return rows
@@ -64,7 +63,7 @@ def point_estimate(row: Row, price: float) -> bool:
 
 
 def stops(run: CorpusRun, rule: Callable[[Row, float], bool], price: float, rows: list[Row]) -> EarlyEnd:
-    """Replay one rule. price: gain of pass rate per whole budget."""
+    """Replay one rule. price: gain in pass rate per whole budget."""
     last, budget = rows[-1], rows[-1]["compute_hours"]
     ended = next((row for row in rows[:-1] if rule(row, price / budget)), last)
     saved, forgone = 1 - ended["compute_hours"] / budget, last["pass_rate"] - ended["pass_rate"]

@@ -1,11 +1,11 @@
-"""How far a larger policy's curve is told by smaller ones': the largest size of each recipe of the corpus, from the others.
+"""How well do smaller policies predict a larger one's curve? The largest size of each recipe in the corpus, from the others.
 
     python -m benchmarks.transfer DIR/records [--part open | all] [--out FILE.json]
 
-DIR is what `megarl study corpus` makes; without --part all, runs that are held out are neither fitted nor predicted. Runs of a
-size are fitted together, whatever their dtype and seed. What is predicted is each score of the largest size in the second half
-of its compute, and what its own fit says of A and C_mid. Beside the power law stands the next smaller size's fit, with C_mid in
-proportion to the size. An interval is widened by the noise of the evaluation that it is compared with.
+DIR is made by `megarl study corpus`; without --part all, held-out runs are neither fitted nor predicted. Runs of a size are
+fitted together, whatever their dtype and seed. Predicted are each score of the largest size in the second half of its compute,
+and A and C_mid of its own fit. The power law is compared with the next smaller size's fit, with C_mid proportional to the size.
+An interval is widened by the noise of the evaluation with which it is compared.
 """
 
 import json
@@ -22,11 +22,11 @@ from megarl.lab.scaling.transfer import transfer
 from megarl.lab.study.corpus import KINDS, SIZES, CorpusRun
 
 Row = dict[str, Any]
-LEAST = 3  # sizes of a recipe: two that are fitted, and the largest
+LEAST = 3  # fewest sizes of a recipe: two to fit, and the largest
 
 
 def sizes(runs: list[CorpusRun]) -> dict[str, dict[float, list[Curve]]]:
-    """Return the curves of each recipe by the size of the policy, ascending."""
+    """Return the curves of each recipe by policy size, in ascending order."""
     found: dict[str, dict[float, list[Curve]]] = defaultdict(lambda: defaultdict(list))
     for run in sorted(runs, key=lambda run: SIZES[run.size].active):
         found[run.recipe][float(SIZES[run.size].active)].append(run.curve)

@@ -1,8 +1,8 @@
-"""TRL's GRPOTrainer (`loss_type="cispo"`, CPU) on the benchmark's workload: completion tokens per second, rollout and training.
+"""Measures TRL's GRPOTrainer (`loss_type="cispo"`, CPU) on the benchmark's workload: completion tokens/s, rollout and training.
 
     PYTHONPATH=.bench:. python -m benchmarks.trl_grpo MODEL_DIR '{"prompts": 16, …}'     prints one JSON line
 
-The reward is random: like the policy's noise it costs nothing and leaves no group without variance.
+The reward is random: it costs nothing, and leaves no group without variance.
 """
 
 import json
@@ -24,7 +24,7 @@ from benchmarks.workload import GrpoStepSizes, prompt_texts  # noqa: E402
 
 
 class Clock(TrainerCallback):
-    """Wall time at the end of each step."""
+    """Records the wall time at the end of each step."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []

@@ -1,19 +1,17 @@
-"""`pipeline.window`: real runs whose learner limits, with a full window and with `auto`, in alternated pairs.
+"""Tests `pipeline.window`: real runs limited by their learner, with a full window and with `auto`, in alternating pairs.
 
     python -m benchmarks.window [--pairs 5] [--steps 80] [--json FILE]     ten runs of a minute or so on two quiet cores
     python -m benchmarks.window --simulate                                 scalerl-8b on 80 H100, two minutes of a core
 
-The workload is that of `workload.py` with answers about as long as prompts: a server reads a prompt once for a group, the
-learner with every answer, so the learner is the bottleneck. Counted are the steps after `WARM_UP`, in which the window fills
-and closes, up to the last for which a full window still draws. The interval is Student's t of the pairs' logarithms; one pair
-has none.
+The workload is that of `workload.py` with answers about as long as prompts: a server reads a prompt once per group, the learner
+with every answer, so the learner is the bottleneck. Steps count after `WARM_UP`, during which the window fills and shrinks, up
+to the last step for which a full window still draws. The interval is Student's t for the pairs' logarithms; one pair has none.
 """
 
 import argparse
 import json
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,11 +19,11 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
-from benchmarks.end_to_end import make_model, output, recipe_of, write_data
-from benchmarks.workload import GrpoStepSizes
+from benchmarks.end_to_end import recipe_of, write_data
+from benchmarks.roles import trained
+from benchmarks.workload import GrpoStepSizes, make_model
 from megarl.core import recipe as recipes
 from megarl.core.base import architecture
-from megarl.core.base.rundir import RunDir, latest_rows
 from megarl.core.recipe import Recipe
 from megarl.lab.planning.hardware import gpu_named
 from megarl.lab.planning.layouts import PlanningProblem, as_written
@@ -95,19 +93,14 @@ def made(place: Path, steps: int, window: str, pair: int) -> Recipe:
 
 
 def measured(recipe: Recipe) -> dict[str, float]:
-    """Run it, and return its figures over the counted steps; shares and means are over their seconds."""
-    rundir = RunDir(recipe.run.path)
-    file = rundir.path.parent / f"{recipe.run.name}.yaml"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(recipes.dump(recipe))
-    output([sys.executable, "-m", "megarl", "train", str(file)], {})
-    rows = latest_rows(rundir.metrics)[WARM_UP : -recipe.pipeline.window_steps]
+    """Run the recipe; return its figures over the counted steps. Shares and means are over the seconds of these steps."""
+    rows = trained(recipe)[WARM_UP : -recipe.pipeline.window_steps]
     seconds = np.array([row["step_seconds"] for row in rows])
     return {name: float(np.average([row[name] for row in rows], weights=seconds)) for name in FIGURES}
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """Return the geometric mean of the pairs' ratios and its 95 % interval; without bounds from one pair."""
+    """Return the geometric mean of the pairs' ratios and its 95 % interval, which is unbounded for one pair."""
     logs = np.log(ratios)
     if len(logs) == 1:
         return math.exp(logs[0]), 0.0, math.inf

@@ -1,7 +1,7 @@
-"""The one workload that both sides of the comparison run: a Llama of 3.3M parameters, 128 completions a step.
+"""The workload that both sides of the comparison run: a Llama of 3.3M parameters, 128 completions per step.
 
-The policy is noise with a set chance of ending at every token, so lengths are ragged as in reinforcement learning they are
-(geometric, cut off at a cap), and nothing but speed is measured. Both sides get the same model directory, prompts and lengths.
+The policy is noise with a fixed chance of ending at every token, so lengths vary as in reinforcement learning (geometric, cut
+off at a cap), and only speed is measured. Both sides get the same model directory, prompts and lengths.
 """
 
 import math
@@ -18,7 +18,7 @@ EOS = 2
 
 @dataclass(frozen=True)
 class GrpoStepSizes:
-    """Sizes of one optimiser step. `mean_tokens` None: every completion runs to `max_tokens`."""
+    """The sizes of one optimiser step. If `mean_tokens` is None, every completion runs to `max_tokens`."""
 
     prompts: int = 16
     generations: int = 8
@@ -34,7 +34,8 @@ class GrpoStepSizes:
 
 
 def make_model(path: Path, work: GrpoStepSizes) -> None:
-    """Llama, 4 layers of hidden 256, fp32; words w4 … w1023 as tokens; the end token drawn with chance 1/mean_tokens."""
+    """Write an fp32 Llama with 4 layers of width 256 and the words w4 … w1023 as tokens, which ends with probability
+    1/mean_tokens at each token."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -63,7 +64,8 @@ def make_model(path: Path, work: GrpoStepSizes) -> None:
 
 @torch.no_grad()
 def _set_end_probability(model: LlamaForCausalLM, probability: float) -> None:
-    """Residual dimension 0 is made the constant 1, which no layer writes to, so that the head can give one token a bias."""
+    """Set the probability of the end token. Residual dimension 0 is made a constant 1, to which no layer writes, so that the
+    head can give one token a bias."""
     model.model.embed_tokens.weight[:, 0] = 1.0
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight[0] = 0
@@ -74,7 +76,7 @@ def _set_end_probability(model: LlamaForCausalLM, probability: float) -> None:
 
 
 def prompt_texts(work: GrpoStepSizes, count: int) -> list[str]:
-    """`count` different prompts of the same number of tokens."""
+    """Return `count` different prompts with the same number of tokens."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(4, VOCABULARY, (count, work.prompt_tokens), generator=generator)
     return [" ".join(f"w{i}" for i in row) for row in ids.tolist()]

@@ -37,9 +37,9 @@ app.add_typer(conversion)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    warnings.simplefilter("ignore")  # megatron names each optional package that is not installed
+    warnings.simplefilter("ignore")  # megatron warns of each optional package that is not installed
     logging.basicConfig(level=logging.ERROR)
-    # It says that there is no GPU, and where an unused CUDA is.
+    # It reports that there is no GPU, and where it found an unused CUDA.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
         status: int = app(arguments, prog_name="python -m checkpoints_tools", standalone_mode=False) or 0

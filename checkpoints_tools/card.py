@@ -1,4 +1,4 @@
-"""The model card of an exported directory: where the weights come from, how they were trained, how well they do."""
+"""Writes the model card of an exported directory: where the weights come from, how they were trained, how well they score."""
 
 import re
 from pathlib import Path
@@ -11,13 +11,13 @@ from megarl.core.models.checkpoint import CheckpointMeta
 FILE = "README.md"
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 FOLDERS = ("runs", "models", "data")
-"""Where recipes and docs keep models: `models/Qwen3-8B` means a directory even if it does not exist."""
+"""Folders in which recipes and docs keep models: `models/Qwen3-8B` means a directory even if it does not exist."""
 
 UNITS = {"gpu": "GPU", "core": "core"}
 
 
 def render(checkpoint: Path, meta: CheckpointMeta) -> str:
-    """Return README.md, with training and evaluation if the checkpoint lies in a run directory."""
+    """Return the text of README.md, with training and evaluation if the checkpoint lies in a run directory."""
     run = run_of(checkpoint)
     recipe = yaml.safe_load(run.recipe.read_text()) or {} if run else {}
     base = str(recipe.get("model", {}).get("path") or meta.hf_source)
@@ -36,20 +36,20 @@ def render(checkpoint: Path, meta: CheckpointMeta) -> str:
 
 
 def run_of(checkpoint: Path) -> RunDir | None:
-    """Return the run that a checkpoint lies in (RUN/checkpoints/step-N), if any."""
+    """Return the run in which a checkpoint lies (RUN/checkpoints/step-N), or None."""
     run = RunDir(checkpoint.resolve().parent.parent)
     inside = checkpoint.resolve().parent == run.checkpoints and run.recipe.is_file()
     return run if inside else None
 
 
 def _is_hub_id(base: str) -> bool:
-    """Return whether this is ORG/NAME and no directory: a card's front matter takes nothing else as base_model."""
+    """Return whether this is ORG/NAME on the hub rather than a directory: base_model in a card's front matter must be."""
     organisation, _, _ = base.partition("/")
     return HUB_ID.fullmatch(base) is not None and organisation not in FOLDERS and not Path(base).exists()
 
 
 def _training(run: RunDir, meta: CheckpointMeta) -> list[tuple[str, str]]:
-    """Describe the steps up to this checkpoint's."""
+    """Return (name, text) pairs about the training up to this checkpoint."""
     rows = [row for row in latest_rows(run.metrics) if row["step"] < meta.step]
     evaluations = [row for row in latest_rows(run.eval) if row["step"] <= meta.step]
     facts = []

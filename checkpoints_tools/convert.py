@@ -1,39 +1,29 @@
-"""Between distributed checkpoints and Hugging Face directories, and from layout to layout, without changing a bit.
+"""Converts between distributed checkpoints and Hugging Face directories, and between layouts, without changing a bit.
 
     hf_to_megatron   safetensors ──slices──► parameter of a rank ──► its shards      at any layout, from one process
     megatron_to_hf   shards ──► parameter ──► safetensors
-    reshard          shards ──► shards of another layout, the optimiser's too
+    reshard          shards ──► shards of another layout, including the optimiser's
 
-One parameter is in memory at a time. Values are copied, never computed with; only --dtype rounds.
+One parameter is in memory at a time. Values are only copied, unless --dtype rounds them.
 """
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import astuple
 from pathlib import Path
 
 import msgspec
 from torch import Tensor
 
 from checkpoints_tools import card
-from checkpoints_tools.layout import WHOLE, Parallelism, StoredPart, parts
-from checkpoints_tools.partial import PROGRESS, Partial, fingerprint, refuse_existing, writing
-from checkpoints_tools.region import Region, Shape
+from checkpoints_tools.layout import WHOLE, Dtype, Parallelism, StoredPart, parts
+from checkpoints_tools.partial import PROGRESS, Partial, identity, refuse_existing, writing
+from checkpoints_tools.region import Region
 from checkpoints_tools.safetensors_files import Directory, SafetensorsFile
 from checkpoints_tools.shards import OPTIMIZER, Shards, Writer, no_objects, plan_files
-from checkpoints_tools.stored import (
-    Dtype,
-    TensorGroup,
-    box_of,
-    check_keys,
-    checked,
-    groups,
-    stored,
-    stored_value,
-    value_of,
-    views,
-)
+from checkpoints_tools.stored import HuggingFaceTensors, TensorGroup, box_of, check_keys, checked, stored, value_of
 from megarl.core.base.errors import MegarlError
 from megarl.core.models import Family, checkpoint, family_of
 from megarl.core.models.build import DTYPES
@@ -41,7 +31,7 @@ from megarl.core.models.checkpoint import checksums
 from megarl.core.models.hf import copy_description, write_index
 
 FILE_BYTES = 4 << 30
-"""Size of a file: what a kill costs at most. All ranks' files that are open at once have as much together."""
+"""Size of a file, and so the most work that a kill can cost. The files of all ranks that are open at once share this size."""
 
 Shard = tuple[str, Sequence[int], Sequence[int], Tensor]
 
@@ -49,9 +39,7 @@ Shard = tuple[str, Sequence[int], Sequence[int], Tensor]
 def hf_to_megatron(
     source: Path, destination: Path, layout: Parallelism, dtype: Dtype | None = None, file_bytes: int = FILE_BYTES
 ) -> None:
-    """Write `destination` as a checkpoint of weights, step 0, sharded as a world of that layout would."""
-    if not (source / "config.json").is_file():
-        raise MegarlError(f"{source}: no Hugging Face model there (no config.json)")
+    """Write `destination` as a checkpoint of weights at step 0, sharded as ranks with this layout would shard it."""
     refuse_existing(destination)
     family, directory = family_of(source), Directory(source)
     dtype = dtype or stored(source).dtype
@@ -66,12 +54,12 @@ def hf_to_megatron(
             offsets, sizes = box_of(shard)
             yield shard.key, offsets, shard.global_shape, shard.data.view(sizes)
 
-    with writing(destination, _identity("hf-to-megatron", source, layout, dtype, file_bytes)) as partial:
+    with writing(destination, _same("hf-to-megatron", source, layout, dtype, file_bytes)) as partial:
         _write_checkpoint(partial, wanted, shards, no_objects(), file_bytes // layout.ranks, source, meta)
 
 
 def reshard(source: Path, destination: Path, layout: Parallelism, file_bytes: int = FILE_BYTES) -> None:
-    """Write the same checkpoint, step and optimiser included, in the shards of another layout."""
+    """Write the same checkpoint, including step and optimiser, in the shards of another layout."""
     what = stored(source)
     if what.meta is None:
         raise MegarlError(f"{source}: a Hugging Face directory has no shards; use `convert hf-to-megatron`")
@@ -100,7 +88,7 @@ def reshard(source: Path, destination: Path, layout: Parallelism, file_bytes: in
     changed = layout.section(what.hf_dir, what.dtype).model_dump()
     kept = {key: what.meta.model[key] for key in ("path", "fp32_head") if key in what.meta.model}
     meta = msgspec.structs.replace(what.meta, model=changed | kept)
-    with writing(destination, _identity("reshard", what.path, layout, what.dtype, file_bytes)) as partial:
+    with writing(destination, _same("reshard", what.path, layout, what.dtype, file_bytes)) as partial:
         limit = file_bytes // layout.ranks
         _write_checkpoint(partial, wanted, read, shards.objects(), limit, what.hf_dir, meta, 1 + len(states))
 
@@ -108,20 +96,26 @@ def reshard(source: Path, destination: Path, layout: Parallelism, file_bytes: in
 def megatron_to_hf(source: Path, destination: Path, base: Path | None = None, file_bytes: int = FILE_BYTES) -> None:
     """Write a checkpoint, without its optimiser, as a Hugging Face directory.
 
-    source: a run or its checkpoints directory (the latest complete one), or one checkpoint. base: the Hugging Face directory
-    whose other tensors (a vision tower) come along; None: the one it was made from.
+    source: a checkpoint, or a run or its checkpoints directory (for the latest complete one). base: the Hugging Face directory
+    from which tensors that are not trained (a vision tower) are taken; None: the one from which the checkpoint was made.
     """
     what = stored(source)
     if what.meta is None:
         raise MegarlError(f"{source}: a Hugging Face directory already")
     refuse_existing(destination)
-    family, shards = family_of(what.hf_dir), Shards(what.path)
-    tensors = groups(what.hf_dir, family, what.dtype)
-    check_keys(shards, [part for group in tensors for part in group.parts])
-    untouched = _untouched(base or Path(what.meta.hf_source), family)
-    tensors += [TensorGroup((), {name: Shape(region.shape, region.dtype)}) for name, region in untouched.items()]
-    with writing(destination, _identity("megatron-to-hf", what.path, WHOLE, what.dtype, file_bytes)) as partial:
-        write_tensors(partial, tensors, lambda group: _values(group, family, shards, untouched), file_bytes)
+    trained = HuggingFaceTensors(what)
+    untouched = _untouched(base or Path(what.meta.hf_source), trained.family)
+    tensors = trained.groups + [TensorGroup((), {name: region}) for name, region in untouched.items()]
+
+    def values(group: TensorGroup) -> Iterator[tuple[str, int, Tensor]]:
+        for view, value in trained.views_of(group):
+            yield view.name, view.expert or 0, value
+        for name, shape in group.tensors.items():
+            if isinstance(shape, Region):
+                yield name, 0, shape.tensor()
+
+    with writing(destination, _same("megatron-to-hf", what.path, WHOLE, what.dtype, file_bytes)) as partial:
+        write_tensors(partial, tensors, values, file_bytes)
         copy_description(what.hf_dir, partial.path, DTYPES[what.dtype])
         (partial.path / card.FILE).write_text(card.render(what.path, what.meta))
 
@@ -132,13 +126,13 @@ def write_tensors(
     values: Callable[[TensorGroup], Iterable[tuple[str, int, Tensor]]],
     file_bytes: int,
 ) -> None:
-    """Write the weights of a Hugging Face directory, those of a group in one file of about `file_bytes`, and their index.
+    """Write the weights of a Hugging Face directory, in files of about `file_bytes`, and their index. A group is never split.
 
-    values: yields (name, entry along dimension 0 if it is stacked, values) of all tensors of a group.
+    values: yields (name, entry along dimension 0 of a stacked tensor or 0, values) for all tensors of a group.
     """
     files, total = _planned(tensors, file_bytes), sum(group.nbytes for group in tensors)
     partial.expect("safetensors", total)
-    gc.freeze()  # objects that exist already are not searched again, so that collecting is quick
+    gc.freeze()  # existing objects are not searched again, which makes collections quick
     for name, members in files.items():
         if name in partial.finished:
             partial.skip(sum(group.nbytes for group in members))
@@ -146,7 +140,7 @@ def write_tensors(
         shapes = {tensor: shape for group in members for tensor, shape in group.tensors.items()}
         with closing(SafetensorsFile(partial.unfinished(name), shapes)) as file:
             for group in members:
-                gc.collect()  # views hold maps of the source's files, some of which only this releases
+                gc.collect()  # views hold memory maps of the source's files, and only this releases some of them
                 for tensor, entry, value in values(group):
                     file.write(tensor, value, entry)
                     partial.wrote(name, value.nbytes)
@@ -167,12 +161,11 @@ def _write_checkpoint(
     meta: checkpoint.CheckpointMeta,
     copies: int = 1,
 ) -> None:
-    """Write every part's shards into its rank's files. copies: tensors of a part's size that each part yields."""
+    """Write every part's shards into its rank's files. copies: the number of tensors that each part yields, all of its size."""
     files = plan_files(wanted, copies, file_bytes)
     first = "__0_objects.distcp"
-    writer = Writer(partial, Counter([first, *files]))
     partial.expect("shards", sum(part.nbytes for part in wanted) * copies)
-    try:
+    with closing(Writer(partial, Counter([first, *files]))) as writer:
         if first not in partial.finished:
             writer.write_objects(first, objects)
         for part, file in zip(wanted, files, strict=True):
@@ -180,22 +173,20 @@ def _write_checkpoint(
                 partial.skip(part.nbytes * copies)
             else:
                 writer.write(file, read(part))
-    finally:
-        writer.abandon()
-    writer.complete()
+        writer.complete()
     copy_description(description, partial.path / "hf", DTYPES[meta.model["dtype"]])
     sums = checksums(partial.path)
     checkpoint.seal(partial.path, meta, {name: value for name, value in sums.items() if name != PROGRESS})
 
 
 def _untouched(base: Path, family: Family) -> dict[str, Region]:
-    """Return the tensors of the original model that are not trained here."""
+    """Return the tensors of the original model that are not trained here. MegarlError if they are needed but missing."""
     if not family.elsewhere:
         return {}
     untouched, found = {}, (base / "config.json").is_file()
     if found:
         untouched = {name: region for name, region in Directory(base).regions.items() if family.passthrough(name)}
-    # transformers leaves out layers for multi-token prediction, and config.json still announces them.
+    # transformers drops layers for multi-token prediction, although config.json still mentions them.
     if not untouched and not (found and family.architecture.predicting_layers):
         raise MegarlError(
             f"{base}: no tensors {', '.join(f'{start}*' for start in family.elsewhere)} there, which the exported model needs; "
@@ -204,20 +195,8 @@ def _untouched(base: Path, family: Family) -> dict[str, Region]:
     return untouched
 
 
-def _values(
-    group: TensorGroup, family: Family, shards: Shards, untouched: Mapping[str, Region]
-) -> Iterator[tuple[str, int, Tensor]]:
-    """Yield (Hugging Face name, entry along dimension 0 if it is stacked, values)."""
-    for part in group.parts:
-        for source, value in views(part, family, stored_value(part, shards)):
-            yield source.name, source.expert or 0, value
-    if not group.parts:
-        for name in group.tensors:
-            yield name, 0, untouched[name].tensor()
-
-
 def _planned(tensors: Sequence[TensorGroup], file_bytes: int) -> dict[str, list[TensorGroup]]:
-    """Divide groups into files by name."""
+    """Divide groups into files; return the groups by file name."""
     filled: list[list[TensorGroup]] = []
     size = 0
     for group in tensors:
@@ -231,13 +210,5 @@ def _planned(tensors: Sequence[TensorGroup], file_bytes: int) -> dict[str, list[
     return {f"model-{i:05}-of-{len(filled):05}.safetensors": file for i, file in enumerate(filled, 1)}
 
 
-def _identity(command: str, source: Path, layout: Parallelism, dtype: Dtype, file_bytes: int) -> dict[str, object]:
-    """Return what must be the same for a killed conversion to be continued."""
-    return {
-        "command": command,
-        "source": str(source.resolve()),
-        "files": fingerprint(source),
-        "layout": [layout.tensor, layout.pipeline, layout.expert],
-        "dtype": dtype,
-        "file_bytes": file_bytes,
-    }
+def _same(command: str, source: Path, layout: Parallelism, dtype: Dtype, file_bytes: int) -> dict[str, object]:
+    return identity(command, source, layout=astuple(layout), dtype=dtype, file_bytes=file_bytes)

@@ -1,47 +1,37 @@
-"""What a directory holds: architecture, size, step, recipe, the layout it was written at, and its tensors as a tree.
+"""Shows what a directory holds: architecture, size, step, recipe, the layout with which it was written, and a tree of tensors.
 
-decoder                                                    in a tree, equal siblings are one line
+decoder                                                    in the tree, equal siblings share one line
   layers.[0-31]
     mlp.down_proj.weight   [4096, 14336] bfloat16  117.4 MB
 """
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 import yaml
 
 from checkpoints_tools.card import run_of
-from checkpoints_tools.region import Shape
+from checkpoints_tools.region import Region, Shape
 from checkpoints_tools.safetensors_files import Directory
-from checkpoints_tools.shards import OPTIMIZER, Shards
+from checkpoints_tools.shards import OPTIMIZER, Shards, StoredTensor
 from checkpoints_tools.stored import StoredModel, stored
 from megarl.core.base.hf_files import read_config
 
-
-@dataclass(frozen=True)
-class Described(Shape):
-    """A tensor. shards: how many pieces it is stored in, and the shape of one; for Hugging Face its file."""
-
-    shards: str
-
-    def __str__(self) -> str:
-        return f"{list(self.shape)} {_plain(self.dtype)}  {self.nbytes / 1e6:,.1f} MB  {self.shards}"
-
-
-type Tree = dict[str, Tree | Described]
-"""Tensors by the components of their names."""
+type Tree = dict[str, Tree | str]
+"""Descriptions of tensors by the components of their names."""
 
 
 def inspect(directory: Path, every_tensor: bool) -> None:
-    """Print what a directory holds, without reading weights. every_tensor: a line for each instead of the tree."""
+    """Print what a directory holds, without reading weights. every_tensor: one line for each tensor instead of the tree."""
     what = stored(directory)
     config = read_config(what.hf_dir)
     print(what.path)
     print(f"  architecture  {', '.join(config.get('architectures') or ['unknown'])}")
-    tensors = _described(what)
+    tensors: Mapping[str, Region | StoredTensor]
+    tensors = Directory(what.path).regions if what.meta is None else Shards(what.path).tensors
     if what.meta is not None:
         layout = {k: v for k, v in what.meta.model.items() if k.endswith("_parallel") and v not in (1, False)}
         optimizer = {k: v for k, v in tensors.items() if k.startswith(OPTIMIZER)}
@@ -52,19 +42,16 @@ def inspect(directory: Path, every_tensor: bool) -> None:
         print(f"  written at    {', '.join(f'{k}={v}' for k, v in layout.items()) or 'one rank a copy'}")
         print(f"  optimiser     {_size(optimizer) if optimizer else 'none'}")
     print(f"  weights       {_size(tensors)}")
-    every = [f"{name}  {tensor}" for name, tensor in sorted(tensors.items())]
-    for line in every if every_tensor else _lines(_tree(tensors)):
+    described = {name: _described(tensor) for name, tensor in tensors.items()}
+    every = [f"{name}  {text}" for name, text in sorted(described.items())]
+    for line in every if every_tensor else _lines(_tree(described)):
         print(f"  {line}")
 
 
-def _described(what: StoredModel) -> dict[str, Described]:
-    if what.meta is None:
-        regions = Directory(what.path).regions
-        return {name: Described(r.shape, r.dtype, r.path.name) for name, r in regions.items()}
-    return {
-        name: Described(t.shape, t.dtype, f"{len(t.boxes)} x {list(t.boxes[0][1])}")
-        for name, t in Shards(what.path).tensors.items()
-    }
+def _described(tensor: Region | StoredTensor) -> str:
+    """Return a tensor's shape, type, size, and file; for a checkpoint, instead of the file, number and shape of its pieces."""
+    where = tensor.path.name if isinstance(tensor, Region) else f"{len(tensor.boxes)} x {list(tensor.boxes[0][1])}"
+    return f"{list(tensor.shape)} {_plain(tensor.dtype)}  {tensor.nbytes / 1e6:,.1f} MB  {where}"
 
 
 def _recipe(what: StoredModel) -> str:
@@ -75,21 +62,21 @@ def _recipe(what: StoredModel) -> str:
     return f"{run.recipe}: {recipe.get('run', {}).get('name')}"
 
 
-def _tree(tensors: dict[str, Described]) -> Tree:
+def _tree(described: Mapping[str, str]) -> Tree:
     root: Tree = {}
-    for name, tensor in tensors.items():
+    for name, text in described.items():
         *path, leaf = name.split(".")
         node = root
         for component in path:
             child = node.setdefault(component, {})
             assert isinstance(child, dict)  # no tensor's name is the beginning of another's
             node = child
-        node[leaf] = tensor
+        node[leaf] = text
     return root
 
 
 def _lines(node: Tree, indent: str = "") -> list[str]:
-    """Return the tree's lines: numbered siblings that hold the same share one; a node with one child is joined with it."""
+    """Return the tree's lines. Equal numbered siblings share a line, and a node with one child is joined with it."""
     lines: list[str] = []
     for name, child in _merged(node):
         while isinstance(child, dict) and len(below := _merged(child)) == 1:
@@ -102,19 +89,15 @@ def _lines(node: Tree, indent: str = "") -> list[str]:
     return lines
 
 
-def _merged(node: Tree) -> list[tuple[str, Tree | Described]]:
+def _merged(node: Tree) -> list[tuple[str, Tree | str]]:
+    """Return the children. Numbered ones that differ at most in the files of their tensors are merged."""
     kinds: dict[str, list[str]] = {}
     for name, child in node.items():
-        same = _without_files(child) if name.isdigit() else name
+        same = re.sub(r"[\w.-]+\.safetensors", "", repr(child)) if name.isdigit() else name
         kinds.setdefault(same, []).append(name)
     return [
         (_ranges(sorted(map(int, names))) if len(names) > 1 else names[0], node[names[0]]) for names in kinds.values()
     ]
-
-
-def _without_files(child: Tree | Described) -> str:
-    """Return the same text for two subtrees that differ at most in the files of their tensors."""
-    return re.sub(r"[\w.-]+\.safetensors", "", str(child) if isinstance(child, dict) else f"leaf {child}")
 
 
 def _ranges(numbers: list[int]) -> str:
@@ -128,7 +111,7 @@ def _ranges(numbers: list[int]) -> str:
     return "[" + ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) + "]"
 
 
-def _size(tensors: dict[str, Described]) -> str:
+def _size(tensors: Mapping[str, Shape]) -> str:
     count = sum(math.prod(tensor.shape) for tensor in tensors.values())
     size = sum(tensor.nbytes for tensor in tensors.values())
     types = sorted({_plain(tensor.dtype) for tensor in tensors.values()})

@@ -1,11 +1,11 @@
-"""Which rank of a layout holds which part of which Megatron tensor, found without data, processes or GPUs.
+"""Finds which rank of a layout holds which part of which Megatron tensor, without data, processes or GPUs.
 
     for each rank of the layout:
         fake process groups  ->  megatron's model on the meta device  ->  its own sharded_state_dict
                                                                                |
-                                 StoredPart(rank, parameter, how it is cut and keyed)  <-
+                                 StoredPart(rank, parameter, how it is divided and named)  <-
 
-So names, offsets and replicas in a converted checkpoint are megatron's, at any layout, from one process.
+So names, offsets and replicas in a converted checkpoint are megatron's own, at any layout, from one process.
 """
 
 import math
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,8 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+Dtype = Literal["bf16", "fp16", "fp32"]
+
 
 @dataclass(frozen=True)
 class Parallelism:
@@ -47,25 +50,23 @@ class Parallelism:
 
     @property
     def ranks(self) -> int:
-        """The size of the smallest world with this layout, which has every shard once."""
+        """The smallest number of ranks with this layout; they have every shard exactly once."""
         return self.pipeline * math.lcm(self.tensor, self.expert * self.expert_tensor)
 
     @property
     def expert_tensor(self) -> int:
-        """With expert parallelism experts are whole; without it they must be divided as the rest is, for megatron."""
+        """Tensor parallelism of experts: with expert parallelism they are whole, else megatron divides them like the rest."""
         return self.tensor if self.expert == 1 else 1
 
-    def section(self, path: Path, dtype: str) -> Model:
-        """Return the recipe's `model` for it."""
-        return Model.model_validate(
-            {
-                "path": str(path),
-                "dtype": dtype,
-                "tensor_parallel": self.tensor,
-                "pipeline_parallel": self.pipeline,
-                "expert_parallel": self.expert,
-                "expert_tensor_parallel": self.expert_tensor,
-            }
+    def section(self, path: Path, dtype: Dtype) -> Model:
+        """Return a recipe's `model` section with this layout."""
+        return Model(
+            path=str(path),
+            dtype=dtype,
+            tensor_parallel=self.tensor,
+            pipeline_parallel=self.pipeline,
+            expert_parallel=self.expert,
+            expert_tensor_parallel=self.expert_tensor,
         )
 
 
@@ -74,10 +75,10 @@ WHOLE = Parallelism()
 
 @dataclass(frozen=True)
 class StoredPart(Shape):
-    """What one rank stores of one Megatron parameter.
+    """The part of one Megatron parameter that one rank stores.
 
-    shape, dtype: of the rank's parameter. name: counted over the whole model. place: (rank, size) in the group that divides it.
-    entry: megatron's description of how it is stored, without data.
+    shape, dtype: of the rank's parameter. name: with layers numbered over the whole model. place: (rank, size) in the group
+    that divides the parameter. entry: megatron's description of how it is stored, without data.
     """
 
     rank: int
@@ -86,21 +87,19 @@ class StoredPart(Shape):
     entry: ShardedTensor | ShardedTensorFactory
 
     def shards(self, value: Tensor | None = None) -> list[ShardedTensor]:
-        """Return the pieces that a checkpoint has of it, with the data of `value` if that is given."""
+        """Return the pieces in which a checkpoint stores it, with the data of `value` if that is given."""
         if value is None:
             value = torch.empty(self.shape, dtype=self.dtype, device="meta")
-        return list(nested_values({"": _built(replace(self.entry, data=value))}))
+        return list(nested_values([_built(replace(self.entry, data=value))]))
 
     def value(self, read: Callable[[ShardedTensor], Tensor]) -> Tensor:
-        """Return the parameter, made from what `read(shard)` gives for each of its pieces."""
-        built = _built(self.entry)
-        if isinstance(self.entry, ShardedTensorFactory):
-            return self.entry.merge_fn(dict_list_map_outplace(read, built))
-        return read(built)
+        """Return the parameter, assembled from its pieces. read: returns the values of a piece."""
+        pieces = dict_list_map_outplace(read, _built(self.entry))
+        return self.entry.merge_fn(pieces) if isinstance(self.entry, ShardedTensorFactory) else pieces
 
 
-def parts(hf_dir: Path, layout: Parallelism, dtype: str) -> list[StoredPart]:
-    """Return every stored part once, stage by stage; the ranks that share a tensor one after the other."""
+def parts(hf_dir: Path, layout: Parallelism, dtype: Dtype) -> list[StoredPart]:
+    """Return every stored part once, stage by stage. The parts of ranks that share a tensor follow one another."""
     by_name: dict[str, list[StoredPart]] = {}
     for rank in range(layout.ranks):
         with _pretended(rank, layout):
@@ -113,36 +112,34 @@ def _built(entry: ShardedTensor | ShardedTensorFactory) -> ShardedStateDict | Sh
     return entry.build() if isinstance(entry, ShardedTensorFactory) else entry
 
 
-def _parts_of_rank(hf_dir: Path, layout: Parallelism, dtype: str, rank: int) -> Iterator[StoredPart]:
-    chunks = build.build(layout.section(hf_dir, dtype), hf_dir, transformer_engine=False)
-    states = checkpoint.model_state(chunks).values()
-    for chunk, state in zip(chunks, states, strict=True):
-        local = (name for name, _ in hf.stored_tensors(chunk))
-        for (name, parameter), key in zip(hf.named_tensors([chunk]), local, strict=True):
-            part = StoredPart(tuple(parameter.shape), parameter.dtype, rank, name, hf.shard_of(name), state[key])
-            if all(is_main_replica(shard.replica_id) for shard in part.shards()):
-                yield part
+def _parts_of_rank(hf_dir: Path, layout: Parallelism, dtype: Dtype, rank: int) -> Iterator[StoredPart]:
+    (chunk,) = build.build(layout.section(hf_dir, dtype), hf_dir, transformer_engine=False)
+    state = checkpoint.model_state([chunk])["model"]
+    for (name, parameter), (key, _) in zip(hf.named_tensors([chunk]), hf.stored_tensors(chunk), strict=True):
+        part = StoredPart(tuple(parameter.shape), parameter.dtype, rank, name, hf.shard_of(name), state[key])
+        if all(is_main_replica(shard.replica_id) for shard in part.shards()):
+            yield part
 
 
 @contextmanager
 def _pretended(rank: int, layout: Parallelism) -> Iterator[None]:
-    """Within this context the process is rank `rank` of a fake world, and megatron's tensors have shapes but no memory."""
+    """Make the process rank `rank` of a fake world during the block; megatron's tensors then have shapes but no memory."""
     after_megatron_import()
     dist.init_process_group("fake", rank=rank, world_size=layout.ranks, store=FakeStore())
     device = torch.cuda.current_device
-    torch.cuda.current_device = lambda: torch.device("meta")  # where megatron's layers are made
+    torch.cuda.current_device = lambda: torch.device("meta")  # where megatron creates its layers
     try:
         parallel_state.initialize_model_parallel(
             layout.tensor,
             layout.pipeline,
             expert_model_parallel_size=layout.expert,
             expert_tensor_parallel_size=layout.expert_tensor,
-            create_gloo_process_groups=False,  # they would look for the other ranks
+            create_gloo_process_groups=False,  # they would try to connect to the other ranks
         )
         model_parallel_cuda_manual_seed(0)
         with torch.device("meta"):
             yield
-    except AssertionError as error:  # megatron's way to refuse a layout
+    except AssertionError as error:  # megatron refuses a layout with assertions
         raise MegarlError(f"the layout {layout} does not fit the model: {error}") from None
     finally:
         torch.cuda.current_device = device

@@ -1,12 +1,12 @@
-"""A directory being written: resumable after a kill, and never taken for a whole one.
+"""Writes a directory such that it can be continued after a kill, and is never mistaken for a complete one.
 
-    .DST.partial/                what a killed conversion leaves; the next one with the same identity goes on from it
-        progress.jsonl           identity; then one line a finished file, with whatever its writer wants to remember
-        model-00001-of-….part    being written: renamed, and noted, when it is on disk
-    DST                          the same directory, renamed when whole, without progress.jsonl
+    .DST.partial/                left by a killed conversion; the next one with the same identity continues it
+        progress.jsonl           the identity, then one line per finished file, with any data that its writer wants to keep
+        model-00001-of-….part    a file being written; it is renamed and recorded once it is on disk
+    DST                          the same directory, renamed when complete, without progress.jsonl
 
-A file is put on disk (fsync) by a second thread while the next one is filled. An error removes the directory; a kill, or
-Ctrl-C, leaves it to be continued.
+A second thread puts a file on disk (fsync) while the next one is filled. An error removes the directory; a kill or Ctrl-C
+leaves it, to be continued.
 """
 
 import fcntl
@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -28,11 +28,12 @@ from megarl.core.base.errors import MegarlError
 
 PROGRESS = "progress.jsonl"
 SETTLE_BYTES = 128 << 20
-"""Left to itself Linux begins to write at a tenth of the memory, and the disk stands idle till then."""
+"""Bytes after which data are put on disk. Linux itself begins only at a tenth of the memory; the disk is idle until then."""
 
 
 class Partial:
-    """Made by `writing`. path: the directory. finished: what was noted about each finished file (JSON), by name."""
+    """A directory being written, created by `writing`. finished: the note (JSON) on each finished file, by name; done: bytes
+    written by this process."""
 
     def __init__(self, path: Path, log: TextIO, progress: Progress) -> None:
         self.path = path
@@ -45,16 +46,16 @@ class Partial:
         self._pending: Future[None] | None = None
         self._log = log
 
-    def begin(self, identity: Mapping[str, object]) -> None:
-        """Continue what lies here if it has the same identity, else begin anew."""
+    def begin(self, same: Mapping[str, object]) -> None:
+        """Continue the directory if it was begun with the same identity, else empty it and begin anew."""
         first, *rows = self._log.read().splitlines() or [""]
-        if first != json.dumps(identity):
+        if first != json.dumps(same):
             for entry in self.path.iterdir():
                 if entry.name != PROGRESS:
                     shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
             self._log.seek(0)
             self._log.truncate()
-            self._note(identity)
+            self._note(same)
             return
         for line in rows:
             with suppress(json.JSONDecodeError):  # a line that a kill cut off
@@ -63,15 +64,15 @@ class Partial:
                     self.finished[row["file"]] = row["note"]
 
     def expect(self, what: str, total: int) -> None:
-        """Tell the progress bar how many bytes will be written in all."""
+        """Set the progress bar's text and the total number of bytes to write."""
         self._progress.update(self._task, description=what, total=total)
 
     def skip(self, count: int) -> None:
-        """Count bytes that are there already."""
+        """Count bytes that were already written."""
         self._progress.advance(self._task, count)
 
     def wrote(self, name: str, count: int) -> None:
-        """Count bytes that were added to `unfinished(name)`: every now and then the second thread puts them on disk."""
+        """Count bytes that were added to `unfinished(name)`. From time to time the second thread puts them on disk."""
         self.done += count
         self._progress.advance(self._task, count)
         self._unsettled += count
@@ -81,23 +82,23 @@ class Partial:
             self._pending = self._disk.submit(_settle, self.unfinished(name))
 
     def unfinished(self, name: str) -> Path:
-        """Return where to write the file `name`."""
+        """Return the path at which to write the file `name` until it is complete."""
         return self.path / f"{name}.part"
 
     def finish(self, name: str, note: object) -> None:
-        """Put the complete `unfinished(name)` on disk, give it its name, remember it. Returns before that is done."""
+        """Put the complete `unfinished(name)` on disk, rename it, and record it with `note`; return before that is done."""
         self.flush()
         self._pending = self._disk.submit(self._finish, name, note)
 
     def flush(self) -> None:
-        """Wait until what is finished is on disk; raise what went wrong there."""
+        """Wait until finished files are on disk; raise the error if that failed."""
         if self._pending is not None:
             self._pending.result()
             self._pending = None
 
     def close(self) -> None:
         self._disk.shutdown()
-        with suppress(OSError):  # a full disk: a line that is still in memory
+        with suppress(OSError):  # on a full disk, a line may still be in memory
             self._log.close()
 
     def _finish(self, name: str, note: object) -> None:
@@ -113,9 +114,9 @@ class Partial:
 
 
 @contextmanager
-def writing(destination: Path, identity: Mapping[str, object]) -> Iterator[Partial]:
-    """`destination` exists once the block has ended well. identity: what makes an earlier attempt the same (JSON)."""
-    refuse_existing(destination)
+def writing(destination: Path, same: Mapping[str, object]) -> Iterator[Partial]:
+    """Yield a directory to write, which appears as `destination` once the block has succeeded. same: the identity (JSON, see
+    `identity`) with which an earlier attempt must have begun to be continued."""
     path = destination.with_name(f".{destination.name}.partial")
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
@@ -126,24 +127,20 @@ def writing(destination: Path, identity: Mapping[str, object]) -> Iterator[Parti
     except OSError as error:
         raise MegarlError(f"{destination}: cannot be written: {error.strerror}") from None
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not sys.stderr.isatty()) as progress:
-        partial = Partial(path, log, progress)
         try:
-            try:
-                partial.begin(identity)
+            # It is closed before the directory is removed, since the second thread may be renaming a file in it.
+            with closing(Partial(path, log, progress)) as partial:
+                partial.begin(same)
                 yield partial
                 partial.flush()
                 (path / PROGRESS).unlink()
                 os.replace(path, destination)
-            finally:
-                partial.close()  # before the directory goes, for the second thread may be renaming a file in it
-        except OSError as error:
+        except Exception as error:
             shutil.rmtree(path, ignore_errors=True)
-            raise MegarlError(
-                f"{destination}: could not be written (is the disk full?): {error.strerror or error}"
-            ) from None
-        except Exception:
-            shutil.rmtree(path, ignore_errors=True)
-            raise
+            if not isinstance(error, OSError):
+                raise
+            reason = error.strerror or error
+            raise MegarlError(f"{destination}: could not be written (is the disk full?): {reason}") from None
     seconds, megabytes = time.monotonic() - begin, partial.done / 1e6
     print(f"{destination}: {megabytes:,.1f} MB written in {seconds:.1f} s ({megabytes / seconds:,.0f} MB/s)")
 
@@ -154,14 +151,17 @@ def _settle(path: Path) -> None:
 
 
 def refuse_existing(destination: Path) -> None:
+    """Raise MegarlError if the destination exists. It is called before a conversion is planned, which may take minutes."""
     if destination.exists():
         raise MegarlError(f"{destination}: exists already; remove it or name another directory")
 
 
-def fingerprint(directory: Path) -> list[list[str | int]]:
-    """Return name, size and time of every file: a conversion of a source that has changed is not continued."""
-    files = sorted(p for p in directory.rglob("*") if p.is_file())
-    return [[str(p.relative_to(directory)), p.stat().st_size, p.stat().st_mtime_ns] for p in files]
+def identity(command: str, source: Path, **settings: object) -> dict[str, object]:
+    """Return the data that must be the same for a killed conversion to be continued, including name, size and time of every
+    source file."""
+    files = sorted(p for p in source.rglob("*") if p.is_file())
+    known = [[str(p.relative_to(source)), p.stat().st_size, p.stat().st_mtime_ns] for p in files]
+    return {"command": command, "source": str(source.resolve()), "files": known} | settings
 
 
 def _locked(path: Path) -> TextIO:

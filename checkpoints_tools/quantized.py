@@ -1,16 +1,15 @@
-"""Hugging Face directories in FP8 or MXFP4, written anew in bf16. What they hold, and the numbers it stands for:
+"""Rewrites Hugging Face directories in FP8 or MXFP4 in bf16. The stored tensors, and the numbers that they represent:
 
 fp8     NAME E4M3 [rows, columns], NAME_scale_inv a scale per block of it (DeepSeek-V3, arXiv 2412.19437, section 3.3)
         E4M3 * scale
-mxfp4   NAME_blocks U8 [experts, rows, groups, 16], two E2M1 in each, the lower first; NAME_scales U8 [experts, rows, groups]
-        E2M1 * 2^(scale - 127) (OCP Microscaling Formats 1.0), of which NAME [experts, columns, rows] is the transpose (gpt-oss)
+mxfp4   NAME_blocks U8 [experts, rows, groups, 16], two E2M1 a byte, lower bits first; NAME_scales U8 [experts, rows, groups]
+        E2M1 * 2^(scale - 127) (OCP Microscaling Formats 1.0); NAME [experts, columns, rows] is the transpose of that (gpt-oss)
 
-Products are rounded to bf16 once. All other tensors are copied bit for bit. One tensor, of stacks one expert's, is in memory at
-a time.
+Products are rounded to bf16 once. All other tensors are copied bit for bit. One tensor, or one expert of a stacked tensor, is
+in memory at a time.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from checkpoints_tools.convert import FILE_BYTES, write_tensors
-from checkpoints_tools.partial import fingerprint, refuse_existing, writing
+from checkpoints_tools.partial import identity, refuse_existing, writing
 from checkpoints_tools.region import Region, Shape
 from checkpoints_tools.safetensors_files import Directory
 from checkpoints_tools.stored import TensorGroup, few
@@ -29,20 +28,20 @@ from megarl.core.models.hf import copy_description
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=torch.bfloat16)
 _PAIRS = torch.stack([_VALUES.repeat(16), _VALUES.repeat_interleave(16)], 1)
-"""[256, 2]: the numbers in each byte."""
+"""[256, 2]: the two numbers in each byte."""
 ENDINGS = ("_scale_inv", "_blocks", "_scales")
-QUANTIZED = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
+QUANTIZED = (torch.uint8, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
 
 
 class WrittenTensor(NamedTuple):
-    """A tensor to be written. values: makes its entries along dimension 0 one by one, or, if there is one only, itself."""
+    """A tensor to be written. values: yields its entries along dimension 0 one by one, or the whole tensor as the only one."""
 
     shape: Shape
     values: Callable[[], Iterable[Tensor]]
 
 
 def dequantize(source: Path, destination: Path, file_bytes: int = FILE_BYTES) -> None:
-    """Write the directory `source`, whose weights are FP8 or MXFP4, as `destination`, in bf16."""
+    """Write the directory `source`, whose weights are FP8 or MXFP4, as `destination` in bf16."""
     quantization = read_config(source).get("quantization_config")
     if not isinstance(quantization, dict):
         raise MegarlError(f"{source}: not quantised (no quantization_config in its config.json); use it as it is")
@@ -58,19 +57,13 @@ def dequantize(source: Path, destination: Path, file_bytes: int = FILE_BYTES) ->
                     )
                 yield name, entry, value
 
-    identity = {
-        "command": "dequantize",
-        "source": str(source.resolve()),
-        "files": fingerprint(source),
-        "file_bytes": file_bytes,
-    }
-    with writing(destination, identity) as unfinished:
+    with writing(destination, identity("dequantize", source, file_bytes=file_bytes)) as unfinished:
         write_tensors(unfinished, [TensorGroup((), {name: t.shape}) for name, t in tensors.items()], values, file_bytes)
         copy_description(source, unfinished.path, torch.bfloat16)
 
 
 def planned(source: Path, stored: Mapping[str, Region], quantization: dict[str, Any]) -> dict[str, WrittenTensor]:
-    """Return what is to be written by name; MegarlError that names all that does not belong together."""
+    """Return the tensors to write, by name. A MegarlError lists all tensors that do not fit together."""
     method = quantization.get("quant_method")
     block = quantization.get("weight_block_size") if method == "fp8" else None
     if method == "fp8":
@@ -97,7 +90,7 @@ def planned(source: Path, stored: Mapping[str, Region], quantization: dict[str, 
             made[name] = _from_fp8(stored[numbers], stored[scales], *block)
     for name in sorted(stored.keys() - {part for pair in pairs.values() for part in pair}):
         region = stored[name]
-        made[name] = WrittenTensor(region, partial(_untouched, region))
+        made[name] = _untouched(region)
         if region.dtype in QUANTIZED or name.endswith(ENDINGS):
             problems.append(f"{name} has no counterpart")
     if problems:
@@ -105,12 +98,12 @@ def planned(source: Path, stored: Mapping[str, Region], quantization: dict[str, 
     return dict(sorted(made.items()))
 
 
-def _untouched(region: Region) -> list[Tensor]:
-    return [region.tensor()]
+def _untouched(region: Region) -> WrittenTensor:
+    return WrittenTensor(region, lambda: [region.tensor()])
 
 
 def _misshapen(numbers: Region, scales: Region, block: list[int] | None) -> str:
-    """Return what is wrong with a pair; empty if nothing. block: of FP8; None: the pair is MXFP4."""
+    """Return what is wrong with a pair of numbers and scales, or "". block: the block's size for FP8; None for MXFP4."""
     if block is None:
         right = len(numbers.shape) == 4 and numbers.shape[3] == 16 and numbers.dtype == scales.dtype == torch.uint8
         wanted = numbers.shape[:-1]
@@ -124,27 +117,25 @@ def _misshapen(numbers: Region, scales: Region, block: list[int] | None) -> str:
 
 
 def _from_fp8(numbers: Region, scales: Region, rows: int, columns: int) -> WrittenTensor:
-    shape = Shape(numbers.shape, torch.bfloat16)
-    return WrittenTensor(shape, lambda: [fp8_values(numbers.tensor(), scales.tensor(), rows, columns)])
+    """Multiply E4M3 numbers [.., ..] by the scales of their blocks of `rows` x `columns`."""
 
+    def values() -> Iterator[Tensor]:
+        out = torch.empty(numbers.shape, dtype=torch.bfloat16)
+        strips = numbers.tensor().split(rows), scales.tensor().float(), out.split(rows)
+        for strip, factors, to in zip(*strips, strict=True):
+            to.copy_(strip.float() * factors.repeat_interleave(columns)[: numbers.shape[1]])
+        yield out
 
-def fp8_values(numbers: Tensor, scales: Tensor, rows: int, columns: int) -> Tensor:
-    """Return numbers [.., ..] E4M3 times the scales of their blocks of rows x columns, in bf16."""
-    out = torch.empty(numbers.shape, dtype=torch.bfloat16)
-    for strip, factors, to in zip(numbers.split(rows), scales.float(), out.split(rows), strict=True):
-        to.copy_(strip.float() * factors.repeat_interleave(columns)[: numbers.shape[1]])
-    return out
+    return WrittenTensor(Shape(numbers.shape, torch.bfloat16), values)
 
 
 def _from_mxfp4(numbers: Region, scales: Region) -> WrittenTensor:
+    """Multiply numbers [experts, rows, groups, 16] by scales [experts, rows, groups] into [experts, groups * 32, rows]."""
     experts, rows, groups, _ = numbers.shape
-    shape = Shape((experts, groups * 32, rows), torch.bfloat16)
-    return WrittenTensor(
-        shape, lambda: (mxfp4_values(*pair) for pair in zip(numbers.tensor(), scales.tensor(), strict=True))
-    )
 
+    def values() -> Iterator[Tensor]:
+        for blocks, exponents in zip(numbers.tensor(), scales.tensor(), strict=True):
+            factors = torch.ldexp(torch.ones(()), exponents.int() - 127).bfloat16()
+            yield _PAIRS[blocks.int()].flatten(-2).mul_(factors[..., None]).flatten(1).T
 
-def mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return the numbers of blocks [rows, groups, 16] with scales [rows, groups] in bf16: [groups * 32, rows]."""
-    factors = torch.ldexp(torch.ones(()), scales.int() - 127).bfloat16()
-    return _PAIRS[blocks.int()].flatten(-2).mul_(factors[..., None]).flatten(1).T
+    return WrittenTensor(Shape((experts, groups * 32, rows), torch.bfloat16), values)

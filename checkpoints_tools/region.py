@@ -1,4 +1,4 @@
-"""A tensor's bytes within a file, read through a memory map: nothing is copied, and nothing stays when the view is dropped."""
+"""A tensor's bytes within a file, read through a memory map: nothing is copied, and dropping the view frees everything."""
 
 import math
 import mmap
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Shape:
-    """What a tensor is without its values."""
+    """A tensor's shape and type, without its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -28,7 +28,7 @@ class Region(Shape):
     offset: int
 
     def tensor(self) -> Tensor:
-        """Return a view of the file, private to this process. The file's length was checked where it was opened."""
+        """Return a view of the file, private to this process. The file's length must have been checked when it was opened."""
         if not self.nbytes:
             return torch.empty(self.shape, dtype=self.dtype)
         start = self.offset - self.offset % mmap.ALLOCATIONGRANULARITY
@@ -37,13 +37,13 @@ class Region(Shape):
             mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=start)
         mapped.madvise(mmap.MADV_SEQUENTIAL)
         flat = torch.frombuffer(mapped, dtype=torch.uint8, count=self.nbytes, offset=self.offset - start)
-        if flat.data_ptr() % self.dtype.itemsize:  # safetensors aligns to 8 bytes, files of others may not
+        if flat.data_ptr() % self.dtype.itemsize:  # safetensors aligns to 8 bytes, other writers may not
             flat = flat.clone()
         return flat.view(self.dtype).view(self.shape)
 
 
 def write_all(descriptor: int, tensor: Tensor, offset: int) -> None:
-    """Write the values of a tensor at an offset of a file."""
+    """Write the values of a tensor to a file, at this offset."""
     data = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
     while data:
         written = os.pwrite(descriptor, data, offset)

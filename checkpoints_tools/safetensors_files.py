@@ -2,7 +2,7 @@
 
     file = 8 bytes: length of the header | header: {name: {dtype, shape, data_offsets}} | values
 
-safetensors' own reader maps a whole file and keeps what it touched; its writer wants all tensors of a file in memory.
+safetensors' own reader maps a whole file and keeps the pages it has touched; its writer needs all tensors of a file in memory.
 """
 
 import json
@@ -13,31 +13,18 @@ from copy import copy
 from pathlib import Path
 
 import torch
+from safetensors.torch import _TYPES as DTYPES
 from torch import Tensor
 
 from checkpoints_tools.region import Region, Shape, write_all
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import weight_files
 
-DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Directory(Mapping[str, Tensor]):
-    """The tensors of a Hugging Face directory by name. Files are checked when opened, values read on access."""
+    """The tensors of a Hugging Face directory by name. Files are checked when opened; values are read on access."""
 
     def __init__(self, hf_dir: Path) -> None:
         self.path = hf_dir
@@ -46,7 +33,7 @@ class Directory(Mapping[str, Tensor]):
             self.regions |= _regions(path)
 
     def only(self, names: Set[str]) -> "Directory":
-        """Return the same directory without all other tensors."""
+        """Return the same directory with only these tensors."""
         fewer = copy(self)
         fewer.regions = {name: region for name, region in self.regions.items() if name in names}
         return fewer
@@ -62,7 +49,7 @@ class Directory(Mapping[str, Tensor]):
 
 
 class SafetensorsFile:
-    """One safetensors file being written: its header is there from the beginning, values come in any order."""
+    """One safetensors file being written. Its header is written first; values can be written in any order."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Shape]) -> None:
         self._tensors = tensors
@@ -81,7 +68,7 @@ class SafetensorsFile:
         write_all(self._descriptor, torch.frombuffer(beginning, dtype=torch.uint8), 0)
 
     def write(self, name: str, value: Tensor, entry: int = 0) -> None:
-        """Write the values of a tensor, or of the `entry`-th of the equal parts that dimension 0 stacks."""
+        """Write the values of a tensor, or of its `entry`-th equal part along dimension 0."""
         if NAMES[value.dtype] != NAMES[self._tensors[name].dtype]:
             raise MegarlError(f"{name}: {value.dtype} instead of {self._tensors[name].dtype}")
         write_all(self._descriptor, value, self._values + self._begin[name] + entry * value.nbytes)

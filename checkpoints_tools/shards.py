@@ -1,10 +1,10 @@
-"""megatron's torch_dist checkpoints, shard by shard, without a process group.
+"""Reads and writes megatron's torch_dist checkpoints, shard by shard, without a process group.
 
-    .metadata           torch.distributed.checkpoint.CheckpointMetadata: the shards of every tensor, and where each lies
-    __RANK_N.distcp     shards one after another, each as torch.save wrote it
+    .metadata           torch.distributed.checkpoint.metadata.Metadata: the shards of every tensor, and where each lies
+    __RANK_N.distcp     shards one after another, each as written by torch.save
 
-Reading finds the values of a shard within its file, checks them against the CRC in torch's archive, and maps them; writing
-appends, and makes .metadata of what was noted.
+Reading finds the values of a shard within its file, checks them against the CRC in torch's archive, and maps them. Writing
+appends shards and records them, and in the end makes .metadata from the records.
 """
 
 import io
@@ -47,19 +47,20 @@ from megarl.core.models.checkpoint import CRITIC, METADATA, safely
 COMMON = "common_state/shard_0_1"  # where megatron puts everything except tensors; it must be there
 OPTIMIZER = "optimizer."
 DISTCP = ".distcp"
-ALIGNMENT = 64  # where archives begin; torch aligns values within them, so that they can be mapped
+ALIGNMENT = 64  # of archives; torch aligns the values within them, so that they can be mapped
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
 
 @dataclass(frozen=True)
 class StoredTensor(Shape):
-    """A tensor of a checkpoint: its shape, and its shards as boxes within it."""
+    """A tensor in a checkpoint: its shape and type, and its shards as boxes within it."""
 
     boxes: tuple[Box, ...]
 
 
 class Shards:
-    """The policy's tensors of a checkpoint directory by megatron's name, and its objects as the bytes they are stored as."""
+    """The policy's tensors in a checkpoint directory, by megatron's names, and its other objects as stored bytes. MegarlError
+    if the directory is damaged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -74,24 +75,25 @@ class Shards:
             for key, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata) and not key.startswith(CRITIC)
         }
-        self._places = {
-            (index.fqn, None if index.offset is None else tuple(index.offset)): info
-            for index, info in metadata.storage_data.items()
-        }
+        self._places: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
         self._fake = FakeTensorMode()
         self._checked: set[tuple[str, int]] = set()
         self._check_files()
 
     def objects(self) -> dict[str, bytes]:
-        """Return everything except tensors."""
-        return {
-            key: self._bytes(key, info)
-            for (key, offset), info in self._places.items()
-            if key not in self.tensors and not key.startswith(CRITIC)
-        }
+        """Return the stored bytes of everything except tensors, by name."""
+        objects = {}
+        for index, info in self._places.items():
+            if index.fqn not in self.tensors and not index.fqn.startswith(CRITIC):
+                self._check(index.fqn, info)
+                with (self.path / info.relative_path).open("rb") as file:
+                    file.seek(info.offset)
+                    objects[index.fqn] = file.read(info.length)
+        return objects
 
     def read(self, key: str, box: Box) -> Tensor:
-        """Return the values in a box: a view if it is a shard, else copied from several; zeros beyond the tensor's end."""
+        """Return the values in a box: a view if the box is a shard, else a copy from several, with zeros beyond the tensor's
+        end. MegarlError if the stored values are damaged or incomplete."""
         stored = self.tensors[key]
         offsets, sizes = box
         if box in stored.boxes:
@@ -112,7 +114,7 @@ class Shards:
 
     def _shard(self, key: str, box: Box) -> Tensor:
         offsets, sizes = box
-        info = self._places[key, offsets]
+        info = self._places[MetadataIndex(key, offsets)]
         path = self.path / info.relative_path
         try:
             with path.open("rb") as file, self._fake:
@@ -124,19 +126,13 @@ class Shards:
             raise MegarlError(f"{path}: {key} is stored as {tuple(fake.shape)} {fake.stride()} instead of {sizes}")
         return Region(sizes, fake.dtype, path, info.offset + fake.untyped_storage()._checkpoint_offset).tensor()
 
-    def _bytes(self, key: str, info: _StorageInfo) -> bytes:
-        self._check(key, info)
-        with (self.path / info.relative_path).open("rb") as file:
-            file.seek(info.offset)
-            return file.read(info.length)
-
     def _check(self, key: str, info: _StorageInfo) -> None:
-        """Check an archive against its CRCs, which torch writes but does not read; once, however many boxes lie in it."""
+        """Check an archive against its CRCs, which torch writes but does not read. An archive is checked only once."""
         place = (info.relative_path, info.offset)
         if place in self._checked:
             return
         path = self.path / info.relative_path
-        begin = info.offset - info.offset % mmap.ALLOCATIONGRANULARITY  # zipfile finds the archive from its end
+        begin = info.offset - info.offset % mmap.ALLOCATIONGRANULARITY  # zipfile locates the archive from its end
         try:
             with (
                 path.open("rb") as file,
@@ -165,25 +161,25 @@ class Shards:
 
 
 class _Mapped(mmap.mmap):
-    """A part of a file, mapped, as a file."""
+    """A mapped part of a file, usable as a file."""
 
     def seekable(self) -> bool:
-        """Return True, as Python 3.13's own mmap does; zipfile asks."""
+        """Return True, as mmap itself does from Python 3.13 on; zipfile calls this."""
         return True
 
 
 class WrittenPiece(msgspec.Struct, array_like=True):
-    """Bytes [begin, end) of a file: a shard, or, without `shard`, another object."""
+    """Bytes [begin, end) of a file: a shard, or another object if `shard` is None."""
 
     key: str
     begin: int
     end: int
     shard: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], str] | None = None
-    """Its offsets and sizes, the shape of the whole tensor, and its dtype."""
+    """The shard's offsets and sizes, the shape of the whole tensor, and the dtype."""
 
 
 class Writer:
-    """Writes shards into files of a directory. parts: how many parts each file gets."""
+    """Writes shards into files of a directory. parts: the number of parts that each file will get."""
 
     def __init__(self, partial: Partial, parts: Mapping[str, int]) -> None:
         self.partial = partial
@@ -191,7 +187,7 @@ class Writer:
         self._open: dict[str, tuple[io.BufferedWriter, list[WrittenPiece]]] = {}
 
     def write(self, file: str, tensors: Iterable[tuple[str, Sequence[int], Sequence[int], Tensor]]) -> None:
-        """Write one part. tensors: for each shard its key, its offsets, the shape of the whole, and its values."""
+        """Write one part. tensors: for each shard its key, its offsets, the shape of the whole tensor, and its values."""
         stream, entries = self._opened(file)
         for key, offsets, whole, value in tensors:
             stream.write(bytes(-stream.tell() % ALIGNMENT))
@@ -211,14 +207,14 @@ class Writer:
             self.partial.wrote(file, len(data))
         self._part_done(file)
 
-    def abandon(self) -> None:
-        """Close what is open, whatever is in it."""
+    def close(self) -> None:
+        """Close all open files, even if they are incomplete."""
         for stream, _ in self._open.values():
-            with suppress(OSError):  # a full disk: its buffer cannot be written either
+            with suppress(OSError):  # on a full disk, the buffer cannot be written either
                 stream.close()
 
     def complete(self) -> None:
-        """Write .metadata and metadata.json for what this process, and any that was killed before it, have written."""
+        """Write .metadata and metadata.json for all that this process, and killed ones before it, have written."""
         self.partial.flush()
         tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         places: dict[MetadataIndex, _StorageInfo] = {}
@@ -233,7 +229,7 @@ class Writer:
                 properties = TensorProperties(dtype=getattr(torch, dtype))
                 tensor = tensors.setdefault(entry.key, TensorStorageMetadata(properties, torch.Size(whole), []))
                 tensor.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-                places[MetadataIndex(entry.key, torch.Size(offsets))] = info
+                places[MetadataIndex(entry.key, offsets)] = info
         metadata = Metadata(tensors, planner_data=None, storage_data=places, storage_meta=StorageMeta())
         _write(self.partial.path / METADATA, pickle.dumps(metadata))
         version = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
@@ -253,7 +249,7 @@ class Writer:
 
 
 def plan_files(parts: Iterable[StoredPart], copies: int, limit: int) -> list[str]:
-    """Return the file of each part: those of a rank in turn, a new one when the last has `limit` bytes."""
+    """Return the file of each part. A rank's parts fill its files in turn; a new one begins when the last has `limit` bytes."""
     number: Counter[int] = Counter()
     filled: Counter[int] = Counter()
     files = []
@@ -267,19 +263,19 @@ def plan_files(parts: Iterable[StoredPart], copies: int, limit: int) -> list[str
 
 
 def no_objects() -> dict[str, bytes]:
-    """Return the objects of a checkpoint of weights alone."""
+    """Return the objects of a checkpoint that has only weights."""
     data = io.BytesIO()
     torch.save([{}], data)
     return {COMMON: data.getvalue()}
 
 
 def _save(value: Tensor, stream: io.BufferedWriter) -> None:
-    # torch.save writes the whole storage behind a view: the same memory as a storage of its own.
+    # torch.save writes the whole storage behind a view, so the same memory is wrapped in a storage of its own.
     alone = torch.from_numpy(value.reshape(-1).view(torch.uint8).numpy()).view(value.dtype).view(value.shape)
     try:
         torch.save(alone, stream)
     except RuntimeError as error:
-        if isinstance(error.__context__, OSError):  # torch trips over its archive that ends too early
+        if isinstance(error.__context__, OSError):  # torch raises RuntimeError because its archive ends too early
             raise error.__context__ from None
         raise
 

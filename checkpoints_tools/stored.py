@@ -1,4 +1,4 @@
-"""What lies at a path, and its Hugging Face tensors by name, one Megatron parameter at a time.
+"""Finds the model at a path, and gives its Hugging Face tensors by name, one Megatron parameter at a time.
 
 Hugging Face tensors  ──views──►  this part's pieces  ──merge──►  parameter  ──►  its shards      (value_of)
 shards  ──►  parameter  ──unmerge──►  views  ──►  Hugging Face tensors, or entries of stacked ones  (TensorGroup)
@@ -7,31 +7,27 @@ shards  ──►  parameter  ──unmerge──►  views  ──►  Hugging 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from checkpoints_tools.layout import WHOLE, StoredPart, parts
+from checkpoints_tools.layout import WHOLE, Dtype, StoredPart, parts
 from checkpoints_tools.region import Shape
 from checkpoints_tools.safetensors_files import Directory
 from checkpoints_tools.shards import DISTCP, OPTIMIZER, Box, Shards
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_config
 from megarl.core.models import Family, checkpoint, family_of
-from megarl.core.models.checkpoint import check
 from megarl.core.models.families import SourceView
 from megarl.core.models.hf import check_names, read_view
 
 # isort: split
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-Dtype = Literal["bf16", "fp16", "fp32"]
-
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Megatron parameters and the Hugging Face tensors they make: one parameter, or the experts of a layer's stacked tensor."""
+    """Megatron parameters and the Hugging Face tensors made from them: one parameter, or a layer's stacked experts."""
 
     parts: tuple[StoredPart, ...]
     tensors: dict[str, Shape]
@@ -42,27 +38,22 @@ class TensorGroup:
 
 
 def box_of(shard: ShardedTensor) -> Box:
-    """Return where a shard lies in the stored tensor, in that one's dimensions."""
+    """Return the box of a shard within the stored tensor, in the stored tensor's dimensions."""
     return tuple(shard.global_offset), (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
 
 
 def value_of(part: StoredPart, family: Family, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the part's parameter, made from Hugging Face tensors."""
+    """Return the part's parameter, assembled from Hugging Face tensors."""
     weight = family.weight(part.name)
     views = [(source, tensors[source.name]) for source in weight.sources]
     value = weight.merge([read_view(t, t.shape, s, weight, *part.place) for s, t in views])
     value = value.to(part.dtype).contiguous()
-    assert value.shape == part.shape, (part.name, value.shape, part.shape)  # `check` has compared them
+    assert value.shape == part.shape, (part.name, value.shape, part.shape)  # `checked` has compared them
     return value
 
 
-def stored_value(part: StoredPart, shards: Shards) -> Tensor:
-    """Return the part's parameter, read from a checkpoint."""
-    return part.value(lambda shard: shards.read(shard.key, box_of(shard)).view(shard.local_shape))
-
-
-def groups(hf_dir: Path, family: Family, dtype: str) -> list[TensorGroup]:
-    """Return the whole model, in megatron's order."""
+def groups(hf_dir: Path, family: Family, dtype: Dtype) -> list[TensorGroup]:
+    """Return the groups of the whole model, in megatron's order."""
     members: dict[str, list[StoredPart]] = {}
     for part in parts(hf_dir, WHOLE, dtype):
         if not (family.architecture.tied and part.name == "output_layer.weight"):
@@ -71,7 +62,7 @@ def groups(hf_dir: Path, family: Family, dtype: str) -> list[TensorGroup]:
 
 
 def views(part: StoredPart, family: Family, value: Tensor) -> Iterator[tuple[SourceView, Tensor]]:
-    """Yield the Hugging Face side of a whole parameter: each tensor, or each expert's entry, with its equal parts joined."""
+    """Yield the Hugging Face tensors (or experts' entries) of a whole parameter; views of the same one are joined."""
     weight = family.weight(part.name)
     joined: dict[tuple[str, int | None], list[Tensor]] = {}
     for source, view in zip(weight.sources, weight.unmerge(value), strict=True):
@@ -80,22 +71,21 @@ def views(part: StoredPart, family: Family, value: Tensor) -> Iterator[tuple[Sou
         yield SourceView(name, expert), pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
 
 
-def check_names_and_shapes(
-    hf_dir: Path, present: Mapping[str, tuple[int, ...]], wanted_groups: Sequence[TensorGroup]
-) -> None:
-    """Raise MegarlError that names every tensor without the shape that config.json says."""
-    expected = {name: tensor.shape for group in wanted_groups for name, tensor in group.tensors.items()}
+def checked(directory: Directory, family: Family, dtype: Dtype) -> None:
+    """Raise MegarlError unless the directory holds exactly the model's tensors, in the shapes that follow from config.json."""
+    check_names(directory.path, directory.keys(), family)
+    expected = [pair for group in groups(directory.path, family, dtype) for pair in group.tensors.items()]
     wrong = [
-        f"{name} {list(present[name])} instead of {list(shape)}"
-        for name, shape in expected.items()
-        if name in present and present[name] != shape
+        f"{name} {list(present)} instead of {list(tensor.shape)}"
+        for name, tensor in expected
+        if (present := directory.regions[name].shape) != tensor.shape
     ]
     if wrong:
-        raise MegarlError(f"{hf_dir}: tensors do not have the shapes config.json says: {few(wrong)}")
+        raise MegarlError(f"{directory.path}: tensors do not have the shapes config.json says: {few(wrong)}")
 
 
 def check_keys(shards: Shards, needed: Sequence[StoredPart]) -> None:
-    """Raise MegarlError if the checkpoint does not hold these parameters, or holds others."""
+    """Raise MegarlError if the checkpoint lacks any of these parameters, or holds others."""
     wanted = {shard.key: shard for part in needed for shard in part.shards()}
     present = {key for key in shards.tensors if not key.startswith(OPTIMIZER)}
     problems = [f"missing {key}" for key in sorted(wanted.keys() - present)]
@@ -114,20 +104,17 @@ def few(problems: Sequence[str]) -> str:
 
 
 def _group(members: tuple[StoredPart, ...], family: Family) -> TensorGroup:
-    shapes: dict[str, Shape] = {}
-    experts: dict[str, int] = {}
+    tensors: dict[str, Shape] = {}
     for part in members:
         for source, view in views(part, family, torch.empty(part.shape, dtype=part.dtype, device="meta")):
-            shapes[source.name] = Shape(tuple(view.shape), view.dtype)
-            if source.expert is not None:
-                experts[source.name] = max(experts.get(source.name, 0), source.expert + 1)
-    stacked = {name: Shape((count, *shapes[name].shape), shapes[name].dtype) for name, count in experts.items()}
-    return TensorGroup(members, shapes | stacked)
+            stack = () if source.expert is None else (family.architecture.experts,)
+            tensors[source.name] = Shape((*stack, *view.shape), view.dtype)
+    return TensorGroup(members, tensors)
 
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model on disk. hf_dir: where configuration and tokenizer are. meta: None for a Hugging Face directory."""
+    """A model on disk. hf_dir: the directory with configuration and tokenizer. meta: None for a Hugging Face directory."""
 
     path: Path
     hf_dir: Path
@@ -135,7 +122,7 @@ class StoredModel:
 
     @property
     def dtype(self) -> Dtype:
-        """The precision that the checkpoint or config.json names."""
+        """The precision according to the checkpoint or config.json."""
         if self.meta is not None:
             written: Dtype = self.meta.model["dtype"]
             return written
@@ -152,66 +139,63 @@ class StoredModel:
 
 
 def stored(path: Path) -> StoredModel:
-    """Find a Hugging Face directory if there is a config.json, else a checkpoint or a run.
+    """Return the model at a path: a Hugging Face directory if it has a config.json, else a checkpoint, or a run's latest.
 
-    MegarlError if a file is not as it was written. Shards are not checked here: `Shards` checks what it reads.
+    MegarlError if a file is damaged. Shards are not checked here: `Shards` checks those that it reads.
     """
     if (path / "config.json").is_file():
         return StoredModel(path, path, None)
     folder = checkpoint.find(path)
     meta = checkpoint.read_meta(folder)
-    check(folder, {name: value for name, value in meta.files.items() if not name.endswith(DISTCP)})
+    checkpoint.check(folder, {name: value for name, value in meta.files.items() if not name.endswith(DISTCP)})
     return StoredModel(folder, folder / "hf", meta)
 
 
 class HuggingFaceTensors(Mapping[str, Tensor]):
-    """A checkpoint's tensors in Hugging Face form, assembled on access; those of the last parameter are kept."""
+    """A checkpoint's tensors in Hugging Face's format, assembled on access. Those of the last group are cached."""
 
-    def __init__(self, source: StoredModel, family: Family) -> None:
-        self._family = family
+    def __init__(self, source: StoredModel) -> None:
+        self.family = family_of(source.hf_dir)
         self._shards = Shards(source.path)
-        stored = groups(source.hf_dir, family, source.dtype)
-        check_keys(self._shards, [part for group in stored for part in group.parts])
-        self._groups = {name: group for group in stored for name in group.tensors}
+        self.groups = groups(source.hf_dir, self.family, source.dtype)
+        check_keys(self._shards, [part for group in self.groups for part in group.parts])
+        self._group_of = {name: group for group in self.groups for name in group.tensors}
         self._last: tuple[TensorGroup | None, dict[str, Tensor]] = (None, {})
 
+    def views_of(self, group: TensorGroup) -> Iterator[tuple[SourceView, Tensor]]:
+        """Yield the tensors of a group; for stacked tensors, their entries."""
+        for part in group.parts:
+            value = part.value(lambda shard: self._shards.read(shard.key, box_of(shard)).view(shard.local_shape))
+            yield from views(part, self.family, value)
+
     def __getitem__(self, name: str) -> Tensor:
-        group = self._groups[name]
+        group = self._group_of[name]
         if self._last[0] is not group:
             self._last = (None, {})
             self._last = (group, self._assembled(group))
         return self._last[1][name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._groups)
+        return iter(self._group_of)
 
     def __len__(self) -> int:
-        return len(self._groups)
+        return len(self._group_of)
 
     def _assembled(self, group: TensorGroup) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
-        for part in group.parts:
-            for source, view in views(part, self._family, stored_value(part, self._shards)):
-                if source.expert is None:
-                    tensors[source.name] = view
-                else:
-                    shape = group.tensors[source.name]
-                    whole = tensors.setdefault(source.name, torch.empty(shape.shape, dtype=shape.dtype))
-                    whole[source.expert] = view
+        for source, view in self.views_of(group):
+            if source.expert is None:
+                tensors[source.name] = view
+            else:
+                shape = group.tensors[source.name]
+                whole = tensors.setdefault(source.name, torch.empty(shape.shape, dtype=shape.dtype))
+                whole[source.expert] = view
         return tensors
 
 
 def tensors_of(source: StoredModel, everything: bool) -> Mapping[str, Tensor]:
-    """Return tensors by Hugging Face name. everything: also a directory's tensors that are not trained (a vision tower)."""
+    """Return tensors by Hugging Face name. everything: include a directory's tensors that are not trained (a vision tower)."""
     if source.meta is not None:
-        return HuggingFaceTensors(source, family_of(source.hf_dir))
+        return HuggingFaceTensors(source)
     directory = Directory(source.path)
     return directory if everything else directory.only(family_of(source.hf_dir).names())
-
-
-def checked(directory: Directory, family: Family, dtype: Dtype) -> list[TensorGroup]:
-    """Return the model's groups; MegarlError unless the directory holds just their tensors."""
-    check_names(directory.path, directory.keys(), family)
-    expected = groups(directory.path, family, dtype)
-    check_names_and_shapes(directory.path, {name: r.shape for name, r in directory.regions.items()}, expected)
-    return expected

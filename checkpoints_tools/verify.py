@@ -1,7 +1,7 @@
-"""Whether two stored models are the same: names, types, shapes, bits; and, on request, what they compute.
+"""Checks whether two stored models are the same: names, types, shapes, bits; and, on request, their logits.
 
-Tensors are compared one at a time. Logits need one whole model in memory, and are computed in float32: a checkpoint by
-megatron, a Hugging Face directory by transformers.
+Tensors are compared one at a time. Logits need one whole model in memory and are computed in float32: those of a checkpoint
+by megatron, those of a Hugging Face directory by transformers.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,12 +19,12 @@ from megarl.core.models import build, checkpoint, parallel
 SHOWN = 20
 PROMPT_TOKENS = 64
 LOGITS_TOLERANCE = 1e-4
-"""Relative to the largest logit: float32 in another order of operations; bf16 weights are widened exactly."""
+"""Relative to the largest logit. It allows for float32 operations in another order; bf16 weights are converted exactly."""
 TIMEOUT_S = 60.0
 
 
 def verify(a: Path, b: Path, prompts: int = 0) -> int:
-    """Return 0 if both are equal, else 1; print each difference."""
+    """Return 0 if both are equal, else 1; print the differences. prompts: random prompts whose logits are compared, too."""
     sides = stored(a), stored(b)
     directories = all(side.meta is None for side in sides)
     left, right = (tensors_of(side, everything=directories) for side in sides)
@@ -59,7 +59,10 @@ def _difference(name: str, x: Tensor, y: Tensor) -> str:
 
 
 def _logits_agree(a: StoredModel, b: StoredModel, prompts: int) -> bool:
-    vocabulary = in_directory(a.hf_dir).vocabulary
+    vocabulary, other = (in_directory(side.hf_dir).vocabulary for side in (a, b))
+    if vocabulary != other:
+        print(f"logits cannot be compared: of {vocabulary} against {other} tokens")
+        return False
     tokens = torch.randint(vocabulary, (prompts, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
     x, y = _logits(a, tokens), _logits(b, tokens)
     largest = x.abs().max().item()

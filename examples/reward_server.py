@@ -1,10 +1,10 @@
-"""A reward service as `data.services` wants one; standard library only. Copy it, and put your own judgement into `scores`.
+"""A reward service for `data.services`, with only the standard library. Copy it, and write your own judgement into `scores`.
 
     REWARD_KEY=secret python examples/reward_server.py --port 8100
     REWARD_KEY=secret python examples/reward_server.py --port 8100 --classify http://127.0.0.1:30000
 
-By itself it compares texts. With --classify it asks a reward model that SGLang serves (`python -m sglang.launch_server
---model-path MODEL --is-embedding`), which gives one number for prompt and completion. Without REWARD_KEY anybody may ask.
+By default it compares texts. With --classify it queries a reward model served by SGLang (`python -m sglang.launch_server
+--model-path MODEL --is-embedding`), which gives one number for prompt and completion. Without REWARD_KEY anybody may query it.
 """
 
 import argparse
@@ -20,7 +20,7 @@ CLASSIFY_LIMIT_S = 60.0
 
 
 def scores(items: list[dict[str, str]], classify: str) -> list[float | None]:
-    """One number for each of {"task", "prompt", "completion", "answer", "expected"}, or None if there can be none."""
+    """Return a number for each item {"task", "prompt", "completion", "answer", "expected"}, or None if it cannot be judged."""
     if not classify:
         return [1.0 if item["answer"].strip() == item["expected"].strip() else -1.0 for item in items]
     body = json.dumps({"text": [item["prompt"] + item["completion"] for item in items]}).encode()

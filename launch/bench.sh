@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# benchmarks/end_to_end.py with its reference: TRL goes into .bench/, beside the stack and not into it.
+# Runs benchmarks/end_to_end.py with its reference. TRL is installed in .bench/, outside the stack's own environment.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONDONTWRITEBYTECODE

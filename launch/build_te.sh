@@ -23,11 +23,11 @@ build() {
         exit 1
     fi
     packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia
-    # Headers of cuDNN, NCCL and CUDA's libraries come from the wheels that torch runs with, so that there is one version of each.
+    # Headers of cuDNN, NCCL and CUDA's libraries come from the wheels that torch uses, so that there is one version of each.
     export CPATH=$packages/cudnn/include:$packages/nccl/include:$packages/cu13/include
-    # Without NCCL EP, another way to send tokens to experts than the all-to-all that megarl uses: it would need newer NCCL headers.
+    # Without NCCL EP, an alternative to the all-to-all with which megarl sends tokens to experts: it needs newer NCCL headers.
     export NVTE_WITH_NCCL_EP=0
-    export NVTE_PYTORCH_FORCE_BUILD=TRUE        # its setup would first look on GitHub for a wheel
+    export NVTE_PYTORCH_FORCE_BUILD=TRUE        # otherwise its setup first looks on GitHub for a wheel
     export PATH=${python%/*}:$PATH MAX_JOBS=${MAX_JOBS:-$(nproc)}
     echo "build_te: compiling $built_for into $folder (minutes)"
     rm -f "$folder"/transformer_engine_torch-*.whl
@@ -39,7 +39,7 @@ build() {
 [ "$(cat "$folder/built-for" 2>/dev/null)" = "$built_for" ] || build
 if [ $# = 3 ] && [ "$(cat "$3/built-for" 2>/dev/null)" != "$built_for" ]; then
     rm -rf "$3"
-    # What its import needs beyond requirements/cpu.txt.
+    # The packages that its import needs beyond requirements/cpu.txt.
     mapfile -t pins < <(grep -E '^(transformer-engine|transformer-engine-cu13|ml-dtypes|onnx|onnx-ir|onnxscript)==' requirements/gpu.txt)
     "$python" -m pip install --quiet --no-deps --target "$3" "${pins[@]}" "$folder"/transformer_engine_torch-*.whl
     echo "$built_for" > "$3/built-for"

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Resolves requirements/cpu.in and gpu.in into cpu.txt and gpu.txt: every package, pinned, to be installed with --no-deps. What is
-# pinned stays so where it can; --upgrade takes the newest of all.
+# Resolves requirements/cpu.in and gpu.in into cpu.txt and gpu.txt: every package, pinned, to be installed with --no-deps.
+# Versions that are already pinned are kept if possible; --upgrade takes the newest of all packages.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 upgrade=("$@")
-# Added to the CPU stack without their own requirements; cpu.in says why, and lists what they do import.
+# Added to the CPU stack without their own requirements; cpu.in says why, and lists the packages that they import.
 without_requirements=(sglang==0.5.23 xgrammar==0.2.7 lm-eval==0.4.13)
 resolved=$(mktemp)
 trap 'rm -f "$resolved"' EXIT
 
-# lock NAME [package==version …]: requirements/NAME.txt from NAME.in, and these as they are
+# lock NAME [package==version …]: writes requirements/NAME.txt from NAME.in, and adds these packages as they are
 lock() {
     local name=$1 pinned="requirements/$1.txt"
     shift

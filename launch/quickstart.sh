@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The quickstart, each part only if it is not there yet: data and tokenizer, the supervised warm start, then RL.
-# It goes on with runs/RECIPE if that was stopped, and begins runs/RECIPE-2, -3 … if it is finished.
+# Runs the quickstart: data and tokenizer, the supervised warm start, then RL. The first two are skipped if they exist already.
+# It resumes runs/RECIPE if that was stopped, and begins runs/RECIPE-2, -3 … if it is finished.
 #   launch/quickstart.sh [quickstart | quickstart-moe | quickstart-tools | quickstart-agent] [overrides of the recipe: run.seed=1 run.name=mine]
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -15,7 +15,7 @@ finished() { grep -qs '"outcome": "finished"' "$1/summary.json"; }
 
 [ -f "$data/products-agent-sft.jsonl" ] && [ -f "$data/init-moe/config.json" ] || $megarl data arithmetic "$data"
 
-# Its status is 2 before the warm start, whose model is still missing; it says nothing if the overrides are wrong, as the run will say.
+# The dry run's status is 2 before the warm start, as the model is missing. The run itself reports wrong overrides.
 warm=$({ $megarl train "$recipe" --dry-run "$@" 2>/dev/null || true; } | sed -n '/^model:/,/^[a-z]/s/^  path: //p')
 if [ -n "$warm" ] && [ ! -f "$warm/config.json" ]; then
     echo "megarl: supervised warm start into $warm"

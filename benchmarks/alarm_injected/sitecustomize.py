@@ -1,10 +1,10 @@
-"""Faults of a training run, from within its processes. Python imports this before all else where this folder is on PYTHONPATH.
+"""Injects faults into a training run's processes. Python imports this before anything else if this folder is on PYTHONPATH.
 
     ALARM_FAULT=KIND:DOSE:STEP:FLAG
 
 KIND is a function below, named after the fault. The learner writes the file FLAG as it begins STEP; from then on the functions
-of megarl, SGLang and Megatron that KIND has replaced, in whichever role, do it wrong. megarl knows nothing of this. Each is a
-mistake that people make, in code of their own or by a wrong version, file or setting on one side.
+of megarl, SGLang and Megatron that KIND has replaced, in any role, do their work wrongly. megarl knows nothing of this. Each is
+a mistake that people make, in their own code or by a wrong version, file or setting on one side.
 """
 
 import os
@@ -16,7 +16,7 @@ from importlib.machinery import PathFinder
 from typing import Any
 
 PATCHES: dict[str, list[Callable[[Any], None]]] = {}
-"""By module: what is done to it when it has been imported."""
+"""The patches to apply to each module once it has been imported."""
 
 
 class AfterImport(MetaPathFinder):
@@ -37,7 +37,7 @@ class AfterImport(MetaPathFinder):
 
 
 def replaces(where: str) -> Callable[[Callable[[Any], Any]], None]:
-    """Replace `module:Class.function` or `module:name` by what the decorated function makes of the original."""
+    """Replace `module:Class.function` or `module:name` by the decorated function's result for the original."""
     name, _, path = where.partition(":")
 
     def decorate(make: Callable[[Any], Any]) -> None:
@@ -66,7 +66,7 @@ def on() -> bool:
 
 
 def chosen(ticket: int, share: float) -> bool:
-    """Return whether a ticket is among this share of them."""
+    """Return whether a ticket belongs to this share of all tickets."""
     return ticket * 2654435761 % 2**32 < share * 2**32
 
 
@@ -85,7 +85,7 @@ def begin() -> None:
 
 
 def learning_rate() -> None:
-    """The rate is DOSE times as high: another recipe's was taken."""
+    """The learning rate is DOSE times as high, as if it were another recipe's."""
 
     @replaces("megarl.core.learner.trainer:learning_rate")
     def faster(rate: Any) -> Any:
@@ -93,7 +93,7 @@ def learning_rate() -> None:
 
 
 def weight_decay() -> None:
-    """A step takes the share DOSE off the weights: the decay was not multiplied by the rate."""
+    """Each step takes the share DOSE off the weights, as if the decay were not multiplied by the learning rate."""
 
     @replaces("megarl.core.learner.trained:TrainedNetwork.update")
     def decayed(update: Any) -> Any:
@@ -106,7 +106,7 @@ def weight_decay() -> None:
 
 
 def advantages(change: Callable[[list[Any]], list[Any]]) -> None:
-    """The sequences of a batch get the advantages that `change` returns."""
+    """Give the sequences of a batch the advantages that `change` returns."""
 
     @replaces("megarl.core.learner.trainer:with_advantages")
     def changed(with_advantages: Any) -> Any:
@@ -172,8 +172,10 @@ def grader() -> None:
             self._grader = grader
 
         async def grade(self, text: str, prompt: Any, verdict: Any = None) -> Any:
+            from megarl.core.base.contracts import answer_of
+
             grade = await self._grader.grade(text, prompt, verdict)
-            answer = self._grader._submission(text, prompt).answer
+            answer = answer_of(text, self._grader.end_of_thinking)
             if (
                 on()
                 and answer
@@ -199,13 +201,13 @@ def grader() -> None:
 
 
 def same_prompts() -> None:
-    """The same DOSE prompts are drawn again and again."""
+    """The same DOSE prompts are drawn over and over."""
 
     @replaces("megarl.core.controller.draw:PromptOrder.draw")
     def stuck(draw: Any) -> Any:
         def again(self: Any) -> Any:
             drawn = draw(self)
-            return drawn._replace(prompt_id=self._order[self.drawn % int(DOSE)]) if on() and drawn else drawn
+            return drawn._replace(prompt_id=sorted(self._ids)[self.drawn % int(DOSE)]) if on() else drawn
 
         return again
 
@@ -248,7 +250,7 @@ def temperature() -> None:
 
 
 def after_swap(act: Callable[[Any], None]) -> None:
-    """A server that has taken new weights changes its model."""
+    """Let `act` change the model of a server each time that it has taken new weights."""
 
     @replaces("megarl.core.server.staging:Staging.swap")
     def swapped(swap: Any) -> Any:
@@ -261,7 +263,7 @@ def after_swap(act: Callable[[Any], None]) -> None:
 
 
 def stale() -> None:
-    """The first server goes on with its old weights, and says that it has the new ones. DOSE: how many servers there are."""
+    """The first server keeps its old weights, but reports that it has the new ones. DOSE: the number of servers."""
 
     @replaces("megarl.core.server.staging:Staging.swap")
     def kept(swap: Any) -> Any:
@@ -277,7 +279,7 @@ def stale() -> None:
 
 
 def damaged() -> None:
-    """A share DOSE of the columns of the second layer's down projection is 0 on the server: a shard was lost."""
+    """A share DOSE of the columns of the second layer's down projection is 0 on the server, as if a shard were lost."""
 
     def lose(model: Any) -> None:
         weight = dict(model.named_parameters())["model.layers.1.mlp.down_proj.weight"].data
@@ -301,7 +303,7 @@ def rope() -> None:
 
 
 def head() -> None:
-    """bf16: the server's head computes in bf16. A number: it multiplies logits by that."""
+    """DOSE bf16: the server's head computes in bf16. A number: it multiplies logits by that number."""
 
     @replaces("sglang.srt.layers.logits_processor:LogitsProcessor._compute_lm_head")
     def other(compute: Any) -> Any:
@@ -315,7 +317,7 @@ def head() -> None:
 
 
 def routing() -> None:
-    """late: servers tell the experts of the token before. A number: the server adds it to the logits of one expert."""
+    """DOSE late: servers report the experts of the previous token. A number: the server adds it to one expert's logits."""
     if DOSE == "late":
 
         @replaces("megarl.core.base.architecture:RoutedLayers.decoded")
@@ -332,7 +334,7 @@ def routing() -> None:
 
 
 def dead_experts() -> None:
-    """The routers of both sides choose none of the first DOSE experts any more."""
+    """The routers on both sides no longer choose any of the first DOSE experts."""
 
     def dead(logits: Any) -> Any:
         for expert in range(int(DOSE)):
@@ -350,13 +352,13 @@ def dead_experts() -> None:
 
 
 def served_logits(change: Callable[[Any], Any]) -> None:
-    """The server's routers see changed logits."""
+    """Give the server's routers logits changed by `change`."""
 
     def patch(module: Any) -> None:
         choose = module.choose_experts
 
-        def wrong(hidden: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
-            return choose(hidden, change(logits) if on() else logits, *args, **kwargs)
+        def wrong(hidden_states: Any, gating_output: Any, **kwargs: Any) -> Any:
+            return choose(hidden_states, change(gating_output) if on() else gating_output, **kwargs)
 
         module.llama4.Llama4MoE.custom_routing_function = staticmethod(wrong)
 
@@ -364,7 +366,7 @@ def served_logits(change: Callable[[Any], Any]) -> None:
 
 
 def _plus(logits: Any, expert: int, amount: float) -> Any:
-    """Return logits [tokens, experts] with that much added for one expert."""
+    """Return logits [tokens, experts] with `amount` added for one expert."""
     more = logits.new_zeros(logits.shape[-1])
     more[expert] = amount
     return logits + more

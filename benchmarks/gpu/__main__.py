@@ -1,7 +1,7 @@
-"""All parts in turn, within the time there is. The results are written after each part.
+"""Runs all parts in turn, within the given time. The results are written after each part.
 
-A later run on the same machine, day, commit and versions adds its parts to the file, or measures them anew: where a command may
-not take long, some parts a command. With anything else changed it begins a file of its own.
+A later run on the same machine, day, commit and versions adds its parts to the file, or replaces them, so that parts can be
+divided among commands if a command must not take long. If anything else has changed, it begins a new file.
 """
 
 import argparse
@@ -20,9 +20,9 @@ from benchmarks.gpu.rows import Outcome
 
 RESULTS = Path(__file__).parents[1] / "results"
 BUSY = 3
-"""Times as long a tiny part may take: CPUs are shared with others."""
+"""Factor on the time limit of a tiny part, because CPUs may be shared."""
 LEAST_S = 10
-"""A part with less time than this is not begun: it would not get beyond its imports."""
+"""A part is not begun with less time than this, in which it would not get beyond its imports."""
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def measure(parts: Mapping[str, Part], deadline: float, tiny: bool, folder: Path) -> list[Outcome]:
-    """deadline: of time.monotonic()."""
+    """Measure these parts. deadline: by time.monotonic()."""
     date = datetime.now(UTC).strftime("%Y-%m-%d")
     facts = machine.facts(tiny)
     path, earlier = place(folder, f"gpu-{date}-{machine.slug(facts)}", facts)
@@ -64,7 +64,7 @@ def measure(parts: Mapping[str, Part], deadline: float, tiny: bool, folder: Path
 
 
 def place(folder: Path, name: str, facts: dict[str, Any]) -> tuple[Path, list[Outcome]]:
-    """Where results of this machine go, without suffix, and those that are there already."""
+    """Return the path of this machine's results, without suffix, and the results that are already there."""
     for n in itertools.count(1):
         path = folder / (name if n == 1 else f"{name}-{n}")
         file = Path(f"{path}.json")

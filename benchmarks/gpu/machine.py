@@ -1,4 +1,4 @@
-"""What was measured on: GPU, driver, versions, commit. `python -m benchmarks.gpu.machine` prints what only torch knows."""
+"""Describes the machine: GPU, driver, versions, commit. `python -m benchmarks.gpu.machine` prints the facts from torch."""
 
 import importlib.metadata
 import json
@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def facts(tiny: bool) -> dict[str, Any]:
-    """GPU and CUDA are asked for in a process of its own: this one never starts CUDA. tiny: the CPU is what is measured."""
+    """Return facts on the machine. Another process asks for GPU and CUDA, so that this one never starts CUDA. tiny:
+    measurements are on the CPU."""
     return {
         "gpu": "none: tiny sizes on the CPU",
         "cuda": "unused",
@@ -33,7 +34,7 @@ def facts(tiny: bool) -> dict[str, Any]:
 
 
 def slug(facts: dict[str, Any]) -> str:
-    """Of the GPU, for a file's name."""
+    """Return the GPU's name in a form for file names."""
     return "cpu" if facts["gpu"].startswith("none") else re.sub(r"[^A-Za-z0-9.]+", "-", facts["gpu"]).strip("-")
 
 
@@ -58,7 +59,7 @@ def _version(name: str) -> str:
 
 
 def _of_the_stack(name: str) -> bool:
-    """Whether run.sh --stack brought it."""
+    """Return whether run.sh --stack installed this package."""
     stack = os.environ.get("MEGARL_STACK")
     if not stack or _version(name) == "not installed":
         return False
@@ -73,7 +74,7 @@ def _commit() -> str:
 
 
 def _output(words: list[str]) -> str:
-    """Of a command that may be missing or fail: then nothing."""
+    """Return a command's output, or "" if the command is missing or fails."""
     try:
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,8 +1,8 @@
-"""Random models of real shapes in megarl's own trainer, and how they are timed.
+"""Random models of real shapes in megarl's own trainer, and functions that time them.
 
-    config ──► recipe ──► Trainer (the one that `megarl learn` has) ──► timed(step), peak_bytes(step), flop(…)
+    config ──► recipe ──► Trainer (the same as in `megarl learn`) ──► timed(step), peak_bytes(step), flop(…)
 
-Weights are made on the device in place of being read from a directory; everything else is as in training.
+Weights are made on the device instead of being read from a directory; everything else is as in training.
 """
 
 import gc
@@ -30,7 +30,7 @@ from megarl.lab.planning import speed
 from megarl.lab.planning.hardware import GPUS, Gpu
 
 LIMIT_S = 60.0
-"""Limit of forming the group of one rank, and of its collectives."""
+"""Time limit for forming the group of one rank, and for its collectives."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY = {
     "hidden_size": 64,
@@ -42,29 +42,29 @@ TINY = {
     "vocab_size": 512,
 }
 PROMPT_SHARE = 16
-"""A 16th of a sequence is its prompt, which is not trained."""
+"""One 16th of a sequence is its prompt, which is not trained."""
 
 
 def llama_8b(**changes: Any) -> dict[str, Any]:
-    """config.json of Llama 3.1 8B."""
+    """Return config.json of Llama 3.1 8B, with changes."""
     return json.loads((CONFIGS / "llama-3.1-8b.json").read_text()) | changes
 
 
 def llama_17bx16(**changes: Any) -> dict[str, Any]:
-    """config.json of Llama 4 Scout's language model."""
+    """Return config.json of Llama 4 Scout's language model, with changes."""
     text = json.loads((CONFIGS / "llama-4-scout.json").read_text())["text_config"]
     return text | {"architectures": ["Llama4ForCausalLM"]} | changes
 
 
 def recipe_of(config: dict[str, Any], folder: Path, tree: dict[str, Any]) -> Recipe:
-    """With model.path: `folder`, which has the config.json and nothing else."""
+    """Return a recipe whose model.path is `folder`, which gets the config.json and nothing else."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return recipes.from_tree(tree | {"model": tree.get("model", {}) | {"path": str(folder)}})
 
 
 def trainer_of(recipe: Recipe) -> Trainer:
-    """With random weights, the same for each precision: all can be told in bf16."""
+    """Return a trainer with random weights, the same for each precision: all are bf16 numbers."""
     parallel.start(recipe.model, seed=0, timeout_s=LIMIT_S)
     with random_weights():
         return Trainer(recipe, Path(recipe.model.path))
@@ -72,14 +72,15 @@ def trainer_of(recipe: Recipe) -> Trainer:
 
 @contextmanager
 def random_weights() -> Iterator[None]:
-    """Whatever loads weights here gets random ones."""
+    """Give random weights to everything that loads weights during the block."""
     with patch.object(hf, "load", fill):
         yield
 
 
 @torch.no_grad()
 def fill(chunks: Sequence[torch.nn.Module], family: Family | None = None, hf_dir: Path | None = None) -> None:
-    """Matrices with rows of about length 1, so that logits have a deviation of about 1; norms of ones. Called as hf.load is."""
+    """Fill matrices with rows of length about 1, so that logits have a deviation of about 1, and norms with ones. It has the
+    signature of hf.load."""
     random = torch.Generator(DEVICE).manual_seed(0)
     for chunk in chunks:
         for parameter in chunk.parameters():
@@ -91,13 +92,13 @@ def fill(chunks: Sequence[torch.nn.Module], family: Family | None = None, hf_dir
 
 
 def lengths_of(tokens: int) -> list[int]:
-    """Return lengths of sequences that fill a micro-batch: a half, a quarter, … of it."""
+    """Return lengths of sequences that fill a micro-batch: a half of it, a quarter, …"""
     parts = [tokens >> i for i in range(1, 6)]
     return [*parts, tokens - sum(parts)]
 
 
 def sequences(lengths: Sequence[int], vocabulary: int) -> list[TrainSequence]:
-    """Random tokens; behaviour log-probs of one who knows nothing."""
+    """Return sequences of random tokens, with the behaviour log-probs of a uniform policy."""
     draw = np.random.default_rng(0)
     trained = sum(n - _prompt(n) for n in lengths)
     found = []
@@ -120,7 +121,7 @@ def _prompt(length: int) -> int:
 
 
 def flop(shape: Architecture, lengths: Sequence[int]) -> float:
-    """Forward and backward of a step: what the model costs; the head's logits, which megarl makes twice, count once."""
+    """Return FLOP of a step's forward and backward passes; the head's logits, which megarl computes twice, count once."""
     tokens, trained = sum(lengths), sum(n - _prompt(n) for n in lengths)
     attention = sum(n * speed.attention_flop(shape, n / 2) for n in lengths)
     layers = tokens * speed.layer_flop(shape) + attention
@@ -132,19 +133,19 @@ def shape_of(recipe: Recipe) -> Architecture:
 
 
 def matmul_flops(tiny: bool) -> float:
-    """FLOP/s of a square bf16 matrix product: what this machine's matrix units give, measured now."""
+    """Measure the FLOP/s of a square bf16 matrix product on this machine."""
     n, repeats = (128, 3) if tiny else (8192, 20)
     a, b = (torch.randn(n, n, device=DEVICE).bfloat16() for _ in range(2))
     return 2 * n**3 / timed(lambda: a @ b, repeats)
 
 
 def datasheet() -> Gpu | None:
-    """What megarl/lab/planning/hardware.yaml knows of this GPU; nothing of boards with lower rates than SXM's."""
+    """Return this GPU's record in megarl/lab/planning/hardware.yaml; None for boards with lower rates than SXM's."""
     return known(torch.cuda.get_device_properties(0).name) if DEVICE == "cuda" else None
 
 
 def known(name: str) -> Gpu | None:
-    """By the name that CUDA gives a GPU."""
+    """Return the record for CUDA's name of a GPU, or None."""
     words = name.lower().replace("-", " ").split()
     if {"pcie", "nvl"} & set(words):
         return None
@@ -152,7 +153,7 @@ def known(name: str) -> Gpu | None:
 
 
 def timed(work: Callable[[], Any], repeats: int) -> float:
-    """Seconds, the median of `repeats`; a run before that is not counted."""
+    """Return the median seconds of `repeats` runs, after one that is not counted."""
     seconds = []
     for _ in range(repeats + 1):
         begin = time.perf_counter()
@@ -163,7 +164,7 @@ def timed(work: Callable[[], Any], repeats: int) -> float:
 
 
 def peak_bytes(work: Callable[[], Any]) -> int:
-    """At most allocated while it runs, weights included. On a CPU: the most this process ever had."""
+    """Return the most bytes allocated during `work`, including weights. On a CPU: the most this process has ever had."""
     if DEVICE == "cuda":
         synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -176,7 +177,7 @@ def peak_bytes(work: Callable[[], Any]) -> int:
 
 
 def forget() -> None:
-    """Give back the memory of what nobody holds any more."""
+    """Free the memory of objects that are no longer referenced."""
     gc.collect()
     if DEVICE == "cuda":
         torch.cuda.empty_cache()
@@ -188,11 +189,11 @@ def synchronize() -> None:
 
 
 def memory() -> int:
-    """Bytes of the device."""
+    """Return the bytes of the device's memory."""
     return torch.cuda.get_device_properties(0).total_memory if DEVICE == "cuda" else 8 << 30
 
 
 def layers_by(trainer: Trainer) -> str:
-    """Whose modules the layers are made of."""
+    """Return the name of the library whose modules form the layers."""
     modules = {type(m).__module__ for chunk in trainer.policy.chunks for m in chunk.modules()}
     return "Transformer Engine's layers" if any("transformer_engine" in name for name in modules) else "megarl's layers"

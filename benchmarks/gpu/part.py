@@ -1,7 +1,7 @@
-"""In the process of a part: `python -m benchmarks.gpu.part MODULE FILE [--tiny]`.
+"""The main program of a part's process: `python -m benchmarks.gpu.part MODULE FILE [--tiny]`.
 
-MODULE.rows(tiny) yields rows, remarks and raw figures, each of which goes to FILE at once as a line of JSON; the last line
-says how it ended. If there is none the process was killed.
+MODULE.rows(tiny) yields rows, remarks and raw figures, each of which is written to FILE at once as a line of JSON. The last
+line says how the part ended; without that line, the process was killed.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""One part as a process of its own, in a session of its own: whatever happens to it, its rows until then are kept."""
+"""Runs one part in a process and session of its own. Whatever happens to it, the rows until then are kept."""
 
 import contextlib
 import json
@@ -19,12 +19,12 @@ LOG_CHARACTERS = 4000
 
 
 def run(part: str, module: str, limit_s: float, tiny: bool) -> Outcome:
-    """Never raises for what the part does. tiny: at a size for a test, without a GPU."""
+    """Run a part; never raise an error because of the part. tiny: at a size for a test, without a GPU."""
     with tempfile.TemporaryDirectory(prefix=f"megarl-{part}-") as folder:
         file, log, scratch = Path(folder) / "rows.jsonl", Path(folder) / "log", Path(folder) / "scratch"
         scratch.mkdir()
         compiled = {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / "megarl-inductor")}  # for all parts
-        exact = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"}  # some containers set it, and FP32 would have 10 bits
+        exact = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"}  # some containers set it; FP32 would then have 10 bits
         environment = compiled | os.environ | exact | {"PYTHONPATH": _python_path(), "TMPDIR": str(scratch)}
         if tiny:
             environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -69,14 +69,14 @@ def _ended(part: str, last: dict[str, Any], status: int | None, limit_s: float) 
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
-    """All whole lines."""
+    """Return the rows in all complete lines."""
     if not file.exists():
         return []
     return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """It and what it started."""
+    """Kill the process and those that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

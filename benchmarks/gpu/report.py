@@ -1,4 +1,4 @@
-"""Results as JSON, with all that is known, and as a table for people."""
+"""Writes results as JSON, with all data, and as a table for people."""
 
 import json
 import os
@@ -13,7 +13,7 @@ SCHEMA = 1
 
 
 def write(path: Path, date: str, facts: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
-    """PATH.json and PATH.md."""
+    """Write PATH.json and PATH.md."""
     parts = [asdict(o) | {"rows": [asdict(r) | {"ratio": r.ratio} for r in o.rows]} for o in outcomes]
     tree = {"schema": SCHEMA, "date": date, "machine": facts, "parts": parts}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def markdown(date: str, facts: dict[str, Any], outcomes: Sequence[Outcome]) -> s
 
 
 def number(value: float) -> str:
-    """Four digits, or all before the point."""
+    """Format with four significant digits, or with all digits before the point."""
     if value == 0:
         return "0"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

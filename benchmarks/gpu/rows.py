@@ -1,4 +1,4 @@
-"""What parts say, and how a part ended."""
+"""What parts yield, and how a part ended."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Row:
-    """A measured figure, and what it is compared with, measured (or computed, if `reference` says so) in the same run."""
+    """A measured figure with its reference, which is measured (or computed, if `reference` says so) in the same run."""
 
     what: str
     figure: float
@@ -22,11 +22,11 @@ class Row:
 
 
 Said = Row | str | dict[str, Any]
-"""What a part yields: a row, a remark, or figures for the JSON alone, from which rows were made."""
+"""What a part yields: a row, a remark, or raw figures for the JSON only, from which rows were computed."""
 
 
 class Absent(Exception):
-    """What a part measures is not on this machine."""
+    """This machine lacks what a part measures."""
 
 
 Ending = Literal["measured", "failed", "killed", "over its limit", "absent", "not run"]
@@ -34,7 +34,7 @@ Ending = Literal["measured", "failed", "killed", "over its limit", "absent", "no
 
 @dataclass
 class Outcome:
-    """How a part ended, why if not well, and the rows measured until then. log: the end of its output, if it went wrong."""
+    """How a part ended, the reason if it failed, and the rows until then. log: the end of its output if it failed."""
 
     part: str
     ending: Ending

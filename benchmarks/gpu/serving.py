@@ -1,36 +1,32 @@
-"""What parts with SGLang share: a random model on disk that a run can train, `scalerl-1gpu` for it, and one server.
+"""Shared by parts with SGLang: a random model on disk that a run can train, `scalerl-1gpu` for it, and one server.
 
     one_gpu(folder, tiny, "run.steps=8") ──► Recipe ──► served(recipe)     a server alone
                                                     └─► megarl train       training.py
 
-Tokens have texts of their own, so that a reward by a hash of the text differs between completions.
+Each token has a text of its own, so that a reward by a hash of the text differs between completions.
 """
 
 import importlib.util
 import json
-import os
 import random
-import signal
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from benchmarks import server
+from benchmarks import roles
 from benchmarks.gpu import networks
 from benchmarks.gpu.rows import Absent
 from megarl.core import recipe as recipes
 from megarl.core.base.architecture import CONFIGS
-from megarl.core.base.rundir import Endpoints, RunDir, write_jsonl
+from megarl.core.base.rundir import write_jsonl
 from megarl.core.models import build, family_of, hf, parallel
 from megarl.core.recipe import Recipe
-from megarl.lab.evaluation.servers import wait_ready
 from megarl.tasks.data.arithmetic_models import CHARACTERS, END, INTERRUPTION, SPECIAL
 
 START_LIMIT_S = 180
+served = partial(roles.served, limit_s=START_LIMIT_S)
 PROMPTS = 1024
 WHOLE = (
     "run.seed=0",
@@ -67,7 +63,7 @@ def need_sglang() -> None:
 
 
 def one_gpu(folder: Path, tiny: bool, *overrides: str) -> Recipe:
-    """`scalerl-1gpu` with its paths in `folder`, where model and prompts are made unless they are there."""
+    """Return `scalerl-1gpu` with its paths in `folder`, where model and prompts are made unless they exist."""
     prompts = folder / "prompts.jsonl"
     if not prompts.exists():
         draw = random.Random(0)
@@ -81,7 +77,7 @@ def one_gpu(folder: Path, tiny: bool, *overrides: str) -> Recipe:
 
 
 def random_model(config: dict[str, Any], folder: Path) -> Path:
-    """A model in Hugging Face form with a text for each of its tokens, in bf16."""
+    """Write a bf16 model in Hugging Face format, with a text for each of its tokens; return its directory."""
     path = folder / "model"
     if path.exists():
         return path
@@ -99,7 +95,7 @@ def random_model(config: dict[str, Any], folder: Path) -> Path:
 
 
 def tokenizer(vocabulary: int) -> Tokenizer:
-    """The quickstart's characters, and made-up words up to the model's vocabulary."""
+    """Return a tokenizer with the quickstart's characters, and made-up words up to the vocabulary's size."""
     texts = [*SPECIAL, *CHARACTERS]
     texts += [f"<{n}>" for n in range(len(texts), vocabulary)]
     made = Tokenizer(models.WordLevel({text: number for number, text in enumerate(texts)}, unk_token="<none>"))
@@ -107,29 +103,6 @@ def tokenizer(vocabulary: int) -> Tokenizer:
     made.decoder = decoders.Fuse()
     made.add_special_tokens([*SPECIAL])
     return made
-
-
-class Served(NamedTuple):
-    """ready: seconds until it answered."""
-
-    process: subprocess.Popen[bytes]
-    endpoints: Endpoints
-    ready: float
-
-
-@contextmanager
-def served(recipe: Recipe, module: str = "megarl") -> Iterator[Served]:
-    """`python -m MODULE serve` of the recipe, ready. If anything fails meanwhile, the end of its log is printed."""
-    process, endpoints = server.start(recipe, module)
-    try:
-        yield Served(process, endpoints, wait_ready(endpoints.servers[0], START_LIMIT_S, process.poll))
-    except Exception:
-        print((RunDir(recipe.run.path).logs / "server.log").read_text(errors="replace")[-3000:])
-        raise
-    finally:
-        with suppress(ProcessLookupError):  # it has ended, and why is what is to be said
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def sizes(recipe: Recipe) -> str:

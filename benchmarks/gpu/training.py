@@ -1,4 +1,4 @@
-"""`megarl train` of serving.py's recipe, in a process of its own."""
+"""Runs `megarl train` with serving.py's recipe, in a process of its own."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ LOG_CHARACTERS = 1500
 
 
 class Training:
-    """One life of a run. When its part is ended, so are all its processes."""
+    """One life of a run. All its processes end with its part."""
 
     def __init__(self, recipe: Recipe, resume: bool = False) -> None:
         self.rundir = RunDir(recipe.run.path)
@@ -31,7 +31,7 @@ class Training:
         return latest_rows(self.rundir.metrics) if self.rundir.metrics.exists() else []
 
     def wait_for(self, steps: int, saved: bool = False) -> float:
-        """time.monotonic() at which so many had been trained, and, if asked for, a checkpoint was whole on the disk."""
+        """Wait until `steps` steps are trained and, if `saved`, a checkpoint is complete; return time.monotonic() then."""
         while len(self.rows()) < steps or (saved and not complete(self.rundir.checkpoints)):
             if self.process.poll() is not None:
                 raise self.failed()
@@ -43,7 +43,7 @@ class Training:
             raise self.failed()
 
     def kill(self) -> None:
-        """SIGKILL to the supervisor, and wait until what it started is gone too."""
+        """Send SIGKILL to the supervisor, and wait until all processes that it started are gone."""
         family = psutil.Process(self.process.pid).children(recursive=True)
         self.process.kill()
         self.process.wait()

@@ -1,1 +1,1 @@
-"""Parity of servers and learner: what rounding does to it, and what faults do (benchmarks/README.md)."""
+"""Parity of servers and learner: the effects of rounding and of faults (benchmarks/README.md)."""

@@ -1,7 +1,7 @@
-"""Real runs of `megarl train` on a CPU, without and with a fault, and what parity says of them.
+"""Makes real runs of `megarl train` on a CPU, without and with a fault, and shows what parity reports.
 
     python -m benchmarks.parity clean llama-24 --dtype bf16 --steps 40
-    python -m benchmarks.parity faults --out faults.jsonl          # every fault and dose: detected when, named what?
+    python -m benchmarks.parity faults --out faults.jsonl          # every fault and dose: when is it detected, and how named?
 
 A run is ScaleRL's pipeline with a grader that tosses a coin, so that weights move although the model is random. Each run prints
 one JSON object: distributions by cause, and how it ended.
@@ -40,7 +40,7 @@ RECIPE = (
     "pipeline.k=4",
 )
 FAULTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    # fault: (model, word that its message must name, doses)
+    # fault: (model, word that its message must contain, doses)
     "head-server": ("llama-24", "one-sided head", ("1",)),
     "head-learner": ("llama-24", "one-sided head", ("1",)),
     "dtype-server": ("llama-24", "dtype", ("2", "8")),
@@ -57,12 +57,12 @@ FAULTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 
 
 def coin(submission: Submission) -> bool:
-    """Right or wrong by a hash of what was written."""
+    """Return right or wrong by a hash of the completion."""
     return bool(hashlib.blake2b(submission.completion.encode(), digest_size=1).digest()[0] & 1)
 
 
 def train(work: Path, model: str, dtype: str, steps: int, fault: str, overrides: list[str]) -> tuple[Path, float]:
-    """A run of the model; its directory, and its seconds."""
+    """Run the model; return the run's directory and its seconds."""
     data = work / "runs/quickstart-data"
     if not data.exists():
         subprocess.run([sys.executable, "-m", "megarl", "data", "arithmetic", str(data)], cwd=work, check=True)
@@ -72,7 +72,7 @@ def train(work: Path, model: str, dtype: str, steps: int, fault: str, overrides:
     shutil.rmtree(work / "runs" / name, ignore_errors=True)
     if fault.startswith(
         "stale"
-    ):  # weights that never arrive matter by how far they move: the dose is the learning rate
+    ):  # the effect of missing weights depends on how far they move: the dose is the learning rate
         overrides = [f"learner.optimizer.lr={fault.split(':')[1]}", *overrides]
     servers = ["resources.servers=2"] if fault.startswith("stale-one") else []
     began = time.monotonic()
@@ -93,7 +93,7 @@ def train(work: Path, model: str, dtype: str, steps: int, fault: str, overrides:
 
 
 def told(run: Path) -> dict[str, Any]:
-    """Distribution by cause over the run's publications, and how it ended."""
+    """Return the differences by cause over the run's publications, and how it ended."""
     rows = [row for row in latest_rows(RunDir(run).metrics) if "parity_rollouts" in row]
     found: dict[str, Any] = {"publications": len(rows), "warnings": int(sum(row["warning_parity"] for row in rows))}
     found |= pooled(rows)

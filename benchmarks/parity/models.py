@@ -1,5 +1,5 @@
-"""Models deep enough for rounding to show, with the quickstart's tokenizer. Random weights; the head is scaled so that logits
-spread as a trained model's do (standard deviation about 3)."""
+"""Models deep enough for rounding to show, with the quickstart's tokenizer. Weights are random; the head is scaled so that
+logits spread like a trained model's (standard deviation about 3)."""
 
 import shutil
 from pathlib import Path
@@ -31,7 +31,7 @@ MODELS = {"llama-24": DEEP_LLAMA, "qwen3-moe-16": DEEP_QWEN3_MOE, "llama4-16": D
 
 
 def make(name: str, directory: Path) -> Path:
-    """The model of that name in Hugging Face form, made unless it is there."""
+    """Return the directory of the model of that name in Hugging Face format; make it unless it exists."""
     path = directory / name
     if not path.exists():
         partial = directory / f"{name}.partial"
@@ -40,7 +40,7 @@ def make(name: str, directory: Path) -> Path:
         save_model(partial, MODELS[name], seed=0)
         file = partial / "model.safetensors"
         tensors = load_file(file)
-        # Final states have unit size (RMSNorm), so logits have the size of a row of the head.
+        # Final states have unit size (RMSNorm), so logits are as large as a row of the head.
         head = tensors["lm_head.weight"]
         tensors["lm_head.weight"] = torch.randn(head.shape, generator=torch.Generator().manual_seed(1)) * (
             LOGIT_SPREAD / head.shape[1] ** 0.5

@@ -1,1 +1,1 @@
-"""Published measurements of other people's clusters: rows, shapes of their models, and what the planner says of each."""
+"""Published measurements of other people's clusters: rows, their models' shapes, and the planner's estimate for each."""

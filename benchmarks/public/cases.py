@@ -1,9 +1,9 @@
-"""Rows of published measurements as the planner sees them: which are left out, by rule, and what it says of the others.
+"""Turns rows of published measurements into cases for the planner; some are left out by rule.
 
-    row ─► shape of the model (models.yaml), recipe with the row's layout ─► Case: the published value, the planner's by GPU
+    row ─► shape of the model (models.yaml), recipe with the row's layout ─► Case: the published value, the planner's for a GPU
 
-Sequences of training have one length, those of serving are uniform, those of RL log-normal, cut at the longest. Megatron-Bridge
-and what names DeepEP send a token once to a node of experts; megarl and the others send it once to each expert.
+Sequences have one length in training, uniform lengths in serving, and log-normal lengths, cut at the longest, in RL.
+Megatron-Bridge, and rows that name DeepEP, send a token once per node of experts; megarl and the others once per expert.
 """
 
 import csv
@@ -33,8 +33,8 @@ KINDS = r"(?<![a-z0-9])(gb300|gb200|b300|b200|h200|h100|h800|h20|a100|mi\d+x)(?!
 UNTRUSTED = (
     "INCONSISTENT", "TRAP", "CHECK", "SUSPECT", "DUPLICATE", "LAYOUT PRINTED DIFFERENTLY", "FAILED", "functional verification",
 )  # fmt: skip
-"""Words of `notes`, and of their source, that say a row is no measurement of performance."""
-BROADCASTS = ("NCCL", "NCCL broadcast", "nccl full broadcast")  # what megarl's process groups do
+"""Words in `notes` or the source which say that a row is not a measurement of performance."""
+BROADCASTS = ("NCCL", "NCCL broadcast", "nccl full broadcast")  # the method of megarl's process groups
 BUCKETS = {"1 GB": 954, "4096 MiB": 4096}
 SPREAD = 0.5  # of the lengths' logarithm, as in `megarl plan`; no source states it
 
@@ -47,18 +47,18 @@ class PublishedModel(Architecture):
 
 
 class RowLeftOut(Exception):
-    """Why a row is left out."""
+    """A row is left out; the message says why."""
 
 
 CaseRow = Mapping[str, str]
 
 
 class Case(NamedTuple):
-    """A row as the planner sees it.
+    """A row in the planner's terms.
 
-    fitted     what of hardware.yaml it calibrates; none: ()         value      published seconds, or GiB of memory
-    rival      rows of which this is the same differ in layout       seconds    what the planner says instead
-    layout     what identifies the layout, and the work              share      of the work's GPU-seconds in a second: for ranks
+    fitted     the values of hardware.yaml that it calibrates        value      published seconds, or GiB of memory
+    rival      rows with the same one differ only in layout          seconds    the planner's estimate of the value
+    layout     identifies the layout and the work                    share      x value = GPU-seconds of a unit of work, by rank
     """
 
     file: str
@@ -75,7 +75,7 @@ class Case(NamedTuple):
 
 
 def read(folder: Path) -> tuple[list[Case], dict[str, dict[str, int]]]:
-    """Return the cases of the folder's rows, and how many of each file are left out, by rule."""
+    """Return the cases of the folder's rows, and for each file how many are left out by each rule."""
     cases, left_out = [], {}
     for file in FILES:
         refused: Counter[str] = Counter()
@@ -90,7 +90,7 @@ def read(folder: Path) -> tuple[list[Case], dict[str, dict[str, int]]]:
 
 
 def cases_of(file: str, row: CaseRow) -> list[Case]:
-    """Return the row's seconds and, of training, its memory. Raises RowLeftOut by rule, whatever the error would be."""
+    """Return cases for the row's seconds and, for training, its memory. Raises RowLeftOut by rules that ignore the error."""
     if any(word in row["notes"] for word in UNTRUSTED):
         raise RowLeftOut("its notes or its source say that it is no consistent measurement of performance")
     if re.search("older-revision|duplicate", row["row_status"]):
@@ -138,7 +138,7 @@ def shape_of(name: str, layers: int = 0) -> PublishedModel:
 
 
 def number(row: CaseRow, *names: str) -> float:
-    """Return the first of these columns that has a number; RowLeftOut if none has."""
+    """Return the number in the first of these columns that has one. RowLeftOut if none has."""
     for name in names:
         if re.fullmatch(r"[\d.]+(e[+-]?\d+)?", row.get(name, "")):
             return float(row[name])
@@ -150,7 +150,7 @@ def whole(row: CaseRow, name: str, otherwise: int | None = None) -> int:
 
 
 def changed(**sections: dict[str, object]) -> Recipe:
-    """Return scalerl-8b with these values, none of which is checked: published layouts break rules of megarl's recipes."""
+    """Return scalerl-8b with these values, without checks, since published layouts break rules of megarl's recipes."""
     base = _base()
     return base.model_copy(
         update={name: getattr(base, name).model_copy(update=values) for name, values in sections.items()}
@@ -163,7 +163,7 @@ def _base() -> Recipe:
 
 
 def parallel(row: CaseRow, shape: PublishedModel, precision: str, sharded: bool) -> dict[str, object]:
-    """Return the keys of `model`; what a source does not state is refused, where it could be more than one."""
+    """Return the keys of `model`. RowLeftOut if the source does not state one that could have several values."""
     if "4" in precision or not re.search("fp8|bf16", precision):
         raise RowLeftOut("the precision is not stated, or FP4, which the planner has not")
     one = 1 if sharded else None
@@ -181,7 +181,7 @@ def parallel(row: CaseRow, shape: PublishedModel, precision: str, sharded: bool)
 
 
 def copies(recipe: Recipe, kind: str) -> int:
-    """Return the number of data-parallel ranks; RowLeftOut if the layout is none."""
+    """Return the number of data-parallel ranks. RowLeftOut if the layout is impossible."""
     model, ranks = recipe.model, recipe.resources.learner_ranks
     dense = model.tensor_parallel * model.pipeline_parallel * model.context_parallel
     if ranks % dense or ranks % (model.expert_parallel * model.pipeline_parallel):
@@ -240,7 +240,7 @@ def serve(row: CaseRow, name: str, kind: str) -> list[Case]:
 
 
 def decoder_of(recipe: Recipe, shape: PublishedModel, gpu: Gpu) -> Decoder:
-    """Return the planner's, with weights as they are published: FP8 is read and multiplied twice as fast."""
+    """Return the planner's decoder, for weights in the published precision: FP8 is read and multiplied twice as fast."""
     decoder = Decoder(recipe, shape, gpu, memory.kv_bytes(shape, recipe.resources.server_tensor_parallel, 2))
     decoder.read *= shape.weights / 2
     decoder.read_expert *= shape.weights / 2
@@ -303,7 +303,7 @@ def step(row: CaseRow, name: str, kind: str) -> list[Case]:
         problem = PlanningProblem(recipe, shape, gpu, resources["learner_ranks"], work)
         packed = layouts.packed(work, shape, packed_tokens, recipe.data_parallel, recipe.model.pipeline_parallel > 1)
         scored = speed.train_seconds(recipe, shape, packed, gpu)
-        # NeMo-RL scores with the old policy, too, whose log-probs megarl has from its servers.
+        # NeMo-RL also computes the old policy's log-probs, which megarl gets from its servers.
         learner = LearnerChoice(
             recipe, memory.learner(recipe, shape, packed.largest, packed.microbatches),
             2 * scored - speed.train_seconds(alone, shape, packed, gpu),

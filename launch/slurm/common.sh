@@ -1,29 +1,35 @@
 # shellcheck shell=bash
-# What the scripts of this folder have in common; each sources it. `megarl submit` writes scripts that do, too.
+# Shared by the scripts in this folder: each sources it, and so do the scripts that `megarl submit` writes.
 #
 #   CONTAINER     none | pyxis | apptainer: where the roles run, with IMAGE and MOUNTS; the supervisor runs on the host
-#   step …        the script's last command: `python -m …` on one node, for what is not `megarl train`
-#   until_done …  a command that saves when it is told to; the job goes into the queue again if it did not get done
+#   step …        runs `python -m …` on one node, for anything but `megarl train`; it must be the script's last command
+#   until_done …  runs a command that saves on a signal; the job is queued again if the command was not done
 #
-# USR1 reaches this shell alone (#SBATCH --signal=B:USR1@600) and is passed on: `megarl train` then saves and leaves, for
-# which it has 540 s. TERM of a preemption reaches the roles first; they tell `megarl train`. A `step` is told through Slurm, for
-# its srun would kill it at TERM.
+# USR1 reaches only this shell (#SBATCH --signal=B:USR1@600), which passes it on: `megarl train` then saves and exits, for which
+# it has 540 s. TERM at a preemption reaches the roles first; they tell `megarl train`. A `step` gets its signals through Slurm,
+# since its srun would kill it at TERM.
 set -euo pipefail
 
 CONTAINER=${CONTAINER:-none}                      # none | pyxis | apptainer
 IMAGE=${IMAGE:-}                                  # registry/name:tag, or a .sqsh file (pyxis); a .sif file (apptainer)
 MOUNTS=${MOUNTS:-$PWD}                            # folders that the container sees, comma-separated: shared storage with RUN, models, data
 INTERFACE=${INTERFACE:-slurm}                     # run.interface: the network on which the nodes trust each other (docs/security.md)
-MEGARL=${MEGARL:-$PWD/.venv/bin/megarl}           # on the host: supervisor, and without a container everything else
+MEGARL=${MEGARL:-$PWD/.venv/bin/megarl}           # on the host: the supervisor and, without a container, everything else
 PYTHON=$(dirname "$MEGARL")/python
 export PYTHONUNBUFFERED=1
 unset PYTHONDONTWRITEBYTECODE
 
-# One task of an array has the array's own id as SLURM_JOB_ID, by which Slurm's commands would reach all tasks.
+# One of an array's tasks has the array's own id as SLURM_JOB_ID; with it, Slurm's commands would reach all tasks.
 JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 JOB=${JOB:-$SLURM_JOB_ID}
 
 say() { echo "megarl: $*" >&2; }
+
+# Words in quotes, which this shell and Python's shlex take apart alike.
+quoted() {
+    local mark="'"
+    printf "'%s' " "${@//$mark/$mark\\$mark$mark}"
+}
 
 case "$CONTAINER" in
     none)
@@ -31,19 +37,23 @@ case "$CONTAINER" in
         ;;
     pyxis)
         : "${IMAGE:?CONTAINER=pyxis needs IMAGE, such as registry.example.org#team/megarl:1 or /shared/megarl.sqsh}"
+        # With the node's /tmp, where its roles share compiled kernels; else each would have one of its own, in memory.
         mounts=()
-        IFS=, read -ra folders <<< "$MOUNTS"
+        IFS=, read -ra folders <<< "$MOUNTS,/tmp"
         for folder in "${folders[@]}"; do mounts+=("$folder:$folder"); done
         mounts_joined=$(IFS=,; echo "${mounts[*]}")
         # The name has each node unpack the image once, in the first step, and not again for each role.
-        export MEGARL_STEP_OPTIONS="--container-image=$IMAGE --container-name=megarl-$SLURM_JOB_ID --container-mounts=$mounts_joined --container-workdir=$PWD --no-container-entrypoint --no-container-mount-home"
+        MEGARL_STEP_OPTIONS=$(quoted "--container-image=$IMAGE" "--container-name=megarl-$SLURM_JOB_ID" \
+            "--container-mounts=$mounts_joined" "--container-workdir=$PWD" --no-container-entrypoint --no-container-mount-home)
+        export MEGARL_STEP_OPTIONS
         export MEGARL_STEP_COMMAND=python
         ;;
     apptainer)
         : "${IMAGE:?CONTAINER=apptainer needs IMAGE, such as /shared/megarl.sif}"
         nvidia=""
         if command -v nvidia-smi > /dev/null; then nvidia="--nv"; fi
-        export MEGARL_STEP_OPTIONS="" MEGARL_STEP_COMMAND="${APPTAINER:-apptainer} exec $nvidia --bind $MOUNTS --pwd $PWD $IMAGE python"
+        MEGARL_STEP_COMMAND="${APPTAINER:-apptainer} exec $nvidia $(quoted --bind "$MOUNTS" --pwd "$PWD" "$IMAGE" python)"
+        export MEGARL_STEP_OPTIONS="" MEGARL_STEP_COMMAND
         ;;
     *)
         say "CONTAINER=$CONTAINER: none, pyxis or apptainer"
@@ -51,21 +61,22 @@ case "$CONTAINER" in
         ;;
 esac
 
-# `python -m …` on the first node, with all of its GPUs.
+# Runs `python -m …` on the first node, with all of its GPUs.
 step() {
-    # shellcheck disable=SC2086  # words
+    local options python
+    eval "options=(${MEGARL_STEP_OPTIONS:-}) python=(${MEGARL_STEP_COMMAND:-})" # quoted words
     exec srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --overlap --mem=0 --cpu-bind=none --export=ALL \
-        ${MEGARL_STEP_OPTIONS:-} ${MEGARL_STEP_COMMAND:-$PYTHON} -m "$@"
+        "${options[@]}" "${python[@]:-$PYTHON}" -m "$@"
 }
 
-# SIGNAL COMMAND PID
+# tell SIGNAL COMMAND PID: sends the signal to the running command
 tell() {
     if [ "$2" = step ]; then scancel --signal="$1" "$JOB"; else kill -"$1" "$3"; fi 2> /dev/null || true
 }
 
-# A command of the host, in the background, so that this shell hears signals while it runs; its status.
+# Runs a command on the host, in the background, so that this shell receives signals meanwhile; returns the command's status.
 passing_signals_on() {
-    local child="" heard status code command=$1
+    local child="" heard status=127 code command=$1
     trap 'heard=yes; tell USR1 "$command" "$child"' USR1
     trap 'heard=yes; tell TERM "$command" "$child"' TERM
     trap 'heard=yes; tell INT "$command" "$child"' INT
@@ -74,15 +85,15 @@ passing_signals_on() {
     while true; do
         heard="" code=0
         wait "$child" || code=$?
-        if [ "$code" != 127 ]; then status=$code; fi # 127: waited for already, as the signal came when it had ended
+        if [ "$code" != 127 ]; then status=$code; fi # 127: already waited for, since the signal came after its end
         if [ -z "$heard" ]; then break; fi           # else `wait` was interrupted
     done
     trap - USR1 TERM INT
     return "$status"
 }
 
-# 138: told to stop by SIGUSR1, ahead of the time limit. 143: by SIGTERM; a job that is still running was preempted, one that is
-# not was cancelled. 75: a node is lost that the run cannot spare. 130: by SIGINT, for good.
+# 138: stopped by SIGUSR1, ahead of the time limit. 143: stopped by SIGTERM; if the job is still running, it was preempted, else
+# cancelled. 75: a node is lost that the run cannot do without. 130: stopped by SIGINT, for good.
 until_done() {
     local status=0
     passing_signals_on "$@" || status=$?
@@ -96,6 +107,6 @@ until_done() {
 requeue() {
     say "job $JOB goes into the queue again; it goes on from what it saved"
     scontrol requeue "$JOB"
-    sleep 60 # Slurm ends us
+    sleep 60 # until Slurm ends this job
     exit 1
 }

@@ -1,4 +1,4 @@
-"""The command line: every command is a thin function that imports its part when it runs, so that `--help` answers at once.
+"""The command line. Every command is a thin function that imports its part when it runs, so that `--help` answers at once.
 
 parameters.py  parameters that several commands share
 data.py        `megarl data`
@@ -21,7 +21,7 @@ from megarl import __version__
 from megarl.cli import data, scaling
 from megarl.cli import parameters as p
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.process import importing, start_logging
+from megarl.core.base.process import importing, raise_limits, start_logging
 from megarl.run.process import die_with_supervisor, have_streams
 
 if TYPE_CHECKING:
@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit status: 0 well; 1 failed; 2 a message for the user on stderr; 130 interrupted."""
+    """Run a command; return its exit status: 0 success, 1 failure, 2 a message to the user on stderr, 130 interrupted."""
     have_streams()
     die_with_supervisor()
+    raise_limits()
     try:
         status: int = app(arguments, prog_name="megarl", standalone_mode=False)
         return status
@@ -44,11 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _misused(error: typer.TyperException) -> str:
-    """Return a line: what is wrong with the command line, and where its help is."""
+    """Return a line that says what is wrong with the command line, and where to find help."""
     from pydantic import ValidationError
 
     message = error.format_message().removesuffix(".").replace("Value error, ", "")
-    if isinstance(error.__cause__, ValidationError):  # its message leaves out what was given
+    if isinstance(error.__cause__, ValidationError):  # its message leaves out the given value
         given = repr(error.__cause__.errors()[0]["input"])
         message += "" if given in message else f", not {given}"
     context: typer.Context | None = getattr(error, "ctx", None)
@@ -56,13 +57,13 @@ def _misused(error: typer.TyperException) -> str:
 
 
 LASTING = ("train", "sft", "eval", "serve", "rollout", "learn", "study")
-"""Commands that do more than print. A BrokenPipeError that ends them leaves their work undone: Python has the same class for
-ESHUTDOWN, with which Lustre answers a client that it has evicted.
+"""Commands that do more than print. A BrokenPipeError in them means undone work: Python raises this class also for ESHUTDOWN,
+the error that Lustre returns to a client that it has evicted.
 """
 
 
 class _Commands(TyperGroup):
-    """All commands; those that print end well if a reader leaves early, as in `megarl recipes show x | head`."""
+    """All commands. Those that print succeed even if their reader leaves early, as in `megarl recipes show x | head`."""
 
     def invoke(self, ctx: Any) -> object:
         try:
@@ -77,13 +78,13 @@ class _Commands(TyperGroup):
 
 
 def _discard_output() -> None:
-    """Let stdout lead nowhere, once its reader has left."""
+    """Redirect stdout to /dev/null, once its reader has left."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 app = typer.Typer(
     cls=_Commands,
-    rich_markup_mode=None,  # its panels take longer than all else
+    rich_markup_mode=None,  # its panels take longer than everything else
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
@@ -131,7 +132,7 @@ def train(
 
 
 def write_report(rundir: "RunDir") -> None:
-    """Write RUN/report.html and RUN/reward.png. Imported at the end: matplotlib has no place in a run that lives for weeks."""
+    """Write RUN/report.html and RUN/reward.png. The import comes only here, so that a run of weeks does not hold matplotlib."""
     from megarl.lab.report.report import write_report
 
     write_report(rundir)
@@ -159,7 +160,7 @@ def _load(recipe: str, overrides: Sequence[str]) -> "Recipe":
 
 
 def _dry_run(recipe: "Recipe", checked: Callable[["Recipe"], str]) -> int:
-    """Print the resolved recipe on stdout, and on stderr that it is ready, or what keeps it from starting: status 2."""
+    """Print the resolved recipe on stdout, and on stderr what would start; return 0. MegarlError if it cannot start."""
     from megarl.core.recipe import dump
 
     try:
@@ -380,6 +381,7 @@ def rollout(recipe: p.RecipeName, overrides: p.Overrides) -> int:
     from megarl.core.controller.controller import Controller
     from megarl.lab.evaluation.suites import questions_of
     from megarl.lab.monitoring.prometheus import serve_controller
+    from megarl.lab.preflight import check_unchanged
     from megarl.lab.scaling.extrapolate import forecast
     from megarl.lab.scaling.overoptimisation import watch
     from megarl.tasks.agents.registry import TaskAgents
@@ -390,6 +392,7 @@ def rollout(recipe: p.RecipeName, overrides: p.Overrides) -> int:
     loaded = _load(recipe, overrides)
     tokenizer = load_tokenizer(loaded.model.path)
     prompts = load_tasks(loaded, tokenizer)
+    check_unchanged(loaded, prompts)
     graders = partial(TaskGraders, loaded, tokenizer.decode)
     environments, agents = partial(TaskEnvironments, loaded, tokenizer), partial(TaskAgents, loaded, tokenizer)
     tasks = Tasks(prompts, graders, environments, agents)

@@ -1,4 +1,4 @@
-"""`megarl data`: arguments in, files and views out. Everything heavy is imported when a command runs."""
+"""The commands of `megarl data`. Everything that is slow to import is imported when a command runs."""
 
 from pathlib import Path
 from typing import Annotated, Literal

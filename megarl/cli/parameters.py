@@ -10,14 +10,14 @@ RECIPES = f"{RECIPE}, each; key=value is for all of them"
 
 
 def recipe_names(incomplete: str) -> list[str]:
-    """Return what a shell offers where a recipe is wanted."""
+    """Return the recipe names that a shell offers as completions."""
     from megarl.core.recipe import shipped
 
     return [name for name in shipped() if name.startswith(incomplete)]
 
 
 def repeated(metavar: str, about: str) -> Any:
-    """Return an option of a list."""
+    """Return an option that may be given several times, with a list as its value."""
     about += "; may be given several times"
     return Option(metavar=metavar, default_factory=list, show_default=False, help=about)
 

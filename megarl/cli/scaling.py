@@ -1,4 +1,4 @@
-"""`megarl scaling`: arguments in, tables and pictures out. Everything heavy is imported when a command runs."""
+"""The commands of `megarl scaling`. Everything that is slow to import is imported when a command runs."""
 
 import json
 import math
@@ -241,7 +241,7 @@ def show_published(
 
 
 def _check_hours(option: str, *given: float | None) -> None:
-    """Raise MegarlError for a value that is no compute."""
+    """Raise MegarlError if a value is not a finite amount of compute above 0."""
     for hours in given:
         if hours is not None and not 0 < hours < math.inf:
             raise MegarlError(f"{option} is {hours:g}; it is compute in hours, finite and above 0")
@@ -259,7 +259,7 @@ def _read(source: str | Path, seed: int | None, hours_column: str | None, score_
 
 
 def _named(sources: Sequence[Path], *which: Any) -> dict[str, list["Curve"]]:
-    """Read the curves of all sources; two files of one name keep their paths. which: as in `_read`."""
+    """Read the curves of all sources by name; sources with the same name go by their paths. which: as in `_read`."""
     names = [source.stem if source.is_file() else source.resolve().name for source in sources]
     return {
         name if names.count(name) == 1 else str(source): _read(source, *which)
@@ -275,7 +275,7 @@ def _draw(
     base: Path, to: float | None, published: Sequence[str], runs: dict[str, list["Curve"]], comparison: "RunComparison",
     efficiency: "Mapping[str, Fit]",
 ) -> None:  # fmt: skip
-    """Draw all pictures; the efficiency plot shows the fits that are given for it."""
+    """Draw all pictures. efficiency: the fits in the efficiency plot, which is left out if there are none."""
     from megarl.lab.scaling.plot import plot_efficiency, plot_fits
     from megarl.lab.scaling.published import law_named
 

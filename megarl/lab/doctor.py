@@ -1,10 +1,11 @@
-"""`megarl doctor`: what this machine can run, and what to do about what it cannot.
+"""`megarl doctor`: shows what this machine can run, and how to fix what it cannot.
 
     questions ──► Finding (good, note, bad) ──► table; exit 0 if a CPU or a GPU run is possible
 
-A `note` costs something or limits runs to the CPU; a `bad` stops every run.
+A `note` means a disadvantage, or that runs are limited to the CPU; a `bad` finding prevents every run.
 """
 
+import ctypes
 import importlib.metadata
 import importlib.util
 import os
@@ -32,16 +33,16 @@ from megarl.tasks.graders.sandbox import Sandbox
 
 GIB = 1 << 30
 DRIVER = 580
-"""NVIDIA's first driver (r580) for CUDA 13. An older one refuses its kernels' PTX."""
+"""NVIDIA's first driver (r580) for CUDA 13. Older ones reject the PTX of CUDA 13's kernels."""
 PINS = {"torch": "2.14.1", "megatron-core": "0.19.2", "sglang": "0.5.23", "transformers": "5.19.0"}
-"""Versions this code was made for; it relies on internals of all four."""
+"""The versions for which this code was written; it relies on internals of all four packages."""
 MODULES = {"torch": "torch", "megatron-core": "megatron.core", "sglang": "sglang", "transformers": "transformers"}
 SETUP = "run `make setup` and use .venv/bin/megarl (with GPUs: docs/install.md)"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The answer to one question. `advice` says what to do; empty when all is well."""
+    """The answer to one question. advice: what to do, empty if all is well."""
 
     what: str
     grade: Literal["good", "note", "bad"]
@@ -50,12 +51,12 @@ class Finding:
 
 
 def noted(what: str, found: str, advice: str = "") -> Finding:
-    """Return a finding that is a note if there is something to do, else good."""
+    """Return a finding with the grade `note` if there is advice, else `good`."""
     return Finding(what, "note" if advice else "good", found, advice)
 
 
 def main(models: Sequence[Path] = ()) -> int:
-    """Print all findings and the verdict; return 0 if something can be run here. models: whose chat templates are tried."""
+    """Print all findings and the verdict; return 0 if any run is possible. models: directories whose chat templates to try."""
     findings = [*examine(), *map(chat_template, models)]
     columns = [*(Column(no_wrap=True) for _ in range(3)), Column(ratio=1)]
     table = Table(*columns, box=None, padding=(0, 2), pad_edge=False, show_header=False)
@@ -70,21 +71,12 @@ def main(models: Sequence[Path] = ()) -> int:
 
 
 def examine() -> list[Finding]:
-    return [
-        python(),
-        *map(package, PINS),
-        cuda(),
-        kernels(),
-        transformer_engine(),
-        bytecode(),
-        *machine(),
-        *fabric(),
-        sandbox(),
-    ]
+    stack = python(), *map(package, PINS), cuda(), kernels(), transformer_engine(), bytecode()
+    return [*stack, *machine(), *fabric(), sandbox()]
 
 
 def verdict(findings: Sequence[Finding], gpu_count: int) -> tuple[str, int]:
-    """Return what can be run, and the exit status."""
+    """Return a sentence on what can be run, and the exit status."""
     if bad := [f.what for f in findings if f.grade == "bad"]:
         return f"Nothing can be run here yet: {', '.join(bad)}.", 1
     good = {f.what for f in findings if f.grade == "good"}
@@ -104,7 +96,7 @@ def python() -> Finding:
 
 
 def package(name: str) -> Finding:
-    """Check that a package is installed in the version this code was made for."""
+    """Check that a package is installed in the version for which this code was written."""
     try:
         version = importlib.metadata.version(name)
         importable = importlib.util.find_spec(MODULES[name]) is not None
@@ -127,15 +119,13 @@ def cuda() -> Finding:
         names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}))
         return noted("CUDA", f"{torch.version.cuda}, {torch.cuda.device_count()} x {names}", old_driver())
     if count:
-        advice = (
-            old_driver() or f"replace torch's build by one for CUDA; it is for {torch.version.cuda or 'the CPU alone'}"
-        )
-        return noted("CUDA", f"{count} GPUs that torch cannot use", advice)
+        build = f"replace torch's build by one for CUDA; it is for {torch.version.cuda or 'the CPU alone'}"
+        return noted("CUDA", f"{count} GPUs that torch cannot use", old_driver() or build)
     return noted("CUDA", "no GPU", "tiny models run on the CPU; for others use a machine with NVIDIA GPUs")
 
 
 def old_driver() -> str:
-    """Say what to do about a driver that is too old for what the pinned stack compiles when it runs; empty if it is not."""
+    """Return advice if the driver is too old for the kernels that the pinned stack compiles at run time, else ""."""
     version = driver()
     if not version or int(version.partition(".")[0]) >= DRIVER:
         return ""
@@ -146,19 +136,19 @@ KERNELS = "SGLang's kernels"
 
 
 def kernels() -> Finding:
-    """Check for the part of SGLang that `make setup` leaves out, without which no server with a GPU starts."""
+    """Check for the part of SGLang that `make setup` does not install, and without which no server starts on a GPU."""
     try:
         return noted(KERNELS, importlib.metadata.version("sglang-kernel"))
     except importlib.metadata.PackageNotFoundError:
-        return noted(KERNELS, "not installed", "" if not gpus() else "install requirements/gpu.txt (docs/install.md)")
+        return noted(KERNELS, "not installed", "install requirements/gpu.txt (docs/install.md)" if gpus() else "")
 
 
 IMPORT_S = 120
-"""Limit on the import of Transformer Engine, in seconds; on two busy cores it takes six."""
+"""Time limit for the import of Transformer Engine, in seconds; it takes six on two busy cores."""
 
 
 def transformer_engine() -> Finding:
-    """Check that the learner's fused layers on GPUs can be imported, in another process: a library may end the one it is in."""
+    """Check that the learner's fused GPU layers can be imported. Another process does it, since a faulty library may crash."""
     what = "Transformer Engine"
     try:
         version = importlib.metadata.version("transformer-engine")
@@ -176,7 +166,7 @@ def transformer_engine() -> Finding:
 
 
 def bytecode() -> Finding:
-    """Check for .pyc files: without them every role compiles the whole stack at each start, taking tens of seconds."""
+    """Check for .pyc files. Without them every role compiles the whole stack at each start, which takes tens of seconds."""
     spec = importlib.util.find_spec("transformers")
     if spec is None or spec.origin is None:
         return noted("bytecode", "unknown: transformers is missing", SETUP)
@@ -187,7 +177,7 @@ def bytecode() -> Finding:
 
 
 def machine() -> Iterator[Finding]:
-    """Check cores, memory, /dev/shm, through which a server's processes, NCCL and PyTorch pass tensors, disk and ports."""
+    """Check cores, memory, disk, ports, and /dev/shm, through which a server's processes, NCCL and PyTorch pass tensors."""
     count, has_gpus = len(os.sched_getaffinity(0)), bool(gpus())
     yield noted("cores", str(count), "server and learner share one core: expect half the speed" if count == 1 else "")
     free = psutil.virtual_memory().available / GIB
@@ -211,25 +201,31 @@ def machine() -> Iterator[Finding]:
 
 
 SLOW = 10_000
-"""Mb/s below which the batches of an 8B run, 50 to 100 MB a step and ten times that with routing replay, take seconds."""
+"""Mb/s below which sending an 8B run's batches (50 to 100 MB per step, ten times that with routing replay) takes seconds."""
 INFINIBAND, DEVICES = Path("/sys/class/infiniband"), Path("/dev/infiniband")
 
 
+def loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
 def fabric() -> Iterator[Finding]:
-    """Check what several nodes or GPUs talk over: the network of batches, InfiniBand, NVLink."""
-    speeds = networks()
-    if speeds:
-        slowest, fastest = min(speeds, key=speeds.__getitem__), max(speeds, key=speeds.__getitem__)
+    """Check the connections between nodes and GPUs: the network that carries batches, InfiniBand, NVLink."""
+    if speeds := networks():
+        slowest, fastest = min(speeds.values()), max(speeds, key=speeds.__getitem__)
         interfaces = ", ".join(f"{name} {speed / 1000:g} Gb/s" for name, speed in sorted(speeds.items()))
-        advice = ""
-        if speeds[slowest] < SLOW and speeds[fastest] > speeds[slowest]:
-            advice = f"batches take the network that Slurm uses unless told otherwise; set run.interface={fastest}"
-        yield noted("network", interfaces, advice)
-    adapters = sorted(path.name for path in INFINIBAND.glob("*"))
-    if adapters:
+        advice = f"batches take the network that Slurm uses unless told otherwise; set run.interface={fastest}"
+        yield noted("network", interfaces, advice if slowest < min(SLOW, speeds[fastest]) else "")
+    if adapters := sorted(path.name for path in INFINIBAND.glob("*")):
         advice = ""
         if not any(DEVICES.glob("uverbs*")):
             advice = "NCCL cannot use it here, and falls back to TCP; in a container: --device=/dev/infiniband"
+        elif not loads("libibverbs.so.1"):
+            advice = "NCCL finds no libibverbs, and falls back to TCP; install libibverbs1 and ibverbs-providers, or rdma-core"
         elif resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] != resource.RLIM_INFINITY:
             advice = "memory cannot be locked for it; in a container: --ulimit memlock=-1, else `ulimit -l unlimited`"
         yield noted("InfiniBand", ", ".join(adapters), advice)
@@ -240,15 +236,15 @@ def fabric() -> Iterator[Finding]:
 
 
 def chat_template(model: Path) -> Finding:
-    """Check that a model's chat template suits agents: it writes what follows an answer the same alone as in a conversation."""
+    """Check that a model's chat template suits agents: it must write messages after an answer alone as in a conversation."""
     what = f"{model.name}: template"
     try:
         chat = load_chat(model)
         rendering = Rendering(chat, load_tokenizer(model), "sampled")
     except MegarlError as error:
-        return Finding(what, "note", "agents cannot use it", str(error))
+        return noted(what, "agents cannot use it", str(error))
     if problem := tail_problem(chat, rendering):
-        return Finding(what, "note", "agents can use it, but", problem)
+        return noted(what, "agents can use it, but", problem)
     advice = "" if rendering.calls else "its tool calls cannot be read; agents find them in the text"
     return noted(what, "agents can use it", advice)
 

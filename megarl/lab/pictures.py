@@ -1,7 +1,8 @@
-"""What pages and pictures share: single-file HTML pages that open offline, and the style of all figures.
+"""Shared by pages and figures: single-file HTML pages that open offline, and the style of all figures.
 
-A page is a template beside the module that fills it, with its data in a script. Templates are `string.Template`'s: `$name` is
-filled in, and a dollar sign in a script would be `$$` (there are none). matplotlib is imported by the first figure only.
+A page's template lies beside the module that fills it, and the page has its data in a script. Templates are
+`string.Template`s: `$name` is replaced, and a literal dollar sign would be `$$` (there is none). The first figure imports
+matplotlib.
 """
 
 import io
@@ -20,19 +21,19 @@ if TYPE_CHECKING:
 
 
 def embedded(data: object) -> str:
-    """Encode JSON for a <script>: nothing in it can close the script or open a comment, whatever a model wrote."""
+    """Encode JSON for a <script>. Whatever a model wrote, nothing in it can close the script or open a comment."""
     return json.dumps(data, allow_nan=False, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def write_page(template: Path, target: Path, **parts: str) -> None:
-    """Write a complete page or none. Parts are inserted unchanged, so escape everything that is not `embedded`."""
+    """Write a page, completely or not at all. Parts are inserted unchanged, so escape everything that is not `embedded`."""
     page = string.Template(template.read_text()).substitute(parts)
-    write_atomically(target, page.encode(errors="replace"))  # half a surrogate pair, which JSON can hold, is not UTF-8
+    write_atomically(target, page.encode(errors="replace"))  # JSON can hold half a surrogate pair, which is not UTF-8
 
 
 BLUE, ORANGE, GREEN, RED, GREY = "#2563a8", "#d1701f", "#2e8b57", "#b8323f", "#8a8f98"
 COLORS = (BLUE, ORANGE, GREEN, RED, "#7a4fa3", "#128a9b", "#a07d1c", "#c2528b")
-"""Colours of several runs in one picture, in order."""
+"""The colours for several runs in one figure, in order."""
 STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -59,7 +60,7 @@ STYLE = {
 def drawing(
     size: tuple[float, float], rows: int = 1, columns: int = 1, *, title: str = "", sharex: bool = False, sharey: bool = False
 ) -> Iterator[tuple["Figure", list["Axes"]]]:  # fmt: skip
-    """Yield a new figure of `size` inches and its axes in reading order. The style applies only inside the block."""
+    """Yield a new figure of `size` inches, and its axes in reading order. The style applies only inside the block."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -71,14 +72,14 @@ def drawing(
 
 
 def rendered(figure: "Figure", kind: str, dpi: int = 130) -> bytes:
-    """Return the figure as a PNG or an SVG, which has no date, so that the same picture is the same file."""
+    """Return the figure as a PNG or an SVG file. The SVG has no date, so that the same figure gives the same file."""
     data = io.BytesIO()
     figure.savefig(data, format=kind, dpi=dpi, metadata={"Date": None} if kind == "svg" else None)
     return data.getvalue()
 
 
 def save(figure: "Figure", path_without_suffix: Path, dpi: int = 130) -> list[Path]:
-    """Write BASE.png and BASE.svg."""
+    """Write the figure as PNG and SVG; return the two paths."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # laid out once, not again for each format
     written = []

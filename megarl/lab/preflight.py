@@ -1,23 +1,25 @@
-"""Reads all inputs of `megarl train` and `megarl sft` before anything starts; a MegarlError says what to do about a fault.
+"""Reads all inputs of `megarl train` and `megarl sft` before anything starts; a MegarlError says how to correct a fault.
 
     model.path ──► config.json, tokenizer, weights ──────────────────────────────┐
     data.tasks ──► prompts as the model sees them, with answers ─────────────────┼─► fingerprints (run/checks.py)
     evaluation.suites ──► questions, which a resumed run may change
 
-Files of up to WHOLE bytes are hashed completely; for larger ones (shards of weights) the size and BLOCKS blocks, spread
-evenly from the first byte to the last, so that a checkpoint of a terabyte is fingerprinted within seconds.
+Files of up to WHOLE bytes are hashed completely. Of larger ones (shards of weights) only the size and BLOCKS blocks are hashed,
+spread evenly from the first byte to the last, so that a fingerprint of a terabyte of weights takes only seconds.
 """
 
-import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from megarl.core.base import architecture
+from megarl.core.base.contracts import TaskPrompts
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import parameters
+from megarl.core.base.rundir import RunDir
 from megarl.core.base.tokenizer import load_tokenizer
-from megarl.core.base.types import Prompt, encode
+from megarl.core.base.types import encode
+from megarl.core.controller.draw import difficulties
 from megarl.core.recipe import Recipe
 from megarl.core.recipe.rules import LOSSES
 from megarl.lab.evaluation import suites
@@ -35,8 +37,10 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def check_inputs(recipe: Recipe) -> Fingerprints:
-    """Check that what the recipe names exists and can be read; return its fingerprints."""
-    from megarl.tasks.graders.grader import check_graders  # imports aiohttp
+    """Check that all inputs that the recipe names exist and can be read; return their fingerprints."""
+    from megarl.tasks.agents.registry import TaskAgents  # these import aiohttp
+    from megarl.tasks.environments.registry import TaskEnvironments
+    from megarl.tasks.graders.grader import check_graders
 
     path = recipe.model.path
     advice = f"download one (`hf download ORG/NAME --local-dir {path or 'DIR'}`) or give the path of one you have"
@@ -46,7 +50,10 @@ def check_inputs(recipe: Recipe) -> Fingerprints:
     if not recipe.data.tasks:
         raise MegarlError("data.tasks: there is none; give one, such as data.tasks.math={train: FILE, heldout: FILE}")
     _check_sources(recipe)
-    check_graders(recipe)  # here, for the controller starts with this environment
+    tokenizer = load_tokenizer(path)
+    check_graders(recipe)  # in this process, since the controller inherits its environment
+    for made in (TaskEnvironments, TaskAgents):  # they check the user's classes and functions as they are made
+        made(recipe, tokenizer)
     if recipe.loss.kind not in LOSSES:
         check_own_loss(recipe)
     if recipe.teachers:
@@ -56,17 +63,17 @@ def check_inputs(recipe: Recipe) -> Fingerprints:
 
 
 def check_all(recipe: Recipe) -> str:
-    """Return what `megarl train` would start, after all of its checks but those of other nodes of a Slurm job."""
+    """Run all checks of `megarl train`, except those on other nodes of a Slurm job; return a text on what it would start."""
     return checks.check_start(recipe, check_inputs(recipe), host_bytes(recipe))
 
 
 def host_bytes(recipe: Recipe) -> float:
-    """Return bytes that each learner rank fills of the host's memory, as `megarl plan` counts them."""
+    """Return the bytes of host memory that each learner rank uses, according to `megarl plan`."""
     return memory.learner(recipe, architecture.read(recipe.model.path), microbatch_tokens=1, microbatches=1).host
 
 
 def check_sft(recipe: Recipe) -> str:
-    """Check that the inputs of `megarl sft` exist and its ranks fit; return what it would start."""
+    """Check that the inputs of `megarl sft` exist and that its ranks fit; return a text on what it would start."""
     _check_model("sft.init", recipe.sft.init)
     if wrong := sources.problem(recipe.sft.data):
         raise MegarlError(f"sft.data: {wrong}; give rows of prompt and completion, or of messages")
@@ -85,7 +92,7 @@ def check_sft(recipe: Recipe) -> str:
 
 
 def _check_model(key: str, path: str, advice: str = "") -> None:
-    """Check that a model is there, its weights are complete, and its tokenizer can be loaded."""
+    """Check that a model exists, its weights are complete, and its tokenizer can be loaded."""
     if not path or not os.path.isfile(Path(path) / "config.json"):
         text = f"{key}: {path!r} is not a Hugging Face model directory (no config.json in it)"
         raise MegarlError(f"{text}; {advice}" if advice else text)
@@ -97,7 +104,7 @@ def _check_model(key: str, path: str, advice: str = "") -> None:
 
 
 def _check_sources(recipe: Recipe) -> None:
-    """Check that the files of prompts exist, and that the model has the chat template that tasks require."""
+    """Check that the sources of prompts exist, and that the model has a chat template if a task needs one."""
     tasks = recipe.data.tasks.items()
     named = [(f"data.tasks.{name}.train", task.train) for name, task in tasks]
     named += [(f"data.tasks.{name}.heldout", task.heldout) for name, task in tasks if isinstance(task.heldout, str)]
@@ -113,7 +120,7 @@ def _check_sources(recipe: Recipe) -> None:
 
 
 def check_teacher(recipe: Recipe) -> None:
-    """Check that the teacher is there and its tokens are the policy's: each id stands for the same text."""
+    """Check that the teacher exists, and that each token id stands for the same text as in the policy's vocabulary."""
     _check_model("teacher.path", recipe.teacher.path)
     of_policy, of_teacher = (load_tokenizer(p).backend.get_vocab() for p in (recipe.model.path, recipe.teacher.path))
     if other := sorted(of_policy.items() ^ of_teacher.items(), key=lambda token: token[1]):
@@ -126,7 +133,7 @@ def check_teacher(recipe: Recipe) -> None:
 
 
 def check_own_loss(recipe: Recipe) -> None:
-    """Check in another process that a user's loss is one: that needs torch, and importing may do anything."""
+    """Check that a user's loss is usable, in another process, since this needs torch, and importing may do anything."""
     from megarl.tasks.graders.functions import import_problem  # imports aiohttp
 
     code = (
@@ -139,7 +146,7 @@ def check_own_loss(recipe: Recipe) -> None:
 
 
 def read_inputs(recipe: Recipe) -> Fingerprints:
-    """Return fingerprints of all that determines the run's steps. MegarlError for what cannot be read."""
+    """Return fingerprints of all inputs that determine the run's steps. MegarlError if one cannot be read."""
     architecture.read(recipe.model.path)
     tokenizer = load_tokenizer(recipe.model.path)
     path = Path(recipe.model.path)
@@ -152,38 +159,48 @@ def read_inputs(recipe: Recipe) -> Fingerprints:
         architecture.read(recipe.teacher.path)
         files = [teacher / "config.json", *sorted(teacher.glob("*.safetensors*"))]
         fingerprints["teacher.path: weights"] = _hash_files(files)
-    for name, prompts in load_tasks(recipe, tokenizer).items():
-        fingerprints[f"data.tasks.{name}.train: prompts"] = _hash_prompts(prompts.train)
-        fingerprints[f"data.tasks.{name}.heldout: prompts"] = _hash_prompts(prompts.heldout)
+    tasks = load_tasks(recipe, tokenizer)
+    for name, prompts in tasks.items():
+        difficulties(recipe, name, prompts)
+    fingerprints |= of_prompts(tasks)
     for name, suite in recipe.evaluation.suites.items():
         suites.load(name, suite, tokenizer, recipe.length.prompt_tokens, recipe.data.decontaminate)
     return fingerprints
 
 
+def check_unchanged(recipe: Recipe, tasks: Mapping[str, TaskPrompts]) -> None:
+    """Raise MegarlError if prompts have changed since the run was started; a controller that starts again reads them again."""
+    rundir = RunDir(recipe.run.path)
+    if rundir.fingerprints.exists():
+        checks.check_inputs(rundir, of_prompts(tasks), "start a run of another name")
+
+
+def of_prompts(tasks: Mapping[str, TaskPrompts]) -> dict[str, str]:
+    """Return the fingerprints of each task's prompts."""
+    return {
+        f"data.tasks.{name}.{kind}: prompts": suites.digest_of(map(encode, prompts))
+        for name, of_task in tasks.items()
+        for kind, prompts in (("train", of_task.train), ("heldout", of_task.heldout))
+    }
+
+
 def _hash_files(paths: Iterable[Path]) -> str:
-    """Hash the files that exist by name, size and contents; large files by a sample of their contents."""
-    digest = hashlib.blake2b(digest_size=16)
-    for path in paths:
-        try:
-            with path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                digest.update(f"{path.name}\0{size}\0".encode())
-                if size <= WHOLE:
-                    digest.update(file.read())
-                    continue
-                for n in range(BLOCKS):
-                    file.seek(n * (size - BLOCK) // (BLOCKS - 1))
-                    digest.update(file.read(BLOCK))
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise MegarlError(f"{path}: cannot be read: {error.strerror}") from None
-    return digest.hexdigest()
+    """Hash the name, size and contents of those files that exist; of a large file, a sample of its contents."""
+    return suites.digest_of(part for path in paths for part in _sample(path))
 
 
-def _hash_prompts(prompts: Iterable[Prompt]) -> str:
-    """Hash everything known of each prompt, in order."""
-    digest = hashlib.blake2b(digest_size=16)
-    for prompt in prompts:
-        digest.update(encode(prompt))
-    return digest.hexdigest()
+def _sample(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            yield f"{path.name}\0{size}\0".encode()
+            if size <= WHOLE:
+                yield file.read()
+                return
+            for n in range(BLOCKS):
+                file.seek(n * (size - BLOCK) // (BLOCKS - 1))
+                yield file.read(BLOCK)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise MegarlError(f"{path}: cannot be read: {error.strerror}") from None

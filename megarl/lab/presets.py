@@ -1,8 +1,8 @@
 """`megarl recipes suggest --model DIR`: a recipe for a model, with numbers for its size from one of two sources:
 
-scalerl  what ScaleRL's paper (arXiv 2510.13786) ran, at 8B dense and 17Bx16: one set of numbers for both. The default.
-ppo      ranges by size from guides to PPO and GRPO, for PPO with a critic: rules of thumb without a scaling study.
-         Of a range, the recipe takes the end that moves the policy less.
+scalerl  the settings of ScaleRL's paper (arXiv 2510.13786), which are the same for 8B dense and 17Bx16. The default.
+ppo      ranges by model size from guides to PPO and GRPO, for PPO with a critic: rules of thumb without a scaling study.
+         From a range, the recipe takes the end that changes the policy less.
 """
 
 import sys
@@ -21,7 +21,8 @@ from megarl.core.recipe.loading import load
 
 @dataclass(frozen=True)
 class Preset:
-    """Ranges (low, high) for models of up to `parameters`. batch: rollouts a step; kl: coefficient against the reference."""
+    """Ranges (low, high) for models of up to `parameters` parameters. batch: rollouts per step; kl: coefficient of the KL
+    divergence from the reference."""
 
     size: str
     parameters: float
@@ -46,7 +47,7 @@ ROWS = {
 
 
 def suggest(model: Path, preset: Literal["scalerl", "ppo"]) -> int:
-    """Print the recipe on stdout and the numbers to choose from on stderr. MegarlError if the directory holds no model."""
+    """Print the recipe on stdout, and both sources' numbers on stderr. MegarlError if the directory holds no model."""
     if not (model / "config.json").is_file():
         raise MegarlError(f"--model: {model} is not a Hugging Face directory (no config.json in it)")
     count = parameters(model)
@@ -71,14 +72,12 @@ def ppo_for(count: int) -> Preset:
 
 
 def text(model: Path, preset: Literal["scalerl", "ppo"], chosen: Preset) -> str:
-    """Return the text of a recipe file. The number of rollouts per prompt is the base's."""
+    """Return the text of a recipe file. The number of rollouts per prompt is that of the base recipe."""
     base = "scalerl-8b" if preset == "scalerl" else "ppo-critic-8b"
     tree: dict[str, object] = {"base": base, "run": {"name": f"{model.name}-rl"}, "model": {"path": str(model)}}
     if preset == "ppo":
         optimizer = {"lr": chosen.lr[0], "warmup_steps": chosen.warmup_steps[0]}
         tree["batch"] = {"prompts": chosen.batch[0] // load(base).sampling.generations}
-        tree |= {
-            "learner": {"epochs": chosen.epochs[0], "optimizer": optimizer},
-            "reference": {"coefficient": chosen.kl[0]},
-        }
+        tree["learner"] = {"epochs": chosen.epochs[0], "optimizer": optimizer}
+        tree["reference"] = {"coefficient": chosen.kl[0]}
     return NOTE + yaml.safe_dump(tree, sort_keys=False)

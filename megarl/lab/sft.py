@@ -1,8 +1,8 @@
-"""`megarl sft`: a supervised warm start with the learner's own step, cross-entropy on what the model should write.
+"""`megarl sft`: a supervised warm start with the learner's own step: cross-entropy on the tokens that the model should write.
 
 sft.data ──► traces ──shuffled epochs──► batches of sft.batch_tokens ──► Trainer.train_step ──► model.path (Hugging Face)
                                                                               │ ▲
-                                           model.path.unfinished/  checkpoints, and the settings they were made with
+                                           model.path.unfinished/  checkpoints, and the settings used for them
 
 On a signal it finishes the step, saves and exits with 128 + signal. The same command continues with the same steps.
 """
@@ -32,20 +32,23 @@ from megarl.core.learner.torchrun import become_torchrun, is_rank
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import hf, parallel
 from megarl.core.recipe import Recipe
+from megarl.lab.evaluation.suites import digest_of
+from megarl.run import devices
+from megarl.run.launcher import LEARNER
 from megarl.run.process import StopRequest, free_ports, lock, outlive_screen, stop_requests
 from megarl.tasks.data.traces import Trace, load_traces
 
-SETTINGS = "settings.json"
-RANKS_LIMIT_S = 600.0  # limit of a collective; ranks differ by no more than the time to read the data
+SETTINGS, TRACES = "settings.json", "traces.digest"
+RANKS_LIMIT_S = 600.0  # for a collective; a rank waits for another at most as long as that takes to read the data
 
 
 def main(recipe: Recipe) -> int:
-    """Train sft.init and write model.path. Return 0, or 128 + the signal that ended it."""
+    """Train the model in sft.init and write it to model.path. Return 0, or 128 + the signal that ended the training."""
     output = Path(recipe.model.path)
     if output.exists():
         raise MegarlError(f"model.path: {output} exists already; name another, or remove it to train it anew")
     unfinished = output.with_name(f"{output.name}.unfinished")
-    settings = {  # what a warm start must keep until its end
+    settings = {  # these must stay the same until the warm start ends
         "sft": recipe.sft.model_dump(mode="json"),
         "run.seed": recipe.run.seed,
         "data.decontaminate": recipe.data.model_dump(mode="json")["decontaminate"],
@@ -54,6 +57,8 @@ def main(recipe: Recipe) -> int:
     if complete(unfinished) and begun_with != settings:
         advice = "remove it to begin anew, or name another model.path"
         raise MegarlError(f"{unfinished}: a warm start with other settings was begun there ({SETTINGS}); {advice}")
+    if not is_rank() and devices.gpus():
+        os.environ |= LEARNER | devices.kernel_caches()
     if recipe.resources.learner_ranks > 1 and not is_rank():
         become_torchrun(recipe.resources.learner_ranks, free_ports(1)[0])
     leader = os.environ.get("RANK", "0") == "0"
@@ -65,7 +70,7 @@ def main(recipe: Recipe) -> int:
 
 def run(recipe: Recipe, unfinished: Path) -> int:
     outlive_screen()
-    # Nothing else of the run is alive yet: the learner can use all cores.
+    # No other role is running yet, so the learner can use all cores.
     torch.set_num_threads(max(recipe.resources.threads, (os.cpu_count() or 1) // recipe.resources.learner_ranks))
     parallel.start(recipe.model, recipe.run.seed, RANKS_LIMIT_S)
     sft, init = recipe.sft, Path(recipe.sft.init)
@@ -73,6 +78,7 @@ def run(recipe: Recipe, unfinished: Path) -> int:
     checkpoints = Checkpoints(unfinished, 1, trainer, init)
     checkpoints.load_latest()
     traces = load_traces(sft.data, load_tokenizer(init), recipe.data.decontaminate)
+    check_same(traces, unfinished, trainer.step)
     longest = max(len(trace.tokens) for trace in traces)
     microbatch_size.settle(trainer, longest, sft.batch_tokens, unfinished / "microbatch.json")
     with stop_requests() as stop_request:
@@ -85,10 +91,20 @@ def run(recipe: Recipe, unfinished: Path) -> int:
     return 128 + asked if asked else 0
 
 
+def check_same(traces: Sequence[Trace], unfinished: Path, step: int) -> None:
+    """Raise MegarlError if a warm start that goes on at `step` was begun with other traces. Else note what these are."""
+    file, now = unfinished / TRACES, digest_of(part.tobytes() for t in traces for part in (t.tokens, t.learnt))
+    if step and file.exists() and file.read_text() != now:
+        advice = "put back what was there, or remove the directory to begin anew"
+        raise MegarlError(f"{unfinished}: a warm start with other traces (sft.data) was begun there; {advice}")
+    if dist.get_rank() == 0:
+        write_atomically(file, now.encode())
+
+
 def train(
     trainer: Trainer, source: Iterator[list[TrainSequence]], checkpoints: Checkpoints, recipe: Recipe, stop_request: StopRequest
 ) -> int:  # fmt: skip
-    """Run the remaining steps, with a progress bar on rank 0; return 0, or the signal on which all saved and ended early."""
+    """Run the remaining steps, with a progress bar on rank 0; return 0, or the signal on which all ranks saved and stopped."""
     now = TextColumn("{task.fields[now]}")
     columns = (TextColumn("warm start"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), now)
     begun, steps = trainer.step, recipe.sft.steps
@@ -117,9 +133,9 @@ def train(
 
 
 def batches(traces: Sequence[Trace], batch_tokens: int, seed: int) -> Iterator[list[TrainSequence]]:
-    """Yield endless batches of at most `batch_tokens` tokens (or one trace), the same on all ranks.
+    """Yield endless batches of at most `batch_tokens` tokens (or one longer trace), the same on all ranks.
 
-    Each epoch has its own order. Each learnt token weighs one over the number of learnt tokens in its batch.
+    Each epoch has its own order. The weight of a learnt token is one over the number of learnt tokens in its batch.
     """
     batch: list[Trace] = []
     tokens = 0

@@ -1,7 +1,7 @@
-"""`megarl submit RECIPE --nodes N`: a batch script for a recipe, with the figures of `megarl plan`; submitted on request.
+"""`megarl submit RECIPE --nodes N`: writes a batch script for a recipe, with estimates by `megarl plan`; submits it on request.
 
 recipe ─► does it fit N nodes? ──yes──► as written ─┐
-                 └─no, and --gpu is given ─► plan ───┴─► placement, figures, #SBATCH lines ─► FILE ─► sbatch
+                 └─no, and --gpu is given ─► plan ───┴─► placement, estimates, #SBATCH lines ─► FILE ─► sbatch
 """
 
 import shlex
@@ -26,8 +26,8 @@ SUBMIT_LIMIT_S = 60.0
 
 
 class SlurmJob(NamedTuple):
-    """What is asked of Slurm: options of the command. gpu: "" if none is named; mounts: with commas;
-    price: money of a GPU-hour."""
+    """The options of the command. gpu: the kind of GPU, "" if none is named; mounts: separated by commas; price: that of a
+    GPU-hour."""
 
     recipe: str
     overrides: Sequence[str]
@@ -45,7 +45,8 @@ class SlurmJob(NamedTuple):
 
 
 class ChosenLayout(NamedTuple):
-    """What to submit. recipe: with the plan's changes, listed in `overrides`; figures: expected performance, in lines."""
+    """The layout to submit. recipe: it includes the plan's changes, which `overrides` lists; figures: lines of text on the
+    placement and the expected performance."""
 
     recipe: Recipe
     overrides: tuple[str, ...]
@@ -53,7 +54,7 @@ class ChosenLayout(NamedTuple):
 
 
 def main(job: SlurmJob, out: Path | None, submitted: bool) -> int:
-    """Write the script to `out`, show it, submit it if it is to be."""
+    """Write the script to `out` (default: in run.dir) and print it; if `submitted`, submit it. Return the exit status."""
     if not LIBRARY.is_file():
         raise MegarlError(f"{LIBRARY} is missing: batch scripts need megarl's source, installed by `pip install -e .`")
     chosen = choose(load(job.recipe, job.overrides), job)
@@ -82,13 +83,13 @@ def submit(file: Path) -> int:
 
 
 def choose(recipe: Recipe, job: SlurmJob) -> ChosenLayout:
-    """Return the recipe as written if it fits the nodes (with --gpu their memory, too), else the best plan, or MegarlError."""
+    """Return the recipe as written if it fits the nodes (with --gpu, also their memory), else, with --gpu, the best plan that
+    fits. MegarlError if there is none."""
     per_node = job.gpus_per_node
     if not per_node:
         return ChosenLayout(recipe, (), ("nodes without GPUs: the placement is found when the job starts",))
-    nodes = [
-        Node(f"node {i + 1}", f"{i}", "", "", tuple(map(str, range(per_node))), 0, 0, ()) for i in range(job.nodes)
-    ]
+    gpus = tuple(map(str, range(per_node)))
+    nodes = [Node(f"node {i + 1}", f"{i}", "", "", gpus, 0, 0, ()) for i in range(job.nodes)]
     try:
         placed, misfit = place(recipe, nodes), ""
     except MegarlError as error:
@@ -101,7 +102,8 @@ def choose(recipe: Recipe, job: SlurmJob) -> ChosenLayout:
         return ChosenLayout(recipe, (), (*described(placed, nodes), *spare))
     problem = command.problem(recipe, len(nodes) * per_node, job.gpu, job.model_config, command.work(recipe))
     if not misfit:
-        if not isinstance(written := as_written(problem), str):
+        written = as_written(problem)
+        if isinstance(written, Plan):
             return ChosenLayout(recipe, (), (*described(placed, nodes), *spare, *_figures(written, job.price)))
         misfit = written
     for plan in search(problem).plans:
@@ -110,9 +112,8 @@ def choose(recipe: Recipe, job: SlurmJob) -> ChosenLayout:
         except MegarlError:
             continue
         why = f"the layout is the plan's; as written it does not fit: {misfit}"
-        return ChosenLayout(
-            plan.recipe, tuple(show.overrides(plan)), (why, *described(placed, nodes), *_figures(plan, job.price))
-        )
+        figures = (why, *described(placed, nodes), *_figures(plan, job.price))
+        return ChosenLayout(plan.recipe, tuple(show.overrides(plan)), figures)
     nothing = f"no layout fits {job.nodes} nodes of {per_node} GPUs; `megarl plan` says why each is refused"
     raise MegarlError(f"as written: {misfit}\n{nothing}")
 
@@ -131,8 +132,8 @@ def script(chosen: ChosenLayout, job: SlurmJob) -> str:
     recipe = chosen.recipe
     settings = {
         "job-name": recipe.run.name, "nodes": job.nodes, "ntasks-per-node": 1, "gpus-per-node": job.gpus_per_node or None,
-        "exclusive": "", "time": job.time, "partition": job.partition, "account": job.account, "output": "%x-%j.out",
-        "open-mode": "append", "requeue": "", "no-kill": "", "signal": "B:USR1@600",
+        "exclusive": "", "mem": "0", "time": job.time, "partition": job.partition, "account": job.account,
+        "output": "%x-%j.out", "open-mode": "append", "requeue": "", "no-kill": "", "signal": "B:USR1@600",
     }  # fmt: skip
     lines = [f"#SBATCH --{name}{f'={value}' if value else ''}" for name, value in settings.items() if value is not None]
     words = ["train", str(Path(job.recipe).resolve()) if job.recipe.endswith((".yaml", ".yml")) else job.recipe]

@@ -2,11 +2,11 @@
 
 check_start(recipe, …)      history, a writable directory, and that the roles fit; returns what would start
 check_cpu(recipe, …)        on a machine without a GPU: the run is small enough for its cores
-check_host(recipe, …)       nodes have the memory for what checkpoints are written from and servers receive into
-check_history(recipe, …)    an existing run may be resumed, and resumes as it began
+check_host(recipe, …)       nodes have enough memory for writing checkpoints and for servers' copies of new weights
+check_history(recipe, …)    an existing run may be resumed, with the settings and inputs that it began with
 
-A resumed run compares fingerprints of its inputs (read by lab/preflight.py): other contents under the same path would make
-other steps.
+A resumed run compares fingerprints of its inputs (computed by lab/preflight.py): other contents under the same path would lead
+to other steps.
 """
 
 import os
@@ -20,7 +20,7 @@ from megarl.core.base.rundir import RunDir
 from megarl.core.journal.journal import JournalReader
 from megarl.core.recipe import Recipe, differences, load
 from megarl.core.server.checks import check as check_server
-from megarl.core.server.checks import check_kernels
+from megarl.core.server.checks import check_gpus, check_kernels
 from megarl.run import devices, fork
 from megarl.run.launcher import LocalLauncher
 from megarl.run.placement import Place, place
@@ -28,24 +28,25 @@ from megarl.run.restart import Role
 from megarl.run.srun import STEP_COMMAND, chosen
 
 THREADS_A_CORE = 8
-"""More threads than this per core, without a GPU, are a mistake rather than a run: a cluster's recipe on a login node."""
+"""More threads than this per core, without a GPU, must be a mistake, such as a cluster's recipe on a login node."""
 LARGE = 10**9
-"""Parameters of a bf16 or fp16 model that a CPU trains too slowly for anything but a mistake."""
+"""A bf16 or fp16 model with more parameters than this trains so slowly on a CPU that it must be a mistake."""
 LARGE_ON_CPU = "MEGARL_LARGE_ON_CPU"
-"""Environment variable by which, at 1, such a run starts all the same. Not in the recipe: it is a fact of the machine."""
+"""If this environment variable is 1, such a run starts anyway. It is not in the recipe, since it concerns the machine."""
 HALF = 2
-"""Bytes of a weight that a server with a GPU holds: bf16 or fp16."""
+"""Bytes per weight on a server with a GPU: bf16 or fp16."""
 type Fingerprints = Mapping[str, str]
-"""Fingerprint by recipe key and part of it: `model.path: weights`."""
+"""Fingerprints by recipe key and part of the input: `model.path: weights`."""
 HISTORY = (
     "run.seed", "run.fork", "model.path", "model.dtype", "model.fp32_head", "model.fp8", "data", "length", "sampling",
     "pipeline.kind", "pipeline.k", "batch", "loss", "reference", "teacher", "learner.epochs", "critic.dtype", "critic.lam",
+    "agent.history", "agent.credit", "agent.trained_tokens",
 )  # fmt: skip
-"""Keys and sections that determine a run's steps. Layout, servers, learning rate and cadences may change on resuming."""
+"""Keys and sections that determine a run's steps. Layout, servers, learning rate and intervals may change when resuming."""
 
 
 def check_start(recipe: Recipe, fingerprints: Fingerprints, host_bytes: float) -> str:
-    """Check all that `megarl train` needs beside its inputs but other nodes of a job, and return what it would start.
+    """Check all that `megarl train` needs, except its inputs and other nodes of a job; return a text of what it would start.
 
     host_bytes: see check_host.
     """
@@ -67,13 +68,9 @@ def check_start(recipe: Recipe, fingerprints: Fingerprints, host_bytes: float) -
     else:
         with_gpus = True  # the nodes report their GPUs when the run starts
     gpus = devices.needed(recipe) if with_gpus else 0
-    roles = (
-        (recipe.resources.servers, "server"),
-        (recipe.teachers, "teacher"),
-        (recipe.resources.learner_ranks, "rank"),
-    )
-    counts = (*(counted for counted in roles if counted[0]), (gpus, "GPU"))
-    return ", ".join(f"{count} {word}{'s' * (count != 1)}" for count, word in counts)
+    counts = {"server": recipe.resources.servers} | ({"teacher": recipe.teachers} if recipe.teachers else {})
+    counts |= {"rank": recipe.resources.learner_ranks, "GPU": gpus}
+    return ", ".join(f"{count} {word}{'s' * (count != 1)}" for word, count in counts.items())
 
 
 def check_cpu(recipe: Recipe, model: str, processes: Mapping[str, int], cores: int) -> None:
@@ -99,8 +96,8 @@ def check_cpu(recipe: Recipe, model: str, processes: Mapping[str, int], cores: i
 
 
 def check_placed(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: float) -> None:
-    """Check that what needs GPUs has them, that servers can serve these lengths, that the recipe's fixed ports are free, and
-    that there is memory. host_bytes: see check_host.
+    """Check that settings which need GPUs have them, that servers can serve these lengths, and that nodes have enough memory.
+    host_bytes: see check_host.
     """
     learner, resources = placed[Role("learner")], recipe.resources
     if not learner.gpus:
@@ -122,8 +119,8 @@ def check_placed(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: float
 
 
 def check_host(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: float) -> None:
-    """Raise MegarlError if a node has less memory than its roles fill: learner ranks `host_bytes` each, as the plan counts them
-    (what a checkpoint is written from, and what of AdamW is offloaded), servers with GPUs the copy that they receive into.
+    """Raise MegarlError if a node has less memory than its roles need: `host_bytes` for each learner rank, from the plan (for
+    writing checkpoints, and AdamW's offloaded share), and for each server with GPUs its copy of new weights.
     """
     learner = placed[Role("learner")]
     copying = [at for role, at in placed.items() if role.kind == "server" and at.gpus and recipe.stages_weights]
@@ -145,8 +142,8 @@ def check_host(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: float) 
 
 
 def check_allocator(recipe: Recipe) -> None:
-    """Refuse memory that a server cannot open: of expandable segments CUDA IPC hands over file descriptors, which Linux gives
-    to none but a process that may trace the learner.
+    """Refuse expandable segments with cuda_ipc: CUDA IPC hands these over as file descriptors, which Linux gives only to a
+    process that may trace the learner.
     """
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         said = os.environ.get(name, "").replace(" ", "").lower()
@@ -158,22 +155,23 @@ def check_allocator(recipe: Recipe) -> None:
 
 
 def check_served(recipe: Recipe, placed: Mapping[Role, Place]) -> None:
-    """The servers can serve the model with these lengths."""
+    """Raise MegarlError if the servers cannot serve the model with these lengths."""
     gpus = placed[Role("server", 0)].gpus
-    check_server(recipe, cuda=bool(gpus))
-    if gpus and STEP_COMMAND not in os.environ:  # else the roles have another Python
+    for served in (recipe, recipe.teacher_recipe) if recipe.teachers else (recipe,):
+        check_server(served, cuda=bool(gpus))
+        if gpus:
+            check_gpus(served, devices.capabilities())
+    if gpus and STEP_COMMAND not in os.environ:  # otherwise the roles have another Python
         check_kernels()
-    if recipe.teachers:
-        check_server(recipe.teacher_recipe, cuda=bool(placed[Role("teacher", 0)].gpus))
 
 
 def check_history(recipe: Recipe, rundir: RunDir, fingerprints: Fingerprints) -> bool:
-    """Return whether there is a run to resume; raise MegarlError if it must not be touched, or would turn into another run."""
+    """Return whether there is a run to resume. MegarlError if it must not be resumed, or would become another run."""
     history, other = _history(rundir), "give this one another run.name"
     if not history:
         if recipe.run.fork:
             fork.check(recipe)
-            _check_inputs(RunDir(recipe.run.forked[0]), fingerprints, other)
+            check_inputs(RunDir(recipe.run.forked[0]), fingerprints, other)
         return False
     if not os.path.exists(rundir.recipe):
         missing = "but not the recipe.yaml that the run began with"
@@ -188,38 +186,35 @@ def check_history(recipe: Recipe, rundir: RunDir, fingerprints: Fingerprints) ->
     changed = [
         f"{key}: {old!r} in {rundir.recipe}, {new!r} now"
         for key, old, new in differences(before, recipe)
-        if any(key == fixed or key.startswith(f"{fixed}.") for fixed in HISTORY)
+        if (key, new) == fork.THAWED or any(key == fixed or key.startswith(f"{fixed}.") for fixed in HISTORY)
     ]
     if changed:
         keeps = "A run that goes on keeps these, or its steps would no longer be one history; undo the change"
         raise MegarlError("\n".join([*changed, f"{keeps}, or {other}"]))
-    _check_inputs(rundir, fingerprints, other)
+    check_inputs(rundir, fingerprints, other)
     return True
 
 
-def _check_inputs(rundir: RunDir, fingerprints: Fingerprints, other: str) -> None:
-    """Raise MegarlError if model or prompts are not those that this run began with."""
-    if others := _changed(rundir.fingerprints, fingerprints):
-        named = [f"{key}: not what the run began with (by {rundir.fingerprints})" for key in others]
-        raise MegarlError("\n".join([*named, f"Put back what was there, or {other}"]))
-
-
-def _history(rundir: RunDir) -> str:
-    """Describe what exists of a run that has begun; empty if nothing was ever drawn, trained or scored there."""
-    steps = [path.name for path in (rundir.metrics, rundir.eval) if os.path.exists(path) and path.stat().st_size]
-    if os.path.isdir(rundir.checkpoints) and any(rundir.checkpoints.glob("step-*")):
-        steps.append("checkpoints")
-    if JournalReader(rundir.rollouts).begun():
-        steps.append("a journal")
-    return ", ".join(steps)
-
-
-def _changed(file: Path, now: Fingerprints) -> list[str]:
-    """Return the keys of the run's own fingerprints that differ now. MegarlError if the file is missing."""
+def check_inputs(rundir: RunDir, fingerprints: Fingerprints, other: str) -> None:
+    """Raise MegarlError if model or prompts are not those that this run began with, or if that is unknown."""
+    file = rundir.fingerprints
     if not file.exists():
         raise MegarlError(
             f"{file}: is gone, so nobody can tell whether model and prompts are those that the run began with; put it back, "
             "or, if you are sure of them, write {} into it"
         )
     before = read_json(file)
-    return [key for key in now if before.get(key, now[key]) != now[key]]
+    changed = [key for key, now in fingerprints.items() if before.get(key, now) != now]
+    if changed:
+        named = [f"{key}: not what the run began with (by {file})" for key in changed]
+        raise MegarlError("\n".join([*named, f"Put back what was there, or {other}"]))
+
+
+def _history(rundir: RunDir) -> str:
+    """Return a text of what exists of a run; empty if nothing was ever drawn, trained or evaluated there."""
+    steps = [path.name for path in (rundir.metrics, rundir.eval) if os.path.exists(path) and path.stat().st_size]
+    if os.path.isdir(rundir.checkpoints) and any(rundir.checkpoints.glob("step-*")):
+        steps.append("checkpoints")
+    if JournalReader(rundir.rollouts).begun():
+        steps.append("a journal")
+    return ", ".join(steps)

@@ -1,4 +1,4 @@
-"""The end of a run: summary and report on disk, and what the user needs to know on the screen.
+"""The end of a run: summary and report on disk, and information for the user on the screen.
 
 The causes of a failure come last, where the user looks first: a table of roles that died, then the end of the relevant log.
 """
@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -30,7 +30,7 @@ WriteReport = Callable[[RunDir], None]
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How the run ended: all steps done; stopped on request; to be resumed elsewhere; failed. role: whose log says why."""
+    """How the run ended: all steps done, stopped on request, to be resumed elsewhere, or failed. role: whose log says why."""
 
     kind: Literal["finished", "stopped", "elsewhere", "failed"]
     reason: str
@@ -58,7 +58,8 @@ def closing(
     wall_s: float,
     write_report: WriteReport | None,
 ) -> None:
-    """begins: see `log_of`. write_report: None if there is no time for it: the job has to make room."""
+    """Write summary and report, and show how the run ended. begins: as in `log_of`. write_report: None if there is no time for
+    it, because the job has to make room."""
     values: Row = {}
     with _attempt(rundir.summary):
         values = summary.summarise(recipe, rundir) | {
@@ -70,12 +71,13 @@ def closing(
     if write_report is not None:
         with _attempt(rundir.report):
             write_report(rundir)
-    if values:
-        console.print(summary.render(values, rundir))
-    if deaths and outcome.kind in ("failed", "elsewhere"):
-        console.print(causes(deaths))
-    if outcome.role and (log := log_of(rundir, outcome.role, begins)):
-        print(f"\nThe end of {log}:", *last_lines(log, begin=begins.get(log, 0)), sep="\n  ", file=sys.stderr)
+    with suppress(OSError):  # a file that cannot be read must not change the exit status
+        if values:
+            console.print(summary.render(values, rundir))
+        if deaths and outcome.kind in ("failed", "elsewhere"):
+            console.print(causes(deaths))
+        if outcome.role and (log := log_of(rundir, outcome.role, begins)):
+            print(f"\nThe end of {log}:", *last_lines(log, begin=begins.get(log, 0)), sep="\n  ", file=sys.stderr)
     if outcome.kind == "failed":
         print(f"\nmegarl: {outcome.reason}; see {rundir.logs}", file=sys.stderr)
     elif outcome.kind == "elsewhere":
@@ -84,7 +86,7 @@ def closing(
 
 @contextmanager
 def _attempt(path: Path) -> Iterator[None]:
-    """Say on stderr what went wrong, and go on: the run is over, and its exit status decides whether its job is requeued."""
+    """Report any error on stderr and go on: the run is over, and its exit status decides whether its job is requeued."""
     try:
         yield
     except Exception as error:
@@ -93,7 +95,7 @@ def _attempt(path: Path) -> Iterator[None]:
 
 
 def causes(deaths: Sequence[Death]) -> Table:
-    """Tabulate who died, when, where and how, and the last problem in each log."""
+    """Return a table of the roles that died: when, where and how, and the last problem in each log."""
     left = len(deaths) - MOST_DEATHS_SHOWN
     title = "what died" if left <= 0 else f"what died last ({left} before that are in logs/supervisor.jsonl)"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2), pad_edge=False)
@@ -101,7 +103,7 @@ def causes(deaths: Sequence[Death]) -> Table:
         table.add_column(name, no_wrap=True)
     table.add_column("the last problem in its log", overflow="fold")
     for death in deaths[-MOST_DEATHS_SHOWN:]:
-        when = time.strftime("%H:%M:%S", time.localtime(death.time))
+        when = time.strftime("%m-%d %H:%M:%S", time.localtime(death.time))
         table.add_row(when, death.role.name, ",".join(death.nodes), death.how, death.problem or "none")
     return table
 

@@ -1,6 +1,6 @@
 """Which GPUs this machine has, how fast its networks are, and where kernels that are compiled here are kept.
 
-Asks `nvidia-smi` and the kernel, so the supervisor need not import torch.
+It asks `nvidia-smi` and the operating system, so the supervisor need not import torch.
 """
 
 import os
@@ -17,7 +17,7 @@ from megarl.core.recipe import Recipe
 
 
 def gpus() -> tuple[str, ...]:
-    """Return GPU names as CUDA_VISIBLE_DEVICES takes them: its value if set, else all of nvidia-smi; empty without a GPU."""
+    """Return GPU names for CUDA_VISIBLE_DEVICES: its present value if set, else all of nvidia-smi's; empty without a GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return tuple(part.strip() for part in visible.split(",") if part.strip())
@@ -30,8 +30,13 @@ def driver() -> str:
     return versions[0] if versions else ""
 
 
+def capabilities() -> frozenset[str]:
+    """Return the compute capabilities of this machine's GPUs, such as 9.0; empty where there are none."""
+    return frozenset(_asked("compute_cap"))
+
+
 def _asked(what: str) -> tuple[str, ...]:
-    """Return what nvidia-smi says for each GPU; empty where it is missing or fails."""
+    """Return nvidia-smi's answer for each GPU; empty if it is missing or fails."""
     if shutil.which("nvidia-smi") is None:
         return ()
     command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
@@ -54,6 +59,8 @@ CACHES = (
     "TORCHINDUCTOR_CACHE_DIR",
     "FLASHINFER_WORKSPACE_BASE",
     "SGLANG_CACHE_DIR",
+    "SGLANG_JIT_CACHE_DIR",
+    "TVM_FFI_CACHE_DIR",
     "CUDA_CACHE_PATH",
 )
 
@@ -61,8 +68,8 @@ CACHES = (
 def kernel_caches() -> dict[str, str]:
     """Return variables that keep compiled kernels in a folder of this node; those that are set already are left out.
 
-    By default they lie in the home directory. On a cluster that is one network file system, where all servers compile the same
-    kernels at the same moment. Empty if someone else owns the folder, since who writes there has his code run by us.
+    By default kernels are in the home directory. On a cluster that is one network file system, where all servers would compile
+    the same kernels at the same time. Empty if someone else can write to the folder, since we would run their code.
     """
     folder = Path(tempfile.gettempdir()) / f"megarl-kernels-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -73,7 +80,7 @@ def kernel_caches() -> dict[str, str]:
 
 
 def networks() -> Mapping[str, int]:
-    """Return the Mb/s of each network interface that is up and has an IPv4 address, loopback and unknown speeds left out."""
+    """Return the known speeds, in Mb/s, of network interfaces that are up and have an IPv4 address, except loopback."""
     up = {name: stats.speed for name, stats in psutil.net_if_stats().items() if stats.isup and stats.speed > 0}
     addresses = psutil.net_if_addrs()
     return {

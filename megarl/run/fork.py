@@ -6,7 +6,7 @@
     metrics.jsonl, eval.jsonl               ──rows to STEP──► the same files of RUN
     the draws of the batches before STEP    ──snapshot──────► RUN/rollouts/000000.journal, written last
 
-Hard links survive the parent's pruning. From the snapshot on the run is one that resumes; nothing else knows of forks.
+Hard links survive the parent's pruning. With the snapshot, the run resumes like any other; nothing else knows of forks.
 """
 
 import os
@@ -22,9 +22,12 @@ from megarl.core.journal.journal import JournalReader
 from megarl.core.journal.records import Session, State
 from megarl.core.recipe import Recipe, differences, load
 
+THAWED = ("model.moe.freeze_router", False)
+"""A change that no checkpoint allows: of frozen routers it has no optimiser state."""
+
 
 def check(recipe: Recipe) -> None:
-    """Raise MegarlError if the run cannot begin where `run.fork` says."""
+    """Raise MegarlError if the run cannot begin at the step in `run.fork`."""
     path, step = recipe.run.forked
     parent, made = RunDir.opened(path), {row["step"] for row in latest_rows(RunDir(path).metrics)}
     if step - 1 not in made:
@@ -37,7 +40,7 @@ def check(recipe: Recipe) -> None:
     there = ", ".join(str(step_of(kept)) for kept in complete(parent.checkpoints)) or "none"
     replays = f"steps {start} to {step - 1} have to be replayed; undo that, or fork at a checkpoint (there: {there})"
     for key, old, new in differences(before, recipe):
-        if key in ("run.seed", "model.dtype"):
+        if key in ("run.seed", "model.dtype") or (key, new) == THAWED:
             raise MegarlError(f"{key}: {old!r} in {parent.recipe}, {new!r} now; a fork keeps it, so undo the change")
         of_layout = key == "resources.learner_ranks" or key.endswith("_parallel")
         if start < step and of_layout:
@@ -52,7 +55,7 @@ def check(recipe: Recipe) -> None:
 
 
 def begin(recipe: Recipe, rundir: RunDir) -> None:
-    """Write what the run begins with, unless it has begun. After a crash in here the next start writes it again."""
+    """Write the files that the run begins with, unless it has begun. After a crash here, the next start writes them again."""
     path, step = recipe.run.forked
     if any(rundir.rollouts.glob("*.journal")) or any(row["step"] >= step for row in latest_rows(rundir.metrics)):
         return
@@ -73,13 +76,15 @@ def begin(recipe: Recipe, rundir: RunDir) -> None:
         kept = [line for line in lines if (parsed(line) or {}).get("step", end) < end]
         write_atomically(target, "".join(kept).encode())
     state = _forked(JournalReader(parent.rollouts).before(step), recipe, rows[step - 1])
+    if recipe.data.shares != load(str(parent.recipe)).data.shares:
+        state.drawn_before = {task: history.drawn for task, history in state.tasks.items()}
     file.create(rundir.rollouts / f"{0:06}.journal", file.head(state.snapshot()))
 
 
 def _forked(state: State, recipe: Recipe, last: Row) -> State:
-    """Return the state that a fork begins with. state: the parent's without later draws; last: metrics of its last step.
+    """Return the state that a fork begins with. state: the parent's, without later draws; last: metrics of its last step.
 
-    Batches count from the parent's first, each of the fork's size: D(g) of the next ticket is the fork's first step.
+    The parent's tickets are counted as if its batches had the fork's size: D(g) of the next ticket is the fork's first step.
     """
     pipeline, step = recipe.pipeline, last["step"] + 1
     law = recipe.batch.prompts, pipeline.max_lag, pipeline.phase_steps
@@ -105,7 +110,7 @@ def _start(parent: RunDir, step: int) -> int:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Make `target` a copy of a folder, of hard links where the file system has them."""
+    """Make `target` a copy of a folder, by hard links if the file system has them."""
 
     def link(one: str, other: str) -> None:
         try:

@@ -1,13 +1,13 @@
-"""Health: whether a run keeps its normal course, judged from its rows of metrics alone, and what to do where it does not.
+"""Health: whether a run behaves normally, judged from its rows of metrics alone, and what to do if it does not.
 
     row ─► each signal's value ─┬─ has a limit from theory:  mean of the last RECENT values beyond it ────────────┐
                                 └─ its own past is the norm: robust z ─► CUSUM above THRESHOLD ───────────────────┴─► Alarm
 
-A CUSUM (Page 1954) adds up by how much z exceeds DRIFT: three steps far off raise an alarm, and so do many a little off; one
-or two outliers, as gradients have, do not. z is the distance to the median of earlier values, in robust deviations: the
-larger of that of all earlier values and that on the bad side, and at least `noise`. The earlier values exclude the newest GAP,
-so that a change does not hide itself; the others follow the run's slow course. While an alarm lasts, the past is not updated,
-for at most RELEARN values; then the new course becomes the norm.
+A CUSUM (Page 1954) adds up the amounts by which z exceeds DRIFT: three steps far off raise an alarm, and so do many that are a
+little off; one or two outliers, as in gradients, do not. z is the distance to the median of earlier values, in robust
+deviations: the larger of the deviation of all earlier values and of those on the bad side, and at least `noise`. The earlier
+values exclude the newest GAP, so that a change does not hide itself; the others follow the run's slow trend. During an alarm
+the earlier values are not updated, for at most RELEARN values; then the new values become the norm.
 
 Thresholds were fixed on clean runs, before any faulty one was seen (docs/monitoring.md#health). Nothing here is random, and
 nothing ends a run.
@@ -18,20 +18,23 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from statistics import fmean, stdev
 from typing import NamedTuple
 
 from megarl.core.base.rundir import Row
 from megarl.core.weights import parity
 
 RECENT, FIRST = 5, 3
-"""Values of which a limit judges the mean, and how many are enough for the first judgement."""
+"""A limit judges the mean of this many newest values; the second number is enough for the first judgement."""
 WINDOW, GAP, FEWEST = 30, 5, 10
-"""Earlier values that are the norm, newest values that are not yet among them, and how many are needed to judge."""
+"""Number of earlier values that form the norm, of newest values not yet among them, and of values needed to judge."""
 DRIFT, CLIP, THRESHOLD = 2.0, 5.0, 7.0
-"""In deviations: what a step may be off for free, what it counts at most, and the sum that raises an alarm."""
+"""In deviations: the distance that does not count, the largest that does, and the sum that raises an alarm."""
 RELEARN = 100
+MOVES = 10
+"""Number of newest steps by whose movement `progress` is judged."""
 OVER = "warning_overoptimisation"
-"""A column of eval.jsonl; of several tasks, its beginning."""
+"""A column of eval.jsonl, or the prefix of one per task if there are several."""
 
 Measure = Callable[[Row, str], float]
 """A signal's value in a row; the second argument is "/TASK", or empty for the whole batch. KeyError: not measured there."""
@@ -46,11 +49,12 @@ def logit(least: float) -> Callable[[float], float]:
 
 
 class Signal(NamedTuple):
-    """What is watched. It is judged by `limit` if it has one, else against its own past.
+    """A quantity that is watched, judged by `limit` if it has one, else against its own past.
 
-    meaning, remedy: what the alarm says. rises: whether the bad side is above. noise: least deviation, after `scale`. tasks:
-    each task is judged, too. prompts: an epoch of WINDOW steps or more that ends takes its norm with it: the next one draws
-    other prompts (no-positive-resampling).
+    meaning, remedy: for the alarm's text. rises: whether high values are bad. noise: the smallest deviation, after `scale`.
+    tasks: each task is also judged by itself. prompts: after an epoch of WINDOW steps or more the norm is forgotten, because
+    the next epoch draws other prompts (no-positive-resampling). steady: learning does not change it fast, so that values that
+    add up towards an alarm do not become the norm before they have proved harmless.
     """
 
     name: str
@@ -63,13 +67,14 @@ class Signal(NamedTuple):
     scale: Callable[[float], float] = float
     tasks: bool = False
     prompts: bool = False
+    steady: bool = False
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """A signal that was off its course from step `since` until step `until` (None: it still is), noticed at step `raised`.
+    """A signal that was abnormal from step `since` to step `until` (None: it still is), noticed at step `raised`.
 
-    name: of the signal, and of the task if there are several: pass_rate_fall/math.
+    name: of the signal and, if there are several tasks, of the task: pass_rate_fall/math.
     """
 
     name: str
@@ -84,7 +89,7 @@ def metric(name: str) -> Measure:
 
 
 def _drift(row: Row, _: str) -> float:
-    """Return how far the policy moves a step: |learner - behaviour| of a token, by the steps of its lag."""
+    """Return how far the policy moves per step: |learner - behaviour| of a token, divided by its lag in steps."""
     return row["trained_logprob_diff"] / row["lag_mean"] if row["lag_mean"] >= 0.5 else math.nan
 
 
@@ -116,14 +121,17 @@ SIGNALS = (
     Signal("grader_errors", metric("grader_error_rate"), "gradings fail and count as wrong", _LOG, limit=0.05),
     Signal("void", lambda row, _: row["void_groups"] / (row["void_groups"] + row["groups_in_loss"]),
            "groups are lost before training", _LOG, limit=0.25),
-    Signal("no_variance", metric("zero_variance_share"), "nearly all groups are answered alike: little is learnt",
-           "take harder or easier prompts", limit=0.95),
+    Signal("no_variance", lambda row, _: math.nan if "kl_teacher" in row else row["zero_variance_share"], "nearly all groups "
+           "are answered alike: little is learnt", "take harder or easier prompts", limit=0.95),
     Signal("not_finite", metric("skipped"), "loss or gradient is not finite, and the step skipped", "see bad-rollouts.jsonl",
            limit=0.0),
     Signal("reward_sign", metric("reward_gap"), "wrong answers get more reward than right ones", "look at the task's graders "
            "and their weights", rises=False, limit=0.0, tasks=True),
     Signal("advantages", metric("advantage_fit"), "advantages do not follow rewards: what is learnt is not what is rewarded",
            "look at batch.advantage, the critic, and code of your own", rises=False, limit=0.1),
+    Signal("progress", metric("progress_errors"), "the policy moves against its advantages: something else moves it, or "
+           "steps are too large", "compare learner.optimizer with the run's earlier steps, and look at code of your own",
+           rises=False, limit=-2.5),
     Signal("parity", metric("warning_parity"), f"a limit of parity is broken again and again: {_SIDES}", _LOG, limit=0.35),
     Signal("replay", metric("routing_replayed"), "routers do not take the experts that servers recorded",
            "compare model.moe.routing_replay with what servers return", rises=False, limit=0.5),
@@ -142,9 +150,10 @@ SIGNALS = (
            "compare router weights, biases and their precision", noise=0.5, scale=LOG_ROUTING),
     Signal("imbalance", _imbalance, "tokens crowd on fewer experts", _EXPERTS, noise=0.05, scale=LOG),
     Signal("unused_experts", metric("expert_unused_share"), "experts get no tokens any more", _EXPERTS, noise=0.05),
-    Signal("drift", _drift, "the policy moves further in a step than it did", _CALMER, noise=0.5, scale=LOG),
+    Signal("drift", _drift, "the policy moves further in a step than it did", _CALMER, noise=0.5, scale=LOG,
+           steady=True),
     Signal("grad_norm", metric("grad_norm"), "gradients have grown: a step may break the policy", _CALMER, noise=0.4,
-           scale=LOG),
+           scale=LOG, steady=True),
     Signal("entropy_rise", metric("entropy"), "the policy loses what it knew", _CALMER, noise=0.15, scale=LOG, prompts=True),
     Signal("entropy_fall", metric("entropy"), "the policy collapses onto few answers", f"{_READ}; {_CALMER}", rises=False,
            noise=0.4, scale=LOG, prompts=True),
@@ -157,7 +166,7 @@ SIGNALS = (
     Signal("length_fall", metric("completion_tokens_mean"), "answers shrink", _READ, rises=False, noise=0.05, scale=LOG,
            prompts=True),
 )  # fmt: skip
-"""docs/monitoring.md has them in a table, which tests/unit/run/test_health.py compares with this one."""
+"""All signals. docs/monitoring.md has a table of them, which tests/unit/run/test_health.py compares with this one."""
 
 
 class _Limited:
@@ -169,7 +178,7 @@ class _Limited:
         self.since, self.seen = 0, ""
 
     def add(self, step: int, value: float) -> bool:
-        """Return whether the signal is beyond its limit now."""
+        """Add a value and return whether the signal is beyond its limit now."""
         limit = self._signal.limit
         assert limit is not None
         self._newest.append(value)
@@ -185,13 +194,13 @@ class _Course:
 
     def __init__(self, signal: Signal) -> None:
         self._signal = signal
-        self._past: list[tuple[float, float]] = []  # scaled and as measured
-        self._held: list[tuple[float, float]] = []  # of an alarm
+        self._past: list[tuple[float, float]] = []  # (scaled, measured)
+        self._held: list[tuple[float, float]] = []  # the same, during an alarm
         self._sum, self._alarmed = 0.0, False
         self.since, self.seen = 0, ""
 
     def add(self, step: int, value: float) -> bool:
-        """Return whether the signal is off its course now."""
+        """Add a value and return whether the signal is abnormal now."""
         signal, scaled = self._signal, self._signal.scale(value)
         if (norm := self._norm()) is None:
             self._past.append((scaled, value))
@@ -201,10 +210,10 @@ class _Course:
         if not self._sum:
             self.since = step
         self._sum = min(max(0.0, self._sum + max(-CLIP, min(z, CLIP)) - DRIFT), 2 * THRESHOLD)
-        self._alarmed = self._sum > (0 if self._alarmed else THRESHOLD)
-        if not self._alarmed:
-            self._held.clear()
-            self._past = [*self._past, (scaled, value)][-WINDOW - GAP :]
+        alarmed, self._alarmed = self._alarmed, self._sum > (0 if self._alarmed else THRESHOLD)
+        if not (self._sum if signal.steady else self._alarmed):
+            kept = [] if alarmed else self._held
+            self._past, self._held = [*self._past, *kept, (scaled, value)][-WINDOW - GAP :], []
             return False
         self.seen = f"{value:.3g} since step {self.since}, {usual:.3g} before"
         self._held.append((scaled, value))
@@ -213,12 +222,12 @@ class _Course:
         return self._alarmed
 
     def forget(self) -> None:
-        """Begin a new past, from what was seen during an alarm."""
+        """Replace the past by the values seen during an alarm."""
         self._past, self._held = self._held[-WINDOW - GAP :], []
         self._sum, self._alarmed = 0.0, False
 
     def _norm(self) -> tuple[float, float, float] | None:
-        """Return the usual value as measured and scaled, and a deviation; None while too little is known."""
+        """Return the usual value, measured and scaled, and the deviation; None while there are too few values."""
         signal = self._signal
         earlier = sorted(self._past[:-GAP])
         if (count := len(earlier)) < FEWEST:
@@ -230,16 +239,17 @@ class _Course:
 
 
 class Health:
-    """The judgement on a run so far: `add` its rows in order. history: all alarms, as they came; alarms: those that last."""
+    """The judgement on a run so far; `add` its rows in order. history: all alarms, in order; alarms: those that last."""
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
         self.step = -1
         self.history: list[Alarm] = []
-        self._open: dict[str, int] = {}  # where in the history
+        self._open: dict[str, int] = {}  # indices in the history, of alarms that last
         self._judges: dict[tuple[str, str], _Limited | _Course] = {}
         self._before: Row = {}
         self._epoch_began = 0
         self._compared: Row = {}
+        self._moves: deque[float] = deque(maxlen=MOVES)
         for row in rows:
             self.add(row)
 
@@ -248,7 +258,7 @@ class Health:
         return [self.history[number] for number in sorted(self._open.values())]
 
     def metrics(self) -> dict[str, float]:
-        """Return what the row of metrics says of it."""
+        """Return the columns of health for a row of metrics."""
         return {"health": float(not self._open)} | {f"alarm/{name}": 1.0 for name in self._open}
 
     def add(self, row: Row) -> None:
@@ -260,11 +270,19 @@ class Health:
             self._begin_epoch()
         if "parity_same_bits" in row:
             self._compared = row
+        if (
+            row.get("lag_mean", 0) >= 0.5
+            and row.get("trained_logprob_diff")
+            and math.isfinite(row.get("progress", math.nan))
+        ):
+            self._moves.append(row["progress"] / row["trained_logprob_diff"])
+            if len(self._moves) == MOVES and (error := stdev(self._moves) / math.sqrt(MOVES)):
+                row["progress_errors"] = fmean(self._moves) / error
         self._before = row
         tasks = ["", *(name.removeprefix("pass_rate_train") for name in row if name.startswith("pass_rate_train/"))]
         for signal in SIGNALS:
             for task in tasks if signal.tasks else tasks[:1]:
-                with suppress(KeyError, ArithmeticError, ValueError):  # not measured, or no number that a metric can be
+                with suppress(KeyError, ArithmeticError, ValueError):  # not measured, or not a valid number
                     if math.isfinite(value := signal.value(row, task)):
                         self._judge(signal, task, value)
 
@@ -289,7 +307,7 @@ class Health:
             self.history[self._open.pop(name)] = replace(self.history[number], until=self.step)
 
     def _remedy(self, signal: Signal) -> str:
-        """Return what to do; for parity, the cause that the newest comparison points to."""
+        """Return a remedy; for parity, the cause that the newest comparison points to."""
         if signal.name not in ("parity", "kernels", "kernels_median") or not self._compared:
             return signal.remedy or _LOG
         return f"likely cause: {parity.named_cause(self._compared, routing='routing' in self._open)}"
@@ -299,7 +317,7 @@ _BY_NAME = {signal.name: signal for signal in SIGNALS}
 
 
 def overoptimised(evaluation: Row) -> list[str]:
-    """Return messages for the newest row of eval.jsonl, empty before the first."""
+    """Return the warnings of overoptimisation in a row of eval.jsonl; empty if there are none."""
     return [_overoptimised(evaluation, name) for name in evaluation if name.startswith(OVER) and evaluation[name]]
 
 

@@ -1,8 +1,11 @@
-"""`megarl serve --join RUN`: one more server for a run, from another shell, Slurm job or machine that sees the run directory.
+"""`megarl serve --join RUN`: an additional server for a run, from another shell, Slurm job or machine that sees its directory.
 
     checks ─► Join ─► Joined(5) ─► `megarl serve --join RUN --index 5 --port P`, a process that dies with this one
               Join again every BEAT_S ─► Stop, or RUN/summary.json: the run has ended ──► exit 0
-    SIGTERM ─► Leave again and again ─► Ack: its requests go on elsewhere ─────────────► exit 0, within LEAVE_LIMIT_S anyway
+    SIGTERM ─► Leave, repeated ─► Ack: its requests continue elsewhere ────────────────► exit 0, within LEAVE_LIMIT_S anyway
+
+If a run ended to make room, or because it lost a node, the server joins it again once it is resumed, wherever that is: its new
+endpoints and keys are in the run directory.
 
 Whoever can read RUN/endpoints.json has the keys to join. The server listens on loopback, or on the network that the run names.
 """
@@ -20,6 +23,7 @@ from urllib.parse import urlsplit
 from msgspec import structs
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.hf_files import read_json
 from megarl.core.base.link import ControllerLink, Interrupted
 from megarl.core.base.messages import Ack, FromServer, Join, Joined, Leave, Refused, Reply, Stop, Wait
 from megarl.core.base.rundir import Endpoints, RunDir
@@ -31,23 +35,36 @@ from megarl.run.launcher import LocalLauncher, RoleCommand, RunningRole, task
 from megarl.run.nodes import LOOPBACK, OF_SLURM, Node, here
 from megarl.run.observe import last_problem
 from megarl.run.placement import Place
-from megarl.run.process import SIGNALS, StopRequest, adopt_orphans, stop_requests
+from megarl.run.process import MAKE_ROOM, SIGNALS, StopRequest, adopt_orphans, stop_requests
 from megarl.run.restart import Role
 
 BEAT_S, TICK_S = 2.0, 0.2
 JOIN_LIMIT_S = 20.0
-"""From the first word to the first answer. A controller that has just been started takes some seconds."""
+"""Time limit from the first request to the first answer. A controller that was just started takes some seconds."""
 SILENT_LIMIT_S = 120.0
-"""How long the controller may be silent later: its restart takes less."""
+"""How long the controller may be silent later; its restart takes less."""
 LEAVE_LIMIT_S = 20.0
-"""From the request to end to the exit. Slurm kills what is left 30 s after its SIGTERM (KillWait)."""
+"""Time limit from the request to end to the exit. Slurm kills all processes 30 s after its SIGTERM (KillWait)."""
+FOLLOW_LIMIT_S = 1800.0
+"""How long servers, which hold GPUs, wait for a run that made room and is in the queue again."""
 
 
 def main(run: Path, interface: str) -> int:
-    """Return the status: 0 when the run ends or on SIGTERM or Ctrl-C; 138 on SIGUSR1, after which a Slurm job is requeued.
+    """Join a run. Return the exit status: 0 when the run ends, or on SIGTERM or Ctrl-C; 138 on SIGUSR1, after which a Slurm job
+    is requeued.
 
     interface: the network interface to listen on; empty: the run's. MegarlError, before a server starts, if it cannot join.
     """
+    adopt_orphans()
+    with stop_requests() as asked:
+        life = serve(run, interface, asked)
+        while not asked.count and resumed(RunDir(run.resolve()), life, asked):
+            life = serve(run, interface, asked)
+    return 128 + asked.signal if asked.signal == signal.SIGUSR1 else 0
+
+
+def serve(run: Path, interface: str, asked: StopRequest) -> str:
+    """Join the run and serve it until it ends or this server is asked to end. Return the name of the run's present life."""
     rundir, recipe, endpoints = opened(run)
     width = recipe.resources.server_tensor_parallel
     node = listening(recipe, endpoints, interface, 1 + len(endpoints.servers))
@@ -60,16 +77,31 @@ def main(run: Path, interface: str) -> int:
     role = task(recipe, rundir, Role("server"), port, Place((node,), node.gpus[:width]))
     join = ("-m", "megarl", "serve", "--join", str(rundir.path))
     words = (*join, "--interface", interface, "--port", str(port), "--index")
-    adopt_orphans()
-    with stop_requests() as asked:
-        guest = Guest(endpoints, replace(role, arguments=words), urls[port], asked)
-        with closing(guest.link):
-            guest.stay()
-    return 128 + asked.signal if asked.signal == signal.SIGUSR1 else 0
+    guest = Guest(endpoints, replace(role, arguments=words), urls[port], asked)
+    with closing(guest.link):
+        guest.stay()
+    return endpoints.session
+
+
+def resumed(rundir: RunDir, life: str, asked: StopRequest) -> bool:
+    """Wait until the run has a new life with a controller, and return True. Return False if it has ended for good, or after
+    FOLLOW_LIMIT_S."""
+    print(f"megarl: if the run goes on within {FOLLOW_LIMIT_S / 60:g} minutes, this server joins it again", flush=True)
+    until = time.monotonic() + FOLLOW_LIMIT_S
+    while not asked.count and time.monotonic() < until:
+        with suppress(OSError, MegarlError):  # a shared file system may be away for a while
+            if rundir.summary.exists():
+                by_hand = rundir.stop_asked() and rundir.stop_signal() not in MAKE_ROOM
+                if by_hand or read_json(rundir.summary).get("outcome") != "stopped":
+                    return False
+            elif rundir.endpoints().session != life and rundir.status.exists():
+                return True
+        time.sleep(BEAT_S)
+    return False
 
 
 def opened(run: Path) -> tuple[RunDir, Recipe, Endpoints]:
-    """Return what a live run says of itself. Its recipe names the directory as it is called here."""
+    """Return directory, recipe and endpoints of a live run. The recipe has the directory's path on this machine."""
     path = run.resolve()
     rundir = RunDir.opened(path)
     if rundir.summary.exists():
@@ -129,7 +161,7 @@ class Guest:
             raise MegarlError(f"server {self._join.server} {how(status)}: {last_problem(log) or 'see its log'} ({log})")
 
     def _beat(self) -> str:
-        """Tell the controller that this server is here, and start it the first time. Return why to end, or "" to go on."""
+        """Announce the server to the controller, and start it the first time. Return a reason to end, or "" to go on."""
         try:
             reply = self._say(self._join)
         except Interrupted as ended:
@@ -152,7 +184,7 @@ class Guest:
     def _start(self, server: int) -> None:
         arguments = (*self._role.arguments, str(server))
         self._role = replace(self._role, role=Role("server", server), arguments=arguments)
-        # Slurm sends SIGTERM to all processes of a step at once. The server's part is to go on until its requests have left.
+        # Slurm sends SIGTERM to all processes of a step at once, but the server must go on until its requests have left.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             self._process = self._launcher.start(self._role)
@@ -162,7 +194,7 @@ class Guest:
         self.link.limit_s = SILENT_LIMIT_S
 
     def _leave(self) -> None:
-        """Ask to leave until the controller agrees, LEAVE_LIMIT_S is over, a second signal comes, or the run ends."""
+        """Ask to leave until the controller agrees, LEAVE_LIMIT_S has passed, a second signal comes, or the run ends."""
         until = time.monotonic() + LEAVE_LIMIT_S
         self.link.interrupted = lambda: "asked twice" if self._asked.count > 1 or time.monotonic() > until else ""
         with suppress(MegarlError, Interrupted):
@@ -174,7 +206,7 @@ class Guest:
         return reply
 
     def _why_end(self) -> str:
-        """Return why not to go on; empty if there is no reason."""
+        """Return a reason to end; empty if there is none."""
         if self._asked.count:
             return f"{signal.Signals(self._asked.signal).name} came"
         if self._process and self._process.status() is not None:
@@ -185,7 +217,7 @@ class Guest:
         return ""
 
     def _unheard(self) -> str:
-        """Return why nobody has answered."""
+        """Return a text that says why the controller has not answered."""
         at, address = urlsplit(self._address), f"{self._address}, named in {self._endpoints_file}"
         try:
             socket.create_connection((str(at.hostname), int(at.port or 0)), JOIN_LIMIT_S / 4).close()

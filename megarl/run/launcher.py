@@ -1,8 +1,8 @@
 """How a role is started, watched and ended. `Launcher` is the interface; `LocalLauncher` starts processes on this machine,
 srun.py's launcher starts steps of a Slurm job.
 
-Each role leads its own session: Ctrl-C in the terminal reaches the supervisor alone, and `kill` reaches all of the role's
-processes through their group. Roles end with the supervisor however it ends (`megarl.run.process.die_with_supervisor`).
+Each role leads its own session: Ctrl-C in the terminal reaches only the supervisor, and `kill` reaches all of the role's
+processes through their group. Roles end with the supervisor, however it ends (`megarl.run.process.die_with_supervisor`).
 """
 
 import os
@@ -28,23 +28,25 @@ from megarl.run.process import remove_abandoned_shared_memory, remove_shared_mem
 from megarl.run.restart import NodeState, Role
 
 KILL_LIMIT_S = 30.0
-"""A killed process still there after this hangs in the kernel (a driver); nothing more can be done from here."""
+"""If a killed process still exists after this time, it hangs in the kernel (a driver); nothing more can be done about it."""
 Still = Literal["stopped", "unheard"]
 """Why a role is stuck: one of its processes is stopped, or its node has stopped reporting."""
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 ALIKE = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-"""What learner and servers must agree on where they share a node, unless the user has set it for both. NCCL reads a peer's
-memory by its own setting and fails, or hangs, if the peer's differs; its default is 1, SGLang sets 0 in its own processes.
+"""Variables on which learner and servers must agree if they share a node; a user's own values are kept. NCCL reads a peer's
+memory by its own setting and fails, or hangs, if the peer's differs; its default is 1, and SGLang sets 0 in its processes.
 """
+LEARNER = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+"""In this order alone megatron's ranks compute while tensor and sequence parallelism send. SGLang sets 8 for itself."""
 PINNED = "pinned_max_round_threshold_mb"
-"""From so many MiB on, torch rounds pinned memory up to whole MiB; by default to a power of two, which for the copy that a
-server has of its weights would be up to 1.6 times as much."""
+"""From this size on, torch rounds pinned memory up to whole MiB; by default it rounds up to a power of two, which would make a
+server's copy of its weights up to 1.6 times as large."""
 COMMANDS = {"server": "serve", "teacher": "serve", "controller": "rollout", "learner": "learn"}
 
 
 @dataclass(frozen=True)
 class RoleCommand:
-    """The command of a role. arguments: what follows `python`; environment: variables that differ from ours (None: unset)."""
+    """The command of a role. arguments: those of `python`. environment: variables that differ from ours (None: unset)."""
 
     role: Role
     arguments: tuple[str, ...]
@@ -53,7 +55,7 @@ class RoleCommand:
     rundir: RunDir
 
     def log(self, n: int = 0) -> Path:
-        """Return the role's log on its n-th node; further ranks there have their own (`megarl.core.base.process.log_to`)."""
+        """Return the role's log on its n-th node. Further ranks there have their own (`megarl.core.base.process.log_to`)."""
         rank = self.role.index if self.role.serves else n * self.place.ranks
         return self.rundir.log(self.role.kind, self.place.nodes[n].name, rank)
 
@@ -62,7 +64,6 @@ class RunningRole(Protocol):
     """A role that was started."""
 
     pid: int
-    started: float  # time.monotonic()
 
     def status(self) -> int | None:
         """Return None while it runs, then its exit status, or minus the signal."""
@@ -71,16 +72,16 @@ class RunningRole(Protocol):
         """Ask it to end."""
 
     def kill(self) -> None:
-        """End it and everything it started, now; also clean up after a dead one. Returns at once."""
+        """Kill the role and everything it started; also clean up after a dead role. Return without waiting."""
 
     def wait_gone(self) -> None:
-        """After `kill`, wait until it is gone, at most KILL_LIMIT_S."""
+        """Wait after `kill` until the role is gone, for at most KILL_LIMIT_S."""
 
     def still(self) -> Still | None:
-        """Return why it is stuck, or None."""
+        """Return why the role is stuck; None if it is not."""
 
     def node_state(self) -> NodeState:
-        """Return the state of its nodes, once it has ended."""
+        """Return the state of the role's nodes, once it has ended."""
 
 
 class Launcher(Protocol):
@@ -90,11 +91,11 @@ class Launcher(Protocol):
     def start(self, task: RoleCommand) -> RunningRole: ...
 
     def sweep(self, running: Sequence[RunningRole]) -> None:
-        """End what dead roles have left behind and does not belong to `running`."""
+        """Kill processes that dead roles have left, except those that belong to `running`."""
 
 
 def task(recipe: Recipe, rundir: RunDir, role: Role, port: int, place: Place) -> RoleCommand:
-    """Build the task that runs the role on the resolved recipe. `port` is for what serves."""
+    """Build the command that runs the role with the resolved recipe. port: only for roles that serve."""
     arguments = ["-m", "megarl", COMMANDS[role.kind], str(rundir.recipe)]
     if role.serves:
         arguments += ["--index", str(role.index), "--port", str(port)]
@@ -108,8 +109,7 @@ def task(recipe: Recipe, rundir: RunDir, role: Role, port: int, place: Place) ->
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_VISIBLE_DEVICES": ",".join(place.gpus),
         **(_allocator() if place.gpus else {}),
-        # In this order alone megatron's ranks compute while tensor and sequence parallelism send. SGLang sets 8 for itself.
-        **({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if role.kind == "learner" else {}),
+        **(LEARNER if role.kind == "learner" else {}),
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": None,  # else every role compiles all its imports at each start
     }
@@ -117,7 +117,7 @@ def task(recipe: Recipe, rundir: RunDir, role: Role, port: int, place: Place) ->
 
 
 def _allocator() -> dict[str, str]:
-    """Return torch's settings of memory: the user's, and `PINNED`."""
+    """Return torch's settings for memory allocation: the user's, and `PINNED`."""
     said = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     return {"PYTORCH_ALLOC_CONF": said if PINNED in said else ",".join(filter(None, (said, f"{PINNED}:1")))}
 
@@ -132,7 +132,7 @@ class LocalLauncher:
         return (here(ports, self._interface),)
 
     def start(self, task: RoleCommand, n: int = 0) -> "LocalProcess":
-        """Start the task; n: which of its nodes this machine is."""
+        """Start the role here. n: the index of this machine among the role's nodes."""
         node = task.place.nodes[n]
         own = {SUPERVISOR: str(os.getpid()), NODE: node.name}
         own |= {
@@ -143,9 +143,9 @@ class LocalLauncher:
         remove_abandoned_shared_memory()
         with writing(task.log(n)):
             task.log(n).parent.mkdir(parents=True, exist_ok=True)
-            with task.log(n).open("ab") as log:
-                log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(task.arguments)}\n".encode())
-        with task.log(n).open("ab") as log:
+            log = task.log(n).open("ab", buffering=0)
+            log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(task.arguments)}\n".encode())
+        with log:
             process = subprocess.Popen(
                 [sys.executable, *task.arguments],
                 env={k: v for k, v in {**os.environ, **task.environment, **own}.items() if v is not None},
@@ -157,7 +157,7 @@ class LocalLauncher:
         return LocalProcess(process, whole=task.role.kind == "learner")
 
     def sweep(self, running: Sequence[RunningRole]) -> None:
-        """End processes that left their role's session: orphans are our children (`megarl.run.process.adopt_orphans`)."""
+        """Kill processes that left their role's session: orphans become our children (`megarl.run.process.adopt_orphans`)."""
         mine = [process.pid for process in running]
         orphans = [child for child in psutil.Process().children() if child.pid not in mine]
         family = [process for orphan in orphans for process in (orphan, *_descendants(orphan))]
@@ -170,13 +170,12 @@ class LocalLauncher:
 class LocalProcess:
     """A session leader and everything it started.
 
-    whole: all descendants work for the role, also in sessions of their own (torchrun's ranks do; what a grader runs does not).
+    whole: all descendants belong to the role, even in sessions of their own (as torchrun's ranks, unlike a grader's programs).
     """
 
     def __init__(self, process: subprocess.Popen[bytes], whole: bool) -> None:
         self._process, self._whole = process, whole
         self.pid = process.pid
-        self.started = time.monotonic()
 
     def status(self) -> int | None:
         return self._process.poll()

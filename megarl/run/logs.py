@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir
-from megarl.run.observe import Tail, last_lines
+from megarl.run.observe import TAIL_BYTES, Tail, last_lines
 
 LOOK_S = 0.5
 KINDS = ("server", "teacher", "learner", "controller")
@@ -25,7 +25,9 @@ def main(run: Path, role: str, count: int, follow: bool) -> int:
         if not files and not follow:
             raise MegarlError(f"{rundir.logs}: no log of {role} yet")
         for file in files:
-            lines = tails.setdefault(file, Tail(file)).lines()[begin:] if follow else last_lines(file, count)
+            if file not in tails:
+                tails[file] = Tail(file, max(0, file.stat().st_size - TAIL_BYTES) if begin else 0)
+            lines = tails[file].lines()[begin:] if follow else last_lines(file, count)
             for line in lines:
                 print(_marked(file, line, files), flush=True)
         if ended or not follow:
@@ -35,7 +37,7 @@ def main(run: Path, role: str, count: int, follow: bool) -> int:
 
 
 def logs_of(rundir: RunDir, role: str) -> list[Path]:
-    """Return the role's existing log files, the most recently written last. MegarlError for an unknown role."""
+    """Return the role's existing log files, the most recently written one last. MegarlError for an unknown role."""
     kind, _, index = role.partition("-")
     if role == "supervisor":
         files = [rundir.logs / "supervisor.jsonl"]
@@ -50,11 +52,11 @@ def logs_of(rundir: RunDir, role: str) -> list[Path]:
 def _marked(file: Path, line: str, files: list[Path]) -> str:
     """Prefix the line with its process's name if there are several files."""
     if file.suffix == ".jsonl":
-        return _event(line)
+        return sentence(line)
     return f"{file.parent.name} {file.stem}: {line}" if len(files) > 1 else line
 
 
-def _event(line: str) -> str:
+def sentence(line: str) -> str:
     """Format a supervisor event as a sentence: when, who, what, details. Other lines are returned unchanged."""
     try:
         row = json.loads(line)

@@ -1,4 +1,4 @@
-"""What one node has for a run: address, GPUs, cores, memory and free ports, determined on the node itself.
+"""A node's resources for a run: address, GPUs, cores, memory and free ports, determined on the node itself.
 
 one machine        here(…)
 a Slurm job        `python -m megarl.run.nodes …` in a step over all nodes ─► lines of JSON ─► Nodes
@@ -23,14 +23,14 @@ from megarl.run.process import free_ports
 LOOPBACK = "127.0.0.1"
 DISCARD = 9
 OF_SLURM = "slurm"
-"""Stands in for an interface's name: the interface by which Slurm reaches the node."""
+"""Used in place of an interface's name: the interface by which Slurm reaches the node."""
 
 
 @dataclass(frozen=True)
 class Node:
     """A node. `name` is Slurm's, or this machine's. Roles listen on `address`, which belongs to network interface `interface`.
 
-    gpus: names that CUDA_VISIBLE_DEVICES takes; memory: all of the host's, in bytes; ports: free ones; host: the machine, which
+    gpus: names for CUDA_VISIBLE_DEVICES. memory: all of the host's, in bytes. ports: free ones. host: the machine's name, which
     several nodes of a test may share.
     """
 
@@ -61,9 +61,9 @@ def here(ports: int, interface: str, peer: str = "") -> Node:
 
 
 def address_of(interface: str, peer: str = "") -> str:
-    """Return the address of this interface or, for OF_SLURM, of the one Slurm uses; loopback if there is no name, or no job.
+    """Return the address of this interface or, for OF_SLURM, of the one that Slurm uses; loopback without a name or a job.
 
-    peer: an address on Slurm's network, which a step knows by itself. MegarlError if there is no such interface with an IPv4
+    peer: an address on Slurm's network; in a step it is known anyway. MegarlError if there is no such interface with an IPv4
     address.
     """
     supervisor = peer or os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")  # in steps
@@ -90,7 +90,7 @@ def address_of(interface: str, peer: str = "") -> str:
 
 
 GPUS_A_LINE, PORTS_A_LINE = 12, 64
-"""So that a line stays below 1,024 bytes, with names of GPUs as long as UUIDs: srun mixes longer lines of several nodes."""
+"""These keep a line below 1,024 bytes, even with UUIDs as names of GPUs: srun interleaves longer lines of several nodes."""
 
 
 def told(node: Node) -> Iterator[bytes]:
@@ -103,7 +103,7 @@ def told(node: Node) -> Iterator[bytes]:
 
 
 def gathered(lines: Iterable[str]) -> dict[str, Node]:
-    """Decode the lines of several nodes; return these by name. Lines of a site's prologue are skipped."""
+    """Decode the lines of several nodes and return the nodes by name. Other lines, of a site's prologue, are skipped."""
     nodes: dict[str, Node] = {}
     for line in lines:
         with suppress(msgspec.MsgspecError):
@@ -114,11 +114,13 @@ def gathered(lines: Iterable[str]) -> dict[str, Node]:
 
 
 def main(arguments: list[str]) -> int:
-    """Take COUNT INTERFACE RUN; print this node as JSON if it sees the run directory and can import megarl."""
+    """Print this node as JSON if it sees the run directory and can import megarl. arguments: COUNT INTERFACE RUN."""
     count, interface, run = arguments
     try:
         if not (Path(run) / ".lock").exists():
-            raise MegarlError(f"{run} is not there; run.dir has to lie on a file system that all nodes share")
+            raise MegarlError(
+                f"{Path(run).absolute()} is not there; run.dir has to lie on a file system that all nodes share"
+            )
         node = here(int(count), interface)
         for line in told(node):
             sys.stdout.buffer.write(line)

@@ -5,10 +5,11 @@ RUN/metrics.jsonl (learner) ──┼─► Observer.look() ─► the live view
 RUN/eval.jsonl (controller) ──┤
 RUN/logs/*/*.log (all) ───────┘
 
-Lines of the logs have no times that can be relied on, so only what is added while it looks is a problem of now: the live view
-of `megarl train` shows the last one, `megarl status` does not.
+Lines of logs have no reliable times, so only problems logged while an Observer looks count as present ones: the live view of
+`megarl train` shows the last of them. `megarl status` shows the last one that has a time (status.py).
 """
 
+import os
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from megarl.core.base.rundir import Row, RunDir, by_step, parsed, scores
+from megarl.core.base.rundir import Row, RunDir, by_step, parsed, rows_in_order, scores
 from megarl.run.health import Health
 from megarl.run.restart import Role
 
@@ -27,28 +28,30 @@ PROBLEM = re.compile(r" (ERROR|CRITICAL) |^\S*(Error|Exception)\b.*:|^megarl: |C
 OF_SLURM = re.compile(r"^(srun|slurmstepd\S*): error")
 TAIL_BYTES = 64 << 10
 """How far back from its end a log is read."""
+RECENT = 20
+"""Number of steps over which rates and shares are averaged."""
 
 
 class Tail:
-    """Reads a growing file: `new()` returns complete lines since the last call; an unfinished last line waits for its end."""
+    """Reads a growing file: only complete lines since the last call. An unfinished last line is left for a later call."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.path = path
-        self._offset = offset
+        self.offset = offset
 
     def lines(self) -> list[str]:
         """Return complete lines since the last call, without line ends; bytes that are not UTF-8 are replaced.
 
-        No line while the file is not there or cannot be read: a later call returns what this one did not.
+        Empty while the file is missing or cannot be read; a later call then returns its lines.
         """
         try:
             with self.path.open("rb") as file:
-                file.seek(self._offset)
+                file.seek(self.offset)
                 data = file.read()
         except OSError:
             return []
         end = data.rfind(b"\n") + 1
-        self._offset += end
+        self.offset += end
         return data[:end].decode(errors="replace").splitlines()
 
     def new(self) -> list[Row]:
@@ -57,7 +60,7 @@ class Tail:
 
 
 class ServerStatus(msgspec.Struct, kw_only=True):
-    """A server's state. `busy_share`: share of the time with requests running."""
+    """A server's state. busy_share: share of the time during which it had requests running."""
 
     id: int
     state: str = "starting"
@@ -68,7 +71,7 @@ class ServerStatus(msgspec.Struct, kw_only=True):
 
 
 class TicketStatus(msgspec.Struct, kw_only=True):
-    """Counts of tickets. `window`: drawn and not yet trained, at most `window_limit`."""
+    """Counts of tickets. window: drawn but not yet trained, at most `window_limit`."""
 
     window: int = 0
     window_limit: int = 0
@@ -101,47 +104,78 @@ class LoggedProblem:
 
 
 class Observer:
-    """Everything known of a run. `rows` and `evaluations` (by step) come from all its lives, the rest from this life.
+    """Everything known of a run. `rows` (the RECENT newest), `pass_rates` in training and `evaluations`, all by step, come from
+    all its lives, the rest from this life.
 
-    steps_made: steps of this life that no row was written of before.
+    compared: the row of the newest step before which servers and learner were compared; empty before the first. steps_made:
+    steps of this life that no row was written of before.
     """
 
     def __init__(self, rundir: RunDir) -> None:
         self._rundir = rundir
         self._metrics, self._eval = Tail(rundir.metrics), Tail(rundir.eval)
         # What was there before is not read: logs of weeks have gigabytes.
-        self._logs = {log: Tail(log, log.stat().st_size) for log in rundir.logs.glob("*/*.log")}
+        there = _sizes(rundir.logs) if rundir.logs.is_dir() else {}
+        self._logs = {log: Tail(Path(log), size) for log, size in there.items()}
         self.steps_made = 0
         self._problem: LoggedProblem | None = None
-        self.rows = by_step(self._metrics.new())
-        self.health = Health(row for _, row in sorted(self.rows.items()))
+        self.rows: dict[int, Row] = {}
+        self.pass_rates: dict[int, float] = {}
+        self.compared: Row = {}
+        self.health = Health()
+        with suppress(OSError):  # not there yet; or a moment's failure: the next look reads all
+            written = rundir.metrics.stat().st_size
+            for row in rows_in_order(rundir.metrics):
+                self.health.add(row)
+                self._take(row)
+            self._metrics.offset = written
         self.evaluations = scores(self._eval.new())
         self.status: Status | None = None
+        self._changed = 0.0
 
     def look(self) -> None:
         """Read what was added to the files."""
         new, newest = by_step(self._metrics.new()), max(self.rows, default=-1)
-        self.rows |= new
         self.steps_made += sum(step > newest for step in new)  # a learner that replays steps has not come further
-        for step in sorted(step for step in new if step > self.health.step):  # a replayed step is the same again
-            self.health.add(new[step])
+        for step, row in sorted(new.items()):
+            self._take(row)
+            if step > self.health.step:  # a replayed step is the same again
+                self.health.add(row)
         self.evaluations |= scores(self._eval.new())
         with suppress(OSError, msgspec.DecodeError):  # not written yet, or malformed: keep the last one
-            self.status = msgspec.json.decode(self._rundir.status.read_bytes(), type=Status)
+            status = msgspec.json.decode(self._rundir.status.read_bytes(), type=Status)
+            if self.status is None or status.time != self.status.time:
+                self._changed = time.monotonic()
+            self.status = status
         self._look_at_logs()
 
+    def _take(self, row: Row) -> None:
+        """Keep what is shown of a row."""
+        step = row["step"]
+        self.rows[step] = row
+        if len(self.rows) > RECENT:
+            del self.rows[min(self.rows)]
+        if "pass_rate_train" in row:
+            self.pass_rates[step] = row["pass_rate_train"]
+        if "parity_rollouts" in row and step >= self.compared.get("step", 0):
+            self.compared = row
+
     def _look_at_logs(self) -> None:
-        paths: list[Path] = []
+        """Read what was added to logs. Those of all lives are there, so only those that have grown are opened."""
+        sizes: dict[str, int] = {}
         with suppress(OSError):
-            paths.extend(self._rundir.logs.glob("*/*.log"))
-        for path in paths:
-            for line in self._logs.setdefault(path, Tail(path)).lines():
+            sizes = _sizes(self._rundir.logs)
+        for path, size in sizes.items():
+            if path not in self._logs:
+                self._logs[path] = Tail(Path(path))
+            tail = self._logs[path]
+            for line in tail.lines() if size > tail.offset else ():
                 if PROBLEM.search(line):
-                    self._problem = LoggedProblem(path, line.strip(), time.time(), self.steps_made)
+                    self._problem = LoggedProblem(tail.path, line.strip(), time.time(), self.steps_made)
 
     @property
     def problem(self) -> str:
-        """The last problem in the logs; empty once its role has recovered: a step was made since, and the server is clean."""
+        """The last problem in the logs; empty once its role has recovered: a step was made since, and a server is clean."""
         if (last := self._problem) is None:
             return ""
         kind, rank = last.log.parent.name, last.log.stem.rpartition(".")[2]
@@ -153,19 +187,20 @@ class Observer:
         return "" if well else f"{kind} {last.log.stem}: {last.text}"
 
     def joined(self, own: int) -> list[ServerStatus]:
-        """Return the servers at work that the run, which has `own` of its own, has not started."""
+        """Return the working servers that have joined. own: the number of the run's own servers."""
         servers = self.status.servers if self.status else []
         return [s for s in servers if s.id >= own and s.state in ("clean", "publishing")]
 
     def forget_status(self) -> None:
         """Discard the status of the controller's last life when it is started again."""
-        self._rundir.status.unlink(missing_ok=True)
+        with suppress(OSError):  # the new controller overwrites it anyway
+            self._rundir.status.unlink(missing_ok=True)
         self.status = None
 
     @property
     def status_age(self) -> float:
-        """Seconds since the controller wrote its status."""
-        return time.time() - self.status.time if self.status else 0.0
+        """Seconds since another status was seen, by this machine's clock: the controller's may be another."""
+        return time.monotonic() - self._changed if self.status else 0.0
 
     @property
     def latest(self) -> Row:
@@ -173,13 +208,20 @@ class Observer:
         return self.rows[max(self.rows)] if self.rows else {}
 
     @property
-    def compared(self) -> Row:
-        """The row of the newest step before which servers and learner were compared; empty before the first."""
-        return next((row for _, row in sorted(self.rows.items(), reverse=True) if "parity_rollouts" in row), {})
+    def scored(self) -> Row:
+        """The newest evaluation; empty before the first."""
+        return self.evaluations[max(self.evaluations)] if self.evaluations else {}
+
+
+def _sizes(logs: Path) -> dict[str, int]:
+    """Return how long each log of a role is."""
+    folders = [folder.path for folder in os.scandir(logs) if folder.is_dir()]
+    found = (file for folder in folders for file in os.scandir(folder) if file.name.endswith(".log"))
+    return {file.path: file.stat().st_size for file in found}
 
 
 def log_sizes(rundir: RunDir, role: Role) -> dict[Path, int]:
-    """Return how long the logs of the role are, of all nodes and ranks: where a life that starts now begins in them."""
+    """Return the sizes of the role's logs on all nodes and ranks: the offsets at which a life that starts now begins."""
     sizes: dict[Path, int] = {}
     with suppress(OSError):
         for log in _logs(rundir, role):
@@ -188,9 +230,9 @@ def log_sizes(rundir: RunDir, role: Role) -> dict[Path, int]:
 
 
 def log_of(rundir: RunDir, role: Role, begins: Mapping[Path, int] = MappingProxyType({})) -> Path | None:
-    """Return the log that says why `role` ended, if any: of the learner's ranks one with a problem, else the newest.
+    """Return the log that says why `role` ended, if any: for the learner, that of a rank with a problem, else the newest.
 
-    begins: where its last life began in each log (`log_sizes`); logs to which that has added nothing are left out.
+    begins: the offsets at which its last life began in each log (`log_sizes`); logs without new lines are left out.
     """
 
     def telling(log: Path) -> tuple[bool, float]:
@@ -205,7 +247,7 @@ def _logs(rundir: RunDir, role: Role) -> Iterator[Path]:
 
 
 def last_problem(log: Path, begin: int = 0) -> str:
-    """Return the last problem near the end of a log; empty if there is none. Slurm's messages count only if no other does.
+    """Return the last problem near the end of a log; empty if there is none. Slurm's messages count only without others.
 
     begin: see `last_lines`.
     """
@@ -215,7 +257,7 @@ def last_problem(log: Path, begin: int = 0) -> str:
 
 
 def last_lines(log: Path, count: int = 25, begin: int = 0) -> list[str]:
-    """Return the last lines of a log. begin: bytes at its beginning that are left out."""
+    """Return the last lines of a log. begin: number of bytes to skip at its beginning."""
     if not log.exists():
         return []
     with log.open("rb") as file:

@@ -1,7 +1,7 @@
 """Which role runs where, and on which GPUs. Pure.
 
     node 1    server-0  server-1 … server-7      controller
-    node 2    server-8  …                        servers from the first node on, each within a node, then the teacher's
+    node 2    server-8  …                        servers from the first node on, each within a node; then the teacher's
     …
     node 9    learner ranks 0 … 7                the learner on the last GPUs: part of a node, or whole nodes
     node 10   learner ranks 8 … 15
@@ -23,7 +23,7 @@ from megarl.run.restart import Role, RoleKind
 
 @dataclass(frozen=True)
 class Place:
-    """Where a role runs. gpus: the role's GPUs on each of its nodes, empty without GPUs; ranks: its processes on each node."""
+    """Where a role runs. gpus: the role's GPUs on each of its nodes, empty without GPUs. ranks: its processes on each node."""
 
     nodes: tuple[Node, ...]
     gpus: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ def place_servers(recipe: Recipe, node: Node) -> dict[Role, Place]:
 def _servers(
     recipe: Recipe, nodes: Sequence[Node], free: list[list[str]], kind: RoleKind = "server"
 ) -> dict[Role, Place]:
-    """Place servers from the first free GPUs on, and remove those from `free`."""
+    """Place servers on the first free GPUs, and remove these from `free`."""
     resources, placed = recipe.resources, {}
     for i in range(resources.servers):
         n = next((n for n, slots in enumerate(free) if len(slots) >= resources.server_tensor_parallel), None)

@@ -1,7 +1,7 @@
-"""Writes what the roles read first: RUN/recipe.yaml, RUN/endpoints.json and, for Prometheus, RUN/prometheus/:
+"""Writes the files that the roles read first: RUN/recipe.yaml, RUN/endpoints.json and, for Prometheus, RUN/prometheus/:
 
     targets.json     file_sd: the addresses of controller, learner and servers, with labels `run`, `role` and `server`
-    key              the key that they expect (mode 0600), new at each start
+    key              the key that these expect (mode 0600), new at each start
     prometheus.yml   a configuration that uses both: `prometheus --config.file=RUN/prometheus/prometheus.yml`
 
 Prometheus rereads the first two by itself, so it follows a resumed run to its new ports.
@@ -35,7 +35,7 @@ def prepare(
 ) -> Endpoints:
     """Write the files that the roles read first. The recipe gets `resume: auto`, so that a restarted role resumes."""
     rundir.create()
-    if not resumed:  # left by a start that made no step, perhaps with another batch size
+    if not resumed:  # journals left by a start that made no step, perhaps with another batch size
         for file in rundir.rollouts.glob("[0-9]*.journal"):
             file.unlink()
     for file in (rundir.stop_file, rundir.failure_file, rundir.status, rundir.summary):
@@ -52,39 +52,37 @@ def prepare(
 
 
 def endpoints_of(recipe: Recipe, placed: Mapping[Role, Place]) -> Endpoints:
-    """Choose the addresses where roles listen, with ports that were free on their nodes, and new keys."""
+    """Choose the addresses on which roles listen, with ports that were free on their nodes, and new keys."""
     free = {node.name: iter(node.ports) for where in placed.values() for node in where.nodes}
 
-    def address(role: Role) -> tuple[str, int]:
+    controller, learner = Role("controller"), Role("learner")
+
+    def address(role: Role) -> str:
         node = placed[role].nodes[0]
-        return node.address, next(free[node.name])
+        return f"{node.address}:{next(free[node.name])}"
 
-    def metrics(role: Role) -> str:
-        return "{}:{}".format(*address(role)) if recipe.monitor.prometheus else ""
-
-    servers = [address(Role("server", i)) for i in range(recipe.resources.servers)]
-    teachers = [address(Role("teacher", i)) for i in range(recipe.teachers)]
-    rendezvous_host, rendezvous_port = address(Role("learner"))
+    exports = recipe.monitor.prometheus
+    rendezvous_host, _, rendezvous_port = address(learner).rpartition(":")
     return Endpoints(
         session=uuid.uuid4().hex,
-        controller="tcp://{}:{}".format(*address(Role("controller"))),
-        servers=tuple(f"http://{host}:{port}" for host, port in servers),
-        teachers=tuple(f"http://{host}:{port}" for host, port in teachers),
+        controller=f"tcp://{address(controller)}",
+        servers=tuple(f"http://{address(Role('server', i))}" for i in range(recipe.resources.servers)),
+        teachers=tuple(f"http://{address(Role('teacher', i))}" for i in range(recipe.teachers)),
         api_key=secrets.token_hex(16),
         admin_key=secrets.token_hex(16),
         link=LinkKeys.new(),
         rendezvous_host=rendezvous_host,
-        rendezvous_port=rendezvous_port,
-        learner_nodes=len(placed[Role("learner")].nodes),
-        gpus=devices.needed(recipe) if placed[Role("learner")].gpus else 0,
-        controller_metrics=metrics(Role("controller")),
-        learner_metrics=metrics(Role("learner")),
-        metrics_key=secrets.token_hex(16) if recipe.monitor.prometheus else "",
+        rendezvous_port=int(rendezvous_port),
+        learner_nodes=len(placed[learner].nodes),
+        gpus=devices.needed(recipe) if placed[learner].gpus else 0,
+        controller_metrics=address(controller) if exports else "",
+        learner_metrics=address(learner) if exports else "",
+        metrics_key=secrets.token_hex(16) if exports else "",
     )
 
 
 def write_targets(recipe: Recipe, rundir: RunDir, endpoints: Endpoints) -> None:
-    """Write RUN/prometheus/, or remove an earlier life's if this run exports no metrics."""
+    """Write RUN/prometheus/; if this run exports no metrics, remove that of an earlier life."""
     if not recipe.monitor.prometheus:
         shutil.rmtree(rundir.prometheus, ignore_errors=True)
         return

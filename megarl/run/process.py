@@ -1,8 +1,8 @@
-"""A command's own process and its machine: dying with the supervisor, surviving a lost screen, one command at a time in a
-directory, free ports, and signals that ask a command to save and end, which are counted instead of ending it.
+"""A command's own process and its machine: death with the supervisor, survival of a lost screen, one command at a time per
+directory, free ports, and signals that ask a command to save and end; these are counted instead of ending it.
 
-Slurm sends signals more than once: to all processes of a job while the batch script forwards what it gets, or for a preemption
-after that for the time limit. So only the first of them counts. Ctrl-C always does, since a person presses it.
+Slurm sends signals more than once: to all processes of a job, while the batch script forwards its own; or for the time limit
+and then for a preemption. So only the first counts, except that Ctrl-C always does, since a person presses it.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_supervisor() -> None:
-    """Have a role or rank die with the supervisor or torchrun, even if that is dead already. Call it before anything slow."""
+    """Make a role or rank die with its supervisor or torchrun, even if that is dead already. Call it before anything slow."""
     supervisor = os.environ.pop(SUPERVISOR, None)  # not for its own children: their parent is this process
     if supervisor is not None:
         die_with_parent()
@@ -38,12 +38,12 @@ def die_with_supervisor() -> None:
 
 
 def adopt_orphans() -> None:
-    """Make processes that a dead role leaves behind children of this process, which can then find and end them. Linux only."""
+    """Make processes that a dead role leaves children of this process, which can then find and kill them. Linux only."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def have_streams() -> None:
-    """Open /dev/null for a closed stdin, stdout or stderr, else the next file to be opened would take its number."""
+    """Open /dev/null for a closed stdin, stdout or stderr; otherwise the next opened file would get its number."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(number)
@@ -55,11 +55,11 @@ def have_streams() -> None:
 
 
 def outlive_screen() -> None:
-    """Discard from now on what stdout or stderr does not take: a left pager, a dead `tee` or a full disk ends no run."""
+    """From now on, discard output if writing it fails, so that a closed pager, a dead `tee` or a full disk ends no run."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not getattr(sys, f"__{name}__"):
-            continue  # someone captures it, or it leads nowhere
+            continue  # it is captured, or goes to /dev/null
         stream.flush()
         buffer = io.BufferedWriter(_Lasting(stream.fileno(), "w", closefd=False))
         lasting = io.TextIOWrapper(
@@ -70,7 +70,7 @@ def outlive_screen() -> None:
 
 
 class _Lasting(io.FileIO):
-    """A file descriptor that leads nowhere once writing to it fails."""
+    """A file descriptor that is redirected to /dev/null once writing to it fails."""
 
     def write(self, data: Buffer, /) -> int:
         try:
@@ -89,7 +89,7 @@ def remove_shared_memory(session: int) -> None:
 
 
 def remove_abandoned_shared_memory() -> None:
-    """Do so for each session that has ended, such as those of roles whose supervisor was killed."""
+    """Remove the shared memory of all sessions that have ended, such as those of roles whose supervisor was killed."""
     alive = set()
     for pid in psutil.pids():
         with suppress(ProcessLookupError):
@@ -103,10 +103,11 @@ def remove_abandoned_shared_memory() -> None:
 
 @contextmanager
 def lock(folder: Path, command: str, key: str) -> Iterator[None]:
-    """Be the only `command` in the folder; the kernel releases the lock when we die. key: the option that names the folder."""
+    """Hold a lock on the folder, so that only one `command` works there; the kernel releases it when we die. key: the option
+    that names the folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("ab+", buffering=0)  # each write is one, and none is left for the end
+        file = (folder / ".lock").open("ab+", buffering=0)  # unbuffered, so that closing it writes nothing
     except OSError as error:
         raise MegarlError(f"{key}: cannot write in {folder}: {error.strerror}") from None
     with file:
@@ -130,10 +131,10 @@ LOWEST_PORT, PORTS_WANTED = 10_000, 5_000
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Find this many distinct ports of `host`, an address of this machine, on which nobody is listening.
+    """Return this many distinct ports of `host`, an address of this machine, on which nobody is listening.
 
-    They lie below those that the kernel gives to outgoing connections, so that none of these takes one before it is used. They
-    are drawn at random, so that runs looking at the same moment find different ones.
+    They are below those that the kernel gives to outgoing connections, so that none of these takes one before it is used. They
+    are drawn at random, so that runs that look at the same time find different ones.
     """
     first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     last = first_outgoing if first_outgoing > LOWEST_PORT + PORTS_WANTED else 65_536
@@ -148,11 +149,13 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""SIGUSR1 is what the batch scripts ask Slurm to send before a job's end (`#SBATCH --signal`)."""
+"""Signals that ask to end. Batch scripts make Slurm send SIGUSR1 before a job's end (`#SBATCH --signal`)."""
+MAKE_ROOM = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals to a job that has to end now and will be resumed later."""
 
 
 class StopRequest:
-    """How often we were asked to end, and by which signal first."""
+    """How often this process was asked to end, and by which signal first."""
 
     def __init__(self) -> None:
         self.count = 0

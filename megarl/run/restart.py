@@ -1,9 +1,9 @@
 """What to do when a role dies. Pure: no clock, no processes.
 
-    server died      ──► restart that server        the controller finds it lost, the learner brings it up to date
-    controller died  ──► restart the controller     it folds its journal; the learner asks again
-    teacher died     ──► restart it                 rollouts wait for its scores
-    learner died     ──► restart all its ranks      it loads its checkpoint and replays what came after
+    server died      ──► restart that server        the controller finds it lost, the learner publishes to it again
+    controller died  ──► restart the controller     it rebuilds its state from the journal; the learner asks again
+    teacher died     ──► restart it                 rollouts wait for its log-probs
+    learner died     ──► restart all its ranks      it loads its checkpoint and replays the steps after it
     learner left (0) ──► the run ends
     learner or controller left RUN/failure (train.py) ──► the run ends as failed
     too many deaths  ──► the run ends as failed     too many within minutes, or without a step between them; a server is
@@ -14,9 +14,9 @@
                          the controller it cannot go on: the run ends, to be started again on other nodes
 
 A role's exit statuses: 0 for an orderly exit; 2 for one error message to the user (`MegarlError`); anything else is a crash.
-A second try after a message is worthwhile only if the run has made a step since the role's last one: a wait that timed out may
-not do so again, but bad input stays bad. A message from one of several servers may be its node's fault (a port, a file, a
-full GPU).
+A second try after a message is worthwhile only if the run has made a step since the role's last message: a timeout may not
+occur again, but bad input stays bad. A message from one of several servers may be its node's fault (a port, a file, a full
+GPU).
 """
 
 from dataclasses import dataclass
@@ -26,9 +26,9 @@ MESSAGE_STATUS = 2
 """Exit status of a role that ended with a `MegarlError`."""
 MOST_DEATHS = 5
 WINDOW_S = 900.0
-"""Window for counting deaths of one role: more than `MOST_DEATHS` end the run, since it would not recover.
+"""Time window for counting deaths of one role. More than `MOST_DEATHS` end the run, since it would not recover.
 
-Deaths since the run's last step count however far apart they are: a large model takes minutes to die.
+Deaths since the run's last step count, however far apart they are: a large model may run for minutes before each death.
 """
 LONGEST_DELAY_S = 30.0
 
@@ -39,7 +39,7 @@ RoleKind = Literal["server", "teacher", "controller", "learner"]
 
 @dataclass(frozen=True, order=True)
 class Role:
-    """One watched process. The learner counts as one: torchrun ends all its ranks when one dies."""
+    """A supervised process. The learner counts as one: torchrun ends all its ranks when one dies."""
 
     kind: RoleKind
     index: int = 0
@@ -63,7 +63,7 @@ class Restart:
 
 @dataclass(frozen=True)
 class Ending:
-    """A role is not started again, for this reason."""
+    """The role is not started again, for `reason`."""
 
     role: Role
     reason: str
@@ -74,7 +74,7 @@ class GiveUp(Ending):
 
 
 class Drop(Ending):
-    """Go on without this server; `reason` says why, without its name."""
+    """Go on without this server; `reason` does not include its name."""
 
 
 class Elsewhere(Ending):
@@ -95,7 +95,7 @@ Reaction = Restart | GiveUp | Drop | Elsewhere | Done | Nothing
 
 
 class RestartPolicy:
-    """Tracks deaths by role and the number of servers left, and decides what follows each death."""
+    """Tracks deaths by role and the number of servers left, and decides how to react to each death."""
 
     def __init__(self, servers: int, most_deaths: int = MOST_DEATHS, window_s: float = WINDOW_S) -> None:
         self.servers = servers
@@ -109,7 +109,7 @@ class RestartPolicy:
     def died(self, role: Role, status: int, at: float, steps: int, node: NodeState = "up", joined: int = 0) -> Reaction:
         """Decide after `role` ended with `status` (negative: a signal) at `at` seconds, `steps` steps after the start.
 
-        joined: servers at work that this run has not started.
+        joined: number of working servers that this run did not start.
         """
         self._joined = joined
         if status == 0 and role.kind == "learner":
@@ -123,13 +123,13 @@ class RestartPolicy:
         earlier = [(t, s) for t, s in self._deaths.get(role, []) if at - t < self.window_s or s == steps]
         self._deaths[role] = [*earlier, (at, steps)]
         count = len(earlier) + 1
-        if count > self.most_deaths and node == "silent":
+        if count <= self.most_deaths:
+            return Restart(role, 0.0 if count == 1 else min(2.0 ** (count - 1), LONGEST_DELAY_S))
+        if node == "silent":
             return self._without_node(role)
-        if count > self.most_deaths and (steps or joined) and self._can_drop(role):
+        if (steps or joined) and self._can_drop(role):
             return Drop(role, "it dies again and again")
-        if count > self.most_deaths:
-            return GiveUp(role, f"{role.name} died {count} times within {(at - earlier[0][0]) / 60:.0f} minutes")
-        return Restart(role, 0.0 if count == 1 else min(2.0 ** (count - 1), LONGEST_DELAY_S))
+        return GiveUp(role, f"{role.name} died {count} times within {(at - earlier[0][0]) / 60:.0f} minutes")
 
     def _message(self, role: Role, steps: int) -> Reaction | None:
         """Decide after an exit with an error message. Return None if a second try is worthwhile."""

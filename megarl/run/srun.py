@@ -1,10 +1,10 @@
-"""Steps of a Slurm job: one per role, on its nodes. Steps overlap: GPUs are divided by the placement, not by Slurm.
+"""Steps of a Slurm job: one per role, on the role's nodes. Steps overlap: placement.py, not Slurm, assigns the GPUs.
 
     srun --nodelist=node3 … python -m megarl.run.step TASK         step.py, which starts the role on the node
       stdin   held open by the supervisor: it closes when the supervisor dies, however it dies, and then the step ends
-      stdout  reports, each of which is acknowledged        stderr  srun's own messages: into the role's log
+      stdout  reports, each of which is acknowledged        stderr  srun's own messages, to the role's log
 
-MEGARL_STEP_OPTIONS holds more srun options (`--container-image=…`), MEGARL_STEP_COMMAND the words before `-m` (`apptainer
+MEGARL_STEP_OPTIONS has further options for srun (`--container-image=…`), MEGARL_STEP_COMMAND the words before `-m` (`apptainer
 exec … python`; default: this Python). launch/slurm/common.sh sets both.
 """
 
@@ -33,23 +33,23 @@ from megarl.run.step import BEAT_S, HEARD, TERMINATE, UNANSWERED, Report, encode
 
 STEP_OPTIONS, STEP_COMMAND = "MEGARL_STEP_OPTIONS", "MEGARL_STEP_COMMAND"
 SURVEY_LIMIT_S = 900.0
-"""Generous because an image of tens of gigabytes may have to be fetched."""
+"""Generous, because a container image of tens of gigabytes may have to be fetched."""
 START_LIMIT_S = 900.0
-"""From srun to the step's first report."""
+"""Time limit from srun's start to the step's first report."""
 SILENT_S = 3 * BEAT_S
 SRUN_LIMIT_S = 10.0
-"""From srun's SIGTERM to its end. It is then killed, and Slurm goes on ending the step."""
+"""Time limit from SIGTERM to srun until its end. Then it is killed, while Slurm goes on ending the step."""
 ASK_LIMIT_S = 30.0
 UNKNOWN_STATUS = 1
 DESERTED_S = UNANSWERED * BEAT_S + 5.0
-"""How long a step without its srun outlives its last report, until it finds that nobody hears it."""
+"""How long a step without its srun goes on after its last report, until it notices that nobody acknowledges it."""
 BROKEN_STATES = ("down", "fail", "unknown", "future", "power")
-"""Prefixes of Slurm's words for nodes that run nothing."""
+"""Prefixes of Slurm's states of nodes that run nothing."""
 
 
 LAUNCHER = "MEGARL_LAUNCHER"
-"""Environment variable: local for processes of this machine, srun for steps of a Slurm job; auto, its default, for steps if the
-job has several nodes or a container."""
+"""Environment variable. local: processes on this machine; srun: steps of a Slurm job; auto, the default: steps if the job has
+several nodes or a container."""
 
 
 def chosen(recipe: Recipe, rundir: RunDir) -> Launcher:
@@ -80,7 +80,7 @@ class SrunLauncher:
         self._rundir, self._interface = rundir, interface
 
     def survey(self, ports: int) -> tuple[Node, ...]:
-        """Ask every node what it has. MegarlError names a node that does not answer or cannot take part, and says why."""
+        """Ask every node for its resources. MegarlError, naming the node, if one does not answer or cannot take part."""
         names = hosts(os.environ["SLURM_JOB_NODELIST"])
         if not names:
             raise MegarlError(f"scontrol does not know the nodes {os.environ['SLURM_JOB_NODELIST']}; is Slurm down?")
@@ -89,7 +89,7 @@ class SrunLauncher:
                 "run.interface: roles on several nodes need the network on which they trust each other: its name "
                 f"(`ip -4 address` on a node lists them), or {OF_SLURM!r} for the one by which Slurm reaches the nodes"
             )
-        arguments = ("-m", "megarl.run.nodes", str(ports), self._interface, str(self._rundir.path.resolve()))
+        arguments = ("-m", "megarl.run.nodes", str(ports), self._interface, str(self._rundir.path))
         try:
             done = subprocess.run(
                 command(names, "survey", arguments), stdin=subprocess.DEVNULL, capture_output=True, text=True,
@@ -122,7 +122,7 @@ class SrunLauncher:
         return SrunStep(process, names)
 
     def sweep(self, running: Sequence[RunningRole]) -> None:
-        """Do nothing: each step cleans up for itself, on its node."""
+        """Do nothing: each step cleans up on its own node."""
 
 
 class SrunStep:
@@ -132,7 +132,7 @@ class SrunStep:
         self._process = process
         self.names = names
         self.pid = process.pid
-        self.started = time.monotonic()
+        self._started = time.monotonic()
         self._over = self._killed = math.inf
         self._reports: dict[str, tuple[float, Report]] = {}
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -148,13 +148,13 @@ class SrunStep:
 
     @property
     def answered(self) -> bool:
-        """Whether all its nodes have reported."""
+        """Whether all nodes of the step have reported."""
         return set(self._reports) >= set(self.names)
 
     def status(self) -> int | None:
-        """Return the status that nodes report or, where one did not, srun's: 137 for a killed step, but 0 if its node is lost.
+        """Return the status that the nodes report or, if one did not, srun's: 137 for a killed step, but 0 if its node is lost.
 
-        An srun that was killed, or failed to bring the step up, may leave the step behind. The role counts as running until
+        An srun that was killed, or failed to start the step, may leave the step running. The role counts as running until
         that step must have ended by itself, so that there are never two.
         """
         code = self._process.poll()
@@ -181,21 +181,21 @@ class SrunStep:
         alive = [(at, report) for at, report in list(self._reports.values()) if report.status is None]
         if any(report.stopped for _, report in alive):
             return "stopped"
-        late = not self.answered and now - self.started > START_LIMIT_S
+        late = not self.answered and now - self._started > START_LIMIT_S
         return "unheard" if late or any(now - at > SILENT_S for at, _ in alive) else None
 
     def terminate(self) -> None:
         self._tell(TERMINATE)
 
     def _tell(self, word: bytes) -> None:
-        """Send a word to all its nodes, if srun is alive and has not been given up."""
+        """Send a word to all nodes of the step, if srun is alive and its stdin open."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError, ValueError):
             self._process.stdin.write(word + b"\n")
             self._process.stdin.flush()
 
     def kill(self) -> None:
-        """Send srun SIGTERM, on which Slurm kills the whole step."""
+        """Send SIGTERM to srun, which makes Slurm kill the whole step."""
         self._killed = min(self._killed, time.monotonic())
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
@@ -214,7 +214,7 @@ class SrunStep:
     def node_state(self) -> NodeState:
         """Return "down" if Slurm has lost a node of the step, "silent" if not all nodes have reported, else "up".
 
-        Slurm takes a lost node from the job, though not at once: it is silent at first. By now it may be up again, but it is
+        Slurm removes a lost node from the job, but not at once; until then it is silent. Even if it is up again by now, it is
         no longer ours.
         """
         held = _output(["squeue", "-h", "-j", os.environ["SLURM_JOB_ID"], "-o", "%N"]).strip()
@@ -226,7 +226,7 @@ class SrunStep:
 
 
 def command(names: Sequence[str], step: str, arguments: Sequence[str]) -> list[str]:
-    """Build the srun command: a task on each node, all of which it shares with other steps, whatever the batch script asks."""
+    """Build the srun command: one task per node, which it shares with other steps, whatever the batch script says."""
     python = shlex.split(os.environ.get(STEP_COMMAND, "")) or [sys.executable]
     return [
         "srun", f"--job-name={step}", f"--nodes={len(names)}", f"--ntasks={len(names)}", "--ntasks-per-node=1",
@@ -260,7 +260,7 @@ def hosts(listed: str) -> list[str]:
 
 
 def is_broken(state: str) -> bool:
-    """Return whether Slurm says that nothing runs there (`down`, `down*`, `failing`); a draining node still works."""
+    """Return whether this is Slurm's state of a node that runs nothing (`down`, `down*`, `failing`); a draining one works."""
     return state.strip().lower().startswith(BROKEN_STATES)
 
 

@@ -1,28 +1,31 @@
-"""`megarl status RUN`: the state of a run from its files alone, from any terminal that sees them, while it lives or afterwards.
+"""`megarl status RUN`: the state of a run from its files alone, on any machine that sees them, while it lives or afterwards.
 
-RUN/summary.json exists ──► the closing summary         else ──► the live view of this moment
+RUN/summary.json exists ──► the closing summary         otherwise ──► the live view at this moment
 
 `megarl health RUN`: all alarms of the run so far.
 """
 
+import re
 import time
 from pathlib import Path
-from typing import cast
 
 from rich.console import Console
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_json
-from megarl.core.base.rundir import RunDir, latest_rows, latest_scores
+from megarl.core.base.rundir import RunDir, latest_scores, parsed, rows_in_order
 from megarl.core.recipe import load
 from megarl.run import summary
 from megarl.run.health import Health, overoptimised
-from megarl.run.observe import Observer
-from megarl.run.restart import Role, RoleKind
-from megarl.run.view import Frame, RoleView, clock, render
+from megarl.run.logs import sentence
+from megarl.run.observe import Observer, Tail, last_lines
+from megarl.run.restart import Role
+from megarl.run.view import Frame, RoleView, clock, render, roles_after
 
 DEAD_S = 60.0
 """A live controller writes its status each second, and its restart takes less than this."""
+WARNED = re.compile(r"(\S+ \S+),\d+ (.*?) (?:WARNING|ERROR|CRITICAL) megarl\.\S+: (.*)")
+"""A line of a role's log: when, who, what."""
 
 
 def main(run: Path) -> int:
@@ -43,14 +46,35 @@ def main(run: Path) -> int:
     foot = f"at {time.strftime('%H:%M:%S', time.localtime(now))}"
     if now - last > DEAD_S:
         foot = f"nothing written for {clock(now - last)}: it seems dead; run.resume=auto goes on"
-    console.print(render(Frame(recipe, observer, max(0.0, now - began), roles, foot=foot)))
+    console.print(render(Frame(recipe, observer, max(0.0, now - began), roles, problem=problem_of(rundir), foot=foot)))
     return 0
 
 
+def problem_of(rundir: RunDir) -> str:
+    """Return the newest warning or failure that roles and supervisor have written down with its time; empty without any."""
+    problems: list[str] = []
+    for line in Tail(rundir.logs / "supervisor.jsonl").lines():
+        event = parsed(line) or {}
+        if event.get("event") in ("hung", "dropped") or (event.get("event") == "ended" and event.get("status")):
+            problems.append(sentence(line))
+    newest = max(reversed(problems), default="", key=_when)
+    for written, log in sorted(((log.stat().st_mtime, log) for log in rundir.logs.glob("*/*.log")), reverse=True):
+        if time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written)) < _when(newest):
+            break  # nor has any other log a newer one: of a run that was started often there are thousands
+        lines = last_lines(log, count=1000)
+        problems = [" ".join(warned.groups()) for line in lines if (warned := WARNED.fullmatch(line))]
+        newest = max([newest, *reversed(problems)], key=_when)
+    return newest
+
+
+def _when(problem: str) -> str:
+    return problem[: len("2026-03-01 14:05:06")]
+
+
 def health(run: Path) -> int:
-    """Print every alarm with its steps, and over-optimisation; return 1 if anything lasts."""
+    """Print every alarm with its steps, and over-optimisation. Return 1 if any of them lasts, else 0."""
     rundir = RunDir.opened(run)
-    judged, scores = Health(latest_rows(rundir.metrics)), latest_scores(rundir.eval)
+    judged, scores = Health(rows_in_order(rundir.metrics)), latest_scores(rundir.eval)
     for alarm in judged.history:
         until = "now" if alarm.until is None else f"{alarm.until - 1}"
         print(f"steps {alarm.since} to {until}, noticed at {alarm.raised}: {alarm.text}")
@@ -62,21 +86,7 @@ def health(run: Path) -> int:
 
 
 def roles_of(rundir: RunDir) -> tuple[dict[Role, RoleView], float]:
-    """Return the run's roles as they are now, and when this life began, from the supervisor's log."""
-    roles: dict[Role, RoleView] = {}
-    restarts: dict[Role, int] = {}
-    session, began = "", time.time()
-    for event in rundir.events():
-        if event.session != session:
-            session, began = event.session, event.time
-            roles, restarts = {}, {}
-        if not event.role:
-            continue
-        kind, _, index = event.role.partition("-")
-        role = Role(cast(RoleKind, kind), int(index))
-        restarts[role] = restarts.get(role, 0) + (event.event == "restart")
-        state = {"started": "running", "restart": "restarting"}.get(event.event, event.event)
-        seconds = time.time() - event.time if state == "running" else 0.0
-        nodes = event.nodes or (roles[role].nodes if role in roles else ())
-        roles[role] = RoleView(state, seconds, restarts[role], nodes)
-    return roles, began
+    """Return the present states of the run's roles, and when this life began, from the supervisor's log."""
+    events = list(rundir.events())
+    life = [event for event in events if event.session == events[-1].session]
+    return roles_after(life), life[0].time if life else time.time()

@@ -1,11 +1,11 @@
-"""Runs in a step of a Slurm job: starts the role as the local launcher does, and acts for the supervisor on the node.
+"""Runs in a step of a Slurm job: starts the role with the local launcher, and acts for the supervisor on the node.
 
     supervisor ── stdin ──► srun ──► "terminate" ──► SIGTERM to the role; "heard": a report has arrived
     supervisor ◄─ stdout ── srun ◄── Report, a line of JSON: every BEAT_S, and when the role has ended
 
-The whole role gets SIGKILL when that stdin ends (the supervisor has died), or after UNANSWERED unacknowledged reports in a
-row: srun, slurmd or the network between is gone, and Slurm may be unable to end the step. The supervisor gives such a step up
-a little later (watch.py), so that a role never runs twice.
+The whole role is killed when stdin ends (the supervisor has died), or after UNANSWERED unacknowledged reports in a row: srun,
+slurmd or the network between them is gone, and Slurm may be unable to end the step. The supervisor gives up such a step a
+little later (watch.py), so that a role never runs twice.
 
 Slurm carries both streams, so no port is opened and nobody else can listen. The role's own output goes to its log.
 """
@@ -27,13 +27,13 @@ from megarl.run.process import adopt_orphans
 BEAT_S = 5.0
 TICK_S = 0.2
 UNANSWERED = 8
-"""A count, not a time: a step that Slurm suspends has old answers but a living supervisor."""
+"""A count, not a time: after a suspension by Slurm the last answer is old, but the supervisor is alive."""
 STDIN = 0
 TERMINATE, HEARD = b"terminate", b"heard"
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """A report from one node of a step. stopped: one of the role's processes is; status: set once the role has ended."""
+    """A report from one node of a step. stopped: a process of the role is stopped. status: set once the role has ended."""
 
     node: str
     stopped: bool = False
@@ -41,8 +41,8 @@ class Report(msgspec.Struct, kw_only=True):
 
 
 def encoded(task: RoleCommand) -> str:
-    """Encode the task as an argument of `main`: without its nodes' GPUs and ports, with which those of a large run exceed the
-    128 KiB of an argument.
+    """Encode the task as the argument of `main`, without its nodes' GPUs and ports: with them, the task of a large run exceeds
+    the 128 KiB of an argument.
     """
     nodes = tuple(replace(node, gpus=(), ports=()) for node in task.place.nodes)
     task = replace(task, place=replace(task.place, nodes=nodes))
@@ -50,7 +50,7 @@ def encoded(task: RoleCommand) -> str:
 
 
 class Orders(threading.Thread):
-    """Thread that reads the supervisor's words from stdin."""
+    """A thread that reads the supervisor's words from stdin."""
 
     def __init__(self, process: LocalProcess) -> None:
         super().__init__(daemon=True)
@@ -64,7 +64,7 @@ class Orders(threading.Thread):
 
     def run(self) -> None:
         rest = b""
-        while said := os.read(STDIN, 1024):  # not a file object: a thread blocked in one keeps Python from exiting
+        while said := os.read(STDIN, 1024):  # a thread blocked in a file object would keep Python from exiting
             *words, rest = (rest + said).split(b"\n")
             self.unanswered = 0
             if TERMINATE in words:
@@ -73,15 +73,15 @@ class Orders(threading.Thread):
 
 
 def main(argument: str) -> int:
-    """Run until the role or the supervisor has ended; return the role's status as a shell would."""
+    """Run until the role or the supervisor has ended. Return the role's exit status in a shell's form."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, lambda *_: None)  # of Slurm to the step or this process; the role would inherit SIG_IGN
+        signal.signal(number, lambda *_: None)  # ignores Slurm's signals; the role would inherit SIG_IGN
     task = msgspec.json.decode(argument, type=RoleCommand, dec_hook=lambda _, path: RunDir(Path(path)))
     n = int(os.environ["SLURM_PROCID"])
     adopt_orphans()
     launcher = LocalLauncher()
     process = launcher.start(task, n)
-    if not task.role.serves:  # learner and controller save
+    if not task.role.serves:  # learner and controller save on a signal
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: process.signal(number))
     orders = Orders(process)

@@ -1,4 +1,4 @@
-"""The results of a run: RUN/summary.json, and the closing summary in the terminal. Works on an unfinished run.
+"""The results of a run: RUN/summary.json, and the closing summary in the terminal. Also works for an unfinished run.
 
 metrics.jsonl, eval.jsonl, logs/supervisor.jsonl ──► summarise() ──► dict ──► render()
 """
@@ -6,6 +6,7 @@ metrics.jsonl, eval.jsonl, logs/supervisor.jsonl ──► summarise() ──►
 import bisect
 import math
 from collections.abc import Iterable, Sequence
+from shlex import quote
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -19,7 +20,7 @@ from megarl.run.health import Health, overoptimised
 
 
 def summarise(recipe: Recipe, rundir: RunDir) -> Row:
-    """Compute figures over all lives of the run; None for what was not measured."""
+    """Compute figures over all lives of the run; None for those not measured."""
     rows, evaluations = latest_rows(rundir.metrics), latest_scores(rundir.eval)
     lived = steady(rows, rundir)
     events = [event.event for event in rundir.events()]
@@ -80,7 +81,7 @@ def _by_task(recipe: Recipe, rows: list[Row], first: Row, last: Row) -> dict[str
 
 
 def steady(rows: list[Row], rundir: RunDir) -> list[Row]:
-    """Return rows timed as normal steps: not replayed, nor first in a learner's life, which includes start-up."""
+    """Return the rows of normally timed steps: neither replayed nor the first in a learner's life, which includes its start."""
     starts = [e.time for e in rundir.events() if e.event == "started" and e.role == "learner-0"]
     times = sorted(_finite(rows, "time"))
     first = {times[i] for start in starts if (i := bisect.bisect(times, start)) < len(times)}
@@ -95,7 +96,7 @@ def render(values: Row, rundir: RunDir) -> RenderableType:
 
 
 def grid(pairs: Iterable[tuple[str, str]]) -> Table:
-    """Lay out names and texts in two columns."""
+    """Return a table of names and texts in two columns."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -136,7 +137,7 @@ def lines(v: Row) -> Iterable[tuple[str, str]]:
 
 
 def _parity(v: Row) -> str:
-    """Describe the difference between servers and learner in words."""
+    """Return the difference between servers and learner as text."""
     if not v["parity_publications"]:
         return "not compared"
     if v["parity_mean_max"] == 0:
@@ -148,13 +149,14 @@ def _parity(v: Row) -> str:
 def _places(rundir: RunDir) -> Iterable[tuple[str, str]]:
     if rundir.report.exists():
         yield "report", f"{rundir.report}  (one file, opens offline; picture {rundir.picture.name})"
-    yield "TensorBoard", f"tensorboard --logdir {rundir.tensorboard}"
+    run, tensorboard, export = (quote(str(path)) for path in (rundir.path, rundir.tensorboard, rundir.path / "hf"))
+    yield "TensorBoard", f"tensorboard --logdir {tensorboard}"
     yield "metrics", f"{rundir.metrics}, {rundir.eval.name}, {rundir.summary.name}"
-    yield "rollouts", f"megarl rollouts show {rundir.path}"
+    yield "rollouts", f"megarl rollouts show {run}"
     newest = max(rundir.checkpoints.glob("step-*"), default=None)
     if newest is not None:
         yield "checkpoints", str(rundir.checkpoints)
-        yield "export", f"python -m checkpoints_tools convert megatron-to-hf {rundir.path} {rundir.path / 'hf'}"
+        yield "export", f"python -m checkpoints_tools convert megatron-to-hf {run} {export}"
 
 
 def _finite(rows: Sequence[Row], name: str) -> list[float]:
@@ -171,7 +173,7 @@ def mean(rows: Sequence[Row], name: str) -> float | None:
 
 
 def _by_time(rows: list[Row], name: str) -> float | None:
-    """Return the mean weighted by step time: a step of a minute counts as much as sixty of a second."""
+    """Return the mean weighted by step time: a step of a minute counts as much as sixty steps of a second."""
     known = [row for row in rows if _finite([row], name)]
     return _ratio(math.fsum(row[name] * row["step_seconds"] for row in known), _total(known, "step_seconds"))
 

@@ -1,13 +1,15 @@
-"""The live view: renders what `Observer` and the supervisor know, as a rich renderable or one plain line for logs.
+"""The live view: renders the state from `Observer` and supervisor, as a rich renderable or as one plain line for logs.
 
-`render` and `line` are pure: they turn a `Frame` into text, and neither read nor remember anything. `Screen` shows frames: a
-live picture in a terminal, else plain lines.
+`render` and `line` are pure: they turn a `Frame` into text, and neither read nor remember anything. `Screen` shows frames: as a
+live picture in a terminal, otherwise as plain lines.
 """
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -16,24 +18,22 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megarl.core.base.rundir import Row
+from megarl.core.base.rundir import Row, SupervisorEvent
 from megarl.core.evaluation.forecast import words
 from megarl.core.recipe import Recipe
 from megarl.core.weights import parity
 from megarl.run.health import overoptimised
 from megarl.run.observe import Observer, ServerStatus
-from megarl.run.restart import Role
+from megarl.run.restart import Role, RoleKind
 from megarl.run.summary import grid, mean, show
 
 BARS = "▁▂▃▄▅▆▇█"
 STYLES = {"lost": "red", "dropped": "red", "restarting": "yellow", "starting": "yellow", "unknown": "yellow"}
-RECENT = 20
-"""Number of steps over which rates and shares are averaged."""
 
 
 @dataclass(frozen=True)
 class RoleView:
-    """How a role is shown. `state`: running, restarting, dropped or ended; `seconds`: since it started; `nodes`: where."""
+    """The state of a role to show. state: running, restarting, dropped or ended. seconds: since it started. nodes: where."""
 
     state: str
     seconds: float
@@ -41,15 +41,31 @@ class RoleView:
     nodes: Sequence[str] = ()
 
 
+def roles_after(events: Iterable[SupervisorEvent]) -> dict[Role, RoleView]:
+    """Return the states of the roles after these events of one life of the supervisor."""
+    roles: dict[Role, RoleView] = {}
+    for event in events:
+        if event.role:
+            kind, _, index = event.role.partition("-")
+            role = Role(cast(RoleKind, kind), int(index))
+            before = roles.get(role, RoleView("", 0.0))
+            state = {"started": "running", "restart": "restarting"}.get(event.event, event.event)
+            seconds = time.time() - event.time if state == "running" else 0.0
+            restarts = before.restarts + (event.event == "restart")
+            roles[role] = RoleView(state, seconds, restarts, event.nodes or before.nodes)
+    return roles
+
+
 @dataclass(frozen=True)
 class Frame:
-    """Everything one picture shows. `stopping`: progress of ending the run, if it is ending."""
+    """Everything that one picture shows. stopping: progress of ending the run, if it is ending. problem: the last one."""
 
     recipe: Recipe
     observer: Observer
     elapsed_s: float
     roles: dict[Role, RoleView] = field(default_factory=dict)
     stopping: str = ""
+    problem: str = ""
     foot: str = "Ctrl-C saves and stops; run.resume=auto goes on"
 
 
@@ -59,8 +75,8 @@ def render(frame: Frame) -> RenderableType:
         parts += [Text(), grid(_numbers(frame))]
     parts += [Text(), _processes(frame)]
     parts += [Text(f"! {w}", style="yellow") for w in warnings(frame)]
-    if frame.observer.problem:
-        parts.append(Text(f"last problem: {frame.observer.problem}", style="red", overflow="ellipsis", no_wrap=True))
+    if frame.problem:
+        parts.append(Text(f"last problem: {frame.problem}", style="red", overflow="ellipsis", no_wrap=True))
     foot = Text(frame.stopping or frame.foot, style="bold yellow" if frame.stopping else "dim")
     return Panel(Group(*parts), title=f"megarl · {frame.recipe.run.path}", subtitle=foot, width=100, padding=(0, 1))
 
@@ -72,8 +88,7 @@ def line(frame: Frame) -> str:
     if observer.rows:
         parts.append(f"step {row['step'] + 1}/{frame.recipe.run.steps}")
         parts.append(f"train {show(recent(observer, 'pass_rate_train'), ',.2f')}")
-    if observer.evaluations:
-        newest = observer.evaluations[max(observer.evaluations)]
+    if newest := observer.scored:
         parts.append(f"held-out {newest['pass_rate']:.2f} at {newest['step']}")
     if dropped := sum(view.state == "dropped" for view in frame.roles.values()):
         parts.append(f"{dropped} servers dropped")
@@ -87,7 +102,7 @@ def line(frame: Frame) -> str:
 
 
 def phase(frame: Frame) -> str:
-    """Describe where the run is: starting (and what it waits for), replaying, or the learner's last command."""
+    """Return what the run is doing: starting (and what it waits for), replaying, or the learner's last command."""
     status = frame.observer.status
     restarting = [role.name for role, view in frame.roles.items() if view.state == "restarting"]
     if restarting:
@@ -97,7 +112,7 @@ def phase(frame: Frame) -> str:
     starting = [f"server-{s.id}" for s in status.servers if s.state == "starting"]
     if not frame.observer.steps_made and starting and len(starting) == len(status.servers):
         return f"starting {', '.join(starting)}"
-    words = {
+    doing = {
         "starting": "starting the learner",
         "train": f"training step {status.step}",
         "replay": f"replaying step {status.step} from the journal",
@@ -107,25 +122,23 @@ def phase(frame: Frame) -> str:
         "stop": "the learner saves and leaves",
     }
     evaluating = f" · evaluating version {', '.join(map(str, status.evaluating))}" if status.evaluating else ""
-    return words.get(status.phase, status.phase) + evaluating
+    return doing.get(status.phase, status.phase) + evaluating
 
 
 def warnings(frame: Frame) -> list[str]:
-    """List what the user should look at."""
+    """Return the warnings that the user should see."""
     observer = frame.observer
-    newest = observer.evaluations[max(observer.evaluations)] if observer.evaluations else {}
-    messages = [alarm.text for alarm in observer.health.alarms] + overoptimised(newest)
+    messages = [alarm.text for alarm in observer.health.alarms] + overoptimised(observer.scored)
     if observer.status is not None and observer.status.parity:
         messages.append(observer.status.parity)
-    teaches_anyway = frame.recipe.has_critic or frame.recipe.teachers
-    if observer.latest.get("groups_in_loss") == 0 and not teaches_anyway:
+    if observer.latest.get("groups_in_loss") == 0 and not frame.recipe.all_groups_teach:
         messages.append("no group of the last step had both right and wrong answers: nothing was learnt from it")
     return messages
 
 
 def recent(observer: Observer, name: str) -> float | None:
-    """Return a metric's mean over the last `RECENT` steps that have it, without those replayed after a crash."""
-    return mean([row for _, row in sorted(observer.rows.items())[-RECENT:] if not row.get("replay")], name)
+    """Return a metric's mean over the last `observe.RECENT` steps that have it, without those replayed after a crash."""
+    return mean([row for row in observer.rows.values() if not row.get("replay")], name)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -164,14 +177,14 @@ def _progress(frame: Frame) -> RenderableType:
 
 def _numbers(frame: Frame) -> Iterator[tuple[str, str]]:
     observer, row = frame.observer, frame.observer.latest
-    rates = [r["pass_rate_train"] for _, r in sorted(observer.rows.items()) if "pass_rate_train" in r]
+    rates = [rate for _, rate in sorted(observer.pass_rates.items())]
     yield "pass rate, training", f"{show(recent(observer, 'pass_rate_train'), ',.3f')}  {sparkline(rates, 50)}"
     if observer.evaluations:
         steps = sorted(observer.evaluations)
         scores = [observer.evaluations[s]["pass_rate"] for s in steps]
         first = f" · {scores[0]:.3f} at step {steps[0]}" if len(steps) > 1 else ""
         yield "pass rate, held out", f"{scores[-1]:.3f}  {sparkline(scores, 30)}  step {steps[-1]}{first}"
-        if outlook := words(observer.evaluations[steps[-1]]):
+        if outlook := words(observer.scored):
             yield "predicted", outlook
     tasks = list(frame.recipe.data.tasks)
     for task in tasks if len(tasks) > 1 else ():
@@ -200,7 +213,7 @@ def _numbers(frame: Frame) -> Iterator[tuple[str, str]]:
 
 
 def _parity(row: Row) -> str:
-    """Show mean and 99th percentile of the log-prob difference at equal weights, then the means of the other causes."""
+    """Return the mean and 99th percentile of the log-prob difference at equal weights, then the means for other causes."""
     if row.get("parity_mean/kernels") is None:
         return "–"
     tail = f" (99 %: {show(row.get('parity_p99/kernels'), '.1e')})" if row["parity_mean/kernels"] else ""
@@ -213,7 +226,7 @@ def _parity(row: Row) -> str:
 
 
 def _task(observer: Observer, task: str) -> str:
-    """Show the task's pass rates, in training and held out."""
+    """Return the task's pass rates, in training and held out, as text."""
     trained = f"training {show(recent(observer, f'pass_rate_train/{task}'), ',.3f')}"
     scores = [row for _, row in sorted(observer.evaluations.items()) if f"pass_rate/{task}" in row]
     if not scores:
@@ -259,7 +272,7 @@ LINE_S, JOB_LINE_S = 10.0, 60.0
 
 
 class Screen:
-    """Shows a picture in a terminal, within the context of `live`; else prints a line now and then, each warning once."""
+    """Shows a picture in a terminal, within the context `live`; otherwise prints a line at intervals, and each warning once."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -281,5 +294,5 @@ class Screen:
                     print(f"! {warning}", flush=True)
 
     def say(self, text: str) -> None:
-        """Print one line that stays."""
+        """Print one line above the picture, where it stays."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)

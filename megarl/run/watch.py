@@ -1,4 +1,4 @@
-"""Finds roles that are alive but stuck: the sign of life expected from each, and how long it may be missing.
+"""Finds roles that are alive but stuck, by the signs of life expected from each, and how long these may be missing.
 
     a process of a role is stopped (SIGSTOP, a debugger)          STOPPED_S
     the node of a role has stopped reporting                      STOPPED_S
@@ -20,11 +20,12 @@ STOPPED_S = 30.0
 SILENT_S = 120.0
 LOST_S = 120.0
 MISSED_S = 30.0
-"""By then the controller has noticed a server that died, unless it is being published to."""
+"""After this time the controller has noticed that a server died, except during a publication to it."""
 OLD_S = 10.0
-"""Age at which status.json counts as old: it is written each second.
+"""Age at which status.json counts as old; it is written each second.
 
-Measured from when we saw it old, not from its time: a machine that slept has old files and no hung controller.
+The controller's silence counts from when we first saw the file old, not from its time: after a machine's sleep files are old,
+but no controller hangs.
 """
 
 COMPLAINTS = {
@@ -39,7 +40,7 @@ AWAY = ("lost", "starting")
 
 
 class Watch:
-    """Remembers since when each role has looked stuck."""
+    """Remembers when each role began to look stuck."""
 
     def __init__(
         self, start_s: float, stopped_s: float = STOPPED_S, silent_s: float = SILENT_S, lost_s: float = LOST_S
@@ -48,12 +49,12 @@ class Watch:
         self._limits |= dict.fromkeys(("stopped", "unheard"), stopped_s)
         self._since: dict[tuple[Role, str], float] = {}
         self._started: dict[Role, float] = {}
-        self._seen: dict[Role, Literal["away", "there"]] = {}  # the server's state since that start
+        self._seen: dict[Role, Literal["away", "there"]] = {}  # the server's state since its start
 
     def hung(
         self, still: Mapping[Role, Still], status: Status | None, status_age: float, running: set[Role], at: float
     ) -> dict[Role, str]:
-        """Return the roles of `running` to kill at `at` seconds, and why. `status_age`: seconds since status.json."""
+        """Return the roles of `running` to kill at time `at` in seconds, and why. status_age: age of status.json in seconds."""
         complaints: set[tuple[Role, str]] = set(still.items())
         if status is not None and status_age > OLD_S:
             complaints.add((Role("controller"), "silent"))
@@ -69,13 +70,13 @@ class Watch:
         }
 
     def forget(self, role: Role, at: float) -> None:
-        """Forget a role that was started again."""
+        """Forget complaints about a role that is started again."""
         self._since = {c: since for c, since in self._since.items() if c[0] != role}
         self._started[role] = at
         self._seen.pop(role, None)
 
     def _look(self, status: Status, at: float) -> list[Role]:
-        """Return the servers that are away. A restarted server seems present at first: the controller has not missed it yet."""
+        """Return the servers that are away. A restarted one seems present at first, until the controller notices its death."""
         away = []
         for server in status.servers:
             role = Role("server", server.id)

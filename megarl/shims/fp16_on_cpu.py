@@ -1,9 +1,9 @@
-"""fp16 matrix products and attention on a CPU, for learner and server; with a GPU, nothing here does anything.
+"""fp16 matrix products and attention on a CPU, for learner and server; with a GPU, this module does nothing.
 
 A CPU without fp16 units computes them 5 to 20 times slower than FP32. A product of two fp16 numbers is exact in FP32, so
-widening both factors, multiplying in FP32 and rounding the sums to fp16 once gives what a tensor core gives, up to the order
-of the sum. Attention is widened as a whole: its probabilities stay FP32, where a GPU's kernels round them to fp16 for their
-second product. Everything else (norms, activations, sums of micro-batches, communication) is torch's own fp16.
+converting both factors to FP32, multiplying, and rounding the sums to fp16 once gives the result of a tensor core, up to the
+order of the sum. Attention is computed in FP32 as a whole: its probabilities stay FP32; a GPU's kernels round them to fp16 for
+the second product. Everything else (norms, activations, sums of micro-batches, communication) is torch's own fp16.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def install() -> None:
 
 
 def _in_fp32(name: str) -> Callable[..., object]:
-    """Return torch's kernel with fp16 tensors widened to FP32, and its results rounded to fp16."""
+    """Wrap torch's kernel so that fp16 tensors are converted to FP32, and its results rounded to fp16."""
     kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
 
     def widened(keys: object, *args: object, **options: object) -> object:

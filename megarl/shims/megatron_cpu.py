@@ -1,12 +1,12 @@
 """Run megatron-core on CPU processes over gloo.
 
-    run_on_cpu()              before the first import of megatron: the torch.cuda names it calls are pointed at the CPU
+    run_on_cpu()              before the first import of megatron: redirects the torch.cuda names that it uses to the CPU
     import megatron.core
-    after_megatron_import()   once after it: its own tensors are made there, and its optimiser accepts torch's Adam state
+    after_megatron_import()   once after it: its own tensors are made on the CPU, and its optimiser accepts torch's Adam state
 
-With a GPU, only an AdamW's state before its first step, what torch's needs beside it, and routers' logits are mended. The
-changes are global to the process, so a server never shares one with a learner. Every change says what fails without it, as seen
-when it was taken out.
+With a GPU, only three things are corrected: AdamW's state before its first step, the support for torch's AdamW, and routers'
+logits. The changes are global to the process, so a server never shares one with a learner. The comment on each change says what
+failed when it was left out.
 """
 
 import ctypes
@@ -30,15 +30,17 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 def run_on_cpu() -> None:
-    """Point what megatron-core takes from torch.cuda at the CPU. Idempotent."""
+    """Redirect the torch.cuda names that megatron-core uses to the CPU. Idempotent."""
     if torch.cuda.is_available() or isinstance(torch.cuda.default_generators, _Generators):
         return
-    # glibc maps each large tensor anew, and every page of it faults: 7 % of a step's CPU time. 1 GiB is kept for the next ones.
+    # glibc maps new memory for each large tensor, and every page faults: 7 % of a step's CPU time. Now 1 GiB is kept for reuse.
     libc = ctypes.CDLL(None)
     for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
         libc.mallopt(option, 1 << 30)
-    # The AdamW and the norms of Transformer Engine, which megatron takes where it finds them, need a GPU ("no NVIDIA driver").
+    # Transformer Engine's AdamW and norms, which megatron uses if they are installed, need a GPU ("no NVIDIA driver").
     sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]
+    # Of the stack for GPUs. megatron expects an ImportError at most, and where there is no driver it raises an OSError.
+    sys.modules.setdefault("flash_mla", None)  # type: ignore[arg-type]
     # megatron hands small functions (fused activations, routing) to torch.compile: on a CPU a run of the C++ compiler in
     # every process, and a failure where there is none.
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
@@ -49,29 +51,30 @@ def run_on_cpu() -> None:
     # Without these two nothing fails: states and seeds are queued for the start of a GPU, never set, and the queue grows.
     torch.cuda._lazy_call = lambda callback, **_: callback()
     torch.cuda.manual_seed = lambda seed: torch.manual_seed(int(seed)) and None
-    # The constructors of all layers; without: "no NVIDIA driver", or TypeError.
+    # For the constructors of all layers; without: "no NVIDIA driver", or TypeError.
     torch.cuda.current_device = lambda: CPU
-    # The pipeline schedules' barriers and the checkpoint writer.
+    # For the pipeline schedules' barriers and the checkpoint writer.
     torch.cuda.synchronize = lambda *_, **__: None
-    # Gradient reduction asks which stream it is on. CPU work is synchronous: there is one, and nothing to wait for.
+    # Gradient reduction asks for its stream. CPU work is synchronous: there is one stream, and nothing to wait for.
     stream = _Stream()
     torch.cuda.current_stream = lambda *_, **__: stream
-    # The dispatcher of tokens to experts copies their numbers from the GPU on a stream of its own.
+    # The dispatcher of tokens to experts copies token counts from the GPU on a stream of its own.
     torch.cuda.Stream = _Stream
     torch.Tensor.cuda = lambda self, *_, **__: self
     # The distributed optimiser tells parameters apart by the text 'torch.cuda.FloatTensor'.
     name_or_cast = torch.Tensor.type
     torch.Tensor.type = lambda self, *a, **k: name_or_cast(self, *a, **k) if a or k else _TypeName(name_or_cast(self))
-    # Even disabled, torch.compile imports the whole compiler when megatron decorates: 2 CPU-seconds in every process.
+    # Even disabled, torch.compile imports the whole compiler when megatron uses it as a decorator: 2 CPU-seconds per process.
     compiler, torch.compile = torch.compile, _not_compiled
     import megatron.core.jit  # noqa: F401
 
     torch.compile = compiler
 
 
+@functools.cache
 def after_megatron_import() -> None:
-    """Make megatron's own tensors on the CPU, let its distributed optimiser work with torch.optim.AdamW (where no fused Adam is
-    installed, it uses that one), and make its routers' logits right. Idempotent."""
+    """Make megatron's own tensors on the CPU, make its distributed optimiser work with torch.optim.AdamW (which it uses if no
+    fused Adam is installed), and correct its routers' logits. Idempotent."""
     from megatron.core import utils
     from megatron.core.distributed import param_and_grad_buffer
     from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, clip_grads, grad_scaler, optimizer
@@ -81,35 +84,32 @@ def after_megatron_import() -> None:
     from megatron.core.tensor_parallel import mappings
     from megatron.core.transformer.moe import router, token_dispatcher
 
-    if router.router_gating_linear.__module__ != __name__:
-        router.router_gating_linear = _logits_by(router.router_gating_linear)
-    cuda = torch.cuda.is_available()
-    if DistributedOptimizer.state_dict.__module__ == __name__:
-        return
+    router.router_gating_linear = _logits_by(router.router_gating_linear)
     _state_before_first_step(DistributedOptimizer)
+    cuda = torch.cuda.is_available()
     if not cuda or USING_PYTORCH_OPTIMIZER:
         _own_step_for_each_parameter(DistributedOptimizer)
         HybridDeviceOptimizer._move_new_state_to_right_device = _to_their_parameters
     if cuda:
         return
-    # These build tensors with device="cuda". Only they see factories that know better: transformers, which tells torch's
-    # factories by identity while it loads a model, would silently leave rotary frequencies uninitialised.
+    # These modules build tensors with device="cuda". Only they get the changed factories: transformers, which compares torch's
+    # factories by identity while it loads a model, would otherwise silently leave rotary frequencies uninitialised.
     on_cpu = _Overlay(torch, tensor=_made_on_cpu(torch.tensor), zeros=_made_on_cpu(torch.zeros))
     for module in (clip_grads, grad_scaler, optimizer, schedules, param_and_grad_buffer, utils):
         module.torch = on_cpu
     token_dispatcher.maybe_move_tensor_to_cpu = _already_on_cpu
-    # Where expert tensor parallelism divides experts, each rank brings another number of tokens; gloo wants the same
+    # If expert tensor parallelism divides experts, each rank has another number of tokens, but gloo requires equal numbers
     # ("invalid tensor size").
     mappings.torch = _Overlay(torch, distributed=_Overlay(dist, all_gather=_all_gather, reduce_scatter=_reduce_scatter))
 
 
 def _logits_by(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a replacement of router_gating_linear, which hands two things to Transformer Engine 2.20 that go wrong without a
-    word.
+    """Return a replacement of router_gating_linear, which passes to Transformer Engine 2.20 two kinds of input that it silently
+    computes wrongly.
 
-    a bias            has the model's type, but cuBLASLt reads it in the output's, float32: Transformer Engine sets another only
-                      for FP8 and FP4. Two numbers of bf16 are taken for one, and other experts are chosen.
-    float32 factors   are rounded to TF32, which keeps 10 bits of a number's 23.
+    a bias            has the model's type, but cuBLASLt reads it in the output's, float32: Transformer Engine sets the bias's
+                      type only for FP8 and FP4. Two bf16 numbers are read as one, and other experts are chosen.
+    float32 factors   are rounded to TF32, which keeps 10 of 23 bits of mantissa.
     """
 
     def router_gating_linear(
@@ -124,11 +124,11 @@ def _logits_by(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 
 def _own_step_for_each_parameter(optimizer_class: "type[DistributedOptimizer]") -> None:
-    """Restore a `step` of its own for each parameter.
+    """Make loading restore a separate `step` for each parameter.
 
-    A fused Adam keeps `step` in the parameter group, torch's in the parameter's state, and megatron restores the former.
-    Without this, loading an optimiser fails (KeyError: 'step'); with the key alone, resuming is silently wrong: all parameters
-    share ONE `step` tensor, which AdamW counts up once for each.
+    A fused Adam keeps `step` in the parameter group, torch's in each parameter's state, and megatron restores the former.
+    Without this, loading an optimiser fails (KeyError: 'step'). If only the key is added, resuming is silently wrong: all
+    parameters share ONE `step` tensor, which AdamW increments once for each of them.
     """
     original = optimizer_class._set_main_param_and_optimizer_states
 
@@ -145,11 +145,11 @@ def _own_step_for_each_parameter(optimizer_class: "type[DistributedOptimizer]") 
 
 
 def _state_before_first_step(optimizer_class: "type[DistributedOptimizer]") -> None:
-    """Make the state that an Adam lacks before its first step. Without: loading fails (AssertionError), and with a fused Adam
-    already the checkpoint of a run that has only skipped steps (KeyError: 'exp_avg').
+    """Make the state that an Adam lacks before its first step. Without: loading fails (AssertionError) and, with a fused Adam,
+    so does even the checkpoint of a run that has only skipped steps (KeyError: 'exp_avg').
 
-    torch's counts steps for each parameter, a fused one in its group. An offloaded optimiser consists of several, and keeps a
-    copy of their state together with the FP32 weights.
+    torch's Adam counts steps for each parameter, a fused one in its group. An offloaded optimiser consists of several, and
+    keeps a copy of their state together with the FP32 weights.
     """
     original = optimizer_class.state_dict
 
@@ -171,21 +171,21 @@ def _state_before_first_step(optimizer_class: "type[DistributedOptimizer]") -> N
 
 
 def _to_their_parameters(hybrid: "HybridDeviceOptimizer") -> None:
-    """Replace HybridDeviceOptimizer._move_new_state_to_right_device, which knows offloaded optimisers by another class than
-    torch's. Without: where a share is offloaded, the rest's moments are loaded into the host's memory, and its step fails."""
+    """Replace HybridDeviceOptimizer._move_new_state_to_right_device, which recognises offloaded optimisers by a class other
+    than torch's. Without: if only a share is offloaded, the rest's moments are loaded into host memory, and its step fails."""
     for optimizer in hybrid.sub_optimizers:
         for parameter, state in optimizer.state.items():
             state.update({k: v.to(parameter.device) for k, v in state.items() if isinstance(v, torch.Tensor)})
 
 
 def _already_on_cpu(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
-    """Replace maybe_move_tensor_to_cpu, which converts only what it moves, so nothing here. Without: the exchange of tokens
-    between expert-parallel ranks gets tensors for its sizes (TypeError)."""
+    """Replace maybe_move_tensor_to_cpu, which converts only tensors that it moves, so none here. Without: the exchange of
+    tokens between expert-parallel ranks gets tensors as sizes (TypeError)."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def _all_gather(pieces: Sequence[torch.Tensor], mine: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Gather pieces of different lengths, padded to the longest on the way."""
+    """Gather pieces of different lengths, padded to the longest in transit."""
     longest = max(len(piece) for piece in pieces)
     padded = torch.cat([mine, mine.new_zeros(longest - len(mine), *mine.shape[1:])])
     everyone = [torch.empty_like(padded) for _ in pieces]
@@ -195,14 +195,14 @@ def _all_gather(pieces: Sequence[torch.Tensor], mine: torch.Tensor, group: dist.
 
 
 def _reduce_scatter(mine: torch.Tensor, pieces: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Sum pieces of different lengths as a whole, and keep this rank's."""
+    """Sum pieces of different lengths over ranks, all pieces together, and keep this rank's."""
     whole = torch.cat(list(pieces))
     dist.all_reduce(whole, group=group)
     mine.copy_(whole.split([len(piece) for piece in pieces])[group.rank()])
 
 
 class _Overlay:
-    """A module with some names replaced, without a change to the module itself."""
+    """A view of a module with some names replaced; the module itself is not changed."""
 
     def __init__(self, module: ModuleType, **replaced: object) -> None:
         self._module = module

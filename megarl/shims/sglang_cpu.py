@@ -1,17 +1,17 @@
-"""What SGLang needs on a machine without a GPU; with one, nothing here does anything.
+"""Changes that SGLang needs on a machine without a GPU; with one, this module does nothing.
 
     install()             before the first import of sglang
     patch()               after it, before its first process
 
 1. `install` provides a stand-in for `sgl_kernel`, of which no CPU build exists. SGLang imports names from it unconditionally,
    but without AMX its CPU path never calls them (norms, attention, rotary embedding and mixture of experts are plain torch
-   there; the names serve speculative decoding). The stand-in has every name; a call raises. A real build wins.
-2. Processes are forked instead of spawned. SGLang spawns because CUDA does not survive a fork; without it a fork saves
-   importing everything once more (about 10 CPU-seconds and 0.8 GB a process).
-3. Chosen experts (enable_return_routed_experts) are kept in plain memory. SGLang registers it with CUDA.
+   there; the names are for speculative decoding). The stand-in has every name; a call raises. A real build takes precedence.
+2. Processes are forked instead of spawned. SGLang spawns because CUDA does not survive a fork; without CUDA, a fork avoids
+   importing everything again (about 10 CPU-seconds and 0.8 GB per process).
+3. Chosen experts (enable_return_routed_experts) are kept in ordinary memory, which SGLang would register with CUDA.
 4. Attention decodes requests together (sglang_cpu_attention.py).
-5. Memory can be released (/release_memory_occupation). SGLang then waits for torch's device, which is CUDA for the CUDA build
-   even where there is none.
+5. Memory can be released (/release_memory_occupation). SGLang then synchronises torch's device, which for the CUDA build is
+   CUDA even without a GPU.
 """
 
 import importlib.machinery
@@ -48,7 +48,7 @@ def patch() -> None:
     prepare, module_of = engine._set_envs_and_config, torch.get_device_module
 
     def prepare_then_fork(server_args: object) -> None:
-        prepare(server_args)  # SGLang's last step before the first process: it asks for `spawn`
+        prepare(server_args)  # SGLang's last step before the first process; it sets `spawn`
         multiprocessing.set_start_method("fork", force=True)
 
     engine._set_envs_and_config = prepare_then_fork

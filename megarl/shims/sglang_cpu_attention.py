@@ -3,10 +3,10 @@
     requests by length   ─►  batches, each padded to its longest  ─►  one masked SDPA for each
     200 190 188 | 150 131 | 60
 
-The stock backend (`torch_native`) walks over the requests in Python in every layer, which was 63 % of a server's time with
-180 requests of a small model. What depends on the lengths alone is made once a step and shared by all layers. Only plain
-decoding is replaced, and attention with sinks (gpt-oss) and their windows, which the stock backend lacks; the rest stays
-SGLang's. Nothing here runs where there is a GPU.
+The stock backend (`torch_native`) loops over the requests in Python in every layer, which took 63 % of a server's time with
+180 requests of a small model. Here, everything that depends only on the lengths is made once per step and shared by all layers.
+Only plain decoding is replaced, and attention with sinks (gpt-oss) and their windows, which the stock backend lacks; the rest
+is SGLang's. Nothing here runs on a machine with a GPU.
 """
 
 from typing import Any, NamedTuple
@@ -18,12 +18,12 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch import Tensor
 
 FILL = 0.8
-"""A request shorter than this share of its batch's longest opens a new batch: padding against calls."""
+"""A request shorter than this share of its batch's longest begins a new batch: a compromise between padding and calls."""
 
 
 class DecodeBatch(NamedTuple):
-    """Requests of similar length. requests [n]: their indices. slots [n * longest]: where each of their tokens lies in the
-    cache (anywhere, for padding). mask [n, 1, 1, longest]: which slots are theirs."""
+    """Requests of similar length. requests [n]: their indices. slots [n * longest]: the place of each of their tokens in the
+    cache (any place, for padding). mask [n, 1, 1, longest]: which slots are not padding."""
 
     requests: Tensor
     slots: Tensor
@@ -31,7 +31,8 @@ class DecodeBatch(NamedTuple):
 
 
 def batches(lengths: Tensor, slots_of: Tensor) -> list[DecodeBatch]:
-    """Divide requests. lengths [requests]: tokens in the cache, 1 or more. slots_of [requests, at least the longest]."""
+    """Divide requests into batches. lengths [requests]: tokens in the cache, 1 or more. slots_of [requests, longest or more]:
+    their places."""
     ordered, order = lengths.sort(descending=True)
     starts, longest = [], int(ordered[0])
     for i, n in enumerate(ordered.tolist()):
@@ -57,13 +58,13 @@ def decode(
     window: int | None = None,
 ) -> Tensor:
     """Attend from a new token of each request. query [requests, heads, head_dim]; keys, values [slots, kv_heads, head_dim];
-    sinks [heads]; window: so many tokens before its own; None: all."""
+    sinks [heads]; window: number of earlier tokens that it attends to; None: all."""
     out = torch.empty_like(query)
     groups, width = keys.shape[1:]
     for part in parts:
         n, longest = len(part.requests), part.mask.shape[-1]
         k, v = (t.index_select(0, part.slots).view(n, longest, groups, width).transpose(1, 2) for t in (keys, values))
-        # The queries of a key-value group are rows of one product: nothing is repeated for them.
+        # The queries of a key-value group are rows of one product, so keys and values need not be repeated.
         q = query[part.requests].view(n, groups, -1, width)
         mask = part.mask
         if window is not None:
@@ -77,8 +78,8 @@ def decode(
 
 
 def attend_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None, sinks: Tensor) -> Tensor:
-    """Attend where a score without a value, sinks [heads, 1 or queries], stands beside those of the keys. q, k, v [batch,
-    heads, .., head_dim]; mask: which keys a query meets. It needs only log-sum-exp of the scores (core/models/attention.py)."""
+    """Attend with an additional score that has no value, sinks [heads, 1 or queries]. q, k, v [batch, heads, .., head_dim];
+    mask: which keys a query attends to. Only the scores' log-sum-exp is needed for this (core/models/attention.py)."""
     added = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, scores = kernel(q, k, v, attn_mask=added, scale=scale)
@@ -133,7 +134,8 @@ class BatchedDecode(TorchNativeAttnBackend):
         *rest: object,
         **options: Any,
     ) -> Tensor:
-        """Map query [tokens, heads, head_dim]: `new` tokens of each request, whose `lengths` are with those `before`."""
+        """Attend from query [tokens, heads, head_dim], the `new` tokens of each request. lengths: new tokens plus those
+        `before`."""
         if self._sinks is None:
             return super()._run_sdpa_forward_extend(
                 query, output, k_cache, v_cache, req_to_token, requests, lengths, before, new, *rest, **options

@@ -77,12 +77,12 @@ def test_full_under_the_whole_run(tmp_path: Path, disk: Mount) -> None:
     write_model(tmp_path / "model")
     write_jsonl(tmp_path / "sums.jsonl", [{"id": f"{n}", "prompt": f"{n}+1=", "answer": f"{n + 1}"} for n in range(5)])
     tree: dict[str, Any] = {
-        "run": {"name": "r", "dir": str(full.path)},
+        "run": {"name": "r", "dir": str(full.path), "steps": 10_000},
         "model": {"path": str(tmp_path / "model"), "dtype": "fp32"},
         "data": {"tasks": {"math": {"train": str(tmp_path / "sums.jsonl"), "heldout": 1}}},
         "serving": {"kv_tokens": 65_536},
     }
-    life = Life(from_tree(tree), tmp_path, 10_000, report=False)
+    life = Life(from_tree(tree), tmp_path, report=False)
     try:
         life.wait_for_steps(3)
         full.fill()
@@ -94,7 +94,8 @@ def test_full_under_the_whole_run(tmp_path: Path, disk: Mount) -> None:
     assert nobody(life.all_pids())
     full.free()
     steps = len(latest_rows(life.rundir.metrics)) + 2
-    again = Life(from_tree(tree | {"run": tree["run"] | {"resume": "auto"}}), tmp_path, steps, report=False)
+    changed = tree["run"] | {"resume": "auto", "steps": steps}
+    again = Life(from_tree(tree | {"run": changed}), tmp_path, report=False)
     status, output = again.end()
     assert status == 0, output
     assert [row["step"] for row in latest_rows(again.rundir.metrics)] == list(range(steps))

@@ -122,7 +122,7 @@ def check(path: Path, family: Family, model: Model, what: str, output: Path, oth
     fp8 = (None, "delayed") if model.fp8 == "none" else (build.FP8_FORMATS[model.fp8], model.fp8)
     assert {(chunk.config.fp8, chunk.config.fp8_recipe) for chunk in chunks[True]} == {fp8}, what
     fused_gradients(chunks[True], what)
-    if not build.own_attention(family.architecture):
+    if not build.own_attention(family.architecture, model.context_parallel):
         attention_takes_our_rows(chunks[True], family, model, what)
     a_run_continues(path, model, what, output)
     return output / "True"

@@ -6,6 +6,7 @@ Imports take seconds, so a world makes them once and forks its ranks, and a test
 inside.
 """
 
+import faulthandler
 import importlib
 import os
 import runpy
@@ -70,6 +71,7 @@ def _fork(rank: int, module: str, args: list[str]) -> int:
     if pid:
         return pid
     die_with_parent()
+    faulthandler.enable()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     sys.argv = [module, *args]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -115,7 +115,8 @@ while true; do sleep 0.2; done
 """
     )
     python.chmod(0o755)
-    options = ("--gpus-per-node=0", "--time=10", "--array=0-2", f"--output={tmp_path}/job-%a.out")
+    small = ("--gpus-per-node=0", "--cpus-per-task=1", "--mem=0")
+    options = (*small, "--time=10", "--array=0-2", f"--output={tmp_path}/job-%a.out")
     environment = {"RUN": "runs/none", "MEGARL": str(tmp_path / "megarl")}
     job = cluster.submit(*options, "launch/slurm/servers.sbatch", cwd=ROOT, environment=environment)
     outputs = [tmp_path / f"job-{n}.out" for n in range(3)]

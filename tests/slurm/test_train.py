@@ -17,8 +17,8 @@ def saved(job: Job) -> int:
 
 
 def test_it_trains_saves_when_told_to_is_queued_again_and_goes_on_at_the_same_step(jobs: Jobs) -> None:
-    shutil.rmtree(jobs.cwd / "runs" / "preempted", ignore_errors=True)  # of a first try
-    job = jobs.train("preempted", "run.steps=14")
+    shutil.rmtree(jobs.cwd / "runs" / "queued-again", ignore_errors=True)  # of a first try
+    job = jobs.train("queued-again", "run.steps=14")
     job.wait_for(lambda: job.steps() >= 2, "step 2", START_LIMIT_S)
     one, other = (line.split(":")[0] for line in job.output.read_text().splitlines()[:2])
     logs = {str(log.relative_to(job.rundir.logs)) for log in job.rundir.logs.glob("*/*.log")}

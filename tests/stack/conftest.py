@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,7 +23,7 @@ from megarl.core.base.messages import ServerAddress
 from megarl.core.base.process import die_with_parent
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir
 from megarl.core.recipe import Recipe
-from megarl.core.server.client import ServerClient
+from megarl.core.server.client import Generation, ServerClient
 from megarl.lab.evaluation.servers import wait_ready
 from megarl.run.process import free_ports
 from tests.processes import ForkedServer
@@ -72,6 +73,16 @@ class Stack:
 
 def client_of(server: Running, endpoints: Endpoints, timeout_s: float = 120) -> ServerClient:
     return ServerClient(server.address, endpoints.api_key, endpoints.admin_key, timeout_s)
+
+
+async def under_way(
+    client: ServerClient, prompt: Sequence[int] | np.ndarray, tokens: int, cache_salt: str | None = None
+) -> asyncio.Task[Generation]:
+    """Begin a request, and return it when its first tokens have come."""
+    began = asyncio.Event()
+    task = asyncio.create_task(client.generate(prompt, tokens, cache_salt=cache_salt, started=began.set))
+    await asyncio.wait_for(began.wait(), 60)
+    return task
 
 
 def stack_recipe(directory: Path, **sections: Any) -> Recipe:

@@ -107,12 +107,12 @@ def status(run: Run) -> dict[int, dict[str, Any]]:
 
 @pytest.fixture
 def refused(stack: Stack, tmp_path: Path) -> Iterator[Run]:
-    """The controller lets longer prompts through than the server takes, and one of them is so long."""
+    """The controller lets longer prompts through than the server takes. One of them is so long, though the model has room."""
     recipe = controller_recipe(stack.directory, tmp_path, [40, 160], {"prompts": 4, "samples": 2})
     length = recipe.length.model_copy(update={"prompt_tokens": 2 * POSITIONS})
     prompts = tmp_path / "train.jsonl"
     first, *rows = prompts.read_text().splitlines()
-    long = json.loads(first) | {"prompt": chr(0x102) * (POSITIONS + 1)}
+    long = json.loads(first) | {"prompt": chr(0x102) * (POSITIONS - 20)}
     prompts.write_text("\n".join([json.dumps(long), *rows[:9]]) + "\n")
     with run_of(recipe.model_copy(update={"length": length}), stack) as made:
         yield made

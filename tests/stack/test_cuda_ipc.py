@@ -20,7 +20,7 @@ from megarl.core.weights.cuda_ipc import CudaIpcTransport
 from megarl.core.weights.deltas import LastSent
 from megarl.core.weights.offload import Offload
 from megarl.core.weights.publisher import Publisher
-from tests.stack.conftest import Stack, running
+from tests.stack.conftest import Stack, running, under_way
 from tests.tiny_scores import difference, scores
 
 pytestmark = [pytest.mark.stack, pytest.mark.anyio]
@@ -69,8 +69,7 @@ async def test_weights_arrive_whole_while_a_request_goes_on(sharing: Stack, lear
     by = publisher(sharing, learner, "a")
     async with sharing.client() as client:
         first = await asyncio.to_thread(publish, sharing, by, "a", 1)
-        task = asyncio.create_task(client.generate(PROMPT, 900))
-        await asyncio.sleep(0.7)
+        task = await under_way(client, PROMPT, 900)
         learner("b")
         second = await asyncio.to_thread(publish, sharing, by, "b", 2)
         assert await asyncio.to_thread(served_difference, sharing, "b") <= 1e-5
@@ -99,8 +98,7 @@ async def test_memory_is_lent_for_a_step_and_requests_go_on_after_it(sharing: St
     offload = Offload(sharing.recipe, sharing.endpoints)
     async with sharing.client() as client:
         await asyncio.to_thread(publish, sharing, by, "a", 10)
-        task = asyncio.create_task(client.generate(PROMPT, 900))
-        await asyncio.sleep(0.7)
+        task = await under_way(client, PROMPT, 900)
         with offload.released(10):
             await client.release_memory()  # said twice
             await asyncio.sleep(0.5)

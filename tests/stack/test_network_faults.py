@@ -22,7 +22,7 @@ from megarl.core.base.rundir import RunDir
 from megarl.core.server import client
 from megarl.core.server.client import ServerLost
 from megarl.lab.evaluation.servers import wait_ready
-from tests.stack.conftest import START_LIMIT_S, Network, client_of, serve
+from tests.stack.conftest import START_LIMIT_S, Network, client_of, serve, under_way
 from tests.stack.test_server_faults import LIMIT_S, PROMPT, Pair, before
 
 pytestmark = [
@@ -95,13 +95,12 @@ async def test_gone_in_a_transfer_and_back(
 
     async with client_of(pair.servers[1], pair.endpoints, LIMIT_S) as client:
         before(monkeypatch, "receive", 1, cut)
-        under_way = asyncio.create_task(client.generate(PROMPT, 1400))
-        await asyncio.sleep(0.5)
+        request = await under_way(client, PROMPT, 1400)
         began = time.monotonic()
         good, bad = (await asyncio.to_thread(pair.publish, "b", 2)).results
         record_property("the publication took, seconds", round(time.monotonic() - began, 1))
         with pytest.raises(ServerLost) as lost:
-            await under_way
+            await request
         record_property("tokens of the request that had arrived", len(lost.value.tokens))
     assert good.error == ""
     assert await asyncio.to_thread(pair.difference, "b") < 1e-4

@@ -20,7 +20,7 @@ from megarl.core.weights.deltas import LastSent
 from megarl.core.weights.publisher import Publisher
 from megarl.core.weights.transport import buckets
 from tests.pessimistic_nccl import NAME as PESSIMISTIC_NCCL
-from tests.stack.conftest import Stack, client_of, stack_recipe
+from tests.stack.conftest import Stack, client_of, stack_recipe, under_way
 from tests.tiny_scores import difference, scores
 
 pytestmark = [pytest.mark.stack, pytest.mark.anyio]
@@ -68,8 +68,7 @@ async def test_a_running_request_goes_on_over_a_publication(
     publisher = Publisher(stack.recipe, stack.endpoints, chunks, family)
     first = assert_good(publish(stack, learner, "a", 1, publisher))
     async with stack.client() as client:
-        tasks = [asyncio.create_task(client.generate(PROMPT, 900, cache_salt=str(n))) for n in range(3)]
-        await asyncio.sleep(0.7)
+        tasks = await asyncio.gather(*(under_way(client, PROMPT, 900, str(n)) for n in range(3)))
         published = await asyncio.to_thread(publish, stack, learner, "b", 2, publisher)
         assert await asyncio.to_thread(served_difference, stack, "b") < 1e-4
         done = await asyncio.gather(*tasks)
@@ -193,7 +192,7 @@ async def test_what_was_checked_is_what_is_served_and_a_copy_that_was_left_is_dr
         return real(self, *what)
 
     async with stack.client() as client:
-        under_way = asyncio.create_task(client.generate(PROMPT, 900))
+        request = asyncio.create_task(client.generate(PROMPT, 900))
         with (
             pytest.MonkeyPatch.context() as patch,
             closing(Fleet([client_of(stack.server, stack.endpoints)], 35)) as fleet,
@@ -205,7 +204,7 @@ async def test_what_was_checked_is_what_is_served_and_a_copy_that_was_left_is_dr
             await client.swap(35)
         with pytest.raises(ServerSaid, match="version 36 comes as differences from 33, and this server has 34"):
             await client.stage(36, base=33)
-        assert [(s.version, s.end) for s in (await under_way).spans] == [(34, 900)]
+        assert [(s.version, s.end) for s in (await request).spans] == [(34, 900)]
         assert (await client.checksums())[0] == before
         after = assert_good(await asyncio.to_thread(publish, stack, learner, "b", 37))
         assert after == (await client.checksums())[0] == (await client.staged_checksums())[0] != before

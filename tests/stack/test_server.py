@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.core.base.messages import KEPT_FROM_INPUT
 from megarl.core.server.client import ServerClient, ServerLost, ServerRefused, ServerSaid
 from megarl.core.server.relay import RelayedAnswer, RelayedCall
-from tests.stack.conftest import Stack
+from tests.stack.conftest import Stack, under_way
 from tests.tiny_scores import scores
 
 pytestmark = [pytest.mark.stack, pytest.mark.anyio, pytest.mark.usefixtures("serves_a")]
@@ -130,6 +131,17 @@ async def test_a_request_that_cannot_be_is_refused(stack: Stack) -> None:
             await client.generate(np.ones(3000, np.int32), 5)
 
 
+async def test_the_longest_input_leaves_the_last_positions_free(stack: Stack) -> None:
+    context = stack.recipe.length.context_tokens + len(stack.recipe.length.interruption) + KEPT_FROM_INPUT
+    longest = np.ones(context - KEPT_FROM_INPUT, np.int32)
+    async with stack.client() as client:
+        await client.generate(longest, 1)
+        await client.score([longest], [1], "salt")
+        for call in (client.generate(np.append(longest, 1), 1), client.generate(longest, KEPT_FROM_INPUT + 1)):
+            with pytest.raises(ServerRefused, match="400"):
+                await call
+
+
 async def test_keys_are_asked_for(stack: Stack) -> None:
     async with ServerClient(stack.server.address, "wrong", "wrong", 30) as client:
         with pytest.raises(ServerRefused, match="401"):
@@ -156,12 +168,11 @@ async def test_its_load_its_cache_and_its_relay(stack: Stack) -> None:
             while await client.current_load() != (0.0, 0):
                 await asyncio.sleep(0.1)
         many = [asyncio.create_task(client.generate(prompt, 1200, ignore_eos=True)) for _ in range(36)]
-        await asyncio.sleep(
-            3
-        )  # 36 of 1,264 tokens do not fit into 16,384: SGLang begins fewer, long before its KV is full
-        load = await client.current_load()
+        # 36 of 1,264 tokens do not fit into 16,384: SGLang lets some wait, and says so a little later
+        async with asyncio.timeout(60):
+            while not (load := await client.current_load()).waiting:
+                await asyncio.sleep(0.1)
         assert 0 < load.usage <= 1
-        assert load.waiting > 0
         await client.relay(RelayedCall("/v1/loads", "", [url, url], 10), stack.endpoints.api_key, hear)
         assert sorted(p for answer in heard for p in answer.positions) == [0, 1]
         assert {answer.status for answer in heard} == {200}
@@ -171,8 +182,7 @@ async def test_its_load_its_cache_and_its_relay(stack: Stack) -> None:
 
 async def test_an_aborted_request_keeps_what_had_arrived(stack: Stack) -> None:
     async with stack.client() as client:
-        task = asyncio.create_task(client.generate(PROMPT, 1400))
-        await asyncio.sleep(0.5)
+        task = await under_way(client, PROMPT, 1400)
         await client.abort_all()
         with pytest.raises(ServerLost, match="abort") as caught:
             await task
@@ -186,8 +196,7 @@ async def test_an_aborted_request_keeps_what_had_arrived(stack: Stack) -> None:
 
 async def test_a_cancelled_request_ends_on_the_server(stack: Stack) -> None:
     async with stack.client() as client:
-        task = asyncio.create_task(client.generate(PROMPT, 1400))
-        await asyncio.sleep(0.3)
+        task = await under_way(client, PROMPT, 1400)
         task.cancel()
         for _ in range(100):
             if await asyncio.to_thread(idle, stack):

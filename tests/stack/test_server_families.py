@@ -18,7 +18,7 @@ from megarl.core.base.messages import Publish
 from megarl.core.models import build, family_of, hf, parallel
 from megarl.core.sampling.sampler import routed_layers
 from megarl.core.weights.publisher import Publisher
-from tests.stack.conftest import POSITIONS, Stack, running, two_models
+from tests.stack.conftest import POSITIONS, Stack, running, two_models, under_way
 from tests.stack.publish_world import nudge, publish_from
 from tests.stack.test_publication import PROMPT, kept_cache_scores
 from tests.tiny import (
@@ -205,8 +205,7 @@ async def test_tensors_arrive_one_by_one_while_it_generates(
         hf.load(chunks, family, served.directory / "a")
         await asyncio.to_thread(publish, 20)
         async with served.client() as client:
-            running = asyncio.create_task(client.generate(PROMPT, 900))
-            await asyncio.sleep(0.7)
+            running = await under_way(client, PROMPT, 900)
             hf.load(chunks, family, served.directory / "b")
             await asyncio.to_thread(publish, 21)
             generation = await running

@@ -33,6 +33,7 @@ from tests.stack.conftest import (
     stack_recipe,
     start_servers,
     two_models,
+    under_way,
 )
 from tests.stack.publish_world import nudge
 from tests.tiny import tiny_llama
@@ -150,8 +151,7 @@ async def test_killed_while_generating(pair: Pair) -> None:
         client_of(pair.servers[0], pair.endpoints) as first,
         client_of(pair.servers[1], pair.endpoints) as second,
     ):
-        task = asyncio.create_task(first.generate(PROMPT, 1400))
-        await asyncio.sleep(1.0)
+        task = await under_way(first, PROMPT, 1400)
         tree[0].kill()
         with pytest.raises(ServerLost) as caught:
             await task
@@ -285,8 +285,7 @@ async def test_standing_still_while_generating(pair: Pair, record_property: Any)
     first = client_of(pair.servers[0], pair.endpoints, LIMIT_S)
     second = client_of(pair.servers[1], pair.endpoints)
     async with first, second:
-        task = asyncio.create_task(first.generate(PROMPT, 1400))
-        await asyncio.sleep(1.0)
+        task = await under_way(first, PROMPT, 1400)
         freeze(pair.servers[0])
         began = time.monotonic()
         with pytest.raises(ServerLost) as caught:

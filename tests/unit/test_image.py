@@ -26,6 +26,12 @@ def test_hadolint() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_nccl_finds_infiniband() -> None:
+    """It loads both by name, and says nothing where they are missing; CUDA's images have neither."""
+    stage = DOCKERFILE.read_text().split(" AS cuda\n")[1].split("\nFROM ")[0]
+    assert {"libibverbs1", "ibverbs-providers"} <= set(stage.split())
+
+
 def test_kernels_are_compiled_by_the_toolkit_of_the_base() -> None:
     """A wheel's nvcc is newer, and a driver of CUDA 13.0 refuses its PTX."""
     stage = DOCKERFILE.read_text().split(" AS cuda\n")[1].split("\nFROM ")[0]

@@ -75,7 +75,7 @@ def test_no_circles() -> None:
 SMALLEST = 60
 """Lines below which a module with one importer belongs into that one."""
 PLUG_INS = {
-    "__main__", "core.server.sglang_models.gpt_oss", "core.server.sglang_models.stock",  # started or found by name
+    "__main__", "core.server.sglang_models.stock",  # started or found by name
     "environments", "scaling",  # what users import
     *(f"core.algorithm.losses.{kind}" for kind in ("cispo", "dppo", "gmpo", "gspo", "reinforce")),  # one loss a file
     "core.models.head.passes",  # one of two, chosen by the device

@@ -28,9 +28,10 @@ def directives(text: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("script", BATCH, ids=lambda path: path.name)
 def test_a_job_has_its_node_or_says_what_it_takes_of_one(script: Path) -> None:
-    """Slurm grants a single core by default, and the memory that goes with it."""
-    asked = directives(script.read_text()).keys()
-    assert "exclusive" in asked or {"cpus-per-task", "mem"} <= asked
+    """Slurm grants a single core by default, and the memory that goes with it; of a node for one job, all cores and as much
+    memory as was asked for."""
+    asked = directives(script.read_text())
+    assert {"cpus-per-task", "mem"} <= asked.keys() or ("exclusive" in asked and asked["mem"] == "0")
 
 
 def test_shellcheck() -> None:
@@ -59,8 +60,8 @@ def run(script: str, tmp_path: Path, *words: str, **environment: str) -> subproc
 
 
 def test_without_a_container(tmp_path: Path) -> None:
-    done = run("convert.sbatch", tmp_path, FROM="runs/a", TO="out dir", MEGARL="/v/bin/megarl")
-    words = ["/v/bin/python", "-m", "checkpoints_tools", "convert", "megatron-to-hf", "runs/a", "out dir"]
+    done = run("convert.sbatch", tmp_path, FROM="runs/a", TO="out dir", MEGARL="/my v/bin/megarl")
+    words = ["/my v/bin/python", "-m", "checkpoints_tools", "convert", "megatron-to-hf", "runs/a", "out dir"]
     assert done.stdout.splitlines()[-7:] == words
 
 
@@ -75,16 +76,18 @@ def test_pyxis(tmp_path: Path) -> None:
     done = run("sft.sbatch", tmp_path, "a=1", CONTAINER="pyxis", IMAGE="reg#t/m:1", MOUNTS="/data,/home")
     words = done.stdout.splitlines()
     assert "--container-image=reg#t/m:1" in words
-    assert "--container-mounts=/data:/data,/home:/home" in words
+    assert "--container-mounts=/data:/data,/home:/home,/tmp:/tmp" in words
     assert any(word.startswith("--container-name=megarl-") for word in words)
     assert words[-6:] == ["python", "-m", "megarl", "sft", "scalerl-8b", "a=1"]
 
 
 def test_apptainer(tmp_path: Path) -> None:
-    done = run("eval.sbatch", tmp_path, CONTAINER="apptainer", IMAGE="/m.sif", MOUNTS="/data", MODEL="m", SUITE="math")
+    done = run(
+        "eval.sbatch", tmp_path, CONTAINER="apptainer", IMAGE="/m.sif", MOUNTS="/my dàta's", MODEL="m", SUITE="math"
+    )
     words = done.stdout.splitlines()
     assert words[words.index("apptainer") :] == [
-        "apptainer", "exec", "--bind", "/data", "--pwd", str(ROOT), "/m.sif", "python",
+        "apptainer", "exec", "--bind", "/my dàta's", "--pwd", str(ROOT), "/m.sif", "python",
         "-m", "megarl", "eval", "--model", "m", "--suite", "math",
     ]  # fmt: skip
 
@@ -101,6 +104,13 @@ def test_what_is_missing_is_said(tmp_path: Path, environment: dict[str, str], sa
     done = run("eval.sbatch", tmp_path, **environment)
     assert done.returncode != 0
     assert said in done.stderr
+
+
+def test_a_missing_megarl_is_said_and_nothing_else(tmp_path: Path) -> None:
+    done = run("scalerl_8b.sbatch", tmp_path, MEGARL="/nowhere/megarl")
+    assert done.returncode == 127
+    (said,) = done.stderr.splitlines()
+    assert said.endswith("/nowhere/megarl: No such file or directory")
 
 
 def quickstart(folder: Path, *words: str) -> list[str]:

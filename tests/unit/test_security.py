@@ -160,6 +160,7 @@ BODIES = {
     b'{"input_ids": [1], "sampling_params": {"stop_token_ids": [10]}}': 400,
     b'{"input_ids": [1], "sampling_params": {"logit_bias": {"10": 1.0}}}': 400,
     b'{"input_ids": [1], "sampling_params": {"logit_bias": {"-1": 1.0}}}': 400,
+    b'{"input_ids": [1], "sampling_params": {"top_p": 1.0, "top_k": -1, "logit_bias": {"\xff": 1.0}}}': 400,
     b"[" * 100_000: 400,
     b"nonsense": 400,
 }

@@ -1,11 +1,11 @@
-"""The parts, in the order in which they are measured: what only a GPU can show first."""
+"""The parts, in the order in which they are measured: first those that only a GPU can show."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Part:
-    """module: has `rows(tiny)`. limit_s: of its process, imports included."""
+    """A part. module: it has a function `rows(tiny)`. limit_s: time limit of its process, imports included."""
 
     module: str
     limit_s: float

@@ -1,4 +1,4 @@
-"""Writing a checkpoint of weights and optimiser, against torch.save of as many bytes to the same disk. Both end with fsync."""
+"""Measures writing a checkpoint of weights and optimiser, against torch.save of as many bytes to the same disk, with fsync."""
 
 import os
 import shutil
@@ -48,7 +48,7 @@ def rows(tiny: bool) -> Iterator[Said]:
 
 
 def saved(path: Path, size: int) -> float:
-    """Seconds of torch.save of so many bytes from the CPU."""
+    """Return the seconds of torch.save for `size` bytes from the CPU."""
     pieces = [torch.zeros(min(PIECE, size - at), dtype=torch.uint8) for at in range(0, size, PIECE)]
     begin = time.perf_counter()
     with path.open("wb") as file:

@@ -1,4 +1,4 @@
-"""Layers in FP8 (Transformer Engine's) against bf16 at an 8B model's shapes: a step's speed and memory, and log-probs.
+"""Measures layers in FP8 (Transformer Engine) against bf16 at an 8B model's shapes: a step's speed and memory, and log-probs.
 
 All start from the same weights. Log-probs are compared before the first step.
 """
@@ -17,7 +17,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import Score, ScoredRollout
 
 MOST_LAYERS = 4
-"""Three models one after another must be through before the limit."""
+"""Few enough for three models, one after another, within the time limit."""
 FORMATS = ("blockwise", "tensorwise")
 
 
@@ -48,7 +48,7 @@ def rows(tiny: bool) -> Iterator[Said]:
 
 
 class Measured(NamedTuple):
-    """rate, passes: tokens/s of a step and of forward and backward; peak: bytes; norm: of the first step's gradient."""
+    """Measurements. rate, passes: tokens/s of a step, and of forward and backward; peak: bytes; norm: of the first gradient."""
 
     logprobs: np.ndarray
     rate: float

@@ -1,4 +1,4 @@
-"""The head: log-probs and entropy with their gradients, against all logits at once (benchmarks/head.py)."""
+"""Measures the head: log-probs and entropy with their gradients, against all logits at once (benchmarks/head.py)."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from benchmarks.gpu.networks import DEVICE, memory
 from benchmarks.gpu.rows import Row, Said
 
 SMALL_GPU = {"tokens": 4096}
-"""Where less than 100 GB are, for plain FP32 holds all logits several times."""
+"""Sizes for less than 100 GB of memory, since plain FP32 holds all logits several times."""
 TINY = {"tokens": 512, "vocabulary": 9000, "hidden": 32, "repeats": 1}
 
 

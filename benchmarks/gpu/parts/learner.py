@@ -1,4 +1,4 @@
-"""A training step at an 8B model's layer shapes, some of its layers: forward, backward, gradient norm and AdamW."""
+"""Measures a training step of some layers with an 8B model's shapes: forward, backward, gradient norm and AdamW."""
 
 import tempfile
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from megarl.lab.planning import memory
 MICROBATCHES = 4
 REPEATS = 3
 STATE_SHARE = 0.5
-"""Of the GPU's memory, for weights, gradients and the optimiser: it decides how many layers there are."""
+"""Share of the GPU's memory for weights, gradients and the optimiser; it determines the number of layers."""
 
 
 def rows(tiny: bool) -> Iterator[Said]:
@@ -30,7 +30,7 @@ def rows(tiny: bool) -> Iterator[Said]:
 
 
 def step(trainer: Trainer, tokens: int, peak: float) -> Iterator[Row]:
-    """Of micro-batches of so many tokens. peak: FLOP/s of a matrix product."""
+    """Yield rows on steps with micro-batches of `tokens` tokens. peak: FLOP/s of a matrix product."""
     trainer.policy.microbatch_tokens = tokens
     shape = networks.shape_of(trainer.recipe)
     lengths = networks.lengths_of(tokens) * MICROBATCHES
@@ -61,7 +61,7 @@ def step(trainer: Trainer, tokens: int, peak: float) -> Iterator[Row]:
 
 
 def layers() -> int:
-    """As many as leave room for activations."""
+    """Return the number of layers that leaves room for activations."""
     for count in (8, 4, 2, 1):
         shape = architecture.of(networks.llama_8b(num_hidden_layers=count), "8B")
         state = memory.state_bytes(shape.parameters, width=memory.HALF, shards=1)

@@ -1,6 +1,6 @@
-"""The project's tests that need a GPU. Only files that have some are read, for others need more than is installed here.
+"""Runs the project's tests that need a GPU. Only files with such tests are read, since others need more than is installed here.
 
-What has passed is said file by file: if one hangs, the others are known.
+Passed tests are reported file by file, so that the others are known if one hangs.
 """
 
 import re
@@ -59,7 +59,7 @@ def rows(tiny: bool) -> Iterator[Said]:
 
 
 def passed_by_file(lines: Iterable[str]) -> Iterator[str]:
-    """A remark when a file of tests is through, of what pytest prints; all of it is printed again."""
+    """Yield a remark when a file of tests is done. lines: pytest's output, which is also printed."""
     file, passed, ended = "", 0, 0
     for line in lines:
         print(line, end="", flush=True)

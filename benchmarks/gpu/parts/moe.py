@@ -1,4 +1,4 @@
-"""A layer with 16 experts at the shapes of Llama 4 Scout, forward and backward, against a dense layer of as many FLOP."""
+"""Measures a layer with 16 experts of Llama 4 Scout's shapes, forward and backward, against a dense layer of as many FLOP."""
 
 import tempfile
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from megarl.core.learner.trainer import Trainer
 MICROBATCHES = 2
 REPEATS = 4
 VOCABULARY = 8192
-"""Small, so that the layer is what is measured."""
+"""Small, so that the layer dominates."""
 
 
 def rows(tiny: bool) -> Iterator[Said]:
@@ -21,7 +21,7 @@ def rows(tiny: bool) -> Iterator[Said]:
     changes = networks.TINY if tiny else {"vocab_size": VOCABULARY}
     experts = networks.llama_17bx16(num_hidden_layers=1, **changes)
     dense = networks.llama_8b(**{key: experts[key] for key in networks.TINY}, num_hidden_layers=1)
-    dense |= {"intermediate_size": 2 * experts["intermediate_size"]}  # a token meets the shared expert and a routed one
+    dense |= {"intermediate_size": 2 * experts["intermediate_size"]}  # a token uses the shared expert and a routed one
     sizes = (128, 256) if tiny else (8192, 16384)
     plain = {one.tokens: one for one in measured(dense, sizes)}
     networks.forget()
@@ -39,7 +39,7 @@ def rows(tiny: bool) -> Iterator[Said]:
 
 
 class Measured(NamedTuple):
-    """tokens: of a micro-batch; peak: bytes; layers: whose."""
+    """Measurements. tokens: those of a micro-batch; peak: bytes; layers: the library of the layers."""
 
     tokens: int
     seconds: float
@@ -55,7 +55,7 @@ def measured(config: dict[str, Any], sizes: tuple[int, ...]) -> list[Measured]:
 
 
 def passes(trainer: Trainer, tokens: int) -> Measured:
-    """Forward and backward of micro-batches of so many tokens."""
+    """Measure forward and backward passes of micro-batches with `tokens` tokens."""
     trainer.policy.microbatch_tokens = tokens
     shape = networks.shape_of(trainer.recipe)
     batch = networks.sequences(networks.lengths_of(tokens) * MICROBATCHES, shape.vocabulary)

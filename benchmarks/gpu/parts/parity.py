@@ -1,6 +1,6 @@
-"""How far server and learner are apart in bf16 and in fp16, by cause (megarl/core/weights/parity.py), in short runs.
+"""Measures how far server and learner differ in bf16 and in fp16, by cause (megarl/core/weights/parity.py), in short runs.
 
-Reference: the limits above which a run would be warned.
+The references are the limits above which a run would warn.
 """
 
 import shutil
@@ -32,7 +32,7 @@ def rows(tiny: bool) -> Iterator[Said]:
             run = Training(recipe)
             run.finish()
             found = told(run.rundir.path)
-            shutil.rmtree(run.rundir.checkpoints)  # the other type's must find room
+            shutil.rmtree(run.rundir.checkpoints)  # makes room for the other type's
             yield {"dtype": dtype} | found
             limits = LIMITS[dtype, False]
             for cause in CAUSES:

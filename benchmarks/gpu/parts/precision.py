@@ -1,6 +1,6 @@
-"""How far bf16 is from FP32: the same weights (bf16 numbers) and sequences, in both, with the FP32 head and with a bf16 one.
+"""Measures how far bf16 is from FP32, with the same weights (bf16 numbers) and sequences, with an FP32 and with a bf16 head.
 
-Sequences are of one length and lie side by side, for attention kernels for packed rows take no FP32.
+Sequences have one length and are batched, not packed, since attention kernels for packed rows do not support FP32.
 """
 
 import tempfile
@@ -49,7 +49,7 @@ def rows(tiny: bool) -> Iterator[Said]:
 
 
 def of(config: dict[str, Any], model: dict[str, Any], lengths: list[int]) -> dict[str, Any]:
-    """Log-probs, loss and norm of the gradient of one way."""
+    """Return log-probs, loss and gradient norm for one configuration."""
     networks.forget()
     with tempfile.TemporaryDirectory() as folder:
         learner = {"microbatch_tokens": 4 * lengths[0]}

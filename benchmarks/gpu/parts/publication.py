@@ -1,7 +1,8 @@
-"""500 publications of Qwen3 1.7B to a server on the same GPU, by CUDA IPC, while it answers: seconds, pause, checksums.
+"""Measures 500 publications of Qwen3 1.7B to a busy server on the same GPU, by CUDA IPC: seconds, pause, checksums.
 
-Two sets of weights take turns, the second being the first with all signs changed, so a publication that brings nothing has the
-wrong checksum. A publication of the first by way of the disk is the reference, of its checksum too. Rows come by the hundred.
+Two sets of weights take turns, the second being the first with all signs changed, so a publication without effect has the wrong
+checksum. The reference, also for the checksum, is a publication of the first set through the disk. There are rows for each
+hundred publications.
 """
 
 import asyncio
@@ -80,7 +81,7 @@ def negate(chunks: list[torch.nn.Module]) -> None:
 
 
 def measured(done: list[Published], last: int, sizes: str, disk: Published) -> Iterator[Row]:
-    """Of the publications up to number `last`."""
+    """Yield rows on the publications up to number `last`."""
     which, seconds = f"publications {last - len(done) + 1} to {last}", [seconds_of(each) for each in done]
     median, whole = statistics.median(seconds), seconds_of(disk)
     yield Row(f"{which}, checksums equal: the server stands still, median", median, "s", sizes, "disk", whole)
@@ -99,7 +100,8 @@ def seconds_of(one: Published) -> float:
 
 @contextmanager
 def asking(endpoints: Endpoints, tokens: int) -> Iterator[list[int]]:
-    """REQUESTS requests at a time until the block ends; how many have ended. The error of one that fails is raised then."""
+    """Keep REQUESTS requests running until the block ends; yield a list with the number of ended ones. If one fails, its error
+    is raised at the end."""
     ended, stop = [0], threading.Event()
 
     async def one(client: ServerClient, n: int) -> None:

@@ -1,7 +1,7 @@
-"""`scalerl-1gpu` at its own shapes, with random weights and rewards by a hash of the text: 20 steps, killed once and resumed.
+"""Runs `scalerl-1gpu` at its own shapes, with random weights and hash-based rewards: 20 steps, killed once and resumed.
 
-Checkpoints go to TMPDIR, where up to two lie at a time. Steps after the last of them are trained twice; their batches come from
-the journal, so both must have the same loss, as far as kernels always add in the same order.
+Checkpoints are in TMPDIR, up to two at a time. Steps after the last checkpoint are trained twice. Their batches come from the
+journal, so both times must have the same loss, as far as kernels always add in the same order.
 """
 
 import shutil
@@ -18,7 +18,7 @@ from benchmarks.gpu.training import Training
 from megarl.core.base.rundir import read_jsonl
 
 STEPS, SAVED, KILLED = 20, 12, 14
-"""Steps of all; the first checkpoint's; trained at least before the kill."""
+"""The number of steps; the step of the first checkpoint; the least number of steps before the kill."""
 LENGTHS = (f"run.steps={STEPS}", f"checkpoint.every={SAVED}", "checkpoint.keep=1")
 
 
@@ -62,7 +62,7 @@ def rows(tiny: bool) -> Iterator[Said]:
 
 
 def again(lines: list[dict[str, float]], sizes: str) -> Iterator[Row]:
-    """Steps that were trained before the kill and after it."""
+    """Yield rows on the steps that were trained both before and after the kill."""
     first: dict[float, dict[str, float]] = {}
     twice = []
     for line in lines:

@@ -1,6 +1,6 @@
-"""One SGLang server as megarl starts it: tokens/s of many requests at once, with SGLang's overlap schedule and without.
+"""Measures one SGLang server as started by megarl: tokens/s of many requests at once, with and without the overlap schedule.
 
-Reference in the same run: a client that sends the same requests and reads nothing.
+The reference, in the same run, is a client that sends the same requests and does not read the replies.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ ONE_B = {
 """Llama 3.2 1B."""
 CONCURRENCY = 64
 WAYS = {"overlap": "megarl", "no overlap": "benchmarks.no_overlap"}
-"""Modules that serve."""
+"""The module that serves, for each configuration."""
 
 
 def rows(tiny: bool) -> Iterator[Said]:

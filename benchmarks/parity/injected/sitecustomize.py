@@ -1,7 +1,7 @@
-"""Faults of parity from within. Python imports this before all else in every process that has this folder on its PYTHONPATH.
+"""Injects faults of parity. Python imports this before anything else in every process with this folder on its PYTHONPATH.
 
-PARITY_FAULT=NAME[:DOSE[:INDEX]] changes one function of the role that it concerns, as soon as its module has been imported;
-INDEX: only in the server of this index. The code under test knows nothing of it.
+PARITY_FAULT=NAME[:DOSE[:INDEX]] changes one function of the role concerned, as soon as its module has been imported; with
+INDEX only in the server with this index. The code under test knows nothing of it.
 """
 
 import importlib.abc
@@ -13,7 +13,7 @@ from typing import Any
 
 Patch = Callable[[Any, float], None]
 FAULTS: dict[str, tuple[str, dict[str, Patch]]] = {}
-"""Name -> (role, {module: what is done to it})."""
+"""Name -> (role, {module: the patch to apply to it})."""
 
 
 def fault(name: str, role: str, module: str) -> Callable[[Patch], Patch]:
@@ -25,7 +25,7 @@ def fault(name: str, role: str, module: str) -> Callable[[Patch], Patch]:
 
 
 def after(owner: Any, name: str, change: Callable[..., Any]) -> None:
-    """Let `change(result, *arguments)` replace what `owner.name` returns."""
+    """Replace the result of `owner.name` by `change(result, *arguments)`."""
     original = getattr(owner, name)
 
     def changed(*arguments: Any, **named: Any) -> Any:
@@ -35,7 +35,7 @@ def after(owner: Any, name: str, change: Callable[..., Any]) -> None:
 
 
 def to_fp8(tensor: Any) -> Any:
-    """Rounded to FP8 (e4m3), which has three bits behind the point."""
+    """Return the tensor rounded to FP8 (e4m3), which has three bits of mantissa."""
     import torch
 
     return tensor.to(torch.float8_e4m3fn).to(tensor.dtype)
@@ -48,7 +48,7 @@ def bf16_head(module: Any, dose: float) -> None:
 
 @fault("head-learner", "learn", "megarl.core.learner.network")
 def rounded_head(module: Any, dose: float) -> None:
-    """The learner believes that its head is FP32, and it is not."""
+    """The learner takes its head for FP32, which it is not."""
     import torch
 
     def init(original: Any) -> Any:
@@ -63,14 +63,14 @@ def rounded_head(module: Any, dose: float) -> None:
 
 @fault("dtype-server", "serve", "sglang.srt.layers.layernorm")
 def fp8_norms(module: Any, dose: float) -> None:
-    """Norms of the first `dose` layers give FP8."""
+    """The norms of the first `dose` layers have FP8 outputs."""
     made: list[Any] = []
     init, forward = module.RMSNorm.__init__, module.RMSNorm.forward_native
 
     def count(self: Any, *arguments: Any, **named: Any) -> None:
         init(self, *arguments, **named)
         made.append(id(self))
-        self.rounds = len(made) <= 2 * dose  # two a layer
+        self.rounds = len(made) <= 2 * dose  # two per layer
 
     def rounded(self: Any, *arguments: Any, **named: Any) -> Any:
         found = forward(self, *arguments, **named)
@@ -83,7 +83,7 @@ def fp8_norms(module: Any, dose: float) -> None:
 
 @fault("dtype-cache", "serve", "megarl.shims.sglang_cpu_attention")
 def fp8_cache(module: Any, dose: float) -> None:
-    """Decoding reads values of the cache in FP8 in one of `1 / dose` layers; prefill does not."""
+    """Decoding reads the cache's values in FP8 in one of `1 / dose` layers; prefill does not."""
     original, calls = module.decode, [0]
 
     def changed(query: Any, keys: Any, values: Any, parts: Any, scale: Any) -> Any:
@@ -144,7 +144,7 @@ def biased_router(module: Any, dose: float) -> None:
 
 
 def stale(module: Any, dose: float) -> None:
-    """Weights are loaded once; later ones are received and dropped."""
+    """Weights are loaded once; later ones are received but dropped."""
     for name in ("LlamaForCausalLM", "Qwen3MoeForCausalLM"):
         if hasattr(module, name):
             kind, loads = getattr(module, name), [0]
@@ -166,7 +166,7 @@ fault("stale-one-of-two", "serve", "sglang.srt.models.llama")(stale)
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Finds modules as without it, and changes those named in `patches` once they have run."""
+    """Finds modules as usual, and patches those named in `patches` once they have been executed."""
 
     def __init__(self, patches: dict[str, Patch], dose: float) -> None:
         self.patches, self.dose = patches, dose

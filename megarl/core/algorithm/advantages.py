@@ -2,12 +2,12 @@
 
     rewards ── centring ──► centred ── / deviation of the group | the batch | all batches so far (Moments) ──► advantages
 
-With `agent.credit: turn` a rollout has an advantage for each turn t of its session, from its return G_t = R + the sum of
-what the agent was rewarded after turn t:
+With `agent.credit: turn` a rollout has one advantage for each turn t of its session. It comes from the turn's return G_t, which
+is R plus the sum of the agent's rewards after turn t:
 
     A_t = (G_t - the mean of G_t over the rollouts of the group that have a turn t) / deviation
 
-It is GTPO's (arXiv 2511.14846) without a discount. A turn that no other rollout has is compared with the group's mean R.
+This is GTPO's advantage (arXiv 2511.14846) without a discount. A turn that no other rollout has is compared with the mean of R.
 
 Group mean and batch deviation: ScaleRL (arXiv 2510.13786), section 3.2; group deviation: GRPO (arXiv 2402.03300);
 leave-one-out: RLOO (arXiv 2402.14740); running: reward scaling in PPO with a critic (Engstrom et al. 2020, arXiv 2005.12729).
@@ -25,7 +25,7 @@ from megarl.core.base.types import Group
 Centring = Literal["group", "leave_one_out", "none"]
 Normalisation = Literal["batch", "group", "running", "none"]
 Penalties = Mapping[tuple[int, int], float]
-"""Amount taken off the reward of (ticket, sample) before centring. Groups with equal rewards have no gradient regardless."""
+"""Amount subtracted from the reward of (ticket, sample) before centring. Groups of equal rewards have no gradient even so."""
 NO_PENALTIES: Penalties = {}
 
 
@@ -39,8 +39,8 @@ class Moments:
     squares: float = 0.0
 
     def after(self, values: np.ndarray) -> "Moments":
-        """Return the moments with one more batch [n] float64. Unchanged if it is empty, or has a value that is not finite, by
-        which all later steps would be skipped."""
+        """Return the moments after one more batch [n] float64. A batch that is empty or has a value that is not finite, which
+        would cause all later steps to be skipped, changes nothing."""
         if not len(values) or not np.isfinite(values).all():
             return self
         before, n = self.count, len(values)
@@ -53,7 +53,7 @@ class Moments:
 
     @property
     def deviation(self) -> float:
-        """Population deviation; 1, which changes nothing, before the first batch and if all numbers are equal."""
+        """Population deviation; 1, so that dividing changes nothing, before the first batch and if all numbers are equal."""
         return sqrt(self.squares / self.count) or 1.0 if self.count else 1.0
 
 
@@ -67,12 +67,12 @@ def advantages(
     running: Moments = NOTHING_SEEN,
     penalties: Penalties = NO_PENALTIES,
 ) -> list[np.ndarray]:
-    """Return centred rewards divided by a population deviation: one [generations] float64 per group, or [turns of all its
-    rollouts] in the order of `turns_of`.
+    """Return centred rewards divided by a population deviation: one [generations] float64 per group or, if turns have credit of
+    their own, one [turns of all its rollouts] in the order of `turns_of`.
 
-    centring: subtract the mean of the group, or of its other rollouts (n / (n - 1) times as much), or nothing.
-    normalisation: batch: deviation of all centred rewards of these groups; group: of the group itself; running: of all batches
-    including this one, which `running` already contains; none: not divided.
+    centring: subtract the group's mean, the mean of its other rollouts (n / (n - 1) times the result), or nothing.
+    normalisation: divide by the deviation of all centred rewards of these groups (batch), of each group's own (group), of those
+    of all batches including this one, which `running` must contain already (running), or not at all (none).
     A group with equal rewards has advantage 0 throughout, unless centring is none.
     """
     each = [centred_rewards(g, centring, penalties) for g in groups]
@@ -85,12 +85,12 @@ def advantages(
 
 
 def turns_of(group: Group) -> list[tuple[int, int]]:
-    """Return (rollout, turn) for all turns of the group; the turn is -1 if those of a rollout are not told apart."""
+    """Return (rollout, turn) for all turns of the group; a rollout whose turns have no credit of their own has one turn, -1."""
     return [(n, turn) for n, rollout in enumerate(group.rollouts) for turn in sorted(rollout.credits)]
 
 
 def centred_rewards(group: Group, centring: Centring, penalties: Penalties = NO_PENALTIES) -> np.ndarray:
-    """Return the group's centred returns, float64, in the order of `turns_of`: [generations] rewards without turns."""
+    """Return the group's centred returns, float64, in the order of `turns_of`: [generations] centred rewards without turns."""
     rewards = group.rewards - [penalties.get((group.ticket, r.sample), 0.0) for r in group.rollouts]
     each = [sorted(r.credits.items()) for r in group.rollouts]
     rollouts = np.repeat(np.arange(len(each)), [len(turns) for turns in each])
@@ -98,7 +98,7 @@ def centred_rewards(group: Group, centring: Centring, penalties: Penalties = NO_
     returns = rewards[rollouts] + credits
     if centring == "none":
         return returns
-    centred = np.zeros(len(turns))  # exactly 0 where all are equal, which G - mean is not in floating point
+    centred = np.zeros(len(turns))  # exactly 0 where all are equal; in floating point, G - mean would not be
     for turn in np.unique(turns):
         at = turns == turn
         unpenalised, count = group.rewards[rollouts[at]] + credits[at], np.count_nonzero(at)

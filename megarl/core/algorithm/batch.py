@@ -3,12 +3,13 @@
     Batch ─► groups in the loss ─► advantages (advantages.py) ─┐
                                └─► weights ────────────────────┴─► [TrainSequence] ─► micro-batches (packing.py)
 
-Every rank computes these pure functions on the whole batch, so loss = sum over sequences and tokens of loss_weight · token_loss
-is exact whatever the micro-batching and the number of ranks: partial sums are added, never averaged again.
+Every rank computes these pure functions on the whole batch. So the loss, the sum over sequences and tokens of loss_weight ·
+token_loss, is exact whatever the micro-batches and the number of ranks: partial sums are added, never averaged again.
 Source of the formulas: ScaleRL (arXiv 2510.13786), section 3.2; constant aggregation: Dr. GRPO (arXiv 2503.20783).
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -24,25 +25,25 @@ Aggregation = Literal["prompt", "sample", "token", "constant"]
 PerToken = float | np.ndarray
 """[prompt + completion] float32, or one number for all tokens."""
 ROUNDING = 1e-9
-"""What is left of rewards and advantages that do not vary, when their means have been taken off."""
+"""Rounding error that may remain when the mean is subtracted from rewards or advantages that do not vary."""
 
 
 @dataclass(frozen=True, eq=False)
 class TrainSequence:
-    """One rollout, or one path of an agent's, as the learner sees it. Arrays are aligned with `tokens`: position t belongs to
-    tokens[t].
+    """One rollout, or one path of an agent's rollout, as the learner sees it. Arrays are aligned with `tokens`: element t
+    belongs to tokens[t].
 
     tokens             [prompt + completion] int32
     behaviour_logprobs [prompt + completion] float32, 0 where not trained
     loss_weight        [prompt + completion] float32, 0 where not trained (prompt, masked segments)
-    reward             of the rollout, for the critic
+    reward             the rollout's reward, for the critic
     advantage          of the rollout; with a critic, a teacher or `agent.credit: turn`, of each token
-    value, value_target  with a critic: its expectation before each trained token, and the value to learn
-    reference_logprobs of each token, 0 where not trained: by the frozen reference
-    kl_penalty         of each token, 0 where not trained: amount that the KL to the reference takes off the reward
-    teacher_gain       of each token, 0 where not trained: log pi_teacher(y) - log mu(y); without a teacher 0
-    turns              [prompt + completion] int32 as in `Segment`; None: not told apart
-    experts            [at most prompt + completion, layers with experts, experts a token]: to be replayed; None: free choice
+    value, value_target  with a critic: its estimate before each trained token, and the value that it should learn
+    reference_logprobs log-probs of the frozen reference, per token, 0 where not trained
+    kl_penalty         amount by which the KL to the reference lowers the reward, per token, 0 where not trained
+    teacher_gain       log pi_teacher(y) - log mu(y), per token, 0 where not trained; 0 without a teacher
+    turns              [prompt + completion] int32, as in `Segment`; None: turns have no credit of their own
+    experts            [at most prompt + completion, layers with experts, experts per token] to replay; None: a free choice
     """
 
     ticket: int
@@ -63,6 +64,15 @@ class TrainSequence:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def trained(self) -> np.ndarray:
+        """Whether each token is trained, [prompt + completion] bool."""
+        return self.loss_weight > 0
+
+    def of_trained(self, values: PerToken) -> np.ndarray:
+        """Return the values of the trained tokens, [trained tokens] float64."""
+        return np.broadcast_to(values, len(self))[self.trained].astype(np.float64)
+
 
 def groups_in_loss(groups: Sequence[Group], zero_variance: Literal["drop", "refill", "keep"]) -> list[Group]:
     """Return the groups with something to train: not void, and with variance unless `keep`."""
@@ -71,13 +81,13 @@ def groups_in_loss(groups: Sequence[Group], zero_variance: Literal["drop", "refi
 
 
 def token_weights(trained_tokens: Sequence[Sequence[int]], aggregation: Aggregation, longest: int) -> list[np.ndarray]:
-    """Return each trained token's weight in the loss, by rollout: one [generations] float64 per group.
+    """Return the weight in the loss that each rollout's trained tokens have: one [generations] float64 per group.
 
     trained_tokens[g][j]: |y| of rollout j of group g, sampled tokens only; longest: the longest possible |y|.
-    prompt: mean over prompts of (sum over the group's tokens / the group's tokens); sample: mean over rollouts of their
-    token means; token: mean over tokens; constant: mean over rollouts of (sum over tokens / longest), so that no
+    prompt: the loss is the mean over prompts of the mean over the group's tokens. sample: the mean over rollouts of the mean
+    over tokens. token: the mean over all tokens. constant: the mean over rollouts of (sum over tokens / longest), so that no
     token's weight depends on its rollout's length. The means leave out rollouts and groups without a trained token.
-    All weights of trained tokens sum to 1; with `constant` to at most 1.
+    The weights of all trained tokens sum to 1, with `constant` to at most 1.
     """
     counts = [np.asarray(group, dtype=np.float64) for group in trained_tokens]
     prompts, rollouts = sum(bool(c.any()) for c in counts), sum(int(np.count_nonzero(c)) for c in counts)
@@ -92,8 +102,8 @@ def token_weights(trained_tokens: Sequence[Sequence[int]], aggregation: Aggregat
 
 
 def sequences_in_loss(batch: Batch, recipe: Recipe) -> list[TrainSequence]:
-    """Return all rollouts of the batch in the loss, ordered by ticket, sample and path; empty if no group has a gradient. Paths
-    of a rollout weigh by their tokens. Advantages are 0 yet: a model may first have to compute what is taken off rewards."""
+    """Return the batch's sequences in the loss, ordered by ticket, sample and path; empty if no group has a gradient. Paths of
+    a rollout weigh by their tokens. Advantages are still 0: a model may first have to compute penalties on the rewards."""
     groups = groups_in_loss(batch.groups, recipe.batch.zero_variance)
     counts = [[r.trained_tokens for r in g.rollouts] for g in groups]
     weights = token_weights(counts, recipe.batch.aggregation, recipe.most_trained_tokens)
@@ -109,20 +119,20 @@ def sequences_in_loss(batch: Batch, recipe: Recipe) -> list[TrainSequence]:
 def with_advantages(
     sequences: Sequence[TrainSequence], batch: Batch, recipe: Recipe, before: Moments = NOTHING_SEEN
 ) -> tuple[list[TrainSequence], Moments]:
-    """Give the batch's `sequences_in_loss` their advantages, from rewards less the sum of each rollout's `kl_penalty`.
+    """Return the batch's `sequences_in_loss` with advantages, from rewards less the sum of each rollout's `kl_penalty`.
 
-    before: statistics of earlier batches' rewards. The second result has this batch's, too; `batch.advantage: running` divides
-    by it. With a critic all advantages stay 0 here: gae.py computes them from its values. With a teacher tokens have advantages
-    of their own: the mean of the rollout's and of `teacher_gain`, which has `teacher.weight`. With turns told apart each token
-    has its turn's.
+    before: statistics of earlier batches' rewards. The second result includes this batch's; `batch.advantage: running` divides
+    by its deviation. With a critic all advantages stay 0 here: gae.py computes them from the critic's values. With a teacher,
+    each token's advantage is a weighted mean of the rollout's and of `teacher_gain`, which has weight `teacher.weight`. With
+    `agent.credit: turn`, each token has its turn's advantage.
     """
     settings = recipe.batch
     if settings.centring == "critic":
         return list(sequences), before
     groups = groups_in_loss(batch.groups, settings.zero_variance)
-    penalties: dict[tuple[int, int], float] = {}
-    for s in sequences:  # a rollout may have several
-        penalties[s.ticket, s.sample] = penalties.get((s.ticket, s.sample), 0.0) + float(np.sum(s.kl_penalty))
+    penalties: dict[tuple[int, int], float] = defaultdict(float)
+    for s in sequences:  # a rollout may have several sequences
+        penalties[s.ticket, s.sample] += float(np.sum(s.kl_penalty))
     centred = advantages(groups, "none", settings.centring, penalties=penalties)
     after = before.after(np.concatenate([np.zeros(0), *centred]))
     gains = advantages(groups, settings.advantage, settings.centring, after, penalties)
@@ -136,7 +146,7 @@ def with_advantages(
         if s.turns is None:
             return _with_teacher(gain_of[s.ticket, s.sample, -1], s, recipe)
         gains = np.zeros(len(s), np.float32)
-        for turn in np.unique(s.turns[s.loss_weight > 0]):
+        for turn in np.unique(s.turns[s.trained]):
             gains[s.turns == turn] = gain_of[s.ticket, s.sample, int(turn)]
         return gains
 
@@ -146,10 +156,10 @@ def with_advantages(
 def _with_teacher(gain: float, sequence: TrainSequence, recipe: Recipe) -> PerToken:
     """Return the advantage of the reward, mixed with the teacher's if there is one.
 
-    On tokens of mu, log mu - log pi_T is the k1 estimate of the reverse KL(mu || pi_T). With its negative as the advantage each
-    token descends that KL's gradient, without credit for later ones: on-policy distillation (Lu and Thinking Machines Lab 2025,
-    "On-Policy Distillation"; GKD, arXiv 2306.13649, with lambda 1 and reverse KL). It is not centred and not divided, because 0
-    is where both agree.
+    On tokens of mu, log mu - log pi_T is the k1 estimate of the reverse KL(mu || pi_T). With its negative as the advantage,
+    each token descends that KL's gradient, without credit for later tokens: on-policy distillation (Lu and Thinking Machines
+    Lab 2025, "On-Policy Distillation"; GKD, arXiv 2306.13649, with lambda 1 and reverse KL). It is neither centred nor
+    divided, because 0 means that both agree.
     """
     weight = recipe.teacher.weight
     if not weight:
@@ -159,10 +169,10 @@ def _with_teacher(gain: float, sequence: TrainSequence, recipe: Recipe) -> PerTo
 
 
 def _sequence(group: Group, rollout: Rollout, path: PathTokens, weight: float) -> TrainSequence:
-    teacher, gain = rollout.teacher_logprobs, None
-    if teacher is not None:
-        before = np.zeros(len(path.tokens) - len(teacher), np.float32)
-        gain = np.concatenate([before, np.where(rollout.trained, teacher - rollout.logprobs, np.float32(0))])
+    teacher_gain: PerToken = 0.0
+    if (teacher := rollout.teacher_logprobs) is not None:
+        prompt = np.zeros(len(path.tokens) - len(teacher), np.float32)
+        teacher_gain = np.concatenate([prompt, np.where(rollout.trained, teacher - rollout.logprobs, np.float32(0))])
     return TrainSequence(
         ticket=group.ticket,
         sample=rollout.sample,
@@ -172,23 +182,23 @@ def _sequence(group: Group, rollout: Rollout, path: PathTokens, weight: float) -
         advantage=0.0,
         reward=rollout.reward,
         experts=None if rollout.routing is None else rollout.routing.table,
-        teacher_gain=0.0 if gain is None else gain,
+        teacher_gain=teacher_gain,
         turns=path.turns if path.turns.max(initial=-1) >= 0 else None,
     )
 
 
 def unrewarded(index: int, tokens: np.ndarray, first: int = 1, experts: np.ndarray | None = None) -> TrainSequence:
-    """Make ticket `index` of tokens [n] int32: weight 1 from `first` on; behaviour log-probs and advantage are 0."""
+    """Make a sequence, ticket `index`, of tokens [n] int32: weight 1 from `first` on, behaviour log-probs and advantage 0."""
     weight = np.ones(len(tokens), np.float32)
     weight[:first] = 0
     return TrainSequence(index, 0, tokens, np.zeros_like(weight), weight, 0.0, experts)
 
 
-def batch_statistics(batch: Batch) -> dict[str, float]:
-    """Compute the metrics of a step's batch, groups without variance included. A mean over nothing is NaN; rates are
-    shares of rollouts, `zero_variance_share` of non-void groups; lags are in steps, over sampled tokens; `reward/NAME` is the
-    mean score before its weight, over the rollouts whose task has this reward; `reward/turns` the mean of what agents were
-    rewarded after their first turn, without the rollout's reward."""
+def batch_statistics(batch: Batch, all_groups_teach: bool = False) -> dict[str, float]:
+    """Compute the metrics of a step's batch, including groups without variance. A mean over nothing is NaN. Rates are shares of
+    rollouts; `zero_variance_share` is a share of non-void groups. Lags are in steps, over sampled tokens. `reward/NAME` is the
+    mean unweighted score over the rollouts whose task has this reward. `reward/turns` is the mean sum of an agent's rewards
+    after its first turn, without the rollout's reward. all_groups_teach: as in the recipe."""
     groups = [g for g in batch.groups if not g.void]
     rollouts = [r for g in groups for r in g.rollouts]
     lengths = np.array([sum(len(s.tokens) for s in r.segments) for r in rollouts])
@@ -210,7 +220,7 @@ def batch_statistics(batch: Batch) -> dict[str, float]:
         "reward_mean": _mean(rewards),
         "reward_gap": _mean(rewards[correct]) - _mean(rewards[~correct]),
         "zero_variance_share": 1 - _mean(varied),
-        "groups_in_loss": float(sum(varied)),
+        "groups_in_loss": float(len(groups) if all_groups_teach else sum(varied)),
         "void_groups": float(len(batch.groups) - len(groups)),
         "truncation_rate": _mean([r.finish == "length" for r in rollouts]),
         "interruption_rate": _mean([r.interrupted for r in rollouts]),
@@ -232,8 +242,8 @@ def batch_statistics(batch: Batch) -> dict[str, float]:
 def advantage_statistics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
     """Return statistics over the rollouts in the loss, each counted once; over trained tokens if each has its own advantage.
 
-    advantage_fit: the correlation of rollouts' advantages with their rewards, both less their prompt's mean; NaN where neither
-    varies. Left out with a teacher and with turns told apart, whose gains are advantages, too.
+    advantage_fit: the correlation of rollouts' advantages and rewards, both less their prompt's mean; NaN if either does not
+    vary. Left out with a teacher or `agent.credit: turn`, since there advantages do not come from rewards alone.
     """
     first = {(s.ticket, s.sample): s for s in reversed(sequences)}
     each = [s for s in sequences if np.ndim(s.advantage) or first[s.ticket, s.sample] is s]
@@ -258,8 +268,8 @@ def _fit(rollouts: Sequence[TrainSequence]) -> float:
 
 def _gains(sequence: TrainSequence) -> np.ndarray:
     """Return the sequence's advantages as [1] or [trained tokens]."""
-    gains = np.asarray(sequence.advantage, np.float64)
-    return gains[sequence.loss_weight > 0] if gains.ndim else gains[None]
+    gain = sequence.advantage
+    return sequence.of_trained(gain) if np.ndim(gain) else np.array([gain], np.float64)
 
 
 def _mean(values: np.ndarray | Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""Generalised advantage estimation: what each sampled token was worth beyond what the critic expected.
+"""Generalised advantage estimation: how much more each sampled token was worth than the critic expected.
 
     values V_0 … V_{n-1} (critic) ─┐
     rewards r_0 … r_{n-1} ─────────┴─► delta_t = r_t + gamma V_{t+1} - V_t, with V_n = 0
@@ -6,9 +6,9 @@
                                        R_t = A_t + V_t                              return, what the critic learns
 
 Schulman et al. 2015 (arXiv 1506.02438), equation 16. t counts only the trained tokens of a rollout: text that the policy did
-not sample (an interruption phrase) is part of the transition from the sampled token before it to the next one, so it
-discounts nothing. V_t is the expectation before token t is sampled. The reward comes with the last sampled token, and
-nothing is expected after it, even if the answer was cut off: the budget is part of the task, and the grade reflects it.
+not sample (an interruption phrase) is part of the transition from the sampled token before it to the next one, so it adds no
+discount. V_t is the critic's estimate before token t is sampled. The reward comes with the last sampled token, and V is 0
+after it, even if the answer was cut off: the budget is part of the task, and the grade reflects it.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def advantages_and_returns(
     rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return A and R, [n] float64 each, for one rollout's n trained tokens, from rewards [n] and values [n]."""
-    from scipy.signal import lfilter  # a quarter of the learner's import time; only runs with a critic need it
+    from scipy.signal import lfilter  # takes a quarter of the learner's import time; only runs with a critic need it
 
     values = values.astype(np.float64)
     deltas = rewards + gamma * np.append(values[1:], 0.0) - values
@@ -44,13 +44,11 @@ def estimated(
     """Return the sequences with advantage, value and return at each trained token, 0 elsewhere. values: [len] per sequence.
 
     A rollout's reward comes with its last trained token, the KL penalty to a reference with each token (`kl_penalty`).
-    normalisation: advantages are centred and divided by mean and deviation over all trained tokens of the batch; running: of
-    all batches including this one; the second result holds these.
+    normalisation: advantages are centred by the mean and divided by the deviation over all trained tokens of the batch (batch)
+    or of all batches including this one (running). The second result holds the moments of all batches.
     """
-    trained = [s.loss_weight > 0 for s in sequences]
     pairs = [
-        advantages_and_returns(_rewards(s, t), v[t], gamma, lam)
-        for s, t, v in zip(sequences, trained, values, strict=True)
+        advantages_and_returns(_rewards(s), v[s.trained], gamma, lam) for s, v in zip(sequences, values, strict=True)
     ]
     advantages = [a for a, _ in pairs]
     everything = np.concatenate(advantages)
@@ -59,19 +57,16 @@ def estimated(
         scale = after if normalisation == "running" else NOTHING_SEEN.after(everything)
         advantages = [(a - scale.mean) / scale.deviation for a in advantages]
     result = [
-        replace(s, advantage=_placed(a, t), value=_placed(v[t], t), value_target=_placed(r, t))
-        for s, t, v, a, (_, r) in zip(sequences, trained, values, advantages, pairs, strict=True)
+        replace(s, advantage=_placed(s, a), value=_placed(s, v[s.trained]), value_target=_placed(s, r))
+        for s, v, a, (_, r) in zip(sequences, values, advantages, pairs, strict=True)
     ]
     return result, after
 
 
 def value_statistics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
     """Return statistics of `estimated` sequences; explained_variance: 1 - Var(R - V) / Var(R), NaN if R is constant."""
-    trained = [s.loss_weight > 0 for s in sequences]
-    values, returns = (
-        np.concatenate([np.broadcast_to(x, len(t))[t] for x, t in zip(each, trained, strict=True)]).astype(np.float64)
-        for each in ([s.value for s in sequences], [s.value_target for s in sequences])
-    )
+    values = np.concatenate([s.of_trained(s.value) for s in sequences])
+    returns = np.concatenate([s.of_trained(s.value_target) for s in sequences])
     spread = float(returns.var())
     return {
         "value_mean": float(values.mean()),
@@ -80,15 +75,15 @@ def value_statistics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
     }
 
 
-def _rewards(sequence: TrainSequence, trained: np.ndarray) -> np.ndarray:
+def _rewards(sequence: TrainSequence) -> np.ndarray:
     """Return the rewards of the trained tokens, [trained tokens] float64."""
-    rewards = 0.0 - np.broadcast_to(sequence.kl_penalty, len(trained))[trained].astype(np.float64)
+    rewards = 0.0 - sequence.of_trained(sequence.kl_penalty)
     rewards[-1] += sequence.reward
     return rewards
 
 
-def _placed(values: np.ndarray, trained: np.ndarray) -> np.ndarray:
-    """Place `values` at the trained tokens, 0 elsewhere: [len] float32."""
-    out = np.zeros(len(trained), np.float32)
-    out[trained] = values
+def _placed(sequence: TrainSequence, values: np.ndarray) -> np.ndarray:
+    """Place `values` at the sequence's trained tokens, 0 elsewhere: [len] float32."""
+    out = np.zeros(len(sequence), np.float32)
+    out[sequence.trained] = values
     return out

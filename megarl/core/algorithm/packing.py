@@ -1,11 +1,11 @@
 """Pack a step's sequences into micro-batches for every data-parallel rank, balanced by cost. Pure functions of lengths.
 
-    lengths ─► as few rounds as longest-first filling needs ─► bins, filled by tokens or by cost, whichever is faster
+    lengths ─► as few rounds as longest-first filling needs ─► bins, filled by tokens or by cost, whichever trains faster
             ─► sorted by cost: each round has a similar micro-batch for every rank ─► the costliest to the least loaded rank
 
 A sequence has a cost per token (matrices) and per pair of positions (attention), so 16,000 tokens in one sequence take longer
-than in eight. Ranks wait for each other once per step where only gradients are summed, in each micro-batch where they exchange
-tokens of experts; rounds of similar micro-batches serve both.
+than in eight. Ranks wait for each other once per step if they only sum gradients, and in each micro-batch if they exchange
+tokens for experts; rounds of similar micro-batches suit both.
 """
 
 import heapq
@@ -19,8 +19,8 @@ from megarl.core.base.architecture import Architecture
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of a sequence, in any unit: per token, and per pair of positions in layers with full attention (pair) and in layers
-    with attention within chunks of `chunk` positions, or, if there is one, within a `window` (local_pair)."""
+    """Cost of a sequence, in any unit. token: per token. pair: per pair of positions, in layers with full attention.
+    local_pair: per pair in layers that attend within chunks of `chunk` positions or, if it is not 0, within a `window`."""
 
     token: float = 1.0
     pair: float = 0.0
@@ -36,20 +36,20 @@ class Cost:
         return self.token * tokens + (self.pair * tokens**2 + self.local_pair * local) / 2
 
     def attention(self, tokens: int) -> float:
-        """Return the attention cost: the part not linear in tokens."""
+        """Return the cost of attention: the part that is not linear in tokens."""
         return self.of(tokens) - self.token * tokens
 
 
 BY_TOKENS = Cost()
 
 LAYER_PASSES, HEAD_PASSES = 3, 4
-"""Cost of forward and backward in forward passes: backward is two, and the head computes its logits again (models/head)."""
+"""Cost of forward and backward in units of a forward pass: backward costs two, and the head recomputes its logits."""
 
 
 def cost_of(model: Architecture) -> Cost:
-    """Return the cost of training in floating-point operations, in all layers and the head: 2 for each parameter that a token
-    is multiplied with, 2 for each number of a query that meets a position and of a value that is added (PaLM, arXiv 2204.02311,
-    appendix B)."""
+    """Return the cost of training in floating-point operations, in all layers and the head. A forward pass takes 2 for each
+    parameter that a token is multiplied with and, per pair of positions, 2 for each element of a query and of a value (PaLM,
+    arXiv 2204.02311, appendix B)."""
     pair = LAYER_PASSES * 2 * (model.query + model.attended)
     return Cost(
         token=LAYER_PASSES * 2 * model.body_parameters + HEAD_PASSES * 2 * model.embedding_parameters,
@@ -69,9 +69,9 @@ def pack(
 ) -> Packed:
     """Pack sequences into micro-batches of at most `max_tokens` tokens.
 
-    one_size: all micro-batches are computed at the size of the fullest, because pipeline stages exchange one size.
-    Every rank gets the same number of micro-batches, as few as longest-first filling by tokens finds; a sequence longer than
-    `max_tokens` is alone in one. Micro-batches are empty only if sequences run out: fewer than `data_parallel` are.
+    one_size: all micro-batches are padded to the fullest, because pipeline stages exchange tensors of one size.
+    Every rank gets the same number of micro-batches, as few as longest-first filling by tokens finds. A sequence longer than
+    `max_tokens` gets its own micro-batch. Micro-batches, fewer than `data_parallel`, are empty only if sequences run out.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])  # stable: equal lengths stay in order
     alone = [[i] for i in order if lengths[i] > max_tokens]
@@ -81,7 +81,7 @@ def pack(
     while (filled := _by_tokens(lengths, rest, rounds * data_parallel - len(alone), max_tokens)) is None:
         rounds += 1
     costs = [cost.of(n) for n in lengths]
-    # Micro-batches of one size differ only in attention.
+    # Micro-batches of one size differ only in the cost of attention.
     apart = [cost.attention(n) for n in lengths] if one_size else costs
     candidates = [_deal(alone + filled, apart, data_parallel)]
     if cost != BY_TOKENS and (filled := _by_cost(lengths, rest, len(filled), max_tokens, costs)) is not None:
@@ -90,8 +90,8 @@ def pack(
 
 
 def sizes_to_try(longest: int, most: int) -> list[int]:
-    """Return the sizes in tokens, ascending, that `learner.microbatch_tokens: auto` chooses from: parts of the longest
-    sequence, to extrapolate from; that sequence; then four sizes per doubling, up to `most` and 16 times the longest."""
+    """Return the sizes in tokens, ascending, that `learner.microbatch_tokens: auto` tries: a quarter and a half of the longest
+    sequence, to extrapolate from; its length; then four sizes per doubling, up to `most` and 16 times its length."""
     more = {longest * quarter * 2**octave // 4 for octave in range(5) for quarter in (4, 5, 6, 7)}
     parts = {max(1, longest // 4), max(1, longest // 2), longest}
     return sorted(parts | {n for n in more if n <= min(most, 16 * longest)})
@@ -101,16 +101,16 @@ def step_cost(packed: Packed, lengths: Sequence[int], cost: Cost, one_size: bool
     """Sum the cost of all rounds, each as long as its costliest micro-batch."""
     fullest = max((sum(lengths[i] for i in m) for rank in packed for m in rank), default=0)
 
-    def cost_of(microbatch: list[int]) -> float:
+    def load(microbatch: list[int]) -> float:
         if one_size:
             return cost.token * fullest + sum(cost.attention(lengths[i]) for i in microbatch)
         return sum(cost.of(lengths[i]) for i in microbatch)
 
-    return sum(max(map(cost_of, microbatches)) for microbatches in zip(*packed, strict=True))
+    return sum(max(map(load, microbatches)) for microbatches in zip(*packed, strict=True))
 
 
 def _by_tokens(lengths: Sequence[int], order: list[int], bins: int, max_tokens: int) -> list[list[int]] | None:
-    """Put each sequence into the emptiest bin, in this order; None if one does not fit. `pack` may have to try often."""
+    """Put each sequence, in this order, into the bin with the fewest tokens; return None if one does not fit."""
     contents: list[list[int]] = [[] for _ in range(bins)]
     loads = [(0, b) for b in range(bins)]
     for i in order:
@@ -125,7 +125,7 @@ def _by_tokens(lengths: Sequence[int], order: list[int], bins: int, max_tokens: 
 def _by_cost(
     lengths: Sequence[int], order: list[int], bins: int, max_tokens: int, costs: Sequence[float]
 ) -> list[list[int]] | None:
-    """Put each sequence, in this order, into the cheapest bin that has room. Return None if one fits nowhere."""
+    """Put each sequence, in this order, into the cheapest bin that has room; return None if one fits nowhere."""
     contents: list[list[int]] = [[] for _ in range(bins)]
     tokens, so_far = np.zeros(bins, np.int64), np.zeros(bins)
     for i in order:
@@ -140,7 +140,7 @@ def _by_cost(
 
 
 def _deal(microbatches: list[list[int]], costs: Sequence[float], data_parallel: int) -> Packed:
-    """Give all ranks micro-batches of similar cost at the same time, the costliest to the rank with the least so far."""
+    """Give all ranks micro-batches of similar cost in each round, the costliest to the rank with the least cost so far."""
     loaded = sorted(((sum(costs[i] for i in m), m) for m in microbatches), key=lambda pair: -pair[0])
     ranks: Packed = [[] for _ in range(data_parallel)]
     totals = [0.0] * data_parallel

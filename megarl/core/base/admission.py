@@ -3,15 +3,15 @@
     admit() ─► ticket g ─┬─ finish(g) ─► batch(D(g)), once everything ahead of it is settled
                          └─ remove(g) ─► every ticket behind moves up by one
 
-i(g) is the number of tickets ahead of g since the start of the run that were not removed, B the prompts of a batch:
+Let i(g) be the number of tickets admitted before g and not removed, and B the number of prompts in a batch:
 
     D(g) = floor(i(g) / B)          the step that trains g
-    P(g) = D(g) - D(g) mod p        the first step of its phase; phases have p steps, p = 1: P = D
+    P(g) = D(g) - D(g) mod p        the first step of g's phase; a phase has p steps, so P = D if p = 1
     P(g) - v <= k                   a request of g may go to a server with weights of version v
 
-D never rises: removals lower i and new tickets go behind. A server's version never falls while a request lives, so at
-consumption the step s = D(g) <= P(g) + p - 1 <= v + k + p - 1 for every token. A ticket is drawn only if it would be
-eligible on the newest version, hence at most (k + p) B tickets are ahead of the learner.
+D never rises, since removals lower i and new tickets go to the end. A server's version never falls while a request is running,
+so for every token, the step that trains it is s = D(g) <= P(g) + p - 1 <= v + k + p - 1. A ticket is drawn only if it would
+be eligible on the newest version, hence at most (k + p) B tickets are ahead of the learner.
 
     PipelineRL-k           p = 1, max_lag = k: weights are published after every step, while generation goes on
     PPO-off-policy-p       p steps, max_lag = 0: weights are published when a phase begins (controller/decision.py), so every
@@ -26,10 +26,10 @@ from collections.abc import Iterable
 
 
 class Admission:
-    """The tickets of a run. The optional arguments restore a state taken from the attributes of the same names.
+    """The tickets of a run. The optional arguments restore a saved state; the attributes of the same names hold it.
 
     next_ticket: the number that the next admission assigns.
-    forgotten: number of tickets, not removed, whose batches are trained for good (`forget`); they count only in i(g).
+    forgotten: the number of tickets that were trained and will not be replayed (`forget`); only i(g) still counts them.
     queue: all other tickets not removed, in order. Kept for replay: 8 bytes each, 3 MB in the longest of runs.
     """
 
@@ -57,7 +57,7 @@ class Admission:
         return self.phase_start(self.next_due()) - newest_version <= self.max_lag
 
     def next_due(self) -> int:
-        """D(g) of the ticket that would be admitted next."""
+        """Return D(g) of the ticket that would be admitted next."""
         return (self.forgotten + len(self.queue)) // self.prompts_per_batch
 
     def admit(self) -> int:
@@ -81,7 +81,7 @@ class Admission:
         return step - step % self.phase_steps
 
     def finish(self, ticket: int) -> None:
-        """Mark the ticket's group as complete or void: it fills its slot. ValueError unless it is unfinished."""
+        """Mark the ticket's group as complete or void; the ticket keeps its slot. ValueError unless it is unfinished."""
         if ticket not in self._unfinished:
             raise ValueError(f"ticket {ticket} is not unfinished: never admitted, or finished or removed already")
         del self._unfinished[ticket]
@@ -111,7 +111,7 @@ class Admission:
         return list(self._unfinished)
 
     def first_ticket(self, step: int) -> int:
-        """Return the oldest ticket that `step` or a later one trains: all smaller ones belong to earlier steps."""
+        """Return the oldest ticket that `step` or a later step trains; all smaller tickets belong to earlier steps."""
         first = step * self.prompts_per_batch - self.forgotten
         return self.queue[max(first, 0)] if first < len(self.queue) else self.next_ticket
 

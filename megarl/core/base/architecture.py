@@ -1,19 +1,19 @@
-"""What a model is, read from its config.json: the only place that interprets one. No weights, no torch.
+"""A model's structure, read from its config.json. Only this module interprets that file; it needs no weights and no torch.
 
     config.json ──► Architecture ──┬─► models/            megatron's arguments, each layer's attention, names of tensors
-                                   ├─► RoutedLayers       which experts a server chose, for routing replay
-                                   ├─► server/checks.py   what SGLang would serve wrongly
-                                   └─► algorithm/packing.py, lab/planning/   what a sequence costs, what fits on a GPU
+                                   ├─► RoutedLayers       decodes the experts that a server chose, for routing replay
+                                   ├─► server/checks.py   models that SGLang would serve wrongly
+                                   └─► algorithm/packing.py, lab/planning/   the cost of a sequence, what fits on a GPU
 
-Whatever a vision tower has is neither trained nor published, and not described or counted here.
+A vision tower is neither trained nor published; nothing here describes it or counts its parameters.
 """
 
 import base64
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -26,8 +26,8 @@ CONFIGS = Path(__file__).parent / "configs"
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Rotary wavelengths, in positions, as llama3 changes them: those longer than original / low are multiplied by `factor`,
-    those shorter than original / high are kept, those between are interpolated."""
+    """Llama 3's change of the rotary wavelengths (in positions): those longer than original / low are multiplied by `factor`,
+    those shorter than original / high are kept, and those in between are interpolated."""
 
     factor: float
     low: float
@@ -37,9 +37,9 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN (arXiv 2309.00071): wavelengths that turn less than `slow` times in `original` positions are multiplied by `factor`,
-    those that turn more than `fast` times are kept, those between interpolated; truncate: from whole pairs on.
-    magnitude: of rotated q and k. scores: what attention's scores are multiplied with besides (DeepSeek's squared mscale)."""
+    """YaRN (arXiv 2309.00071). Pairs that make fewer than `slow` turns in `original` positions have their wavelength multiplied
+    by `factor`, pairs with more than `fast` turns keep it, the rest is interpolated. truncate: round the bounds to whole pairs.
+    magnitude: a factor on the rotated q and k. scores: a further factor on attention scores (DeepSeek's squared mscale)."""
 
     factor: float
     fast: float
@@ -52,9 +52,9 @@ class Yarn:
 
 @dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): widths of a token's compressed q (None: q is not compressed)
-    and of what k and v are made from, `shared`; per head, of k's part from it, `content`, of the rotated part that all heads
-    share, `position`, and of v, `value`."""
+    """Widths in multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). query: the compressed q; None: no compression.
+    shared: the latent vector that k and v are made from. content: a head's part of k from the latent vector. position: the
+    rotated part of k, which all heads share. value: a head's v."""
 
     query: int | None
     shared: int
@@ -67,27 +67,27 @@ class Latent:
 class Architecture:
     """A decoder. Layers are counted from 0; sizes are numbers of elements.
 
-    name                  transformers' class, as config.json has it        tied      the embedding is the head
-    groups                heads of k and v                                  context   the longest position it knows
+    name                  transformers' class, from config.json             tied      embedding and head are one matrix
+    groups                number of heads of k and v                        context   the largest supported position
     feed_forward          inner size of a dense layer's MLP                 epsilon   of the RMS norms
-    rope_theta            base of the rotary embedding                      rope_interleaved   it turns pairs of neighbours
-    rotated               elements of a head that it turns, its first ones; with `latent` its last
-    latent                k and v come from a narrow vector; q and k, not v, are head_dim wide; None: usual attention
-    unrotated_layers      layers without rotary embedding, which attend to all positions before
-    attention_chunk       the other layers attend within chunks of so many positions; None: to all before
-    temperature           (floor, scale) of the growing factor on q in unrotated layers; None: there is none
+    rope_theta            base of the rotary embedding                      rope_interleaved   it rotates neighbouring pairs
+    rotated               number of a head's elements that are rotated: its first, or with `latent` its last
+    latent                k and v come from a narrow vector; q and k, not v, are head_dim wide; None: ordinary attention
+    unrotated_layers      layers without rotary embedding, which attend to all earlier positions
+    attention_chunk       size of the chunks within which the other layers attend; None: to all earlier positions
+    temperature           (floor, scale) of the factor on q in unrotated layers, which grows with position; None: no factor
     head_norms, l2_norms  RMS norms of each head's q and k before rotation; norms without weights after it
-    qkv_biases, biases    q, k and v have biases; so have all other linear maps of a layer, router and experts too
-    sinks                 each head has a score beside those of the keys, without a value (arXiv 2309.17453)
-    window                layers in window_layers attend to so many positions, a token's own the last; None: to all before
-    glu_limit             an expert's gate g and up u are clamped by it, and give (u + 1) g sigmoid(1.702 g); None: u silu(g)
-    experts               of each layer in expert_layers; 0: the model is dense
-    shared_feed_forward   inner size of the expert that all tokens take; 0: there is none
-    expert_step           what config.json says instead of a list: every so manieth layer has experts
-    router                what weighs an expert's output (sigmoid: its input). balanced: the sigmoids of the chosen, normalised
-                          and times router_scale; chosen by sigmoid plus a bias that is no parameter (arXiv 2408.15664)
-    router_groups         (groups, chosen ones) of experts: a token's experts are of so many groups; None: of any
-    predicting_layers     behind the last one, for multi-token prediction; they are carried along, and not counted here
+    qkv_biases, biases    q, k and v have biases; all other linear maps of a layer have them, router and experts included
+    sinks                 each head has an extra attention score that belongs to no key or value (arXiv 2309.17453)
+    window                positions that layers in window_layers attend to, the token's own included; None: all earlier ones
+    glu_limit             clamps an expert's gate g and up u; its output is (u + 1) g sigmoid(1.702 g); None: u silu(g)
+    experts               number in each layer of expert_layers; 0: the model is dense
+    shared_feed_forward   inner size of the expert that all tokens take; 0: no shared expert
+    expert_step           one in this many layers has experts; config.json may have this instead of a list
+    router                weights of the experts' outputs (sigmoid: of their inputs). balanced: sigmoids of the chosen experts,
+                          normalised, times router_scale; chosen by sigmoid plus a bias, not a parameter (arXiv 2408.15664)
+    router_groups         (all groups, groups used): a token's experts come from this many groups; None: from any
+    predicting_layers     layers after the last one, for multi-token prediction; carried along, not counted here
     """
 
     name: str
@@ -150,33 +150,33 @@ class Architecture:
 
     @property
     def attended(self) -> int:
-        """Width of what attention gives, all heads together."""
+        """Width of attention's output before its projection, all heads together."""
         return self.heads * self.value_dim
 
     @property
     def cached(self) -> int:
-        """Numbers that a server keeps of a token in each layer: k and v, or what they are made from."""
+        """Elements that a server caches per token and layer: k and v, or the latent vector that they are made from."""
         return self.latent.shared + self.latent.position if self.latent else self.key + self.value
 
     @property
     def moe_layers(self) -> int:
-        """How many layers have experts."""
+        """Number of layers with experts."""
         return len(self.expert_layers)
 
     @property
     def local_layers(self) -> int:
-        """How many layers attend within chunks or windows."""
+        """Number of layers that attend within chunks or windows."""
         chunked = 0 if self.attention_chunk is None else self.layers - len(self.unrotated_layers)
         return chunked + len(self.window_layers)
 
     @property
     def local_positions(self) -> int | None:
-        """To how many positions at most these layers attend."""
+        """The most positions that a local layer attends to; None if there are no local layers."""
         return self.attention_chunk or self.window
 
     @property
     def attention_parameters(self) -> int:
-        """Matrices of one layer's attention: q, k, v, output."""
+        """Parameters of the matrices of one layer's attention: q, k, v, output."""
         if (low := self.latent) is None:
             return self.hidden * (2 * self.query + 2 * self.key)
         q = self.hidden * self.query if low.query is None else low.query * (self.hidden + self.query)
@@ -190,17 +190,17 @@ class Architecture:
 
     @property
     def expert_biases(self) -> int:
-        """Those of them that are biases."""
+        """Biases among an expert's parameters."""
         return self.biases * (2 * self.expert_feed_forward + self.hidden)
 
     @property
     def embedding_parameters(self) -> int:
-        """The embedding; the head has as many."""
+        """Parameters of the embedding; the head has as many."""
         return self.vocabulary * self.hidden
 
     @property
     def vector_parameters(self) -> int:
-        """Norms and biases of all layers, and the norm behind them."""
+        """Parameters of the norms and biases of all layers, and of the norm after the last layer."""
         layer = 2 * self.hidden + self.head_norms * 2 * self.head_dim + self.qkv_biases * (self.query + 2 * self.key)
         if self.latent:
             layer += (self.latent.query or 0) + self.latent.shared
@@ -209,7 +209,7 @@ class Architecture:
 
     @property
     def dense_parameters(self) -> int:
-        """All but routed experts, embedding and head: attention, MLPs, shared experts, routers, norms."""
+        """All parameters except routed experts, embedding and head: attention, MLPs, shared experts, routers, norms."""
         dense = (self.layers - self.moe_layers) * 3 * self.feed_forward
         shared = self.moe_layers * (3 * self.shared_feed_forward + self.experts)
         return self.layers * self.attention_parameters + self.hidden * (dense + shared) + self.vector_parameters
@@ -221,28 +221,28 @@ class Architecture:
 
     @property
     def head_parameters(self) -> int:
-        """The head, if it is not the embedding."""
+        """Parameters of the head; 0 if it is the embedding."""
         return 0 if self.tied else self.embedding_parameters
 
     @property
     def parameters(self) -> int:
-        """All of the language model."""
+        """All parameters of the language model."""
         return self.dense_parameters + self.routed_parameters + self.embedding_parameters + self.head_parameters
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token meets."""
+        """Parameters that one token uses."""
         vectors = self.vector_parameters + self.moe_layers * self.experts_per_token * self.expert_biases
         return self.body_parameters + vectors + self.embedding_parameters + self.head_parameters
 
     @property
     def body_parameters(self) -> int:
-        """Parameters that one token is multiplied with, without the head. The embedding is looked up, not multiplied."""
+        """Parameters of the matrices that one token is multiplied with, without the head. The embedding is only looked up."""
         chosen = self.moe_layers * self.experts_per_token * (self.expert_parameters - self.expert_biases)
         return self.dense_parameters - self.vector_parameters + chosen
 
     def megatron_sizes(self) -> dict[str, int | None]:
-        """Sizes by the names of megatron's TransformerConfig; of experts and latent attention only what there is."""
+        """Return the sizes under their names in megatron's TransformerConfig; those of experts and latent attention if any."""
         sizes: dict[str, int | None] = {
             "num_attention_heads": self.heads,
             "num_query_groups": self.groups,
@@ -265,7 +265,7 @@ class Architecture:
 
 
 def read(name_or_path: str) -> Architecture:
-    """The model of a name in CONFIGS, of a config.json, or of a directory that has one."""
+    """Return the architecture for a name in CONFIGS, the path of a config.json, or a directory that contains one."""
     known = {path.stem: path for path in CONFIGS.glob("*.json")}
     path = known.get(name_or_path, Path(name_or_path))
     if path.is_dir():
@@ -279,7 +279,7 @@ def read(name_or_path: str) -> Architecture:
 
 
 def in_directory(hf_dir: Path | str) -> Architecture:
-    """The model in a Hugging Face directory, whose weights are not quantised."""
+    """Return the architecture of the model in a Hugging Face directory. MegarlError if its weights are quantised."""
     config = read_config(hf_dir)
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
@@ -291,16 +291,17 @@ def in_directory(hf_dir: Path | str) -> Architecture:
 
 
 def of(config: JsonObject, where: Path | str) -> Architecture:
-    """The model of a parsed config.json. MegarlError, which begins with `where`, if it is not supported or not whole."""
+    """Return the architecture for a parsed config.json. MegarlError, beginning with `where`, if unsupported or incomplete."""
     name = ""
     try:
         names = config.get("architectures") or ["none"]
         name = next((name for name in names if name in READERS), "")
         if not name:
-            raise MegarlError(
-                f"{where}: architecture {', '.join(names)} is not supported; supported: {', '.join(sorted(READERS))}"
-            )
-        return READERS[name](name, config, where)
+            known = ", ".join(sorted(READERS))
+            raise MegarlError(f"architecture {', '.join(names)} is not supported; supported: {known}")
+        return replace(READERS[name](config), name=name)
+    except MegarlError as error:
+        raise MegarlError(f"{where}: {error}") from None
     except KeyError as error:
         raise MegarlError(f"{where}: no {error.args[0]!r} there, which {name} needs") from None
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
@@ -311,16 +312,14 @@ QWEN = {"use_sliding_window": False}
 NO_BIAS = {"attention_bias": False}
 
 
-def _qwen3_moe(name: str, config: JsonObject, where: Path | str) -> Architecture:
+def _qwen3_moe(config: JsonObject) -> Architecture:
     chosen, normalised = _size(config, "num_experts_per_tok"), config.get("norm_topk_prob", False)
     if chosen == 1 and normalised:
-        raise MegarlError(
-            f"{where}: norm_topk_prob with num_experts_per_tok=1 is not supported: the router has no effect"
-        )
+        raise MegarlError("norm_topk_prob with num_experts_per_tok=1 is not supported: the router has no effect")
     dense, step = config.get("mlp_only_layers") or [], _size(config, "decoder_sparse_step", 1)
     layers = range(_size(config, "num_hidden_layers"))
-    return _decoder(
-        name, config, where, QWEN | NO_BIAS,
+    return replace(
+        _decoder(config, QWEN | NO_BIAS),
         head_norms=True,
         # transformers 5 writes num_local_experts; before, it was num_experts.
         experts=_size(config, "num_local_experts" if "num_local_experts" in config else "num_experts"),
@@ -329,24 +328,25 @@ def _qwen3_moe(name: str, config: JsonObject, where: Path | str) -> Architecture
         expert_layers=tuple(i for i in layers if i not in dense and (i + 1) % step == 0),
         expert_step=step,
         router="softmax of the chosen" if normalised else "softmax",
-    )  # fmt: skip
+    )
 
 
-def _llama4_multimodal(name: str, config: JsonObject, where: Path | str) -> Architecture:
+def _llama4_multimodal(config: JsonObject) -> Architecture:
     text = config["text_config"]
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-    return _llama4(name, text | {"tie_word_embeddings": tied}, where)
+    return _llama4(text | {"tie_word_embeddings": tied})
 
 
-def _llama4(name: str, config: JsonObject, where: Path | str) -> Architecture:
+def _llama4(config: JsonObject) -> Architecture:
     layers, step = range(_size(config, "num_hidden_layers")), _size(config, "interleave_moe_layer_step", 1)
     listed, interval = config.get("moe_layers"), _size(config, "no_rope_layer_interval", 4)
-    # 1 where there is rotation, in spite of the name.
+    # In spite of its name, an entry is 1 where there is rotation.
     rotary = config.get("no_rope_layers") or [(i + 1) % interval for i in layers]
     chunked, tuned = config.get("attention_chunk_size"), config.get("attn_temperature_tuning", True)
-    inner = _size(config, "intermediate_size")  # an expert's; that of dense layers is intermediate_size_mlp
-    return _decoder(
-        name, config | {"intermediate_size": config["intermediate_size_mlp"]}, where, NO_BIAS | {"num_experts_per_tok": 1},
+    inner = _size(config, "intermediate_size")  # of an expert; dense layers have intermediate_size_mlp
+    return replace(
+        _decoder(config, NO_BIAS | {"num_experts_per_tok": 1}),
+        feed_forward=_size(config, "intermediate_size_mlp"),
         rope_interleaved=True,
         unrotated_layers=tuple(i for i in layers if not rotary[i]),
         attention_chunk=_size(config, "attention_chunk_size") if chunked else None,
@@ -359,85 +359,76 @@ def _llama4(name: str, config: JsonObject, where: Path | str) -> Architecture:
         expert_layers=tuple(i for i in layers if ((i + 1) % step == 0 if listed is None else i in listed)),
         expert_step=step,
         router="sigmoid",
-    )  # fmt: skip
+    )
 
 
-def _glm4_moe(name: str, config: JsonObject, where: Path | str) -> Architecture:
-    rope: JsonObject = config.get("rope_parameters") or {}  # before transformers 5 the share stood beside
+def _glm4_moe(config: JsonObject) -> Architecture:
+    rope: JsonObject = config.get("rope_parameters") or {}  # before transformers 5, the share was a key of `config`
     share: float = (config | rope).get("partial_rotary_factor", 0.5)
-    return _decoder(
-        name, config, where, {}, ("default",),
+    return replace(
+        _balanced(_decoder(config, {}, ("default",)), config),
         rotated=int(_size(config, "head_dim") * share),
         head_norms=config.get("use_qk_norm", False),
         qkv_biases=config.get("attention_bias", False),
-        **_balanced(config, where),
-    )  # fmt: skip
+    )
 
 
-def _deepseek_v3(name: str, config: JsonObject, where: Path | str) -> Architecture:
+def _deepseek_v3(config: JsonObject) -> Architecture:
     query = config.get("q_lora_rank")
     latent = Latent(
         _size(config, "q_lora_rank") if query is not None else None,
         *(_size(config, key) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")),
     )
-    if latent.value > latent.content + latent.position:
-        raise MegarlError(f"{where}: v_head_dim={latent.value}, wider than a head of q and k, is not supported")
-    heads = _size(config, "num_attention_heads")
+    head_dim = latent.content + latent.position
+    if latent.value > head_dim:
+        raise MegarlError(f"v_head_dim={latent.value}, wider than a head of q and k, is not supported")
     only = NO_BIAS | {
-        "num_key_value_heads": heads,
-        "moe_layer_freq": 1,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-    }
-    return _decoder(
-        name, config | {"head_dim": latent.content + latent.position}, where, only, ("default", "yarn"),
+        "num_key_value_heads": _size(config, "num_attention_heads"), "moe_layer_freq": 1,
+        "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+    }  # fmt: skip
+    return replace(
+        _balanced(_decoder(config | {"head_dim": head_dim}, only, ("default", "yarn"), latent), config),
         rotated=latent.position,
         rope_interleaved=config.get("rope_interleave", True),
-        latent=latent,
-        **_balanced(config, where),
-    )  # fmt: skip
+    )
 
 
-def _balanced(config: JsonObject, where: Path | str) -> JsonObject:
-    """Read what DeepSeek-V3 and GLM-4.5 say of their experts."""
+def _balanced(decoder: Architecture, config: JsonObject) -> Architecture:
+    """Add the fields that describe the experts of DeepSeek-V3 and GLM-4.5."""
     chosen, experts = _size(config, "num_experts_per_tok"), _size(config, "n_routed_experts")
     groups, some = _size(config, "n_group", 1), _size(config, "topk_group", 1)
     if not config.get("norm_topk_prob", True) or chosen == 1:
-        raise MegarlError(
-            f"{where}: norm_topk_prob=false or num_experts_per_tok=1 is not supported: weights are normalised"
-        )
+        raise MegarlError("norm_topk_prob=false or num_experts_per_tok=1 is not supported: weights are normalised")
     if groups > 1 and (experts % groups or chosen // some != GROUP_BEST):
         raise MegarlError(
-            f"{where}: n_group={groups}, topk_group={some} with {chosen} of {experts} experts is not supported: megatron ranks "
-            f"a group by its best num_experts_per_tok / topk_group experts, this model by its best {GROUP_BEST}"
+            f"n_group={groups}, topk_group={some} with {chosen} of {experts} experts is not supported: megatron ranks a group "
+            f"by its best num_experts_per_tok / topk_group experts, this model by its best {GROUP_BEST}"
         )
     inner = _size(config, "moe_intermediate_size")
-    return {
-        "experts": experts,
-        "experts_per_token": chosen,
-        "expert_feed_forward": inner,
-        "shared_feed_forward": inner * _size(config, "n_shared_experts"),
-        "expert_layers": tuple(range(int(config["first_k_dense_replace"]), _size(config, "num_hidden_layers"))),
-        "router": "balanced",
-        "router_scale": config["routed_scaling_factor"],
-        "router_groups": (groups, some) if groups > 1 else None,
-        "predicting_layers": config.get("num_nextn_predict_layers", config.get("num_mtp_layers")) or 0,
-    }
+    return replace(
+        decoder,
+        experts=experts,
+        experts_per_token=chosen,
+        expert_feed_forward=inner,
+        shared_feed_forward=inner * _size(config, "n_shared_experts"),
+        expert_layers=tuple(range(int(config["first_k_dense_replace"]), decoder.layers)),
+        router="balanced",
+        router_scale=config["routed_scaling_factor"],
+        router_groups=(groups, some) if groups > 1 else None,
+        predicting_layers=config.get("num_nextn_predict_layers", config.get("num_mtp_layers")) or 0,
+    )
 
 
-def _gpt_oss(name: str, config: JsonObject, where: Path | str) -> Architecture:
+def _gpt_oss(config: JsonObject) -> Architecture:
     layers, chosen = range(_size(config, "num_hidden_layers")), _size(config, "num_experts_per_tok")
     kinds = config.get("layer_types") or [("sliding_attention", "full_attention")[i % 2] for i in layers]
     if chosen == 1:
-        raise MegarlError(f"{where}: num_experts_per_tok=1 is not supported: the router has no effect")
+        raise MegarlError("num_experts_per_tok=1 is not supported: the router has no effect")
     if len(kinds) != len(layers) or not {"sliding_attention", "full_attention"}.issuperset(kinds):
-        raise MegarlError(
-            f"{where}: layer_types is not supported: only sliding_attention and full_attention, one a layer"
-        )
+        raise MegarlError("layer_types is not supported: only sliding_attention and full_attention, one a layer")
     windowed = tuple(i for i in layers if kinds[i] == "sliding_attention")
-    inner = _size(config, "intermediate_size")
-    return _decoder(
-        name, config, where, {"attention_bias": True, "swiglu_alpha": 1.702}, ("default", "yarn"),
+    return replace(
+        _decoder(config, {"attention_bias": True, "swiglu_alpha": 1.702}, ("default", "yarn")),
         qkv_biases=True,
         biases=True,
         sinks=True,
@@ -446,21 +437,19 @@ def _gpt_oss(name: str, config: JsonObject, where: Path | str) -> Architecture:
         glu_limit=float(config.get("swiglu_limit", 7.0)),
         experts=_size(config, "num_local_experts"),
         experts_per_token=chosen,
-        expert_feed_forward=inner,
+        expert_feed_forward=_size(config, "intermediate_size"),
         expert_layers=tuple(layers),
         router="softmax of the chosen",
-    )  # fmt: skip
+    )
 
 
 GROUP_BEST = 2
-"""Experts by whose scores DeepSeek-V3 ranks a group (arXiv 2412.19437, section 2.1.2)."""
-READERS: dict[str, Callable[[str, JsonObject, Path | str], Architecture]] = {
-    "LlamaForCausalLM": lambda name, config, where: _decoder(name, config, where, NO_BIAS | {"mlp_bias": False}),
-    "Qwen2ForCausalLM": lambda name, config, where: _decoder(name, config, where, QWEN, qkv_biases=True),
-    # A head's size is 128 whatever the number of heads.
-    "Qwen3ForCausalLM": lambda name, config, where: _decoder(
-        name, {"head_dim": 128, **config}, where, QWEN | NO_BIAS, head_norms=True
-    ),
+"""DeepSeek-V3 ranks a group by the scores of this many experts, its best (arXiv 2412.19437, section 2.1.2)."""
+READERS: dict[str, Callable[[JsonObject], Architecture]] = {
+    "LlamaForCausalLM": lambda config: _decoder(config, NO_BIAS | {"mlp_bias": False}),
+    "Qwen2ForCausalLM": lambda config: replace(_decoder(config, QWEN), qkv_biases=True),
+    # The default size of a head is 128, whatever the number of heads.
+    "Qwen3ForCausalLM": lambda config: replace(_decoder({"head_dim": 128, **config}, QWEN | NO_BIAS), head_norms=True),
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "Glm4MoeForCausalLM": _glm4_moe,
     "DeepseekV3ForCausalLM": _deepseek_v3,
@@ -468,40 +457,35 @@ READERS: dict[str, Callable[[str, JsonObject, Path | str], Architecture]] = {
     "Llama4ForCausalLM": _llama4,
     "Llama4ForConditionalGeneration": _llama4_multimodal,
 }
-"""By the name in `architectures` of config.json."""
+"""Readers of config.json by the name in its `architectures`."""
 
 
 def _decoder(
-    name: str,
-    config: JsonObject,
-    where: Path | str,
-    only: JsonObject,
-    ropes: Sequence[str] = ("default", "llama3"),
-    **more: Any,
+    config: JsonObject, only: JsonObject, ropes: Sequence[str] = ("default", "llama3"), latent: Latent | None = None
 ) -> Architecture:
-    """Read the fields that most architectures share, and add `more`. only: settings with a single implemented value. ropes:
-    kinds of rotary embedding that are implemented on both sides."""
+    """Read the fields that most architectures share, without the name. only: settings of which one value is implemented. ropes:
+    kinds of rotary embedding that both learner and server implement."""
     for key, value in ({"hidden_act": "silu"} | only).items():
         if config.get(key, value) != value:
-            raise MegarlError(f"{where}: {key}={config[key]!r} is not supported, only {value!r}")
+            raise MegarlError(f"{key}={config[key]!r} is not supported, only {value!r}")
     heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
-    # transformers 5 writes rope_parameters; before, rope_theta stood beside rope_scaling.
+    head_dim = _size(config, "head_dim", hidden // heads)
+    # transformers 5 writes rope_parameters; earlier versions wrote rope_theta and rope_scaling.
     rope: JsonObject = config.get("rope_parameters") or {
         "rope_theta": config.get("rope_theta", 10000.0),
         **(config.get("rope_scaling") or {}),
     }
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ropes:
-        raise MegarlError(f"{where}: rope_type {kind!r} is not supported; supported: {', '.join(ropes)}")
-    llama3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    head_dim = _size(config, "head_dim", hidden // heads)
-    more = {"rotated": head_dim} | more
+        raise MegarlError(f"rope_type {kind!r} is not supported; supported: {', '.join(ropes)}")
+    scaling: RopeScaling | Yarn | None = None
     if kind == "yarn":
-        more["rope_scaling"] = _yarn(rope, bool(more.get("latent")))
+        scaling = _yarn(rope, latent is not None)
     elif kind == "llama3":
-        more["rope_scaling"] = RopeScaling(*(rope[key] for key in llama3))
+        llama3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        scaling = RopeScaling(*(rope[key] for key in llama3))
     return Architecture(
-        name=name,
+        name="",
         layers=_size(config, "num_hidden_layers"),
         hidden=hidden,
         heads=heads,
@@ -513,12 +497,14 @@ def _decoder(
         tied=config.get("tie_word_embeddings", False),
         epsilon=config["rms_norm_eps"],
         rope_theta=rope["rope_theta"],
-        **more,
+        rotated=head_dim,
+        rope_scaling=scaling,
+        latent=latent,
     )
 
 
 def _yarn(rope: JsonObject, latent: bool) -> Yarn:
-    """Read YaRN as transformers does (modeling_rope_utils.py); latent: as DeepSeek's attention, whose scores grow, too."""
+    """Read YaRN as transformers does (modeling_rope_utils.py). latent: also read the factor on DeepSeek's attention scores."""
     factor, scale, all_dim = rope["factor"], rope.get("mscale"), rope.get("mscale_all_dim")
 
     def grown(by: float) -> float:
@@ -539,7 +525,7 @@ def _yarn(rope: JsonObject, latent: bool) -> Yarn:
 
 
 def _size(config: JsonObject, key: str, otherwise: int | None = None) -> int:
-    """A whole number above 0; `otherwise` if it is not there."""
+    """Return the whole number above 0 under `key`, or `otherwise` if it is missing. ValueError for any other number."""
     value = config[key] if otherwise is None else config.get(key) or otherwise
     if not 0 < value == int(value):
         raise ValueError(f"{key} is {value}")
@@ -548,12 +534,12 @@ def _size(config: JsonObject, key: str, otherwise: int | None = None) -> int:
 
 @dataclass(frozen=True)
 class RoutedLayers:
-    """Which layers of a model have experts, and how a server tells the experts it chose (model.moe.routing_replay).
+    """A model's layers with experts, and the formats in which a server reports its choices (model.moe.routing_replay).
 
-    reply    base64 of int32 [rows, all layers, experts a token]     rows: tokens from `routing_from` on, but the last
-    rollout  Routing, layers with experts only, a byte a choice      rows of one request follow on those of the one before
+    reply    base64 of int32 [rows, all layers, chosen]              rows: tokens from `routing_from` on, except the last
+    rollout  Routing, layers with experts only, a byte per choice    the rows of successive requests are concatenated
 
-    layers: how many there are; with_experts: which of them, from 0; chosen: experts that a token gets.
+    layers: number of all layers; with_experts: indices of those with experts, from 0; chosen: experts per token.
     """
 
     layers: int
@@ -562,7 +548,7 @@ class RoutedLayers:
     chosen: int
 
     def decoded(self, reply: str) -> np.ndarray:
-        """[rows, layers with experts, chosen] uint8, or int16 where there are more experts."""
+        """Return a reply's choices [rows, layers with experts, chosen]: uint8, or int16 where there are more experts."""
         if not reply:
             raise MegarlError(
                 "a server did not say which experts it chose: was it started with model.moe.routing_replay?"
@@ -571,12 +557,12 @@ class RoutedLayers:
         return table[:, self.with_experts].astype(np.uint8 if self.experts <= 256 else np.int16)
 
     def joined(self, tables: Sequence[np.ndarray]) -> Routing:
-        """A rollout's choices, from the tables of its requests."""
+        """Join the tables of a rollout's requests."""
         return Routing(choices=np.concatenate(tables).reshape(-1), layers=len(self.with_experts), chosen=self.chosen)
 
 
 def layers_of(model_path: str) -> RoutedLayers | None:
-    """The routed layers of the model in this directory; None for a dense one."""
+    """Return the routed layers of the model in this directory; None for a dense model."""
     model = in_directory(model_path)
     if not model.experts:
         return None

@@ -1,16 +1,16 @@
-"""A process group for weights: rank 0 is a learner's, the others are servers'. No wait in it is without a limit.
+"""A process group for weights: rank 0 is a rank of the learner, the others are servers. Every wait has a time limit.
 
-NCCL promises less than gloo. `Work.wait` returns before anything has arrived and never raises; the death of one member leaves
-the others' kernels spinning; forming a communicator and destroying one with work under way can wait for ever; and a watchdog
-kills the process that it runs in. So members wait here for `is_completed`, and the first that gives up tells the others, who
-look while they wait; what may hang runs in a thread that is left behind; a broken group is aborted.
+NCCL promises less than gloo. `Work.wait` returns before anything has arrived and never raises; if a member dies, the others'
+kernels spin; forming a communicator, or destroying one with work under way, can block for ever; and NCCL's watchdog kills its
+own process. So members poll `is_completed`; the first that gives up writes this to a store, which the others check while they
+wait; calls that may hang run in a thread that can be abandoned; and a broken group is aborted.
 """
 
 import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from datetime import timedelta
 
 import torch
@@ -24,27 +24,27 @@ log = logging.getLogger(__name__)
 
 BROKEN = "broken"
 FORM_LIMIT_S = 60.0
-"""Limit of forming a group, if that of waiting is not shorter."""
+"""Time limit for forming a group, unless the limit for waiting is shorter."""
 LOOK_S = 0.1
-"""How often a waiting member looks whether another has given up."""
+"""Interval at which a waiting member checks whether another has given up."""
 CLOSE_LIMIT_S, GLOO_CLOSE_LIMIT_S = 20.0, 1.0
-"""An aborted NCCL has to leave the GPU; gloo's threads, which nothing wakes, are in nobody's way."""
+"""An aborted NCCL group must release the GPU; gloo's threads, which nothing wakes, do no harm."""
 NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
-"""A group reads these when it is made. With others it would end its process when a peer is lost."""
+"""A group reads these when it is made. With other values it would end its process when a peer is lost."""
 
 
 class BroadcastGroup:
-    """One member. Its methods raise RuntimeError when the group is broken, or after their limit."""
+    """One member of the group. Its methods raise RuntimeError when the group is broken or the time limit has passed."""
 
     def __init__(
         self, name: str, rank: int, world: int, backend: str, address: tuple[str, int], limit_s: float,
         store: dist.TCPStore | None = None,
     ) -> None:  # fmt: skip
-        """Meet the others at `address`, where rank 0 holds `store`, and make the communicator."""
+        """Meet the others at `address`, where rank 0 serves `store`, and form the communicator."""
         self.name, self._backend, self._limit_s = name, backend, limit_s
         limit = timedelta(seconds=min(FORM_LIMIT_S, limit_s))
         self._store = store or dist.TCPStore(*address, world, False, limit)
-        # A store's client does one thing at a time, and that one waits for the others.
+        # A second connection: a store's client handles one call at a time, and the first blocks while it waits for the others.
         self._line = PrefixStore(f"{name}/line", dist.TCPStore(*address, world, False, limit))
         self._group: ProcessGroup | None = None
         self._device = torch.device("cuda" if backend == "nccl" else "cpu")
@@ -52,14 +52,14 @@ class BroadcastGroup:
 
         def form() -> None:
             with environment(NO_WATCHDOG):
-                # As sglang.srt.utils.init_custom_process_group does it, which would bring all of SGLang into the learner.
+                # Like sglang.srt.utils.init_custom_process_group, which would import all of SGLang into the learner.
                 group, _ = _new_process_group_helper(
                     world, rank, [], Backend(backend), PrefixStore(name, self._store), group_name=name,
                     timeout=timedelta(seconds=limit_s),
                 )  # fmt: skip
             self._group = group
             _world.pg_group_ranks[group] = {r: r for r in range(world)}
-            self.wait(self.broadcast(torch.zeros(1, device=self._device)))  # NCCL's communicator is made in the first
+            self.wait(self.broadcast(torch.zeros(1, device=self._device)))  # the first one makes NCCL's communicator
 
         formed = in_thread(form)
         try:
@@ -70,19 +70,19 @@ class BroadcastGroup:
             raise
 
     def broadcast(self, flat: Tensor) -> dist.Work:
-        """Begin to bring rank 0's `flat` to all."""
+        """Start the broadcast of rank 0's `flat`, into `flat` on the others."""
         assert self._group is not None
         return dist.broadcast(flat, group_src=0, group=self._group, async_op=True)
 
     def send(self, head: bytes = b"", flat: Tensor | None = None) -> list[tuple[dist.Work, Tensor]]:
-        """On rank 0, begin to bring a head and bytes to the others' `receive`; without them, the end. Wait for each work."""
-        head_bytes = torch.frombuffer(bytearray(head or b" "), dtype=torch.uint8).to(self._device)
-        sizes = torch.tensor([len(head), 0 if flat is None else len(flat)], device=self._device)
-        tensors = [sizes] if flat is None else [sizes, head_bytes, flat]
+        """On rank 0, start sending a head and bytes, or without arguments the end, to the others' `receive`; wait for each."""
+        tensors = [torch.tensor([len(head), 0 if flat is None else len(flat)], device=self._device)]
+        if flat is not None:
+            tensors += [torch.frombuffer(bytearray(head), dtype=torch.uint8).to(self._device), flat]
         return [(self.broadcast(tensor), tensor) for tensor in tensors]
 
     def receive(self) -> tuple[bytes, Tensor] | None:
-        """Return what rank 0 sends next, None at its end. The bytes are valid until the next call but one."""
+        """Return the head and bytes that rank 0 sends next; None at the end. The bytes stay valid during one more call."""
         sizes = self._received(torch.empty(2, dtype=torch.int64, device=self._device)).tolist()
         if not sizes[0]:
             return None
@@ -98,14 +98,14 @@ class BroadcastGroup:
         return tensor
 
     def wait(self, work: dist.Work, failed: Callable[[], str] = str) -> None:
-        """Return when `work` is done on this rank and its bytes can be read. failed: why that will not be, if it is known."""
+        """Wait until `work` is done on this rank and its bytes can be read. failed: returns a reason to give up, or ""."""
         self._until(work.is_completed, "done with a broadcast", self._limit_s, failed)
-        work.wait()  # gloo raises what went wrong; NCCL has this stream wait for its own, and keeps what went wrong to itself
+        work.wait()  # gloo raises its error; NCCL makes this stream wait for NCCL's and raises nothing
         if self._backend != "gloo" and (error := work.exception()):
             raise RuntimeError(str(error))
 
     def close(self, broken: str = "") -> None:
-        """Leave the group. broken: why it cannot be used any more; the others, who may wait in it, are told."""
+        """Leave the group. broken: why it can no longer be used; the other members, who may be waiting in it, are told."""
         if broken:
             try:
                 if not self._line.check([BROKEN]):
@@ -117,16 +117,13 @@ class BroadcastGroup:
         last, self._group = [self._group], None
 
         def leave() -> None:
-            group = last.pop()  # freed in this thread: with gloo that waits for what is under way, for up to limit_s
+            group = last.pop()  # freed in this thread: gloo's destructor waits for work under way, for up to limit_s
             if broken:
                 group.abort()
             dist.destroy_process_group(group)
 
         limit_s = CLOSE_LIMIT_S if self._backend != "gloo" else GLOO_CLOSE_LIMIT_S
-        gone, until = in_thread(leave), time.monotonic() + limit_s
-        while not gone.done() and time.monotonic() < until:
-            time.sleep(0.001)
-        if not gone.done():
+        if wait([in_thread(leave)], limit_s).not_done:
             log.warning("group %s was not destroyed within %g s; it is left as it is", self.name, limit_s)
 
     def _until(self, done: Callable[[], bool], what: str, limit_s: float, failed: Callable[[], str] = str) -> None:
@@ -142,11 +139,11 @@ class BroadcastGroup:
                     raise RuntimeError(why)
                 if self._line.check([BROKEN]):
                     raise RuntimeError(f"the process group is broken: {self._line.get(BROKEN).decode()}")
-            time.sleep(min(0.0005, (now - begin) / 8))  # short for what is nearly there, as heads of buckets are
+            time.sleep(min(0.0005, (now - begin) / 8))  # shorter at first: the head of a bucket arrives soon
 
 
 def in_thread[T](act: Callable[[], T]) -> Future[T]:
-    """Run `act` in a thread on the same GPU, which may outlast us."""
+    """Run `act` in a daemon thread on the same GPU; the caller may abandon it."""
     done: Future[T] = Future()
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 

@@ -1,4 +1,4 @@
-"""A 64-bit checksum of a parameter that is the sum of its pieces' checksums, in any order, on any device.
+"""A 64-bit checksum of a parameter: the sum of its pieces' checksums, which may be computed in any order, on any device.
 
     learner   q ──► checksum(q, 0) ─────────┐              server   qkv_proj ──► checksum(qkv_proj)
               v ──► checksum(v, |q| + |k|) ─┼─► +                         ▲
@@ -8,18 +8,18 @@ The parameter's bytes are signed numbers x(0), x(1), …. Modulo 2^64,
 
     checksum = bytes · LENGTH + Σ x(i) · w(i)        w(i) = column(i mod COLUMNS) · row(i div COLUMNS)
 
-with fixed pseudo-random odd 64-bit columns and rows. To compute it, a column is written as eight signed digits of base 256, so
-that a matrix product of 8-bit numbers, which CPUs and GPUs have instructions for, reads the bytes once:
+with fixed pseudo-random odd 64-bit columns and rows. To compute it, each column is written as eight signed digits of base 256,
+so that one matrix product of 8-bit numbers, for which CPUs and GPUs have instructions, reads the bytes once:
 
     bytes [rows, COLUMNS] int8 · digits [COLUMNS, 8] int8 ──► [rows, 8] int32, exact: at most 2^26 ──► · 256^digit · row ──► Σ
 
-How much it finds. Let d(i) be the changes of the bytes and 2^t the largest power of two that divides all of them; t is at most
-7. One changed byte, be it by a bit, is always found: |d| < 2^8 and w is odd, so d · w is no multiple of 2^64. Several changed
-bytes of one row cancel only if Σ d(i) · column(i) = 0 modulo 2^64, which for random odd columns has a probability of at most
-2^-(63 - t). Changes in several rows can also cancel between them, and the sum over what rows may have in common makes that
-2^-(57 - t) at most, so 2^-50. Values, rows or pieces that were swapped, shifted, repeated or lost are such changes. Bytes that
-are all zero are known by LENGTH. This guards against errors on the way. It keeps out nobody: changes that cancel are easy to
-compute.
+What it detects. Let d(i) be the changes of the bytes and 2^t the largest power of two that divides all of them; t is at most 7.
+A change of a single byte, even of one bit, is always detected: |d| < 2^8 and w is odd, so d · w is no multiple of 2^64. Several
+changed bytes of one row cancel only if Σ d(i) · column(i) = 0 modulo 2^64, which for random odd columns has a probability of at
+most 2^-(63 - t). Changes in several rows can also cancel each other; summed over the powers of two that rows may share, the
+bound becomes 2^-(57 - t), hence 2^-50. Values, rows or pieces that were swapped, shifted, repeated or lost are such changes.
+LENGTH makes the checksum of zero bytes depend on their number. All this guards against errors in transit, not against an
+attacker, who can easily find changes that cancel.
 """
 
 import functools
@@ -32,24 +32,24 @@ from torch.nn.functional import pad
 COLUMNS = 4096
 DIGITS = 8
 WIDTH = 16
-"""Columns of the matrix of digits, filled up with zeros: of 8 columns CPU and GPU take slower ways."""
+"""Columns of the matrix of digits, padded with zeros: with only 8, CPU and GPU take slower paths."""
 FEWEST_ROWS = 17
-"""That a GPU multiplies in this way (torch._int_mm)."""
+"""Fewest rows that a GPU multiplies in this way (torch._int_mm)."""
 ALIGNED = 16
-"""Bytes of which a GPU wants an address to be a multiple."""
+"""Bytes; on a GPU the address has to be a multiple of it."""
 PIECE = 64 << 20
-"""Bytes that are brought to a device at once, in whole rows."""
+"""Bytes that are copied to a device at once, in whole rows."""
 LENGTH = 0x1E3779B97F4A7C15
 _COLUMNS, _ROWS = 1, 2
 """Seeds."""
 
 
 def checksum(piece: Tensor, start: int = 0) -> Tensor:
-    """Return the checksum [] (int64, on its device) of a piece that begins `start` bytes into its parameter, of any type."""
-    data = piece.detach().contiguous().as_strided((piece.numel(),), (1,)).view(torch.int8)
+    """Return the checksum [] int64, on its device, of a piece of any dtype that begins `start` bytes into its parameter."""
+    data = _bytes(piece)
     total = torch.full((), _signed(len(data) * LENGTH), dtype=torch.int64, device=data.device)
     row, column = divmod(start, COLUMNS)
-    edge = min(-start % COLUMNS, len(data))  # the rest of a row that began before the piece
+    edge = min(-start % COLUMNS, len(data))  # bytes that complete a row begun before the piece
     whole = (len(data) - edge) // COLUMNS * COLUMNS
     for part in data.split([edge, whole, len(data) - edge - whole]):
         if len(part):
@@ -63,7 +63,7 @@ def checksum(piece: Tensor, start: int = 0) -> Tensor:
 
 def checksum_on(device: torch.device, held: Tensor) -> Tensor:
     """Return the checksum [] of a parameter that is held elsewhere, computed on `device` piece by piece."""
-    data = held.detach().contiguous().as_strided((held.numel(),), (1,)).view(torch.int8)
+    data = _bytes(held)
     total = torch.zeros((), dtype=torch.int64, device=device)
     for start in range(0, len(data), PIECE):
         total += checksum(data[start : start + PIECE].to(device, non_blocking=True), start)
@@ -75,13 +75,18 @@ def written(checksum: int) -> str:
     return f"{checksum % 2**64:016x}"
 
 
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes [bytes] int8."""
+    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.int8)
+
+
 def _signed(value: int) -> int:
     """Return the int64 that is `value` modulo 2^64."""
     return (value + 2**63) % 2**64 - 2**63
 
 
 def _sum(data: Tensor, row: int) -> Tensor:
-    """Return Σ x · w [] of whole rows [rows, COLUMNS] int8, the first of which is `row` of its parameter."""
+    """Return Σ x · w [] over whole rows [rows, COLUMNS] int8; row: the first one's index in its parameter."""
     height = len(data)
     keys = _odd(_ROWS, 1 << (row + height).bit_length(), data.device)[row : row + height]
     if data.is_cuda and (height < FEWEST_ROWS or data.data_ptr() % ALIGNED):
@@ -99,7 +104,7 @@ def _odd(seed: int, count: int, device: torch.device) -> Tensor:
 
 @functools.cache
 def _digits(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the columns' digits [COLUMNS, WIDTH] int8, and what each digit counts [DIGITS] int64."""
+    """Return the columns' digits [COLUMNS, WIDTH] int8 and the digits' place values [DIGITS] int64."""
     rest = np.random.PCG64(_COLUMNS).random_raw(COLUMNS) | np.uint64(1)
     digits = np.zeros((COLUMNS, WIDTH), np.int8)
     for n in range(DIGITS):

@@ -10,7 +10,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -26,7 +26,7 @@ class GraderDown(Exception):
 class Verdict(NamedTuple):
     """One grader's judgement. An answer is right if its score is above 0.
 
-    timeout, error (its text): the grader ran out of time, or failed on the answer; the score is then that of a wrong one.
+    timeout: the grader ran out of time. error: the text of its failure on the answer. Either way the score is a wrong answer's.
     """
 
     score: float
@@ -34,11 +34,18 @@ class Verdict(NamedTuple):
     error: str = ""
 
 
+def score_of(value: Any) -> float:
+    """Return a score that a user's code gave, a number; true and false, also NumPy's and torch's, are right and wrong."""
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
+        return RIGHT if value else WRONG
+    return float(value)
+
+
 class Grade(NamedTuple):
     """The grade of a completion.
 
     reward: the task grader's score, ±1 unless the grader is the user's own, plus the others' weighted scores.
-    format_ok: thinking was closed and something follows it. timeout, error: true if any of the graders had one.
+    format_ok: the thinking was closed and an answer follows it. timeout, error: true if any grader had one.
     rewards: each grader's score by name, if there are several; the task grader's is `answer`.
     """
 
@@ -60,12 +67,12 @@ class Grader(Protocol):
         """
 
     async def grade_answer(self, text: str, prompt: Prompt, verdict: Verdict | None = None) -> Grade:
-        """Grade for an evaluation: by the task's own grader or environment alone; with a trusted grader by all, whose score is
-        then `trusted` in `rewards` and adds nothing to the reward.
+        """Grade for an evaluation: with the task's own grader or environment alone, or, if there is a trusted grader, with all
+        graders; its score is `trusted` in `rewards` and adds nothing to the reward.
         """
 
     async def agrees(self, answer: str, expected: str) -> bool:
-        """Return whether the answer would be right if this were expected."""
+        """Return whether `answer` would be right if `expected` were the reference answer."""
 
 
 class Graders(Protocol):
@@ -108,10 +115,10 @@ class EnvironmentDown(GraderDown):
 
 
 class Observation(NamedTuple):
-    """The answer to a turn.
+    """An environment's answer to a turn.
 
-    tokens [m] int32: inserted after the turn, masked from the loss; done: the turn was the last one, and nothing is inserted;
-    error: the policy called a tool wrongly, or the tool failed on its input (a metric).
+    tokens [m] int32: inserted after the turn, masked from the loss. done: the turn was the last one; nothing is inserted.
+    error: the policy called a tool wrongly, or the tool failed on its input (counted in a metric).
     """
 
     tokens: np.ndarray
@@ -127,16 +134,16 @@ class Environment(Protocol):
     """One episode. Only `step` has to be implemented."""
 
     stop_tokens: tuple[int, ...] = ()
-    """Ids that end a turn besides the end token. After one of these the policy continues in the same message."""
+    """Token ids that end a turn, besides the end token. After one of these the policy continues in the same message."""
 
     async def reset(self, prompt: Prompt) -> None:
-        """Begin; the prompt's tokens are the first thing the policy sees."""
+        """Begin the episode. The prompt's tokens are the first thing that the policy sees."""
 
     async def step(self, tokens: np.ndarray) -> Observation:
         """Answer a turn. tokens [n] int32, the end or stop token included."""
 
     async def reward(self) -> Verdict | None:
-        """Judge after the last turn; None leaves it to the task's grader, which judges the text of the last message."""
+        """Judge the episode after its last turn. None: the task's grader judges, by the text of the last message."""
         return None
 
     async def close(self) -> None:
@@ -144,7 +151,7 @@ class Environment(Protocol):
 
 
 class PlayedEnvironment(Protocol):
-    """An environment in one episode. turns: the recipe's limit; stop_tokens: set once it is played.
+    """An environment in one episode. turns: the recipe's limit. stop_tokens: set when `played` is entered.
 
     Its coroutines raise EnvironmentDown if the environment fails, is late, or gives an invalid answer.
     """
@@ -153,7 +160,7 @@ class PlayedEnvironment(Protocol):
     stop_tokens: tuple[int, ...]
 
     def played(self, prompt: Prompt) -> AbstractAsyncContextManager[None]:
-        """Play from reset to close."""
+        """Return a context that resets the environment on entry and closes it on exit."""
 
     async def step(self, tokens: np.ndarray) -> Observation:
         """Return the environment's answer to a turn [n]."""
@@ -162,7 +169,7 @@ class PlayedEnvironment(Protocol):
         """Return the environment's verdict after the last turn, if it has one."""
 
     def told(self, turns: int, limited: bool) -> Episode:
-        """Return the record of an episode of this many turns. limited: the limit on turns ended it."""
+        """Return the record of an episode with this many turns. limited: the limit on turns ended it."""
 
 
 class Environments(Protocol):
@@ -176,23 +183,24 @@ class Environments(Protocol):
 
 
 class AgentDown(GraderDown):
-    """An agent ended twice without a reward, or cannot be run. The rollout cannot be judged, as if its grader were down."""
+    """An agent ended twice without a reward, or cannot be run. The rollout cannot be judged, as when its grader is down."""
 
 
 class PolicyTurn(NamedTuple):
-    """What the policy wrote for one request. ended: it stopped at the end token, not at a limit."""
+    """What the policy wrote for one request. ended: it ended with the end token, not at a limit."""
 
     segments: tuple[Segment, ...]
     ended: bool
 
 
 type Policy = Callable[[np.ndarray, int, int], Awaitable[PolicyTurn]]
-"""Samples a turn: after these tokens [n], at most so many, of which the servers' caches should have the first so many."""
+"""Samples a turn. Arguments: the tokens before it [n], its largest length, and how many of the first of these tokens the
+servers' caches should hold already."""
 
 
 class AgentRollout(NamedTuple):
-    """A session of an agent. text: the last message that the policy wrote in it. verdict: the agent's own; None leaves it to
-    the task's grader. finish: `length` if a limit ended it."""
+    """The rollout of an agent's session. text: the policy's last message. verdict: the agent's own; None: the task's grader
+    judges. finish: `length` if a limit ended the session."""
 
     segments: tuple[Segment, ...]
     paths: tuple[Branch, ...]
@@ -206,10 +214,11 @@ class Agents(Protocol):
     """The agents of a run."""
 
     def work(self, task: str) -> bool:
-        """Return whether rollouts of this task are sessions of an agent."""
+        """Return whether an agent does the rollouts of this task."""
 
     async def session(self, prompt: Prompt, order: tuple[int, int, int], policy: Policy) -> AgentRollout:
-        """Have the agent of the prompt's task work on it. order: smaller goes first. AgentDown, or what `policy` raises."""
+        """Run the agent of the prompt's task on the prompt. order: the smallest goes first. Raises AgentDown, or what `policy`
+        raises."""
 
     async def close(self) -> None:
         """End the agents' processes."""
@@ -224,7 +233,7 @@ class TaskPrompts(NamedTuple):
 
 @dataclass(frozen=True)
 class Tasks:
-    """All tasks of a run. graders, environments and agents are called within the running event loop."""
+    """All tasks of a run. `graders`, `environments` and `agents` must be called while the event loop runs."""
 
     prompts: Mapping[str, TaskPrompts]
     graders: Callable[[], Graders]

@@ -1,16 +1,16 @@
-"""What changed in a tensor, as a few bytes, exact to the bit.
+"""The changes of a tensor, encoded in a few bytes and exact to the bit.
 
     old, new ──encode──► gaps between the changed elements, and by how much each changed ──► Huffman code
     held by a server ──add── decode ◄──┘
 
-Elements are compared and subtracted as integers of their bits, modulo 2^bits, so what is added to `old` gives `new` whatever
-the bits mean: a NaN, -0.0, an infinity. Differences pass through whatever only moves elements (slices, transposes, shards),
-and zeros change nothing.
+The bits of each element are compared and subtracted as an integer, modulo 2^bits, so adding the difference to `old` gives `new`
+whatever the bits mean: a NaN, -0.0, an infinity. Operations that only move elements (slices, transposes, shards) can be applied
+to differences too, and zeros change nothing.
 
-A gap of g elements is g div 255 bytes of 255, and one of the rest. A difference is a byte, or 255 and itself in a list. bf16
-has 8 bits of mantissa, which a step of 5e-7 seldom reaches: at most about one element in a hundred changes, and that by one.
-Then a gap costs 8 bits and a difference 1 (benchmarks/README.md). zlib only counts how frequent each byte is, which is all
-there is to find; its checksum (Adler-32) guards the bytes.
+A gap of g elements is written as g div 255 bytes of 255 and one byte for the rest. A difference is a byte, or 255 if it is too
+large; large ones are in a list. bf16 has 8 bits of mantissa, which a step of 5e-7 seldom reaches: at most about one element in
+a hundred changes, and then by one. So a gap costs 8 bits and a difference 1 (benchmarks/README.md). zlib only exploits the
+frequencies of bytes, as there is no other redundancy; its checksum (Adler-32) guards the bytes.
 """
 
 import zlib
@@ -23,20 +23,20 @@ from torch.nn import Module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes of an element."""
+"""Integer types by the size of an element in bytes."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""A number stands for each in a code: its place here."""
+"""An encoded delta names its dtype by the index in this tuple."""
 SUFFIX = ".delta"
-"""Ends the name of a tensor of which only a delta is sent."""
+"""Suffix of a tensor's name if only its delta is sent."""
 LARGE = 255
 WORD = 8
 """Bytes that are compared at once."""
 PIECE = 1 << 24
-"""Elements that are compared at once, on the new ones' device: what is known of each that changed takes 50 bytes."""
+"""Elements that are compared at once, on the new tensor's device: each changed one takes 50 bytes of temporary memory."""
 
 
 def encode(old: Tensor, new: Tensor) -> Tensor:
-    """Return what makes `new` of `old`, of the same shape and type, each on any device: [bytes] uint8 on the CPU."""
+    """Return the delta from `old` to `new`, tensors of equal shape and type on any devices, as [bytes] uint8 on the CPU."""
     before, after = (_integers(tensor) for tensor in (old, new))
     parts: tuple[list[Tensor], ...] = ([], [], [])
     last = -1
@@ -57,12 +57,12 @@ def encode(old: Tensor, new: Tensor) -> Tensor:
     head = [DTYPES.index(new.dtype), len(skips), len(folded), *new.shape]
     coder, code = zlib.compressobj(1, strategy=zlib.Z_HUFFMAN_ONLY), b""
     for part in (torch.tensor([len(head), *head]), numbers, skips, folded):
-        code += coder.compress(part.numpy()) + coder.flush(zlib.Z_BLOCK)  # each by frequencies of its own
+        code += coder.compress(part.numpy()) + coder.flush(zlib.Z_BLOCK)  # each part gets a Huffman code of its own
     return torch.frombuffer(bytearray(code + coder.flush()), dtype=torch.uint8)
 
 
 def decode(code: Tensor) -> Tensor:
-    """Return the differences, of the tensor's type and shape, on the code's device. RuntimeError if the code is damaged."""
+    """Return the differences in the tensor's type and shape, on the code's device. RuntimeError if the code is damaged."""
     try:
         data = torch.frombuffer(bytearray(zlib.decompress(code.cpu().numpy())), dtype=torch.uint8)
     except zlib.error as error:
@@ -83,7 +83,7 @@ def decode(code: Tensor) -> Tensor:
 
 
 def add(held: Tensor, difference: Tensor) -> None:
-    """Add it to what a server holds, in place."""
+    """Add a decoded difference to the tensor that a server holds, in place; both are read as integers."""
     kind = INTEGERS[difference.itemsize]
     held.view(kind).add_(difference.to(held.device).view(kind))
 
@@ -91,8 +91,8 @@ def add(held: Tensor, difference: Tensor) -> None:
 def load(
     model: Module, loader: Callable[[Iterable[tuple[str, Tensor]]], object], tensors: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Load tensors into the model by its own loader, and the deltas among them in the same way, but where that copies into the
-    model, add. So a delta is narrowed, joined and turned for a rank as its tensor would be."""
+    """Load tensors with the model's own loader. Deltas go through it too, but are added where it would copy a tensor, so that
+    it slices, joins and transposes a delta for each rank as it would the tensor."""
     deltas = []
 
     def others() -> Iterator[tuple[str, Tensor]]:
@@ -105,12 +105,13 @@ def load(
     loader(others())
     if not deltas:
         return
-    with _Adding(model):
-        loader((name, decode(code)) for name, code in deltas)
+    device = next(model.parameters()).device
+    with _Adding(model):  # one by one: codes are small, but all deltas, once decoded, are as large as the model
+        loader((name, decode(code.to(device))) for name, code in deltas)
 
 
 class _Adding(TorchDispatchMode):
-    """In its context, what would be copied into the model's parameters is added to them."""
+    """A context in which tensors that would be copied into the model's parameters are added to them instead."""
 
     def __init__(self, model: Module) -> None:
         super().__init__()
@@ -124,7 +125,7 @@ class _Adding(TorchDispatchMode):
 
 
 def _integers(tensor: Tensor) -> Tensor:
-    """Return the bits of a tensor's elements [elements], aligned to words."""
+    """Return the bits of a tensor's elements as integers [elements], aligned to words."""
     flat = tensor.detach().contiguous().view(-1)
     if flat.data_ptr() % WORD:
         flat = flat.clone()
@@ -132,7 +133,7 @@ def _integers(tensor: Tensor) -> Tensor:
 
 
 def _changed(before: Tensor, after: Tensor) -> Tensor:
-    """Return where they differ [changed] int64, ascending. Whole words first, most of which are equal."""
+    """Return the indices where two tensors differ [changed] int64, ascending. Compares whole words first: most are equal."""
     many = WORD // before.itemsize
     whole = len(before) // many * many
     old, new = (tensor[:whole].view(torch.int64) for tensor in (before, after))

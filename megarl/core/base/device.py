@@ -1,4 +1,4 @@
-"""Which machine and GPUs a process uses: decides who can share memory there, and which processes NCCL cannot group."""
+"""Which machine and GPUs a process uses. This decides which processes can share memory, and which NCCL cannot group."""
 
 from pathlib import Path
 

@@ -13,7 +13,7 @@ SHOWN = 10
 
 
 def listed(head: str, items: list[str], count: int | None = None) -> str:
-    """Format the head and the first items, one per line. count: the total, if these are only the first."""
+    """Format the head and the first items, one per line. count: the number of all items, if `items` has only the first."""
     more = (len(items) if count is None else count) - SHOWN
     rest = [f"… and {more} more"] if more > 0 else []
     return "\n".join([head, *items[:SHOWN], *rest])

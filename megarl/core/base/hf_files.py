@@ -1,4 +1,4 @@
-"""A Hugging Face directory, possibly written by hand. Any fault of its JSON files is one `MegarlError`."""
+"""Files of a Hugging Face directory, possibly written by hand. Any fault in its JSON files raises a `MegarlError`."""
 
 import json
 import math
@@ -32,11 +32,7 @@ def read_json(path: Path) -> JsonObject:
         value = json.loads(path.read_bytes())
     except json.JSONDecodeError as error:
         raise MegarlError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
-    except UnicodeDecodeError:
-        raise MegarlError(f"{path}: not JSON: not UTF-8 text") from None
-    except RecursionError:
-        raise MegarlError(f"{path}: not JSON that can be read: too many brackets within each other") from None
-    except ValueError as error:  # a number with thousands of digits
+    except (ValueError, RecursionError) as error:  # not UTF-8, a number of thousands of digits, brackets too deep
         raise MegarlError(f"{path}: not JSON that can be read: {error}") from None
     except OSError as error:
         raise MegarlError(f"{path}: cannot be read: {error.strerror}") from None
@@ -63,7 +59,7 @@ def parameters(model: Path) -> int:
 
 
 def weight_files(model: Path) -> list[Path]:
-    """Return the files of weights: those that the index names, else all *.safetensors. MegarlError if any is missing."""
+    """Return the files of weights: those in the index, or all *.safetensors without one. MegarlError if any is missing."""
     index = model / INDEX
     if not index.is_file():
         if files := sorted(model.glob("*.safetensors")):

@@ -1,8 +1,8 @@
-"""The asking end of a conversation with the controller (megarl/core/base/messages.py): ask, wait, ask again. Learner rank 0
-has one, and each server that joins a run.
+"""The client side of requests to the controller (megarl/core/base/messages.py): ask, wait, ask again. Learner rank 0 has one,
+and so has each server that joins a run.
 
-All requests are idempotent, so a request without an answer is sent again over a new socket: a late answer to the old one
-reaches a closed socket, and a controller that was restarted meanwhile hears it for the first time.
+All requests are idempotent, so a request without an answer is sent again over a new socket: a late answer to the first one
+reaches a closed socket, and a controller that was restarted in between simply gets the request for the first time.
 """
 
 import logging
@@ -28,7 +28,7 @@ class Interrupted(Exception):
 
 
 class ControllerLink:
-    """A connection to the controller at `address` (tcp://host:port), which must prove that it has the key in `keys`."""
+    """A connection to the controller at `address` (tcp://host:port), which must prove its identity by the key in `keys`."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class ControllerLink:
         resend_s: float = 30.0,
         limit_s: float = 600.0,
     ) -> None:
-        """interrupted() is the reason to give up waiting, or "". A controller silent for `limit_s` is an error."""
+        """Connect. interrupted: returns a reason to give up waiting, or "". limit_s: how long the controller may be silent."""
         self.address, self._keys, self.interrupted = address, keys, interrupted
         self.resend_s, self.limit_s = resend_s, limit_s
         self._context = zmq.Context()
@@ -49,7 +49,7 @@ class ControllerLink:
         """Return the controller's Reply, still encoded. Raises Interrupted, or MegarlError after `limit_s` of silence."""
         frames, name = to_frames(request), type(request).__name__
         limit = time.monotonic() + self.limit_s
-        self._check_interrupted()  # a controller that always answers at once leaves no wait to do it in
+        self._check_interrupted()  # here too: the loop below may never run if the controller always answers at once
         self._socket.send_multipart(frames)
         resend = time.monotonic() + self.resend_s
         while not self._socket.poll(int(1000 * LOOK_S)):
@@ -70,7 +70,7 @@ class ControllerLink:
             raise MegarlError(f"the controller at {self.address} speaks another protocol: {error}") from None
 
     def tell(self, request: Request) -> None:
-        """Send a last word; whether it is heard does not matter."""
+        """Send a last message over a new socket; it does not matter whether it arrives."""
         self._reconnect()
         self._socket.send_multipart(to_frames(request))
         self._socket.poll(int(1000 * LAST_WORD_S))

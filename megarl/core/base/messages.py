@@ -3,17 +3,17 @@
 The learner executes and the controller decides. Rank 0 asks `Next`; the answer is the next collective command:
 
     learner (rank 0)                          controller
-    Next(step=7, version=7)          ───────► Publish(version=7, servers=[a, b])     servers are behind
+    Next(step=7, version=7)          ───────► Publish(version=7, servers=[a, b])      these servers have older weights
     Published(version=7, results)    ───────► Ack
-    Next(step=7, version=7)          ───────► Score(version=7, rollouts)              both sides are compared
+    Next(step=7, version=7)          ───────► Score(version=7, rollouts)              compares learner and servers
     Scored(version=7, logprobs)      ───────► Ack
     Next(step=7, version=7)          ───────► Train(batch 7)                          the B oldest tickets are done
       … trains: version 8 …
     Next(step=8, version=8)          ───────► Wait(reason)                            nothing within wait_s; ask again
     Next(step=8, version=8)          ───────► Stop(reason)                            after the last step's evaluation
 
-`Next` is idempotent: the same step gets the same batch, from the journal if need be, so a restarted learner replays
-what it lost. A learner identifies its incarnation; a new one makes every server's weights suspect until published.
+`Next` is idempotent: the same step gets the same batch, from the journal if need be, so a restarted learner replays the steps
+it lost. Each start of the learner is an incarnation; after a new one, no server's weights are trusted until it has published.
 
 A server that joins a run (`megarl serve --join`) speaks to the controller over the same socket, with the same keys:
 
@@ -34,12 +34,15 @@ LARGEST_REQUEST = 16 << 20
 LARGEST_REPLY = 16 << 30
 """Bytes of a frame from the controller: a batch of long rollouts with their experts."""
 
+KEPT_FROM_INPUT = 7
+"""SGLang refuses an input that reaches into so many last positions of its context, or of its memory."""
+
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Incarnation = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class ServerAddress(Record, frozen=True):
-    """Where weights go. `tensor_parallel`: number of ranks with which the server joins a process group."""
+    """A server that receives weights. tensor_parallel: number of ranks with which it joins a process group."""
 
     id: int
     url: str
@@ -47,7 +50,7 @@ class ServerAddress(Record, frozen=True):
 
 
 class Next(Record, frozen=True, tag="next"):
-    """Asks what the learner, about to train `step` with weights of `version` (= step), should do now."""
+    """Asks what the learner should do now; it is about to train `step` with weights of `version` (= step)."""
 
     incarnation: Incarnation
     step: Count
@@ -55,7 +58,7 @@ class Next(Record, frozen=True, tag="next"):
 
 
 class ServerResult(Record, frozen=True):
-    """How publication went on one server; `error` is empty if its checksum equals the others'."""
+    """The result of publication on one server. `error` is empty if its checksum equals the others'."""
 
     id: Count
     error: str = ""
@@ -63,9 +66,9 @@ class ServerResult(Record, frozen=True):
 
 
 class Published(Record, frozen=True, tag="published"):
-    """Publication of `version` is over. Seconds are wall time of the slowest server.
+    """Publication of `version` has ended. Seconds are the wall time of the slowest server.
 
-    staged: the transfer was before the pause, and the swap is in resume_seconds.
+    staged: the transfer took place before the pause, and resume_seconds includes the swap.
     """
 
     incarnation: Incarnation
@@ -81,8 +84,8 @@ class Published(Record, frozen=True, tag="published"):
 class Scored(Record, frozen=True, tag="scored"):
     """The learner's answer to `Score`, per rollout, all [n - first] float32 at temperature 1.
 
-    logprobs: of the tokens from `first` on; against: of the token `against` in their places. choices: (token, layer) choices of
-    experts compared with the servers'; differing: how many were another set of experts.
+    logprobs: of the tokens from `first` on. against: of the single token `Score.against` at the same positions. choices: number
+    of (token, layer) choices of experts compared with the servers'. differing: number of them with another set of experts.
     """
 
     incarnation: Incarnation
@@ -94,16 +97,16 @@ class Scored(Record, frozen=True, tag="scored"):
 
 
 class Stopped(Record, frozen=True, tag="stopped"):
-    """The learner has saved and exits."""
+    """The learner has saved a checkpoint and exits."""
 
     incarnation: Incarnation
     step: Count
 
 
 class Join(Record, frozen=True, tag="join"):
-    """A server that the run has not started says that it is there, or will be. Repeated, it is the server's sign of life.
+    """A server that the run did not start announces itself. It repeats this message as a sign of life.
 
-    life: names its process. server: the id it had from an earlier answer, -1 before.
+    life: names the server's process. server: its id from an earlier answer; -1 before the first.
     """
 
     life: Incarnation
@@ -112,7 +115,7 @@ class Join(Record, frozen=True, tag="join"):
 
 
 class Leave(Record, frozen=True, tag="leave"):
-    """A joined server goes. From here on it gets no request, and those under way go on elsewhere."""
+    """A joined server wants to leave. From now on it gets no requests, and its running ones continue on other servers."""
 
     life: Incarnation
 
@@ -122,9 +125,9 @@ Request = Next | Published | Scored | Stopped | FromServer
 
 
 class Train(Record, frozen=True, tag="train"):
-    """Train this batch. `stats`: controller-side metrics of the step, merged into its row of metrics.jsonl.
+    """Train this batch. stats: the controller's metrics of the step, merged into its row of metrics.jsonl.
 
-    compute_hours: at the time of the reply; the learner adds its own time at `compute_devices` devices.
+    compute_hours: the run's total at the time of the reply; the learner adds its own time, times `compute_devices`.
     """
 
     batch: Batch
@@ -135,7 +138,7 @@ class Train(Record, frozen=True, tag="train"):
 
 
 class Publish(Record, frozen=True, tag="publish"):
-    """Bring these servers to `version`, the learner's current weights. They are `publishing` from here on."""
+    """Send the learner's current weights, `version`, to these servers. From now on their state is `publishing`."""
 
     version: int
     servers: tuple[ServerAddress, ...]
@@ -144,7 +147,7 @@ class Publish(Record, frozen=True, tag="publish"):
 class ScoredRollout(Record, frozen=True):
     """A rollout to score: tokens [n] int32 of prompt and completion, scored from `first` (at least 1) on.
 
-    experts: chosen by a server with the same weights, to be compared with the learner's.
+    experts: the choices of a server with the same weights, to be compared with the learner's.
     """
 
     tokens: np.ndarray
@@ -153,11 +156,11 @@ class ScoredRollout(Record, frozen=True):
 
 
 PARITY_ROLLOUTS = 4
-"""Rollouts of each batch that servers and learner both score after its publication: some thousand tokens, in under a second."""
+"""Rollouts per batch that both servers and learner score after a publication: some thousand tokens, in under a second."""
 
 
 class Score(Record, frozen=True, tag="score"):
-    """Score these rollouts with the weights of `version`, the learner's current ones."""
+    """Score these rollouts with the weights of `version`, the learner's current ones. against: see `Scored`."""
 
     version: int
     rollouts: tuple[ScoredRollout, ...]
@@ -171,7 +174,7 @@ class Wait(Record, frozen=True, tag="wait"):
 
 
 class Stop(Record, frozen=True, tag="stop"):
-    """Save a checkpoint and exit; `error` if the run must end as failed."""
+    """Save a checkpoint and exit. error: the run must end as failed."""
 
     reason: str
     error: bool = False
@@ -188,7 +191,7 @@ class Refused(Record, frozen=True, tag="refused"):
 
 
 class Joined(Record, frozen=True, tag="joined"):
-    """The server is one of the run's, with this id."""
+    """The server belongs to the run now, under this id."""
 
     server: int
 

@@ -1,9 +1,12 @@
-"""What every role does as a process: it imports, dies with its parent, marks its shared memory, logs, checks a port."""
+"""What every role does as a process: it raises its limits, imports, dies with its parent, marks its shared memory, logs, checks
+a port."""
 
 import ctypes
+import faulthandler
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -19,10 +22,22 @@ SUPERVISOR, NODE = "MEGARL_SUPERVISOR_PID", "MEGARL_NODE"
 """Environment variables of a process that megarl started: its supervisor's pid and, for a role, the name of its node."""
 
 
+def raise_limits() -> None:
+    """Raise the soft limits of this process and its children to the hard ones. Slurm takes them from the shell in which the job
+    was submitted, where they are small.
+
+    Open files: each request under way is a connection of the controller's, and a learner's rank has 630 sockets in a world of
+    64 ranks. Locked memory: NCCL registers its buffers with InfiniBand. Processes: threads count, of all roles on the node.
+    """
+    for what in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_NPROC):
+        _, most = resource.getrlimit(what)
+        resource.setrlimit(what, (most, most))
+
+
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import without Python's garbage collector. It would look through thousands of modules again and again, which takes a
-    fifth of a role's start; what is there at the end stays, and is never looked through again.
+    """Import without Python's garbage collector, which would scan thousands of modules again and again, for a fifth of a role's
+    start. Objects that exist at the end are frozen: the collector never scans them.
     """
     gc.disable()
     try:
@@ -39,22 +54,22 @@ def die_with_parent() -> None:
     """
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the call
+    if os.getppid() != parent:  # the parent died before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def ignore_late_signals() -> None:
-    """Ignore the signals that end a process, once its work is done: Python restores their default handlers as it exits, and
-    one that came then would make a learner that has saved look killed.
+    """Ignore the signals that end a process, once its work is done. As it exits, Python restores the default handlers, and a
+    signal at that moment would make a learner that has already saved look killed.
     """
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
 
 
 def shared_memory_mark(session: int | str) -> str:
-    """Return a mark for this session's names in /dev/shm, by which leftovers of its processes are found when it has ended.
+    """Return a prefix for this session's names in /dev/shm, by which files that it left there are found after its end.
 
-    It has the PID namespace too: containers number their sessions independently and may share the folder.
+    The prefix includes the PID namespace: containers number their sessions independently and may share the folder.
     """
     return f"megarl-{os.stat('/proc/self/ns/pid').st_ino}-{session}-"
 
@@ -69,7 +84,9 @@ def log_to(path: Path) -> None:
 
 
 def start_logging(role: str) -> None:
-    """Log lines with time and role to stderr, which the supervisor sends to RUN/logs/."""
+    """Log lines with time and role to stderr, which the supervisor sends to RUN/logs/. If compiled code crashes, the process
+    writes there what each of its threads was doing."""
+    faulthandler.enable(2)  # standard error
     logging.basicConfig(
         level=logging.INFO,
         stream=sys.stderr,
@@ -81,7 +98,7 @@ def start_logging(role: str) -> None:
 def check_free(host: str, port: int) -> None:
     """Raise MegarlError if `port` of `host`, an address of this machine, is not free."""
     with socket.socket() as s:
-        # Connections of the previous life in TIME_WAIT do not matter.
+        # Connections of an earlier process that are still in TIME_WAIT do not matter.
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             s.bind((host, port))
@@ -91,7 +108,7 @@ def check_free(host: str, port: int) -> None:
 
 @contextmanager
 def environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set environment variables for a while."""
+    """Set environment variables within this context, and restore them at its end."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

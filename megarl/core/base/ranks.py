@@ -1,11 +1,12 @@
-"""What the learner's ranks share: small values that all agree on, and torch's rendezvous stores and process groups.
+"""What the learner's ranks share: small values, and torch's rendezvous stores and process groups.
 
 Stores and groups listen on one network and on no other:
 
     tcp://10.0.0.5:29500 ──► bound_store ──► a socket that listens on 10.0.0.5:29500 ──► TCPStore
     GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: the network interface, set by whoever starts the roles on several nodes
 
-Neither requires a key, and by default a store listens on every address of the machine, a group wherever its name leads.
+Neither requires a key. By default a store would listen on every address of the machine, and a group on the address to which
+the host name resolves.
 """
 
 import importlib
@@ -45,7 +46,7 @@ BACKLOG = 2048
 def bound_store(
     host_name: str, port: int, world_size: int | None = None, is_master: bool = False, *more: object, **named: object
 ) -> TCPStore:
-    """Make a TCPStore with torch's arguments; the master of port 0 takes a free one. MegarlError if it cannot listen there."""
+    """Make a TCPStore with torch's arguments; with port 0 the master takes a free one. MegarlError if it cannot listen."""
     if is_master:
         try:
             family, _, _, _, address = socket.getaddrinfo(host_name, port, type=socket.SOCK_STREAM)[0]
@@ -58,8 +59,8 @@ def bound_store(
 
 
 def bind_all() -> None:
-    """Have torch make its own stores this way, for tcp://, env:// and torchrun's ranks; groups default to loopback."""
+    """Make torch use `bound_store` for its own stores (tcp://, env://, torchrun's ranks); groups default to loopback."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")  # this name, not those that begin with it
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")  # "=": exactly this name, not every name that begins with it
     for module in (importlib.import_module("torch.distributed.rendezvous"), static_tcp_rendezvous):
         vars(module)["TCPStore"] = bound_store  # the first module is hidden behind a function of its name

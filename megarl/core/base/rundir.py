@@ -1,18 +1,18 @@
 """The run directory: its fixed form, the addresses of a live run, and the one JSONL writer.
 
-RUN/recipe.yaml        resolved            RUN/rollouts/      the journal
-RUN/metrics.jsonl      one object a step   RUN/logs/          one file a process: ROLE/HOST.RANK.log
-RUN/eval.jsonl         one an evaluation   RUN/checkpoints/   step-000000N/
-RUN/summary.json       at the end          RUN/tensorboard/   RUN/report.html  RUN/reward.png
+RUN/recipe.yaml        fully resolved      RUN/rollouts/      the journal
+RUN/metrics.jsonl      a row per step      RUN/logs/          one file per process: ROLE/HOST.RANK.log
+RUN/eval.jsonl         a row per evaluation   RUN/checkpoints/   step-000000N/
+RUN/summary.json       written at the end  RUN/tensorboard/   RUN/report.html  RUN/reward.png
 RUN/evaluations/step-000000N/NAME/         the answers of an evaluation (megarl/core/evaluation/answers.py)
-RUN/status.json        now, each second    RUN/endpoints.json addresses and keys of the live run (mode 0600)
+RUN/status.json        renewed each second RUN/endpoints.json addresses and keys of the live run (mode 0600)
 RUN/trace/             spans of the roles  RUN/profile/       torch's profiler          RUN/prometheus/  scrape targets
 RUN/fingerprints.json  of model and prompts when the run began (megarl/lab/preflight.py)
-RUN/bad-rollouts.jsonl rollouts of skipped steps; RUN/failure: why the run must not be restarted by itself
-RUN/weights/           what servers read with weights.transport=disk
-RUN/parent/            of a fork: what it began with (megarl/run/fork.py)
+RUN/bad-rollouts.jsonl rollouts of skipped steps; RUN/failure: why the run must not be restarted automatically
+RUN/weights/           weights that servers read with weights.transport=disk
+RUN/parent/            of a fork: the state of the run it was forked from (megarl/run/fork.py)
 RUN/microbatch.json    the size that learner.microbatch_tokens=auto found
-RUN/stop               asks for an orderly end; polled by learner and controller (works on shared file systems too)
+RUN/stop               a request for an orderly end, polled by learner and controller (also works on shared file systems)
 """
 
 import errno
@@ -37,11 +37,11 @@ CHECKPOINT = re.compile(r"step-(\d+)")
 LARGEST = 1 << 62
 """Bound on the size of any number in a row."""
 type Row = dict[str, Any]
-"""A line of a JSONL file, by name: numbers, and a few texts."""
+"""A line of a JSONL file: numbers, and a few strings, by name."""
 
 
 class LinkKeys(msgspec.Struct, frozen=True, kw_only=True):
-    """CURVE keys (http://curvezmq.org, in Z85) with which learner and controller authenticate each other and encrypt."""
+    """CURVE keys (http://curvezmq.org, in Z85) for authentication and encryption between learner and controller."""
 
     controller: str
     controller_secret: str
@@ -50,14 +50,14 @@ class LinkKeys(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def new() -> "LinkKeys":
-        import zmq  # not for the many who only want a run's files
+        import zmq  # only here: most importers of this module need just a run's files
 
         keys = (key.decode() for _ in range(2) for key in zmq.curve_keypair())
         return LinkKeys(**dict(zip(LinkKeys.__struct_fields__, keys, strict=True)))
 
 
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the roles of a live run are. `session` names one life of the supervisor: compute is counted within it."""
+    """Addresses and keys of a live run's roles. session: names one life of the supervisor, within which compute is counted."""
 
     session: str
     controller: str  # tcp://host:port
@@ -65,18 +65,18 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     api_key: str
     admin_key: str
     link: LinkKeys
-    teachers: tuple[str, ...] = ()  # as servers
+    teachers: tuple[str, ...] = ()  # like servers
     rendezvous_port: int  # for the learner's ranks, on its first node
     rendezvous_host: str = "127.0.0.1"
     learner_nodes: int = 1
-    gpus: int = 0  # held by all roles together; 0: compute is counted in cores
+    gpus: int = 0  # of all roles together; 0: compute is counted in cores
     controller_metrics: str = ""  # host:port of GET /metrics; empty: not served
     learner_metrics: str = ""
     metrics_key: str = ""
 
 
 class SupervisorEvent(msgspec.Struct, frozen=True):
-    """A line of RUN/logs/supervisor.jsonl: what the supervisor did, in its life `session`."""
+    """A line of RUN/logs/supervisor.jsonl: something that the supervisor did. session: the life in which it did so."""
 
     time: float
     session: str
@@ -86,7 +86,7 @@ class SupervisorEvent(msgspec.Struct, frozen=True):
 
 
 class RunDir:
-    """Paths of a run, and safe ways to write to it."""
+    """Paths in a run directory, and safe ways to write to it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -130,7 +130,7 @@ class RunDir:
         return self.logs / role / f"{host}.{rank}.log"
 
     def events(self) -> Iterator[SupervisorEvent]:
-        """Yield what the supervisor did in all lives; other lines are skipped."""
+        """Yield the supervisor's events in all its lives; invalid lines are skipped."""
         for row in read_jsonl(self.logs / "supervisor.jsonl"):
             with suppress(msgspec.ValidationError):
                 yield msgspec.convert(row, SupervisorEvent)
@@ -145,41 +145,37 @@ class RunDir:
             self.stop_file.write_text(str(int(signal) or ""))
 
     def stop_asked(self) -> bool:
-        """Return whether the run was asked to end. A file system that fails for a moment does not ask."""
-        try:
-            return self.stop_file.exists()
-        except OSError:
-            return False
+        """Return whether the run was asked to end; False while the file system fails."""
+        return os.path.exists(self.stop_file)
 
     def stop_signal(self) -> int:
         """Return the signal for which the run was asked to end; 0 for none, or if nobody has asked."""
-        try:
-            said = self.stop_file.read_text().strip()
-        except OSError:
-            return 0
+        said = _text(self.stop_file).strip()
         return int(said) if said.isdecimal() else 0
 
     def failure(self) -> str:
-        """Return why the run must not be restarted by itself; empty if it may be, or while the file system fails."""
-        try:
-            return self.failure_file.read_text()
-        except OSError:
-            return ""
+        """Return why the run must not be restarted automatically; empty if it may be, or while the file system fails."""
+        return _text(self.failure_file)
 
     def endpoints(self) -> Endpoints:
-        if not self.endpoints_file.exists():
-            raise MegarlError(
-                f"{self.endpoints_file}: no such file; the run is not live. Start it with `megarl train`."
-            )
+        path = self.endpoints_file
         try:
-            return msgspec.json.decode(self.endpoints_file.read_bytes(), type=Endpoints)
+            return msgspec.json.decode(path.read_bytes(), type=Endpoints)
+        except FileNotFoundError:
+            raise MegarlError(f"{path}: no such file; the run is not live. Start it with `megarl train`.") from None
         except msgspec.DecodeError as error:
-            raise MegarlError(
-                f"{self.endpoints_file}: not as this megarl writes it: {error}; use the run's version"
-            ) from None
+            raise MegarlError(f"{path}: not as this megarl writes it: {error}; use the run's version") from None
 
     def write_endpoints(self, endpoints: Endpoints) -> None:
         write_atomically(self.endpoints_file, msgspec.json.encode(endpoints), mode=0o600)
+
+
+def _text(file: Path) -> str:
+    """Return a file's contents; "" if it cannot be read."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
 
 
 def step_folder(parent: Path, step: int) -> Path:
@@ -202,7 +198,7 @@ def complete(checkpoints: Path) -> list[Path]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Re-raise OSError as MegarlError naming the path."""
+    """Re-raise an OSError within this context as a MegarlError that names the path."""
     try:
         yield
     except OSError as error:
@@ -212,7 +208,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Replace a file in one move, so that readers see the old contents or the new, never a part."""
+    """Replace a file in one rename, so that readers see the old contents or the new, never a part."""
     with writing(path), tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         try:
             file.write(data)
@@ -231,9 +227,9 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
 
 
 def append_jsonl(path: Path, row: Row) -> None:
-    """Append one flushed line; first close a line left unfinished by a crash, so that it spoils only itself.
+    """Append one line, after ending any line that a crash left unfinished, so that only that line is lost.
 
-    A non-finite number becomes null: JSON has none.
+    A non-finite number becomes null, since JSON has none.
     """
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
     data = json.dumps(finite, allow_nan=False).encode() + b"\n"
@@ -246,7 +242,7 @@ def append_jsonl(path: Path, row: Row) -> None:
 
 
 def parsed(line: str) -> Row | None:
-    """Parse a line of `append_jsonl`, null becoming NaN; None for a line truncated by a crash, or of other origin."""
+    """Parse a line of `append_jsonl`, with NaN for null. Return None for a line that a crash truncated or that is no object."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -255,7 +251,7 @@ def parsed(line: str) -> Row | None:
 
 
 def _number(value: object) -> object:
-    """Turn what no metric can be into NaN."""
+    """Return NaN for null and for numbers too large for any metric; any other value as it is."""
     beyond = isinstance(value, int | float) and not -LARGEST < value < LARGEST
     return math.nan if value is None or beyond else value
 
@@ -270,9 +266,32 @@ def read_jsonl(path: Path) -> Iterator[Row]:
                 yield row
 
 
+class _Stepped(msgspec.Struct):
+    step: Annotated[int, msgspec.Meta(ge=0, lt=LARGEST)]
+
+
+def rows_in_order(path: Path) -> Iterator[Row]:
+    """Yield rows by step; a later row of the same step replaces the earlier one (replay after a crash). One at a time: all rows
+    of a long run take gigabytes.
+    """
+    if not path.exists():
+        return
+    where: dict[int, int] = {}
+    with path.open("rb") as file:
+        begin = 0
+        for line in file:
+            with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                where[msgspec.json.decode(line, type=_Stepped).step] = begin
+            begin += len(line)
+        for _, begin in sorted(where.items()):
+            file.seek(begin)
+            row = parsed(file.readline().decode(errors="replace"))
+            yield from by_step([row] if row else []).values()
+
+
 def latest_rows(path: Path) -> list[Row]:
-    """Return rows by step; a later row of the same step replaces the earlier one (replay after a crash)."""
-    return [row for _, row in sorted(by_step(read_jsonl(path)).items())]
+    """Return all of `rows_in_order`."""
+    return list(rows_in_order(path))
 
 
 TEXTS = ("compute_unit", "predicted_score")
@@ -281,11 +300,11 @@ FORECAST = (
     "predicted_hours", "predicted_asymptote", "predicted_final", "predicted_final_low", "predicted_final_high",
     "predicted_gain", "predicted_rest_high",
 )  # fmt: skip
-"""Keys that a row has either all of or none."""
+"""Keys of which a row has all or none."""
 
 
 def lacking(score: Mapping[str, Any]) -> str:
-    """Return a required key that this eval.jsonl row lacks or has without a finite number; empty if it is complete."""
+    """Return the first required key that is missing or invalid in this eval.jsonl row; empty if the row is complete."""
     for name in ("step", "pass_rate", "n_prompts", "samples", "compute_hours"):
         if not is_figure(score.get(name)) or score[name] < 0:
             return name
@@ -300,7 +319,7 @@ def is_figure(value: object) -> bool:
 
 
 def scores(rows: Iterable[Row]) -> dict[int, Row]:
-    """Return the latest eval.jsonl row for each step: numbers, and two texts. Incomplete rows are skipped."""
+    """Return the latest eval.jsonl row of each step: its numbers and TEXTS. Incomplete rows are skipped."""
     result = {}
     for step, row in by_step(row for row in rows if not lacking(row)).items():
         kept = {k: v for k, v in row.items() if k in TEXTS or is_figure(v)}
@@ -310,12 +329,12 @@ def scores(rows: Iterable[Row]) -> dict[int, Row]:
 
 
 def latest_scores(path: Path) -> list[Row]:
-    """Return the scores in a file, by step."""
+    """Return the `scores` in a file, in order of steps."""
     return [row for _, row in sorted(scores(read_jsonl(path)).items())]
 
 
 def by_step(rows: Iterable[Row]) -> dict[int, Row]:
-    """Return the latest row of each step: its numbers, and two texts. Rows without a step are skipped, as not ours."""
+    """Return the latest row of each step: its numbers and TEXTS. Rows without a step are skipped, as they are not ours."""
     return {
         row["step"]: {k: v for k, v in row.items() if (isinstance(v, str) if k in TEXTS else type(v) in (int, float))}
         for row in rows

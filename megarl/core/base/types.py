@@ -8,7 +8,7 @@ A rollout is a list of segments, each from one weight version, sampled by the po
     segment [</think>]                   version 5, masked      (interruption phrase: not sampled, not trained)
     segment [8 5 <eos>]                  version 5, trained
 
-A rollout of an agent may be several conversations (`Branch`), of which a later one may begin as an earlier one did:
+A rollout of an agent may be several conversations (`Branch`); a later one may share the beginning of an earlier one:
 
     path 0: segment [<task>] masked  [call a] trained  [result] masked  [call b] trained
     path 1: path 0 up to here ────────────────┘        [result] masked  [call c] trained
@@ -32,7 +32,7 @@ SHOWN_ANSWER = 200
 """Characters of a prompt's answer that a group keeps. The grader has the whole answer from the data."""
 
 type JsonObject = dict[str, Any]
-"""What JSON has between braces, not checked yet."""
+"""A parsed JSON object whose contents are not checked yet."""
 
 FinishReason = Literal["stop", "length", "void"]
 """`stop`: the end token was sampled. `length`: the answer budget ran out first (a truncated rollout)."""
@@ -43,9 +43,9 @@ class Record(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
 
 class Prompt(Record, frozen=True):
-    """One problem. `tokens` [prompt_len] int32, as the tokenizer made them; `answer`: what the task's grader compares with.
+    """One problem. tokens [prompt_len] int32; answer: what the task's grader compares completions with.
 
-    Within a run it is identified by `task` and `id`; difficulty: smaller is easier.
+    `task` and `id` identify it within a run. difficulty: smaller is easier.
     """
 
     id: str
@@ -56,7 +56,7 @@ class Prompt(Record, frozen=True):
 
     @property
     def shown(self) -> "Prompt":
-        """The prompt as kept in a group: a long answer (unit tests reach a megabyte) is cut, for readers of the journal."""
+        """The prompt as kept in a group: a long answer (unit tests can take a megabyte) is cut, for readers of the journal."""
         more = len(self.answer) - SHOWN_ANSWER
         if more <= 0:
             return self
@@ -66,10 +66,10 @@ class Prompt(Record, frozen=True):
 class Segment(Record, frozen=True, omit_defaults=True):
     """Consecutive completion tokens of one origin.
 
-    tokens [n] int32; logprobs [n] float32: behaviour log-probs as recorded at sampling, 0 where not trained;
-    weight_version: of the weights that sampled them (for tokens salvaged from a lost server, at the request's start).
-    turn, credit: with `agent.credit: turn`, the number of the turn in its session, by the time at which it was served, and the
-    sum of what the agent was rewarded after it, without the rollout's reward.
+    tokens [n] int32. logprobs [n] float32: behaviour log-probs, recorded at sampling; 0 where not trained.
+    weight_version: version of the weights that sampled them (for tokens salvaged from a lost server: at the request's start).
+    turn, credit, with `agent.credit: turn`: the number of the turn in its session, in the order in which turns were served, and
+    the sum of the agent's rewards after it, without the rollout's own reward.
     """
 
     tokens: np.ndarray
@@ -81,10 +81,10 @@ class Segment(Record, frozen=True, omit_defaults=True):
 
 
 class Routing(Record, frozen=True):
-    """The experts that the server chose for prompt and completion, in the layers that have any.
+    """The experts that the server chose for the tokens of prompt and completion, in the layers that have experts.
 
     choices [rows * layers * chosen] uint8 or int16. Row t belongs to token t. The last token has no row, because nothing was
-    computed from it; nor do tokens at the end of a rollout whose server was lost before it could report.
+    computed from it. Nor have the last tokens of a rollout whose server was lost before it could report.
     """
 
     choices: np.ndarray
@@ -93,17 +93,17 @@ class Routing(Record, frozen=True):
 
     @property
     def table(self) -> np.ndarray:
-        """The choices as [rows, layers with experts, experts a token]."""
+        """The choices as [rows, layers with experts, experts per token]."""
         return self.choices.reshape(-1, self.layers, self.chosen)
 
 
 class Episode(Record, frozen=True):
     """The exchange between the policy and its environment (data.tasks.NAME.environment), or an agent's session.
 
-    turns: the policy's. calls: turns that were answered (of an agent: calls that it was served), of which errors failed;
-    seconds: spent on all of them; of a session, those without a request.
-    limited: `turns` of the recipe, or a limit of the session, ended the exchange, not the policy or the agent.
-    untrained: tokens of an agent's session that no path has, because their requests were made again or abandoned.
+    turns: number of the policy's turns. calls: turns that were answered (for an agent: requests that were served). errors:
+    calls that failed. seconds: time spent on all calls; for a session, time during which no request was running.
+    limited: the recipe's `turns` or a limit of the session ended the exchange, not the policy or the agent.
+    untrained: tokens of an agent's session that are in no path, because their requests were repeated or abandoned.
     """
 
     turns: int
@@ -117,8 +117,8 @@ class Episode(Record, frozen=True):
 class Branch(Record, frozen=True):
     """One path of an agent's rollout: a conversation as the policy saw it, from its first token on.
 
-    It begins with the first `shared` tokens of the earlier path `parent`, which trains them; here they are masked. Then come
-    the rollout's next `segments` segments. parent is -1, and shared 0, if it shares nothing.
+    It begins with the first `shared` tokens of the earlier path `parent`; they are trained there and masked here. Then come the
+    rollout's next `segments` segments. A path that shares nothing has parent -1 and shared 0.
     """
 
     segments: int
@@ -127,8 +127,8 @@ class Branch(Record, frozen=True):
 
 
 class PathTokens(NamedTuple):
-    """A sequence that the learner may train: tokens [n] int32, the prompt's too, with behaviour log-probs [n] float32, 0
-    where masked, and trained [n] bool. own: first token that no earlier path of the rollout has. turns [n] int32: as in
+    """A sequence for the learner: tokens [n] int32, including the prompt's, behaviour log-probs [n] float32, 0 where masked,
+    and trained [n] bool. own: index of the first token that is not in an earlier path of the rollout. turns [n] int32: as in
     `Segment`, -1 where masked."""
 
     tokens: np.ndarray
@@ -139,11 +139,11 @@ class PathTokens(NamedTuple):
 
 
 class Rollout(Record, frozen=True):
-    """One completion of a ticket's prompt, graded. `sample` counts 0 … generations-1 within the group.
+    """One graded completion of a ticket's prompt. sample: 0 … generations-1 within the group.
 
-    graded: the graders' reward before the overlong penalty; None: the same as `reward`. paths: of an agent's rollout; they
-    divide its segments among them, and the group's prompt is not before them. Every sampled token is in one segment.
-    teacher_logprobs [completion_len] float32: the teacher's, 0 where not trained; None without one.
+    graded: the graders' reward before the overlong penalty; None: the same as `reward`. paths: only for an agent's rollout;
+    they partition its segments and do not begin with the group's prompt. Every sampled token is in exactly one segment.
+    teacher_logprobs [completion_len] float32: the teacher's log-probs, 0 where not trained; None without a teacher.
     """
 
     sample: int
@@ -153,7 +153,7 @@ class Rollout(Record, frozen=True):
     finish: FinishReason
     graded: float | None = None
     interrupted: bool = False  # the interruption phrase was inserted
-    format_ok: bool = True  # the thinking trace was closed and something follows it
+    format_ok: bool = True  # the thinking trace was closed and an answer follows it
     grader_timeout: bool = False
     grader_error: bool = False
     rewards: dict[str, float] = {}  # the scores that make up `reward`, by name, if the task has several
@@ -165,7 +165,7 @@ class Rollout(Record, frozen=True):
 
     @property
     def tokens(self) -> np.ndarray:
-        """All completion tokens, masked ones too; of an agent's rollout those of all paths once. [completion_len] int32"""
+        """All completion tokens, masked ones included; of an agent's rollout, all paths' own. [completion_len] int32"""
         return _joined([s.tokens for s in self.segments], np.int32)
 
     @property
@@ -175,7 +175,7 @@ class Rollout(Record, frozen=True):
 
     @property
     def trained(self) -> np.ndarray:
-        """Which tokens the loss may see. [completion_len] bool"""
+        """Whether the loss may use each token. [completion_len] bool"""
         return _joined([np.full(len(s.tokens), s.trained) for s in self.segments], np.bool_)
 
     @property
@@ -185,38 +185,41 @@ class Rollout(Record, frozen=True):
 
     @property
     def trained_tokens(self) -> int:
-        """|y|: the tokens that count in an aggregation, over all paths."""
+        """|y|: number of tokens that count in an aggregation, over all paths."""
         return sum(len(s.tokens) for s in self.segments if s.trained)
 
     @property
     def credits(self) -> dict[int, float]:
-        """What each turn was rewarded beside `reward`, by its number; turn -1 and 0 if turns are not told apart."""
+        """The credit of each turn, in addition to `reward`, by the turn's number; {-1: 0.0} if turns have no own credit."""
         return {s.turn: s.credit for s in self.segments if s.trained} or {-1: 0.0}
 
 
 def paths_of(segments: Sequence[Segment], paths: Sequence[Branch], prompt: np.ndarray) -> list[PathTokens]:
-    """Return the sequences of a rollout in order: one of prompt [prompt_len] and completion if no agent made it."""
+    """Return a rollout's sequences: one per path of an agent's rollout, else one of prompt [prompt_len] and completion."""
+    if not paths:
+        return [_path(prompt, segments)]
     made: list[PathTokens] = []
     left = iter(segments)
-    for path in paths or [Branch(segments=len(segments))]:
-        own, n = list(islice(left, path.segments)), path.shared
-        before = made[path.parent].tokens[:n] if path.parent >= 0 else np.zeros(0, np.int32)
-        if not paths:
-            before, n = prompt, len(prompt)
-        made.append(
-            PathTokens(
-                _joined([before, *(s.tokens for s in own)], np.int32),
-                _joined([np.zeros(n, np.float32), *(s.logprobs for s in own)], np.float32),
-                _joined([np.zeros(n, np.bool_), *(np.full(len(s.tokens), s.trained) for s in own)], np.bool_),
-                n,
-                _joined([np.full(n, -1), *(np.full(len(s.tokens), s.turn) for s in own)], np.int32),
-            )
-        )
+    for path in paths:
+        shared = made[path.parent].tokens[: path.shared] if path.parent >= 0 else int32(())
+        made.append(_path(shared, list(islice(left, path.segments))))
     return made
 
 
+def _path(before: np.ndarray, own: Sequence[Segment]) -> PathTokens:
+    """Make a sequence of masked tokens `before` [n] and the segments `own`."""
+    n = len(before)
+    return PathTokens(
+        tokens=_joined([before, *(s.tokens for s in own)], np.int32),
+        logprobs=_joined([np.zeros(n, np.float32), *(s.logprobs for s in own)], np.float32),
+        trained=_joined([np.zeros(n, np.bool_), *(np.full(len(s.tokens), s.trained) for s in own)], np.bool_),
+        own=n,
+        turns=_joined([np.full(n, -1), *(np.full(len(s.tokens), s.turn) for s in own)], np.int32),
+    )
+
+
 class Group(Record, frozen=True):
-    """All rollouts of one ticket. A `void` group (nothing could be generated or graded) has none, but fills its slot.
+    """All rollouts of one ticket. A `void` group (nothing could be generated or graded) has none, but keeps its slot.
 
     prompt: as in `Prompt.shown`.
     """
@@ -234,13 +237,13 @@ class Group(Record, frozen=True):
 
     @property
     def pass_rate(self) -> float:
-        """Share of right answers; 0 for a void group."""
+        """Share of correct answers; 0 for a void group."""
         return float(np.mean([r.correct for r in self.rollouts])) if self.rollouts else 0.0
 
     @property
     def has_variance(self) -> bool:
-        """Whether its answers were graded differently: for right-or-wrong grades, whether both occur. Of equal grades, whether
-        a turn was rewarded differently.
+        """Whether the rollouts' grades differ (for right-or-wrong grades, whether both occur) or, if they are all equal,
+        whether the credits of a turn differ.
 
         The overlong penalty does not count: a group of right answers would teach nothing but their lengths.
         """
@@ -252,7 +255,7 @@ class Group(Record, frozen=True):
 
 
 class Batch(Record, frozen=True):
-    """What step `step` trains: the oldest B tickets, in ticket order."""
+    """The groups that step `step` trains: those of the oldest B tickets, in ticket order."""
 
     step: int
     groups: tuple[Group, ...]

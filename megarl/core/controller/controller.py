@@ -2,13 +2,13 @@
 
     learner ── Next, Published, Stopped ──► conversation ─► decision.decide ──► Train | Publish | Wait | Stop
                                                               ▲  looks at
-                servers.py      who is up, with which version ┤
-                parity.py       do both sides agree ──────────┤
-                tickets.py      drawn, sampled, graded ───────┤     every change wakes a waiting question
+                servers.py      servers up, their versions ───┤
+                parity.py       do both sides agree? ─────────┤
+                tickets.py      drawn, sampled, graded ───────┤     every change wakes a waiting `Next`
                 evaluations.py  held-out score, server pinned ┘
-                journal/        the journal, from which all of it can be rebuilt
+                journal/        the journal, from which all state can be rebuilt
 
-A `Next` whose answer would be `Wait` is held for a second, and answered at once when something changes.
+A `Next` whose answer would be `Wait` is held for up to a second, and decided again as soon as something changes.
 """
 
 import asyncio
@@ -49,6 +49,7 @@ from megarl.core.journal.records import PublishedVersion
 from megarl.core.journal.writer import JournalWriter
 from megarl.core.recipe import START_LIMIT_RULE, Recipe
 from megarl.core.sampling.sampler import Sampler
+from megarl.core.server.checks import positions
 from megarl.core.telemetry.spans import Spans
 
 log = logging.getLogger(__name__)
@@ -56,23 +57,23 @@ log = logging.getLogger(__name__)
 STATUS_S = 1.0
 DROP_S = 10.0
 END_LIMIT_S = 600.0
-"""Limit of the wait for a learner to finish its step and save, after which the controller leaves without its goodbye."""
+"""How long the controller waits for a learner to finish its step, save and say goodbye, before it exits anyway."""
 UNMET_LIMIT_S = 5.0
 """The same limit for a learner that has never spoken to this controller."""
 PUBLISH_TRIES = 3
-"""Consecutive publications that may fail on a server that answers while no other works."""
+"""The run fails after so many failed publications in a row on a server that answers, if no server has the weights."""
 
 
 type StatusAndTotals = tuple[Mapping[str, Any], Mapping[int, Mapping[str, float]]]
-"""The latest status.json, empty before the first, and the totals of each server by id."""
+"""The latest contents of status.json, empty before the first, and each server's totals by its id."""
 type ServeMetrics = Callable[[Endpoints, Callable[[], StatusAndTotals]], Callable[[], None]]
 
 
 class Controller:
-    """The controller's parts, wired together in the running event loop.
+    """The controller's parts, connected in the running event loop.
 
-    questions: what each evaluation asks. forecast: predicts the rest of the run from its scores. watch: compares the reward
-    with a trusted grader. serve_metrics: starts an exporter of the status and returns what ends it.
+    questions: the questions of each evaluation. forecast: predicts the rest of the run from its scores. watch: compares the
+    reward with a trusted grader. serve_metrics: starts an exporter of the status and returns a function that stops it.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Controller:
         watch: TrustedWatch,
         serve_metrics: ServeMetrics,
     ) -> None:
-        salt = uuid.uuid4().hex[:8]  # of this life: prefixes cached for an earlier one hold older weights
+        salt = uuid.uuid4().hex[:8]  # new in each life: prefixes cached for an earlier life are of older weights
         self.recipe, self.rundir, pipeline = recipe, RunDir(recipe.run.path), recipe.pipeline
         rundir, endpoints = self.rundir, self.rundir.endpoints()
         journal = Journal.open(rundir.rollouts, recipe.batch.prompts, pipeline.max_lag, pipeline.phase_steps)
@@ -105,6 +106,7 @@ class Controller:
             self.environments,
             self.spans,
             self.agents,
+            positions(recipe),
         )
         self.graders = tasks.graders()
         self.teacher = TeacherServers(recipe, endpoints) if recipe.teachers else None
@@ -134,13 +136,13 @@ class Controller:
         self._close_metrics = serve_metrics(endpoints, lambda: self._exported)
         self.step, self.phase = 0, "starting"
         self.stop_reason, self.failure, self._stopping_since = "", "", 0.0
-        self._spent: dict[int, Spent] = {}  # at the first publication of each version in this life
+        self._spent: dict[int, Spent] = {}  # by version: compute spent at its first publication in this life
 
     async def run(self) -> int:
         """Run all parts until the learner was told to stop and has left; return 1 if the run failed."""
         loop = asyncio.get_running_loop()
         for number in ENDING:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 loop.add_signal_handler(number, self._on_signal, number)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -157,22 +159,23 @@ class Controller:
             await self._close()
         return 1 if self.failure else 0
 
-    # What the learner and joined servers say, and what they are told (conversation.py).
+    # Called by conversation.py: messages of the learner and of joined servers, and the answers to them.
 
     def of_server(self, said: FromServer) -> Reply:
         """Answer a server that joins the run, or leaves it."""
-        return Stop(reason=self.stop_reason) if self._ending() else self.servers.answer(said)
+        return Stop(reason=self.stop_reason) if self.stop_reason else self.servers.answer(said)
 
     def new_learner(self) -> None:
-        """Note that another learner speaks: the earlier one is gone, and its publications will not end."""
+        """Note that a new learner has taken over: the earlier one is gone, and its running publications will never end."""
         broken = self.servers.membership.new_learner()
         if broken:
             log.warning("servers %s were being published to; their requests go on from what has arrived", broken)
-            self._tasks.create_task(self.servers.abort(broken))
+        for server in broken:
+            self._tasks.create_task(self.servers.abort(server))
 
     async def published(self, result: Published) -> None:
-        """Note the end of a publication. End the run if no server has the current weights and one has failed too often that
-        answers: one that does not may be starting again.
+        """Note the end of a publication. Fail the run if no server has the current weights and publication has failed too often
+        on a server that answers; one that does not answer may be restarting.
         """
         membership, clean = self.servers.membership, []
         for r in result.results:
@@ -209,17 +212,16 @@ class Controller:
         self._on_change()
 
     def scored(self, result: Scored) -> None:
-        """Note the learner's scores of the rollouts it was given."""
+        """Note the learner's scores of the rollouts that it was asked to score."""
         self.parity.scored(result)
         self._on_change()
 
     def left(self, step: int) -> None:
         """Note that the learner has saved and leaves."""
-        if not self._ending():
-            self._stop(f"the learner has left at step {step}")
+        self._stop(f"the learner has left at step {step}")
 
     def decide(self, asked: Next) -> Decision:
-        """Decide from the present state, without changing it."""
+        """Return the decision that follows from the present state, without changing the state."""
         now, parity = self.pipeline.view(asked.version), self.parity.request(asked.version)
         settled = self.pipeline.admitted - len(self.pipeline.running)
         waits = f"{settled} tickets are finished, {now.phase_end(asked.step) * self.recipe.batch.prompts} needed"
@@ -227,8 +229,8 @@ class Controller:
         return decide(asked, now)
 
     def evaluate_if_due(self, version: int) -> None:
-        """Begin the evaluation of this version if it is due and servers have it, unless the run ends."""
-        if not self._ending():
+        """Begin the evaluation of this version if it is due and servers have it, unless the run is ending."""
+        if not self.stop_reason:
             self.evaluations.begin_if_due(version, self._spent, self._tasks)
 
     async def carry_out(self, decision: Decision, asked: Next) -> Reply:
@@ -263,57 +265,61 @@ class Controller:
         step, replay, spent = decision.step, decision.replay, self.compute.spent()
         self.spans.event("controller/batches", f"batch {step}", step=step, replay=replay, tickets=list(tickets))
         running, ahead = float(len(self.pipeline.running)), float(self.pipeline.ahead(step))
-        stats = batch_statistics(batch) | spent.row() | task_statistics(batch, self.recipe) | self.meter.step()
+        stats = batch_statistics(batch, self.recipe.all_groups_teach) | spent.row() | self.meter.step()
+        stats |= task_statistics(batch, self.recipe)
         stats |= draw_metrics(self.tickets.mixture) | {"tickets_running": running, "tickets_ahead": ahead}
         stats |= self.parity.metrics() | {"window": self.pipeline.window.batches}
         return Train(
             batch=batch, compute_hours=spent.total, compute_devices=self.compute.held, stats=stats, replay=replay
         )
 
-    # Changes, and the end.
+    # Changes of state, and the end of the run.
 
     def _on_change(self) -> None:
-        """React to a change that a question may wait for."""
+        """React to a change that a held `Next` may be waiting for."""
         self.evaluations.cancel_lost()
         self.places.refresh()
         self.conversation.changed.set()
 
     async def _tick(self) -> None:
-        """Each second, look for RUN/stop and for expired waits, and write the status."""
+        """Each second, check for RUN/stop and expired waits, and write status.json; a failure to write it is only logged."""
+        written = True
         while True:
             await asyncio.sleep(STATUS_S)
             if self.rundir.stop_asked():
                 self._stop(f"{self.rundir.stop_file} exists")
             self.compute.join(self._counted())
-            limit = self.recipe.start_limit_s
-            if not self._ending() and self.servers.seconds_without() > limit:
+            if not self.stop_reason and self.servers.seconds_without() > (limit := self.recipe.start_limit_s):
                 self._fail(f"no server was healthy for {limit:g} s ({START_LIMIT_RULE}); see the servers' logs")
             limit = END_LIMIT_S if self.conversation.incarnation else UNMET_LIMIT_S
-            if self._ending() and time.monotonic() - self._stopping_since > limit:
+            if self.stop_reason and time.monotonic() - self._stopping_since > limit:
                 log.warning("the learner has not said goodbye within %g s; leaving", limit)
                 raise ConversationOver
             status = self._status()
             self._exported = status, self.meter.totals()
-            await asyncio.to_thread(write_atomically, self.rundir.status, json.dumps(status).encode())
+            try:
+                await asyncio.to_thread(write_atomically, self.rundir.status, json.dumps(status).encode())
+                written = True
+            except MegarlError as error:
+                if written:
+                    log.warning("%s; the run goes on without it", error)
+                written = False
             await asyncio.to_thread(self.spans.flush)
 
     def _counted(self) -> int:
-        """Return how many joined servers are more compute. All cores of the controller's machine are counted already."""
+        """Return how many joined servers add compute. All cores of the controller's own machine are counted already."""
         joined, here = self.servers.membership.joined().values(), urlsplit(self._address).hostname
         return sum(self.compute.unit == "gpu" or urlsplit(m.address.url).hostname != here for m in joined)
 
     async def _drop_old(self) -> None:
-        """From time to time delete what no kept checkpoint replays, if the recipe says so."""
+        """Regularly delete journal data that no kept checkpoint needs for replay, if the recipe says so."""
         while self.recipe.journal.keep == "checkpoints":
             await asyncio.sleep(DROP_S)
             if kept := complete(self.rundir.checkpoints):
                 await self.records.drop_before(step_of(kept[0]))
 
-    def _ending(self) -> bool:
-        return bool(self.stop_reason or self.failure)
-
     def _fail(self, reason: str) -> None:
-        """End the run. RUN/failure tells the supervisor that this is no crash, and that a restart would end the same way."""
+        """End the run as failed. RUN/failure tells the supervisor that this is no crash and that a restart would fail, too."""
         log.error("%s", reason)
         if not self.failure:
             self.failure = reason
@@ -321,8 +327,8 @@ class Controller:
         self._stop(reason)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """Ask the run to stop, unless it is over: Slurm may signal all processes of a job, and the supervisor last."""
-        if not self._ending():
+        """Ask the run to stop, unless it is ending. Slurm may signal all processes of a job, the supervisor last."""
+        if not self.stop_reason:
             self.rundir.stop(number)
         self._stop(f"signal {number.name}")
 
@@ -362,7 +368,7 @@ class Controller:
             "servers": [
                 {"id": s, "state": m.state, "version": m.version, "pinned": m.pinned} | seconds[s] for s, m in servers
             ],
-            "tickets": {  # drawn and not trained before the present step, and by their end over all lives
+            "tickets": {  # first those drawn but not trained before this step; then counts by outcome, over all lives
                 "window": ahead,
                 "window_limit": self.recipe.pipeline.window_steps * self.recipe.batch.prompts,
                 "running": len(pipeline.running),

@@ -1,16 +1,16 @@
 """The conversation with the learner: a ZeroMQ ROUTER that takes requests and sends replies.
 
     any connection ──► CURVE: does it have the learner's key? ──no──► closed, refused() + 1
-    learner's REQ socket ──► [peer, "", schema, body] ──► receive() ─► (peer, Request)      else: dropped, `malformed` + 1
+    learner's REQ socket ──► [peer, "", schema, body] ──► receive() ─► (peer, Request)      invalid: dropped, `malformed` + 1
                          ◄── [peer, "", schema, body] ◄── reply(peer, Reply)
 
-Messages from another key are never read; one that is too long ends its connection.
+Messages under another key are never read; a message that is too long closes its connection.
 
-    learner ── Next ──────────────► held, at most HOLD_S ── decide, again whenever something has changed ──► the reply
-            ── Published, Scored, Stopped ► taken in, acknowledged
+    learner ── Next ──────────────► held, at most HOLD_S ── decided again at every change ──► the reply
+            ── Published, Scored, Stopped ► noted and acknowledged
     servers ── Join, Leave ───────► answered at once
 
-Only the learner that spoke last is listened to: a new incarnation supersedes the one before.
+Only the newest learner is listened to: a new incarnation supersedes the one before.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ EVENTS = "inproc://connections"
 
 
 class Link:
-    """A socket bound to `endpoint` (tcp://host:port) until closed. `malformed` counts dropped messages."""
+    """A socket bound to `endpoint` (tcp://host:port) until closed. malformed: number of dropped messages."""
 
     def __init__(self, endpoint: str, keys: LinkKeys) -> None:
         self.malformed = self._refused = 0
@@ -94,27 +94,27 @@ class Link:
                 log.warning("dropped a malformed request (%d so far): %s", self.malformed, error)
 
     def refused(self) -> int:
-        """Count connections that have not shown the learner's key, including any that is about to."""
+        """Return how many connections have not shown the learner's key, including any whose handshake is still under way."""
         before = self._refused
         while self._events.poll(0):
             event, _ = struct.unpack("=hi", self._events.recv_multipart()[0])
             self._refused += 1 if event == zmq.EVENT_ACCEPTED else -1
-        if self._refused.bit_length() > before.bit_length():  # somebody who tries on and on must not fill the log
+        if self._refused.bit_length() > before.bit_length():  # only at each doubling, so that the log does not fill
             log.warning("connections without the learner's key so far: %d", self._refused)
         return self._refused
 
     async def reply(self, peer: bytes, reply: Reply) -> None:
-        """Send a reply. A peer that is gone is skipped, because it will ask again."""
+        """Send a reply. If the peer is gone, ZeroMQ drops the reply; a peer that comes back asks again."""
         await self._socket.send_multipart([peer, b"", *to_frames(reply)])
 
     def close(self) -> None:
         self._authenticator.stop()
-        self._events.close()  # the context knows only of sockets that it made
+        self._events.close()  # not closed by the context, which knows only of sockets that it made
         self._context.destroy(linger=1000)
 
 
 HOLD_S = 1.0
-"""Longest time that a question is held before the answer is Wait: the learner looks for RUN/stop between questions."""
+"""Longest time that a `Next` is held before the answer is Wait: the learner checks for RUN/stop between its requests."""
 
 
 class ConversationOver(Exception):
@@ -122,7 +122,7 @@ class ConversationOver(Exception):
 
 
 class _WaitingNext(NamedTuple):
-    """A Next that waits for its answer."""
+    """A Next that has not been answered yet."""
 
     peer: bytes
     asked: Next
@@ -130,8 +130,8 @@ class _WaitingNext(NamedTuple):
 
 
 class Conversation:
-    """The conversation over `link`. `incarnation`: the learner that speaks now, empty before the first. Set `changed` whenever
-    something has changed on which an answer may depend.
+    """The conversation over `link`. incarnation: the current learner's; empty before the first. Set `changed` whenever
+    something has changed that an answer may depend on.
     """
 
     def __init__(self, link: Link, answers: "Controller") -> None:
@@ -141,7 +141,7 @@ class Conversation:
         self.changed = asyncio.Event()
 
     async def listen(self) -> None:
-        """Take requests until the learner leaves."""
+        """Receive requests until the learner leaves."""
         while True:
             peer, request = await self._link.receive()
             if isinstance(request, FromServer):
@@ -169,7 +169,7 @@ class Conversation:
                 raise ConversationOver
 
     async def answer(self) -> None:
-        """Answer the waiting question when something has changed or its time is up, until that was an error."""
+        """Answer the held `Next` when something changes or its time is up, until the answer is that the run has failed."""
         while True:
             self.changed.clear()
             if self._question:
@@ -180,7 +180,7 @@ class Conversation:
                     reply = await self._answers.carry_out(decision, question.asked)
                     await self._link.reply(question.peer, reply)
                     if isinstance(reply, Stop) and reply.error:
-                        raise ConversationOver  # a learner that is told so says no goodbye
+                        raise ConversationOver  # after an error the learner sends no `Stopped`
             timeout = max(0.0, self._question.until - time.monotonic()) if self._question else None
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.changed.wait(), timeout)

@@ -1,19 +1,19 @@
-"""What the learner is told to do next: one pure function of its question and the present state.
+"""What the learner does next: a pure function of its `Next` and the present state. The first line that applies decides.
 
-asked to stop, or failed ──────────────────────────► Stop
-a step that was trained before ────────────────────► TrainStep(replay): nothing is published meanwhile
-a generated phase, after its first step ───────────► TrainStep: nothing is published before the phase ends
-servers with older, unknown or another learner's
+the run was asked to stop, or has failed ──────────► Stop
+the step was trained before ───────────────────────► TrainStep(replay): nothing is published during a replay
+within a phase whose batches are all complete ─────► TrainStep: nothing is published before the phase ends
+servers have older, unknown or another learner's
 weights ───────────────────────────────────────────► Publish
-these weights need a score, and no server has them ► Wait        (an earlier evaluation holds the server)
-the last step is done ─────────────────────────────► Stop, once its evaluation is there
+these weights need a score, but no server has them ► Wait        (an earlier evaluation holds the server)
+the last step is done ─────────────────────────────► Stop, once its evaluation has ended
 rollouts are to be compared at these weights ──────► Score, once the servers have scored them
-all batches of the phase complete ─────────────────► TrainStep
-else ──────────────────────────────────────────────► Wait
+all batches of the phase are complete ─────────────► TrainStep
+otherwise ─────────────────────────────────────────► Wait
 
-PipelineRL has phases of one step. In longer ones (PPO-off-policy-k) the learner waits with the weights that generate the
-phase, so that it can publish them to a server that comes back; while it trains, the servers are idle. Versions within a phase
-are not published and so not evaluated: the next published one is due instead.
+PipelineRL has phases of one step. Before a longer phase (PPO-off-policy-k) the learner waits with the weights that generate it,
+so that it can publish them to a server that comes back; while it trains, the servers are idle. Versions within a phase are not
+published and so not evaluated: the next published version is due instead.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from megarl.core.server.membership import Membership
 
 @dataclass(frozen=True)
 class TrainStep:
-    """Send the batch of this step."""
+    """The learner should train this step: send it the batch."""
 
     step: int
     replay: bool = False
@@ -33,21 +33,22 @@ class TrainStep:
 
 @dataclass(frozen=True)
 class ControllerView:
-    """The present state, for one question."""
+    """The state that one decision depends on."""
 
-    batches: int  # number of complete batches, counted from the first without a gap
-    published_version: int  # the highest ever, -1 before the first
-    final_step: int  # run.steps: the version after which the run is over
+    batches: int  # number of complete batches, from the first up to the first incomplete one
+    published_version: int  # the highest version ever published, -1 before the first
+    final_step: int  # run.steps: the version with which the run is over
     score_due: bool  # the asking learner's version is to be evaluated, or is being evaluated
     membership: Membership
-    phase_steps: int = 1  # steps that are trained on what one version generated
+    oldest: int = 0  # the first batch that the journal still has
+    phase_steps: int = 1  # steps that are trained on rollouts of one version
     parity: Score | Wait | None = None  # the comparison at the asking learner's version; None: there is none
-    stop: str = ""  # a reason to end
-    failure: str = ""  # another
-    waiting_for: str = ""  # what a Wait for a batch should say
+    stop: str = ""  # a reason to end the run
+    failure: str = ""  # a reason to end it as failed
+    waiting_for: str = ""  # the reason to give in a Wait for a batch
 
     def phase_end(self, step: int) -> int:
-        """Return the step after the phase of `step`; the run may end within the phase."""
+        """Return the first step after the phase of `step`, or the end of the run if that comes first."""
         return min(step - step % self.phase_steps + self.phase_steps, max(self.final_step, step + 1))
 
 
@@ -83,9 +84,9 @@ def decide(asked: Next, now: ControllerView) -> Decision:
 
 
 def is_due(version: int, last_scored: int | None, settings: Evaluation, final_version: int) -> bool:
-    """Return whether this version needs a score, given the newest scored version (None: none has one).
+    """Return whether this version needs a score, given the newest version that has one (None: none has).
 
-    If an evaluation is lost with its server, the next version is scored instead: 100 is lost, 101 is scored, then 200.
+    If an evaluation is lost with its server, the next version is scored instead: if 100 is lost, then 101 and 200 are scored.
     """
     if last_scored is None:
         return True
@@ -97,9 +98,14 @@ def is_due(version: int, last_scored: int | None, settings: Evaluation, final_ve
 
 
 def _impossible(asked: Next, now: ControllerView) -> str:
-    """Return why no learner of this run can ask this; empty if one can."""
+    """Return why this request cannot come from a learner of this run; empty if it can."""
     if asked.version != asked.step:
         return f"the learner asks for step {asked.step} with version {asked.version}; version v is after v steps"
+    if asked.step < now.oldest:
+        return (
+            f"the learner asks for step {asked.step}, and the journal has no batches before {now.oldest} any more "
+            f"(journal.keep); put back a checkpoint of step {now.oldest} or later, or give another run.name"
+        )
     if asked.step > now.batches:
         return (
             f"the learner asks for step {asked.step}, but the journal holds {now.batches} complete batches: its checkpoint "

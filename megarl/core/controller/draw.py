@@ -1,8 +1,8 @@
-"""The next task and the next prompt of that task. Pure.
+"""Which task is drawn next, and which of its prompts. Pure.
 
 `PromptOrder` chooses the prompt, from the seed, the last draw, the number of draws, and each prompt's latest pass rate.
 
-Each epoch goes once through its pool in its own order, a hash of seed, epoch and prompt id, whatever the order of the file.
+Each epoch goes once through its pool in an order of its own, given by a hash of seed, epoch and prompt id, not by the file.
 No-positive-resampling (ScaleRL, arXiv 2510.13786): a prompt whose latest group had a pass rate of `positive_threshold` or
 more is skipped in later epochs. If an epoch would begin with fewer prompts than the task has in a batch, all pass rates are
 forgotten.
@@ -10,15 +10,15 @@ forgotten.
     pool of an epoch = the easiest share of all T prompts      share, by the draws t so far; all are in after T:
                                                                none 1    linear s + (1 - s) t/T    exponential s^(1 - t/T)
 
-(pacing functions of Hacohen and Weinshall, arXiv 1904.03626.) A pool with less than a batch to draw from grows until it has
-one.
+(pacing functions of Hacohen and Weinshall, arXiv 1904.03626.) A pool with less than a batch to draw from is enlarged to a
+batch.
 
 `Mixture` chooses the task, from the number of draws of each.
 
-A task with share w, n draws so far and t draws in all is open as soon as n < (t + 1) w, and due at draw ceil((n + 1) / w).
-The open task that is due first is drawn. Then for every task and every t
+Of t draws so far, n were of a task with share w. The task is open as soon as n < (t + 1) w, and due at draw ceil((n + 1) / w).
+Of the open tasks, the one that is due first is drawn. Then for every task and every t
 
-    | n - t w | < 1                                        so any window of T draws has T w of them, but for less than 2
+    | n - t w | < 1                                        so any T draws in a row have T w of the task, to within less than 2
 
 (the quota method: Balinski and Young 1975; Baruah et al. 1996 for the deadlines.) Tickets that are removed or void count too.
 """
@@ -36,11 +36,11 @@ from megarl.core.journal.records import Admitted, State
 from megarl.core.recipe import Recipe
 
 START = 0.2
-"""Share of the easiest prompts that the first epoch of a curriculum has. The pool grows to a batch if that is less."""
+"""Share of all prompts, the easiest, in the first epoch of a curriculum. The pool is enlarged to a batch if that is less."""
 
 
 class Draw(NamedTuple):
-    """reset: all pass rates were forgotten just before it. pool: number of the easiest prompts in its epoch."""
+    """One draw. reset: all pass rates were forgotten just before it. pool: number of (the easiest) prompts in its epoch."""
 
     prompt_id: str
     epoch: int
@@ -50,14 +50,14 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True)
 class Pace:
-    """The growth of the pool from `start`, a share of all prompts, to all of them after `draws` draws."""
+    """How the pool grows from the share `start` of all prompts to all of them, over `draws` draws."""
 
     kind: Literal["none", "linear", "exponential"] = "none"
     start: float = 1.0
     draws: int = 1
 
     def share(self, drawn: int) -> float:
-        """Return the share of the prompts for an epoch that begins after this many draws."""
+        """Return the share of prompts in the pool of an epoch that begins after `drawn` draws."""
         done = min(1.0, drawn / self.draws)
         curves = {"none": 1.0, "linear": self.start + (1 - self.start) * done, "exponential": self.start ** (1 - done)}
         return curves[self.kind]
@@ -66,9 +66,9 @@ class Pace:
 class PromptOrder:
     """Draws prompts of one task.
 
-    drawn: number so far. excluded: prompts that are skipped now. pool: number of the easiest prompts in the present epoch.
-    difficulty: by prompt, 0 where it is missing. `drawn` and `excluded` follow from the journal's state; they are held here
-    because one draw may begin epochs before its record exists, and so that no draw goes over the pass rates of all prompts.
+    drawn: number of draws so far. excluded: prompts that are skipped now. pool: number of prompts in the present epoch, the
+    easiest. difficulty: by prompt id, 0 where missing. `drawn` and `excluded` could be computed from the journal's state. They
+    are kept here because a draw may begin epochs before its record exists, and to avoid a scan of all pass rates per draw.
     """
 
     def __init__(
@@ -88,23 +88,20 @@ class PromptOrder:
         self._begin(0, self._pool())
 
     def resume(self, last: Draw | Admitted, pass_rates: Mapping[str, float], drawn: int) -> None:
-        """Continue after this draw, the last of `drawn`. If its prompt has left the set since, the epoch begins again."""
+        """Continue after `last`, the last of `drawn` draws. If its prompt is no longer in the data, its epoch starts over."""
         for prompt_id, pass_rate in pass_rates.items():
             self.observe(prompt_id, pass_rate)
         self.drawn = drawn
-        self._begin(last.epoch, last.pool or len(self._ids))
-        if last.prompt_id in self._order:
-            self._next = self._order.index(last.prompt_id) + 1
+        self._begin(last.epoch, last.pool or len(self._ids), last.prompt_id)
 
     def draw(self) -> Draw:
         """Return the next prompt."""
         reset = False
         while True:
-            for n in range(self._next, len(self._order)):
-                if self._order[n] not in self.excluded:
-                    self._next = n + 1
+            for prompt_id in self._rest:
+                if prompt_id not in self.excluded:
                     self.drawn += 1
-                    return Draw(self._order[n], self.epoch, reset, self.pool)
+                    return Draw(prompt_id, self.epoch, reset, self.pool)
             if len(self._ids) - len(self.excluded) < self._prompts_per_batch:
                 reset = True
                 self.excluded.clear()
@@ -126,10 +123,11 @@ class PromptOrder:
                 return n
         return len(self._ids)
 
-    def _begin(self, epoch: int, pool: int) -> None:
+    def _begin(self, epoch: int, pool: int, after: str | None = None) -> None:
+        """Begin an epoch, just after the prompt `after` if it is in the pool."""
         self.epoch, self.pool = epoch, pool
-        self._order = sorted(self._easiest_first[:pool], key=lambda p: self._hash(epoch, p))
-        self._next = 0
+        order = sorted(self._easiest_first[:pool], key=lambda p: self._hash(epoch, p))
+        self._rest = iter(order[order.index(after) + 1 :] if after in order else order)
 
     def _hash(self, what: object, prompt_id: str) -> bytes:
         return hashlib.blake2b(f"{self._seed}/{what}/{prompt_id}".encode(), digest_size=8).digest()
@@ -143,14 +141,18 @@ def next_task(drawn: Mapping[str, int], shares: Mapping[str, Fraction]) -> str:
 
 
 class Mixture:
-    """Draws from all tasks. `curricula`: by task."""
+    """Draws from all tasks. curricula: the prompt order of each task, by name. before: draws of each task that were made under
+    other shares, and do not count for these."""
 
-    def __init__(self, curricula: Mapping[str, PromptOrder], shares: Mapping[str, Fraction]) -> None:
-        self.curricula, self._shares = dict(curricula), dict(shares)
+    def __init__(
+        self, curricula: Mapping[str, PromptOrder], shares: Mapping[str, Fraction], before: Mapping[str, int] | None = None
+    ) -> None:  # fmt: skip
+        self.curricula, self._shares, self._before = dict(curricula), dict(shares), before or {}
 
     def draw(self) -> tuple[str, Draw]:
         """Return the next prompt and its task."""
-        task = next_task({task: c.drawn for task, c in self.curricula.items()}, self._shares)
+        drawn = {task: c.drawn - self._before.get(task, 0) for task, c in self.curricula.items()}
+        task = next_task(drawn, self._shares)
         return task, self.curricula[task].draw()
 
     def observe(self, task: str, prompt_id: str, pass_rate: float) -> None:
@@ -163,20 +165,26 @@ def mixture_of(recipe: Recipe, prompts: Mapping[str, TaskPrompts], state: State)
     for task, curriculum in curricula.items():
         if (history := state.tasks.get(task)) is not None:
             curriculum.resume(history.last, history.pass_rates, history.drawn)
-    return Mixture(curricula, recipe.data.shares)
+    return Mixture(curricula, recipe.data.shares, state.drawn_before)
 
 
 def _curriculum(recipe: Recipe, task: str, prompts: TaskPrompts) -> PromptOrder:
-    """Return a task's curriculum at its start. Its share in a batch is the least an epoch needs."""
-    kind, in_batch = recipe.data.curriculum.kind, math.ceil(recipe.batch.prompts * recipe.data.shares[task])
+    """Return a task's prompt order at its start. An epoch needs at least as many prompts as the task has in a batch."""
+    in_batch = math.ceil(recipe.batch.prompts * recipe.data.shares[task])
+    difficulty = difficulties(recipe, task, prompts)
+    pace = Pace(recipe.data.curriculum.kind, START, len(difficulty))
+    return PromptOrder(difficulty, recipe.run.seed, recipe.batch.positive_threshold, in_batch, difficulty, pace)
+
+
+def difficulties(recipe: Recipe, task: str, prompts: TaskPrompts) -> dict[str, int]:
+    """Return the difficulty of each training prompt by its id. MegarlError if a curriculum finds no differences in them."""
     difficulty = {p.id: p.difficulty for p in prompts.train}
-    if kind != "none" and len(set(difficulty.values())) < 2:
+    if recipe.data.curriculum.kind != "none" and len(set(difficulty.values())) < 2:
         raise MegarlError(
             f"data.curriculum: all prompts of {recipe.data.tasks[task].train} have one difficulty; give its rows a "
             "`difficulty` (a number, smaller is easier), or set data.curriculum.kind=none"
         )
-    pace = Pace(kind, START, len(difficulty))
-    return PromptOrder(difficulty, recipe.run.seed, recipe.batch.positive_threshold, in_batch, difficulty, pace)
+    return difficulty
 
 
 def draw_metrics(mixture: Mixture) -> dict[str, float]:

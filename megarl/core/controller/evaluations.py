@@ -1,10 +1,10 @@
-"""Which versions are scored, when and on which servers. A score is a row of RUN/eval.jsonl and a record of the journal; the
-answers are in RUN/evaluations/step-N, in the form of `megarl eval`.
+"""Which versions are evaluated, when and on which servers. A score is a row of RUN/eval.jsonl and a record of the journal; the
+answers are in RUN/evaluations/step-N, in the format of `megarl eval`.
 
-a version is published, or asked about ─► due? ─► pin some of its servers ─► score ─► eval.jsonl, journal ─► unpin
-              │ all its servers are lost: cancelled, the next version is due instead
-              │ the row includes what all scores so far predict (evaluation/forecast.py)
-              └ the grader is down: nothing is written, tried again after RETRY_S; the TRIES-th time in a row ends the run
+version published, or named in a `Next` ─► due? ─► pin some of its servers ─► score ─► eval.jsonl, journal ─► unpin
+              │ if all its servers are lost, the evaluation is cancelled, and the next version is due instead
+              │ the row includes a forecast from all scores so far (evaluation/forecast.py)
+              └ if the grader is down, nothing is written; a retry follows after RETRY_S; TRIES failures in a row end the run
 """
 
 import asyncio
@@ -13,10 +13,11 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from megarl.core.base.contracts import GraderDown
-from megarl.core.base.rundir import Row, RunDir, append_jsonl, lacking, latest_rows, latest_scores, step_folder
+from megarl.core.base.rundir import Row, RunDir, append_jsonl, lacking, latest_scores, rows_in_order, step_folder
 from megarl.core.controller.metrics import ComputeClock, Spent
 from megarl.core.controller.pipeline import Pipeline
 from megarl.core.evaluation.answers import Answer, SuiteDir
@@ -31,13 +32,13 @@ log = logging.getLogger(__name__)
 
 TRIES = 3
 RETRY_S = 10.0
-"""A score that leaves out answers that could not be graded would be wrong, and endless tries would hold the run."""
+"""Time until the next try. A score without the answers that could not be graded would be wrong; endless tries would block."""
 
 
 class Evaluations:
-    """The evaluations of a run. asker: all that one needs, except servers and salt. fail, stop: end the run, and say why.
+    """The evaluations of a run. asker: what an evaluation needs, except servers and salt. fail, stop: end the run for a reason.
 
-    tasks: running evaluations by version. latest: the newest row, empty before the first.
+    tasks: the running evaluations by version. latest: the newest row, empty before the first.
     """
 
     def __init__(
@@ -57,34 +58,33 @@ class Evaluations:
         self._questions, self._forecast, self._watch = questions, forecast, watch
         self._pipeline, self._schedule, self._compute = pipeline, pipeline.evaluations, compute
         self._fail, self._stop, self._spans = fail, stop, spans
-        self._failures, self._not_before = 0, 0.0  # of the grader, in a row; time.monotonic()
+        self._failures, self._not_before = 0, 0.0  # of the grader, in a row; time.monotonic() of the next try
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.latest: dict[str, object] = next(reversed(latest_scores(rundir.eval)), {})
 
     def begin_if_due(self, version: int, spent: Mapping[int, Spent], tasks: asyncio.TaskGroup) -> None:
-        """Pin some of the servers that have these weights, if any, and score them. spent: until each version was published."""
+        """If an evaluation is due, pin some of the servers with these weights and begin. spent: compute before each version."""
         if not self._schedule.is_due(version, self._pipeline.final_step) or time.monotonic() < self._not_before:
             return
         if servers := self._schedule.begin(version):
-            self._compute.hold(len(servers))
+            self._compute.hold(self._schedule.held)
             log.info("version %d is evaluated on servers %s", version, sorted(servers))
             self.tasks[version] = tasks.create_task(self._evaluate(version, servers, spent[version]))
-            # Not by the task itself: one that is cancelled before its first step runs nothing.
-            self.tasks[version].add_done_callback(lambda _: self._ended(version, servers))
+            # A callback, since a task that is cancelled before its first step would not even run its `finally`.
+            self.tasks[version].add_done_callback(lambda _: self._ended(version))
 
     def cancel_lost(self) -> None:
-        """Take servers that lost their weights out of evaluations. One with none left ends: the next version is due."""
-        for version, (lost, left) in self._schedule.drop_lost().items():
-            self._compute.hold(-lost)
-            if not left:
-                self.tasks[version].cancel()
+        """Take servers that lost their weights out of evaluations. Cancel evaluations with no server left."""
+        for version in self._schedule.drop_lost():
+            self.tasks[version].cancel()
+        self._compute.hold(self._schedule.held)
 
     async def _evaluate(self, version: int, servers: set[int], spent: Spent) -> None:
         began, held = time.monotonic(), len(servers)
         self._spans.open("controller/evaluation", f"version {version}", began, servers=sorted(servers))
         folder, done = step_folder(self._rundir.evaluations, version), False
         try:
-            outcomes = await self._ask(version, servers)
+            outcomes = await self._ask(version, servers, folder)
             scores = await asyncio.to_thread(row, outcomes, self._recipe, version)
             new: Row = scores | spent.row()
             new |= {"compute_hours": spent.total, "compute_unit": self._compute.unit, "time": time.time()}
@@ -92,7 +92,7 @@ class Evaluations:
             if missing := lacking(new):
                 raise GraderDown(f"of what came back no {missing} can be told")
             new |= await asyncio.to_thread(self._with_forecast, new)
-            await asyncio.to_thread(self._write_results, version, outcomes)
+            await asyncio.to_thread(self._write_results, version, outcomes, folder)
             new |= await asyncio.to_thread(self._watch, self._rundir, version, list(self._recipe.data.tasks))
             append_jsonl(self._rundir.eval, new)
             self.latest, self._failures, done = new, 0, True
@@ -110,21 +110,20 @@ class Evaluations:
             self._grader_down(version, errors)
         finally:
             if not done:
-                shutil.rmtree(folder, ignore_errors=True)  # half an evaluation is none
+                shutil.rmtree(folder, ignore_errors=True)  # an incomplete evaluation is useless
             now = time.monotonic()
             self._spans.span("controller/evaluation", f"version {version}", began, now, servers=sorted(servers))
 
-    def _ended(self, version: int, servers: set[int]) -> None:
-        """Unpin the servers that are left."""
+    def _ended(self, version: int) -> None:
+        """Unpin the servers that the evaluation still has."""
         del self.tasks[version]
-        self._compute.hold(-len(servers))
         self._schedule.end(version)
+        self._compute.hold(self._schedule.held)
         self._pipeline.changed()
 
-    async def _ask(self, version: int, servers: set[int]) -> dict[str, list[Outcome]]:
-        """Ask everything, write each answer, and return the outcomes by task and suite."""
-        folder = step_folder(self._rundir.evaluations, version)
-        shutil.rmtree(folder, ignore_errors=True)  # of a life before: of the same version, but not what is scored now
+    async def _ask(self, version: int, servers: set[int], folder: Path) -> dict[str, list[Outcome]]:
+        """Ask all questions, write each answer, and return the outcomes by task and suite."""
+        shutil.rmtree(folder, ignore_errors=True)  # answers that an earlier life left for this version
         places = {suite.name: SuiteDir(folder, suite.name) for suite in self._questions}
         for place in places.values():
             place.path.mkdir(parents=True)
@@ -144,22 +143,21 @@ class Evaluations:
                 raise GraderDown(f"{suite.name}: {missing} of {len(suite.open)} answers never came")
         return outcomes
 
-    def _write_results(self, version: int, outcomes: Mapping[str, Sequence[Outcome]]) -> None:
-        folder, model = step_folder(self._rundir.evaluations, version), f"{self._rundir.path}@{version}"
+    def _write_results(self, version: int, outcomes: Mapping[str, Sequence[Outcome]], folder: Path) -> None:
         for suite in self._questions:
-            settings = settings_of(self._recipe, suite.rows)
+            model, settings = f"{self._rundir.path}@{version}", settings_of(self._recipe, suite.rows)
             result = result_of(suite.name, model, suite.samples, settings, outcomes[suite.name])
             SuiteDir(folder, suite.name).write_result(result)
 
     def _with_forecast(self, row: Row) -> Row:
-        """Return the forecast with this score; nothing while there are too few, or no column is chosen."""
+        """Return the forecast's columns, given this row; empty if there are too few scores or no column is chosen."""
         if not (score := self._recipe.forecast_column):
             return {}
         earlier = [r for r in latest_scores(self._rundir.eval) if r["step"] < row["step"]]
-        return self._forecast([*earlier, row], latest_rows(self._rundir.metrics), self._recipe.run.steps, score)
+        return self._forecast([*earlier, row], rows_in_order(self._rundir.metrics), self._recipe.run.steps, score)
 
     def _grader_down(self, version: int, errors: BaseExceptionGroup[GraderDown]) -> None:
-        """Leave the version due."""
+        """Count the failure; the version stays due. Fail the run after TRIES failures in a row."""
         self._failures += 1
         self._not_before = time.monotonic() + RETRY_S
         reason = f"version {version} could not be scored, the grader is down: {errors.exceptions[0]}"

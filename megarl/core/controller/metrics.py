@@ -1,5 +1,5 @@
-"""What the controller measures: how busy servers are, metrics of each task (`pass_rate_train/math`) and of turns, and compute:
-devices held x wall time over all lives of the supervisor, where a new life continues from the journal.
+"""What the controller measures: how busy servers are, metrics of each task (`pass_rate_train/math`) and of turns, and compute.
+Compute is devices held x wall time, over all lives of the supervisor; a new life continues from the journal's total.
 """
 
 import os
@@ -24,7 +24,7 @@ class Meter:
         self._step = self._second = self._mark()
 
     def step(self) -> dict[str, float]:
-        """Return metrics of the time since the last call."""
+        """Return metrics for the time since the last call, over all servers."""
         then, self._step = self._step, self._mark()
         rates = np.array(list(_rates(then, self._step).values()))
         _, busy, running, *_ = rates.mean(axis=0).tolist()
@@ -42,7 +42,7 @@ class Meter:
         return {server: {"tokens": float(tokens), "busy_seconds": float(busy)} for server, (tokens, busy, *_) in totals}
 
     def second(self) -> dict[int, dict[str, float]]:
-        """Return figures of each server for the time since the last call."""
+        """Return each server's figures for the time since the last call."""
         then, self._second = self._second, self._mark()
         rates, uses = _rates(then, self._second), self._places.use
         return {
@@ -52,7 +52,7 @@ class Meter:
 
     def _mark(self) -> "Mark":
         for use in self._places.use.values():
-            use.change(0)  # brings the seconds up to now
+            use.change(0)  # brings the totals of seconds up to date
         totals = {
             s: np.array((u.tokens, u.busy_seconds, u.place_seconds, u.reusable, u.cached))
             for s, u in self._places.use.items()
@@ -61,17 +61,17 @@ class Meter:
 
 
 type Mark = tuple[float, dict[int, np.ndarray]]
-"""Seconds, and each server's totals until then, [5]: tokens, busy seconds, place-seconds, tokens of inputs that could be in its
-cache, and those that were."""
+"""A time in seconds, and each server's totals at that time, [5]: tokens, busy seconds, place-seconds, input tokens that could
+have been in its cache, and input tokens that were."""
 
 
 def _grown(then: Mark, now: Mark) -> dict[int, np.ndarray]:
-    """Return by how much totals grew, [5], by server; one that has joined meanwhile began with none."""
+    """Return the growth of the totals, [5], by server; a server that joined in between started from 0."""
     return {s: np.maximum(totals - then[1].get(s, 0.0), 0.0) for s, totals in now[1].items()}
 
 
 def _rates(then: Mark, now: Mark) -> dict[int, np.ndarray]:
-    """Return by how much totals grew each second, [5], by server."""
+    """Return the growth of the totals per second, [5], by server."""
     seconds = max(now[0] - then[0], 1e-9)
     return {s: grown / seconds for s, grown in _grown(then, now).items()}
 
@@ -84,14 +84,14 @@ OF_EACH_TASK = (
 
 
 def task_statistics(batch: Batch, recipe: Recipe) -> dict[str, float]:
-    """Return metrics of each task's groups in the batch; rates are nan for a task that has none there."""
+    """Return metrics of each task's groups in the batch; rates are NaN for a task without groups in it."""
     played = [name for name, task in recipe.data.tasks.items() if task.environment or task.agent]
     metrics = turn_statistics(batch) if played else {}
     if len(recipe.data.tasks) == 1:
         return metrics
     for task in recipe.data.tasks:
         of_task = Batch(step=batch.step, groups=tuple(g for g in batch.groups if g.prompt.task == task))
-        statistics = batch_statistics(of_task)
+        statistics = batch_statistics(of_task, recipe.all_groups_teach)
         rewards = [name for name in statistics if name.startswith("reward/")]
         metrics |= {f"{name}/{task}": statistics[name] for name in (*OF_EACH_TASK, *rewards)}
         if task in played:
@@ -100,7 +100,7 @@ def task_statistics(batch: Batch, recipe: Recipe) -> dict[str, float]:
 
 
 def turn_statistics(batch: Batch) -> dict[str, float]:
-    """Return metrics of rollouts with an environment or an agent; nan where none had one, or none called it."""
+    """Return metrics of rollouts with an environment or an agent; NaN if there are none, or none made a call."""
     episodes = [r.episode for g in batch.groups for r in g.rollouts if r.episode is not None]
     calls = sum(e.calls for e in episodes)
     return {
@@ -112,7 +112,7 @@ def turn_statistics(batch: Batch) -> dict[str, float]:
 
 
 def session_of(rundir: RunDir) -> Session:
-    """Return the record of the supervisor's present life, which began when it wrote the endpoints."""
+    """Return the journal record of the supervisor's present life, which began when it wrote the endpoints."""
     endpoints = rundir.endpoints()
     return Session(
         session=endpoints.session,
@@ -128,59 +128,60 @@ class Spent:
 
     total: float
     startup: float  # in each life of the supervisor, until weights were first published, replay included
-    evaluation: float  # servers held for scores; the time that others waited for them is not counted
+    evaluation: float  # of servers held for evaluations; time that others waited for them is not counted
 
     def row(self) -> dict[str, float]:
-        """Return the columns of a row, without the total."""
+        """Return the columns for a row of metrics, without the total."""
         rest = self.total - self.startup - self.evaluation
         return {"startup_hours": self.startup, "evaluation_hours": self.evaluation, "training_hours": rest}
 
 
+class _DeviceHours:
+    """Hours of a changing number of devices. Setting the wall clock does not affect them."""
+
+    def __init__(self, hours: float, devices: int = 0) -> None:
+        self._before, self.devices, self._since = hours, devices, time.monotonic()
+
+    def total(self) -> float:
+        return self._before + self.devices * (time.monotonic() - self._since) / 3600
+
+    def change(self, devices: int) -> None:
+        """Note how many devices there are from now on."""
+        self._before, self.devices, self._since = self.total(), devices, time.monotonic()
+
+
 class ComputeClock:
-    """Counts device-hours: `hours()` is the total so far, `spent()` what they went into. held: devices now."""
+    """Counts device-hours: `hours()` is the total so far, `spent()` its breakdown. held: number of devices now."""
 
     def __init__(self, state: State, resources: Resources) -> None:
         assert state.session is not None
-        self._state = state
-        # Held servers cost something at every moment; the state learns of it only with the next record.
-        self._evaluation, self._held, self._held_since = state.evaluation_hours, 0, 0.0
-        self._seconds_before = max(0.0, time.time() - state.session.time)
-        self._began = time.monotonic()  # from here on a wall clock that is set costs nothing
-        self.devices, self.unit = state.session.devices, state.session.compute_unit
-        cores = 1 if self.unit == "gpu" else resources.threads
-        self._server_devices = resources.server_tensor_parallel * cores
-        self._joined_hours, self._joined, self._joined_since = state.joined_hours, 0, self._began
+        self._state, self.unit = state, state.session.compute_unit
+        # The state counts these hours only when the next record is written.
+        self._own = _DeviceHours(state.compute_hours(time.time()), state.session.devices)
+        self._joined, self._evaluation = _DeviceHours(state.joined_hours), _DeviceHours(state.evaluation_hours)
+        self._server_devices = resources.server_tensor_parallel * (1 if self.unit == "gpu" else resources.threads)
 
     @property
     def held(self) -> int:
-        return self.devices + self._joined * self._server_devices
+        return self._own.devices + self._joined.devices
 
     def hours(self) -> float:
-        return self._own_hours() + self.joined_hours()
-
-    def _own_hours(self) -> float:
-        seconds = self._seconds_before + time.monotonic() - self._began
-        return self._state.earlier_hours + self.devices * seconds / 3600
+        return self._own.total() + self._joined.total()
 
     def join(self, servers: int) -> None:
         """Note how many joined servers there are from now on."""
-        self._joined_hours, self._joined_since, self._joined = self.joined_hours(), time.monotonic(), servers
+        self._joined.change(servers * self._server_devices)
 
     def joined_hours(self) -> float:
         """Return the hours of joined servers, over all lives."""
-        return self._joined_hours + self._joined * self._server_devices * (time.monotonic() - self._joined_since) / 3600
+        return self._joined.total()
 
     def hold(self, servers: int) -> None:
-        """Note that this many more servers (fewer if negative) score from now on."""
-        self._evaluation, self._held_since = self._evaluation_hours(), time.monotonic()
-        self._held += servers
+        """Note how many servers are held for evaluations from now on."""
+        self._evaluation.change(min(servers * self._server_devices, self.held))
 
     def spent(self) -> Spent:
-        """Return the hours so far; the first record of a publication in a life of the supervisor ends its start-up."""
-        own = self._own_hours()
-        starting = 0.0 if self._state.session_published else own - self._state.earlier_hours
-        return Spent(own + self.joined_hours(), self._state.startup_hours + starting, self._evaluation_hours())
-
-    def _evaluation_hours(self) -> float:
-        devices = min(self._held * self._server_devices, self.held)
-        return self._evaluation + devices * (time.monotonic() - self._held_since) / 3600
+        """Return the hours so far. A life of the supervisor is starting up until its first record of a publication."""
+        state, own = self._state, self._own.total()
+        starting = 0.0 if state.session_published else own - state.earlier_hours
+        return Spent(own + self._joined.total(), state.startup_hours + starting, self._evaluation.total())

@@ -1,10 +1,10 @@
-"""Which rollouts both sides score for parity, where and when. megarl/core/weights/parity.py interprets the scores.
+"""Which rollouts both servers and learner score for parity, where and when. megarl/core/weights/parity.py judges the scores.
 
-    a chosen rollout ends ──► its server scores it at once (version u) ──► waits until its batch is due
-    version v published   ──► servers score those that are due (version v) ──► Score ──► the learner does ──► ParityJudge
-                              the learner waits for that                                                     └► metrics, end
+    a chosen rollout ends ──► its server scores it at once (version u) ──► it waits until its batch is due
+    version v published   ──► servers score the due ones (version v) ──► Score ──► the learner scores them ──► ParityJudge
+                              the learner waits for the servers                                    └► metrics, end of the run
 
-PARITY_ROLLOUTS of each batch are chosen by hash before they are sampled, so that nothing about a rollout decides
+PARITY_ROLLOUTS rollouts of each batch are chosen by hash before they are sampled, so that nothing about a rollout decides
 whether it is compared. Scores that a server could not give at the requested version are left out.
 """
 
@@ -29,22 +29,22 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Candidate:
-    """A finished rollout that will be compared. What could not be scored, or has not been yet, is None."""
+    """A finished rollout that will be compared. Scores that could not be computed, or are not yet, are None."""
 
     ticket: int
     sample: int
     due: int  # the step that trains it
     prompt: np.ndarray
     segments: tuple[Segment, ...]
-    server: int | None  # of its last request; None if one was lost, so that it is not known who sampled which tokens
+    server: int | None  # of its last request; None if one was lost: then it is unknown who sampled which tokens
     began: int | None  # version at its group's first request, which cached the prompt; None: unknown
-    sampled: Prefill | None = None  # scores at the version of its last tokens, by `server`
-    served: Prefill | None = None  # scores at the version that is compared, by `scorer`
+    sampled: Prefill | None = None  # scores by `server`, with the version of its last tokens
+    served: Prefill | None = None  # scores by `scorer`, with the version that is compared
     scorer: int = -1
 
     @property
     def tokens(self) -> np.ndarray:
-        """Return prompt and completion, [n] int32."""
+        """Prompt and completion, [n] int32."""
         return np.concatenate([self.prompt, *(s.tokens for s in self.segments)])
 
     @property
@@ -53,15 +53,15 @@ class Candidate:
 
     @property
     def stale(self) -> bool:
-        """Return whether some of its keys and values may be older than the weights of its last tokens."""
+        """Whether some of its cached keys and values may be older than the weights of its last tokens."""
         return {self.began, *(s.weight_version for s in self.segments)} != {self.version}
 
 
 def compared(
     prompt: np.ndarray, segments: Sequence[Segment], paths: Sequence[Branch], choice: int
 ) -> tuple[np.ndarray, tuple[Segment, ...]]:
-    """Return what is compared of a rollout as prompt and completion; of an agent's one path, `choice` modulo their number,
-    with all that precedes its own first sampled token for a prompt."""
+    """Return the prompt and completion to compare for a rollout. For an agent's rollout they are one path's, number `choice`
+    modulo their number, and all that precedes its own first sampled token is the prompt."""
     if not paths:
         return prompt, tuple(segments)
     at = choice % len(paths)
@@ -70,15 +70,6 @@ def compared(
     masked = next((n for n, s in enumerate(own) if s.trained), len(own))
     begin = paths[at].shared + sum(len(s.tokens) for s in own[:masked])
     return paths_of(segments, paths, prompt)[at].tokens[:begin], tuple(own[masked:])
-
-
-@dataclass
-class _Comparison:
-    """The rollouts of one published version on their way through both sides."""
-
-    version: int
-    task: "asyncio.Task[None]"
-    served: list[Candidate] | None = None  # None until the servers have answered
 
 
 class Parity:
@@ -95,7 +86,7 @@ class Parity:
         fail: Callable[[str], None],
         salt: str,
     ) -> None:
-        """against: a token id that log-probs are compared with (the end token). routed: the model's layers with experts."""
+        """Begin without rollouts. against: a token that is scored as well (the end token). routed: the layers with experts."""
         self._recipe, self._against, self._routed = recipe, against, routed
         self._clients, self._membership = clients, membership
         self._changed, self._fail, self._salt = changed, fail, salt
@@ -106,7 +97,8 @@ class Parity:
         self._judge = ParityJudge(model.dtype, routed is not None, *heads)
         self._waiting: list[Candidate] = []
         self._scoring: set[asyncio.Task[None]] = set()
-        self._comparison: _Comparison | None = None
+        self._version = -1  # of the weights that are compared
+        self._serving: asyncio.Task[list[Candidate]] | None = None  # None: nothing is compared
         self._latest: dict[str, float] = {}
         self.warning = ""
 
@@ -130,20 +122,20 @@ class Parity:
         candidate.sampled = await self._prefill(candidate, candidate.server, candidate.version, "sampled")
 
     def published(self, version: int) -> None:
-        """Begin to compare the rollouts that are due: every reachable server has `version` now."""
+        """Begin to compare the rollouts that are due, now that every reachable server has `version`."""
         self._drop_comparison()
         due = [c for c in self._waiting if c.due <= version]
         self._waiting = [c for c in self._waiting if c.due > version]
-        chosen = due[-PARITY_ROLLOUTS:]
-        if chosen:
-            task = asyncio.create_task(self._serve(version, chosen), name=f"parity {version}")
-            self._comparison = _Comparison(version, task)
+        if due:
+            serving = self._serve(version, due[-PARITY_ROLLOUTS:])
+            self._version, self._serving = version, asyncio.create_task(serving, name=f"parity {version}")
 
-    async def _serve(self, version: int, candidates: list[Candidate]) -> None:
-        """Let servers score the candidates, each where it was sampled if that has the version; then wake the question."""
+    async def _serve(self, version: int, candidates: list[Candidate]) -> list[Candidate]:
+        """Have servers score the candidates, each by the server that sampled it if that has the version; then wake the held
+        `Next`. Return the candidates that were scored.
+        """
         clean = sorted(s for s, v in self._membership.clean().items() if v == version)
         limit_s = self._recipe.weights.timeout_s
-        served: list[Candidate] = []
 
         async def serve(c: Candidate) -> None:
             c.scorer = c.server if c.server in clean else clean[c.ticket % len(clean)]
@@ -152,19 +144,15 @@ class Parity:
         try:
             async with asyncio.timeout(limit_s):
                 await asyncio.gather(*(serve(c) for c in candidates if clean))
-            served = [c for c in candidates if c.served is not None]
         except TimeoutError:
-            log.warning("version %d: no server scored within %g s (weights.timeout_s)", version, limit_s)
-        except Exception:  # the learner waits for this: whatever goes wrong must cost a comparison, not the run
-            log.exception("version %d: servers and learner could not be compared", version)
-        assert self._comparison is not None
-        self._comparison.served = served
-        if not served:
-            self._comparison = None
+            log.warning("version %d: not all rollouts were scored within %g s (weights.timeout_s)", version, limit_s)
+        except Exception:  # the learner waits for this: a failure may cost the comparison, but not the run
+            log.exception("version %d: servers could not score all rollouts", version)
         self._changed()
+        return [c for c in candidates if c.served is not None]
 
     async def _prefill(self, candidate: Candidate, server: int, version: int, purpose: str) -> Prefill | None:
-        """Return the server's scores of the completion; None if it is lost, refuses or has another version."""
+        """Return the server's scores of the completion; None if the server is lost, refuses or has another version."""
         salt = f"{self._salt}/parity/{purpose}/{candidate.ticket}/{candidate.sample}"
         tokens, first, routing = candidate.tokens, len(candidate.prompt), self._routed is not None
         try:
@@ -177,29 +165,29 @@ class Parity:
         return scored if scored.version == version else None
 
     def request(self, version: int) -> Score | Wait | None:
-        """Return what the learner, which has `version`, must score before it trains; None: nothing is to be compared."""
-        now, routed = self._comparison, self._routed
-        if now is None or now.version != version:
+        """Return the learner's next command for the comparison at its `version`; None: nothing is to be compared."""
+        serving, routed = self._serving, self._routed
+        if serving is None or self._version != version:
             return None
-        if now.served is None:
+        if not serving.done():
             return Wait(reason=f"servers score rollouts at version {version}, for parity")
         rollouts = []
-        for c in now.served:
-            said = c.served and c.served.routing  # nothing for a dense model
+        for c in serving.result():
+            said = c.served and c.served.routing  # empty for a dense model
             experts = routed.joined([routed.decoded(said)]) if routed and said else None
             rollouts.append(ScoredRollout(tokens=c.tokens, first=len(c.prompt), experts=experts))
-        return Score(version=version, rollouts=tuple(rollouts), against=self._against)
+        return Score(version=version, rollouts=tuple(rollouts), against=self._against) if rollouts else None
 
     def scored(self, result: Scored) -> None:
-        now, self._comparison = self._comparison, None
-        if now is None or now.served is None or now.version != result.version:
+        serving, self._serving = self._serving, None
+        if serving is None or not serving.done() or self._version != result.version:
             return
         each = [
             rollout_scores(candidate, result.version, learner, against, self._comparable)
-            for candidate, learner, against in zip(now.served, result.logprobs, result.against, strict=True)
+            for candidate, learner, against in zip(serving.result(), result.logprobs, result.against, strict=True)
         ]
-        measurement = Measurement.of(result.version, each, result.choices, result.differing)
-        assert measurement is not None
+        scores = RolloutScores.joined(each)
+        measurement = Measurement(result.version, scores, len(each), result.choices, result.differing)
         self._latest = self._judge.metrics(measurement)
         verdict = self._judge.judge(measurement)
         if verdict.warning and verdict.warning != self.warning:
@@ -209,7 +197,7 @@ class Parity:
             self._fail(verdict.warning)
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the latest comparison once, for the row of the step that follows it."""
+        """Return the metrics of the latest comparison, once only, for the row of the step that follows it."""
         metrics, self._latest = self._latest, {}
         return metrics | {"warning_parity": float(bool(self.warning))} if metrics else metrics
 
@@ -219,23 +207,24 @@ class Parity:
             task.cancel()
 
     def _drop_comparison(self) -> None:
-        if self._comparison is not None:
-            self._comparison.task.cancel()
-            self._comparison = None
+        if self._serving is not None:
+            self._serving.cancel()
+            self._serving = None
 
 
 @lru_cache(maxsize=64)
 def chosen_slots(seed: int, batch: int, slots: int, count: int) -> frozenset[int]:
-    """Choose `count` of the rollouts 0 … slots-1 of a batch by a hash of seed and batch, the same after a restart."""
+    """Choose `count` of a batch's rollouts 0 … slots-1, pseudo-randomly by seed and batch, so equally after a restart."""
     return frozenset(np.random.default_rng([seed, batch]).choice(slots, count, replace=False).tolist())
 
 
 def rollout_scores(
     candidate: Candidate, version: int, learner: np.ndarray, learner_against: np.ndarray, comparable: bool
 ) -> RolloutScores:
-    """Return the trained tokens of a rollout with all their scores.
+    """Return all scores of a rollout's trained tokens.
 
-    learner, learner_against: [completion_len] float32. comparable: behaviour log-probs are of the same distribution as scores.
+    learner, learner_against: [completion_len] float32. comparable: behaviour log-probs belong to the same distribution as
+    scores.
     """
     segments, served = candidate.segments, candidate.served
     assert served is not None
@@ -262,5 +251,5 @@ def rollout_scores(
 
 
 def _finite_or_never(logprobs: np.ndarray) -> np.ndarray:
-    """Replace nan by -inf: a side without a finite number for a sampled token is as wrong as can be."""
+    """Replace NaN by -inf: a side that has no number for a sampled token is as wrong as it can be."""
     return np.where(np.isnan(logprobs), -np.inf, logprobs)

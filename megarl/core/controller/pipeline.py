@@ -1,10 +1,10 @@
 """The pipeline: admits tickets, has their groups made, settles them, schedules evaluations, and describes the present state.
 
     Source.draw ─► Admitted ─► GroupPlaces ─► Source.make ─► Finished | Removed ─► batches() ─► view() ─► decision.decide
-                    while a server has places free for it        written down first
+                    while a server has places free for it        recorded before it counts
 
 The controller and the simulator (lab/planning/simulate.py) run this code. They differ in the `Source` that draws prompts and
-makes groups, and in where records go: to the journal, or only into the state. Records have the order of these events, so a
+makes groups, and in where records go: to the journal, or only into the state. Records are in the order of these events, so a
 restarted controller continues with the same tickets, prompts and budgets, and loses only tokens of unfinished tickets.
 """
 
@@ -22,12 +22,12 @@ from megarl.core.sampling.places import GroupPlaces, Places
 
 
 class Records(Protocol):
-    """The place that records go to. `state` is the fold of all of them."""
+    """The destination of records. `state` is the result of applying all of them."""
 
     state: State
 
     def write(self, record: JournalRecord) -> Awaitable[None]:
-        """Apply a record to the state. Await the result to know that it will survive."""
+        """Apply a record to the state. Await the result to be sure that the record survives a crash."""
         ...
 
 
@@ -39,12 +39,12 @@ class Source(Protocol):
         ...
 
     async def make(self, admitted: Admitted, places: GroupPlaces) -> Finished | Removed:
-        """Return the group of a ticket, as `settled` takes it, with every place given back."""
+        """Make the group of a ticket, give back all places, and return the record from `settled`."""
         ...
 
 
 def settled(recipe: Recipe, group: Group, has_gradient: bool) -> Finished | Removed:
-    """Return the record that ends a ticket. Under `refill` a group without a gradient gives up its slot, unless it is void."""
+    """Return the record that ends a ticket. With `refill`, a group without gradient gives up its slot, unless it is void."""
     if recipe.batch.zero_variance != "refill" or group.void or has_gradient:
         return Finished(group=group, time=time.time())
     tokens = sum(r.trained_tokens for r in group.rollouts)
@@ -54,8 +54,8 @@ def settled(recipe: Recipe, group: Group, has_gradient: bool) -> Finished | Remo
 class Pipeline:
     """The tickets of a run. `admission` belongs to the state.
 
-    changed: called when something has changed that a question may wait for. steps: the length of the run. admit_steps: the
-    number of steps for which tickets are admitted.
+    changed: called when something has changed that a held `Next` may be waiting for. steps: the length of the run.
+    admit_steps: the number of steps for which tickets are admitted.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Pipeline:
         self.running: dict[int, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Admit tickets and have them made until cancelled. Raises what a ticket raises."""
+        """Admit tickets and have their groups made, until cancelled. Raises the errors of any ticket."""
         async with asyncio.TaskGroup() as tasks:
             for admitted in list(self.state.unfinished.values()):
                 self._start(tasks, admitted)
@@ -92,7 +92,7 @@ class Pipeline:
                     self._start(tasks, drawn)
 
     def batches(self) -> int:
-        """Return the number of complete batches from the first on, without a gap."""
+        """Return the number of complete batches, from the first up to the first incomplete one."""
         first_unfinished = next(iter(self.admission.unfinished()), None)
         if first_unfinished is not None:
             return self.admission.due(first_unfinished)
@@ -100,17 +100,18 @@ class Pipeline:
 
     @property
     def admitted(self) -> int:
-        """Return the number of tickets admitted and not removed."""
+        """Number of tickets admitted and not removed."""
         return self.admission.forgotten + len(self.admission.queue)
 
     def ahead(self, step: int) -> int:
-        """Return the number of tickets drawn and not trained before `step`."""
+        """Return the number of tickets drawn, less those trained before `step`."""
         return self.admitted - step * self._recipe.batch.prompts
 
     def view(self, version: int) -> ControllerView:
-        """Return the state for a learner that has this version."""
+        """Return the state for the decision about a learner that has this version."""
         return ControllerView(
             batches=self.batches(),
+            oldest=self.admission.forgotten // self._recipe.batch.prompts,
             published_version=self.state.published_version,
             final_step=self.final_step,
             phase_steps=self._recipe.pipeline.phase_steps,
@@ -119,13 +120,13 @@ class Pipeline:
         )
 
     def _room(self) -> bool:
-        """Return whether a step will train the next ticket, the window is open, and an eligible server has unclaimed places."""
+        """Return whether a step would train another ticket, the window is open, and an eligible server has unclaimed places."""
         wanted = self.admitted < self._admit_steps * self._recipe.batch.prompts
         is_open = self.ahead(max(self.state.published_version, 0)) < self.window.tickets
         return wanted and is_open and self._places.free(self.admission.can_admit) > 0
 
     def published(self, version: int) -> int:
-        """Adapt the window to the times up to this publication, and return it for the record."""
+        """Adapt the window to the times measured up to this publication, and return its tickets for the record."""
         far, schedule = version + self.window.lead, self.evaluations
         coming = (v for v in range(version, min(far, self.final_step)) if schedule.is_due(v, self.final_step))
         self.window.published(version, 0 if schedule.running else next(coming, far) - version)
@@ -150,7 +151,7 @@ class Pipeline:
 
 
 class EvaluationSchedule:
-    """Which versions are evaluated on which servers. running: the servers of each running evaluation, by version."""
+    """Decides which versions are evaluated on which servers. running: the servers of each running evaluation, by version."""
 
     def __init__(self, recipe: Recipe, places: Places, state: State) -> None:
         self._settings, self._most = recipe.evaluation, recipe.evaluation_servers
@@ -177,12 +178,14 @@ class EvaluationSchedule:
         for server in self.running.pop(version):
             self._membership.unpin(server)
 
-    def drop_lost(self) -> dict[int, tuple[int, int]]:
-        """Drop servers that no longer have an evaluation's weights; return by version how many were lost, and are left."""
-        clean, changed = self._membership.clean(), {}
+    def drop_lost(self) -> list[int]:
+        """Drop servers that no longer have an evaluation's weights; return the versions that have none left."""
+        clean = self._membership.clean()
         for version, servers in self.running.items():
-            lost = {s for s in servers if clean.get(s) != version}
-            if lost:
-                servers -= lost
-                changed[version] = len(lost), len(servers)
-        return changed
+            servers -= {s for s in servers if clean.get(s) != version}  # in place: the evaluation uses this set
+        return [version for version, servers in self.running.items() if not servers]
+
+    @property
+    def held(self) -> int:
+        """The number of servers that evaluate now."""
+        return sum(map(len, self.running.values()))

@@ -6,16 +6,16 @@
     GET /v1/loads each 5 s, retracted requests ──────► Places.observe
 
 Connections to a lost server that does not answer are dropped: if its machine is gone, nothing else ends the requests on them.
-One that comes back, or is met for the first time, first aborts all its requests, because nobody waits for them.
+A server that comes back, or answers for the first time, first aborts all its requests, because nobody waits for them.
 
-    Join ──► one member more: watched, published to, sent requests   ── no answer and no word ─┐
-    Leave ─► no new requests; those under way are aborted and go on elsewhere ─► forgotten ◄───┘
+    Join ──► a new member: watched, published to, sent requests ── neither answers nor announces itself ─┐
+    Leave ─► no new requests; running ones are aborted and continue elsewhere ─► forgotten ◄─────────────┘
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 
 from megarl.core.base.errors import MegarlError
@@ -36,13 +36,13 @@ LOAD_S = 5.0
 MISSES = 5
 """Consecutive missed health checks after which a server is lost: on a busy machine one or two mean nothing."""
 DRAIN_S, DRAIN_POLL_S = 5.0, 0.05
-"""How long a leaving server may take to abort its requests, after which the connections are closed, and how often we look."""
+"""How long a leaving server may take to abort its requests before connections are closed, and the interval of checks."""
 CLOSE_S = 1.0
-"""How long connections may take to close: one to a machine that is gone tries for minutes to send what is left."""
+"""How long connections may take to close: one to a dead machine would try for minutes to send its remaining data."""
 
 
 class Servers:
-    """The servers of the endpoints, and those that join. `changed` is called when a server's state has changed."""
+    """The servers in the endpoints, and those that join. changed: called when a server's state has changed."""
 
     def __init__(self, recipe: Recipe, endpoints: Endpoints, changed: Callable[[], None], spans: Spans) -> None:
         self._width, self._start_s = recipe.resources.server_tensor_parallel, recipe.start_limit_s
@@ -52,12 +52,12 @@ class Servers:
         self._keys = endpoints.api_key, endpoints.admin_key
         self.clients = {a.id: ServerClient(a, *self._keys) for a in addresses}
         self._lives = dict.fromkeys(self.clients, 0)
-        self._refused: dict[str, str] = {}  # why, by life of a server that has joined
+        self._refused: dict[str, str] = {}  # reasons, by the life of a joined server
         self._changed, self._spans, self._healthy = changed, spans, time.monotonic()
         self._told_to_retract = recipe.lends_memory
 
     async def run(self) -> None:
-        """Watch all servers for ever, and forget joined ones that are no more."""
+        """Watch all servers for ever, and forget joined servers that are gone."""
         async with asyncio.TaskGroup() as self._tasks:
             for server in self.clients:
                 self._tasks.create_task(self.watch(server), name=f"watch {server}")
@@ -75,7 +75,7 @@ class Servers:
         return self._lives[server]
 
     def server_lost(self, server: int, life: int, reason: str) -> None:
-        """Note that a request or health check failed that began in this life of the server."""
+        """Note the failure of a request or health check that began in this life of the server."""
         if life == self._lives[server]:
             log.warning("server %d is lost: %s", server, reason)
             self._lives[server] += 1
@@ -84,20 +84,21 @@ class Servers:
             self._changed()
 
     async def answers(self, server: int) -> bool:
-        """Return whether it answers one health check. If not, it is lost."""
+        """Return whether the server answers one health check. If not, mark it as lost."""
         life, healthy = self._lives[server], await self.clients[server].health()
         if not healthy:
             self.server_lost(server, life, "it does not answer")
         return healthy
 
-    async def abort(self, servers: Iterable[int]) -> None:
-        """Abort their requests, which continue elsewhere from what has arrived."""
-        for server in servers:
-            self._lives[server] += 1
-            try:
-                await self.clients[server].abort_all()
-            except MegarlError as error:
-                log.warning("could not abort the requests of server %d: %s", server, error)
+    async def abort(self, server: int) -> bool:
+        """Abort the server's requests, which then continue elsewhere from their last token. Return whether this succeeded."""
+        self._lives[server] += 1
+        try:
+            await self.clients[server].abort_all()
+        except MegarlError as error:
+            log.warning("could not abort the requests of server %d: %s", server, error)
+            return False
+        return True
 
     def seconds_without(self) -> float:
         """Return how long no server has been healthy."""
@@ -106,8 +107,8 @@ class Servers:
         return time.monotonic() - self._healthy
 
     async def watch(self, server: int) -> None:
-        """Check its health as long as it is a member, except while it is published to: it then stands still and may be slow to
-        answer.
+        """Check the server's health as long as it is a member, except during a publication: then it is paused and may answer
+        slowly.
         """
         member, client, misses = self.membership.members[server], self.clients[server], 1
         while self.membership.members.get(server) is member:
@@ -125,27 +126,22 @@ class Servers:
                 await self._disconnect(server)
 
     async def observe(self) -> None:
-        """Adapt the places of servers to their load, for ever. A learner on their GPU has them put requests back on purpose."""
+        """Adapt the places of servers to their load, for ever. Retractions forced by a learner on the same GPU do not count."""
         retractions = dict[int, int]()
         while True:
             await asyncio.sleep(LOAD_S)
-            clients = dict(self.clients)  # one that leaves meanwhile is asked to the end
+            clients = dict(self.clients)  # a copy: servers may leave while they are asked
             fan = Fan[ServerLoad](clients, set(), self.membership.joined())
             await fan.run(self.membership.clean(), lambda client: client.current_load())
-            for server in fan.results.keys() & self.clients.keys():  # some may have left meanwhile
+            for server in fan.results.keys() & self.clients.keys():  # some may have left in between
                 before, retractions[server] = retractions.get(server, 0), self.clients[server].retractions
                 retracted = retractions[server] > before and not self._told_to_retract
                 self.places.observe(server, fan.results[server], retracted)
             self.places.refresh()
 
     async def _greet(self, server: int) -> None:
-        try:
-            await self.clients[server].abort_all()
-        except MegarlError as error:
-            log.warning("server %d is healthy but does not obey: %s", server, error)
-            return
-        member = self.membership.members.get(server)
-        if member is None or not member.away:  # it has left meanwhile
+        obeys, member = await self.abort(server), self.membership.members.get(server)
+        if not obeys or member is None or not member.away:  # it may have left in between
             return
         self.membership.seen(server)
         self._spans.event(f"server {server}/busy", "up")
@@ -153,19 +149,19 @@ class Servers:
         self._changed()
 
     async def _disconnect(self, server: int) -> None:
-        """Drop its connections, which ends the requests on them, also on a machine that is gone."""
+        """Drop the connections to the server. This ends the requests on them, even if its machine is gone."""
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 await self.clients[server].close()
 
-    # Servers that the run has not started.
+    # Servers that the run did not start.
 
     def answer(self, said: FromServer) -> Reply:
         """Answer a server that joins the run, or leaves it."""
         return self._leave(said) if isinstance(said, Leave) else self._join(said)
 
     def _join(self, said: Join) -> Joined | Wait | Refused:
-        """Take in a server, or note its sign of life."""
+        """Add a server to the run, or note its sign of life."""
         if reason := self._refused.get(said.life):
             return Refused(error=reason)
         before = self.membership.members.get(said.server)
@@ -176,7 +172,7 @@ class Servers:
             return Wait(reason=str(error))
         if server not in self.clients:
             self.clients[server] = ServerClient(self.membership.members[server].address, *self._keys)
-            self._lives.setdefault(server, 0)  # a number is never used twice, but an id is
+            self._lives.setdefault(server, 0)  # kept if the id is used again: no life's number may occur twice
             self.places.add(server)
             self._tasks.create_task(self.watch(server), name=f"watch {server}")
         if not known:
@@ -186,19 +182,19 @@ class Servers:
         return Joined(server=server)
 
     def _leave(self, said: Leave) -> Ack | Wait:
-        """Let a server go: at once, if it is forgotten already; else it asks again."""
+        """Answer a server that leaves: Ack once it is forgotten, before that Wait, so that it asks again."""
         found = [s for s, m in self.membership.joined().items() if m.life == said.life]
         for server in found:
             self._part(server, "it says goodbye")
         return Wait(reason="requests or weights are under way") if found else Ack()
 
     def dismiss(self, server: int, reason: str) -> None:
-        """Go on without a joined server. Should its process speak again, it is told why."""
+        """Go on without a joined server. If its process sends another message, it is refused for this reason."""
         self._refused[self.membership.members[server].life] = f"the run goes on without this server: {reason}"
         self._part(server, reason)
 
     def _part(self, server: int, reason: str) -> None:
-        """Let a joined server go, unless it leaves already: whatever asks for it may be heard twice."""
+        """Start to remove a joined server, unless it is leaving already: several events may ask for this."""
         if self.membership.leaves(server):
             return
         log.info("server %d leaves: %s", server, reason)
@@ -209,11 +205,11 @@ class Servers:
         self._changed()
 
     async def _forget(self, server: int) -> None:
-        """Have its requests go on elsewhere, and forget it once none is left and no learner sends it weights."""
+        """Have the server's requests continue elsewhere; forget it once none is left and no learner sends it weights."""
         member, use = self.membership.members[server], self.places.use[server]
         with suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_S):
-                await self.abort([server])
+                await self.abort(server)
                 while use.running:
                     await asyncio.sleep(DRAIN_POLL_S)
         while use.running or member.receives:

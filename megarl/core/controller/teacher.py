@@ -1,10 +1,10 @@
-"""Scores of the teacher (`recipe.teacher`): log-probs of what the policy sampled, by a frozen model on servers of its own.
+"""Log-probs of the teacher (`recipe.teacher`) for what the policy sampled, from a frozen model on servers of its own.
 
-    a rollout is sampled ──► teacher ticket mod n: log pi_T(y_t) for its tokens ──► Rollout.teacher_logprobs ──► journal
-                               └ lost: the next teacher, with pauses, for the limit of a start ──► Void
+    a rollout is sampled ──► teacher (ticket mod n): log pi_T(y_t) for its tokens ──► Rollout.teacher_logprobs ──► journal
+                               └ lost: the next teacher, after a pause, until the time limit for a start has passed ──► Void
 
-A group is finished, and so written down and offered, only with all its scores; a replayed batch has those that were trained.
-A rollout stays on its ticket's teacher, whose cache then has the prompt: the teacher's weights never change.
+A group is finished, and so recorded and available, only with all its log-probs, so a replay trains on the same ones.
+All rollouts of a ticket go to the same teacher, whose cache keeps the prompt: a teacher's weights never change.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ from megarl.core.server.client import Prefill, ServerClient, ServerLost, ServerR
 log = logging.getLogger(__name__)
 
 SCORE_LIMIT_S = 300.0
-"""Limit of one request: the longest rollout takes a GPU seconds."""
+"""Time limit of one request; the longest rollout takes a GPU some seconds."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0
-"""Between two tries of a rollout: a teacher that died is started again within the limit of a start."""
+"""Pauses between two tries of a rollout: a teacher that died is restarted within the time limit for a start."""
 
 
 class TeacherServers:
-    """The teacher's servers. They are asked for as many rollouts at once as they work on."""
+    """The teacher's servers. They get no more rollouts at once than they process in parallel."""
 
     def __init__(self, recipe: Recipe, endpoints: Endpoints) -> None:
         keys = endpoints.api_key, endpoints.admin_key
@@ -38,12 +38,12 @@ class TeacherServers:
         self._clients = [ServerClient(address, *keys, SCORE_LIMIT_S) for address in addresses]
         self._limit_s = recipe.start_limit_s
         self._places = asyncio.Semaphore(len(addresses) * recipe.serving.max_running_requests)
-        self._met: set[int] = set()  # those that have answered
+        self._met: set[int] = set()  # servers that have ever answered
         self._lost: set[int] = set()
 
     async def logprobs(self, ticket: int, prompt: np.ndarray, segments: Sequence[Segment]) -> np.ndarray:
         """Return the teacher's log-prob of each completion token, 0 where not trained: [completion_len] float32. Void if no
-        teacher gives them."""
+        teacher can compute them."""
         tokens = np.concatenate([prompt, *(s.tokens for s in segments)])
         trained = np.concatenate([np.full(len(s.tokens), s.trained) for s in segments])
         async with self._places:
@@ -63,7 +63,7 @@ class TeacherServers:
                 raise Void(f"the teacher refuses a rollout: {error}") from None
             except ServerLost as error:
                 if server not in self._lost:
-                    starting = server not in self._met  # which takes longer than the first rollouts
+                    starting = server not in self._met  # starting takes longer than sampling the first rollouts
                     log.log(
                         logging.INFO if starting else logging.WARNING, "teacher %d does not answer: %s", server, error
                     )

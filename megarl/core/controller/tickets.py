@@ -1,4 +1,4 @@
-"""Makes the groups of tickets: prompts are drawn, sampled, graded.
+"""Makes the groups of tickets: draws prompts, has them sampled and graded.
 
 Mixture ─► draw ─► Admitted ═► make: generations x (Sampler ─► teacher, if any ─► Grader of the task) ─► Group
                                                                                        (pipeline.py does the rest)
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Tickets:
-    """Makes a run's groups. `salt` stops servers from using, after a restart, prefixes that they cached before it."""
+    """Makes a run's groups. salt: keeps servers from using, after a restart, prefixes that they cached before it."""
 
     def __init__(
         self,
@@ -51,17 +51,17 @@ class Tickets:
         self._routed = routed_layers(recipe)
 
     def draw(self, ticket: int, due: int) -> Admitted:
-        """Return the next prompt of the mixture."""
+        """Draw the next prompt from the mixture and return the ticket's record."""
         task, drawn = self.mixture.draw()
         return Admitted(ticket=ticket, task=task, due=due, **drawn._asdict())
 
     async def make(self, admitted: Admitted, places: GroupPlaces) -> Finished | Removed:
-        """Return the group of a ticket, void if one of its rollouts cannot be made or graded."""
+        """Make a ticket's group, void if one of its rollouts cannot be made or graded, and return the record that ends it."""
         ticket, begin, length = admitted.ticket, time.monotonic(), self._recipe.length.at(admitted.due)
         self._spans.open(TICKETS, "ticket", begin, ticket=ticket)
         prompt, void = self._prompt(admitted), ""
         if self._sampler.has_agent(prompt.task):
-            places.close()  # nothing is held while agents start; each request claims its own
+            places.close()  # hold no places while agents start; each of their requests claims one
         if len(prompt.tokens) < SHORT_PROMPT:
             places.cached()
         rollouts: tuple[Rollout, ...] = ()
@@ -110,7 +110,7 @@ class Tickets:
                 salt=f"{self._salt}/{ticket}",
                 thinking_tokens=budget,
                 temperature=recipe.sampling.temperature,
-                top_p=1.0,  # below it a server's log-probs are not over all of the vocabulary, as the learner's are
+                top_p=1.0,  # below 1 a server's log-probs would not be over the whole vocabulary, as the learner's are
                 routed=self._routed,
                 started=places.cached,
             )

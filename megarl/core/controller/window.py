@@ -1,19 +1,19 @@
-"""How far ahead of the learner prompts are drawn. `pipeline.window: auto`: only as far as the learner would otherwise wait.
+"""How far ahead of the learner prompts are drawn. With `pipeline.window: auto`, no farther than keeps the learner from waiting.
 
-    L    seconds from the moment when all prompts of a batch are drawn until it is complete; the longest of the last N batches
-    T    seconds from the moment when the learner takes a batch until the next version is published, a running mean
+    L    seconds from the draw of a batch's last prompt until the batch is complete; the largest of the last N batches
+    T    seconds from the moment when the learner takes a batch until the next version is published; a running mean
 
-    W = ceil(L / T) + 1    batches are drawn and not trained. The learner trains the first, and the last has (W - 1) T seconds
+    W = ceil(L / T) + 1    batches are drawn but not trained: the learner trains the first, and the last has (W - 1) T seconds
 
-The law of the pipeline (`base/admission.py`) allows k + 1; so many are drawn at the start, and never more.
+The law of the pipeline (`base/admission.py`) allows k + 1 batches; the window starts with k + 1 and is never larger.
 
-Hysteresis: the window opens when a batch takes more than 0.95 (W - 1) T, also one that is not complete yet, and closes when
-twice L needs less. N doubles with each change, so that noise cannot keep it swinging. It closes at once, but opens by an eighth
-of a batch a step: servers that are nearly busy would finish late what the learner needs next. It begins early enough to be
-wholly open when an evaluation takes servers away. What happens while it opens is not measured.
+Hysteresis: the window opens when a batch, even an incomplete one, takes more than 0.95 (W - 1) T, and closes when even 2 L
+would fit into a smaller one. N doubles with each change, so that noise cannot make it oscillate. It closes at once, but opens
+by only an eighth of a batch per step, since servers that are suddenly fuller would delay what the learner needs next. It starts
+early enough to be fully open when an evaluation takes servers away. Nothing is measured while it opens.
 
-The window changes with publications only, whose records in the journal have it: a restarted controller goes on with it. Times
-decide when a prompt is drawn, never which one. A replay draws nothing.
+The window changes only at publications, and their journal records contain it, so a restarted controller continues with it.
+Measured times decide when a prompt is drawn, never which one. A replay draws nothing.
 """
 
 import asyncio
@@ -23,17 +23,17 @@ from collections import deque
 from megarl.core.recipe import Recipe
 
 OPENS, CLOSES = 1 / 0.95, 2.0
-"""L counts so many times when the window may open, and when it may close."""
+"""Factors on L in the decisions to open and to close the window."""
 RAMP = 1 / 8
 """Batches by which the window opens at a publication."""
 SMOOTHING = 0.1
-"""Weight of a new step in T."""
+"""Weight of a new step in the running mean T."""
 LONGEST_MEMORY = 8
-"""N begins at k + 1, and ends at so many times that."""
+"""N grows from k + 1 to this multiple of it."""
 
 
 class Window:
-    """The window of a run. tickets: how many may be drawn and not trained, as the last record has it; 0 if there is none.
+    """The window of a run. tickets: how many may be drawn but not trained; initially from the last record, 0 without one.
 
     Times are those of the running event loop.
     """
@@ -43,39 +43,39 @@ class Window:
         self._auto = recipe.pipeline.window == "auto" and recipe.pipeline.kind == "pipeline-rl"
         self.tickets = tickets if tickets and self._auto else self._most * self._prompts
         self._steps = math.ceil(self.tickets / self._prompts)  # W
-        self._steady = True  # not opening, and no evaluation ahead
-        self._drawn: dict[int, float] = {}  # when the last prompt of a measured batch was drawn, by step
-        self._taken: tuple[int, float] | None = None  # the step that the learner trains, and since when
+        self._steady = True  # not opening, and no evaluation is running
+        self._drawn: dict[int, float] = {}  # by step of a measured batch: when its last prompt was drawn
+        self._taken: tuple[int, float] | None = None  # the step that the learner trains, and when it began
         self._busy = 0.0  # T; 0 before the first step
         self._recent: deque[float] = deque(maxlen=self._most)  # L of each of the last N batches
 
     @property
     def batches(self) -> float:
-        """How many batches may be drawn and not trained."""
+        """Number of batches that may be drawn but not trained."""
         return self.tickets / self._prompts
 
     @property
     def lead(self) -> int:
-        """Publications in which the window opens from nothing: an evaluation that is farther away changes nothing."""
+        """Number of publications in which the window opens from 0. An evaluation farther away than this has no effect."""
         return math.ceil(self._most / RAMP)
 
     def drawn(self, batches: int) -> None:
-        """Note that all prompts of this many batches, from the first on, are drawn."""
+        """Note that all prompts of the first `batches` batches are drawn."""
         if self._steady and self._busy:
             self._drawn[batches - 1] = asyncio.get_running_loop().time()
 
     def complete(self, batches: int) -> None:
-        """Note that this many batches, from the first on, are complete."""
+        """Note that the first `batches` batches are complete."""
         now = asyncio.get_running_loop().time()
         for step in [step for step in self._drawn if step < batches]:
             self._recent.append(now - self._drawn.pop(step))
 
     def taken(self, step: int) -> None:
-        """Note that the learner takes the batch of this step, not in a replay."""
+        """Note that the learner takes this step's batch. Not called in a replay."""
         self._taken = step, asyncio.get_running_loop().time()
 
     def published(self, version: int, evaluation: int) -> None:
-        """Adapt the window. evaluation: versions until the next one, 0 while one runs."""
+        """Adapt the window at a publication. evaluation: number of versions until the next evaluation, 0 while one runs."""
         now = asyncio.get_running_loop().time()
         if self._taken is not None and self._taken[0] + 1 == version and self._steady:
             self._busy += (SMOOTHING if self._busy else 1.0) * (now - self._taken[1] - self._busy)
@@ -94,5 +94,5 @@ class Window:
         self._steady = self.tickets == self._steps * self._prompts and evaluation > 0
 
     def _needed(self, seconds: float) -> int:
-        """Return W for an L of so many seconds."""
+        """Return W for an L of `seconds`."""
         return min(math.ceil(seconds / self._busy) + 1, self._most)

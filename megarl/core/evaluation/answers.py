@@ -1,11 +1,11 @@
-"""The files of an evaluation: every answer, and the metrics of all. `megarl eval` and runs write the same.
+"""The files of an evaluation: every answer, and metrics over all of them. `megarl eval` and runs write the same files.
 
-    OUT/SUITE/answers.jsonl     one Answer a line, in order of arrival              OUT: of `megarl eval`,
-    OUT/SUITE/settings.json     what they were made with; written first                  or RUN/evaluations/step-0000020,
+    OUT/SUITE/answers.jsonl     one Answer per line, in order of arrival            OUT: of `megarl eval`,
+    OUT/SUITE/settings.json     the settings of the answers; written first               or RUN/evaluations/step-0000020,
     OUT/SUITE/result.json       Result: metrics of all answers; written last             where SUITE may also be a task
 
-`id` and `sample` identify an answer. A void one (nothing could be generated) counts until a later row of the same id and
-sample.
+`id` and `sample` identify an answer. A later row replaces an earlier one of the same id and sample, such as a void one (nothing
+could be generated).
 """
 
 import json
@@ -20,15 +20,15 @@ from megarl.core.base.rundir import append_jsonl, write_atomically
 from megarl.core.base.types import JsonObject
 
 SCHEMA_VERSION = 1
-"""Version of all three files; a reader refuses any other."""
+"""Version of all three files; readers refuse any other."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """One answer to one prompt. Texts are as the model saw and wrote them, with special tokens.
 
-    entropy: mean of -log p of the completion's sampled tokens under the distribution they were sampled from (nats), an
-    unbiased estimate of its mean entropy per token, without the interruption phrase; with top_p < 1 within what top_p leaves,
-    with temperature 0 the surprise of the greedy tokens at temperature 1. None: nothing was sampled.
+    entropy: mean of -log p over the completion's sampled tokens, without the interruption phrase, under the distribution that
+    they were sampled from (nats), an unbiased estimate of its mean entropy per token. With top_p < 1 that is the truncated
+    distribution; with temperature 0 it is the surprise of the greedy tokens at temperature 1. None: nothing was sampled.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -36,10 +36,10 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     sample: int
     prompt: str  # with its template
-    expected: str  # of the data set; of a long one (tests of a program) the beginning
+    expected: str  # from the data set; if it is long (tests of a program), only the beginning
     completion: str
     answer: str  # after the thinking trace, "" if there is none
-    vote: str  # what maj@k counts, the same text for equal answers (votes.py); "": no vote
+    vote: str  # counted by maj@k: the same text for equal answers (votes.py); "": no vote
     correct: bool
     truncated: bool
     interrupted: bool
@@ -49,19 +49,25 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int  # of the completion, with the interruption phrase
     entropy: float | None
     void: str = ""  # why nothing could be generated; it then counts as wrong
-    reward: float | UnsetType = UNSET  # of suites with `rewards`: what best@k chooses by
+    reward: float | UnsetType = UNSET  # in suites with `rewards`: best@k chooses by this
     scores: dict[str, float] | UnsetType = UNSET  # of several graders by name (`answer`: the first), and `total`
-    difficulty: int | UnsetType = UNSET  # as the data set has it
-    choices: tuple[str, ...] | UnsetType = UNSET  # of multiple choice: the texts that were scored
-    loglikelihoods: tuple[float, ...] | UnsetType = UNSET  # nats, of each
-    chosen: int | UnsetType = UNSET  # index of the likeliest
-    chosen_normalised: int | UnsetType = UNSET  # of the likeliest by length
+    difficulty: int | UnsetType = UNSET  # from the data set
+    choices: tuple[str, ...] | UnsetType = UNSET  # in multiple choice: the texts that were scored
+    loglikelihoods: tuple[float, ...] | UnsetType = UNSET  # of each choice, in nats
+    chosen: int | UnsetType = UNSET  # index of the likeliest choice
+    chosen_normalised: int | UnsetType = UNSET  # index of the choice that is likeliest relative to its length
+
+    @property
+    def by_length(self) -> bool | None:
+        """Whether the choice that is likeliest relative to its length is right; None without scored choices."""
+        if self.choices is UNSET or self.chosen_normalised is UNSET:
+            return None
+        return self.choices[self.chosen_normalised] == self.expected
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """metrics: metrics.py, with `NAME_low` and `NAME_high` (95 %). model: as the user named it. time: Unix seconds.
-
-    proxy_and_trusted: with a trusted grader, mean reward and mean trusted score of each prompt's answers, by its id.
+    """The result of a suite. metrics: see metrics.py, with `NAME_low` and `NAME_high` (95 %). model: as the user named it.
+    time: Unix seconds. proxy_and_trusted: with a trusted grader, each prompt's mean reward and mean trusted score, by its id.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -85,11 +91,11 @@ class SuiteDir:
         self.result = self.path / "result.json"
 
     def add(self, answer: Answer) -> None:
-        """Append one line; a line that a crash cut off is lost alone. MegarlError if the disk is full."""
+        """Append one line. A line that a crash left incomplete is lost, but no other. MegarlError if the disk is full."""
         append_jsonl(self.answers, msgspec.to_builtins(answer))
 
     def read_answers(self) -> list[Answer]:
-        """Return the newest answer of each id and sample; MegarlError names a line that is no answer."""
+        """Return the newest answer of each id and sample. MegarlError, naming the line, if a line is not an answer."""
         latest = {(answer.id, answer.sample): answer for answer in read_answers(self.answers)}
         return [latest[key] for key in sorted(latest)]
 
@@ -97,17 +103,19 @@ class SuiteDir:
         write_atomically(self.result, json.dumps(msgspec.to_builtins(result), indent=2).encode() + b"\n")
 
     def read_result(self) -> Result:
-        return _checked(self.result, 1, self.result.read_bytes(), Result)
+        if (result := _decoded(self.result, 1, self.result.read_bytes(), Result)) is None:
+            raise MegarlError(f"{self.result}: not of an evaluation: it is no JSON")
+        return result
 
 
 def read_answers(path: Path) -> Iterable[Answer]:
-    """Yield answers in the order in which they were written; a last line that a crash cut short is skipped."""
+    """Yield answers in the order in which they were written. Lines that are not JSON, left by a crash, are skipped."""
     if not path.is_file():
         return
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            if line.strip() and _whole(line):
-                yield _checked(path, number, line, Answer)
+            if (answer := _decoded(path, number, line, Answer)) is not None:
+                yield answer
 
 
 def suites_in(out: Path) -> list[str]:
@@ -115,18 +123,14 @@ def suites_in(out: Path) -> list[str]:
     return sorted(path.parent.name for path in out.glob("*/answers.jsonl"))
 
 
-def _whole(line: bytes) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except ValueError:
-        return False
-
-
-def _checked[T: (Answer, Result)](path: Path, number: int, data: bytes, kind: type[T]) -> T:
+def _decoded[T: (Answer, Result)](path: Path, number: int, data: bytes, kind: type[T]) -> T | None:
+    """Return the record in a line of a file; None if it is not JSON. MegarlError if it is something else."""
     try:
         result = msgspec.json.decode(data, type=kind)
-    except msgspec.MsgspecError as error:
+    except msgspec.ValidationError as error:
         raise MegarlError(f"{path}:{number}: not of an evaluation: {error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
     if result.schema_version != SCHEMA_VERSION:
         version = result.schema_version
         raise MegarlError(f"{path}:{number}: written in schema version {version}, this megarl reads {SCHEMA_VERSION}")

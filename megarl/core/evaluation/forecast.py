@@ -1,31 +1,30 @@
-"""The forecast in a row of eval.jsonl, in words. Whoever starts the controller passes the function that makes one, and the
-one that compares a reward with its trusted grader.
+"""The forecast in a row of eval.jsonl, as text. The code that starts the controller passes it a function that makes a forecast,
+and one that compares the reward with a trusted grader.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from megarl.core.base.rundir import Row as Row
-from megarl.core.base.rundir import RunDir
+from megarl.core.base.rundir import Row, RunDir
 
-Forecast = Callable[[Sequence[Row], Sequence[Row], int, str], Row]
+Forecast = Callable[[Sequence[Row], Iterable[Row], int, str], Row]
 """Makes the forecast's columns from the rows of eval.jsonl, those of metrics.jsonl, run.steps and the forecast column; empty
 while there is none.
 """
 TrustedWatch = Callable[[RunDir, int, Sequence[str]], Row]
-"""Judges from the results of all evaluations up to this version, by task, whether the trusted score falls while the reward
-rises; columns of eval.jsonl, empty without a trusted grader.
+"""Judges for each task, from the results of all evaluations up to this version, whether the trusted score falls while the
+reward rises. Returns columns of eval.jsonl, empty without a trusted grader.
 """
 PASS_RATE = "pass_rate"
 FURTHER_HOURS = {"gpu": 1000.0, "core": 1.0}
-"""The compute whose gain a forecast states, by unit."""
+"""The additional compute for which a forecast states the gain, by unit."""
 
 
 STOP_WHEN = re.compile(r"gain < (\S+) per (GPU|core)-hour")
 
 
 def not_worth_it(row: Row, stop_when: str) -> str:
-    """Return in words why a run with this `run.stop_when` may end at a row of eval.jsonl; empty if it may not."""
+    """Return a text that says why a run with this `run.stop_when` may end at a row of eval.jsonl; empty if it may not."""
     if not (price := STOP_WHEN.fullmatch(stop_when)) or "predicted_rest_high" not in row:
         return ""
     rest = row["predicted_hours"] - row["compute_hours"]
@@ -35,7 +34,7 @@ def not_worth_it(row: Row, stop_when: str) -> str:
 
 
 def words(row: Row) -> str:
-    """Return the forecast of a row in words; empty if it has none."""
+    """Return the forecast of a row as text; empty if it has none."""
     if "predicted_final" not in row:
         return ""
     low, high = row["predicted_final_low"], row["predicted_final_high"]
@@ -45,6 +44,6 @@ def words(row: Row) -> str:
 
 
 def _of(row: Row) -> str:
-    """Return the name of the pass rate that is forecast, if there are several."""
+    """Return the name of the pass rate that is forecast, followed by a space; empty for the overall one."""
     name = row.get("predicted_score", PASS_RATE).removeprefix(PASS_RATE).removeprefix("/")
     return f"{name} " if name else ""

@@ -1,12 +1,12 @@
-"""Metrics of a suite's answers: rates, lengths, what more answers a prompt would bring, and intervals.
+"""Metrics of a suite's answers: rates, lengths, the benefit of several answers per prompt, and confidence intervals.
 
 Estimators are pure functions of n answers to a prompt:
 
-    right or wrong ─► pass_at_k       one of k is right: the oracle's choice
+    right or wrong ─► pass_at_k       one of k is right: an oracle chooses
     votes          ─► maj_at_k        the most frequent answer of k is right
     rewards        ─► best_at_k       the answer of k with the highest reward is right
 
-All three are exact expectations over the k-subsets of the n answers, so unbiased for k <= n; ties are shared.
+All three are exact expectations over the k-subsets of the n answers, so unbiased for k <= n; tied answers have equal chances.
 """
 
 import importlib.metadata
@@ -29,7 +29,7 @@ from megarl.core.recipe import Recipe, Rows
 
 
 class Outcome(NamedTuple):
-    """An answer without its texts, small enough to hold all of an evaluation."""
+    """An answer without its texts, so small that all of an evaluation fit in memory. Fields are as in Answer, None if unset."""
 
     id: str
     sample: int
@@ -41,21 +41,17 @@ class Outcome(NamedTuple):
     grader_error: bool
     tokens: int
     entropy: float | None
-    vote: str  # up to here as in Answer
-    void: bool = False
+    vote: str
+    void: str = ""
     reward: float | None = None
-    by_length: bool | None = None  # of multiple choice: whether the likeliest by its length is right
-    scores: Mapping[str, float] | None = None  # with several graders, and from here on as in Answer
+    by_length: bool | None = None
+    scores: Mapping[str, float] | None = None
     difficulty: int | None = None
 
     @classmethod
     def of(cls, answer: Answer) -> Self:
-        reward = None if answer.reward is UNSET else answer.reward
-        texts, chosen = answer.choices, answer.chosen_normalised
-        by_length = None if texts is UNSET or chosen is UNSET else texts[chosen] == answer.expected
-        same = [getattr(answer, name) for name in cls._fields[:-5]]
-        scores, difficulty = (None if value is UNSET else value for value in (answer.scores, answer.difficulty))
-        return cls._make([*same, bool(answer.void), reward, by_length, scores, difficulty])
+        values = (getattr(answer, name) for name in cls._fields)
+        return cls._make(None if value is UNSET else value for value in values)
 
 
 def read_outcomes(answers: Path) -> list[Outcome]:
@@ -65,12 +61,12 @@ def read_outcomes(answers: Path) -> list[Outcome]:
 
 
 type Choice = Callable[[Sequence[Outcome], int], float]
-"""Chance that the answer chosen among k of a prompt is right, given all of them."""
+"""Returns the chance that the answer chosen among k of a prompt's answers is right. Arguments: all answers, and k."""
 
 
 def choices(outcomes: Sequence[Outcome]) -> dict[str, Choice]:
-    """Return the ways to choose among a prompt's answers, by metric: majority only if every answer votes, reward only if
-    there is one.
+    """Return the ways to choose among a prompt's answers, by metric: `maj` only if every well-formed answer votes, `best` only
+    if there are rewards.
     """
 
     def best(group: Sequence[Outcome], k: int) -> float:
@@ -111,7 +107,7 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, float]:
         "format_error_rate": sum(not o.format_ok for o in outcomes) / n,
         "grader_timeout_rate": sum(o.grader_timeout for o in outcomes) / n,
         "grader_error_rate": sum(o.grader_error for o in outcomes) / n,
-        "void_rate": sum(o.void for o in outcomes) / n,
+        "void_rate": sum(bool(o.void) for o in outcomes) / n,
         "completion_tokens_mean": sum(lengths) / n,
         "completion_tokens_p50": p50,
         "completion_tokens_p95": p95,
@@ -129,8 +125,8 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 
 def proxy_and_trusted(outcomes: Sequence[Outcome]) -> dict[str, tuple[float, float]]:
-    """Return each prompt's mean reward and mean trusted score over its answers, without void ones; empty if no trusted grader
-    was asked. Prompts that have only void ones are left out.
+    """Return each prompt's mean reward and mean trusted score over its answers that are not void; empty without a trusted
+    grader. Prompts with only void answers are left out.
     """
     asked = by_prompt(o for o in outcomes if o.scores is not None and "trusted" in o.scores)
     means = [np.mean([(o.scores["total"], o.scores["trusted"]) for o in group if o.scores], axis=0) for group in asked]
@@ -150,15 +146,16 @@ class Estimate(NamedTuple):
 
 
 def pass_at_k(right: int, n: int, k: int) -> float:
-    """Return the chance that k of the answers include a right one: 1 - C(n-c, k) / C(n, k) (arXiv 2107.03374, section 2.1)."""
+    """Return the chance that k of n answers, c = `right` of them right, include a right one: 1 - C(n-c, k) / C(n, k) (arXiv
+    2107.03374, section 2.1)."""
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 
 def maj_at_k(votes: Sequence[str], correct: Sequence[bool], k: int) -> float:
     """Return the chance that the most frequent vote of k answers is right (self-consistency, arXiv 2203.11171).
 
-    votes, correct: [n]; "" is no vote. Tied votes are chosen with equal chance; if none of the k votes, the choice is wrong.
-    If only some answers of a vote were found right, it counts as right to that share.
+    votes, correct: [n]; "" is no vote. Tied votes have equal chances; if none of the k answers votes, the choice is wrong. If
+    only a share of a vote's answers was graded as right, the vote counts as right by that share.
     """
     by_vote: defaultdict[str, list[bool]] = defaultdict(list)
     for vote, ok in zip(votes, correct, strict=True):
@@ -174,7 +171,7 @@ def maj_at_k(votes: Sequence[str], correct: Sequence[bool], k: int) -> float:
 
 
 def best_at_k(rewards: Sequence[float], correct: Sequence[bool], k: int) -> float:
-    """Return the chance that the answer of highest reward among k is right. rewards, correct: [n]; ties are shared."""
+    """Return the chance that the answer of highest reward among k is right. rewards, correct: [n]; ties have equal chances."""
     n, below, total = len(rewards), 0, 0.0
     tied = Counter(rewards)
     right: Mapping[float, int] = Counter(reward for reward, ok in zip(rewards, correct, strict=True) if ok)
@@ -189,11 +186,11 @@ def best_at_k(rewards: Sequence[float], correct: Sequence[bool], k: int) -> floa
 def over_prompts(values: Sequence[float], answers: int) -> Estimate:
     """Return the mean of a value in [0, 1] over prompts, with Wilson's score interval for the effective number of answers.
 
-    Prompts were drawn at random; the answers to one are a cluster. With s^2 the variance of the values over n prompts, the
-    mean p is as certain as that of p (1-p) n / s^2 independent answers. That is the effective number, less the factor (t of
-    all answers / t of the prompts)^2, because s^2 is known from n prompts only (Korn and Graubard 1998; with Wilson's
-    interval as in Franco et al. 2019). With one answer a prompt it is n, and this is Wilson's interval. It stays within [0,
-    1], and is not empty where all prompts agree. It is at most `answers`, their total, and n where p is 0 or 1.
+    Prompts are a random sample; the answers to one prompt are a cluster. With s^2 the variance of the values over n prompts,
+    the mean p is as certain as that of p (1-p) n / s^2 independent answers. That is the effective number, times (t of all
+    answers / t of the prompts)^2, because s^2 is estimated from n prompts only (Korn and Graubard 1998; with Wilson's interval
+    as in Franco et al. 2019). With one answer per prompt it is n, and the result is Wilson's interval. The effective number is
+    at most `answers`, the total, and n if p is 0 or 1. The interval is within [0, 1], and not empty if all prompts agree.
     """
     n = len(values)
     p = math.fsum(values) / n
@@ -209,7 +206,7 @@ def over_prompts(values: Sequence[float], answers: int) -> Estimate:
 
 def student(freedom: int) -> float:
     """Return Student's quantile of a two-sided 95 % interval."""
-    from scipy.special import stdtrit  # 35 MB that a GPU benchmark's archive need not bring
+    from scipy.special import stdtrit  # 35 MB that a GPU benchmark's archive can leave out
 
     return float(stdtrit(max(freedom, 1), 0.975))
 
@@ -221,13 +218,14 @@ def powers_up_to(n: int) -> list[int]:
 
 @lru_cache(maxsize=1 << 16)
 def _wins(mine: int, others: tuple[int, ...], silent: int, k: int) -> float:
-    """Return the expected share in the first place of a vote that `mine` of n answers have, others `others`, and `silent` none:
-    for each number of the k answers that have it (top), the ways in which no other has more, by how many have as many.
+    """Return the chance that a vote is the one chosen among k of n answers. mine: answers with this vote; others: numbers with
+    each other vote; silent: without a vote. For each number `top` of the k answers with this vote, it counts the ways in which
+    no other vote has more, divided by the number of votes that tie.
     """
     n = mine + sum(others) + silent
     ways = 0.0
     for top in range(1, min(mine, k) + 1):
-        # of the others: rest[size][ties] ways to take `size` answers, `ties` votes having `top` of them and none having more
+        # rest[size, ties]: ways to take `size` answers with other votes, `ties` votes having `top` of them and none more
         rest: dict[tuple[int, int], int] = {(0, 0): 1}
         for size in others:
             grown: defaultdict[tuple[int, int], int] = defaultdict(int)
@@ -245,7 +243,7 @@ LENGTH = {"control", "prompt_tokens", "thinking_tokens", "answer_tokens", "end_o
 
 
 def settings_of(recipe: Recipe, rows: Rows) -> JsonObject:
-    """Return all settings of the recipe on which an answer depends; the numbers of answers and prompts do not matter."""
+    """Return all settings of the recipe on which an answer depends. The numbers of answers and prompts are not among them."""
     suite = rows.model_dump(mode="json", exclude={"samples", "prompts", "train", "weight"})
     return {
         "suite": {key: value for key, value in suite.items() if (key, value) != ("heldout", None)},

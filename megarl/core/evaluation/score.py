@@ -1,6 +1,6 @@
-"""Asks the questions of suites: the one loop of a run's evaluations and of `megarl eval`.
+"""Asks the questions of suites: the loop that both a run's evaluations and `megarl eval` use.
 
-    Questions: prompts x samples ─► answer(), on servers that hold the weights ─► Answer ─► keep
+    Questions: prompts x samples ─► answer(), on servers that have the weights ─► Answer ─► keep
 
     Sampled     Sampler ─► Grader, Votes     answers are sampled here
     Choices     multiple_choice.py           choices are only scored
@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from megarl.core.base.contracts import Grade, Graders, answer_of
 from megarl.core.base.tokenizer import Tokenizer
@@ -42,16 +42,16 @@ class Asker:
     places: Places
     sampler: Sampler
     graders: Graders
-    servers: Set[int]  # may be asked now
-    salt: str  # of cached prefixes
-    at_once: int  # concurrent answers
+    servers: Set[int]  # ids of those that may be asked now
+    salt: str  # for cached prefixes
+    at_once: int  # number of concurrent answers
 
     def may_use(self, server: int, _version: int) -> bool:
         return server in self.servers
 
 
 class Named(Protocol):
-    """A question, known by its id."""
+    """A question, identified by its id."""
 
     @property
     def id(self) -> str: ...
@@ -59,7 +59,7 @@ class Named(Protocol):
 
 @dataclass(frozen=True)
 class Questions[Asked: Named](ABC):
-    """The questions of one suite, or of a task's held-out prompts. answered: those that need no answer any more."""
+    """The questions of one suite, or of a task's held-out prompts. answered: answers that exist already."""
 
     name: str
     prompts: Sequence[Asked]
@@ -69,20 +69,20 @@ class Questions[Asked: Named](ABC):
 
     @property
     def open(self) -> list[tuple[Asked, int]]:
-        """Return the prompts and samples that are still to be asked."""
+        """The prompts and sample numbers that have no answer yet."""
         there = {(answer.id, answer.sample) for answer in self.answered}
         return [(p, n) for p in self.prompts for n in range(self.samples) if (p.id, n) not in there]
 
     @abstractmethod
     def answerer(self, asker: Asker) -> Callable[[Asked, int, Order], Awaitable[Answer]]:
-        """Return the function that answers one question, given the sample's number and the order of the request among all.
-        Its answer is void if none can be had. GraderDown if it cannot be graded.
+        """Return a function that answers one question, given the sample's number and the order of the request. The answer is
+        void if nothing can be generated; the function raises GraderDown if it cannot be graded.
         """
 
 
 @dataclass(frozen=True)
 class Sampled(Questions[Prompt]):
-    """Questions whose answers are sampled, and graded by their grader. rewards: of a suite, to choose the best of several."""
+    """Questions whose answers are sampled and graded. rewards: the suite's, to choose the best of several answers."""
 
     rewards: Mapping[str, Reward] = field(default_factory=dict, kw_only=True)
 
@@ -90,16 +90,19 @@ class Sampled(Questions[Prompt]):
         return partial(self._answer, asker, Votes(self.rows.grader, asker.graders[self.name], self.answered))
 
     async def _answer(self, asker: Asker, votes: Votes, asked: Prompt, sample: int, order: Order) -> Answer:
-        done, void, settings = Completion(), "", asker.recipe.evaluation
+        done, void, grade = Completion(), "", Grade(0.0, False, False)
+        grader, settings = asker.graders[self.name], asker.recipe.evaluation
+        ask = grader.grade if self.rewards else grader.grade_answer
         job = Job(
             prompt=asked, order=order, take=partial(asker.places.take, order, asker.may_use), salt=asker.salt,
             thinking_tokens=asker.recipe.length.thinking_tokens[1], temperature=settings.temperature, top_p=settings.top_p,
         )  # fmt: skip
         try:
             done = await asker.sampler.complete(job)
+            grade = await ask(done.text, asked, done.verdict)
         except Void as why:
             void = str(why)
-        grade, reward = (Grade(0.0, False, False), UNSET) if void else await self._grade(asked, done, asker)
+        weighted = [] if void else [one.weight * grade.rewards[name] for name, one in self.rewards.items()]
         text = answer_of(done.text, asker.recipe.length.end_of_thinking)
         return Answer(
             suite=self.name,
@@ -119,29 +122,21 @@ class Sampled(Questions[Prompt]):
             tokens=len(done.tokens),
             entropy=_entropy(done),
             void=void,
-            reward=reward,
+            reward=sum(weighted) if weighted else UNSET,
             scores={**grade.rewards, "total": grade.reward} if grade.rewards else UNSET,
             difficulty=asked.difficulty or UNSET,
         )
 
-    async def _grade(self, asked: Prompt, done: Completion, asker: Asker) -> tuple[Grade, float | UnsetType]:
-        """Return the verdict, and the sum of `rewards`."""
-        grader = asker.graders[self.name]
-        if not self.rewards:
-            return await grader.grade_answer(done.text, asked, done.verdict), UNSET
-        grade = await grader.grade(done.text, asked, done.verdict)
-        return grade, sum(one.weight * grade.rewards[name] for name, one in self.rewards.items())
-
 
 def choose[Asked: Named](prompts: Iterable[Asked], count: int | None) -> list[Asked]:
-    """Return at most `count`, the same in every run, chosen by hash because the file may be sorted. None: all."""
+    """Return at most `count` prompts (None: all), the same in every run, chosen by hash because the file may be sorted."""
     return sorted(prompts, key=lambda p: hashlib.blake2b(p.id.encode(), digest_size=8).digest())[:count]
 
 
 async def score(questions: Sequence[Questions[Any]], asker: Asker, keep: Callable[[Answer], object]) -> None:
-    """Ask every open question and call `keep` with each answer as it arrives. A server that leaves the set is not asked again.
-    If all have left, this waits for ever, so the caller must cancel it. GraderDown (in an ExceptionGroup) if an answer cannot
-    be graded.
+    """Ask every open question and call `keep` with each answer as it arrives. A server removed from `asker.servers` gets no
+    more requests. If none is left, this waits for ever, so the caller must cancel it. GraderDown (in an ExceptionGroup) if an
+    answer cannot be graded.
     """
     answerers = {suite.name: suite.answerer(asker) for suite in questions}
     open_ones = [(suite, asked, sample) for suite in questions for asked, sample in suite.open]

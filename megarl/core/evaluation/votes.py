@@ -1,9 +1,9 @@
-"""What each answer to a prompt votes for in maj@k: one text for equal answers.
+"""The vote of each answer to a prompt in maj@k: one text for all equal answers.
 
     answer ─► right?            the expected answer
            ─► extracted         the last box; else the last formula in dollars; else the last number; else all of it
-           ─► seen before?      the same text, the same number, or equal by the grader of mathematics
-           ─► else              its own text: a new vote
+           ─► seen before?      the earlier text, if it is the same, the same number, or equal by the grader of mathematics
+           ─► otherwise         its own text: a new vote
 
 Answers come one by one, and a vote is never taken back: if an answer equals two others that differ (a grader's equality is
 not transitive), the earlier one counts.
@@ -20,14 +20,14 @@ from megarl.core.evaluation.metrics import Outcome
 
 OPENING = re.compile(r"\$|\\[(\[]")
 MARKS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
-"""What opens and closes a formula."""
+"""Pairs of marks that open and close a formula."""
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 WITHOUT_VOTES = ("code", "format")
 """Graders without majority votes: two right programs need not be the same text."""
 
 
 class Votes:
-    """The votes of one suite or task. name: of its grader, which compares two formulas. known: earlier answers."""
+    """The votes of one suite or task. name: of its grader, which compares formulas. known: earlier answers."""
 
     def __init__(self, name: str, grader: Grader, known: Iterable[Outcome] = ()) -> None:
         self._name, self._grader = name, grader
@@ -54,9 +54,11 @@ class Votes:
             return vote
 
     async def _same(self, vote: str, earlier: str) -> bool:
+        if vote == earlier:
+            return True
         a, b = number(vote), number(earlier)
-        if vote == earlier or (a is not None and b is not None):
-            return vote == earlier or a == b
+        if a is not None and b is not None:
+            return a == b
         try:
             return await self._grader.agrees(f"${vote}$", earlier)
         except GraderDown:
@@ -65,11 +67,9 @@ class Votes:
 
 def extracted(answer: str) -> str:
     """Return the part of an answer that states the result."""
-    box = last_box(answer)
-    if box is not None and box.strip():
-        return box.strip()
-    formula = last_formula(answer)
-    if formula is not None:
+    if box := (last_box(answer) or "").strip():
+        return box
+    if (formula := last_formula(answer)) is not None:
         return formula.strip()
     numbers = NUMBER.findall(answer)
     return numbers[-1] if numbers else answer.strip()
@@ -91,7 +91,7 @@ def last_formula(text: str) -> str | None:
 
 
 def number(text: str) -> Decimal | None:
-    """Return the number in the text, with or without thousands separators; None if it is no number."""
+    """Return the number that the text is, with or without thousands separators; None if it is not a finite number."""
     try:
         number = Decimal(text.replace(",", "").replace("\\!", "").strip())
     except InvalidOperation:

@@ -1,9 +1,9 @@
-"""One file of the journal: how records lie in it, how they are written and read, and where its groups are.
+"""One file of the journal: its format, how records are written and read, and where its groups are.
 
-    header | snapshot | record | record | …          a record: mark, length, ticket of a group, checksums; msgpack of it
+    header | snapshot | record | record | …          a record: mark, length, ticket of a group, checksums; then msgpack
 
-After a crash only the last record can be incomplete; damage anywhere else is an error. Record headers hold tickets, so groups
-are found without reading them.
+After a crash only the last record can be incomplete; damage anywhere else is an error. Record headers contain the ticket, so
+groups can be located without reading them.
 """
 
 import os
@@ -30,7 +30,7 @@ MARK = b"\xa5RJ\x5a"
 
 
 class Entry(NamedTuple):
-    """One record's header offset, payload length, and ticket if it is a finished group (else -1)."""
+    """A record's header: its offset, the payload's length, the ticket of a finished group (else -1), the payload's CRC-32."""
 
     offset: int
     length: int
@@ -43,16 +43,17 @@ class Entry(NamedTuple):
 
 
 def head(snapshot: Snapshot) -> bytes:
-    """Return the beginning of a file."""
+    """Return the first bytes of a file: its header and snapshot."""
     return FILE_HEADER.pack(MAGIC, SCHEMA_VERSION) + packed(snapshot)
 
 
 def create(path: Path, head: bytes) -> None:
     """Create a file with these bytes, complete or not at all."""
     write_atomically(path, head)
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
+    with writing(path):
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
 
 
 def write(fd: int, path: Path, size: int, data: bytes) -> None:
@@ -69,7 +70,7 @@ def write(fd: int, path: Path, size: int, data: bytes) -> None:
 
 
 def packed(record: JournalRecord) -> bytes:
-    """Return the record as it lies in a file."""
+    """Return the record's bytes in a file: header and payload."""
     payload = encode(record)
     ticket = record.group.ticket if isinstance(record, Finished) else -1
     head = RECORD_HEADER.pack(MARK, len(payload), ticket, zlib.crc32(payload), 0)[:-4]
@@ -77,7 +78,7 @@ def packed(record: JournalRecord) -> bytes:
 
 
 def _entry(header: bytes, offset: int) -> Entry | None:
-    """Return the record that this header at `offset` announces, or None if it is incomplete or damaged."""
+    """Parse a record's header at `offset`; None if the header is incomplete or damaged."""
     if len(header) < RECORD_HEADER.size:
         return None
     mark, length, ticket, checksum, header_checksum = RECORD_HEADER.unpack(header)
@@ -90,7 +91,8 @@ def scan(path: Path, payloads: bool = True) -> Iterator[tuple[Entry, bytes]]:
     """Yield a file's intact records, up to a truncated last one. Raise MegarlError if intact records follow a damaged one,
     or if the file is not a journal of this version. payloads: False yields b"" for each.
     """
-    with path.open("rb") as file:
+    # A buffer has a MiB on NFS, and would be filled for each header.
+    with path.open("rb", -1 if payloads else 0) as file:
         size = os.fstat(file.fileno()).st_size
         _check_header(path, file.read(FILE_HEADER.size))
         while (offset := file.tell()) < size:
@@ -98,7 +100,7 @@ def scan(path: Path, payloads: bool = True) -> Iterator[tuple[Entry, bytes]]:
             payload = file.read(entry.length) if entry and payloads else b""
             if not entry or entry.end > size or (payloads and zlib.crc32(payload) != entry.checksum):
                 file.seek(offset + 1)
-                _check_tail(path, offset, file.read(max(0, size - offset - 1)))  # not what was written meanwhile
+                _check_tail(path, offset, file.read(max(0, size - offset - 1)))  # without what was written since `size`
                 return
             file.seek(entry.end)
             yield entry, payload
@@ -116,7 +118,7 @@ def _check_header(path: Path, header: bytes) -> None:
 
 
 def _check_tail(path: Path, offset: int, after: bytes) -> None:
-    """Raise MegarlError if sound records follow an incomplete one: no crash does that, so the file was damaged otherwise."""
+    """Raise MegarlError if intact records follow an incomplete one: a crash cannot cause that, so the file is damaged."""
     at = after.find(MARK)
     while at >= 0:
         if _entry(after[at : at + RECORD_HEADER.size], 0) is not None:
@@ -146,7 +148,7 @@ def read(path: Path, offset: int) -> JournalRecord:
 
 
 def fold(path: Path) -> tuple[State, GroupOffsets, int]:
-    """Replay a file: return the resulting state, an index of its groups, and the offset after its last sound record."""
+    """Replay a file: return the resulting state, an index of its groups, and the offset after its last intact record."""
     records = scan(path)
     head = next(records, None)
     snapshot = record_of(path, *head) if head else None

@@ -6,10 +6,10 @@
 
     controller ── applied(record) ──► state.apply(record), its bytes     on the event loop; nothing else changes the state
                   put(bytes) ───────► one write, one fsync               in a thread (writer.py)
-    learner is behind ── groups(tickets) ──► read back from disk; groups are not kept in memory
+    replay of a batch ── groups(tickets) ──► read back from disk; groups are not kept in memory
 
 A record that a crash left incomplete is cut off, with a message. Opening reads only the last file, because its snapshot is the
-fold of the others; those are searched for groups by the tickets in their records' headers.
+state after all earlier ones; these are searched for groups by the tickets in their records' headers.
 """
 
 import fcntl
@@ -31,21 +31,21 @@ from megarl.core.journal.records import Admitted, Finished, JournalRecord, Snaps
 log = logging.getLogger(__name__)
 
 ROTATE_BYTES = 256 << 20
-"""At this size snapshots (1 to 3 MB in a long run) stay below a hundredth, and a file is read in a second or two."""
+"""Size of a file. Snapshots (1 to 3 MB in a long run) are about a hundredth of it, and it is read in a second or two."""
 LOCK_TIMEOUT_S = 10.0
-"""Limit of the wait for a killed writer to be gone."""
+"""How long to wait for a killed writer to release the lock."""
 
 
 class Applied(NamedTuple):
-    """The bytes of a record that is in the state."""
+    """The bytes of a record that was applied to the state."""
 
     data: bytes
     ticket: int  # of a finished group, else -1
-    next_file: bytes  # the beginning of the next file if this record fills its file, else empty
+    next_file: bytes  # the first bytes of the next file if this record fills the present one, else empty
 
 
 class JournalReader:
-    """Reads a journal, also while its run lives, up to what its writer has completed."""
+    """Reads a journal, even of a live run, up to the last record that its writer has completed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -63,19 +63,19 @@ class JournalReader:
         )
 
     def replay(self, first: int = 0) -> Iterator[JournalRecord]:
-        """Yield all records, from this file on, oldest first, with the snapshots at the heads of files."""
+        """Yield all records from file number `first` on, oldest first, including the snapshots at the heads of files."""
         for number in (number for number in self.files() if number >= first):
             for entry, payload in file.scan(self._file(number)):
                 yield file.record_of(self._file(number), entry, payload)
 
     def fold(self) -> State:
-        """Return the state after all records: the last snapshot and what follows it."""
+        """Return the state after all records, from the last snapshot and the records after it."""
         if not (files := self.files()):
             raise MegarlError(f"{self.path}: no journal here; give the directory of a run that has started")
         return file.fold(self._file(files[-1]))[0]
 
     def before(self, step: int) -> State:
-        """Return the state as if no ticket of batch `step` or later had been drawn, but with all evaluations up to the end.
+        """Return the state as if no ticket of batch `step` or later had been drawn, but with all evaluations of the run.
         MegarlError if earlier tickets are not settled, or if their records are gone.
         """
         whole = self.fold()
@@ -101,20 +101,27 @@ class JournalReader:
 
     def groups(self, tickets: Iterable[int]) -> tuple[Group, ...]:
         """Return the finished groups of these tickets, in this order, from disk."""
-        return tuple(self._group(ticket) for ticket in tickets)
+        there = self.files()
+        return tuple(self._group(ticket, there) for ticket in tickets)
 
-    def finished(self) -> list[int]:
-        """Return the tickets of all finished groups that are still there, in the order they were finished."""
-        return [ticket for number in self.files() for ticket in self._groups_of(number)]
+    def finished(self, most: int | None = None) -> list[int]:
+        """Return the tickets of all finished groups that are still there, in the order they were finished; of the newest `most`
+        alone if it is given, for which files before theirs are not searched."""
+        there, newest_first = self.files(), list[int]()
+        for number in reversed(there):
+            if most is not None and len(newest_first) >= most:
+                break
+            newest_first += reversed(self._groups_of(number, there))
+        return newest_first[:most][::-1]
 
-    def _group(self, ticket: int) -> Group:
-        for number in reversed(self.files()):
-            offset = self._groups_of(number).get(ticket)
+    def _group(self, ticket: int, there: Sequence[int]) -> Group:
+        """there: the numbers of the files."""
+        for number in reversed(there):
+            offset = self._groups_of(number, there).get(ticket)
             if offset is not None:
                 record = file.read(self._file(number), offset)
                 assert isinstance(record, Finished)
                 return record.group
-        there = self.files()
         gone = [self._file(n).name for n in range(max(there, default=0)) if n not in there]
         names = ", ".join(gone[:3]) + " …" * (len(gone) > 3)
         lost = f"; {names} may have had it, and is not there" if gone else ""
@@ -122,13 +129,13 @@ class JournalReader:
             f"{self.path}: ticket {ticket} has no group here: it is unfinished, removed or dropped (journal.keep){lost}"
         )
 
-    def _groups_of(self, number: int) -> GroupOffsets:
-        """Return where the groups of a file are. The last file grows, so it is searched each time."""
+    def _groups_of(self, number: int, there: Sequence[int]) -> GroupOffsets:
+        """Return where the groups of a file are. The last one that is there grows, so it is searched each time."""
         if number in self._searched:
             return self._searched[number]
         entries = (entry for entry, _ in file.scan(self._file(number), payloads=False))
         offsets = {entry.ticket: entry.offset for entry in entries if entry.ticket >= 0}
-        if number != self.files()[-1]:
+        if number != there[-1]:
             self._searched[number] = offsets
         return offsets
 
@@ -137,8 +144,8 @@ class JournalReader:
 
 
 class Journal(JournalReader):
-    """The one writer of a journal. `applied` and `forget` belong to the thread that reads `state`, the fold of all records that
-    were applied; `put`, `drop` and `groups` to one thread, too.
+    """The one writer of a journal. `state` is the state after all records that were applied. Call `applied` and `forget` only
+    in the thread that reads `state`; call `put`, `drop` and `groups` in a single thread, too, which may be another one.
     """
 
     def __init__(self, path: Path, lock: int, rotate_bytes: int) -> None:
@@ -146,6 +153,7 @@ class Journal(JournalReader):
         self._lock, self._rotate_bytes = lock, rotate_bytes
         self._number = self.files()[-1]
         self._fd: int | None = os.open(self._file(self._number), os.O_WRONLY | os.O_APPEND)
+        self._ended: BaseException = MegarlError(f"{path}: the journal is closed")  # raised by `put` once it is closed
         self.state, self._searched[self._number], self._size = file.fold(self._file(self._number))
         self._applied_size = self._size
         self._cut_off_tail()
@@ -154,8 +162,8 @@ class Journal(JournalReader):
     def open(
         path: Path, prompts_per_batch: int, max_lag: int, phase_steps: int = 1, rotate_bytes: int = ROTATE_BYTES
     ) -> "Journal":
-        """Open the journal in directory `path`, or begin it. MegarlError if another process writes it, or if it is damaged, of
-        another version, or of another batch size, lag or phase.
+        """Open the journal in directory `path`, or begin one. MegarlError if another process writes it, if it is damaged, or if
+        it has another version, batch size, lag or phase.
         """
         path.mkdir(parents=True, exist_ok=True)
         lock = _lock(path / "lock")
@@ -179,7 +187,7 @@ class Journal(JournalReader):
         return journal
 
     def append(self, *records: JournalRecord) -> None:
-        """Apply and put these records, in order: they are in `state`, and on disk when it returns."""
+        """Apply and write these records in order. On return they are in `state` and on disk."""
         try:
             self.put([self.applied(record) for record in records])
         except BaseException:
@@ -187,8 +195,8 @@ class Journal(JournalReader):
             raise
 
     def applied(self, record: JournalRecord) -> Applied:
-        """Apply the record to `state` and return its bytes, which must be given to `put` in the order of these calls.
-        ValueError, and no change, if it contradicts the state.
+        """Apply the record to `state` and return its bytes, which must be passed to `put` in the order of these calls.
+        ValueError, without any change, if the record contradicts the state.
         """
         data = file.packed(record)
         self.state.apply(record)
@@ -200,39 +208,41 @@ class Journal(JournalReader):
         return Applied(data, record.group.ticket if isinstance(record, Finished) else -1, next_file)
 
     def put(self, applied: Sequence[Applied]) -> None:
-        """Write these bytes to disk, with one fsync per file, and return afterwards. If that fails, raise MegarlError: the file
-        then ends with the bytes of earlier calls, and the journal is closed.
+        """Write these bytes to disk, with one fsync per file, before returning. If that fails, raise MegarlError: the file then
+        ends with the last complete write, the journal is closed, and every later call raises the same error.
         """
-        while applied:
-            count = next((n for n, one in enumerate(applied, 1) if one.next_file), len(applied))
-            self._write(applied[:count])
-            if applied[count - 1].next_file:
-                self._rotate(applied[count - 1].next_file)
-            applied = applied[count:]
-
-    def _write(self, applied: Sequence[Applied]) -> None:
         if self._fd is None:
-            raise MegarlError(f"{self.path}: the journal is closed")
+            raise self._ended
         try:
-            file.write(self._fd, self._file(self._number), self._size, b"".join(one.data for one in applied))
-        except BaseException:
+            while applied:
+                count = next((n for n, one in enumerate(applied, 1) if one.next_file), len(applied))
+                self._write(self._fd, applied[:count])
+                if applied[count - 1].next_file:
+                    self._rotate(applied[count - 1].next_file)
+                applied = applied[count:]
+        except BaseException as failure:
+            self._ended = failure
             self.close()
             raise
+
+    def _write(self, fd: int, applied: Sequence[Applied]) -> None:
+        file.write(fd, self._file(self._number), self._size, b"".join(one.data for one in applied))
         for one in applied:
             if one.ticket >= 0:
                 self._searched[self._number][one.ticket] = self._size
             self._size += len(one.data)
 
     def forget(self, step: int) -> int:
-        """Note that batches before `step` are never asked for again; return the first ticket that may be."""
+        """Note that batches before `step` are never needed again; return the first ticket that may still be needed."""
         first_needed = self.state.admission.first_ticket(step)
         self.state.admission.forget(step)
         return first_needed
 
     def drop(self, first_needed: int) -> None:
         """Delete the files without a group of this ticket or a later one."""
-        for number in self.files()[:-1]:
-            if max(self._groups_of(number), default=-1) < first_needed:
+        there = self.files()
+        for number in there[:-1]:
+            if max(self._groups_of(number, there), default=-1) < first_needed:
                 self._file(number).unlink()
                 self._searched.pop(number, None)
                 log.info("%s: dropped, all its groups were trained", self._file(number))
@@ -245,7 +255,7 @@ class Journal(JournalReader):
             self._fd = None
 
     def _rotate(self, head: bytes) -> None:
-        """Continue in a new file that begins with the state."""
+        """Continue in a new file that begins with `head`, a snapshot of the state."""
         assert self._fd is not None
         file.create(self._file(self._number + 1), head)
         os.close(self._fd)
@@ -255,7 +265,7 @@ class Journal(JournalReader):
         self._searched[self._number] = {}
 
     def _cut_off_tail(self) -> None:
-        """Cut off an append that a crash interrupted; no other process has seen it."""
+        """Cut off a write that a crash left incomplete; no process has used it."""
         assert self._fd is not None
         torn = os.fstat(self._fd).st_size - self._size
         if torn:
@@ -266,7 +276,7 @@ class Journal(JournalReader):
 
 
 def _lock(path: Path) -> int:
-    """Return an open file that is locked until it is closed and holds the writer's process id."""
+    """Return the descriptor of a file with this process's id, locked until it is closed. MegarlError if another holds it."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     deadline = time.monotonic() + LOCK_TIMEOUT_S
     while True:

@@ -1,4 +1,4 @@
-"""The records of the journal, one type for each thing that a controller must not forget, and the state that is their fold.
+"""The records of the journal, one type for each event that a controller must not forget, and the state that they add up to.
 
     State() ── apply(Session) ── apply(Admitted) ── apply(Finished) ── … ──►  State
                                                         └─ snapshot() ─► Snapshot ─► State.restored()
@@ -17,8 +17,8 @@ from megarl.core.base.types import Group, Record
 
 class Session(Record, frozen=True, tag="session"):
     """A controller has started within the life `session` of the supervisor, which began at `time` (Unix seconds) and holds
-    `devices`. A second one of the same session (a restarted controller) changes nothing; one of an earlier session, which a
-    later one has ended, is refused.
+    `devices` devices. A second record of the same session (from a restarted controller) changes nothing; one of an earlier
+    session is refused.
     """
 
     session: str
@@ -28,11 +28,11 @@ class Session(Record, frozen=True, tag="session"):
 
 
 class Admitted(Record, frozen=True, tag="admitted"):
-    """A prompt of a task got a ticket in this pass (epoch) over the task's data.
+    """A prompt of a task got a ticket. epoch: number of the pass over the task's data.
 
     reset: too few prompts were left, so all pass rates of the task were forgotten before this draw.
-    pool: the epoch covers this many of the easiest prompts (`data.curriculum`); 0: all. due: D(g) when it was drawn, which
-    fixes the length budget although a removal ahead may lower D(g).
+    pool: the epoch covers this many of the easiest prompts (`data.curriculum`); 0: all. due: D(g) at the time of the draw; it
+    determines the length budget, even if a removal lowers D(g) later.
     """
 
     ticket: int
@@ -45,24 +45,24 @@ class Admitted(Record, frozen=True, tag="admitted"):
 
 
 class Finished(Record, frozen=True, tag="finished"):
-    """The group of its ticket is complete, or void."""
+    """The group of a ticket is complete or void."""
 
     group: Group
     time: float
 
 
 class Removed(Record, frozen=True, tag="removed"):
-    """The ticket gave up its slot (zero variance under `refill`); a summary of its group stays."""
+    """A ticket gave up its slot (zero variance under `refill`); only this summary of its group is kept."""
 
     ticket: int
     reason: str
     pass_rate: float | None = None  # None if nothing was graded
-    generated_tokens: int = 0  # sampled for it nevertheless
+    generated_tokens: int = 0  # tokens that were sampled for it
 
 
 class PublishedVersion(Record, frozen=True, tag="published_version"):
-    """These servers have these weights. Seconds are the slowest server's; startup and evaluation hours are totals so far.
-    window: most tickets that may be drawn and not trained from now on.
+    """`servers` have the weights `version`. Seconds are the slowest server's; startup and evaluation hours are totals so far.
+    window: how many tickets may be drawn but not trained from now on.
     """
 
     version: int
@@ -74,12 +74,12 @@ class PublishedVersion(Record, frozen=True, tag="published_version"):
     resume_seconds: float = 0.0
     startup_hours: float = 0.0
     evaluation_hours: float = 0.0
-    joined_hours: float = 0.0  # of servers that the run has not started
+    joined_hours: float = 0.0  # of servers that the run did not start
     window: int = 0
 
 
 class Evaluated(Record, frozen=True, tag="evaluated"):
-    """The held-out pass rate of these weights. compute_hours: at their publication. evaluation_hours: so far."""
+    """The held-out pass rate of the weights `version`. compute_hours: at their publication. evaluation_hours: total so far."""
 
     version: int
     time: float
@@ -91,15 +91,15 @@ class Evaluated(Record, frozen=True, tag="evaluated"):
 
 
 class TaskHistory(Record, frozen=True):
-    """What the next draws of a task depend on."""
+    """The history of a task that its next draws depend on."""
 
-    drawn: int  # number of tickets
+    drawn: int  # number of draws
     last: Admitted
     pass_rates: dict[str, float]  # of each prompt's latest group since the last reset, void groups left out
 
 
 class Snapshot(Record, frozen=True, tag="snapshot"):
-    """The state at the head of a journal file, the fold of all files before it. Tickets are int32 arrays."""
+    """The state at the head of a journal file, after all records of earlier files. The queue of tickets is an int32 array."""
 
     prompts_per_batch: int
     max_lag: int
@@ -124,49 +124,52 @@ class Snapshot(Record, frozen=True, tag="snapshot"):
     earlier_sessions: tuple[str, ...] = ()
     joined_hours: float = 0.0
     window: int = 0
+    drawn_before: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 SHARED = (
     "published_version", "session", "earlier_hours", "last_time", "generated_tokens", "finished", "void", "removed",
     "startup_hours", "evaluation_hours", "session_published", "earlier_sessions", "joined_hours", "window",
+    "drawn_before",
 )  # fmt: skip
-"""Fields that `Snapshot` has as `State` has them."""
+"""Fields that are the same in `Snapshot` and `State`."""
 JournalRecord = Session | Admitted | Finished | Removed | PublishedVersion | Evaluated | Snapshot
 
 
 @dataclass
 class State:
-    """Everything that the controller must not forget."""
+    """All state that the controller must not lose."""
 
     admission: Admission
     unfinished: dict[int, Admitted] = field(
         default_factory=dict
     )  # oldest first; a restarted controller makes them again
     tasks: dict[str, TaskHistory] = field(default_factory=dict)
-    published_version: int = -1  # the highest ever, -1 before the first
+    published_version: int = -1  # the highest version ever published, -1 before the first
     evaluations: dict[int, Evaluated] = field(default_factory=dict)  # by version
     session: Session | None = None
     earlier_hours: float = 0.0
     last_time: float = 0.0
     generated_tokens: int = 0  # sampled for finished and removed tickets
-    finished: int = 0  # tickets, void ones too
+    finished: int = 0  # number of tickets, void ones included
     void: int = 0
     removed: int = 0
-    startup_hours: float = 0.0  # compute of all lives (megarl/core/controller/metrics.py)
+    startup_hours: float = 0.0  # totals over all lives (megarl/core/controller/metrics.py)
     evaluation_hours: float = 0.0
     joined_hours: float = 0.0
     session_published: bool = False  # whether weights were published in this life of the supervisor
-    earlier_sessions: tuple[str, ...] = ()  # names; those before a snapshot of an older version are not known
-    window: int = 0  # tickets, of the last publication; 0 before the first
+    earlier_sessions: tuple[str, ...] = ()  # names, except of sessions before a snapshot by an older version
+    window: int = 0  # tickets, from the last publication; 0 before the first
+    drawn_before: dict[str, int] = field(default_factory=dict)  # by task: draws under the shares of a fork's parent
 
     def compute_hours(self, now: float) -> float:
-        """Return devices held × wall time up to `now`; earlier sessions count up to their last record."""
+        """Return devices held × wall time up to `now`, in hours; earlier sessions count up to their last record."""
         if self.session is None:
             return 0.0
         return self.earlier_hours + self.session.devices * max(0.0, now - self.session.time) / 3600
 
     def apply(self, record: JournalRecord) -> None:
-        """Apply the next record. ValueError, and no change, if it contradicts those before it."""
+        """Apply the next record. ValueError, without any change, if it contradicts earlier records."""
         match record:
             case Admitted():
                 if record.ticket != self.admission.next_ticket:
@@ -213,7 +216,7 @@ class State:
                     self.earlier_hours = self.compute_hours(self.last_time)
                     self.session, self.last_time, self.session_published = record, record.time, False
             case Snapshot():
-                pass  # the fold of what was applied already
+                pass  # has only what was applied already
 
     def snapshot(self) -> Snapshot:
         a = self.admission

@@ -1,8 +1,8 @@
-"""The journal behind the event loop: a record changes the state at once, and is on disk when the awaited write returns.
+"""A journal that does not block the event loop: a record changes the state at once and is on disk when the write is awaited.
 
-    write(record) ─► state.apply, bytes ─► queue ─► [thread] everything queued: one write, one fsync ─► returns
+    write(record) ─► state.apply, bytes ─► queue ─► [thread] all queued records: one write, one fsync ─► returns
 
-`groups` reads after everything written before, so what is offered to the learner is on disk.
+`groups` first writes the queue, so every batch that the learner gets is on disk.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from megarl.core.telemetry.spans import UNRECORDED, Spans
 
 
 class JournalWriter:
-    """Owns `journal` while it runs. `state`: the fold of all records, written or queued."""
+    """Owns `journal` while it runs. state: the state after all records, written or queued."""
 
     def __init__(self, journal: Journal, spans: Spans = UNRECORDED) -> None:
         self._journal, self._spans = journal, spans
@@ -25,27 +25,26 @@ class JournalWriter:
         self._thread = ThreadPoolExecutor(1, "journal")
         self._queue: list[tuple[Applied, asyncio.Future[None]]] = []
         self._come = asyncio.Event()
-        self._failure: BaseException | None = None
 
     def write(self, record: JournalRecord) -> "asyncio.Future[None]":
-        """Apply a record and queue it. Await the result to know that it is on disk."""
+        """Apply a record and queue it. Await the result to be sure that it is on disk."""
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.append((self._journal.applied(record), written))
         self._come.set()
         return written
 
     async def run(self) -> None:
-        """Write what is queued, until cancelled. Raises what the journal raises."""
+        """Write queued records until cancelled. Raises errors of the journal."""
         while True:
             await self._come.wait()
             self._come.clear()
             await self.flush()
 
     async def flush(self) -> None:
-        """Write what is queued. A failure is raised again by every later call: who asked first may not have waited for it."""
+        """Write the queued records. A failure is raised again by every later call, since the first caller may be gone."""
         batch, self._queue = self._queue, []
         begin = time.monotonic()
-        await self._call(lambda: self._put([applied for applied, _ in batch]))
+        await self._call(lambda: self._journal.put([applied for applied, _ in batch]))
         if batch:
             self._spans.span("controller/journal", "write", begin, time.monotonic(), records=len(batch))
         for _, written in batch:
@@ -57,28 +56,18 @@ class JournalWriter:
         return await self._call(lambda: self._journal.groups(tickets))
 
     async def drop_before(self, step: int) -> None:
-        """Note that batches before `step` will not be asked for again."""
+        """Delete the files with batches before `step` only, which will not be needed again."""
         first_needed = self._journal.forget(step)
         await self._call(lambda: self._journal.drop(first_needed))
 
     async def close(self) -> None:
-        """Write the rest of the queue and release the journal. Raises what has kept a record from the disk."""
+        """Write the rest of the queue and release the journal. Raises the error if a record could not be written."""
         try:
             await self.flush()
         finally:
             await self._call(self._journal.close)
             self._thread.shutdown()
 
-    def _put(self, applied: Sequence[Applied]) -> None:
-        """Write in the thread, up to the first failure."""
-        if self._failure is not None:
-            raise self._failure
-        try:
-            self._journal.put(applied)
-        except BaseException as failure:
-            self._failure = failure
-            raise
-
     async def _call[T](self, function: Callable[[], T]) -> T:
-        # Shielded: what has been taken from the queue is written even if who asked for it is cancelled before its turn.
+        # Shielded: records that were taken from the queue are written even if the caller is cancelled.
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, function))

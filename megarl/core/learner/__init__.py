@@ -1,24 +1,24 @@
-"""`megarl learn`: a torchrun world of Megatron ranks that executes what the controller decides.
+"""`megarl learn`: Megatron ranks, started as by torchrun, that execute the controller's decisions.
 
 main.py          the collective command loop: Next -> Train | Publish | Score | Wait | Stop
-torchrun.py      the learner as several processes
-trainer.py       the policy, and one step: who learns from what, what is counted
-network.py       a model on its ranks: micro-batches through Megatron's schedule
-trained.py       a network that learns: gradients of a loss, update, whose loss was not finite
+torchrun.py      starts the learner as several processes
+trainer.py       the policy, and one training step on all networks
+network.py       a model on its ranks: runs micro-batches through Megatron's schedule
+trained.py       a network that learns: gradients, update, and which sequences had a loss that was not finite
 optimizer.py     AdamW over data-parallel chunks; learning rate of a step; loss scaling for fp16
 critic_and_reference.py  the value network, and the frozen model of the KL penalty
-microbatch.py    sequences -> tensors of one micro-batch
-microbatch_size.py  how large they are, tried when the learner starts
-moe.py           routers take the experts that the server chose; how evenly tokens fall on experts
-clock.py         where the seconds of a step went
-checkpoint.py    save without stopping, load at any layout
+microbatch.py    from sequences to the tensors of one micro-batch
+microbatch_size.py  the size of micro-batches, found by trials when the learner starts
+moe.py           routing replay of the experts that servers chose; how evenly tokens are spread over experts
+clock.py         how the time of a step was spent
+checkpoint.py    saves in the background, loads into any layout
 """
 
 import logging
 import warnings
 
-# What megatron says about packages a machine lacks and names it deprecates is for its developers; `megarl doctor` is for users.
-# A warning of the compiler, on the first run only, has the file's path for a module.
+# Megatron's warnings about missing packages and deprecated names are for its developers; `megarl doctor` is for users.
+# The compiler's warning, on the first run only, has the path of a file as its module.
 warnings.filterwarnings(
     "ignore", module=r"megatron\.|.*/megatron/|torch\.distributed\.c10d_logger|torch\.utils\.cpp_extension"
 )

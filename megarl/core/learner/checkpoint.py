@@ -1,15 +1,16 @@
 """The learner's checkpoints: model, optimiser, next step and counts, written while training goes on, loaded at any layout.
-A critic's are in the same one, so both are always of the same step.
+A critic's state is in the same checkpoint, so both are always of the same step.
 
-    save()   plan and copy (the step stops for this) ──► a thread of each rank writes, and reads back for the checksums
-    poll()   all ranks have written? ──► the directory appears, old ones go
+    save()   plan and copy (training stops for this) ──► a thread on each rank writes, and reads back for the checksums
+    poll()   all ranks have written? ──► the directory appears, old ones are deleted
 
 megatron's own background writers are a forked or spawned process per rank. A forked one needs a manager process that
-outlives a killed learner, a spawned one imports torch for seconds and refuses to run without a GPU. Writing files needs
-neither: it releases the interpreter lock. A step uses no random numbers (no dropout), so none are kept.
+outlives a killed learner; a spawned one imports torch for seconds and refuses to run without a GPU. A thread is enough, since
+writing files releases the interpreter lock. A step uses no random numbers (no dropout), so no generator's state is saved.
 
-megatron has one optimiser for a rank's experts and one for the rest, or a single one, depending on the layout. Their tensors
-are stored by the model's names, which no layout changes. Of the rest only the count of Adam's steps is state, not settings.
+Depending on the layout, megatron has one optimiser for a rank's experts and one for the rest, or a single one. Their tensors
+are stored under the model's names, which are the same at every layout (optimizer.py corrects how they are gathered). The only
+other state of an optimiser is Adam's step count; the rest are settings.
 """
 
 import gc
@@ -18,24 +19,20 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import asdict
-from itertools import accumulate
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import StateDict
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
-from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
-from torch import Tensor
 
 from megarl.core.algorithm.advantages import Moments
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.ranks import from_rank_0, gathered
-from megarl.core.base.rundir import RunDir, complete, step_folder
+from megarl.core.base.rundir import RunDir, complete, rows_in_order, step_folder
 from megarl.core.base.types import Batch
 from megarl.core.journal.journal import JournalReader
 from megarl.core.learner import microbatch_size
@@ -53,7 +50,7 @@ COUNTS = ("step", "skipped_steps", "skipped_in_row", "scaler_skipped_steps")
 """The trainer's attributes that a checkpoint keeps under their names."""
 
 AGAIN_S = (2.0, 20.0)
-"""Pauses before a checkpoint that could not be read, and is not known to be damaged, is read again."""
+"""Pauses before reading a checkpoint again that could not be read but is not known to be damaged."""
 
 
 class Checkpoints:
@@ -64,7 +61,7 @@ class Checkpoints:
         self._writing: tuple[Path, threading.Thread, list[Callable[[], None]]] | None = None
 
     def save(self) -> None:
-        """Begin to write the state as it is now, unless it is on disk already. Wait for an earlier write first."""
+        """Begin to write the present state, unless it is on disk already. First wait for an earlier write to end."""
         self.finish()
         trainer = self.trainer
         step, path = trainer.step, step_folder(self.folder, trainer.step)
@@ -78,10 +75,10 @@ class Checkpoints:
         with out_of_memory_named("learner.optimizer_offload", "gathering the optimiser for a checkpoint; set it"):
             state = _state(trainer, is_loading=False)
         request = checkpoint.begin(path, state, meta)
-        thread = threading.Thread()  # does nothing, on a rank that has nothing to write
+        thread = threading.Thread()  # does nothing: for a rank that has nothing to write
         if request.async_fn is not None:
-            rank, live, results = request.async_fn_args
-            arguments = (rank, _copied(live, request.preload_fn(), trainer), results)
+            rank, _, results = request.async_fn_args
+            arguments = (rank, request.preload_fn(), results)
             thread = threading.Thread(target=request.async_fn, args=arguments, name="checkpoint")
         thread.start()
         self._writing = path, thread, request.finalize_fns
@@ -98,7 +95,7 @@ class Checkpoints:
             return
         self._writing = None
         with checkpoint.whole_or_gone(path):
-            for step in steps:  # megatron's, which raise on all ranks what a thread met, then ours
+            for step in steps:  # megatron's, which raise a thread's error on all ranks, then ours
                 step()
         if dist.get_rank() == 0:
             checkpoint.prune(self.folder, self.keep)
@@ -108,42 +105,40 @@ class Checkpoints:
         self.poll(blocking=True)
 
     def load_latest(self) -> bool:
-        """Continue from the newest intact checkpoint and put damaged newer ones aside. Return False if there is none.
+        """Continue from the newest intact checkpoint and put damaged newer ones aside. Return False if there is no checkpoint.
 
-        An error that proves no damage is raised after some tries: storage may be away for a while. What a killed writer left is
-        removed, so that the next checkpoint finds its room.
+        An error that does not prove damage is raised only after some tries, since storage may be unavailable for a while. Files
+        that a killed writer left are removed to make room for the next checkpoint.
         """
-        loaded = False
+        paths = from_rank_0(checkpoint.complete(self.folder))
         corrupt: list[Path] = []
-        for path in reversed(from_rank_0(checkpoint.complete(self.folder))):
+        while paths:
             try:
-                self._load_in_several_tries(path)
+                self._load_in_several_tries(paths[-1])
+                break
             except checkpoint.CorruptCheckpoint as error:
                 log.error("%s", error)
-                corrupt.append(path)
-                continue
+                corrupt.append(paths.pop())
+        if paths:
             everywhere(lambda: _put_aside(corrupt) if dist.get_rank() == 0 else None)
-            log.info("continuing from %s", path)
-            loaded = True
-            break
-        if corrupt and not loaded:
+            log.info("continuing from %s", paths[-1])
+        elif corrupt:
             advice = "move them away to train again from the beginning"
             raise MegarlError(f"{self.folder}: none of the {len(corrupt)} checkpoints is intact; {advice}")
         if dist.get_rank() == 0:
             checkpoint.prune(self.folder, self.keep)
-        return loaded
+        return bool(paths)
 
     def _load_in_several_tries(self, path: Path) -> None:
         for pause_s in AGAIN_S:
             try:
                 self.load(path)
+                return
             except checkpoint.CorruptCheckpoint:
                 raise
             except MegarlError as error:
                 log.warning("%s; trying again in %g s", error, pause_s)
                 time.sleep(pause_s)
-            else:
-                return
         self.load(path)
 
     def load(self, path: Path) -> None:
@@ -164,33 +159,52 @@ class Checkpoints:
             setattr(trainer, name, loaded.get(name, 0))  # early checkpoints lack the last one
 
 
+def resumed(recipe: Recipe, folder: Path, record: Path | None, offload: Offload) -> Checkpoints:
+    """Return the checkpoints in `folder` with a trainer that continues from the newest, if there is one. COLLECTIVE.
+
+    record: the file for the size of micro-batches (microbatch_size.py). offload: frees the servers' memory during training.
+    """
+    source = Path(recipe.model.path)
+    trainer = Trainer(recipe, source)
+    checkpoints = Checkpoints(folder, recipe.checkpoint.keep, trainer, source)
+    checkpoints.load_latest()
+    longest, rollouts = recipe.length.context_tokens, recipe.batch.prompts * recipe.sampling.generations
+    microbatch_size.settle(trainer, longest, longest * rollouts, record, within=offload.released(trainer.step))
+    return checkpoints
+
+
 def replay_parent(recipe: Recipe, rundir: RunDir, offload: Offload) -> None:
-    """Write the first checkpoint of a run that forks between two of its parent's (megarl/run/fork.py), unless there is one: the
-    parent's, or model.path, and its batches from there on by its recipe. COLLECTIVE. offload: of the servers' memory.
+    """Write the first checkpoint of a run that was forked between two checkpoints of its parent (megarl/run/fork.py), unless it
+    has one. Start from the parent's checkpoint, or model.path, and replay the parent's batches from there with its recipe.
+    COLLECTIVE. offload: frees the servers' memory.
     """
     if from_rank_0(bool(complete(rundir.checkpoints))):
         return
     before, (_, step) = load(str(rundir.parent.recipe)), recipe.run.forked
-    source, keep, journal = Path(before.model.path), recipe.checkpoint.keep, JournalReader(rundir.parent.rollouts)
-    trainer, admission = Trainer(before, source), journal.fold().admission
-    Checkpoints(rundir.parent.checkpoints, keep, trainer, source).load_latest()
-    longest, rollouts = before.length.context_tokens, before.batch.prompts * before.sampling.generations
-    microbatch_size.settle(trainer, longest, longest * rollouts, None, within=offload.released(trainer.step))
-    while trainer.step < step:  # every rank reads for itself: these batches are settled
+    journal = JournalReader(rundir.parent.rollouts)
+    trainer, admission = resumed(before, rundir.parent.checkpoints, None, offload).trainer, journal.fold().admission
+    rates = {row["step"]: row["lr"] for row in rows_in_order(rundir.metrics) if "lr" in row}
+    while trainer.step < step:  # every rank reads the journal for itself: these batches no longer change
         log.info("step %d is replayed, to fork from %s", trainer.step, recipe.run.fork)
         batch = Batch(step=trainer.step, groups=journal.groups(admission.batch(trainer.step) or ()))
         with offload.released(trainer.step):
-            trainer.train_step(trainer.sequences(batch))
-    checkpoints = Checkpoints(rundir.checkpoints, keep, trainer, source)
+            metrics = trainer.train_step(trainer.sequences(batch))
+        then, now = rates.get(batch.step), metrics.get("lr")
+        if then is not None and now is not None and then != now:
+            raise MegarlError(
+                f"run.fork: step {batch.step} was trained with a learning rate of {then:g}, and the parent's recipe, changed "
+                f"since, has {now:g}: a replay would end at other weights; fork at one of the parent's checkpoints"
+            )
+    checkpoints = Checkpoints(rundir.checkpoints, recipe.checkpoint.keep, trainer, Path(before.model.path))
     checkpoints.save()
     checkpoints.finish()
-    del trainer, checkpoints  # two trainers may be more than a GPU holds
+    del trainer, checkpoints  # two trainers may not fit on a GPU
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def _put_aside(corrupt: list[Path]) -> None:
-    """Rename each to `.unreadable`, in place of an earlier one of its step."""
+    """Rename each checkpoint to `.unreadable`, replacing an earlier one of the same step."""
     for path in corrupt:
         aside = path.with_name(f"{path.name}.unreadable")
         shutil.rmtree(aside, ignore_errors=True)
@@ -198,7 +212,7 @@ def _put_aside(corrupt: list[Path]) -> None:
 
 
 def _state(trainer: Trainer, is_loading: bool) -> StateDict:
-    """Return the trainer's whole state. The critic's tensors are named `critic.` and then as the policy's are."""
+    """Return the trainer's whole state. The names of the critic's tensors are `critic.` plus those of the policy's."""
     state = _network_state(trainer.policy, is_loading)
     if trainer.critic:
         state["critic"] = _network_state(trainer.critic, is_loading)
@@ -207,13 +221,18 @@ def _state(trainer: Trainer, is_loading: bool) -> StateDict:
 
 
 def _network_state(network: TrainedNetwork, is_loading: bool) -> StateDict:
-    """Return the state of weights and optimiser."""
+    """Return the state of a network's weights and optimiser."""
     state: StateDict = checkpoint.model_state(network.chunks)
-    optimizers = []
-    for optimizer in network.optimizer.chained_optimizers:
-        with _places_without_padding(optimizer), nullcontext() if is_loading else _gathered_alone(optimizer):
-            sharded = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=checkpoint.metadata())
-        optimizers.append(sharded)
+    optimizers = [
+        optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=checkpoint.metadata())
+        for optimizer in network.optimizer.chained_optimizers
+    ]
+    for part in state.values() if not is_loading else ():
+        for tensor in part.values():
+            # The next step must not change what is being written. megatron copies tensors that are on a GPU or in a buffer,
+            # as most parameters are; others on a CPU, such as routers' biases, it would write from where they are.
+            if tensor.data.is_cpu and tensor.data.untyped_storage().nbytes() == tensor.data.nbytes:
+                tensor.data = tensor.data.clone()
     if network.loss_scale is not None:
         state["loss_scale"] = network.loss_scale.plain_state()
     return state | {
@@ -222,63 +241,8 @@ def _network_state(network: TrainedNetwork, is_loading: bool) -> StateDict:
     }
 
 
-@contextmanager
-def _places_without_padding(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Within this context megatron finds parameters among the gathered ones, where it leaves out the padding between buckets.
-
-    It looks where they would be with the padding. Where a bucket ends off a multiple of 128 numbers and of the data-parallel
-    ranks, all further state would be stored shifted: with several buckets, or a tied head, which has a bucket of its own.
-    """
-    buffers = getattr(optimizer, "buffers", [])  # a rank without parameters has none
-    padded = [buffer.param_index_map for buffer in buffers]
-    for buffer in buffers:
-        starts = accumulate((bucket.numel_unpadded for bucket in buffer.buckets), initial=0)
-        padding = [bucket.offset - start for bucket, start in zip(buffer.buckets, starts, strict=False)]
-        buffer.param_index_map = {
-            parameter: (start - padding[bucket], end - padding[bucket], bucket)
-            for parameter, (start, end, bucket) in buffer.param_index_map.items()
-        }
-    try:
-        yield
-    finally:
-        for buffer, places in zip(buffers, padded, strict=True):
-            buffer.param_index_map = places
-
-
-@contextmanager
-def _gathered_alone(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Within this context a rank that shares its optimiser with no other gathers its state in 12 bytes of the host's memory a
-    parameter, where megatron's way for many ranks (get_parameter_state_dp_zero) takes 32, or 8 of the GPU's and 24.
-    """
-    if not getattr(optimizer, "buffers", []) or optimizer.data_parallel_group.size() > 1:
-        yield
-        return
-
-    def gather(**_: object) -> StateDict:
-        state: StateDict = {"buckets_coalesced": True}
-        names = ("param", *optimizer.optimizer_state_keys)
-        for n, (buffer, ranges) in enumerate(zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True)):
-            ((dtype, buckets),) = ranges.items()
-            whole = {name: torch.zeros(buffer.numel_unpadded) for name in names}
-            starts = accumulate((bucket.numel_unpadded for bucket in buffer.buckets), initial=0)
-            for start, bucket in zip(starts, buckets, strict=False):
-                for parameter, place in bucket["param_map"].items():
-                    here = slice(start + place["gbuf_local"].start, start + place["gbuf_local"].end)
-                    tensors = optimizer._get_main_param_and_optimizer_states(parameter)
-                    for name in names:
-                        whole[name][here].copy_(tensors[name].detach())
-            state[n] = {dtype: whole | {"numel_unpadded": buffer.numel_unpadded}}
-        return state
-
-    optimizer.get_parameter_state_dp_zero = gather
-    try:
-        yield
-    finally:
-        del optimizer.get_parameter_state_dp_zero
-
-
 def _restore(network: TrainedNetwork, loaded: StateDict) -> None:
-    """Put a saved `_network_state` back."""
+    """Restore a network from a saved `_network_state`."""
     checkpoint.set_model_state(network.chunks, loaded)
     kind = {"param_state_sharding_type": checkpoint.metadata()["distrib_optim_sharding_type"]}
     for i, optimizer in enumerate(network.optimizer.chained_optimizers):
@@ -287,30 +251,8 @@ def _restore(network: TrainedNetwork, loaded: StateDict) -> None:
             group["step"] = loaded["adam_steps"]
         optimizer.load_state_dict(settings | kind | {"param_state": loaded["optimizer"][i]})
         if isinstance(optimizer.optimizer, HybridDeviceOptimizer):
-            # Its parts have this count now. Kept here, it would be given to them again before every step.
+            # Its parts have this count now. If it stayed here, it would be copied to them before every step.
             for group in optimizer.optimizer.param_groups:
                 del group["step"]
     if network.loss_scale is not None and "loss_scale" in loaded:
         network.loss_scale.restore(loaded["loss_scale"])
-
-
-type WriteBucket = tuple[str, str, tuple[list[object], list[tuple[object, Tensor]]]]
-"""megatron's write bucket: file, key, and what goes into it: data, and tensors after their descriptions."""
-
-
-def _copied(live: list[WriteBucket], preloaded: list[WriteBucket], trainer: Trainer) -> list[WriteBucket]:
-    """Return buckets that the next step does not change. Preloading has copied weights from a GPU, but not from a CPU; what was
-    gathered of the optimiser is nobody else's.
-    """
-    chunks = [chunk for network in trainer.trained for chunk in network.chunks]
-    weights = {
-        t.untyped_storage().data_ptr() for chunk in chunks for t in (*chunk.parameters(), *chunk.buffers()) if t.is_cpu
-    }
-    buckets = []
-    for (file, key, (data, tensors)), (_, _, (_, present)) in zip(preloaded, live, strict=True):
-        own = [
-            (i, t.clone() if t is now and t.untyped_storage().data_ptr() in weights else t)
-            for (i, t), (_, now) in zip(tensors, present, strict=True)
-        ]
-        buckets.append((file, key, (data, own)))
-    return buckets

@@ -1,4 +1,4 @@
-"""Where the seconds of a step went, from the end of the step before.
+"""How the time of a step was spent. A step begins when the one before it ends.
 
 wait (for the controller)  train  publish  parity  checkpoint  ──► next_step() ──► columns of metrics.jsonl
         └ within: forward_backward, optimizer; pause, transfer, resume ──► spans of RUN/trace/learner.jsonl
@@ -29,7 +29,7 @@ class StepClock:
 
     @contextmanager
     def spent(self, part: StepPart, step: int) -> Iterator[None]:
-        """Count the time within as this part of the step."""
+        """Count the time within this context as a part of the step."""
         begin = self._part_begin = time.monotonic()
         self._spans.open(PLACE, part, begin, step=step)
         self._spans.flush()
@@ -42,14 +42,14 @@ class StepClock:
 
     @contextmanager
     def within(self, name: str) -> Iterator[None]:
-        """Name the time within in the trace, and in the profiler's."""
+        """Record the time within this context under `name`, in our trace and in the profiler's."""
         begin = time.monotonic()
         with record_function(name):
             yield
         self._spans.span(PLACE, name, begin, time.monotonic())
 
     def published(self, result: Published) -> None:
-        """Trace the publication that has just ended, its phases and how long it held each server; it counts in this step."""
+        """Trace the publication that has just ended: its phases, and how long it paused each server. It counts in this step."""
         phases = {"pause": result.pause_seconds, "transfer": result.transfer_seconds, "resume": result.resume_seconds}
         if result.staged:
             phases = {"transfer": phases.pop("transfer"), **phases}
@@ -66,7 +66,7 @@ class StepClock:
             self._spans.span(f"server {r.id}/paused", f"version {result.version}", paused, end, **told)
 
     def next_step(self, step: int) -> dict[str, float]:
-        """Return the columns of the step that ends now."""
+        """Return the metrics of the step that ends now, and begin the next."""
         now = time.monotonic()
         self._spans.span(PLACE, f"step {step}", self._begin, now, step=step)
         total = now - self._begin

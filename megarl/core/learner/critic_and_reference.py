@@ -1,18 +1,18 @@
-"""Two networks beside the policy, which are not published: the critic and the frozen reference.
+"""Two networks besides the policy that are not published: the critic and the frozen reference.
 
-The critic learns what reward to expect at each token, and so what each token was worth.
+The critic learns the reward to expect at each token, and so tells what each token was worth.
 
-    sequences ──► values of trained tokens (forward only, once a step) ──► algorithm/gae.py ──┬─► advantages: the policy
-                                                                                          └─► returns: forward_backward
+    sequences ──► values of trained tokens (forward only, once a step) ──► algorithm/gae.py ──┬─► advantages, for the policy
+                                                                                              └─► returns, for the critic
 
-It has the policy's layout, and a precision (critic.dtype) and an optimiser of its own.
+It has the policy's layout, but its own precision (critic.dtype) and its own optimiser.
 
-The frozen reference of the KL penalty is a second model on the learner's ranks, asked once a batch, never trained or saved.
+The frozen reference of the KL penalty is a second model on the learner's ranks, used once per batch, never trained or saved.
 
-    sequences in the loss ──► log-probs of trained tokens ──┬─► in the loss, against the learner's (losses/terms.py)
-                                                            └─► in the reward, against the recorded ones (`kl_penalty`)
+    sequences in the loss ──► log-probs of trained tokens ──┬─► KL in the loss, to the learner's log-probs (losses/terms.py)
+                                                            └─► or in the reward, to the recorded ones (`kl_penalty`)
 
-It has the policy's layout and precision, no gradients and no optimiser, and gives log-probs at the temperature of sampling.
+It has the policy's layout and precision, no gradients and no optimiser; its log-probs are at the sampling temperature.
 """
 
 from collections.abc import Sequence
@@ -35,9 +35,10 @@ from megarl.core.models.layers import ValueHead
 from megarl.core.recipe import Recipe
 
 GAMMA = 1.0
-"""Discount of a token: the reward is for the answer, however long it took (1 in Open-Reasoner-Zero, arXiv 2503.24290)."""
+"""Discount per token. None, since the reward is for the answer, however long it took (as in Open-Reasoner-Zero, arXiv
+2503.24290)."""
 VALUE_CLIP = 0.2
-"""Most that a value may learn to move in a step: PPO's usual clip (arXiv 1707.06347), which acts from the second epoch on."""
+"""Distance from its old value beyond which a value learns no more: PPO's usual clip (arXiv 1707.06347), from epoch two on."""
 
 
 class CriticModel(TrainedNetwork):
@@ -55,13 +56,13 @@ class CriticModel(TrainedNetwork):
         self.head = selected_values
 
     def values(self, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
-        """Return the reward expected before each trained token: [len] float32 a sequence, 0 elsewhere, on all ranks."""
+        """Return the reward expected before each trained token: [len] float32 per sequence, 0 elsewhere, on all ranks."""
         return self.ask(sequences, selected_values)
 
     def estimated(
         self, sequences: Sequence[TrainSequence], before: Moments = NOTHING_SEEN
     ) -> tuple[list[TrainSequence], Moments]:
-        """Return the sequences with advantages, values and returns, and the statistics with this batch's."""
+        """Return the sequences with advantages, values and returns, and the statistics `before` with this batch added."""
         assert self.normalisation != "group"  # megarl/core/recipe/rules.py
         return gae.estimated(sequences, self.values(sequences), GAMMA, self.critic.lam, self.normalisation, before)
 
@@ -82,7 +83,7 @@ def selected_values(*, hidden_states: Tensor, output_layer: ValueHead, context: 
 
 
 class ReferenceModel(Network):
-    """`recipe.reference` on this rank, with the weights of model.path, also when the run is resumed."""
+    """`recipe.reference` on this rank, always with the weights of model.path, even when the run is resumed."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(*loaded_chunks(recipe, Path(recipe.model.path)), recipe)
@@ -91,7 +92,7 @@ class ReferenceModel(Network):
             chunk.requires_grad_(False)
 
     def scored(self, sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
-        """Return the sequences with `reference_logprobs`, and with `kl_penalty` if the reward pays it. COLLECTIVE."""
+        """Return the sequences with `reference_logprobs`, and with `kl_penalty` if the KL is in the reward. COLLECTIVE."""
         head = self.lm_head(self.temperature)
         logprobs = self.ask(sequences, lambda **given: head(**given)[0])
         scored = [replace(s, reference_logprobs=r) for s, r in zip(sequences, logprobs, strict=True)]
@@ -101,6 +102,6 @@ class ReferenceModel(Network):
 
 
 def kl_penalty(sequence: TrainSequence, reference: np.ndarray, settings: recipes.Reference) -> np.ndarray:
-    """Return `coefficient` times k1 for each trained token: [len]. k1 estimates KL(behaviour policy || reference)."""
+    """Return `coefficient` times k1 at each trained token, else 0: [len]. k1 estimates KL(behaviour policy || reference)."""
     kl = sequence.behaviour_logprobs - reference
     return np.where(sequence.loss_weight > 0, np.float32(settings.coefficient) * kl, np.float32(0))

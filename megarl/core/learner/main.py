@@ -2,8 +2,8 @@
 
     rank 0   ── Next ──► controller ── Train | Publish | Score | Wait | Stop ──► rank 0 ── broadcast ──► all ranks execute it
 
-The learner decides nothing; between commands it only looks whether someone wants it to stop (RUN/stop, a signal) and whether a
-checkpoint has reached the disk. Every step leaves one row in RUN/metrics.jsonl.
+The learner decides nothing. Between commands it only checks whether it should stop (RUN/stop, a signal) and whether a
+checkpoint has reached the disk. Every step adds one row to RUN/metrics.jsonl.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from contextlib import closing
 from typing import Protocol
 
 import torch
@@ -27,12 +27,10 @@ from megarl.core.base.process import ENDING, NODE, ignore_late_signals, log_to, 
 from megarl.core.base.ranks import from_rank_0
 from megarl.core.base.rundir import Endpoints, RunDir, append_jsonl, by_step, read_jsonl, write_atomically
 from megarl.core.base.types import decode, encode
-from megarl.core.learner import microbatch_size
-from megarl.core.learner.checkpoint import Checkpoints, replay_parent
+from megarl.core.learner.checkpoint import replay_parent, resumed
 from megarl.core.learner.clock import StepClock
 from megarl.core.learner.network import OutOfMemory
 from megarl.core.learner.torchrun import become_torchrun, is_rank
-from megarl.core.learner.trainer import Trainer
 from megarl.core.models import build, parallel
 from megarl.core.recipe import START_LIMIT_RULE, Recipe
 from megarl.core.server.client import ServerClient
@@ -48,14 +46,14 @@ CONTROLLER_LIMIT_S = 600.0
 """How long the controller may be silent; its restart takes seconds."""
 SERVERS_POLL_S = 0.5
 MOST_SKIPPED = 3
-"""Steps in a row without a finite gradient that end the run: one is bad luck, three are broken weights or data."""
+"""The run fails after this many steps in a row without a finite gradient: one is chance, three are broken weights or data."""
 
 
 class StepMetrics(Protocol):
-    """Keeps and shows the metrics of a run."""
+    """Stores and shows the metrics of a run."""
 
     def row(self, row: dict[str, object]) -> None:
-        """Write the metrics of `row["step"]`. A later row of the same step counts."""
+        """Write the metrics of `row["step"]`. A later row of the same step replaces an earlier one."""
 
     def close(self) -> None: ...
 
@@ -64,7 +62,7 @@ type OpenMetrics = Callable[[Recipe, RunDir, Endpoints], StepMetrics]
 
 
 def main(recipe: Recipe, open_metrics: OpenMetrics) -> int:
-    """Run this rank of the learner; with more than one and outside torchrun, become torchrun."""
+    """Run this rank of the learner; if there are several ranks and this process is none of them, become torchrun."""
     rundir, ranks = RunDir(recipe.run.path), recipe.resources.learner_ranks
     endpoints = rundir.endpoints()
     if ranks > 1 and not is_rank():
@@ -77,21 +75,19 @@ def main(recipe: Recipe, open_metrics: OpenMetrics) -> int:
         asyncio.run(_let_servers_first(recipe, rundir, endpoints))
     # Ranks other than 0 wait in a collective as long as rank 0 waits for the controller.
     parallel.start(recipe.model, recipe.run.seed, CONTROLLER_LIMIT_S + recipe.weights.timeout_s)
-    learner = LearnerRank(recipe, rundir, endpoints, open_metrics)
     try:
-        learner.run()
-    except OutOfMemory as error:  # a learner that starts again replays the same batch
+        with closing(LearnerRank(recipe, rundir, endpoints, open_metrics)) as learner:
+            learner.run()
+    except OutOfMemory as error:  # no restart: the learner would replay the same batch
         write_atomically(rundir.failure_file, str(error).encode())
         raise
-    finally:
-        learner.close()
     ignore_late_signals()
     parallel.stop()
     return 0
 
 
 async def _let_servers_first(recipe: Recipe, rundir: RunDir, endpoints: Endpoints) -> None:
-    """Wait until the servers on our GPUs answer, healthy or left paused by a learner that died: they have their memory then."""
+    """Wait until the servers on our GPUs answer, even if a dead learner left them paused: then they have their memory."""
     limit_s = recipe.start_limit_s
     until, keys = time.monotonic() + limit_s, (endpoints.api_key, endpoints.admin_key)
     for i, url in enumerate(endpoints.servers):
@@ -107,7 +103,7 @@ async def _let_servers_first(recipe: Recipe, rundir: RunDir, endpoints: Endpoint
 
 
 class LearnerRank:
-    """One rank. Only rank 0 has a link to the controller and writes metrics."""
+    """One rank of the learner. Only rank 0 has a link to the controller and writes metrics."""
 
     def __init__(self, recipe: Recipe, rundir: RunDir, endpoints: Endpoints, open_metrics: OpenMetrics) -> None:
         self.recipe, self.rundir = recipe, rundir
@@ -120,20 +116,14 @@ class LearnerRank:
         where = (endpoints.controller, endpoints.link)
         self.link = ControllerLink(*where, self._interrupted, limit_s=CONTROLLER_LIMIT_S) if self.leader else None
         self.incarnation: str = from_rank_0(uuid.uuid4().hex)
-        source = Path(recipe.model.path)
         self.offload = Offload(recipe, endpoints)
         if recipe.run.fork:
             replay_parent(recipe, rundir, self.offload)
-        self.trainer = Trainer(recipe, source)
-        self.checkpoints = Checkpoints(rundir.checkpoints, recipe.checkpoint.keep, self.trainer, source)
-        if recipe.run.resume == "auto":
-            self.checkpoints.load_latest()
+        self.checkpoints = resumed(recipe, rundir.checkpoints, rundir.microbatch, self.offload)
+        self.trainer = self.checkpoints.trainer
         first = self.trainer.step
-        longest, rollouts = recipe.length.context_tokens, recipe.batch.prompts * recipe.sampling.generations
-        released = self.offload.released(first)  # as in training
-        microbatch_size.settle(self.trainer, longest, longest * rollouts, rundir.microbatch, within=released)
-        rows = by_step(read_jsonl(rundir.metrics)) if self.leader else {}
-        self.recorded: tuple[int, dict[str, object]] = first, from_rank_0(rows.get(first, {}))
+        known = by_step(row for row in read_jsonl(rundir.metrics) if row.get("step") == first) if self.leader else {}
+        self.recorded: tuple[int, dict[str, object]] = first, from_rank_0(known.get(first, {}))
         self.publisher = Publisher(recipe, endpoints, self.trainer.policy.chunks, self.trainer.policy.family)
         self.spans = Spans(rundir.trace / "learner.jsonl" if self.leader else None)
         self.clock = StepClock(self.spans)
@@ -149,12 +139,11 @@ class LearnerRank:
         command = self._next()
         while not isinstance(command, Stop):
             self.checkpoints.poll()
-            reply = self._execute(command)
-            command = reply if isinstance(reply, Stop) else self._next()
+            command = self._execute(command) or self._next()
         self._stop(command)
 
     def close(self) -> None:
-        """Close files and sockets. Not collective: it runs when one rank fails, too."""
+        """Close files and sockets. Not collective, since it also runs when a single rank fails."""
         if self.metrics is not None:
             self.metrics.close()
         if self.link is not None:
@@ -168,7 +157,7 @@ class LearnerRank:
             return self._ask(Next(incarnation=self.incarnation, step=step, version=step))
 
     def _ask(self, request: Request | None) -> Reply:
-        """Return, on all ranks, the controller's reply to rank 0's request; a Stop if the wait ends early."""
+        """Return, on all ranks, the controller's reply to rank 0's request, or a Stop if the wait is interrupted or fails."""
         reply = b""
         if self.link is not None and request is not None:
             try:
@@ -180,7 +169,8 @@ class LearnerRank:
         return decode(from_rank_0(reply), Reply)
 
     def _execute(self, command: Reply) -> Reply | None:
-        """Execute the command; return the controller's reply to the result, if there is one, or our own Stop."""
+        """Execute the command. Return the controller's reply to its result, our own Stop, or None to ask `Next`. An Ack and a
+        Wait require nothing."""
         match command:
             case Train():
                 self._train(command)
@@ -224,17 +214,17 @@ class LearnerRank:
             self.metrics.row({**command.stats, **metrics, **seconds, **row})
 
     def _check_recorded(self, step: int, metrics: dict[str, float]) -> None:
-        """End the run, before anything of it is overwritten, if its first step here contradicts the recorded one.
-        A later step, or one at a learning rate that was changed, may be another."""
+        """Fail the run, before any of its files is overwritten, if the first step of this life contradicts its recorded row.
+        Later steps may differ, and so may a step of several epochs whose learning rate was changed."""
         first, row = self.recorded
-        limits = LIMITS[self.recipe.model.dtype, bool(self.trainer.policy.family.architecture.experts)]
         if step != first or (self.trainer.epochs > 1 and row.get("lr") != metrics.get("lr")):
             return
+        limits = LIMITS[self.recipe.model.dtype, bool(self.trainer.policy.family.architecture.experts)]
         if far := contradiction(row, metrics, limits):
             raise MegarlError(self._failed(f"step {step}: {far}"))
 
     def _broken(self) -> Stop | None:
-        """Return a Stop if too many steps in a row came to nothing."""
+        """Return a Stop if too many steps in a row were skipped."""
         if self.trainer.skipped_in_row < MOST_SKIPPED:
             return None
         last = self.trainer.step - 1
@@ -246,7 +236,7 @@ class LearnerRank:
         return Stop(reason=self._failed(reason), error=True)
 
     def _failed(self, reason: str) -> str:
-        """Write the file that tells the supervisor that the coming exit is not a crash; return the reason."""
+        """Write the file that tells the supervisor that the following exit is no crash; return the reason."""
         if self.leader:
             write_atomically(self.rundir.failure_file, reason.encode())
         return reason
@@ -283,12 +273,12 @@ MEASURED = "trained_logprob_diff"
 
 
 def contradiction(recorded: Mapping[str, object], now: Mapping[str, object], limits: ParityLimits) -> str:
-    """Say how far a step is from its recorded row; empty if rounding explains it, or one of them has nothing to compare.
+    """Return how a step contradicts its recorded row; empty if rounding explains the difference or nothing can be compared.
 
-    A learner that comes back begins with a batch that was trained before, with weights that should be those of that time. Both
-    rows have the mean, over the same tokens, of |learner's log-prob - behaviour log-prob|. By the triangle inequality two such
-    means differ by no more than the mean |difference| of the two learners' log-probs. At any layout, rounding explains no more
-    of that than it explains between server and learner: the limit of parity. A larger difference means another model.
+    A restarted learner begins with a batch that was trained before, with weights that should be the same as then. Both rows
+    have the mean, over the same tokens, of |learner's log-prob - behaviour log-prob|. By the triangle inequality, two such
+    means differ by at most the mean |difference| of the two learners' log-probs. At any layout, rounding makes that difference
+    no larger than the one between server and learner: the limit of parity. A larger difference means different weights.
     """
     before, after = recorded.get(MEASURED), now.get(MEASURED)
     if not isinstance(before, float) or not isinstance(after, float) or not math.isfinite(before):

@@ -1,10 +1,10 @@
-"""Sequences -> the tensors of one micro-batch on one rank.
+"""From sequences to the tensors of one micro-batch on one rank.
 
-    one row of sequences end to end    [1, sum of lengths]      attention is kept apart by cu_seqlens
+    one row of sequences end to end    [1, sum of lengths]      cu_seqlens separates them in attention
 
-Lengths are rounded up to what the layout needs: a sequence to 2 x CP (each context-parallel rank takes the r-th chunk from the
-front and from the back), a row to TP under sequence parallelism and to what FP8 products divide by, all micro-batches of a
-step to one size when stages pass them on. `plan` depends on lengths alone, so every rank makes the same.
+Lengths are rounded up to multiples that the layout needs: a sequence to 2 x CP (context-parallel rank r takes the r-th chunk
+from the front and from the back), a row to TP under sequence parallelism and to the multiple for FP8 products; with pipeline
+stages, all micro-batches of a step have one size. `plan` depends on lengths alone, so every rank makes the same plan.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ from megarl.core.models.attention import segments
 from megarl.core.recipe import Model
 
 FILLER = 1024
-"""Tokens of a sequence of filler. Llama 4's attention across ranks refuses a sequence beyond its chunk (layers.py), though no
-rollout may be as long as a row. Much shorter ones would be thousands in an empty row."""
+"""Length of a filler sequence. Filling a row with one sequence could cost more attention than all others in it; much shorter
+ones would be thousands in an empty row."""
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """What the shapes of micro-batches depend on."""
+    """The settings that the shapes of micro-batches depend on."""
 
     model: Model
     data_parallel: int = 1
@@ -46,8 +46,8 @@ class RowLayout:
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """Which sequences go where: members[data-parallel rank][micro-batch] has indices of sequences. `length` is the least
-    size of a micro-batch before it is divided among context-parallel ranks."""
+    """Which sequences go where. members[data-parallel rank][micro-batch]: indices of sequences. length: the smallest size of a
+    micro-batch, before it is divided among context-parallel ranks."""
 
     members: list[list[list[int]]]
     length: int
@@ -57,15 +57,15 @@ class MicroBatchPlan:
 class MicroBatch:
     """One rank's tensors. Each of its n trained tokens is predicted from the hidden state before it.
 
-    tokens [1, length / CP]; padding likewise: True where there is no token of a sequence
-    sequence_tokens: tokens of sequences on all context-parallel ranks
+    tokens, padding [1, length / CP]: padding is True where there is no sequence's token
+    sequence_tokens: number of tokens of sequences, on all context-parallel ranks together
     at [n]: position in the row from which the token is predicted
     labels [n]; behaviour, reference (0 without one), advantage, value, value_target, weight [n] float32, as in TrainSequence
-    counted [n]: 0 for the filler that stands in when there is no trained token, else 1
-    source (without the filler): which token of the sequences put end to end
-    here, lengths [sequences, at least 1]: trained tokens of each on this rank, int64; on all context-parallel ranks, float32
-    experts [length / CP, layers with experts, experts a token] int16, -1 or None: free choice. On the CPU, whatever the device:
-        all micro-batches of a step are made at once, and their choices take gigabytes
+    counted [n]: 0 for the filler that stands in if there is no trained token, else 1
+    source [n, or 0 instead of the filler]: index of the token in the sequences put end to end
+    here, lengths [sequences, at least 1]: trained tokens of each, on this rank (int64), on all context-parallel ranks (float32)
+    experts [length / CP, layers with experts, experts per token] int16; -1 or None: a free choice. Always on the CPU, since all
+        micro-batches of a step are made at once, and their choices take gigabytes
     """
 
     tokens: Tensor
@@ -88,7 +88,7 @@ class MicroBatch:
 
 
 def plan(lengths: Sequence[int], max_tokens: int, layout: RowLayout, cost: Cost = BY_TOKENS) -> MicroBatchPlan:
-    """Balance micro-batches of at most `max_tokens` tokens (padding of a row not counted)."""
+    """Plan balanced micro-batches of at most `max_tokens` tokens, without the padding of rows."""
     padded = [_up(n, layout.sequence_multiple) for n in lengths]
     members = pack(padded, max_tokens, layout.data_parallel, cost, one_size=layout.model.pipeline_parallel > 1)
     if layout.model.virtual_pipeline_parallel > 1:  # the interleaved schedule works through groups of PP micro-batches
@@ -101,7 +101,7 @@ def plan(lengths: Sequence[int], max_tokens: int, layout: RowLayout, cost: Cost 
 
 
 def assemble(sequences: Sequence[TrainSequence], length: int, layout: RowLayout, device: torch.device) -> MicroBatch:
-    """Make this rank's tensors of one micro-batch, a row of at least `length`; without sequences all filler."""
+    """Make this rank's tensors of one micro-batch, a row of at least `length` tokens; without sequences, all are filler."""
     lengths = np.array([len(s) for s in sequences], dtype=np.int64)
     boundaries, place = _places(lengths, length, layout)
     ids = _joined([s.tokens for s in sequences], np.int64)
@@ -120,7 +120,7 @@ def assemble(sequences: Sequence[TrainSequence], length: int, layout: RowLayout,
         tokens, padding, experts = tokens[mine], padding[mine], None if experts is None else experts[mine]
         here = np.bincount(which[trained], minlength=len(trained_lengths))
     chosen = trained
-    if not len(trained):  # empty tensors would need care in every collective; one position of no weight needs none
+    if not len(trained):  # collectives would need special cases for empty tensors, but not for one of weight 0
         chosen, at = np.array([-1]), np.zeros(1, np.int64)
         here = (np.arange(len(here)) == 0).astype(np.int64)
 
@@ -169,7 +169,7 @@ def _places(lengths: np.ndarray, length: int, layout: RowLayout) -> tuple[np.nda
 def _experts(
     sequences: Sequence[TrainSequence], lengths: np.ndarray, boundaries: np.ndarray, place: np.ndarray
 ) -> np.ndarray | None:
-    """Recorded choices at the places of their tokens, -1 elsewhere; None if nothing was recorded."""
+    """Return the recorded choices at the places of their tokens, -1 elsewhere; None if nothing was recorded."""
     starts = np.cumsum(lengths) - lengths
     recorded = [(start, s.experts) for start, s in zip(starts, sequences, strict=True) if s.experts is not None]
     if not recorded:
@@ -181,7 +181,7 @@ def _experts(
 
 
 def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
-    """Return the parts end to end, and a 0 for the filler."""
+    """Return the parts end to end, followed by a 0 for the filler."""
     return np.concatenate([*parts, np.zeros(1, dtype)]).astype(dtype, copy=False)
 
 

@@ -1,12 +1,12 @@
-"""`learner.microbatch_tokens: auto`: the largest micro-batch that every rank's GPU holds, found by trying a few.
+"""`learner.microbatch_tokens: auto`: the largest micro-batch that fits on every rank's GPU, found by a few trials.
 
-    parts of the longest sequence ─► a line through the last two peaks ─► the largest size it says fits, at most twice the last
+    parts of the longest sequence ─► a line through the last two peaks ─► the largest size that should fit, at most doubled
                                             ▲                                    │
                                             └────── forward and backward ◄───────┘   none is left ─► RUN/microbatch.json
 
-A trial trains nothing: its advantages are zero, its gradients are cleared, AdamW takes no step. The moments that AdamW has
-not made yet are held meanwhile, as empty memory. What micro-batches a step is divided into changes the rounding of sums and
-nothing else, but a run keeps its size: the file is read again as long as layout and GPU are the same.
+A trial trains nothing: its advantages are zero, its gradients are cleared, and AdamW takes no step. During trials, memory is
+reserved for the moments that AdamW has not allocated yet. The division of a step into micro-batches changes nothing but the
+rounding of sums, but a run keeps its size anyway: the file is used as long as layout and GPU are the same.
 """
 
 import json
@@ -31,15 +31,16 @@ from megarl.core.learner.trainer import Trainer
 log = logging.getLogger(__name__)
 
 SHARE = 0.9
-"""Share of a GPU's free memory that a trial may take. It lacks experts that more tokens choose, and a publication's buckets."""
+"""Share of a GPU's free memory that a trial may take. The rest is for experts that get more tokens than in a trial, and for
+the buckets of a publication."""
 
 
 type Memory = Callable[[Callable[[], None]], float]
-"""Runs a trial and returns the largest share that it took of the memory it may take: above 1 is too much, inf ran out."""
+"""Runs a trial and returns its peak, as a share of the memory it may take. Above 1 is too much; inf: the memory ran out."""
 
 
 def gpu_memory() -> Memory:
-    """Measure this rank's GPU. Trials may use the memory that other processes leave free now."""
+    """Return a `Memory` for this rank's GPU. Trials may use the memory that other processes leave free now."""
     torch.cuda.empty_cache()
     room = SHARE * (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
 
@@ -63,18 +64,19 @@ def settle(
     memory: Memory | None = None,
     within: AbstractContextManager[None] | None = None,
 ) -> None:
-    """Give the trainer's networks their micro-batch size, if the recipe leaves it open. COLLECTIVE over all ranks.
-    longest: tokens of the longest sequence; batch_tokens: most of a step; record: keeps the size; within: wraps the trials."""
+    """Set the micro-batch size of the trainer's networks, if the recipe says `auto`. COLLECTIVE over all ranks. longest: tokens
+    of the longest sequence; batch_tokens: the most in a step; record: a file that keeps the size; within: wraps the trials."""
     if trainer.recipe.learner.microbatch_tokens != "auto":
         return
     if memory is None and not torch.cuda.is_available():
         raise MegarlError("learner.microbatch_tokens: auto tries a GPU's memory, and there is none here; give a number")
     conditions = _conditions(trainer, longest)
-    tokens = from_rank_0(_recorded(record, conditions) if record is not None and dist.get_rank() == 0 else None)
+    record = record if dist.get_rank() == 0 else None
+    tokens = from_rank_0(_recorded(record, conditions) if record else None)
     if tokens is None:
         with within or nullcontext():
             tokens = _found(trainer, longest, batch_tokens, memory or gpu_memory())
-        if record is not None and dist.get_rank() == 0:
+        if record:
             chosen = {"microbatch_tokens": tokens, "of": conditions}
             write_atomically(record, json.dumps(chosen, indent=2).encode() + b"\n")
     for network in trainer.networks:
@@ -83,11 +85,11 @@ def settle(
 
 
 def _recorded(record: Path, conditions: dict[str, object]) -> int | None:
-    """Return the size that was found under these conditions; None if there is none, or if the file is not one of ours."""
+    """Return the size found earlier under the same conditions; None if there is none or the file is not valid."""
     try:
         known = json.loads(record.read_text())
         tokens = known.get("microbatch_tokens") if known.get("of") == conditions else None
-    except (OSError, ValueError, AttributeError):  # not there or not readable, cut off, no object
+    except (OSError, ValueError, AttributeError):  # missing or unreadable; truncated; not an object
         return None
     return tokens if type(tokens) is int else None
 
@@ -95,11 +97,11 @@ def _recorded(record: Path, conditions: dict[str, object]) -> int | None:
 def largest(sizes: Sequence[int], tried: Callable[[int], float]) -> int | None:
     """Return the largest of the ascending sizes that was tried and took at most 1; None if the first took more.
 
-    A size is not tried if a line through the last two says that it does not fit. A step's peak is a maximum of straight lines
-    over its tokens, so it is convex; for such peaks the result is the largest size that fits.
+    A size is not tried if a line through the last two results predicts that it does not fit. A step's peak, as a function of
+    its tokens, is a maximum of straight lines, so it is convex; for such peaks the result is the largest size that fits.
     """
     fit: list[tuple[int, float]] = []
-    low, high = -1, len(sizes)  # up to `low` they fit, from `high` on they do not
+    low, high = -1, len(sizes)  # sizes up to index `low` fit, those from `high` on do not
     while high - low > 1:
         if high < len(sizes):
             middle = (low + high) // 2
@@ -124,7 +126,7 @@ def largest(sizes: Sequence[int], tried: Callable[[int], float]) -> int | None:
 def _found(trainer: Trainer, longest: int, batch_tokens: int, memory: Memory) -> int:
     networks = trainer.trained
     layout = trainer.policy.layout
-    # A pipeline of few micro-batches waits more than large ones save.
+    # With few micro-batches, a pipeline's idle time costs more than large micro-batches save.
     share = layout.data_parallel * (4 * layout.model.pipeline_parallel if layout.model.pipeline_parallel > 1 else 1)
     sizes = sizes_to_try(longest, batch_tokens // share)
     moments = [network.moments_to_come() for network in networks]
@@ -164,7 +166,7 @@ def _found(trainer: Trainer, longest: int, batch_tokens: int, memory: Memory) ->
 
 
 def _full(trainer: Trainer, tokens: int, longest: int) -> list[TrainSequence]:
-    """Make sequences that fill micro-batches of so many tokens: one per rank, in a pipeline as many as it holds at a time."""
+    """Make sequences that fill micro-batches of `tokens` tokens: one per rank, or in a pipeline as many as it holds at once."""
     layout = trainer.policy.layout
     count = layout.data_parallel * (2 * layout.model.pipeline_parallel if layout.model.pipeline_parallel > 1 else 1)
     pieces = [longest] * (tokens // longest) + [tokens % longest] * bool(tokens % longest)
@@ -174,7 +176,7 @@ def _full(trainer: Trainer, tokens: int, longest: int) -> list[TrainSequence]:
 
 
 def _conditions(trainer: Trainer, longest: int) -> dict[str, object]:
-    """Return what else the size depends on."""
+    """Return the conditions that the size depends on."""
     recipe = trainer.recipe
     return {
         "model": recipe.model.model_dump(mode="json"),

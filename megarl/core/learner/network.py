@@ -1,9 +1,9 @@
 """A model on its ranks, and how the micro-batches of many sequences go through it.
 
     [TrainSequence] ──► plan: balanced micro-batches ──► Megatron's schedule (1F1B, interleaved) ──► each(micro-batch, output)
-                                                          head: what it makes of the trained tokens' hidden states
+                                                          head: from trained tokens' hidden states to the output
 
-A `Network` is only asked; a `TrainedNetwork` (trained.py) learns. All ranks call all methods, with the same sequences."""
+A `Network` only computes; a `TrainedNetwork` (trained.py) learns. All ranks call all methods, with the same sequences."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
@@ -37,18 +37,18 @@ from megarl.core.models.layers import ValueHead
 from megarl.core.recipe import Recipe
 
 type Head[Output] = Callable[..., Output]
-"""GPTModel's `output_processor`: makes the output from the last stage's hidden states and a MicroBatch, its `context`."""
+"""GPTModel's `output_processor`: computes the output from the last stage's hidden states and a MicroBatch, its `context`."""
 type Each[Output] = Callable[[Sequence[int], MicroBatch, Output], Tensor]
-"""Makes a scalar from a micro-batch of these sequences and its output, on the last stage. Training takes its gradient."""
+"""Maps sequences' indices, their micro-batch and its output to a scalar, on the last stage. Training takes its gradient."""
 
 
 class OutOfMemory(MegarlError):
-    """This rank ran out of memory. Others may wait for it in a collective, so a world of several cannot go on."""
+    """This rank ran out of memory. Others may be waiting for it in a collective, so several ranks cannot go on."""
 
 
 @contextmanager
 def out_of_memory_named(key: str, doing: str) -> Iterator[None]:
-    """Turn torch's error within into one that names the recipe's key. doing: what was done, and what to set."""
+    """Turn torch's out-of-memory error in this context into one that names the recipe's key. doing: the work and a remedy."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -58,7 +58,7 @@ def out_of_memory_named(key: str, doing: str) -> Iterator[None]:
 
 
 class Network:
-    """This rank's chunks of a model with its weights. replays: whether training takes the recorded choices of experts."""
+    """This rank's chunks of a model, with weights. replays: whether training replays the recorded choices of experts."""
 
     expert_load: ExpertLoad | None = None
     replay: Replay | None = None
@@ -73,16 +73,16 @@ class Network:
         ranks = parallel_state.get_data_parallel_world_size(), parallel_state.get_context_parallel_rank()
         self.layout, self.cost = RowLayout(recipe.model, *ranks), cost_of(family.architecture)
         self.device = next(chunks[0].parameters()).device
-        # The micro-batches of a step have one size (microbatch.py), so stages need not tell each other shapes.
+        # The micro-batches of a step have one size (microbatch.py), so stages need not exchange shapes.
         chunks[0].config.variable_seq_lengths = False
 
     def lm_head(self, temperature: float) -> Head[tuple[Tensor, Tensor]]:
-        """Return the head that gives log-prob and entropy [n] of each trained token."""
+        """Return a head that computes the log-prob and entropy [n] of each trained token."""
         vocabulary, precision = self.family.architecture.vocabulary, self.head_precision
         return partial(selected_logprobs, vocab_size=vocabulary, temperature=temperature, precision=precision)
 
     def scoring_head(self, against: int) -> Head[Tensor]:
-        """Return the head that gives [n, 2]: log-probs at temperature 1 of each trained token and of `against` there."""
+        """Return a head that computes log-probs [n, 2] at temperature 1: of each trained token, and of `against` instead."""
         head = self.lm_head(1.0)
 
         def both(*, context: MicroBatch, **given: object) -> Tensor:
@@ -92,14 +92,14 @@ class Network:
         return both
 
     def full_memory_named(self) -> AbstractContextManager[None]:
-        """Wrap work on micro-batches: a GPU whose memory runs out then gets an error that says what to change."""
+        """Return a context for work on micro-batches. If a GPU runs out of memory in it, the error says what to change."""
         advice = "lower it, set learner.recompute=full or learner.optimizer_offload"
         return out_of_memory_named(
             "learner.microbatch_tokens", f"with {self.microbatch_tokens} tokens a micro-batch; {advice}"
         )
 
     def plan(self, sequences: Sequence[TrainSequence]) -> MicroBatchPlan:
-        """Decide which sequences go where."""
+        """Decide which sequences go into which micro-batch."""
         return plan([len(s) for s in sequences], self.microbatch_tokens, self.layout, self.cost)
 
     @torch.no_grad()
@@ -116,7 +116,7 @@ class Network:
                 out[torch.from_numpy(where).to(self.device)] = values
             return values.sum()
 
-        self.run(self.chunks, sequences, self.plan(sequences), head, collect, forward_only=True)
+        self.run(self.chunks, sequences, head, collect, forward_only=True)
         if parallel_state.get_tensor_model_parallel_rank() != 0:
             out.zero_()
         dist.all_reduce(out)
@@ -126,17 +126,18 @@ class Network:
         self,
         modules: Sequence[Module],
         sequences: Sequence[TrainSequence],
-        steps: MicroBatchPlan,
         head: Head[Output],
         each: Each[Output],
         forward_only: bool,
-    ) -> None:
-        """Run Megatron's schedule over this rank's micro-batches. modules: the chunks, or what they are wrapped in."""
+    ) -> int:
+        """Run Megatron's schedule over this rank's micro-batches; return their number. modules: the chunks, perhaps wrapped."""
+        steps = self.plan(sequences)
         mine = [
             (members, assemble([sequences[i] for i in members], steps.length, self.layout, self.device))
             for members in steps.members[parallel_state.get_data_parallel_rank()]
         ]
-        replay = self.replay if self.replay and (self.replay.compares or (self.replays and not forward_only)) else None
+        wanted = self.replay and (self.replay.counts is not None or (self.replays and not forward_only))
+        replay = self.replay if wanted else None
         expert_load = None if forward_only else self.expert_load
 
         def loss(members: Sequence[int], micro: MicroBatch, output: Output) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -166,6 +167,7 @@ class Network:
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
+        return len(mine)
 
 
 def loaded_chunks(recipe: Recipe, hf_dir: Path) -> tuple[list[GPTModel], Family]:
@@ -188,7 +190,7 @@ def selected_logprobs(
     **_: object,
 ) -> tuple[Tensor, Tensor]:
     """Act as GPTModel's `output_processor`: return log-probs and entropies [n] of a micro-batch's trained tokens.
-    hidden_states [s/tp or s, b, h]; output_weight: the embedding, where it is the head."""
+    hidden_states [s/tp or s, b, h]; output_weight: the embedding's, if it is the head."""
     return logprobs_and_entropy(
         trained_positions(hidden_states, output_layer, context.at, in_parts=True),
         output_layer.weight if output_weight is None else output_weight,
@@ -205,7 +207,7 @@ def trained_positions(
 ) -> Tensor:
     """Return [n, h] of hidden states [s/tp or s, b, h] at `at` [n], which indexes [s*b].
 
-    in_parts: each rank has its columns' part of the gradient, and the parts are summed as megatron's output layer does it:
+    in_parts: each rank has only its columns' part of the gradient, and the parts are summed as in megatron's output layer:
     reduce-scattered under sequence parallelism, else all-reduced. Otherwise all ranks must have the same gradient.
     """
     if output_layer.sequence_parallel:  # any rank's part may hold any number of trained positions: gather, then select

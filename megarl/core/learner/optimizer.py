@@ -1,20 +1,24 @@
 """AdamW over data-parallel chunks, the learning rate of a step, and dynamic loss scaling for fp16.
 
     loss ──x scale──► backward in fp16 ──► FP32 gradients ──/ scale──► finite? ──yes──► clip, AdamW; after WINDOW: scale x 2
-                                                                         └─────no───► no update; HYSTERESIS of them: scale / 2
+                                                                         └─────no───► no update; after HYSTERESIS: scale / 2
 
-fp16 has five bits of exponent: what is smaller than 6e-8 becomes 0, what is larger than 65,504 becomes infinite. The scale
-moves the gradients of activations between these limits (arXiv 1710.03740, section 3.2). The rule is megatron's.
+fp16 has five bits of exponent: numbers below 6e-8 become 0, numbers above 65,504 infinite. The scale keeps the gradients of
+activations between these limits (arXiv 1710.03740, section 3.2). The rule is megatron's.
 """
 
 import math
+from functools import partial
+from itertools import accumulate
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import StateDict
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer import get_standard_config_overrides as standard_overrides
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch.optim import AdamW
@@ -26,18 +30,18 @@ from megarl.core.recipe import Optimizer, Recipe
 
 INITIAL = 2.0**16
 """The first scale, as in torch and DeepSpeed. Megatron begins with 2^32 and lets the first steps overflow until the scale fits.
-In pre-training that costs some text; here each such step is a batch of rollouts that servers have generated and graded."""
+In pre-training that costs some text; here each such step would waste a batch of generated and graded rollouts."""
 LEAST = 1.0
-"""The lowest scale, as in megatron: no scale helps gradients that overflow without any."""
+"""The lowest scale, as in megatron: if gradients overflow at this scale, they are broken."""
 WINDOW = 1000
-"""Updates without an overflow after which a larger scale is tried, as in megatron. Most runs are shorter, so they try none."""
+"""Updates without an overflow after which a larger scale is tried, as in megatron. Most runs are shorter and never try one."""
 HYSTERESIS = 2
-"""Overflows until the scale falls, as in megatron: one extreme batch does not lower it for all later ones. Once it has fallen,
-each further overflow lowers it, until a window has passed without one."""
+"""Number of overflows that lower the scale, as in megatron: one extreme batch does not lower it for all later ones. Once it has
+fallen, each further overflow lowers it, until a window has passed without one."""
 
 
 class LossScale(DynamicGradScaler):
-    """The loss scale of one network, the same on all ranks, because all of them know the same norms.
+    """The loss scale of one network. It is the same on all ranks, because all of them know the same norms.
 
     Megatron has an optimiser for a rank's experts and one for the rest, each with its own scaler, but multiplies the loss by
     the first one's scale only. An overflow in one would make their scales differ, so all parts of a network share this one."""
@@ -46,7 +50,7 @@ class LossScale(DynamicGradScaler):
         super().__init__(INITIAL, LEAST, 2.0, 0.5, WINDOW, HYSTERESIS)
 
     def update(self, found_inf: bool) -> None:
-        """Do nothing when a part of the optimiser has divided its gradients: `judge` waits for all parts."""
+        """Do nothing. Each part of the optimiser calls this after it has divided its gradients; `judge` waits for all parts."""
 
     def judge(self, overflowed: bool) -> None:
         """Raise or lower the scale after one backward pass over all ranks."""
@@ -57,7 +61,7 @@ class LossScale(DynamicGradScaler):
         return float(self.scale)
 
     def plain_state(self) -> dict[str, float]:
-        """Return its state as plain numbers, for a checkpoint."""
+        """Return the state as plain numbers, for a checkpoint."""
         return {"scale": self.value, "growth": self._growth_tracker, "hysteresis": self._hysteresis_tracker}
 
     def restore(self, state: dict[str, float]) -> None:
@@ -80,25 +84,25 @@ def learning_rate(step: int, settings: Optimizer, steps: int) -> float:
 BETAS = (0.9, 0.95)
 """AdamW's decay rates of the running averages: MiniMax-M1's (arXiv 2506.13585); ScaleRL does not state its own."""
 EPS = 1e-15
-"""ScaleRL's and MiniMax-M1's: gradients of RL are as small as 1e-18, and a larger one would make SGD of AdamW."""
+"""ScaleRL's and MiniMax-M1's. Gradients in RL can be as small as 1e-18, and with a larger EPS, AdamW would act like SGD."""
 WEIGHT_DECAY = 0.01
 """ScaleRL's. At its rate of 5e-7, 7,400 steps shrink a weight by 0.004 %."""
 BUCKET: int | None = None
-"""Parameters whose gradients are reduced together; None: megatron's choice, 40 million or one million a rank."""
+"""Number of parameters whose gradients are reduced together; None: megatron's choice, 40 million or one million per rank."""
 
 
 def overlaps() -> bool:
-    """Whether gradients are reduced while others are computed: yes with more than one rank, on GPUs.
+    """Return whether gradients are reduced while others are computed: yes on GPUs with more than one data-parallel rank.
 
-    Weights are not gathered that way (overlap_param_gather): some of those published or saved would be a step old."""
+    Weights are not gathered this way (overlap_param_gather): some of those published or saved would be a step old."""
     return torch.cuda.is_available() and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
 
 
 def with_optimizer(
     chunks: list[GPTModel], settings: Optimizer, recipe: Recipe, offload: float = 0.0
 ) -> tuple[list[DistributedDataParallel], MegatronOptimizer, LossScale | None]:
-    """Wrap the chunks for data parallelism with FP32 gradients, and make AdamW, its state divided among the ranks, and the loss
-    scale of an fp16 model. offload: share of AdamW that lies in the host's memory and is updated by its cores; bf16 only."""
+    """Wrap the chunks for data parallelism with FP32 gradients. Make AdamW, with its state divided among the ranks, and the
+    loss scale of an fp16 model. offload: share of AdamW's state in the host's memory, updated by its cores; bf16 only."""
     if offload and not torch.cuda.is_available():
         raise MegarlError("learner.optimizer_offload: takes AdamW off a GPU, and there is none here; set it to 0")
     config = chunks[0].config
@@ -130,18 +134,21 @@ def with_optimizer(
         optimizer_cpu_offload=offload > 0,
         optimizer_offload_fraction=offload,
         overlap_cpu_optimizer_d2h_h2d=True,
-        # As megatron's own training demands: the offloaded optimiser keeps the FP32 weights itself, and reads `decoupled_grad`.
+        # As in megatron's own training: the offloaded optimiser keeps the FP32 weights itself and reads `decoupled_grad`.
         use_precision_aware_optimizer=offload > 0,
     )
     groups = standard_overrides(adam)
-    # A critic's head is FP32: megatron mixes up a parameter group that has both (its order and that of its state).
+    # A critic's head is FP32. In a parameter group of both types, megatron would mix up the order of parameters and of states.
     if dtype != torch.float32:
         groups[ParamKey(predicate=ParamPredicate("fp32", lambda p: p.dtype == torch.float32))] = {"wd_mult": 1.0}
     optimizer = get_megatron_optimizer(adam, ddp, groups)
-    # torch's AdamW runs where no fused one is installed. Unless told, which megatron does not, it takes the square root of all
-    # second moments at once on a GPU, 4 bytes a parameter.
-    for part in optimizer.chained_optimizers if torch.cuda.is_available() else []:
-        if isinstance(part.optimizer, AdamW):
+    _place_without_padding(ddp)
+    for part in optimizer.chained_optimizers:
+        if not part.is_stub_optimizer and part.data_parallel_group.size() == 1:
+            part.get_parameter_state_dp_zero = partial(_gathered_alone, part)
+        # Without an installed fused AdamW, torch's is used. By default, which megatron keeps, it takes the square root of all
+        # second moments at once on a GPU: 4 bytes per parameter.
+        if torch.cuda.is_available() and isinstance(part.optimizer, AdamW):
             for group in part.optimizer.param_groups:
                 group["fused"] = True
     if dtype != torch.float16:
@@ -151,3 +158,36 @@ def with_optimizer(
         part.grad_scaler = scale
     config.grad_scale_func = lambda loss: loss * scale.scale  # the last stage's losses, and experts' balancing losses
     return ddp, optimizer, scale
+
+
+def _place_without_padding(chunks: list[DistributedDataParallel]) -> None:
+    """Correct where megatron's checkpoints look for parameters in gathered state, which lacks the padding between buckets.
+
+    Megatron looks at the offsets with padding. If a bucket does not end at a multiple of 128 numbers and of the data-parallel
+    ranks, all state after it would be stored shifted: with several buckets, or a tied head, which has a bucket of its own.
+    Nothing else uses these offsets once the optimiser is made.
+    """
+    for buffer in (buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)):
+        starts = accumulate((bucket.numel_unpadded for bucket in buffer.buckets), initial=0)
+        padding = [bucket.offset - start for bucket, start in zip(buffer.buckets, starts, strict=False)]
+        buffer.param_index_map = {
+            parameter: (start - padding[bucket], end - padding[bucket], bucket)
+            for parameter, (start, end, bucket) in buffer.param_index_map.items()
+        }
+
+
+def _gathered_alone(optimizer: DistributedOptimizer, *, empty_data: bool, **_: object) -> StateDict:
+    """Act as get_parameter_state_dp_zero, which gathers AdamW's state for a checkpoint, if one rank has all of the state.
+
+    This takes 12 bytes of host memory per parameter; megatron's way, for many ranks, takes 32, or 24 and 8 on the GPU.
+    """
+    state: StateDict = {"buckets_coalesced": True}
+    names = ("param", *optimizer.optimizer_state_keys)
+    for n, (buffer, (dtype,)) in enumerate(zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True)):
+        whole = {name: torch.zeros(buffer.numel_unpadded) for name in names}
+        for parameter, (start, end, _) in buffer.param_index_map.items() if not empty_data else ():
+            tensors = optimizer._get_main_param_and_optimizer_states(parameter)
+            for name in names:
+                whole[name][start:end].copy_(tensors[name].detach())
+        state[n] = {dtype: whole | {"numel_unpadded": buffer.numel_unpadded}}
+    return state

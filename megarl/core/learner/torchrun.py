@@ -1,8 +1,8 @@
 """The learner as several processes: `python -m megarl.core.learner.torchrun` with torchrun's arguments.
 
-Unlike torchrun's own, the store listens on --master-addr alone. SIGTERM, SIGINT, SIGUSR1 and SIGHUP are passed on to the ranks,
-which have sessions of their own: they save then, and torchrun goes on. When a rank dies the others are killed at once, because
-they wait for that one and have nothing to save. The exit status is that of the rank that ended first, instead of 1.
+It differs from torchrun's own command. The store listens on --master-addr alone. SIGTERM, SIGINT, SIGUSR1 and SIGHUP are passed
+on to the ranks, which have sessions of their own: they save, while torchrun goes on. When a rank dies, the others are killed at
+once, because they wait for it and cannot save. The exit status is that of the rank that ended first, instead of 1.
 """
 
 import os
@@ -22,12 +22,12 @@ OURS = "SIGQUIT"
 
 
 def run(arguments: list[str]) -> int:
-    """Return the exit status; 128 plus the signal if that killed the rank that ended first."""
+    """Run torchrun. Return the exit status of the rank that ended first, or 128 plus the signal that killed it."""
     ranks.bind_all()
     close = SubprocessContext._close
-    # torchrun sends SIGTERM, and SIGKILL 30 s later.
+    # By default, torchrun would send SIGTERM, and SIGKILL 30 s later.
     SubprocessContext._close = lambda self, death_sig, timeout=30: close(self, signal.SIGKILL, timeout)
-    os.environ[SUPERVISOR] = str(os.getpid())  # supervises the ranks, which are `megarl` again
+    os.environ[SUPERVISOR] = str(os.getpid())  # we are the supervisor of the ranks, which run `megarl` again
     for number in ENDING:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, _pass_on)
@@ -48,12 +48,17 @@ def _pass_on(number: int, _frame: object) -> None:
 
 
 def is_rank() -> bool:
-    """Whether torchrun (or Slurm, with the same variables) started this process."""
-    return "RANK" in os.environ
+    """Return whether torchrun started this process. If not, remove a rank's variables: NVIDIA's images set them in each Slurm
+    task."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return True
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    return False
 
 
 def become_torchrun(ranks: int, port: int, host: str = "127.0.0.1", nodes: int = 1) -> None:
-    """Replace this process by torchrun, which runs this command as the node's share of `ranks`, and has them meet at `host`."""
+    """Replace this process by torchrun, which runs the same command as this node's share of `ranks`, meeting at `host`."""
     torchrun = ["-m", "megarl.core.learner.torchrun", f"--nproc-per-node={ranks // nodes}", f"--nnodes={nodes}"]
     torchrun += [f"--node-rank={os.environ.get('SLURM_PROCID', '0') if nodes > 1 else 0}"]
     torchrun += [f"--master-addr={host}", f"--master-port={port}"]

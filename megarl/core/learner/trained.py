@@ -1,7 +1,7 @@
-"""A network that learns: gradients of its loss over many sequences, and the step of AdamW that they make.
+"""A network that learns: gradients of its loss over many sequences, and the AdamW step that follows from them.
 
     sequences ──► forward_backward: sum of weight * token loss ──► gradient_norm ──finite?──┬─yes─► update
-                                                                                            └─no──► offenders: whose was not
+                                                                                            └─no──► offenders: rollouts to blame
 The weights of tokens already are the aggregation, so gradients are summed over micro-batches and ranks and never averaged.
 All methods are collective: every rank calls them with the same sequences.
 """
@@ -29,10 +29,11 @@ from megarl.core.recipe import Optimizer, Recipe
 
 
 class TrainedNetwork(Network):
-    """A network with gradients and an optimiser; subclasses say what it learns. `loss_scale` is None unless the model is fp16.
+    """A network with gradients and an optimiser; subclasses define its loss. `loss_scale` is None unless the model is fp16.
 
-    head, loss: go from hidden states to the loss [n] with gradient and metrics [n] without, called `metric_names`; those that
-    end in `_max` are reduced by maximum, all others by the mean over trained tokens. prefix: of metrics that any network has.
+    `head` and `loss` map hidden states to the loss [n], with gradient, and to the metrics [n] in `metric_names`, without; those
+    that end in `_max` are reduced by maximum, all others by the mean over trained tokens. `prefix` begins the names of metrics
+    that every network has.
     """
 
     head: Head[Any]
@@ -55,7 +56,6 @@ class TrainedNetwork(Network):
     def forward_backward(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """Compute the loss's gradients, reduced over ranks, into the chunks' buffers; return its metrics."""
         self.clear()
-        steps = self.plan(sequences)
         if self.expert_load:
             self.expert_load.begin(sum(len(s) for s in sequences))
         sums = torch.zeros(2 + len(self.metric_names), device=self.device)
@@ -68,13 +68,13 @@ class TrainedNetwork(Network):
             with torch.no_grad():
                 rows = torch.stack([micro.counted, *(metrics[name] for name in self.metric_names)])
                 counted = micro.counted > 0
-                self._nonfinite.append((members, micro.here, counted & ~torch.isfinite(losses)))  # no step waits for it
+                self._nonfinite.append((members, micro.here, counted & ~torch.isfinite(losses)))  # read only if needed
                 sums[0] += total
                 sums[1:] += torch.where(counted, rows, 0.0).sum(-1)
                 maxima[1:] = torch.maximum(maxima[1:], torch.where(counted, rows, -math.inf).amax(-1))
             return total
 
-        self.run(self.ddp, sequences, steps, self.head, summed, forward_only=False)
+        microbatches = self.run(self.ddp, sequences, self.head, summed, forward_only=False)
         if not parallel_state.is_pipeline_last_stage() or parallel_state.get_tensor_model_parallel_rank() != 0:
             sums.zero_()  # the last stage's first tensor-parallel rank counts for all
             maxima.fill_(-math.inf)
@@ -82,19 +82,19 @@ class TrainedNetwork(Network):
         dist.all_reduce(maxima, dist.ReduceOp.MAX)
         total_loss, tokens, *totals = sums.tolist()
         result = {"loss": total_loss, "tokens_trained": tokens, "sequences": float(len(sequences))}
-        result["microbatches"] = float(len(steps.members[0]))
+        result["microbatches"] = float(microbatches)
         for name, total, largest in zip(self.metric_names, totals, maxima.tolist()[2:], strict=True):
             result[name] = largest if name.endswith("_max") else total / tokens
         return result | (self.expert_load.metrics() if self.expert_load else {})
 
     def broken(self, metrics: dict[str, float]) -> bool:
-        """Whether the loss is not finite, or the gradient is not and no lower loss scale could change that."""
+        """Return whether the loss is not finite, or the gradient is not and a lower loss scale could not help."""
         lowest = self.loss_scale is None or self.loss_scale.value <= LEAST
         return not math.isfinite(metrics[self.loss_name]) or (lowest and not math.isfinite(metrics[self.norm_name]))
 
     def offenders(self, sequences: Sequence[TrainSequence]) -> list[dict[str, int | str]]:
-        """Return ticket and sample of the rollouts that had a token without a finite loss in the latest pass (`cause: loss`);
-        if there are none, of all: the step's sum or its gradient broke (`cause: step`)."""
+        """Return ticket and sample of each rollout with a token whose loss was not finite in the latest pass (`cause: loss`).
+        If there is none, return all rollouts: only the step's sum or its gradient was not finite (`cause: step`)."""
         mine: set[int] = set()
         for members, here, broken in self._nonfinite:
             if members:
@@ -111,7 +111,7 @@ class TrainedNetwork(Network):
         self.optimizer.zero_grad()
 
     def moments_to_come(self) -> Tensor:
-        """Allocate as much memory as AdamW will take on this rank's device at its first step, as far as it has none yet."""
+        """Allocate as much memory as AdamW has yet to allocate for its state on this rank's device, at its first step."""
         numbers = sum(
             parameter.numel()
             for part in self.optimizer.chained_optimizers
@@ -129,8 +129,8 @@ class TrainedNetwork(Network):
 
     @torch.no_grad()
     def update(self, lr: float, norm: float) -> None:
-        """Take one AdamW step with gradients of that norm, which are clipped. Norms, biases and whatever else has one dimension
-        are not decayed: megatron marks them (`wd_mult`), and leaves it to its scheduler, which is not used, to heed that."""
+        """Clip the gradients, whose norm is `norm`, and take one AdamW step. Norms, biases and other parameters of one
+        dimension do not decay: megatron marks them by `wd_mult`, but only its scheduler, which is not used here, applies it."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
             group["weight_decay"] = WEIGHT_DECAY * group["wd_mult"]
@@ -143,4 +143,4 @@ class TrainedNetwork(Network):
         if self.expert_load:
             self.expert_load.balance()
         if self.device.type == "cuda":
-            torch.cuda.synchronize()  # or its time would be counted as that of whatever waits next
+            torch.cuda.synchronize()  # otherwise its time would be attributed to the next operation that waits

@@ -1,15 +1,15 @@
-"""One step of the whole learner world.
+"""One training step on all ranks of the learner.
 
     Batch ──► sequences, scored by a reference if there is one
                     ├─► critic, if there is one: values ──► advantages (GAE)
-                    └─► epochs: policy and critic: forward, backward ──► all gradients finite? ──► AdamW of each
-                                                     │                     └── no: the step ends, is skipped and counted
-                                                     └── fp16, and a scaled gradient overflowed: no AdamW in this epoch, a lower
-                                                         scale for the next (optimizer.py), counted apart
+                    └─► epochs: policy and critic: forward, backward ──► all gradients finite? ──► AdamW for each
+                                                     │                     └── no: the step ends, and is counted as skipped
+                                                     └── an fp16 model's scaled gradient overflowed: no update in this epoch, a
+                                                         lower scale for the next (optimizer.py); counted separately
 
-An epoch trains on the whole batch; what the server recorded stays every epoch's behaviour policy (PPO, arXiv 1707.06347,
-algorithm 1). Metrics of a step are its last epoch's, in which the policy is farthest from the one that sampled. All methods are
-collective: every rank calls them with the same sequences.
+An epoch trains on the whole batch. The log-probs recorded by the server are the behaviour policy of every epoch (PPO, arXiv
+1707.06347, algorithm 1). A step's metrics are those of its last epoch, in which the policy is farthest from the one that
+sampled. All methods are collective: every rank calls them with the same sequences.
 """
 
 import logging
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 class PolicyModel(TrainedNetwork):
-    """The model that is published. supervised: the warm start (`recipe.sft`), by cross-entropy, without routing replay."""
+    """The model that is published. supervised: for the warm start (`recipe.sft`): cross-entropy and no routing replay."""
 
     def __init__(self, recipe: Recipe, hf_dir: Path, supervised: bool) -> None:
         optimizer = recipe.sft_optimizer if supervised else recipe.learner.optimizer
@@ -77,17 +77,17 @@ class PolicyModel(TrainedNetwork):
 class Trainer:
     """The policy in training, its critic if there is one, and the step count.
 
-    step: the next to train, and also the version of the weights.
-    skipped_in_row: steps up to the latest whose loss or gradient was not finite; offenders: the rollouts of the latest.
-    scaler_skipped_steps: updates so far that an overflow of scaled gradients prevented.
-    moments: of the advantages of all batches so far before they were divided (batch.advantage: running).
-    within: wraps each named part of a step, to measure its time.
+    step: the next step to train, and also the version of the weights.
+    skipped_in_row: number of skipped steps in a row up to the latest, whose loss or gradient was not finite. offenders: the
+    rollouts to blame in the latest step. scaler_skipped_steps: updates so far that overflows of scaled gradients prevented.
+    moments: of the undivided advantages of all batches so far (batch.advantage: running).
+    within: returns a context for each named part of a step, to measure its time.
     """
 
     within: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     def __init__(self, recipe: Recipe, hf_dir: Path, supervised: bool = False) -> None:
-        """supervised: the warm start (`recipe.sft`), with cross-entropy, no critic, no reference and one epoch a step."""
+        """Load the networks. supervised: for the warm start (`recipe.sft`), which trains the policy alone, in one epoch."""
         self.recipe = recipe
         self.steps = recipe.sft.steps if supervised else recipe.run.steps
         self.policy = PolicyModel(recipe, hf_dir, supervised)
@@ -103,7 +103,7 @@ class Trainer:
         self.offenders: list[dict[str, int | str]] = []
 
     def sequences(self, batch: Batch) -> list[TrainSequence]:
-        """Return what the loss sees of the batch, with advantages unless a critic estimates them. Call it once a step."""
+        """Return the batch's sequences in the loss, with advantages unless a critic estimates them. Call it once per step."""
         sequences = sequences_in_loss(batch, self.recipe)
         if self.reference and sequences:
             with self.within("reference"):
@@ -112,7 +112,7 @@ class Trainer:
         return sequences
 
     def train_step(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
-        """Train step `self.step` and count it, also when nothing is trained. Return the same metrics on all ranks."""
+        """Train step `self.step` and count it, even if nothing is trained. Return the same metrics on all ranks."""
         learning = self.trained
         if self.critic and self.step < self.recipe.critic.warmup_steps:
             learning = [self.critic]  # the policy waits
@@ -147,11 +147,11 @@ class Trainer:
     def _epoch(
         self, sequences: Sequence[TrainSequence], learning: Sequence[TrainedNetwork], rates: dict[str, float]
     ) -> tuple[dict[str, float], list[TrainedNetwork], list[TrainedNetwork]]:
-        """Compute all gradients, then update all if every loss and gradient is finite.
+        """Compute all gradients; update all networks if every loss and gradient is finite.
 
-        Returns metrics, the networks whose loss or gradient is not finite, and those whose gradient overflowed because the loss
+        Return metrics, the networks whose loss or gradient is not finite, and those whose gradient overflowed because the loss
         scale was too high. Each loss scale judges its own network's gradients, so one may fall while the other counts a pass
-        that fitted. If a network is broken, none judges: it would mistake that for an overflow.
+        without overflow. If a network is broken, none judges, since it would mistake that for an overflow.
         """
         metrics: dict[str, float] = {}
         for network in learning:
@@ -172,7 +172,7 @@ class Trainer:
         return metrics, [], overflowed
 
     def score(self, command: Score, incarnation: str) -> Scored:
-        """Score the command's rollouts with the current policy and its own choice of experts. All ranks return the same."""
+        """Score the command's rollouts with the current policy and its own choices of experts. All ranks return the same."""
         sequences = [
             unrewarded(i, r.tokens, r.first, None if r.experts is None else r.experts.table)
             for i, r in enumerate(command.rollouts)

@@ -3,9 +3,9 @@
     parallel.py      process groups of TP x PP x CP x EP x DP
     build.py         this rank's chunks of the model: layers, precision, FP8
     layers.py        norm, rotary embedding, attention with and without Transformer Engine, a critic's head
-    attention.py     which queries meet which keys of a packed row, and kernels for that without Transformer Engine
-    families.py      what each family calls its tensors, and how Megatron's are made from them
-    products.py      products whose sums stay in FP32, and weight gradients by them
+    attention.py     which queries attend to which keys of a packed row, and kernels for it without Transformer Engine
+    families.py      names of tensors in each family, and how Megatron's are made from them
+    products.py      matrix products that accumulate in FP32, and weight gradients by them
     head/            log-probs and entropy of a split vocabulary, without its logits
     hf.py            load, export, save                    checkpoint.py  distributed checkpoints
 
@@ -17,12 +17,15 @@ import importlib.util
 import torch
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.models.families import Family, family_of
 from megarl.shims.megatron_cpu import run_on_cpu
+
+__all__ = ["Family", "family_of"]
 
 
 def _check_transformer_engine() -> None:
-    """Raise MegarlError if there are a GPU and a Transformer Engine that cannot be imported: megatron-core would silently do
-    without it, or fail with another error."""
+    """Raise MegarlError if there is a GPU but the installed Transformer Engine cannot be imported: megatron-core would silently
+    do without it, or fail with another error."""
     if not torch.cuda.is_available() or importlib.util.find_spec("transformer_engine") is None:
         return
     try:
@@ -36,7 +39,3 @@ def _check_transformer_engine() -> None:
 
 _check_transformer_engine()
 run_on_cpu()
-
-from megarl.core.models.families import Family, family_of  # noqa: E402  these import megatron
-
-__all__ = ["Family", "family_of"]

@@ -1,31 +1,31 @@
-"""Causal attention over a packed row: which of this rank's queries meet which keys, and kernels that take this in place of
+"""Causal attention over a packed row: which of this rank's queries attend to which keys, and kernels that use this instead of
 a mask.
 
     the row     |0 ──────── a sequence ──────── n|0 ────── the next ────── m|
     a segment         start ───── at ━━━━ to           queries [at, to) and keys [start, to), each query up to itself
 
-A segment is a whole sequence, or the part of one within an attention chunk. Under context parallelism it is
-one of this rank's pieces, after the keys before it: of a sequence's 2 CP pieces rank r has the r-th from either end.
+A segment is a whole sequence, or its part within an attention chunk. Under context parallelism its queries are one of this
+rank's pieces, with the keys before them: of a sequence's 2 CP pieces, rank r has the r-th from either end.
 
-A layer's attention may also have what `LayerAttention` describes; Llama 4 uses all of it:
+`LayerAttention` describes variants of a layer's attention. Llama 4 uses several:
 
     three layers of four     rotate ─► L2 norm of q and k ─► attention within chunks of 8192 positions
     every fourth             no rotation ─► q times a temperature that grows with the position ─► attention to all before
 
-Queries and keys are rotated at their true positions before they meet, so attention within chunks is plain causal attention
-over shorter sequences: the packed row's boundaries are subdivided at multiples of the chunk.
+Queries and keys are rotated at their true positions first, so attention within chunks is ordinary causal attention over shorter
+sequences: the packed row's boundaries are subdivided at multiples of the chunk.
 
-gpt-oss has a sink in each head, a score beside those of the keys that draws probability and has no value (arXiv 2309.17453),
-and in every second layer a window: a query meets only so many positions, itself the last. `_WithSinks` adds the sink to what a
-kernel gives. Where a kernel knows no window, segments are cut into pieces of a window's queries, for which one mask of two
-windows' width serves.
+gpt-oss has a sink in each head, an extra score that takes probability but has no value (arXiv 2309.17453), and in every second
+layer a window: a query attends to a limited number of positions up to its own. `_WithSinks` adds the sink to a kernel's result.
+If a kernel does not support windows, segments are cut into pieces with a window's length of queries, so that one mask with the
+width of two windows fits all.
 
-The kernels hold neither a mask nor all scores of a sequence:
+The kernels materialise neither a mask nor all scores of a sequence:
 
     Flash            bf16 or fp16 on a GPU: torch's flash kernel, given the segment boundaries
-    PaddedSegments   else: unpack ─► [segments, heads, longest, head_dim] ─► causal SDPA ─► pack
+    PaddedSegments   otherwise: unpack ─► [segments, heads, longest, head_dim] ─► causal SDPA ─► pack
 
-What depends only on the lengths is made once per micro-batch and shared by all layers with the same segments (`segments`).
+Everything that depends only on lengths is computed once per micro-batch and shared by all layers with the same segments.
 Under context parallelism keys and values are gathered from all ranks, in rank order.
 """
 
@@ -45,7 +45,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 class Segments(NamedTuple):
-    """Segments of a row. start, at, to [segments] int64: places in it. Our tokens are their queries, end to end."""
+    """Segments of a row. start, at, to [segments] int64: positions in the row. This rank's tokens are the queries, in order."""
 
     start: Tensor
     at: Tensor
@@ -64,19 +64,17 @@ def segments(
     cp_rank: int = 0,
     window: int | None = None,
 ) -> Segments:
-    """Return one rank's segments of sequences [boundaries[i], boundaries[i+1]), with attention within multiples of `chunk`.
-    window: cut them into so many queries each, which have all keys that windows of this length reach; without chunks only."""
+    """Return one rank's segments of sequences [boundaries[i], boundaries[i+1]), cut at multiples of `chunk`. window: cut them
+    into this many queries each, with all keys that windows of this length reach; only without chunks."""
     parts = []
     for start, end in itertools.pairwise(boundaries):
-        within, piece = chunk or max(end - start, 1), (end - start) // (2 * cp_size)
+        step, piece = window or chunk or max(end - start, 1), (end - start) // (2 * cp_size)
         pieces = [(start + p * piece, start + (p + 1) * piece) for p in (cp_rank, 2 * cp_size - 1 - cp_rank)]
         for at, to in pieces if cp_size > 1 else [(start, end)]:
-            if window is not None:
-                cuts = range(at, to, window)
-                parts += [(max(start, first - window + 1), first, min(to, first + window)) for first in cuts]
-                continue
-            for first in range(start + (at - start) // within * within, to, within):
-                parts.append((first, max(at, first), min(to, first + within)))
+            # Windows are cut from the first query on, chunks at multiples of their length in the sequence.
+            for cut in range(at if window else at - (at - start) % step, to, step):
+                keys_from = max(start, cut - window + 1) if window else cut
+                parts.append((keys_from, max(at, cut), min(to, cut + step)))
     return Segments(*torch.tensor(parts, dtype=torch.int64).view(-1, 3).unbind(1))
 
 
@@ -89,9 +87,9 @@ def ranges(starts: Tensor, ends: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """How a layer attends. rotary: rotate q and k. chunk: only within chunks of this length; None: to all before. l2_epsilon:
-    normalise q and k after rotation; None: do not. temperature: (floor, scale), see `temperatures`; None: 1. sinks: each head
-    has one. window: only to so many positions, itself the last; None: to all before; only with sinks."""
+    """How a layer attends. rotary: rotate q and k. chunk: attend only within chunks of this length. l2_epsilon: normalise q
+    and k after rotation. temperature: (floor, scale), see `temperatures`. sinks: each head has one. window: attend only to this
+    many positions up to a query's own; only with sinks. None: not so."""
 
     rotary: bool = True
     chunk: int | None = None
@@ -114,7 +112,8 @@ def rms_norm(x: Tensor, epsilon: float, weight: Tensor | None = None) -> Tensor:
 
 
 class _ScaledNorm(torch.autograd.Function):
-    """With n = x / rms(x), g the gradient of n * weight and m that of n, the gradient of x is (m - n mean(m n)) / rms(x)."""
+    """RMS norm. With i = 1 / rms(x), g the gradient of the output x i weight, and m = g weight, the gradient of x is i m -
+    i^3 x mean(m x), and that of the weight is the sum of g x i over rows."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, epsilon: float, weight: Tensor | None) -> Tensor:
@@ -127,19 +126,20 @@ class _ScaledNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, Tensor | None]:
         x, inverse, weight = ctx.saved_tensors
-        normal, wide = x.float() * inverse, gradient.float()
-        along, of_weight = wide * normal, None
+        wide, of_weight = gradient.float(), None
+        along = wide * x
         if weight is None:
             mean, of_x = along.mean(-1, keepdim=True), wide * inverse
         else:
-            of_weight = along.flatten(0, -2).sum(0).to(weight.dtype)
+            rows = along.flatten(0, -2)
+            of_weight = (rows.t() @ inverse.flatten()).to(weight.dtype)
             mean = (along @ weight.float()).div_(len(weight))[..., None]
             of_x = (wide * weight).mul_(inverse)
-        return of_x.addcmul_(normal, mean.mul_(inverse), value=-1).to(x.dtype), None, of_weight
+        return of_x.addcmul_(x, mean * inverse.pow(3), value=-1).to(x.dtype), None, of_weight
 
 
 def temperatures(positions: Tensor, floor: int, scale: float) -> Tensor:
-    """Return 1 + scale * log(1 + floor((position + 1) / floor)) float32: 1 for the first floor - 1 (arXiv 2501.19399)."""
+    """Return 1 + scale * log(1 + floor((position + 1) / floor)) float32: 1 at the first positions (arXiv 2501.19399)."""
     return torch.log1p(torch.floor((positions.float() + 1.0) / floor)) * scale + 1.0
 
 
@@ -161,7 +161,7 @@ def causal(
     sinks: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Attend causally: [batch, positions, heads, head_dim] in and out; a head of k and v may serve several of q's.
+    """Attend causally, from and to [batch, positions, heads, head_dim]; a head of k and v may serve several heads of q.
     sinks [heads], window: see LayerAttention."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     shared = q.shape[1] // k.shape[1]
@@ -183,23 +183,23 @@ def flash(q: Tensor, k: Tensor, v: Tensor, **where: object) -> Tensor:
 
 @cache
 def _varlen_attn() -> tuple[Callable[..., Tensor], bool]:
-    """Return varlen_attn, and whether it has `enable_gqa`. Imported late: it takes seconds, for torch's compiler."""
+    """Return varlen_attn, and whether it has `enable_gqa`. Imported late, since it takes seconds, for torch's compiler."""
     from torch.nn.attention import varlen
 
     return varlen.varlen_attn, "enable_gqa" in signature(varlen.varlen_attn).parameters
 
 
 def band(q: Tensor, window: int) -> Tensor:
-    """Return what is added to the scores of q [.., .., positions, ..]: 0 for the last `window` keys up to a query, else
-    -infinity. [1, 1, positions, positions], its rows aligned as the memory-efficient kernel wants."""
+    """Return the mask to add to the scores of q [.., .., positions, ..]: 0 for the last `window` keys up to a query, else
+    -infinity. [1, 1, positions, positions], with rows aligned as the memory-efficient kernel requires."""
     length = q.shape[2]
     seen = q.new_ones(length, -(-length // 8) * 8, dtype=torch.bool).tril().triu(1 - window)
     return q.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)[None, None, :, :length]
 
 
 type _Kernel = tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, ...]]]
-"""Forward: q, k, v ─► the output, log-sum-exp of each query's scores [.., heads, queries], what backward needs besides.
-Backward: the output's gradient, q, k, v and all of these ─► the gradients of q, k and v."""
+"""Forward: q, k, v ─► the output, the log-sum-exp of each query's scores [.., heads, queries], and more for backward.
+Backward: the output's gradient, q, k, v and all results of forward ─► the gradients of q, k and v."""
 
 
 def _cpu(scale: float | None, mask: Tensor | None) -> _Kernel:
@@ -213,7 +213,7 @@ def _cpu(scale: float | None, mask: Tensor | None) -> _Kernel:
 
 
 def _efficient(scale: float | None, mask: Tensor | None) -> _Kernel:
-    """Return torch's memory-efficient kernel for GPUs, likewise. It pads log-sum-exps to a multiple of 32."""
+    """Return torch's memory-efficient kernel for GPUs, like `_cpu`. It pads log-sum-exps to a multiple of 32."""
     name, causal, needed = "_scaled_dot_product_efficient_attention", mask is None, [True, True, True, False]
     kernel, of_kernel = (getattr(torch.ops.aten, name + ending) for ending in ("", "_backward"))
 
@@ -241,17 +241,17 @@ def _varlen(scale: float | None, where: Mapping[str, Any]) -> _Kernel:
 
 
 class _WithSinks(torch.autograd.Function):
-    """Adds sinks to a kernel's attention, without scores.
+    """Adds sinks to a kernel's attention, without access to its scores.
 
-    A kernel gives the output o and l, log-sum-exp of a query's scores. With the sink s, l' = log(exp l + exp s) and
-    o' = o exp(l - l'). Probabilities are then exp(score - l'), and the gradient of a score is its probability times g (value -
-    o'), g being the output's: a kernel's backward pass is right if it is given o' and l' as if they were its own. The sink's
-    value is 0, so its gradient is -exp(s - l') g o', summed over queries.
+    A kernel returns the output o and l, the log-sum-exp of a query's scores. With the sink s, l' = log(exp l + exp s) and
+    o' = o exp(l - l'). Probabilities are then exp(score - l'), and the gradient of a score is its probability times
+    g (value - o'), with g the output's gradient. So a kernel's backward pass is right if it gets o' and l' instead of o and l.
+    The sink's value is 0, so its gradient is -exp(s - l') g o', summed over queries.
     """
 
     @staticmethod
     def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, kernel: _Kernel) -> Tensor:
-        """sinks [heads]"""
+        """Attend with sinks [heads]."""
         forward, ctx.backward_of_kernel = kernel
         out, scores, *rest = forward(q, k, v)
         with_sink = torch.logaddexp(scores, sinks.float()[:, None])
@@ -271,17 +271,17 @@ class _WithSinks(torch.autograd.Function):
 
 
 def _by_query(scores: Tensor, out: Tensor) -> Tensor:
-    """Return [.., heads, queries] as something to multiply the output with: [tokens, heads, ..] or [.., heads, queries, ..]."""
+    """Reshape [.., heads, queries] for multiplication with the output [tokens, heads, ..] or [.., heads, queries, ..]."""
     return scores.t()[..., None] if out.dim() == 3 else scores[..., : out.shape[2], None]
 
 
 class Flash:
-    """Attention by torch's flash kernel, varlen_attn: without the block mask, compiler and conversions of FlexAttention and
-    jagged tensors. If a segment has more keys than queries, the causal window is aligned to the last of both."""
+    """Attention by torch's flash kernel, varlen_attn, which needs no block mask, compiler or conversion, unlike FlexAttention
+    and jagged tensors. If a segment has more keys than queries, the causal mask is aligned to the last of both."""
 
     def __init__(self, parts: Segments, keys: Tensor | None, device: torch.device, window: int | None = None) -> None:
-        """Prepare for these segments. keys: for each, positions among the gathered keys; None: the same as the queries.
-        window: only so many keys up to a query; None: all."""
+        """Prepare for these segments. keys: positions of their keys among the gathered keys, segment by segment; None: the same
+        as the queries. window: number of keys up to a query; None: all."""
         self.keys = None if keys is None else keys.to(device)
         queries_each, keys_each = parts.to - parts.at, parts.to - parts.start
         self.where = {
@@ -293,28 +293,28 @@ class Flash:
         }
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor | None = None) -> Tensor:
-        """Attend: [tokens, heads, head_dim] of queries in and out. sinks [heads]"""
+        """Attend, from and to [tokens, heads, head_dim] of queries. sinks [heads]"""
         if self.keys is not None:
             k, v = k.index_select(0, self.keys), v.index_select(0, self.keys)
-        if sinks is not None:
-            return _WithSinks.apply(q, k, v, sinks, _varlen(scale, self.where))
-        return flash(q, k, v, scale=scale, **self.where)
+        if sinks is None:
+            return flash(q, k, v, scale=scale, **self.where)
+        return _WithSinks.apply(q, k, v, sinks, _varlen(scale, self.where))
 
 
 class PaddedSegments:
-    """Segments of similar length, padded to the longest of a bucket, so that cost is about the sum of squared lengths.
+    """Buckets of segments of similar length, padded to a bucket's longest, so that the cost is near the sum of squared lengths.
 
-    shapes: (segments, longest) of each bucket; a slot is a place in one, all buckets end to end. unpack [slots]: the query of
-    each slot (0 where there is none), pack [tokens]: the slot of each query, padding: slots without one; all None if slots and
-    tokens coincide. keys [slots]: the same for the gathered keys, None if they match the queries. A segment with more keys
-    than queries has slots without a query in front.
+    shapes: (segments, longest) of each bucket. Slots are the places in all buckets, end to end. unpack [slots]: the query in
+    each slot (0 where there is none). pack [tokens]: the slot of each query. padding: slots without a query. All three are None
+    if slots and tokens coincide. keys [slots]: like `unpack`, for the gathered keys; None if they match the queries. A segment
+    with more keys than queries has its slots without a query in front.
 
-    Slots without a query get no gradient (as keys no query attends to them, as queries their output is unused), so the
+    Slots without a query get no gradient (no query attends to them as keys, and their output as queries is unused), so the
     backward pass of unpacking is packing: a gather, many times faster than the scatter-add that autograd would do.
     """
 
     def __init__(self, parts: Segments, keys: Tensor | None, device: torch.device, window: int | None = None) -> None:
-        """Prepare for these segments, which a window has cut if there is one. keys: as in Flash."""
+        """Prepare for these segments, which must be cut by the window if there is one. keys: as in Flash."""
         self.window = window
         lengths = parts.to - parts.start
         self.shapes, first = _padded(lengths.tolist())
@@ -330,7 +330,7 @@ class PaddedSegments:
         self.unpack, self.pack, self.padding = (t.to(device) for t in (unpack, pack, (~taken).nonzero().flatten()))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor | None = None) -> Tensor:
-        """Attend: [tokens, heads, head_dim] of queries in and out. sinks [heads]"""
+        """Attend, from and to [tokens, heads, head_dim] of queries. sinks [heads]"""
         if self.keys is not None:
             k, v = k.index_select(0, self.keys), v.index_select(0, self.keys)
         elif self.unpack is not None:
@@ -357,19 +357,20 @@ def attention_of(
     like: Tensor,
     window: int | None = None,
 ) -> Kernels:
-    """Return attention over the sequences [boundaries[i], boundaries[i+1]) for this rank's queries, shaped like `like`."""
+    """Return attention over the sequences [boundaries[i], boundaries[i+1]) for this rank's queries, of the kind of `like`."""
     kernels = Flash if flash_takes(like) else PaddedSegments
     cut = window if kernels is PaddedSegments else None
     mine = segments(boundaries, chunk, cp_size, cp_rank, cut)
     keys = None
-    if cp_size > 1 or cut:  # some occur twice, and not all occur
+    if cp_size > 1 or cut:  # some keys occur twice, and others not at all
         gathered = torch.cat([segments(boundaries, None, cp_size, rank).queries for rank in range(cp_size)])
         keys = torch.argsort(gathered)[ranges(mine.start, mine.to)]
     return kernels(mine, keys, like.device, window)
 
 
 def _padded(lengths: list[int]) -> tuple[list[tuple[int, int]], Tensor]:
-    """Return the buckets' shapes and each segment's first slot: longest first, a new bucket when less than half as long."""
+    """Return the buckets' shapes and each segment's first slot. Segments are put into buckets longest first; one less than half
+    as long as its bucket begins a new bucket."""
     buckets: list[list[int]] = []
     first = torch.zeros(len(lengths), dtype=torch.int64)
     slots = 0

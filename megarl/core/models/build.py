@@ -5,11 +5,11 @@ Parameters are not initialised: megarl.core.models.hf.load or megarl.core.models
 FP8 by Transformer Engine covers the products of linear maps, forward and backward:
 
     blockwise    E4M3; a scale per 128 values of an activation or gradient and per 128 x 128 of a weight (arXiv 2412.19437)
-    tensorwise   E4M3, gradients E5M2; a scale for each tensor as it is now
+    tensorwise   E4M3, gradients E5M2; a scale per tensor, from its present values
 
-Weights stay bf16 and are converted to FP8 anew in each pass of the schedule, so what is published and stored is the same as
-without. Neither recipe keeps state between steps (`delayed` scaling does), so scored and trained log-probs have the same
-precision. Norms, attention, router, embedding and head stay as they are.
+Weights stay bf16 and are converted to FP8 in each pass of the schedule, so published and stored weights are the same as without
+FP8. Neither recipe keeps state between steps (`delayed` scaling does), so scored and trained log-probs have the same precision.
+Norms, attention, router, embedding and head are not affected.
 
 A layer is built from megatron-core's modules, with ours where Transformer Engine is missing or does not suffice:
 
@@ -33,6 +33,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
@@ -52,6 +53,7 @@ from megarl.core.models.layers import (
     RMSNorm,
     Rope,
     inverse_frequencies,
+    swiglu,
 )
 from megarl.core.recipe import Model
 from megarl.core.recipe.rules import impossible_for
@@ -61,11 +63,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FP8_FORMATS = {"blockwise": "e4m3", "tensorwise": "hybrid"}
 RECOMPUTE: dict[str, dict[str, object]] = {
     "none": {},
-    # The feed-forward half of each layer, with or without experts. Not attention, of which flash kernels keep little.
+    # The feed-forward half of each layer, with or without experts. Not attention: flash kernels keep little for backward.
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
-"""Arguments of megatron-core by `learner.recompute`: what the backward pass computes again instead of keeping it."""
+"""Arguments of megatron-core by `learner.recompute`: what the backward pass recomputes instead of keeping it."""
 
 
 def build(
@@ -75,8 +77,8 @@ def build(
 
     transformer_engine: whether to use its layers; None: if it can run here. recompute: a key of RECOMPUTE.
 
-    After parallel.start with the same `model`. The embedding and the head have rows beyond the vocabulary if it
-    does not divide by TP: padding starts at architecture.vocabulary.
+    Call this after parallel.start with the same `model`. If the vocabulary is no multiple of TP, the embedding and the head
+    have padding rows, from architecture.vocabulary on.
     """
     architecture = in_directory(hf_dir)
     if transformer_engine is None:
@@ -90,23 +92,23 @@ def build(
 
 
 def with_transformer_engine(model: Model) -> bool:
-    """Return whether layers are built from Transformer Engine's unless the caller says otherwise.
+    """Return whether layers are built from Transformer Engine's by default.
 
-    Not in fp32: for packed rows it then has only the attention that makes a matrix of scores for the longest sequence, and its
-    products are of TF32, which keeps 10 bits of a number's 23.
+    Not in fp32: there, for packed rows, it has only the attention that makes a matrix of all scores of the longest sequence,
+    and its products use TF32, which keeps 10 of 23 bits of mantissa.
     """
     return HAVE_TE and torch.cuda.is_available() and model.dtype != "fp32"
 
 
 def layers_made_by(model: Model) -> str:
-    """Return whose layers `build` takes, for logs."""
+    """Return the name of the library whose layers `build` uses, for logs."""
     return f"Transformer Engine {get_te_version()}" if with_transformer_engine(model) else "megarl"
 
 
 def transformer_config(
     model: Model, architecture: Architecture, fused: bool, recompute: str = "none"
 ) -> TransformerConfig:
-    """`fused`: use the kernels that need a GPU and Transformer Engine.
+    """Return megatron's configuration. fused: use the kernels that need a GPU and Transformer Engine.
 
     No token is dropped, and routing is computed in float32.
     """
@@ -138,7 +140,7 @@ def transformer_config(
         more |= {"glu_linear_offset": 1.0, "activation_func_clamp_value": architecture.glu_limit}
     latent, scaling = architecture.latent is not None, architecture.rope_scaling
     if latent:
-        # The scale of attention's scores is ours, and so is rotation: megatron's YaRN is left at none.
+        # Rotation and the scale of attention's scores are ours, so megatron's YaRN is switched off.
         more |= {"rope_type": "rope", "rotary_scaling_factor": 1.0}
     if isinstance(scaling, Yarn):
         more["softmax_scale"] = scaling.scores / math.sqrt(architecture.head_dim)
@@ -160,7 +162,7 @@ def transformer_config(
         fp16=model.dtype == "fp16",
         perform_initialization=False,
         tensor_model_parallel_size=model.tensor_parallel,
-        # Experts need it, and norms then divide among the ranks (arXiv 2205.05198).
+        # Experts need it, and it divides the work of norms among the ranks (arXiv 2205.05198).
         sequence_parallel=model.tensor_parallel > 1,
         pipeline_model_parallel_size=model.pipeline_parallel,
         virtual_pipeline_model_parallel_size=parallel.virtual_stages(model),
@@ -173,6 +175,8 @@ def transformer_config(
         variable_seq_lengths=model.pipeline_parallel > 1,
         moe_token_dispatcher_type="alltoall",  # required for dense models too, with variable lengths
         bias_activation_fusion=fused,
+        # megatron's name for an activation that gets both halves; _chunk replaces it by ours
+        use_te_activation_func=not fused and architecture.glu_limit is None,
         apply_rope_fusion=fused and not latent,
     )
 
@@ -181,7 +185,7 @@ def _chunk(
     model: Model, architecture: Architecture, config: TransformerConfig, transformer_engine: bool, vp_stage: int | None
 ) -> GPTModel:
     stage = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
-    rotates = transformer_engine and not own_attention(architecture)
+    rotates = transformer_engine and not own_attention(architecture, model.context_parallel)
     chunk = GPTModel(
         config,
         block_spec(config, architecture, transformer_engine, vp_stage),
@@ -200,20 +204,23 @@ def _chunk(
         make_angles_for_few_lengths(chunk.rotary_pos_emb)
     device = next(chunk.parameters()).device
     for router in (module for module in chunk.modules() if isinstance(module, TopKRouter)):
-        # Megatron makes it on the CPU and moves it in the first forward pass. The first publication can come before that.
+        # Megatron makes a router on the CPU and moves it in the first forward pass, perhaps after the first publication.
         for parameter in router.parameters():
             parameter.data = parameter.data.to(device)
             parameter.requires_grad = not model.moe.freeze_router
-        # Megatron would count tokens for its bias, with a mask of the wrong shape, and move it even if the step is skipped.
+        # Megatron would count tokens for the bias, with a mask of the wrong shape, and update it even if a step is skipped.
         router.enable_expert_bias, router.frozen_expert_bias = False, True
+    if config.use_te_activation_func:
+        for mlp in (module for module in chunk.modules() if isinstance(module, MLP)):
+            mlp.activation_func = swiglu
     if architecture.biases:
         _mend_experts(chunk)
     return chunk
 
 
 def make_angles_for_few_lengths(rotary: RotaryEmbedding) -> None:
-    """Have megatron make angles of packed rows for powers of two. It keeps them for the last 32 lengths that it was asked for,
-    and nearly every row has a longest sequence of its own: 0.5 GB at 32k tokens."""
+    """Make megatron compute rotary angles of packed rows for lengths that are powers of two. It caches them for the last 32
+    lengths, and otherwise nearly every row's longest sequence would have another one: 0.5 GB at 32k tokens."""
     length = rotary.get_rotary_seq_len
 
     def rounded_up(*args: object) -> int:
@@ -223,15 +230,17 @@ def make_angles_for_few_lengths(rotary: RotaryEmbedding) -> None:
     rotary.get_rotary_seq_len = rounded_up
 
 
-def own_attention(architecture: Architecture) -> bool:
-    """Return whether CausalAttention, which rotates, too, takes the place of Transformer Engine's."""
-    return architecture.latent is not None or architecture.sinks
+def own_attention(architecture: Architecture, context_parallel: int) -> bool:
+    """Return whether CausalAttention, which also rotates, replaces Transformer Engine's attention. That divides sequences among
+    context-parallel ranks by their boundaries, so these cannot be those of Llama 4's chunks, and knows no positions."""
+    divided = context_parallel > 1 and architecture.name.startswith("Llama4")
+    return architecture.latent is not None or architecture.sinks or divided
 
 
 def _mend_experts(chunk: GPTModel) -> None:
-    """Correct megatron's experts with biases. It takes an expert's bias for one that all tensor-parallel ranks apply to their
-    tokens, and would sum gradients of different experts. Without Transformer Engine it adds a bias in place to a view, which
-    autograd refuses."""
+    """Correct two faults in megatron's experts with biases. It treats an expert's bias as one that all tensor-parallel ranks
+    apply to their tokens, and would sum gradients of different experts. Without Transformer Engine, it adds a bias in place to
+    a view, which autograd refuses."""
     for name, module in chunk.named_modules():
         if ".experts." in f"{name}.":
             for bias, parameter in module.named_parameters(recurse=False):
@@ -258,7 +267,7 @@ def check(model: Model, transformer_engine: bool) -> None:
 def block_spec(
     config: TransformerConfig, architecture: Architecture, transformer_engine: bool, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """Return this rank's layers of chunk `vp_stage`. Our attention rotates; with Transformer Engine's the model does."""
+    """Return this rank's layers of chunk `vp_stage`. Our attention rotates q and k; for Transformer Engine's the model does."""
     spec = get_gpt_decoder_block_spec(config, transformer_engine, normalization="RMSNorm", vp_stage=vp_stage)
     scaling = architecture.rope_scaling
     magnitude = scaling.magnitude if isinstance(scaling, Yarn) else 1.0
@@ -270,41 +279,39 @@ def block_spec(
     special = dict.fromkeys(architecture.unrotated_layers, unrotated)
     special |= dict.fromkeys(architecture.window_layers, dataclasses.replace(rotated, window=architecture.window))
     layers = [special.get(i, rotated) for i in range(architecture.layers)]
-    if latent:
-        for layer in (spec.submodules for spec in spec.layer_specs):
-            layer.self_attention = latent_attention(
-                ModuleSpec(CausalAttention, params={"rope": rope, "layers": layers})
-            )
-            if layer.mlp.func is not MoELayer:
-                layer.sharded_state_dict_keys_map = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
     ours = functools.partial(CausalAttention, rope=rope, layers=layers)
-    if transformer_engine:
-        if not latent and set(layers) != {LayerAttention()}:
-            for layer in spec.layer_specs:
-                attention = layer.submodules.self_attention.submodules
-                chunked = functools.partial(ChunkedTEAttention, layers=layers)
-                attention.core_attention = ours if own_attention(architecture) else chunked
-        return spec
-    spec.layer_norm = RMSNorm
-    for layer in (spec.submodules for spec in spec.layer_specs):
-        layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    if not transformer_engine:
+        spec.layer_norm = RMSNorm
+    for layer in (spec.submodules for spec in spec.layer_specs):  # equal layers share one object
+        attention, has_experts = layer.self_attention.submodules, layer.mlp.func is MoELayer
+        if not transformer_engine:
+            layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+        # Checkpoints use Transformer Engine's names: there the second norm belongs to a projection, except before experts.
         if latent:
-            continue
-        attention = layer.self_attention.submodules
-        attention.core_attention = ours
-        if attention.q_layernorm is not IdentityOp:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
-        # Checkpoints use Transformer Engine's names, which fuse this norm with a projection, but not with experts.
-        if layer.mlp.func is MoELayer:
-            layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)  # layers share it
+            layer.self_attention = latent_attention(rope, layers)
+            if not has_experts:
+                layer.sharded_state_dict_keys_map = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+        elif not transformer_engine:
+            attention.core_attention = ours
+            if attention.q_layernorm is not IdentityOp:
+                attention.q_layernorm = attention.k_layernorm = RMSNorm
+            if has_experts:
+                layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
+        elif own_attention(architecture, config.context_parallel_size):
+            attention.core_attention = ours
+        elif set(layers) != {LayerAttention()}:
+            attention.core_attention = functools.partial(ChunkedTEAttention, layers=layers)
     return spec
 
 
-def latent_attention(core_attention: ModuleSpec) -> ModuleSpec:
-    """Return attention with narrow q, k and v, by megatron's own linear maps also where there is Transformer Engine."""
-    column = ColumnParallelLinear
-    maps = {f"linear_{name}_proj": column for name in ("q", "q_down", "q_up", "kv_down", "kv_up")}
+def latent_attention(rope: Rope, layers: list[LayerAttention]) -> ModuleSpec:
+    """Return latent attention, made of megatron's own linear maps even with Transformer Engine."""
+    maps = [f"linear_{name}_proj" for name in ("q", "q_down", "q_up", "kv_down", "kv_up")]
     submodules = MLASelfAttentionSubmodules(
-        linear_proj=RowParallelLinear, q_layernorm=RMSNorm, kv_layernorm=RMSNorm, core_attention=core_attention, **maps
+        linear_proj=RowParallelLinear,
+        q_layernorm=RMSNorm,
+        kv_layernorm=RMSNorm,
+        core_attention=ModuleSpec(CausalAttention, params={"rope": rope, "layers": layers}),
+        **dict.fromkeys(maps, ColumnParallelLinear),
     )
     return ModuleSpec(LatentAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)

@@ -2,21 +2,21 @@
 
     RUN/checkpoints/step-0000020/
         *.distcp, .metadata, metadata.json    megatron's torch_dist format, keyed by the whole model's names
-        hf/                                   configuration and tokenizer: conversion needs nothing else
+        hf/                                   configuration and tokenizer, all that a conversion needs besides
         megarl.json                           CheckpointMeta, with a checksum of each file; written last
     RUN/checkpoints/.step-0000020.partial/    being written; renamed when complete
 
-The state is whatever sharded state dict the caller passes; `model_state` is the part that every checkpoint has.
+The state is the sharded state dict that the caller passes; `model_state` is the part that every checkpoint has.
 
-A rank reads back what it wrote to compute checksums, in the thread that wrote it. Before any part of a checkpoint is used, all
-its files are verified against them, each by one of the ranks.
+Each rank reads back its files to compute checksums, in the thread that wrote them. Before any part of a checkpoint is used, all
+files are verified, each by one of the ranks.
 
 The checksum is CRC-32 because it is the fastest: 6.0 GB/s on one core of an AMD EPYC, against 1.2 for blake2b. It guards
-against accidents; anyone changing a file on purpose can change its checksum too.
+against accidents; anyone who changes a file on purpose can change its checksum, too.
 
-A checkpoint is read without running anything in it, wherever it came from:
+A checkpoint is read without running any code in it, wherever it came from:
 
-.metadata       a pickle that torch reads without checks: read here first, by an unpickler that knows only what belongs there
+.metadata       a pickle that torch reads without checks: we read it first, with an unpickler that allows only expected classes
 *.distcp        torch archives; megatron lets torch unpickle objects of any class: within `safely` only plain ones
 """
 
@@ -57,19 +57,19 @@ CRITIC = "critic."
 """Prefix of a critic's tensor names. Readers that want only the policy load none of them."""
 _PARTIAL = re.compile(r"\.step-\d+\.partial")
 _EXTRA_STATE = re.compile(r"(.*\.)?_extra_state\d*")
-"""Transformer Engine's FP8 scales, of a layer or of one of its experts; megarl trains without, and other layers have none."""
+"""Transformer Engine's FP8 scales, of a layer or one of its experts. megarl does not use them, and other layers have none."""
 
 
 class CorruptCheckpoint(MegarlError):
-    """A file of a checkpoint is missing, or is not as it was written. Reading it again, or elsewhere, does not help."""
+    """A file of a checkpoint is missing or differs from what was written. Reading it again, or elsewhere, does not help."""
 
 
 class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes a checkpoint. `seal` fills in `files` and `checksum`.
+    """The description of a checkpoint. `seal` fills in `files` and `checksum`.
 
-    version: of the weights. hf_source: where configuration and tokenizer came from. model: the recipe's section, so the layout
-    and precision it was written with. critic: whether there is one beside the policy. files: checksum of every other file.
-    checksum: of the rest of this file.
+    version: of the weights. hf_source: the directory that configuration and tokenizer came from. model: the recipe's section,
+    with the layout and precision at writing. critic: whether there is one besides the policy. files: checksums of all other
+    files, by name. checksum: of the rest of this file.
     """
 
     step: int
@@ -83,7 +83,7 @@ class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def metadata() -> dict[str, object]:
-    """Return what megatron's sharded_state_dict takes as `metadata`, for models and optimisers: shards that fit any layout."""
+    """Return the `metadata` for megatron's sharded_state_dict, of models and optimisers, that makes shards fit any layout."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return {"dp_cp_group": group, "distrib_optim_sharding_type": "fully_reshardable"}
 
@@ -98,7 +98,7 @@ def model_state(chunks: Sequence[Module]) -> ShardedStateDict:
 
 
 def set_model_state(chunks: Sequence[Module], state: StateDict) -> None:
-    """Put loaded weights into the chunks."""
+    """Copy loaded weights into the chunks."""
     for key, chunk in _named(chunks):
         unexpected = chunk.load_state_dict(state[key], strict=False).unexpected_keys
         assert not unexpected, unexpected
@@ -117,7 +117,7 @@ def save(path: Path, state: ShardedStateDict, meta: CheckpointMeta) -> None:
 
 
 def begin(path: Path, state: ShardedStateDict, meta: CheckpointMeta) -> AsyncRequest:
-    """Return megatron's request to write a checkpoint: each rank's part, then, on all ranks, what makes it appear at `path`."""
+    """Return megatron's request to write a checkpoint: first each rank's part, then, on all ranks, the move to `path`."""
 
     def fill(partial: Path) -> None:
         read_config(Path(meta.hf_source))
@@ -133,8 +133,8 @@ def begin(path: Path, state: ShardedStateDict, meta: CheckpointMeta) -> AsyncReq
             seal(partial, meta, checksums(partial, ChainMap(*written)))
             os.replace(partial, path)
 
-    # The results of the writing threads. megatron's own queue goes through a manager process, which is needed only if another
-    # process writes, and takes seconds to start.
+    # For the results of the writing threads. megatron's own queue needs a manager process, which takes seconds to start and
+    # serves only if another process writes.
     filesystem_async._results_queue = queues.Queue()
     with whole_or_gone(path):
         request = dist_checkpointing.save(state, str(partial), async_sharded_save=True, async_strategy="mcore")
@@ -152,7 +152,7 @@ def seal(path: Path, meta: CheckpointMeta, files: Mapping[str, int]) -> None:
 
 @contextmanager
 def whole_or_gone(path: Path) -> Iterator[None]:
-    """Wrap writing the checkpoint at `path`, or checking on it: a failure leaves nothing of it behind."""
+    """Return a context for writing the checkpoint at `path`: a failure raises MegarlError and leaves no files behind."""
     try:
         yield
     except (Exception, CheckpointException) as error:  # megatron, torch and the operating system each have their own
@@ -166,11 +166,11 @@ def whole_or_gone(path: Path) -> Iterator[None]:
 def load(path: Path, state: ShardedStateDict) -> StateDict:
     """Load the values of `state` from the checkpoint at `path`, of any layout. COLLECTIVE.
 
-    CorruptCheckpoint if a file is damaged, another MegarlError if all are whole and something else failed.
+    CorruptCheckpoint if a file is damaged; another MegarlError if all files are intact but loading failed.
     """
 
     def check_share() -> None:
-        """Check this rank's part of the files, in turn: each rank wrote as many, so each reads about as much."""
+        """Check this rank's share of the files, every n-th of n ranks, so that each reads about as much."""
         files = read_meta(path).files
         check(path, {name: files[name] for name in sorted(files)[dist.get_rank() :: dist.get_world_size()]})
         guarded.enter_context(safely(path))
@@ -187,7 +187,7 @@ def load(path: Path, state: ShardedStateDict) -> StateDict:
 
 
 def intact_everywhere[T](work: Callable[[], T]) -> list[T]:
-    """Return each rank's result of `work()`. COLLECTIVE. If nothing but damage was met, every rank raises CorruptCheckpoint."""
+    """Return each rank's result of `work()`. COLLECTIVE. If only damage was found, every rank raises CorruptCheckpoint."""
 
     def result_or_damage() -> tuple[list[T], str]:
         try:
@@ -202,7 +202,7 @@ def intact_everywhere[T](work: Callable[[], T]) -> list[T]:
 
 
 def load_model(path: Path, chunks: Sequence[Module]) -> None:
-    """Load only the weights of a checkpoint, with or without an optimiser. COLLECTIVE."""
+    """Load only the weights of a checkpoint that may have an optimiser's state, too. COLLECTIVE."""
     set_model_state(chunks, load(path, model_state(chunks)))
 
 
@@ -226,29 +226,29 @@ def read_meta(path: Path) -> CheckpointMeta:
 
 
 def prune(checkpoints: Path, keep: int) -> None:
-    """Remove all but the newest `keep`, and what killed writers left. Call on one rank, when none is being written.
+    """Remove all checkpoints but the newest `keep`, and what killed writers left. Call this on one rank, while none is written.
 
-    What cannot be removed stays, with a warning, until the next call.
+    Files that cannot be removed stay, with a warning, until the next call.
     """
     for path in (*complete(checkpoints)[:-keep], *_incomplete(checkpoints)):
         try:
-            (path / META).unlink(missing_ok=True)  # a kill before the next line leaves nothing that looks complete
+            (path / META).unlink(missing_ok=True)  # first, so that a kill leaves nothing that looks complete
             shutil.rmtree(path)
         except OSError as error:  # NFS keeps files that are open elsewhere; somebody may have protected them
             log.warning("%s: cannot be removed, which is tried again later: %s", path, error)
 
 
 def _incomplete(checkpoints: Path) -> list[Path]:
-    """Return what killed writers left, and checkpoints that could not be removed whole."""
+    """Return directories that killed writers left, and checkpoints that could only partly be removed."""
     return [
         path
-        for path in (checkpoints.iterdir() if checkpoints.is_dir() else ())
+        for path in checkpoints.glob("*")  # also works if there is no such directory, and finds hidden names
         if _PARTIAL.fullmatch(path.name) or (CHECKPOINT.fullmatch(path.name) and not (path / META).exists())
     ]
 
 
 def find(source: Path) -> Path:
-    """Return the checkpoint meant by a step, run or checkpoints directory: of the latter two, the latest complete one."""
+    """Return the checkpoint in a step's directory, or the latest complete one in a run's or checkpoints directory."""
     if (source / META).is_file():
         return source
     for checkpoints in (source / "checkpoints", source):
@@ -259,7 +259,7 @@ def find(source: Path) -> Path:
 
 
 def _with_checksums(request: AsyncRequest, own: "Future[dict[str, int]]") -> AsyncRequest:
-    """Return a request that also reads this rank's files back once written; `own` gets their checksums by name."""
+    """Return a request that also reads this rank's files back after writing; `own` gets their checksums by name."""
     write = request.async_fn
     if write is None:  # nothing to write on this rank
         own.set_result({})
@@ -280,7 +280,7 @@ def _own_checksum(meta: CheckpointMeta) -> int:
 
 
 def _last_line(error: BaseException) -> str:
-    """Return the last line of torch's gathered tracebacks, which is the error itself."""
+    """Return an error's type and its last line, which in torch's gathered tracebacks is the error itself."""
     return f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}"
 
 
@@ -297,7 +297,7 @@ def checksum(file: Path) -> int:
 
 
 def checksums(folder: Path, known: Mapping[str, int] | None = None) -> dict[str, int]:
-    """Return checksums of every file below `folder` by name (`hf/config.json`). Those in `known` are not read again."""
+    """Return the checksum of every file below `folder`, by name (`hf/config.json`). Files in `known` are not read again."""
     known = known or {}
     names = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
     return {name: known[name] if name in known else checksum(folder / name) for name in names}
@@ -323,14 +323,14 @@ _IN_METADATA = {
     "TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
     "torch.distributed.checkpoint.planner": "SavePlan TensorWriteData WriteItem WriteItemType",
 }
-"""The classes by module that torch and megatron write there, besides types of tensors."""
+"""The classes, by module, that torch and megatron use in .metadata, besides tensors' dtypes."""
 FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 @contextmanager
 def safely(path: Path) -> Iterator[None]:
-    """Within this context torch can safely read the checkpoint at `path`. MegarlError if its .metadata cannot be read, a
-    CorruptCheckpoint if it is no pickle of the classes that belong there.
+    """Make it safe for torch to read the checkpoint at `path` within this context. MegarlError if its .metadata cannot be read,
+    CorruptCheckpoint if it is not a pickle of the expected classes.
     """
     try:
         with (path / METADATA).open("rb") as stream:

@@ -1,4 +1,4 @@
-"""Model families: what their tensors are called, and how Megatron's tensors are made from Hugging Face ones.
+"""Model families: the names of their tensors, and how Megatron's tensors are made from Hugging Face ones.
 
     Megatron  decoder.layers.3.self_attention.linear_qkv.weight   (layers, and experts, counted over the whole model)
        │  family.weight(name)
@@ -13,13 +13,13 @@ its own part, and one rule serves loading, export and every layout.
 Megatron fuses q, k, v into one tensor, ordered by key-value group (q of the group, its k, its v), and gate with up.
 
 Qwen3-MoE    each expert has its own gate_proj, up_proj and down_proj; so have those of GLM-4.5 and DeepSeek-V3, whose shared
-             experts are one MLP. Their layers for multi-token prediction, behind the last one, are carried along untouched
-DeepSeek-V3  q by way of a narrow q_a_proj, k and v by way of kv_a_proj_with_mqa; Megatron calls these down and up projections
-Llama 4      a layer's experts are stacked and transposed against Linear's: gate_up_proj [experts, hidden, 2 x inner],
-             down_proj [experts, inner, hidden]. A multimodal directory (the released ones) has the text model behind
-             `language_model.`; vision tower and projector are carried along untouched
-gpt-oss      stacked and transposed likewise, gate and up alternating in gate_up_proj; biases of all linear maps; a sink of
-             each head, which Megatron calls softmax_offset
+             experts are one MLP. Their layers for multi-token prediction, after the last one, are carried along unchanged
+DeepSeek-V3  q comes from a narrow q_a_proj, k and v from kv_a_proj_with_mqa; Megatron calls these down and up projections
+Llama 4      a layer's experts are stacked and transposed relative to Linear's: gate_up_proj [experts, hidden, 2 x inner],
+             down_proj [experts, inner, hidden]. A multimodal directory (as released) has the text model under
+             `language_model.`; vision tower and projector are carried along unchanged
+gpt-oss      experts stacked and transposed like these, gate and up alternating in gate_up_proj; biases of all linear maps; a
+             sink for each head, which Megatron calls softmax_offset
 """
 
 import re
@@ -47,7 +47,7 @@ class SourceView:
 
     @property
     def alone(self) -> str:
-        """The name that this view of a stack has as a tensor of its own, transposed: `experts.3.gate_proj.weight`."""
+        """The name of this view of a stack as a separate, transposed tensor: `experts.3.gate_proj.weight`."""
         stack, _, name = self.name.rpartition(".")
         name, bias, _ = name.partition("_bias")
         if self.part is not None:
@@ -60,8 +60,8 @@ class Weight:
     """How one Megatron tensor corresponds to Hugging Face ones.
 
     sources: the views it is made from. split: the dimension of each view along which TP (for experts: expert TP) divides it;
-    None: every rank holds it whole. vocabulary: rows without the padding that makes them divide by TP; None: no padding.
-    served: the type that servers hold it in, if that is not the model's.
+    None: every rank has all of it. vocabulary: number of rows without the padding for TP; None: no padding. served: the type in
+    which servers store it, if not the model's.
     """
 
     sources: tuple[SourceView, ...]
@@ -77,15 +77,15 @@ NamedWeights = dict[str, Weight]
 
 @dataclass(frozen=True)
 class Family:
-    """One model: what its config.json says, and how its tensors correspond. weights: by Megatron name, as local layer specs
-    have it. elsewhere: how names of tensors begin that are not of the language model and are carried along untouched."""
+    """One model: its architecture, and how its tensors correspond. weights: by Megatron's names in local layer specs.
+    elsewhere: prefixes of tensors that do not belong to the language model and are carried along unchanged."""
 
     architecture: Architecture
     weights: Mapping[str, Weight]
     elsewhere: tuple[str, ...] = ()
 
     def weight(self, name: str) -> Weight:
-        """Return how a Megatron tensor is made, its layers and experts counted over the whole model; KeyError if none is."""
+        """Return how a Megatron tensor is made. Layers and experts in its name count over the model. KeyError if unknown."""
         for pattern, local in _TRANSFORMER_ENGINE:
             name = pattern.sub(local, name)
         return self.weights[name]
@@ -95,7 +95,7 @@ class Family:
         return {source.name for weight in self.weights.values() for source in weight.sources}
 
     def passthrough(self, name: str) -> bool:
-        """Return whether this Hugging Face tensor belongs to something that is not trained here, such as a vision tower."""
+        """Return whether this Hugging Face tensor belongs to a part that is not trained here, such as a vision tower."""
         return name.startswith(self.elsewhere)
 
 
@@ -108,11 +108,11 @@ _TRANSFORMER_ENGINE = [
 
 
 SERVED_ROUTERS = {"Glm4MoeForCausalLM": torch.float32}
-"""The type of routers' weights on a server, by architecture."""
+"""The type of routers' weights on a server, by architecture; others have the model's."""
 
 
 def family_of(hf_dir: Path) -> Family:
-    """Return the family that can read this Hugging Face directory, configured by it."""
+    """Return the family of the model in this Hugging Face directory."""
     model = architecture.in_directory(hf_dir)
     if model.name == "Llama4ForConditionalGeneration":
         return Family(model, _weights(model, "language_model."), ("vision_model.", "multi_modal_projector."))
@@ -121,7 +121,7 @@ def family_of(hf_dir: Path) -> Family:
 
 
 def _weights(model: Architecture, prefix: str = "") -> NamedWeights:
-    """Return all weights of the model. prefix: how Hugging Face names begin."""
+    """Return all weights of the model. prefix: begins their Hugging Face names."""
     weights: NamedWeights = {}
     for i in range(model.layers):
         hf = f"{prefix}model.layers.{i}."
@@ -144,8 +144,13 @@ def _plain(name: str, split: int | None = None) -> Weight:
     return Weight((SourceView(name),), split)
 
 
+def _turned(view: SourceView, split: int | None = None, served: torch.dtype | None = None) -> Weight:
+    """Return a weight that is the transpose of `view`, or `view` itself if it is a vector."""
+    return Weight((view,), split, lambda views: views[0].t(), lambda tensor: [tensor.t()], served=served)
+
+
 def _attention(model: Architecture, hf: str) -> NamedWeights:
-    """Return the projections of `hf` (…self_attn.), with biases and norms of heads where the model has them."""
+    """Return the projections of `hf` (…self_attn.), with biases, sinks and norms of heads if the model has them."""
     weights = {"self_attention.linear_proj.weight": _plain(hf + "o_proj.weight", 1)}
     for kind in ("weight", "bias") if model.qkv_biases else ("weight",):
         sources = tuple(SourceView(f"{hf}{x}_proj.{kind}") for x in "qkv")
@@ -161,7 +166,7 @@ def _attention(model: Architecture, hf: str) -> NamedWeights:
 
 
 def _latent_attention(model: Architecture, hf: str) -> NamedWeights:
-    """Return the projections and norms of `hf` (…self_attn.) with a narrow q, if it is, and a narrow k and v."""
+    """Return the projections and norms of `hf` (…self_attn.) in latent attention, with or without compressed q."""
     names = {"kv_down": "kv_a_proj_with_mqa", "kv_up": "kv_b_proj", "q": "q_proj"}
     norms = {"kv_layernorm": "kv_a_layernorm"}
     if model.latent and model.latent.query is not None:
@@ -175,16 +180,14 @@ def _latent_attention(model: Architecture, hf: str) -> NamedWeights:
 
 def _feed_forward(model: Architecture, hf: str, experts: bool) -> NamedWeights:
     """Return the MLP of layer `hf`, or its router and experts."""
-    llama4, balanced = model.name.startswith("Llama4"), model.router == "balanced"
     if model.biases:
         return _experts_with_biases(model, hf + "mlp.")
+    llama4, balanced = model.name.startswith("Llama4"), model.router == "balanced"
     hf += "feed_forward." if llama4 else "mlp."
     if not experts:
         return _gated_mlp("mlp.", hf)
-    router = Weight(
-        (SourceView(hf + ("router.weight" if llama4 else "gate.weight")),), served=SERVED_ROUTERS.get(model.name)
-    )
-    weights = {"mlp.router.weight": router}
+    router = SourceView(hf + ("router.weight" if llama4 else "gate.weight"))
+    weights = {"mlp.router.weight": Weight((router,), served=SERVED_ROUTERS.get(model.name))}
     if balanced:
         weights["mlp.router.expert_bias"] = _plain(hf + "gate.e_score_correction_bias")
     if model.shared_feed_forward:
@@ -209,31 +212,28 @@ def _gated_mlp(megatron: str, hf: str) -> NamedWeights:
 def _stacked_expert(megatron: str, hf: str, expert: int) -> NamedWeights:
     """Return expert `expert` of the stacks `hf` (…experts.), whose entries are transposed: [hidden, inner], [inner, hidden]."""
     gate_up = tuple(SourceView(hf + "gate_up_proj", expert, (k, 2)) for k in range(2))
-    down = (SourceView(hf + "down_proj", expert),)
     return {
         megatron + "linear_fc1.weight": Weight(
             gate_up, 1, lambda views: torch.cat([v.T for v in views]), lambda fused: [half.T for half in fused.chunk(2)]
         ),
-        megatron + "linear_fc2.weight": Weight(down, 0, lambda views: views[0].T, lambda tensor: [tensor.T]),
+        megatron + "linear_fc2.weight": _turned(SourceView(hf + "down_proj", expert), 0),
     }
 
 
 def _experts_with_biases(model: Architecture, hf: str) -> NamedWeights:
-    """Return router and experts of `hf` (…mlp.). Transposed, a stack's entry of gate and up has rows of both in turn."""
+    """Return router and experts of `hf` (…mlp.). When transposed, a stack's entry has rows of gate and up alternately."""
     weights = {f"mlp.router.{kind}": _plain(f"{hf}router.{kind}") for kind in ("weight", "bias")}
     for e in range(model.experts):
         for ending, kind, served in (("", "weight", None), ("_bias", "bias", torch.float32)):
             gate_up, down = (SourceView(f"{hf}experts.{name}_proj{ending}", e) for name in ("gate_up", "down"))
             megatron = f"mlp.experts.local_experts.{e}.linear_fc"
             weights[f"{megatron}1.{kind}"] = Weight((gate_up,), None, _apart, _in_turn, served=served)
-            weights[f"{megatron}2.{kind}"] = Weight(
-                (down,), None, lambda views: views[0].t(), lambda tensor: [tensor.t()], served=served
-            )
+            weights[f"{megatron}2.{kind}"] = _turned(down, served=served)
     return weights
 
 
 def _apart(views: Sequence[Tensor]) -> Tensor:
-    """Map [hidden, 2 inner] or [2 inner], gate and up in turn, to [2 inner, …], gate before up."""
+    """Map [hidden, 2 inner] or [2 inner], gate and up alternating, to [2 inner, …], gate before up."""
     rows = views[0].t()
     return torch.cat([rows[0::2], rows[1::2]])
 
@@ -244,7 +244,7 @@ def _in_turn(fused: Tensor) -> list[Tensor]:
 
 def _merge_qkv(head_dim: int, views: Sequence[Tensor]) -> Tensor:
     """Map q [groups * n * head_dim, …], k and v [groups * head_dim, …] to [groups * (n + 2) * head_dim, …]."""
-    hidden = views[0].shape[1:]  # none of a bias
+    hidden = views[0].shape[1:]  # empty for a bias
     groups = views[1].shape[0] // head_dim  # of this shard
     return torch.cat([t.reshape(groups, -1, *hidden) for t in views], 1).reshape(-1, *hidden)
 

@@ -4,9 +4,9 @@
     export    parameter ──all-gather over TP, EP──► unmerge ──► (name, whole tensor)     one parameter at a time
     save      export of every stage ──► files, index, config, tokenizer ──► rename       a directory is complete or absent
 
-If Hugging Face stacks a layer's experts in one tensor, export holds only that layer's stacks, until they are full.
+If Hugging Face stacks a layer's experts in one tensor, export keeps only that layer's stacks, until they are full.
 
-Values are copied, never computed with: export after load gives the same bits if the model has the directory's dtype.
+Values are copied, never computed: export after load gives the same bits if the model has the directory's dtype.
 """
 
 import functools
@@ -42,13 +42,13 @@ _WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pth|pt|gguf|h5|msgpack)(\.inde
 
 
 class Sliceable(Protocol):
-    """A tensor, or safetensors' lazy one, which reads only what is indexed."""
+    """A tensor, or a lazy one from safetensors, which reads only the part that is indexed."""
 
     def __getitem__(self, index: tuple[slice, ...], /) -> Tensor: ...
 
 
 def _open(hf_dir: Path, stack: ExitStack) -> dict[str, safe_open]:
-    """Return the file of each tensor of a Hugging Face directory, open until `stack` is closed."""
+    """Return the open file of each tensor in a Hugging Face directory, by name; `stack` closes the files."""
     try:
         files = [stack.enter_context(safe_open(path, framework="pt")) for path in weight_files(hf_dir)]
     except (SafetensorError, OSError) as error:
@@ -80,9 +80,9 @@ def load(chunks: Sequence[Module], family: Family, hf_dir: Path) -> None:
 def export(chunks: Sequence[Module], family: Family, stacked: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Yield this pipeline stage's weights as (Hugging Face name, whole tensor), one at a time, always in the same order.
 
-    stacked: give a layer's experts as one tensor where the family has them so (Llama 4); else each by a name of its own, as
-    other families have them, which servers take as well: Scout's stack alone has 2.7 GB, and no bucket bounds it. Then a tensor
-    also has the type that servers hold it in, since a delta is added to its bits.
+    stacked: yield a layer's experts as one tensor if the family stores them so (Llama 4). Otherwise yield each under a name of
+    its own, as in other families, which servers also accept: Scout's stack alone has 2.7 GB, more than any bucket. A tensor
+    then also has the type in which servers store it, since a delta is added to its bits.
 
     COLLECTIVE over the stage's tensor-parallel group and, if experts are divided, its expert-parallel groups, and so over every
     data-parallel copy: each rank must run the iterator to its end. All get the same whole tensors in the parameters' dtype
@@ -100,23 +100,22 @@ def export(chunks: Sequence[Module], family: Family, stacked: bool = True) -> It
                 if source.expert is None:
                     view = view[: weight.vocabulary].contiguous()
                     yield source.name, view if stacked or weight.served is None else view.to(weight.served)
-                    continue
-                if not stacked:
+                elif not stacked:
                     yield source.alone, view.t().contiguous().to(weight.served or view.dtype)
-                    continue
-                part, parts = source.part or (0, 1)
-                if source.name not in stacks:
-                    shape = (family.architecture.experts, *view.shape[:-1], view.shape[-1] * parts)
-                    stacks[source.name], missing[source.name] = view.new_empty(shape), shape[0] * parts
-                stacks[source.name][source.expert].chunk(parts, -1)[part].copy_(view)
-                missing[source.name] -= 1
-                if not missing[source.name]:
-                    yield source.name, stacks.pop(source.name)
+                else:
+                    part, parts = source.part or (0, 1)
+                    if source.name not in stacks:
+                        shape = (family.architecture.experts, *view.shape[:-1], view.shape[-1] * parts)
+                        stacks[source.name], missing[source.name] = view.new_empty(shape), shape[0] * parts
+                    stacks[source.name][source.expert].chunk(parts, -1)[part].copy_(view)
+                    missing[source.name] -= 1
+                    if not missing[source.name]:
+                        yield source.name, stacks.pop(source.name)
     assert not stacks, f"never filled: {', '.join(stacks)}"
 
 
 type _WrittenFile = tuple[Path, dict[str, int]]
-"""A file of weights that was written, and the bytes of each tensor in it."""
+"""A written file of weights, and the size in bytes of each tensor in it."""
 
 
 def save(
@@ -124,15 +123,12 @@ def save(
 ) -> None:
     """Write the model as a Hugging Face directory. COLLECTIVE over all ranks; one data-parallel copy of the model writes.
 
-    Configuration and tokenizer come from `source`, and so do tensors outside the language model (family.passthrough).
-    `destination` must not exist; it appears once all is written. If any rank fails, all raise MegarlError and nothing is left.
+    Configuration, tokenizer and tensors outside the language model (family.passthrough) come from `source`. `destination` must
+    not exist; it appears once everything is written. If any rank fails, all raise MegarlError and no files are left.
     """
     dtype = next(p.dtype for c in chunks for p in c.parameters())
     partial = begun(destination, lambda partial: copy_description(source, partial, dtype))
-    writes = (
-        parallel_state.get_tensor_model_parallel_rank() == 0
-        and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-    )
+    writes = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank(True) == 0
     stage = parallel_state.get_pipeline_model_parallel_rank()
     write = functools.partial(_write, partial=partial, shard_bytes=shard_bytes)
     written = everywhere(lambda: write(export(chunks, family), f"stage-{stage:04}", writes), partial)
@@ -147,7 +143,7 @@ def partial_of(path: Path) -> Path:
 
 
 def begun(destination: Path, fill: Callable[[Path], None]) -> Path:
-    """Return the folder to be written and then renamed `destination`, which rank 0 has begun by `fill`. COLLECTIVE."""
+    """Return the folder to write and then rename to `destination`; rank 0 has begun it with `fill`. COLLECTIVE."""
     partial = partial_of(destination)
 
     def start() -> None:
@@ -162,7 +158,7 @@ def begun(destination: Path, fill: Callable[[Path], None]) -> Path:
 
 
 def stored_tensors(chunk: Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters, and routers' biases, which are FP32 buffers: nothing trains them, but they are part of the model."""
+    """Yield parameters and routers' biases, which are FP32 buffers: no optimiser trains them, but they belong to the model."""
     yield from chunk.named_parameters()
     yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".router.expert_bias"))
 
@@ -180,14 +176,12 @@ def named_tensors(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _of_expert(name: str, by: int) -> str:
-    """Return the name of the expert that comes `by` later."""
-    match = _EXPERT.fullmatch(name)
-    assert match is not None, name
-    return f"{match[1]}{int(match[2]) + by}{match[3]}"
+    """Return the name of the same tensor of the expert whose number is `by` larger."""
+    return _EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + by}{match[3]}", name)
 
 
 def shard_of(name: str) -> tuple[int, int]:
-    """Return which shard of this parameter the rank has, and of how many."""
+    """Return the index of this rank's shard of the parameter, and the number of shards."""
     expert = _EXPERT.fullmatch(name) is not None
     group = (
         parallel_state.get_expert_tensor_parallel_group if expert else parallel_state.get_tensor_model_parallel_group
@@ -196,7 +190,7 @@ def shard_of(name: str) -> tuple[int, int]:
 
 
 def _gathered(name: str, parameter: Tensor, family: Family) -> Iterator[tuple[str, list[Tensor]]]:
-    """Yield (name, shards of all ranks) of this parameter and, for an expert's, of its counterparts on other ranks."""
+    """Yield (name, shards of all ranks) for this parameter and, if it is an expert's, for its counterparts on other ranks."""
     if not _EXPERT.fullmatch(name):
         divided = family.weight(name).split is not None
         yield name, _all(parameter, parallel_state.get_tensor_model_parallel_group()) if divided else [parameter]
@@ -204,7 +198,7 @@ def _gathered(name: str, parameter: Tensor, family: Family) -> Iterator[tuple[st
     experts, (_, size) = parallel_state.get_expert_model_parallel_group(), shard_of(name)
     ranks, rank = experts.size(), experts.rank()
     experts_of_a_rank = family.architecture.experts // ranks
-    # Ranks of this group count through the shards of an expert first.
+    # In the order of ranks in this group, the shards of an expert are neighbours.
     shards = _all(parameter, parallel_state.get_expert_tensor_and_model_parallel_group())
     for there in range(ranks):
         yield _of_expert(name, (there - rank) * experts_of_a_rank), shards[there * size : (there + 1) * size]
@@ -219,9 +213,9 @@ def _all(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def check_names(hf_dir: Path, present: Set[str], family: Family) -> None:
-    """Raise MegarlError that names every missing and every foreign tensor."""
+    """Raise a MegarlError that names missing and foreign tensors, if there are any."""
     needed = family.names()
-    # Old versions of transformers left frequencies there; a tied head may be stored twice.
+    # Old versions of transformers stored frequencies; a tied head may be stored as well as the embedding.
     endings = ("rotary_emb.inv_freq", *(["lm_head.weight"] if family.architecture.tied else []))
     ignored = {name for name in present if name.endswith(endings) or family.passthrough(name)}
     missing, extra = sorted(needed - present), sorted(present - needed - ignored)
@@ -237,7 +231,7 @@ def check_names(hf_dir: Path, present: Set[str], family: Family) -> None:
 def read_view(
     tensor: Sliceable, shape: Sequence[int], source: SourceView, weight: Weight, rank: int, size: int
 ) -> Tensor:
-    """Read rank `rank` of `size`'s part of one view of a Hugging Face tensor; zeros where the vocabulary is padded."""
+    """Read the part of rank `rank` of `size` of one view of a Hugging Face tensor, with zeros for padding of the vocabulary."""
     bounds = [(0, n) for n in shape]
     if source.expert is not None:
         bounds[0] = (source.expert, source.expert + 1)
@@ -266,10 +260,9 @@ def everywhere[T](work: Callable[[], T], partial: Path | None = None) -> list[T]
     try:
         done.append(work())
     except (MegarlError, OSError, SafetensorError) as error:
-        failure = str(error)
+        failure = str(error) or repr(error)
     results = gathered((done, failure))
-    errors = list(dict.fromkeys(error for _, error in results if error))
-    if errors:
+    if errors := list(dict.fromkeys(error for _, error in results if error)):
         if partial is not None and dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise MegarlError("\n".join(errors))
@@ -277,8 +270,8 @@ def everywhere[T](work: Callable[[], T], partial: Path | None = None) -> list[T]
 
 
 def copy_description(source: Path, destination: Path, dtype: torch.dtype | None = None) -> None:
-    """Copy configuration, generation configuration, tokenizer: every file without weights. `dtype`, which is not
-    quantised, is put into the config."""
+    """Copy configuration, generation configuration and tokenizer: every file without weights. dtype: put it into the config and
+    remove the quantisation from it."""
     config = read_config(source)
     destination.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
@@ -286,7 +279,7 @@ def copy_description(source: Path, destination: Path, dtype: torch.dtype | None 
             shutil.copyfile(path, destination / path.name)
     if dtype is not None:
         config.pop("quantization_config", None)
-        for part in (config, config["text_config"]) if "text_config" in config else (config,):
+        for part in (config, config.get("text_config", config)):
             part["torch_dtype" if "torch_dtype" in part else "dtype"] = str(dtype).removeprefix("torch.")
         write_config(destination, config)
 
@@ -302,7 +295,7 @@ def _tensors_elsewhere(family: Family, source: Path) -> Iterator[tuple[str, Tens
 def _write(
     tensors: Iterator[tuple[str, Tensor]], prefix: str, writes: bool, *, partial: Path, shard_bytes: int
 ) -> list[_WrittenFile]:
-    """Write these tensors to files of at most `shard_bytes` (or one tensor); without `writes` only run the iterator."""
+    """Write these tensors to files of at most `shard_bytes` (or one tensor). Without `writes`, only run the iterator."""
     written: list[_WrittenFile] = []
     error: Exception | None = None
     held: dict[str, Tensor] = {}
@@ -330,7 +323,7 @@ def _write(
 
 
 def _finish_directory(written: list[list[_WrittenFile]], partial: Path, destination: Path) -> None:
-    """Give the files their usual names, write the index, and rename the directory."""
+    """Give the files their usual names, write the index if there are several, and rename the directory."""
     files = list(itertools.chain.from_iterable(written))
     weight_map, total = {}, 0
     for i, (file, sizes) in enumerate(files, 1):
@@ -344,7 +337,7 @@ def _finish_directory(written: list[list[_WrittenFile]], partial: Path, destinat
 
 
 def write_index(hf_dir: Path, file_of: Mapping[str, str], total_bytes: int) -> None:
-    """Write the index of a directory with several files of weights. file_of: by tensor."""
+    """Write the index of a directory with several files of weights. file_of: the file of each tensor."""
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(file_of.items()))}
     (hf_dir / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 

@@ -2,20 +2,19 @@
 critic's head.
 
     CausalAttention      q, k, v [tokens, heads, head_dim] ─ rotate by position ─► attention.py ─► [tokens, heads * head_dim]
-    LatentAttention      hidden ─► narrow q; narrow k and v, and k's rotated part ─► q, k, v of each head ─► CausalAttention
-    ChunkedTEAttention   megatron rotates ─► L2 norm or temperature ─► TEDotProductAttention, given shorter sequences in chunks
+    LatentAttention      hidden ─► compressed q, k and v, and k's rotated part ─► q, k, v of each head ─► CausalAttention
+    ChunkedTEAttention   megatron rotates ─► L2 norm or temperature ─► TEDotProductAttention, with chunks as sequences
 
-Under context parallelism a rank's queries meet the gathered keys and values. megatron-core's own modules do not suffice: its
-norm refuses sequence parallelism, its attention refuses packed sequences, its rotary embedding loops over them in Python.
+Under context parallelism a rank's queries attend to the gathered keys and values. megatron-core's own modules do not suffice:
+its norm refuses sequence parallelism, its attention refuses packed sequences, its rotary embedding loops over them in Python.
 
-Rotary embedding turns pairs of a head's elements:
+A rotary embedding rotates pairs of a head's elements:
 
 halves         (x0 … x7)  ->  pairs (x0, x4) (x1, x5) (x2, x6) (x3, x7)       most models
 interleaved    (x0 … x7)  ->  pairs (x0, x1) (x2, x3) (x4, x5) (x6, x7)       Llama 4, DeepSeek-V3; rotated in float32
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,7 +42,6 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import Module, Parameter
 
 from megarl.core.base.architecture import Architecture, Yarn
-from megarl.core.base.errors import MegarlError
 from megarl.core.models.attention import (
     Kernels,
     LayerAttention,
@@ -56,7 +54,8 @@ from megarl.core.models.attention import (
 
 
 def inverse_frequencies(model: Architecture) -> Tensor:
-    """Return [rotated / 2] float32, bit for bit transformers' `default`, `llama3` and `yarn` (modeling_rope_utils.py)."""
+    """Return inverse frequencies [rotated / 2] float32, bit for bit transformers' `default`, `llama3` and `yarn`
+    (modeling_rope_utils.py)."""
     steps = torch.arange(0, model.rotated, 2, dtype=torch.int64).float()
     wavelengths = model.rope_theta ** (steps / model.rotated)
     frequencies = 1.0 / wavelengths
@@ -77,26 +76,25 @@ def inverse_frequencies(model: Architecture) -> Tensor:
     factor, low, high, original = scaling.factor, scaling.low, scaling.high, scaling.original
     wavelengths = 2 * math.pi / frequencies
     stretched = torch.where(wavelengths > original / low, frequencies / factor, frequencies)
-    if low == high:  # Llama 4: no wavelength is between
+    if low == high:  # Llama 4: there is no range in between
         return stretched
     smooth = (original / wavelengths - low) / (high - low)
     between = (1 - smooth) * stretched / factor + smooth * stretched
     return torch.where((wavelengths >= original / high) & (wavelengths <= original / low), between, stretched)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Rope:
-    """Rotary embedding of one model. inverse_frequencies [rotated / 2] float32: of a head's first elements, or of its `last`.
-    magnitude: what these are multiplied with."""
+    """The rotary embedding of one model. inverse_frequencies [rotated / 2] float32: for the first elements of a head, or its
+    `last`. magnitude: a factor on the rotated elements."""
 
-    def __init__(
-        self, inverse_frequencies: Tensor, interleaved: bool, magnitude: float = 1.0, last: bool = False
-    ) -> None:
-        self.inverse_frequencies, self.interleaved = inverse_frequencies, interleaved
-        self.magnitude, self.last = magnitude, last
-        self.pack_of_rows = functools.lru_cache(maxsize=4)(_pack_of_rows)  # each keeps this model's layout of it
+    inverse_frequencies: Tensor
+    interleaved: bool
+    magnitude: float = 1.0
+    last: bool = False
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos, sin [positions, 1, rotated / 2] of each pair's angle, computed in float32; kept so if interleaved, else
+        """Return cos and sin [positions, 1, rotated / 2] of each pair's angle, computed in float32 and, unless interleaved,
         converted to `dtype`."""
         angles = (positions.float()[:, None] * self.inverse_frequencies.to(positions.device))[:, None]
         kept = torch.float32 if self.interleaved else dtype
@@ -113,7 +111,7 @@ class Rope:
 
 
 class _Rotation(torch.autograd.Function):
-    """Turns pairs by their angles. Its gradient is turned back by the same angles: a third of what autograd would do."""
+    """Rotates pairs by their angles. The gradient is rotated back by the same angles, at a third of autograd's cost."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -137,28 +135,48 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return out.to(x.dtype)
 
 
-def _pack_of_rows(rows: int, length: int) -> PackedSeqParams:
-    boundaries = torch.arange(rows + 1) * length
-    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=boundaries, cu_seqlens_kv=boundaries, max_seqlen_q=length)
-
-
 class RMSNorm(Module):
-    """Computes x / rms(x) * weight over the last dimension, the mean in float32 (as transformers' LlamaRMSNorm)."""
+    """Computes x / rms(x) * weight over the last dimension, with the mean in float32 (like transformers' LlamaRMSNorm)."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__()
         self.eps = eps
         device = torch.cuda.current_device()
         self.weight = Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
-        # Each TP rank sees a part of the sequence: finalize_model_grads sums gradients of parameters with this mark.
+        # Each TP rank has a part of the sequence, and finalize_model_grads sums the gradients of parameters with this mark.
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.eps, self.weight)
 
 
+def swiglu(x: Tensor) -> Tensor:
+    """Return silu of the first half of x [..., 2 n] times the second half (arXiv 2002.05202)."""
+    return _SwiGLU.apply(x)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Writes the gradients of both halves into one tensor; autograd would make each and then copy both."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        activated = F.silu(gate)
+        ctx.save_for_backward(x, activated)
+        return activated * up
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> Tensor:
+        x, activated = ctx.saved_tensors
+        of_x = torch.empty_like(x)
+        (gate, up), (of_gate, of_up) = x.chunk(2, -1), of_x.chunk(2, -1)
+        torch.mul(gradient, activated, out=of_up)
+        torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=of_gate)
+        return of_x
+
+
 class CausalAttention(Module):
-    """megatron's `core_attention`: rotation, then causal attention with grouped queries, packed or not."""
+    """Takes the place of megatron's `core_attention`: rotation, then causal attention with grouped queries, packed or not."""
 
     def __init__(
         self,
@@ -170,13 +188,13 @@ class CausalAttention(Module):
         pg_collection: ProcessGroupCollection,
         **_: object,
     ) -> None:
-        """layers: of the whole model."""
+        """Make the attention of layer `layer_number`. layers: of the whole model."""
         super().__init__()
         self.scale = config.softmax_scale
         self.rope = rope
         self.layer = layers[layer_number - 1]
         self.cp, self.tp = pg_collection.cp, pg_collection.tp
-        self.softmax_offset = None  # megatron's name of sinks
+        self.softmax_offset = None  # megatron's name for sinks
         if self.layer.sinks:
             heads = config.num_attention_heads // config.tensor_model_parallel_size
             device = torch.cuda.current_device()
@@ -186,7 +204,7 @@ class CausalAttention(Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Return the sinks, of which each tensor-parallel rank has those of its heads."""
+        """Return the sinks; each tensor-parallel rank has those of its heads."""
         state, split = self.state_dict(prefix="", keep_vars=True), {"softmax_offset": 0}
         group = ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]
         return make_sharded_tensors_for_checkpoint(
@@ -202,11 +220,13 @@ class CausalAttention(Module):
         packed_seq_params: PackedSeqParams | None = None,
         **__: object,
     ) -> Tensor:
-        """Packed: map [tokens, heads, head_dim] to [tokens, heads * head_dim]. Else [s, b, heads, head_dim] to [s, b, …]."""
-        if packed_seq_params is None:  # rows end to end are a pack, too
+        """Attend, from [tokens, heads, head_dim] to [tokens, heads * head_dim] if packed, else [s, b, heads, head_dim] to
+        [s, b, heads * head_dim]."""
+        if packed_seq_params is None:  # rows end to end are packed sequences, too
             length, rows = q.shape[:2]
-            q, k, v = (t.transpose(0, 1).flatten(0, 1) for t in (q, k, v))
-            attended = self.forward(q, k, v, packed_seq_params=self.rope.pack_of_rows(rows, length))
+            boundaries = torch.arange(rows + 1) * length
+            pack = PackedSeqParams("thd", boundaries, boundaries, max_seqlen_q=length)
+            attended = self.forward(*(t.transpose(0, 1).flatten(0, 1) for t in (q, k, v)), packed_seq_params=pack)
             return attended.unflatten(0, (rows, length)).transpose(0, 1)
         positions, cos, sin, kernels = self._layout(packed_seq_params, q)
         if self.layer.rotary:
@@ -217,13 +237,13 @@ class CausalAttention(Module):
             q = (q * temperatures(positions[:, None, None], *self.layer.temperature)).to(q.dtype)
         if self.cp.size() > 1:
             k, v = (gather_from_sequence_parallel_region(t.contiguous(), group=self.cp) for t in (k, v))
-        if (width := v.shape[-1]) < q.shape[-1]:  # latent attention; kernels want one width
+        if (width := v.shape[-1]) < q.shape[-1]:  # latent attention; kernels need equal widths
             v = F.pad(v, (0, q.shape[-1] - width))
         return kernels(q, k, v, self.scale, self.softmax_offset)[..., :width].flatten(1)
 
     def _layout(self, packed: PackedSeqParams, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Kernels]:
-        """Return where this rank's tokens are: positions [tokens] in their sequences, cos, sin, kernels.
-        The first layer that needs it makes it for all, and keeps it with the parameters that all get."""
+        """Return positions [tokens] of this rank's tokens in their sequences, cos, sin, and kernels. The first layer that needs
+        them makes them, and keeps them with `packed`, which all layers get."""
         known = vars(packed).setdefault("megarl_layouts", {})
         chunk, window = (n if n and packed.max_seqlen_q > n else None for n in (self.layer.chunk, self.layer.window))
         if (chunk, window) not in known:
@@ -235,14 +255,14 @@ class CausalAttention(Module):
 
 
 class LatentAttention(MLASelfAttention):
-    """megatron's multi-head latent attention, with ours for what is between its projections.
+    """megarl's code between the projections of megatron's multi-head latent attention.
 
-    megatron's rotates in Python, sequence by sequence, and loses gradients with tensor parallelism: the rotated part of k is
-    for all heads, so what the heads of each rank say of it has to be summed.
+    megatron's own code rotates in Python, sequence by sequence, and loses gradients with tensor parallelism: all heads share
+    the rotated part of k, so its gradients from each rank's heads have to be summed.
     """
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
-        """Return the layers between down and up. Their norms have transformers' default epsilon, whatever rms_norm_eps says."""
+        """Return the up projections and norms. These norms have transformers' default epsilon, whatever rms_norm_eps is."""
 
         def norm(hidden_size: int, config: TransformerConfig, eps: float) -> RMSNorm:
             return RMSNorm(config, hidden_size, LATENT_EPSILON)
@@ -258,7 +278,7 @@ class LatentAttention(MLASelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **_: object,
     ) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        """Map hidden [s/tp, b, h] to this rank's heads of q, k and v, not rotated: [s, b, heads, …]; packed: [s, heads, …]."""
+        """Map hidden [s/tp, b, h] to this rank's heads of unrotated q, k and v [s, b, heads, …], or [s, heads, …] if packed."""
         low: MLATransformerConfig = self.config
         if low.q_lora_rank is None:
             q, _ = self.linear_q_proj(hidden_states)
@@ -277,7 +297,7 @@ class LatentAttention(MLASelfAttention):
         return q, k, v, None, None
 
     def _divided(self, x: Tensor) -> Tensor:
-        """Return this rank's share of the tokens, as the next norm and projection need them under sequence parallelism."""
+        """Return this rank's share of the tokens, which the next norm and projection need under sequence parallelism."""
         return scatter_to_sequence_parallel_region(x) if self.config.sequence_parallel else x
 
 
@@ -285,11 +305,8 @@ LATENT_EPSILON = 1e-6
 
 
 class ChunkedTEAttention(Module):
-    """megatron's `core_attention` by Transformer Engine's kernels, with Llama 4's additions.
-
-    If no sequence is longer than the chunk (8192 tokens in the released models), they get the original boundaries. Further ones
-    would upset how they divide sequences among context-parallel ranks: there longer sequences are refused.
-    """
+    """Takes the place of megatron's `core_attention`: Transformer Engine's kernels, with Llama 4's additions. Not under context
+    parallelism."""
 
     def __init__(
         self,
@@ -302,7 +319,6 @@ class ChunkedTEAttention(Module):
     ) -> None:
         super().__init__()
         self.layer = layers[layer_number - 1]
-        self.context_parallel = config.context_parallel_size
         self.kernels = kernels(config, layer_number, *args, **kwargs)
 
     def forward(
@@ -323,21 +339,18 @@ class ChunkedTEAttention(Module):
         return self.kernels(q, k, v, *args, packed_seq_params=packed_seq_params, **kwargs)
 
     def _scaled(self, q: Tensor, packed: PackedSeqParams, floor: int, scale: float) -> Tensor:
-        """Multiply queries by the temperature, which is 1 up to the floor, so for all tokens of most batches."""
+        """Multiply q [tokens, heads, head_dim] by the temperature, which is 1 up to the floor, so for most tokens."""
         if packed.max_seqlen_q < floor:
             return q
-        self._refuse_context_parallel(packed.max_seqlen_q, "the temperature's first", floor)
-        positions = positions_of(packed.cu_seqlens_q.tolist())
-        factors = temperatures(positions.to(q.device), floor, scale)
-        return (q * factors.view(-1, *[1] * (q.dim() - 1))).to(q.dtype)
+        positions = positions_of(packed.cu_seqlens_q.tolist()).to(q.device)
+        return (q * temperatures(positions[:, None, None], floor, scale)).to(q.dtype)
 
     def _divided(self, packed: PackedSeqParams, chunk: int) -> PackedSeqParams:
         """Return the parameters of the same row with its sequences divided at multiples of the chunk."""
         if packed.max_seqlen_q <= chunk:
             return packed
-        self._refuse_context_parallel(packed.max_seqlen_q, "an attention chunk of", chunk)
         known = vars(packed)
-        if "megarl_divided" not in known:  # done once by the first layer, for all
+        if "megarl_divided" not in known:  # done once, by the first layer
             like, boundaries = packed.cu_seqlens_q, packed.cu_seqlens_q.tolist()
             parts = like.new_tensor([*segments(boundaries, chunk).start.tolist(), boundaries[-1]])
             known["megarl_divided"] = dataclasses.replace(
@@ -345,18 +358,11 @@ class ChunkedTEAttention(Module):
             )
         return known["megarl_divided"]
 
-    def _refuse_context_parallel(self, tokens: int, what: str, limit: int) -> None:
-        if self.context_parallel > 1:
-            raise MegarlError(
-                f"model.context_parallel: a sequence of {tokens} tokens is longer than {what} {limit}, which is not "
-                "implemented across context-parallel ranks; set model.context_parallel=1"
-            )
-
 
 class ValueHead(Module):
     """A critic's head, in place of GPTModel's output layer: one float32 number per hidden state instead of logits. The weight
-    starts at zero, so that the first advantages are the rewards themselves. Every tensor-parallel rank holds it whole and
-    computes the same values, so no gradients need a reduction."""
+    starts at zero, so that the first advantages are the rewards themselves. Every tensor-parallel rank has all of it and
+    computes the same values, so its gradients need no reduction."""
 
     def __init__(self, config: TransformerConfig, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__()
@@ -370,7 +376,7 @@ class ValueHead(Module):
 
     @staticmethod
     def adopt(chunks: Sequence[GPTModel]) -> None:
-        """Give this head to chunks with loaded weights. They no longer share a head with the embedding."""
+        """Give chunks with loaded weights this head. They no longer use the embedding as the head."""
         for chunk in chunks:
             chunk.share_embeddings_and_output_weights = False
             if chunk.post_process:

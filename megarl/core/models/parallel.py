@@ -1,11 +1,10 @@
 """Process groups of the learner: torch.distributed, then megatron's TP, CP, EP, DP and PP groups, then random seeds.
 
-Rank, world size and rendezvous come from torchrun's environment; without it this process is the only rank. NCCL with a
-GPU, gloo without. Another layout may be started later in the same world: the groups are then made anew.
+Rank, world size and rendezvous come from torchrun's environment; without it this process is the only rank. The backend is NCCL
+with a GPU, gloo without. Another layout may be started later in the same world; then all groups are made again.
 """
 
 import os
-import resource
 from datetime import timedelta
 
 import torch
@@ -20,9 +19,9 @@ from megarl.shims.megatron_cpu import after_megatron_import
 
 
 def start(model: Model, seed: int, timeout_s: float) -> None:
-    """Join the other ranks in the groups of `model`'s layout. COLLECTIVE. timeout_s: of this and all later collectives."""
+    """Join the other ranks in the groups of `model`'s layout. COLLECTIVE. timeout_s: for this and all later collectives."""
     after_megatron_import()
-    torch.set_float32_matmul_precision("highest")  # also if the environment allows TF32, as some containers do
+    torch.set_float32_matmul_precision("highest")  # even if the environment allows TF32, as in some containers
     world = int(os.environ.get("WORLD_SIZE", "1"))
     expert_size = model.expert_parallel * model.expert_tensor_parallel * model.pipeline_parallel
     for size, what in ((model.model_parallel_size, "TP x PP x CP"), (expert_size, "expert: EP x ETP x PP")):
@@ -49,7 +48,7 @@ def start(model: Model, seed: int, timeout_s: float) -> None:
 
 
 def virtual_stages(model: Model) -> int | None:
-    """Return how many chunks each rank has, as megatron takes it: None for one."""
+    """Return the number of chunks per rank in megatron's form: None for one."""
     return model.virtual_pipeline_parallel if model.virtual_pipeline_parallel > 1 else None
 
 
@@ -69,10 +68,6 @@ def _leave_groups() -> None:
 
 
 def _join(timeout_s: float) -> None:
-    # Each of megatron's groups has sockets to its ranks, with GPUs for NCCL and for gloo. A process has 630 in a world of 64
-    # ranks and 2,550 in one of 256; a soft limit is usually 1,024.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     backend, alone = "gloo", {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

@@ -1,4 +1,4 @@
-"""Matrix products of a low precision whose sums stay in another, and megatron's weight gradients by them."""
+"""Matrix products of low-precision inputs that accumulate in a higher precision, and megatron's weight gradients by them."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from torch.nn import Module
 
 
 def product(a: Tensor, b: Tensor, precision: torch.dtype) -> Tensor:
-    """Multiply a [m, k] by b [k, n], of one type, to `precision`: float32, or the type of both, to which sums are rounded."""
+    """Multiply a [m, k] by b [k, n], of one type. precision: of the result; float32, or the inputs' type."""
     if a.dtype == precision:
         return a @ b
     if a.is_cuda:
@@ -28,10 +28,10 @@ def add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def add_gradients_in_fp32(chunk: Module) -> None:
-    """Have linear layers add weight gradients to DDP's FP32 sums, instead of rounding each micro-batch's to the weight's type.
+    """Make linear layers add weight gradients to DDP's FP32 sums, without rounding each micro-batch's to the weight's type.
 
-    Transformer Engine's can; megarl gives megatron's own what they otherwise need NVIDIA Apex for. benchmarks/gradients.py
-    measures what the rounding costs.
+    Transformer Engine's layers can do so; megatron's own would need NVIDIA Apex, for which this is a substitute.
+    benchmarks/gradients.py measures what the rounding costs.
     """
     added = SimpleNamespace(wgrad_gemm_accum_fp32=lambda inputs, d, total: add_product(total, d.T, inputs))
     layers.fused_weight_gradient_mlp_cuda = added

@@ -1,14 +1,11 @@
-"""Combinations of a recipe's keys that cannot work, or that megatron-core computes wrongly without warning."""
-
-from __future__ import annotations
+"""Checks for combinations of a recipe's keys that cannot work, or that megatron-core computes wrongly without warning."""
 
 import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from megarl.core.recipe.tree import Model, Recipe, Rows
+from megarl.core.recipe.tree import FP8_MULTIPLE, MULTIPLE_CHOICE, Model, Recipe, Rows
 
 GRADERS = ("math", "exact", "code", "format")
 """Built-in graders; others are services and functions."""
@@ -18,18 +15,14 @@ RESERVED = {
 }  # fmt: skip
 """Names that no reward may have."""
 OF_USERS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-FP8_MULTIPLE = 16
-"""Every dimension of an FP8 product must be a multiple of this."""
 LOSSES = ("cispo", "clip", "dppo", "gmpo", "gspo", "reinforce")
 """Built-in losses; others are functions."""
-MULTIPLE_CHOICE = ("arc", "hellaswag")
-"""Mappings of suites whose choices are scored; none is sampled."""
 ENVIRONMENTS = ("python", "calculator", "guessing")
 """Built-in environments; others are classes."""
 
 
 def impossible(r: Recipe) -> Iterator[str]:
-    """Yield each problem as `key: what is wrong, what to do`."""
+    """Yield each problem in the recipe as `key: what is wrong, what to do`."""
     for rules in RULES:
         yield from rules(r)
 
@@ -58,7 +51,7 @@ def _layout(r: Recipe) -> Iterator[str]:
 
 
 def _prompts(r: Recipe) -> Iterator[str]:
-    """Check what the model is asked: templates, names of suites, and which score is forecast."""
+    """Check the questions for the model: templates, names of suites, and which score is forecast."""
     for key, rows in _rows(r).items():
         if rows.system and rows.template == "raw":
             yield f"{key}.system: a system message needs template: chat"
@@ -85,7 +78,7 @@ def _prompts(r: Recipe) -> Iterator[str]:
 
 
 def _advantages(r: Recipe) -> Iterator[str]:
-    """Check how advantages are made, and the critic that may make them."""
+    """Check how advantages are computed, and the critic if there is one."""
     if r.batch.centring == "none" and r.batch.advantage == "group":
         yield (
             "batch.advantage: a group without variance has no deviation to divide an uncentred reward by; "
@@ -95,21 +88,25 @@ def _advantages(r: Recipe) -> Iterator[str]:
         return
     if r.batch.advantage == "group":
         yield "batch.advantage: with a critic tokens have advantages, no group has; use batch, running or none"
-    if r.batch.zero_variance != "keep":
-        yield (
-            f"batch.zero_variance: with a critic a group of one reward has a gradient; set keep, not {r.batch.zero_variance}"
-        )
-    if r.critic.warmup_steps >= r.run.steps:
-        yield (
-            f"critic.warmup_steps: {r.critic.warmup_steps} of run.steps={r.run.steps} leave none to train the policy in; "
-            "shorten the warm-up"
-        )
+    yield from _keeps_all_groups(r, "a critic")
+    yield from _ends_warm_up(r, "critic.warmup_steps", r.critic.warmup_steps, "to train the policy in")
+
+
+def _keeps_all_groups(r: Recipe, beside: str) -> Iterator[str]:
+    """Check that no group is dropped if the model learns from more than rewards. beside: what else it learns from."""
+    given = r.batch.zero_variance
+    if given != "keep":
+        yield f"batch.zero_variance: with {beside} a group of one reward has a gradient; set keep, not {given}"
+
+
+def _ends_warm_up(r: Recipe, key: str, steps: int, use: str) -> Iterator[str]:
+    if steps >= r.run.steps:
+        yield f"{key}: {steps} of run.steps={r.run.steps} leave none {use}; shorten the warm-up"
 
 
 def _losses(r: Recipe) -> Iterator[str]:
     """Check the loss and its terms."""
-    if r.loss.kind not in LOSSES and not OF_USERS.fullmatch(r.loss.kind):
-        yield f"loss.kind: {r.loss.kind!r} is no loss; {_known(r.loss.kind, LOSSES)}, and package.module:function"
+    yield from _named("loss.kind", r.loss.kind, "loss", LOSSES)
     if r.loss.kind not in LOSSES and r.loss.correction != "none":
         yield "loss.correction: a loss of your own has the weight in its hands; bound it there, and set none here"
     if r.loss.kind == "cispo" and r.loss.correction != "none":
@@ -125,15 +122,12 @@ def _losses(r: Recipe) -> Iterator[str]:
 
 
 def _teacher(r: Recipe) -> Iterator[str]:
-    """Check what a teacher cannot be combined with."""
+    """Check for settings that cannot be combined with a teacher."""
     if not r.teacher.weight:
         return
     if not r.teacher.path:
         yield "teacher.path: with teacher.weight a teacher is needed; give its directory, or set teacher.weight=0"
-    if r.batch.zero_variance != "keep":
-        yield (
-            f"batch.zero_variance: with a teacher a group of one reward has a gradient; set keep, not {r.batch.zero_variance}"
-        )
+    yield from _keeps_all_groups(r, "a teacher")
     if r.has_critic:
         yield "teacher.weight: with batch.centring=critic the critic gives tokens their advantages; set another centring"
     if r.loss.kind == "gmpo":
@@ -147,14 +141,14 @@ def _teacher(r: Recipe) -> Iterator[str]:
         yield "resources.colocate: the teacher's servers need GPUs of their own; set resources.colocate=false"
 
 
-def _optimizers(r: Recipe) -> Iterator[str]:
-    """Check warm-ups against schedules, and where the optimiser lies."""
-    optimizer = r.learner.optimizer
-    if optimizer.schedule != "constant" and optimizer.warmup_steps >= r.run.steps:
-        yield (
-            f"learner.optimizer.warmup_steps: {optimizer.warmup_steps} of run.steps={r.run.steps} leave none for the schedule "
-            f"{optimizer.schedule}; shorten the warm-up"
-        )
+def _learner(r: Recipe) -> Iterator[str]:
+    """Check the warm-up against the schedule, the optimiser's offload, and the steps to profile."""
+    optimizer, profiled = r.learner.optimizer, r.monitor.profile_steps
+    if profiled and not 0 <= profiled[0] <= profiled[1]:
+        yield f"monitor.profile_steps: should be [first, last], 0 or more, got {list(profiled)}"
+    if optimizer.schedule != "constant":
+        use = f"for the schedule {optimizer.schedule}"
+        yield from _ends_warm_up(r, "learner.optimizer.warmup_steps", optimizer.warmup_steps, use)
     if r.learner.optimizer_offload and r.model.dtype != "bf16":
         reason = (
             "megatron-core cannot load the offloaded optimiser of FP32 weights from a checkpoint"
@@ -197,15 +191,15 @@ def _sharing(r: Recipe) -> Iterator[str]:
 
 
 def _lengths(r: Recipe) -> Iterator[str]:
-    """Check for impossible budgets, disordered stages, and an end of thinking that is blank, empty although thinking is
-    interrupted, or not the end of the phrase.
+    """Check for impossible budgets, stages out of order, and an end of thinking that is blank, empty although thinking is
+    interrupted, or not at the end of the interruption phrase.
     """
     length, end = r.length, r.length.end_of_thinking
-    budgets = [s.thinking_tokens for s in length.stages] + [length.thinking_tokens]
-    if any(shortest > longest or shortest < 1 for shortest, longest in budgets):
-        where = "stages" if budgets[-1][0] <= budgets[-1][1] and budgets[-1][0] >= 1 else "thinking_tokens"
-        yield f"length.{where}: give [shortest, longest], 1 or more"
-    steps, longest = [s.until_step for s in length.stages], [longest for _, longest in budgets]
+    budgets = [*(("stages", s.thinking_tokens) for s in length.stages), ("thinking_tokens", length.thinking_tokens)]
+    for key, (shortest, most) in budgets:
+        if not 1 <= shortest <= most:
+            yield f"length.{key}: give [shortest, longest], 1 or more"
+    steps, longest = [s.until_step for s in length.stages], [most for _, (_, most) in budgets]
     if steps != sorted(set(steps)):
         yield f"length.stages: until_step must rise from stage to stage; it is {', '.join(map(str, steps))}"
     if longest != sorted(longest):
@@ -223,22 +217,20 @@ def _lengths(r: Recipe) -> Iterator[str]:
 
 
 def impossible_for(m: Model, sizes: Mapping[str, Any]) -> Iterator[str]:
-    """Check a layout against a model's sizes: what must divide, and what megatron refuses. Keys have megatron's names."""
-    stages = m.pipeline_parallel * m.virtual_pipeline_parallel
-    for key, layout, parts in (
-        ("num_attention_heads", "tensor_parallel", m.tensor_parallel),
-        ("num_query_groups", "tensor_parallel", m.tensor_parallel),
-        ("q_lora_rank", "tensor_parallel", m.tensor_parallel),
-        ("kv_lora_rank", "tensor_parallel", m.tensor_parallel),
-        ("qk_pos_emb_head_dim", "tensor_parallel", m.tensor_parallel),
-        ("ffn_hidden_size", "tensor_parallel", m.tensor_parallel),
-        ("moe_shared_expert_intermediate_size", "tensor_parallel", m.tensor_parallel),
-        ("num_layers", "pipeline_parallel", stages),
-        ("num_moe_experts", "expert_parallel", m.expert_parallel),
-        ("moe_ffn_hidden_size", "expert_tensor_parallel", m.expert_tensor_parallel),
+    """Check a layout against a model's sizes: divisibility, and what megatron refuses. sizes: by megatron's names."""
+    divided = (
+        "num_attention_heads", "num_query_groups", "q_lora_rank", "kv_lora_rank", "qk_pos_emb_head_dim", "ffn_hidden_size",
+        "moe_shared_expert_intermediate_size",
+    )  # fmt: skip
+    for layout, parts, keys in (
+        ("tensor_parallel", m.tensor_parallel, divided),
+        ("pipeline_parallel", m.pipeline_parallel * m.virtual_pipeline_parallel, ("num_layers",)),
+        ("expert_parallel", m.expert_parallel, ("num_moe_experts",)),
+        ("expert_tensor_parallel", m.expert_tensor_parallel, ("moe_ffn_hidden_size",)),
     ):
-        if (sizes.get(key) or 0) % parts:
-            yield f"model.{layout}: {key}={sizes[key]} of {m.path} does not divide by {parts}"
+        for key in keys:
+            if (sizes.get(key) or 0) % parts:
+                yield f"model.{layout}: {key}={sizes[key]} of {m.path} does not divide by {parts}"
     if sizes.get("add_bias_linear") and m.expert_tensor_parallel > 1:
         yield (
             f"model.expert_tensor_parallel: experts of {m.path} have biases, which megatron does not divide; set it to 1 "
@@ -255,13 +247,12 @@ def impossible_for(m: Model, sizes: Mapping[str, Any]) -> Iterator[str]:
                     f"model.fp8: {name} of {m.path} is {size} on each rank, and products in FP8 need multiples of "
                     f"{FP8_MULTIPLE}; use another layout, or model.fp8=none"
                 )
-    experts = sizes.get("num_moe_experts")
-    if not experts and m.expert_parallel > 1:
+    if not sizes.get("num_moe_experts") and m.expert_parallel > 1:
         yield f"model.expert_parallel: {m.path} has no experts; set it to 1"
 
 
 def _products(m: Model, sizes: Mapping[str, Any]) -> dict[str, int]:
-    """Return input and output widths of a rank's linear maps; 0 if `sizes` does not determine them."""
+    """Return the input and output widths of a rank's linear maps, by name; 0 if `sizes` does not determine them."""
     tp, head_dim = m.tensor_parallel, sizes.get("kv_channels", 0)
     heads, groups = sizes.get("num_attention_heads", 0), sizes.get("num_query_groups", 0)
     return {
@@ -277,17 +268,11 @@ def _products(m: Model, sizes: Mapping[str, Any]) -> dict[str, int]:
 def _environments(r: Recipe) -> Iterator[str]:
     """Check for unknown environments, and replies that cannot fit."""
     stages = [r.length, *(r.length.at(s.until_step - 1) for s in r.length.stages)]
-    room = min(
-        s.thinking_tokens[0] if s.control == "interruption" else s.thinking_tokens[1] + s.answer_tokens for s in stages
-    )
+    room = min(s.thinking_tokens[0] if s.control == "interruption" else s.completion_tokens for s in stages)
     for key, rows in _rows(r).items():
         if not rows.environment:
             continue
-        if rows.environment not in ENVIRONMENTS and not OF_USERS.fullmatch(rows.environment):
-            yield (
-                f"{key}.environment: {rows.environment!r} is no environment; {_known(rows.environment, ENVIRONMENTS)}, "
-                "and package.module:Class"
-            )
+        yield from _named(f"{key}.environment", rows.environment, "environment", ENVIRONMENTS, "package.module:Class")
         if rows.environment == "python" and "code" in rows.graders:
             yield (
                 f"{key}.environment: python runs every turn that has a program in it, so an answer for the grader code could "
@@ -301,7 +286,7 @@ def _environments(r: Recipe) -> Iterator[str]:
 
 
 def _agents(r: Recipe) -> Iterator[str]:
-    """Check agents against what else a task may have, and what their rollouts do not support."""
+    """Check for settings that cannot be combined with an agent."""
     for key, rows in _rows(r).items():
         if not rows.agent:
             continue
@@ -323,14 +308,22 @@ def _agents(r: Recipe) -> Iterator[str]:
             yield f"{key}.agent: length.control=overlong_penalty is for one completion, and a session has many; set none"
 
 
+def _named(
+    key: str, name: str, what: str, known: Sequence[str], users: str = "package.module:function"
+) -> Iterator[str]:
+    """Check that a name is known, or has the form of a user's own function or class."""
+    if name not in known and not OF_USERS.fullmatch(name):
+        yield f"{key}: {name!r} is no {what}; {_known(name, known)}, and {users}"
+
+
 def _known(name: str, known: Sequence[str]) -> str:
-    """Suggest which known name was meant, and list all of them."""
+    """Return a text that suggests the known name that was meant and lists all of them."""
     close = difflib.get_close_matches(name, known, 1)
     return f"{f'did you mean {close[0]}? ' if close else ''}known: {', '.join(known)}"
 
 
 def _rows(r: Recipe) -> dict[str, Rows]:
-    """Return tasks and suites by their keys."""
+    """Return tasks and suites by their dotted keys."""
     tasks = {f"data.tasks.{name}": task for name, task in r.data.tasks.items()}
     return {**tasks, **{f"evaluation.suites.{name}": suite for name, suite in r.evaluation.suites.items()}}
 
@@ -345,14 +338,13 @@ def _graders(r: Recipe) -> Iterator[str]:
         for name in sorted(RESERVED.keys() & rows.rewards.keys()):
             yield f"{key}.rewards.{name}: {RESERVED[name]} is logged as that; choose another name"
     for key, grader in named.items():
-        if grader not in known and not OF_USERS.fullmatch(grader):
-            yield f"{key}: {grader!r} is no grader; {_known(grader, known)}, and package.module:function"
+        yield from _named(key, grader, "grader", known)
     for name in r.data.services:
         if name in GRADERS:
             yield f"data.services.{name}: a grader has this name; choose another"
 
 
 RULES: tuple[Callable[[Recipe], Iterator[str]], ...] = (
-    _layout, _prompts, _sharing, _lengths, _graders, _environments, _agents, _advantages, _losses, _teacher, _optimizers,
+    _layout, _prompts, _sharing, _lengths, _graders, _environments, _agents, _advantages, _losses, _teacher, _learner,
 )  # fmt: skip
-"""All rules of a recipe; the first problem is the one that is reported."""
+"""All rules of a recipe."""

@@ -5,9 +5,14 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from megarl.core.recipe import rules
+type RecipeTree = dict[str, Any]
+"""The contents of a recipe file, or a part of them, not checked yet."""
+FP8_MULTIPLE = 16
+"""Every dimension of an FP8 product must be a multiple of this."""
+MULTIPLE_CHOICE = ("arc", "hellaswag")
+"""Mappings of suites in which given choices are scored and no answers sampled."""
 
 
 class Section(BaseModel):
@@ -84,8 +89,7 @@ class Rows(Section):
         {}, description="further rewards by name: each adds weight x score; none affects correctness"
     )
     environment: str = Field(
-        "",
-        description="what answers the policy's turns: python, calculator, guessing, or package.module:Class; empty: one turn",
+        "", description="what answers a turn: python, calculator, guessing, or package.module:Class; empty: one turn"
     )
     agent: str | tuple[str, ...] = Field(
         "",
@@ -97,7 +101,7 @@ class Rows(Section):
 
     @property
     def graders(self) -> tuple[str, ...]:
-        """The task's grader, then those of further rewards."""
+        """Names of the task's grader and of the graders of further rewards."""
         return (self.grader, *(reward.grader for reward in self.rewards.values()))
 
 
@@ -106,8 +110,7 @@ class Task(Rows):
 
     train: str = Field(description="training prompts: JSONL, JSON, Parquet or Arrow file, or hub:ORG/NAME:CONFIG:SPLIT")
     heldout: str | int = Field(
-        description="prompts never trained on: such a source, or a number of rows of `train`, chosen by hash and taken "
-        "out of it"
+        description="prompts never trained on: such a source, or how many rows of `train`, taken out of it by their hash"
     )
     weight: float = Field(1.0, gt=0, description="share of the prompts drawn, in proportion to the other tasks'")
     trusted_grader: str = Field(
@@ -136,9 +139,7 @@ class Suite(Rows):
     samples: int = Field(1, ge=1, description="answers per prompt: gives mean@samples, and pass@k and maj@k up to it")
     prompts: int | None = Field(None, ge=1, description="most prompts, chosen by hash; null: all")
     heldout: int | None = Field(
-        None,
-        ge=1,
-        description="only the rows of `data` that a task with this number for `heldout` holds out; null: all",
+        None, ge=1, description="only those rows of `data` that a task with this `heldout` holds out; null: all"
     )
 
 
@@ -155,14 +156,9 @@ class Data(Section):
         (), description="evaluation sets: a prompt that shares 13 consecutive words with one is not trained on"
     )
 
-    @field_validator("tasks", mode="before")
-    @classmethod
-    def without_those_taken_away(cls, tasks: Any) -> Any:
-        return {name: task for name, task in tasks.items() if task is not None} if isinstance(tasks, dict) else tasks
-
     @property
     def shares(self) -> dict[str, Fraction]:
-        """Share of the prompts drawn, by task; exact: a weight of 0.1 is a tenth."""
+        """Each task's share of the prompts drawn, exactly: a weight of 0.1 is a tenth."""
         weights = {name: Fraction(repr(task.weight)) for name, task in self.tasks.items()}
         return {name: weight / sum(weights.values()) for name, weight in weights.items()}
 
@@ -201,7 +197,7 @@ class Run(Section):
 
     @property
     def forked(self) -> tuple[Path, int]:
-        """The parent's directory and the step at which the run forks from it; only of a fork."""
+        """The parent's directory and the step at which the run forks from it; only for a fork."""
         parent, _, step = self.fork.rpartition("@")
         return Path(parent), int(step)
 
@@ -214,9 +210,7 @@ class Moe(Section):
 
     aux_loss: float = Field(0.0, ge=0, description="coefficient of the Switch Transformer's balancing loss; 0: none")
     bias_update_rate: float = Field(
-        0.0,
-        ge=0,
-        description="by how much a step moves routers' biases towards an even load (DeepSeek-V3: 1e-3); 0: fixed",
+        0.0, ge=0, description="how far a step moves routers' biases towards an even load (DeepSeek-V3: 1e-3); 0: fixed"
     )
     freeze_router: bool = Field(False, description="true: routers keep the weights they came with")
     routing_replay: bool = Field(False, description="the learner takes the experts that the server chose")
@@ -246,7 +240,7 @@ class Model(Section):
     @property
     def token_multiple(self) -> int:
         """The tokens that a rank's layers process at once must be a multiple of this."""
-        return 1 if self.fp8 == "none" else rules.FP8_MULTIPLE
+        return 1 if self.fp8 == "none" else FP8_MULTIPLE
 
     @property
     def model_parallel_size(self) -> int:
@@ -325,8 +319,7 @@ class Sampling(Section):
 
 class PipelineSection(Section):
     kind: Literal["pipeline-rl", "ppo-off-policy"] = Field(
-        "pipeline-rl",
-        description="ppo-off-policy: k x batch.prompts prompts are generated with one version, then trained in k steps",
+        "pipeline-rl", description="ppo-off-policy: k batches are generated with one version, then trained in k steps"
     )
     k: int = Field(8, ge=0, description="largest lag of a trained token, in steps; ppo-off-policy: steps per phase")
     window: Literal["full", "auto"] = Field(
@@ -342,7 +335,7 @@ class PipelineSection(Section):
 
     @property
     def max_lag(self) -> int:
-        """How many steps the phase being generated may be ahead of the servers' weights."""
+        """Number of steps by which the phase being generated may be ahead of the servers' weights."""
         return 0 if self.kind == "ppo-off-policy" else self.k
 
     @property
@@ -364,10 +357,7 @@ class BatchSection(Section):
         "in the loss",
     )
     positive_threshold: float | None = Field(
-        0.9,
-        gt=0,
-        le=1,
-        description="a prompt with this pass rate is not drawn again (no-positive-resampling); null: off",
+        0.9, gt=0, le=1, description="a prompt of this pass rate is not drawn again (no-positive-resampling); null: off"
     )
     centring: Literal["group", "leave_one_out", "none", "critic"] = Field(
         "group",
@@ -378,8 +368,7 @@ class BatchSection(Section):
         "batch", description="whose deviation divides the centred reward; running: that of all batches so far"
     )
     aggregation: Literal["prompt", "sample", "token", "constant"] = Field(
-        "prompt",
-        description="over what the loss is averaged first; constant: divided by rollouts x longest completion (Dr. GRPO)",
+        "prompt", description="what the loss is averaged over first; constant: rollouts x longest completion (Dr. GRPO)"
     )
 
 
@@ -402,23 +391,19 @@ class Loss(Section):
         "gmpo: a token's at exp(-clip_low), 0.4 in its paper; dppo: a token may fall by this divergence",
     )
     clip_high: float = Field(
-        0.2,
-        ge=0,
-        description="upper bound, 1 + clip_high; gspo: 4e-4 is usual; gmpo: exp(clip_high); dppo: rise by this",
+        0.2, ge=0, description="upper bound, 1 + clip_high; gspo: usually 4e-4; gmpo: exp(clip_high); dppo: rise by it"
     )
     divergence: Literal["tv", "kl"] = Field(
         "tv", description="dppo: of two distributions; tv: total variation, 0.15 in its recipe; kl: 0.05"
     )
     correction: Literal["none", "truncate", "mask"] = Field(
-        "none",
-        description="clip, dppo, gmpo and gspo (mask only), reinforce: what becomes of a token's weight above `cap`",
+        "none", description="clip, dppo, gmpo and gspo (mask only), reinforce: what becomes of a weight above `cap`"
     )
     lower: float = Field(
         0.0, ge=0, description="correction: mask: smallest importance ratio that is trained; IcePop: 0.5, with cap 5"
     )
     sequence_mask: tuple[float, float] | None = Field(
-        None,
-        description="[low, high]: a rollout whose ratios have a geometric mean outside is not trained; null: none is masked",
+        None, description="[low, high]: no rollout is trained whose ratios have a geometric mean outside; null: all are"
     )
     log_ratio_penalty: float = Field(
         0.0, ge=0, description="coefficient of (log importance ratio)^2 in the loss; prime-rl: 1e-3"
@@ -438,7 +423,8 @@ class Reference(Section):
 
     @property
     def in_loss(self) -> bool:
-        """Elsewhere the gradient of k1 would be 0 on average, and those of k2 and k3 biased."""
+        """Whether the KL is in the loss, not in the reward. k1's gradient in the loss would be 0 on average; k2's and k3's in
+        the reward would be biased."""
         return self.estimator != "k1"
 
 
@@ -459,19 +445,17 @@ class Optimizer(Section):
     lr: float = Field(5e-7, gt=0, description="learning rate after the warm-up")
     warmup_steps: int = Field(100, ge=0, description="steps of linear warm-up")
     schedule: Literal["constant", "cosine", "linear"] = Field(
-        "constant", description="after the warm-up; cosine and linear fall to 0 at the last step"
+        "constant", description="after the warm-up; cosine and linear fall to 0 after the last step"
     )
     grad_clip: float = Field(1.0, gt=0, description="largest global gradient norm; not stated")
 
 
 class Learner(Section):
     microbatch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
-        16_384,
-        description="tokens of a packed micro-batch on a data-parallel rank; auto: the largest size that fits, found by trying",
+        16_384, description="tokens of a data-parallel rank's packed micro-batch; auto: most that fit, found by trying"
     )
     recompute: Literal["none", "selective", "full"] = Field(
-        "none",
-        description="what the backward pass recomputes instead of storing: nothing, MLPs and experts, or whole layers",
+        "none", description="what the backward pass recomputes, not stored: nothing, MLPs and experts, or whole layers"
     )
     optimizer_offload: float = Field(
         0.0, ge=0, le=1, description="share of the policy's AdamW kept in the host's memory, where CPU cores update it"
@@ -494,19 +478,18 @@ class Critic(Section):
     warmup_steps: int = Field(
         0, ge=0, description="first steps of the run, in which only the critic is trained, at a rising rate"
     )
-    optimizer: CriticRate = Field(CriticRate(), description="its rate; the rest is learner.optimizer's")
+    optimizer: CriticRate = Field(CriticRate(), description="its rate; schedule, grad_clip: learner.optimizer's")
 
 
 class AgentSection(Section):
     """Sessions of the agents that tasks name. Not part of ScaleRL."""
 
     history: Literal["sampled", "template"] = Field(
-        "sampled",
-        description="what the policy sees of its earlier turns: all that it wrote, or what the chat template leaves of it",
+        "sampled", description="what the policy sees of earlier turns: all it wrote, or what the chat template leaves"
     )
     credit: Literal["episode", "turn"] = Field(
         "episode",
-        description="what a turn is trained on: the session's reward, or that and what POST /v1/reward gave after the turn",
+        description="what a turn is trained on: the session's reward, or that and what POST /v1/reward gave after it",
     )
     at_once: int = Field(32, ge=1, description="most agents that run at once")
     time_s: float = Field(
@@ -527,14 +510,11 @@ class AgentSection(Section):
 
 class Weights(Section):
     transport: Literal["process_group", "cuda_ipc", "disk"] = Field(
-        "process_group",
-        description="how weights reach the servers; cuda_ipc: with resources.colocate, servers read the learner's memory",
+        "process_group", description="how servers get weights; cuda_ipc: from the learner's memory (resources.colocate)"
     )
     bucket_mb: int = Field(512, ge=1, description="MiB sent at a time")
     full_every: int = Field(
-        1,
-        ge=1,
-        description="a server gets all values in one of so many publications, and what changed in the others; 1: always all",
+        1, ge=1, description="one of so many publications brings all values, the others what changed; 1: all bring all"
     )
     timeout_s: float = Field(600, gt=0, description="limit of each call or bucket of a publication, in seconds")
 
@@ -544,10 +524,7 @@ class Serving(Section):
         None, ge=1, description="tokens of a server's KV cache; null: what fits in memory (GPU only)"
     )
     memory_fraction: float | None = Field(
-        None,
-        gt=0,
-        lt=1,
-        description="share of a GPU's memory for weights and KV; null: SGLang's rule, nearly all of it",
+        None, gt=0, lt=1, description="share of a GPU's memory for weights and KV; null: SGLang's rule, nearly all"
     )
     max_running_requests: int = Field(256, ge=1, description="most requests that a server works on at once")
 
@@ -555,17 +532,14 @@ class Serving(Section):
 class Evaluation(Section):
     every: int = Field(100, ge=1, description="steps between evaluations; also at step 0 and after the last")
     growth: float = Field(
-        1.0,
-        ge=1,
-        description="above 1: each evaluation is at this many times the step of the last, at least `every` steps later",
+        1.0, ge=1, description="above 1: steps of evaluations grow by this factor, each time by `every` at least"
     )
     prompts: int = Field(1000, ge=1, description="held-out prompts of each task")
     samples: int = Field(16, ge=1, description="answers per prompt: mean@samples")
     temperature: float = Field(1.0, ge=0, description="divides the logits of evaluation answers; 0: greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus of evaluation answers")
     forecast: str = Field(
-        "",
-        description="task or suite whose pass rate is forecast; empty: that of a single task, none with several",
+        "", description="task or suite whose pass rate is forecast; empty: that of a single task, none with several"
     )
     suites: dict[TaskName, Suite] = Field(
         {}, description="further sets to score, by name; `aime24: {}` is a shipped one"
@@ -574,7 +548,7 @@ class Evaluation(Section):
     @property
     def sampled(self) -> dict[str, Suite]:
         """Suites whose answers are sampled and graded."""
-        return {name: suite for name, suite in self.suites.items() if suite.mapping not in rules.MULTIPLE_CHOICE}
+        return {name: suite for name, suite in self.suites.items() if suite.mapping not in MULTIPLE_CHOICE}
 
 
 class Checkpoint(Section):
@@ -587,13 +561,6 @@ class Monitor(Section):
     profile_steps: tuple[int, int] | None = Field(
         None, description="first and last step that torch's profiler records on every rank of the learner; null: none"
     )
-
-    @field_validator("profile_steps")
-    @classmethod
-    def first_and_last(cls, steps: tuple[int, int] | None) -> tuple[int, int] | None:
-        if steps and not 0 <= steps[0] <= steps[1]:
-            raise ValueError(f"should be [first, last], 0 or more, got {list(steps)}")
-        return steps
 
 
 class JournalSection(Section):
@@ -617,9 +584,9 @@ class Sft(Section):
 
 
 START_S = 1200.0
-"""Least limit of a server's start: a large model comes from slow storage, its kernels are compiled."""
+"""Smallest time limit for a server's start: a large model is read from slow storage, and kernels are compiled."""
 START_LIMIT_RULE = f"twice weights.timeout_s, at least {START_S:g} s"
-"""What `Recipe.start_limit_s` is, for errors."""
+"""The rule behind `Recipe.start_limit_s`, for error messages."""
 
 
 class Recipe(Section):
@@ -653,18 +620,18 @@ class Recipe(Section):
 
     @property
     def most_trained_tokens(self) -> int:
-        """Largest |y|: of a completion, or of an agent's session."""
+        """The largest possible |y|, of a completion or an agent's session."""
         agents = [self.agent.trained_tokens for task in self.data.tasks.values() if task.agent]
         return max([self.length.completion_tokens, *agents])
 
     @property
     def stages_weights(self) -> bool:
-        """Servers get new weights beside the old ones, which they serve meanwhile (megarl/core/server/staging.py)."""
+        """Whether servers receive new weights while they serve the old ones (megarl/core/server/staging.py)."""
         return self.weights.transport == "process_group"
 
     @property
     def lends_memory(self) -> bool:
-        """Servers wait while the learner trains, on GPUs that they share: it uses the memory of their KV cache meanwhile."""
+        """Whether servers share GPUs with the learner and wait while it trains, so that it can use their KV cache's memory."""
         return self.resources.colocate and self.pipeline.max_lag == 0
 
     @property
@@ -672,18 +639,24 @@ class Recipe(Section):
         return self.batch.centring == "critic"
 
     @property
+    def all_groups_teach(self) -> bool:
+        """Whether a group of equal rewards has a gradient too: from a critic, a teacher, or rewards that are not centred."""
+        uncentred = self.batch.zero_variance == "keep" and self.batch.centring == "none"
+        return self.has_critic or self.teacher.weight > 0 or uncentred
+
+    @property
     def start_limit_s(self) -> float:
-        """Limit of a server's start, in seconds. Whoever allows a publication more has a slower cluster or a larger model."""
+        """Time limit for a server's start, in seconds. A long limit for publications implies a slow cluster or large model."""
         return max(START_S, 2 * self.weights.timeout_s)
 
     @property
     def evaluation_servers(self) -> int:
-        """Servers held at the scored version during an evaluation, or all if there are fewer: a quarter; the others go on."""
+        """Number of servers pinned at the evaluated version during an evaluation: a quarter of all; the others go on."""
         return -(-self.resources.servers // 4)
 
     @property
     def teachers(self) -> int:
-        """Number of the teacher's servers."""
+        """Number of servers of the teacher; 0 without one."""
         return self.resources.teacher_servers if self.teacher.weight else 0
 
     @property
@@ -693,7 +666,7 @@ class Recipe(Section):
 
     @property
     def teacher_recipe(self) -> "Recipe":
-        """The recipe by which the teacher's servers serve: its model, at the policy's precision and lengths."""
+        """The recipe for the teacher's servers: its model, at the policy's precision and lengths."""
         resources = {"servers": self.teachers, "server_tensor_parallel": self.resources.teacher_tensor_parallel}
         return self.model_copy(
             update={
@@ -704,7 +677,7 @@ class Recipe(Section):
 
     @property
     def forecast_column(self) -> str:
-        """Column of eval.jsonl that is fitted and forecast, a pass rate. Empty if of several tasks none is named."""
+        """The column of eval.jsonl, a pass rate, that is fitted and forecast; empty if several tasks and none is named."""
         named = self.evaluation.forecast
         if len(self.data.tasks) == 1 and (not named or named in self.data.tasks):
             return "pass_rate"
@@ -717,7 +690,8 @@ class Recipe(Section):
 
     @property
     def sft_optimizer(self) -> Optimizer:
-        """The rest is ScaleRL's, but for a warm-up of a thirtieth of the steps (Alpaca's `warmup_ratio` is 0.03)."""
+        """The warm start's optimiser: ScaleRL's, except for its rate and a warm-up of a thirtieth of the steps (Alpaca's
+        `warmup_ratio` is 0.03)."""
         return Optimizer(lr=self.sft.optimizer.lr, warmup_steps=self.sft.steps // 30)
 
     @property
@@ -725,10 +699,3 @@ class Recipe(Section):
         """The critic's model: the policy's layout, in its own precision. FP8 products need bf16 weights."""
         dtype = self.critic.dtype
         return self.model.model_copy(update={"dtype": dtype, "fp8": self.model.fp8 if dtype == "bf16" else "none"})
-
-    @model_validator(mode="after")
-    def possible(self) -> "Recipe":
-        """Refuse combinations that cannot work, or that megatron-core computes wrongly without warning."""
-        for problem in rules.impossible(self):
-            raise ValueError(problem)
-        return self

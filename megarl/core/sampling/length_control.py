@@ -1,4 +1,4 @@
-"""How long a rollout may think, what is inserted when its time is up, and what length costs. Pure.
+"""How long a rollout may think, what is inserted when its budget is used up, and the penalty on long answers. Pure.
 
     thinking leg   at most `thinking_budget` tokens; only the end token ends it (no stop strings)
       ended by itself ──────────────────────────────► done, "stop"
@@ -6,7 +6,7 @@
     answer leg     at most `answer_tokens`
       ended by itself ► "stop"        budget used up ► "length": truncated
 
-A rollout grows as a list of segments; a request that continues elsewhere only adds to it.
+A rollout is a growing list of segments; a request that continues on another server only adds to it.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from megarl.core.recipe import Length
 
 
 def thinking_budget(seed: int, ticket: int, sample: int, bounds: tuple[int, int]) -> int:
-    """Return the thinking budget of this rollout, uniform in [bounds[0], bounds[1]]; a restart draws the same."""
+    """Return the thinking budget of this rollout, uniform in [bounds[0], bounds[1]] and the same after a restart."""
     digest = hashlib.blake2b(f"{seed}/{ticket}/{sample}/thinking".encode(), digest_size=8).digest()
     shortest, longest = bounds
     return shortest + int.from_bytes(digest, "little") % (longest - shortest + 1)
@@ -42,7 +42,7 @@ def put_in(phrase: np.ndarray, version: int) -> Segment:
 
 
 def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    """Join neighbouring segments of one origin, because each request starts a new one."""
+    """Join neighbouring segments of the same origin; each request has started a new one."""
     return tuple(
         Segment(
             tokens=np.concatenate([s.tokens for s in run]),
@@ -56,18 +56,18 @@ def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
 
 
 def overlong_penalty(tokens: int, longest: int, cache: int) -> float:
-    """Return the penalty of a right answer with this many tokens, between -1 and 0.
+    """Return the penalty for a correct answer of this many tokens, between -1 and 0.
 
-        clip((L_max - |y|) / L_cache - 1, -1, 0)        0 up to L_max - L_cache tokens, -1 at L_max, a straight line between
+        clip((L_max - |y|) / L_cache - 1, -1, 0)        0 up to L_max - L_cache tokens, -1 at L_max, linear in between
 
-    DAPO (arXiv 2503.14476), as ScaleRL's baselines have it (arXiv 2510.13786): only for correct traces. L_max is `longest`,
+    DAPO (arXiv 2503.14476), as in ScaleRL's baselines (arXiv 2510.13786): only for correct answers. L_max is `longest`,
     the longest possible completion (`Length.completion_tokens`); L_cache is `cache`, `length.answer_tokens`.
     """
     return min(0.0, max(-1.0, (longest - tokens) / cache - 1))
 
 
 def reward(grade: Grade, tokens: int, length: Length) -> float:
-    """Return the grade's reward, less the penalty if the recipe has it and the answer is right."""
+    """Return the grade's reward, with the overlong penalty if the recipe has one and the answer is correct."""
     if length.control != "overlong_penalty" or not grade.correct:
         return grade.reward
     return grade.reward + overlong_penalty(tokens, length.completion_tokens, length.answer_tokens)

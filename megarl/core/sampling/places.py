@@ -1,15 +1,15 @@
-"""Which request may go to which server now. A server has places, at most `limit`; the oldest claim goes first.
+"""Which request may go to which server now. Each server has up to `limit` places for requests; the oldest claim goes first.
 
     claim(order, may_use) ─► await claim.place() ─► (server, its version) ─► request ─► give_back(server)
 
-A group claims the first places of all its rollouts when its ticket is admitted (`GroupPlaces`), so the free places are known
-at once. `may_use(server, version)` says which servers suit a claim. It is asked whenever a place is given, and again before a
-group's request is sent, so no leg, retry or wait for a publication can end on a server that is no longer eligible.
+When a ticket is admitted, its group claims the first place of each of its rollouts (`GroupPlaces`), so the number of free
+places is always up to date. `may_use(server, version)` tells which servers suit a claim. It is called whenever a place is
+given, and again before a group's request is sent, so no leg, retry or wait can end on a server that is no longer eligible.
 
-How many places a server has follows what it bears (`observe`), by additive increase and multiplicative decrease (Chiu and
-Jain, 1989): a quarter fewer when it has retracted requests for want of KV, or lets requests wait at two observations; one in
-GROWTH more when all its places were taken and ROOM of its KV was not. A decrease must take effect before the next one. None
-leaves more places than the requests that the server works on.
+The number of a server's places adapts to its load (`observe`), by additive increase and multiplicative decrease (Chiu and Jain,
+1989). It falls by a quarter when the server has retracted requests for lack of KV memory, or had requests waiting at two
+observations in a row. It rises by 1/GROWTH of the limit when all places were taken and less than ROOM of the KV memory was. A
+decrease must take effect before the next one, and leaves no more places than the server has requests in progress.
 """
 
 import asyncio
@@ -23,29 +23,34 @@ from megarl.core.base.admission import Admission
 from megarl.core.server.membership import Membership, ServerLoad
 
 Order = tuple[int, int, int]
-"""(0 for evaluation else 1, ticket, sample): smaller goes first."""
+"""(0 for an evaluation, else 1; ticket; sample). The smallest goes first."""
 MayUse = Callable[[int, int], bool]
 KEPT = 0.75
-"""Part of the places that a decrease leaves."""
+"""Share of the places that remains after a decrease."""
 SHORT_PROMPT = 32
-"""Tokens below which a prompt is computed as fast as waited for; SGLang, too, looks for common prefixes only from there on."""
+"""A prompt with fewer tokens is computed as fast as another request's copy could be waited for; SGLang, too, looks for common
+prefixes only from this length on."""
 GROWTH = 32
 ROOM = 0.85
-"""Share of its KV in use up to which a server gets more places: requests grow, and fill the rest."""
+"""A server gets more places only below this share of used KV memory: running requests grow and fill the rest."""
 
 
 @dataclass(eq=False)
 class Claim:
-    """A claim on a place, which counts from its creation. home: the only server that it may use now; None: any that suits."""
+    """A claim on a place, which counts from its creation. home: returns the only server it may use now; None: any that suits.
+
+    waits_at: the result of the latest `home()`.
+    """
 
     order: Order
     may_use: MayUse
     home: Callable[[], int | None]
     granted: "asyncio.Future[tuple[int, int]]"
     places: "Places"
+    waits_at: int | None = None
 
     async def place(self) -> tuple[int, int]:
-        """Wait for a place and return (server, version of its weights). It must be given back."""
+        """Wait for a place and return (server, version of its weights). The caller must give it back."""
         try:
             return await self.granted
         except asyncio.CancelledError:
@@ -53,7 +58,7 @@ class Claim:
             raise
 
     def drop(self) -> None:
-        """Withdraw the claim, and give back a place that it already has."""
+        """Withdraw the claim, and give back its place if it already has one."""
         if self.granted.done() and not self.granted.cancelled():
             self.places.give_back(self.granted.result()[0])
         self.granted.cancel()
@@ -62,10 +67,10 @@ class Claim:
 
 @dataclass
 class Use:
-    """A server's places, its requests running now, and totals since the start (seconds with any request, place-seconds).
+    """A server's places, its running requests, and totals since the start (seconds with any request, place-seconds).
 
-    peak: the most requests that ran at once since the last observation. queued: whether requests waited at it.
-    reusable: input tokens that a request of the same group had sent or received before. cached: those of them that the server
+    peak: the most requests that ran at once since the last observation. queued: whether requests were waiting at that time.
+    reusable: input tokens that a request of the same group had sent or received before. cached: how many of them the server
     still had in its cache.
     """
 
@@ -81,7 +86,7 @@ class Use:
     since: float = field(default_factory=time.monotonic)
 
     def change(self, by: int) -> None:
-        """Note that `by` more requests run from now on; 0 brings the totals up to date."""
+        """Note that `by` more requests are running from now on; with 0, just bring the totals up to date."""
         now = time.monotonic()
         if self.running:
             self.busy_seconds += now - self.since
@@ -107,16 +112,16 @@ class Places:
         self.use = {server: Use(limit) for server in membership.members}
         self.claims: list[Claim] = []
         self.changed = asyncio.Event()
-        self._serving: dict[int, int] = {}  # version of each, and free places of each version, since `refresh`
+        self._serving: dict[int, int] = {}  # version of each server, and free places of each version, at `refresh`
         self._open: Counter[int] = Counter()
         self.refresh()
 
     def add(self, server: int) -> None:
-        """Take in a server that has joined."""
+        """Add a server that has joined."""
         self.use[server] = Use(self.limit)
 
     def forget(self, server: int) -> None:
-        """Remove a server that has left, of which no place is taken."""
+        """Remove a server that has left. None of its places may be taken."""
         del self.use[server]
         self.refresh()
 
@@ -128,7 +133,7 @@ class Places:
         return claim
 
     async def take(self, order: Order, may_use: MayUse) -> tuple[int, int]:
-        """Wait for a place and return (server, version of its weights). It must be given back."""
+        """Wait for a place and return (server, version of its weights). The caller must give it back."""
         return await self.claim(order, may_use).place()
 
     def give_back(self, server: int) -> None:
@@ -137,7 +142,7 @@ class Places:
         self._give_out((server,))
 
     def refresh(self) -> None:
-        """Give out places. Call this whenever a server's state, or what an older claim may use, has changed."""
+        """Give out places. Call this whenever a server's state has changed, or which servers an older claim may use."""
         self.changed.set()
         self._serving, self._open = self.membership.serving(), Counter()
         for server, version in self._serving.items():
@@ -145,7 +150,7 @@ class Places:
         self._give_out(self._serving)
 
     def observe(self, server: int, load: ServerLoad, retracted: bool) -> None:
-        """Adapt a server's places to its load; `refresh` then gives them out. retracted: it has put requests back meanwhile."""
+        """Adapt a server's places to its load; `refresh` then gives them out. retracted: it retracted requests since then."""
         use = self.use[server]
         waited, use.queued, peak, use.peak = use.queued, load.waiting > 0, use.peak, use.running
         if retracted or (waited and use.queued):
@@ -155,14 +160,14 @@ class Places:
             use.limit = min(self.limit, use.limit + max(1, self.limit // GROWTH))
 
     def _give_out(self, servers: Iterable[int]) -> None:
-        """Give free places of these servers to waiting claims, the oldest first."""
+        """Give the free places of these servers to waiting claims, the oldest claim first."""
         free = {s for s in servers if self.use[s].free and self.membership.serving_version(s) is not None}
         if free and self.claims:
             self.claims = [c for c in self.claims if not c.granted.cancelled() and not self._grant(c, free)]
 
     def _grant(self, claim: Claim, servers: Collection[int]) -> bool:
-        """Give the claim a place on the emptiest of these servers that suits it, if there is one."""
-        home = claim.home()
+        """Give the claim a place on the suitable server of these with the most free places. Return whether there was one."""
+        home = claim.waits_at = claim.home()
         suited = {
             s: version
             for s in (servers if home is None else (home,) if home in servers else ())
@@ -185,21 +190,24 @@ class Places:
             self._open[self._serving[server]] += use.free - before
 
     def free(self, version_suits: Callable[[int], bool]) -> int:
-        """Return the places left on servers of suitable version when all claims are met; negative if there are more claims."""
+        """Return the free places on servers of suitable versions, less all waiting claims; may be negative."""
         return sum(places for version, places in self._open.items() if version_suits(version)) - len(self.claims)
 
     def emptiest(self, version_suits: Callable[[int], bool]) -> int | None:
-        """Return the server with most free places among those of suitable version."""
+        """Return the server of a suitable version with the most places left after its running and waiting requests."""
         suited = [s for s, v in self.membership.serving().items() if version_suits(v)]
-        return max(suited, key=lambda s: self.use[s].limit - self.use[s].running, default=None)
+        if not suited:
+            return None
+        waiting = Counter(c.waits_at for c in self.claims if not c.granted.done())
+        return max(suited, key=lambda s: self.use[s].limit - self.use[s].running - waiting[s])
 
 
 class GroupPlaces:
     """The places of a ticket's rollouts: claims for all first requests, made on admission, then one for each later request.
 
-    The group stays on one server while that is eligible (affinity), because its cache has the prompt's keys and values. It
-    has them once the first request has a token (`cached`): until then the others wait, or each would compute the prompt.
-    server: that one; began: its version at the group's first request; both None before.
+    The group stays on one server, `server`, while that is eligible, because its cache has the prompt's keys and values. It has
+    them once the first request has a token (`cached`); until then the other requests wait, or each would compute the prompt.
+    began: the server's version at the group's first request. Both are None before it.
     """
 
     def __init__(self, places: Places, admission: Admission, ticket: int, rollouts: int) -> None:
@@ -210,7 +218,8 @@ class GroupPlaces:
         self._claims = {n: self._claim(n) for n in range(rollouts)}
 
     async def take(self, rollout: int) -> tuple[int, int]:
-        """Wait for a place for the next request of this rollout: (server, version of its weights). It must be given back."""
+        """Wait for a place for this rollout's next request; return (server, version of its weights). The caller must give it
+        back."""
         while True:
             server, _ = await (self._claims.pop(rollout, None) or self._claim(rollout)).place()
             try:
@@ -223,10 +232,10 @@ class GroupPlaces:
             if version is not None and self._may_use(server, version):
                 self.began = version if self.began is None else self.began
                 return server, version
-            self._places.give_back(server)  # it was lost, or is published to, since the place was given
+            self._places.give_back(server)  # since the place was given, the server was lost or a publication began
 
     def cached(self) -> None:
-        """Note that a request has a token, or has ended."""
+        """Note that the group's first request has a token or has ended."""
         self._cached.set()
 
     def close(self) -> None:
@@ -241,7 +250,7 @@ class GroupPlaces:
         return self._admission.eligible(self._ticket, version)
 
     def _home(self) -> int | None:
-        """Return the group's server, and choose another one for all of the group if it may not be used."""
+        """Return the group's server; if it may no longer be used, first choose another one for the whole group."""
         held = self._places.membership.serving_version(self.server)
         if held is None or not self._admission.eligible(self._ticket, held):
             self.server = self._places.emptiest(lambda version: self._admission.eligible(self._ticket, version))

@@ -1,19 +1,20 @@
 """One rollout from its prompt to its last token, over as many requests and servers as it takes.
 
-    turns ─► (interruption phrase) ─► answer leg                   length_control.py decides which
-      │      the answer leg has answer_tokens, or what is left of one budget if length.control is not interruption
-      └ one turn; with an environment: leg ─► its reply, masked ─► leg ─► … until it says done, or a limit is met
+    turns ─► (interruption phrase) ─► answer leg                   length_control.py has the details
+      │      the answer leg has `answer_tokens` or, unless length.control is interruption, the rest of a common budget
+      └ one turn; with an environment: leg ─► its reply, masked ─► leg ─► … until it is done or a limit is reached
         each leg: take a place ─► generate ─► done
-                       ▲             │ server lost: what it had sent is kept, the rest is requested elsewhere
+                       ▲             │ server lost: the tokens received are kept, the rest is requested elsewhere
                        └─────────────┘
 
-A task with an agent has neither: the agent asks for turns, each of which is one leg (`_session`).
+A task with an agent works differently: the agent asks for turns, each of which is one leg (`_session`).
 
-Every request goes to a server that is eligible at that moment (places.py). Replies count in the budget before the answer, so
-nothing is longer than a completion of one turn may be. An episode that meets a limit continues with the answer leg, without
-its environment; after an end token nothing can follow, so there it ends, truncated.
+Every request goes to a server that is eligible at that moment (places.py). An environment's replies count in the budget before
+the answer, so no rollout is longer than one of a single turn may be. An episode that reaches a limit continues with the answer
+leg, without its environment. But nothing can follow an end token: there the rollout ends, truncated.
 """
 
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ from msgspec import structs
 from megarl.core.base.architecture import RoutedLayers, layers_of
 from megarl.core.base.contracts import Agents, Environments, PlayedEnvironment, PolicyTurn, Verdict
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.messages import KEPT_FROM_INPUT
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Branch, Episode, FinishReason, Prompt, Segment
 from megarl.core.recipe import Recipe
@@ -34,19 +36,19 @@ from megarl.core.server.client import ServerClient, ServerLost, ServerRefused
 from megarl.core.telemetry.spans import UNRECORDED, Spans
 
 MAX_RETRIES = 5
-"""Lost requests after which a rollout becomes void: so many servers do not die by chance."""
+"""With more lost requests than this a rollout is void: it is unlikely that so many servers died by chance."""
 
 
 class Void(Exception):
-    """This rollout cannot be made; the text says why."""
+    """The rollout cannot be made; the text says why."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to sample; its prompt's task decides the environment.
+    """What to sample. The task of the prompt determines the environment.
 
-    salt: requests with the same one share cached prefixes. take: gets a place for each request, as (server, version), which
-    the sampler gives back. thinking_tokens: limit of the part before the answer leg.
+    salt: only requests with the same salt share cached prefixes. take: waits for a place for a request and returns (server,
+    version); the sampler gives the place back. thinking_tokens: limit on the part before the answer leg.
     """
 
     prompt: Prompt
@@ -62,11 +64,11 @@ class Job:
 
 @dataclass
 class Completion:
-    """What was sampled for a job so far, or in the end.
+    """The completion of a job, so far or final.
 
-    kept: tokens of prompt and completion that the cache of its last server should have, 0 before the first request.
+    kept: number of tokens of prompt and completion that the last server's cache should hold, 0 before the first request.
     message: tokens of the message in progress, without replies. text: the last finished message, without its stop token.
-    verdict, episode: from environment or agent; without a verdict the task's grader judges the text. paths: of an agent.
+    verdict, episode: from environment or agent; without a verdict the task's grader judges the text. paths: from an agent.
     """
 
     segments: list[Segment] = field(default_factory=list)
@@ -82,18 +84,13 @@ class Completion:
     paths: tuple[Branch, ...] = ()
 
     @property
-    def rows(self) -> int:
-        """Return the number of tokens of prompt and completion whose experts are known."""
-        return sum(len(table) for table in self.routing)
-
-    @property
     def tokens(self) -> np.ndarray:
         """[completion_len] int32"""
         return np.concatenate([np.zeros(0, np.int32), *(s.tokens for s in self.segments)])
 
     @property
     def version(self) -> int:
-        """Return the version of the last sampled token, which an inserted segment gets too."""
+        """Version of the last sampled token; inserted segments get the same."""
         return self.segments[-1].weight_version
 
     def write(self, segments: list[Segment]) -> None:
@@ -103,13 +100,13 @@ class Completion:
 
 
 class Watcher(Protocol):
-    """Gets told what happens to servers."""
+    """An object that is told about lost servers."""
 
     def life(self, server: int) -> int:
         """Return a number that changes when the server is lost or its requests are aborted."""
 
     def server_lost(self, server: int, life: int, reason: str) -> None:
-        """Note that a request failed that was sent in this life of the server."""
+        """Note the failure of a request that was sent in this life of the server."""
 
 
 def routed_layers(recipe: Recipe) -> RoutedLayers | None:
@@ -135,10 +132,12 @@ class Sampler:
         environments: Environments,
         spans: Spans = UNRECORDED,
         agents: Agents | None = None,
+        positions: int = sys.maxsize,
     ) -> None:
+        """positions: how many tokens of one sequence a server has room for."""
         self._length = recipe.length
         self._tokenizer = tokenizer
-        # Where nothing is interrupted the tokenizer need not know the phrase.
+        # Only if rollouts can be interrupted does the tokenizer have to know the phrase.
         self._phrase = tokenizer.ids(recipe.length.interruption if recipe.length.control == "interruption" else "")
         self._ends = tokenizer.ends
         self.clients = clients
@@ -146,9 +145,10 @@ class Sampler:
         self.watcher = watcher
         self._spans = spans
         self._environments, self._agents = environments, agents
+        self._longest = positions - KEPT_FROM_INPUT
 
     def has_agent(self, task: str) -> bool:
-        """Return whether an agent asks for this task's requests, so that nobody knows when the first one comes."""
+        """Return whether this task has an agent; then it is unknown when the first request of a rollout comes."""
         return self._agents is not None and self._agents.work(task)
 
     async def complete(self, job: Job) -> Completion:
@@ -172,7 +172,7 @@ class Sampler:
         return done
 
     async def _session(self, job: Job, agents: Agents) -> Completion:
-        """Let the task's agent ask for turns; each is a leg of its own, without a thinking budget."""
+        """Run a session of the task's agent, which asks for turns; each is one leg, without a thinking budget."""
         retries = 0
 
         async def policy(tokens: np.ndarray, limit: int, kept: int) -> PolicyTurn:
@@ -190,17 +190,15 @@ class Sampler:
         )  # fmt: skip
 
     async def _turns(self, job: Job, done: Completion, environment: PlayedEnvironment) -> bool:
-        """Sample turns and add replies; return whether the rollout is over with them."""
+        """Sample turns and add the environment's replies; return whether that completes the rollout."""
         budget, stop_tokens = self._before_answer(job), (*self._ends, *environment.stop_tokens)
-        turns, limited = 0, False
-        while True:
-            turns, over = turns + 1, False
-            begin = len(done.tokens)
+        for turns in range(1, environment.turns + 1):
+            begin, over, limited = len(done.tokens), False, False
             if not await self._leg(job, done, budget - begin, stop_tokens):
                 break
             turn = done.tokens[begin:]
             reply = await environment.step(turn)
-            over = reply.done or int(turn[-1]) not in environment.stop_tokens  # and so is its message
+            over = reply.done or int(turn[-1]) not in environment.stop_tokens  # if so, the message has ended, too
             if reply.done:
                 break
             done.finish, limited = "length", turns == environment.turns
@@ -228,7 +226,13 @@ class Sampler:
         await self._leg(job, done, limit, self._ends)
 
     async def _leg(self, job: Job, done: Completion, limit: int, stop_tokens: tuple[int, ...]) -> bool:
-        """Add at most `limit` tokens; return whether a stop token was among them."""
+        """Add at most `limit` tokens, or as many as a server has room for; return whether a stop token was among them."""
+        room = self._longest - len(job.prompt.tokens) - len(done.tokens)
+        if room < 1 and not done.segments:
+            raise Void(
+                f"its prompt has {len(job.prompt.tokens)} tokens, and a server takes {self._longest - 1} at most"
+            )
+        limit = min(limit, room)
         name = "{} {}.{}".format(("evaluation", "ticket")[job.order[0]], *job.order[1:])
         while limit > 0:
             server, version = await job.take()
@@ -243,8 +247,8 @@ class Sampler:
                     top_p=job.top_p,
                     stop_token_ids=stop_tokens,
                     cache_salt=job.salt,
-                    # What a lost request has left unknown, the next one tells.
-                    routing_from=None if job.routed is None else done.rows,
+                    # From the first token whose experts are unknown: a lost request has reported none.
+                    routing_from=None if job.routed is None else sum(map(len, done.routing)),
                     started=job.started,
                 )
                 self._note_cache(job, done, server, generation.cached)
@@ -254,10 +258,10 @@ class Sampler:
                     done.routing.append(job.routed.decoded(generation.routing))
             except ServerLost as lost:
                 self.watcher.server_lost(server, life, str(lost))
-                done.retries += not self._places.membership.leaves(server)  # one that says goodbye is no failure
+                done.retries += not self._places.membership.leaves(server)  # a server that leaves is no failure
                 if done.retries > MAX_RETRIES:
                     raise Void(f"{done.retries} requests were lost, the last: {lost}") from None
-                # The version at sending: a later one is not known, and an older one only looks staler.
+                # The version at the start of the request: later ones are unknown, and an older one only looks staler.
                 segments = length_control.sampled(lost.tokens, lost.logprobs, [(version, 0, len(lost.tokens))])
                 finish = "stop" if len(lost.tokens) and int(lost.tokens[-1]) in stop_tokens else None
             except ServerRefused as refused:
@@ -269,7 +273,7 @@ class Sampler:
                 end = time.monotonic()
                 self._spans.span(f"server {server}/requests", name, begin, end, version=version, tokens=tokens)
             done.write(segments)
-            done.kept = len(job.prompt.tokens) + len(done.tokens) - 1  # the last token is only sampled
+            done.kept = len(job.prompt.tokens) + len(done.tokens) - 1  # the last token was sampled but not computed on
             self._places.use[server].tokens += tokens
             limit -= tokens
             if finish is not None:
@@ -278,9 +282,9 @@ class Sampler:
         return False
 
     def _note_cache(self, job: Job, done: Completion, server: int, cached: int) -> None:
-        """Count how much of a training request's input its group had sent or received, and what the server had still."""
+        """Count the part of a training request's input that its group had sent or received before, and the cached part."""
         kind, _, sample = job.order
         if kind == 1:
-            first = len(job.prompt.tokens) - 1 if sample else 0  # a token must be computed, to sample the next
+            first = len(job.prompt.tokens) - 1 if sample else 0  # the last token is always computed, to sample the next
             self._places.use[server].reusable += done.kept or first
             self._places.use[server].cached += cached

@@ -1,14 +1,14 @@
-"""SGLang servers: how one is started, guarded and asked.
+"""SGLang servers: how they are started, protected and called.
 
 launch.py      `megarl serve`: recipe -> SGLang's arguments -> its HTTP server, in this process
-workers.py     what the processes it spawns run
-proxy.py       who may ask it for what, and what is answered in SGLang's place
-staging.py     weights that come while a server generates, until they are swapped in
-client.py      every call to it: generation, scoring, weights, memory
-fleet.py       calls to several of them at once
-relay.py       calls to many of them through the gates of some
-membership.py  which servers there are, and whose weights each holds: pure
-checks.py      what SGLang would refuse late, or serve wrongly
-served.py      how it holds Hugging Face tensors
-sglang_models/ models that SGLang takes from here instead of its own
+workers.py     the code that the server's child processes run
+proxy.py       the gate: who may make which calls, and calls that it answers itself
+staging.py     weights that arrive while a server generates, until they are swapped in
+client.py      all calls to a server: generation, scoring, weights, memory
+fleet.py       calls to several servers at once
+relay.py       calls to many servers, passed on by some of them
+membership.py  which servers there are, and whose weights each has (pure)
+checks.py      recipes and models that SGLang would refuse late, or serve wrongly
+served.py      how a server stores Hugging Face tensors
+sglang_models/ our models, which SGLang uses instead of its own
 """

@@ -3,6 +3,8 @@
 This module imports no server code, because the supervisor calls it before any server starts.
 """
 
+import sys
+from collections.abc import Collection
 from importlib.util import find_spec
 
 from megarl.core.base.architecture import Architecture, in_directory
@@ -12,11 +14,11 @@ from megarl.core.recipe import Recipe
 TEXT_ONLY = "Llama4ForCausalLM"
 """The text-only Llama 4. Our class loads it everywhere, because SGLang's own leaves its experts empty."""
 OWN_EVERYWHERE = (TEXT_ONLY, "DeepseekV3ForCausalLM", "GptOssForCausalLM")
-"""Architectures that servers with a GPU, too, take from sglang_models/."""
+"""Architectures for which servers use our class in sglang_models/ even on a GPU."""
 
 
 def check(recipe: Recipe, cuda: bool) -> None:
-    """Raise MegarlError, naming the key, for what SGLang cannot serve correctly. cuda: the servers have GPUs."""
+    """Raise MegarlError, naming the recipe's key, if SGLang cannot serve this correctly. cuda: the servers have GPUs."""
     serving, path = recipe.serving, recipe.model.path
     model = in_directory(path)
     longest = recipe.length.context_tokens
@@ -50,6 +52,11 @@ def check(recipe: Recipe, cuda: bool) -> None:
         )
 
 
+def positions(recipe: Recipe) -> int:
+    """Return how many tokens of one sequence a server has room for: `length.context_tokens` or more (`check`)."""
+    return min(in_directory(recipe.model.path).context, recipe.serving.kv_tokens or sys.maxsize)
+
+
 def check_kernels() -> None:
     """Raise MegarlError if a server with a GPU could not import its kernels. `make setup` does not install them."""
     if find_spec("sgl_kernel") is None:
@@ -59,8 +66,31 @@ def check_kernels() -> None:
         )
 
 
+def check_gpus(recipe: Recipe, capabilities: Collection[str]) -> None:
+    """Raise MegarlError if SGLang's attention on GPUs of these compute capabilities ("9.0") is not the model's."""
+    if problem := attention_problem(in_directory(recipe.model.path), recipe.length.context_tokens, capabilities):
+        raise MegarlError(problem)
+
+
+def attention_problem(model: Architecture, longest: int, capabilities: Collection[str]) -> str:
+    """Return why SGLang's attention to `longest` tokens is not the model's on such GPUs; empty if it is.
+
+    Of its kernels only those for Hopper divide Llama 4's attention into chunks.
+    """
+    if not model.attention_chunk or model.attention_chunk >= longest or not capabilities:
+        return ""
+    if any(capability.startswith("9.") for capability in capabilities):
+        return ""
+    return (
+        f"length: prompt_tokens + thinking_tokens + answer_tokens is {longest}, but on a GPU of compute capability "
+        f"{min(capabilities)} SGLang does not divide Llama 4's attention into chunks "
+        f"(attention_chunk_size={model.attention_chunk}), only on Hopper (9.0: H100, H200); serve there, or shorten length.*"
+    )
+
+
 def _check_qwen(path: str, model: Architecture) -> None:
-    """Refuse what SGLang ignores in config.json: it gives each Qwen3-MoE layer experts, and Qwen2 the usual head size."""
+    """Refuse settings in config.json that SGLang ignores: it serves Qwen3-MoE with experts in every layer, and Qwen2 with the
+    usual head size."""
     usual = model.hidden // model.heads
     if model.name == "Qwen2ForCausalLM" and model.head_dim != usual:
         raise MegarlError(

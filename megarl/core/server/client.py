@@ -6,8 +6,8 @@
     except ServerLost as lost:      # continue elsewhere from prompt + lost.tokens
         ...
 
-The server streams disjoint chunks of at most STREAM_INTERVAL tokens (launch.py): that many a lost server costs a request.
-Each chunk is parsed once, into numpy arrays, without a Python loop over tokens.
+The server streams disjoint chunks of at most STREAM_INTERVAL tokens (launch.py), so a request on a lost server loses no more
+than that. Each chunk is parsed once, into numpy arrays, without a Python loop over tokens.
 
 Behaviour log-probs are those of the distribution that was sampled from. SGLang takes them after dividing by the temperature;
 with top_p < 1 we ask for its sampling support, whose log-probs are renormalised (over at most the 4096 likeliest tokens).
@@ -17,15 +17,15 @@ The learner is synchronous, and calls all servers at once through a `Fleet`:
 
     fleet.each(ids, lambda server: server.pause("in_place"))  ──►  results and errors, by server id
 
-Every call has a limit, and its error names the step and the server. A dead server costs the others only that limit. No
-request is sent twice: aiohttp repeats only a GET, which changes nothing, and a Fleet what is harmless (relay.py).
+Every call has a time limit, and its error names the step and the server. A dead server delays the others only by that limit. No
+request is sent twice: aiohttp repeats only GETs, which change nothing, and a Fleet only harmless calls (relay.py).
 """
 
 import hashlib
 import math
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from copy import copy
 from functools import cached_property, lru_cache
@@ -41,35 +41,27 @@ from megarl.core.base.messages import ServerAddress
 from megarl.core.base.types import JsonObject, float32, int32
 from megarl.core.server import relay
 from megarl.core.server.membership import ServerLoad
-from megarl.core.server.relay import (
-    KEEP_ALIVE_S,
-    RelayedAnswer,
-    RelayedCall,
-    RelayLost,
-    ServerAnswer,
-    ServerQuestion,
-    exchange,
-)
+from megarl.core.server.relay import RelayedAnswer, RelayedCall, RelayLost, ServerAnswer, ServerQuestion
 
 BEGIN, JOIN, RECEIVE, CHECKSUMS, SWAP = (f"staged_{step}" for step in ("begin", "join", "receive", "checksums", "swap"))
 """Steps in which a server gets weights (staging.py)."""
 RUNNING = "running"
-"""The scheduler's reply to a step that has not ended: it is asked again."""
+"""The scheduler's reply if a step has not ended yet; the call is then repeated."""
 LET_DOWN = {JOIN: "Failed to form a process group", RECEIVE: "Failed to receive weights"}
-"""A server's errors when the group fails, not the server."""
+"""A server's errors if the group failed, not the server itself."""
 CONNECT_LIMIT_S = 10.0
 RECEIVE_LIMIT_S = 86_400.0
-"""Longer than any publication: the learner limits each bucket, and ends the call."""
+"""Longer than any publication: the learner has a limit for each bucket, and ends the call itself."""
 HEALTH_LIMIT_S = 5.0
 CONTROL_LIMIT_S = 30.0
 """Limit of calls whose duration does not depend on the model, unless the client's own limit is shorter."""
 REQUEST_LIMIT_S = 3600.0
 """Limit of a generation request: 32,768 tokens at 10 tokens/s take 55 minutes. Health checks notice a lost server sooner."""
 UNACKNOWLEDGED_S = 30.0
-"""Limit on the wait for the other machine to acknowledge bytes that were sent."""
+"""How long to wait for the other machine to acknowledge bytes that were sent."""
 REFUSALS = frozenset({400, 401, 403, 404, 413, 422})
 TOP_K_WITH_TOP_P = 4096
-"""SGLang reports the sampling support only for a bounded number of candidates; top_p seldom leaves as many."""
+"""SGLang reports the sampling support only for a bounded number of candidates; top_p seldom leaves that many."""
 
 
 class VersionSpan(NamedTuple):
@@ -98,8 +90,8 @@ class Generation(NamedTuple):
 class Prefill(NamedTuple):
     """Scores of given tokens.
 
-    logprobs [n] float32: of the tokens; against [n] float32: of one other token in each place, nan if none was named. Both
-    are nan where the server had no finite number. version: of the weights. routing: as in Generation.
+    logprobs [n] float32: of these tokens. against [n] float32: of the token `against` at each position; NaN without one. Both
+    are NaN where the server had no finite number. version: of the weights. routing: as in Generation.
     """
 
     logprobs: np.ndarray
@@ -109,7 +101,7 @@ class Prefill(NamedTuple):
 
 
 class ServerLost(MegarlError):
-    """The server went away, timed out or aborted the request. `tokens`, `logprobs`: what had arrived before."""
+    """The server went away, timed out or aborted the request. tokens, logprobs: what had been received before."""
 
     def __init__(self, reason: str, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         super().__init__(reason)
@@ -137,6 +129,11 @@ class _Finish(msgspec.Struct):
     status_code: int | None = None
 
 
+class _Error(msgspec.Struct):
+    message: str = ""
+    code: int = 500
+
+
 class _Meta(msgspec.Struct):
     finish_reason: _Finish | None = None
     output_token_logprobs: list[tuple[float, int, None]] = []
@@ -145,11 +142,6 @@ class _Meta(msgspec.Struct):
     routed_experts: str = ""
     cached_tokens: int = 0
     num_retractions: int = 0
-
-
-class _Error(msgspec.Struct):
-    message: str = ""
-    code: int = 500
 
 
 class _Chunk(msgspec.Struct):
@@ -165,7 +157,7 @@ _PREFIX, _END, _DONE = b"data: ", b"\n\n", b"[DONE]"
 
 
 async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield the bodies of server-sent events from a byte stream cut anywhere, until `[DONE]` or the end of the stream."""
+    """Yield the bodies of server-sent events from a byte stream cut anywhere, up to `[DONE]` or the end of the stream."""
     rest = b""
     async for piece in pieces:
         rest += piece
@@ -177,47 +169,60 @@ async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
             yield body
 
 
-class _Received:
-    """The tokens received so far for one request."""
+class _TokenRequest:
+    """The part of a reply with tokens that was received so far, and the errors that may end the request."""
 
-    def __init__(self) -> None:
-        self.tokens: list[np.ndarray] = []
-        self.logprobs: list[np.ndarray] = []
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._tokens, self._logprobs = [int32(())], [float32(())]
 
     def add(self, chunk: _Chunk) -> None:
-        meta = chunk.meta_info
-        logprobs: Iterable[float] | None = meta.output_token_sampling_logprobs
+        logprobs = chunk.meta_info.output_token_sampling_logprobs
         if logprobs is None:
-            logprobs = [entry[0] for entry in meta.output_token_logprobs]
-        self.tokens.append(int32(chunk.output_ids))
-        self.logprobs.append(float32(logprobs))
+            logprobs = [entry[0] for entry in chunk.meta_info.output_token_logprobs]
+        self._tokens.append(int32(chunk.output_ids))
+        self._logprobs.append(float32(logprobs))
 
-    def joined(self) -> tuple[np.ndarray, np.ndarray]:
+    def received(self) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens and log-probs, equally many: an aborted request may report a token without its log-prob."""
-        tokens = np.concatenate([int32(()), *self.tokens])
-        logprobs = np.concatenate([float32(()), *self.logprobs])
+        tokens, logprobs = np.concatenate(self._tokens), np.concatenate(self._logprobs)
         n = min(len(tokens), len(logprobs))
         return tokens[:n], logprobs[:n]
+
+    def lost(self, reason: str) -> ServerLost:
+        return ServerLost(f"{self._url} {reason}", *self.received())
+
+    def failed(self, status: int, text: str) -> MegarlError:
+        if status in REFUSALS:
+            return ServerRefused(f"{self._url} refused a request ({status}): {text[:500]}")
+        return self.lost(f"answered with status {status}: {text[:500]}")
+
+    def aborted(self, finish: _Finish) -> MegarlError:
+        if finish.status_code in REFUSALS:
+            return ServerRefused(f"{self._url} refused a request ({finish.status_code}): {finish.message}")
+        # A request aborted while its server was paused still gets one token, from weights that may be half replaced.
+        tokens, logprobs = self.received()
+        return ServerLost(f"{self._url} aborted a request: {finish.message}", tokens[:-1], logprobs[:-1])
 
 
 class ServerClient:
     """Asynchronous client of one server, for one event loop: `async with`, or `close()` at the end.
 
     `generate` and `score` raise ServerLost or ServerRefused. The other calls raise ServerSaid if the server answered with an
-    error, else MegarlError. heard: when tokens last came (time.monotonic()). retractions: how often the server has put one of
-    our requests back, for want of KV or because it was told to.
+    error, else MegarlError. heard: when tokens last arrived (time.monotonic()). retractions: how often the server has retracted
+    one of our requests, for lack of KV memory or because it was told to.
     """
 
     def __init__(
         self, address: ServerAddress, api_key: str, admin_key: str, timeout_s: float = REQUEST_LIMIT_S
     ) -> None:
-        """timeout_s: for one request to its last token, and one call that moves weights."""
+        """Set up a client. timeout_s: limit of a request, up to its last token, and of a call that moves weights."""
         self.address = address
         self._api_key, self._admin_key = api_key, admin_key
         self._timeout_s = timeout_s
         self.heard, self.retractions = -math.inf, 0
         self._session: aiohttp.ClientSession | None = None
-        self._replies: set[aiohttp.ClientResponse] = set()  # to requests for tokens that have not ended
+        self._replies: set[aiohttp.ClientResponse] = set()  # of running requests for tokens
         self._ask: Callable[[ServerQuestion], Awaitable[ServerAnswer]] = self.exchange
 
     async def __aenter__(self) -> Self:
@@ -227,10 +232,10 @@ class ServerClient:
         await self.close()
 
     async def close(self) -> None:
-        """Drop all connections; the server aborts the requests on them, which become ServerLost. The next call makes others."""
+        """Drop all connections. The server aborts the requests on them; they raise ServerLost. The next call reconnects."""
         session, self._session = self._session, None
         for reply in self._replies:
-            reply.close()  # a session that is closed does not wake who reads a reply
+            reply.close()  # closing the session alone does not wake the reader of a reply
         if session is not None:
             await session.close()
 
@@ -249,43 +254,46 @@ class ServerClient:
     ) -> Generation:
         """Sample until a stop token, the model's own end token, or `max_new_tokens`.
 
-        cache_salt: requests with different salts share no cached prefixes. ignore_eos: go on to `max_new_tokens`
-        (benchmarks). routing_from: also return the experts chosen from this position of `input_ids` on. started: called when
-        tokens come; the server's cache then has the input. Cancelling aborts the request on the server.
+        cache_salt: requests with different salts share no cached prefixes. ignore_eos: go on to `max_new_tokens` (benchmarks).
+        routing_from: also return the experts chosen from this position of `input_ids` on. started: called whenever tokens
+        arrive; the server's cache then has the input. Cancelling aborts the request on the server.
         """
-        sampling: dict[str, object] = {
-            "max_new_tokens": max_new_tokens,
-            "temperature": temperature,
-            "top_p": top_p,
-            "stop_token_ids": list(stop_token_ids),
-            "ignore_eos": ignore_eos,
-        }
-        body: dict[str, object] = {
-            "input_ids": input_ids.tolist() if isinstance(input_ids, np.ndarray) else list(input_ids),
-            "sampling_params": sampling,
+        body = {
+            "input_ids": np.asarray(input_ids).tolist(),
+            "sampling_params": {
+                "max_new_tokens": max_new_tokens,
+                "temperature": temperature,
+                "top_p": top_p,
+                "top_k": TOP_K_WITH_TOP_P if top_p < 1.0 else -1,
+                "stop_token_ids": list(stop_token_ids),
+                "ignore_eos": ignore_eos,
+            },
             "return_logprob": True,
+            "return_sampling_mask": top_p < 1.0,
+            "return_routed_experts": routing_from is not None,
+            "routed_experts_start_len": routing_from or 0,
             "cache_salt": cache_salt,
             "stream": True,
         }
-        if routing_from is not None:
-            body |= {"return_routed_experts": True, "routed_experts_start_len": routing_from}
-        if top_p < 1.0:
-            body["return_sampling_mask"] = True
-            sampling["top_k"] = TOP_K_WITH_TOP_P
-        received, retractions = _Received(), 0
-        async with self._sampling(body, received) as reply:
+        request, retractions = _TokenRequest(self.address.url), 0
+        async with self._replying(request, body) as reply:
             async for event in events(reply.content.iter_any()):
                 chunk = _decode_chunk(event)
                 if chunk.error is not None:
-                    raise self._refusal_or_loss(chunk.error.code, chunk.error.message, received)
-                received.add(chunk)
+                    raise request.failed(chunk.error.code, chunk.error.message)
+                request.add(chunk)
                 started()
                 self.heard = time.monotonic()
-                self.retractions += chunk.meta_info.num_retractions - retractions
-                retractions = chunk.meta_info.num_retractions
-                if (finish := chunk.meta_info.finish_reason) is not None:
-                    return self._finished(finish, chunk.meta_info, received)
-        raise ServerLost(f"{self.address.url} ended a stream before its last token", *received.joined())
+                meta = chunk.meta_info
+                self.retractions += meta.num_retractions - retractions
+                retractions = meta.num_retractions
+                if (finish := meta.finish_reason) is None:
+                    continue
+                if finish.type == "abort":
+                    raise request.aborted(finish)
+                spans = tuple(VersionSpan(int(s.version), s.start, s.end) for s in meta.weight_versions)
+                return Generation(*request.received(), spans, finish.type, meta.routed_experts, meta.cached_tokens)
+        raise request.lost("ended a stream before its last token")
 
     async def score(
         self,
@@ -297,72 +305,51 @@ class ServerClient:
     ) -> list[Prefill]:
         """Return log-probs, at temperature 1, of the tokens of each sequence [n] from its position `first` (at least 1) on.
 
-        The part before `first` may come from cached prefixes of the same salt; what is scored is computed anew, because
+        The part before `first` may come from cached prefixes of the same salt; the scored part is always computed, because
         SGLang matches prefixes only up to `logprob_start_len`. The one token that every request must sample is ignored.
-        against: also score this token in each place. routing: also return the experts chosen for all tokens.
+        against: also score this token at each position. routing: also return the experts chosen for all tokens.
         """
-        body: dict[str, object] = {
+        body = {
             "input_ids": [s.tolist() for s in sequences],
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
             "return_logprob": True,
             "logprob_start_len": [first - 1 for first in firsts],
+            "token_ids_logprob": None if against is None else [[against]] * len(sequences),
+            "return_routed_experts": routing,
             "cache_salt": [cache_salt] * len(sequences),
         }
-        if against is not None:
-            body["token_ids_logprob"] = [[against]] * len(sequences)
-        if routing:
-            body |= {"return_routed_experts": True, "routed_experts_start_len": 0}
-        nothing = _Received()
-        async with self._sampling(body, nothing) as reply:
-            replies = msgspec.json.decode(await reply.read())
-        for each in replies:
-            finish = each["meta_info"]["finish_reason"]
-            if finish["type"] == "abort":
-                reason = f"aborted a request: {finish.get('message')}"
-                raise self._refusal_or_loss(finish.get("status_code") or 500, reason, nothing)
-        return [_prefill(each["meta_info"]) for each in replies]
+        request = _TokenRequest(self.address.url)
+        async with self._replying(request, body) as reply:
+            metas = [each["meta_info"] for each in msgspec.json.decode(await reply.read())]
+        for meta in metas:
+            if meta["finish_reason"]["type"] == "abort":
+                raise request.aborted(msgspec.convert(meta["finish_reason"], _Finish))
+        return [_prefill(meta) for meta in metas]
 
     @asynccontextmanager
-    async def _sampling(self, body: dict[str, object], received: _Received) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Yield a good reply to a request for tokens. A failure while it is read becomes ServerLost with what was received."""
+    async def _replying(self, request: _TokenRequest, body: dict[str, object]) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Yield a good reply to a request for tokens. A failure while reading it raises ServerLost with what was received."""
         limit = aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=CONNECT_LIMIT_S)
-        url = self.address.url
+        headers = {"Authorization": f"Bearer {self._api_key}", "Content-Type": "application/json"}
+        url, data = f"{self.address.url}/generate", msgspec.json.encode(body)
         try:
-            headers = {"Authorization": f"Bearer {self._api_key}", "Content-Type": "application/json"}
-            data = msgspec.json.encode(body)
             async with self._connections().post(
-                f"{url}/generate", data=data, headers=headers, timeout=limit, allow_redirects=False
+                url, data=data, headers=headers, timeout=limit, allow_redirects=False
             ) as reply:
                 if reply.status != 200:
-                    raise self._refusal_or_loss(reply.status, await reply.text(), received)
+                    raise request.failed(reply.status, await reply.text())
                 self._replies.add(reply)
                 try:
                     yield reply
                 finally:
                     self._replies.discard(reply)
         except TimeoutError:
-            reason = f"{url} did not finish a request within {self._timeout_s:g} s"
-            raise ServerLost(reason, *received.joined()) from None
+            raise request.lost(f"did not finish a request within {self._timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
-            raise ServerLost(f"{url} was lost: {type(error).__name__}: {error}", *received.joined()) from None
-
-    def _finished(self, finish: _Finish, meta: _Meta, received: _Received) -> Generation:
-        tokens, logprobs = received.joined()
-        if finish.type == "abort":
-            if finish.status_code in REFUSALS:
-                raise ServerRefused(f"{self.address.url} refused a request: {finish.message}")
-            # A request aborted while its server was paused still gets one token, from weights that may be half replaced.
-            raise ServerLost(f"{self.address.url} aborted a request: {finish.message}", tokens[:-1], logprobs[:-1])
-        spans = tuple(VersionSpan(int(s.version), s.start, s.end) for s in meta.weight_versions)
-        return Generation(tokens, logprobs, spans, finish.type, meta.routed_experts, meta.cached_tokens)
-
-    def _refusal_or_loss(self, status: int, text: str, received: _Received) -> MegarlError:
-        if status in REFUSALS:
-            return ServerRefused(f"{self.address.url} refused a request ({status}): {text[:500]}")
-        return ServerLost(f"{self.address.url} answered with status {status}: {text[:500]}", *received.joined())
+            raise request.lost(f"was lost: {type(error).__name__}: {error}") from None
 
     async def health(self) -> bool:
-        """Return whether the server says within HEALTH_LIMIT_S that it takes requests. Needs no key."""
+        """Return whether the server replies within HEALTH_LIMIT_S that it accepts requests. This needs no key."""
         try:
             await self._call("ask for its health", "/health", None, HEALTH_LIMIT_S, "")
         except MegarlError:
@@ -375,7 +362,7 @@ class ServerClient:
         await self._call("generate a token", "/generate", body, self._timeout_s, self._api_key)
 
     async def pause(self, mode: str) -> None:
-        """Stop all work on requests. mode: in_place or retract."""
+        """Pause all work on requests. mode: in_place or retract."""
         await self._call("pause", "/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
@@ -400,7 +387,7 @@ class ServerClient:
             raise self.error("ask for its load", f"an answer without it: {said}") from None
 
     async def begin(self) -> None:
-        """Open an update, after closing one that a lost learner left open."""
+        """Open an update of weights, after closing one that a lost learner left open."""
         try:
             await self._call("begin", "/begin_weight_update", {})
         except ServerSaid as error:
@@ -413,9 +400,9 @@ class ServerClient:
         await self._call("end", "/end_weight_update", {}, self._timeout_s)
 
     async def stage(self, version: int, base: int | None = None) -> None:
-        """Open what is to be staged (staging.py), and drop what was. base: the version that it is differences from, if any."""
-        differences = {} if base is None else {"base": str(base)}
-        await self._staging("begin", BEGIN, {"version": str(version)} | differences, self._timeout_s)
+        """Begin staging weights (staging.py) and drop earlier staged ones. base: the version to which deltas apply, if any."""
+        arguments = {"version": str(version), "base": "" if base is None else str(base)}
+        await self._staging("begin", BEGIN, arguments, self._timeout_s)
 
     async def join_group(self, name: str, master: str, port: int, first: int, world: int, backend: str) -> None:
         """Make the server's tensor-parallel ranks ranks `first` … of a process group with the learner's rank 0."""
@@ -426,23 +413,21 @@ class ServerClient:
         await self._call("leave a process group", "/destroy_weights_update_group", {"group_name": name})
 
     async def receive(self, group: str) -> None:
-        """Stage what is broadcast in the group, to its end. The server limits each wait in it; the caller limits the whole."""
+        """Stage all that is broadcast in the group. The server has a limit for each wait in it, the caller for the whole."""
         await self._staging("receive", RECEIVE, {"group": group}, RECEIVE_LIMIT_S, once=True)
 
     async def staged_checksums(self) -> tuple[str, dict[str, str] | None]:
-        """Return what `checksums` will be after the swap."""
-        ranks = _decoded(await self._staging("checksum", CHECKSUMS, {}, self._timeout_s))
-        whole = hashlib.sha256("".join(rank["per_gpu_checksum"] for rank in ranks).encode())
-        return whole.hexdigest(), ranks[0]["checksums"] if len(ranks) == 1 else None
+        """Return what `checksums` will return after the swap."""
+        return _of_all_ranks(_decoded(await self._staging("checksum", CHECKSUMS, {}, self._timeout_s)))
 
     async def swap(self, version: int) -> None:
-        """Put what is staged into the place of the paused server's weights, and label tokens with its version from here on."""
+        """Replace the paused server's weights by the staged ones, and label tokens with `version` from now on."""
         await self._staging("swap", SWAP, {}, self._timeout_s, version=str(version))
 
     async def _staging(
         self, what: str, step: str, arguments: object, limit_s: float, *, once: bool = False, version: str | None = None
     ) -> str:
-        """Return what the ranks of the server say to a step of staging, in JSON."""
+        """Call a step of staging and return the reply of the server's ranks, in JSON."""
         names = [msgspec.json.encode(arguments).decode()]
         body = {"names": names, "dtypes": [], "shapes": [], "load_format": step, "weight_version": version}
         path = "/update_weights_from_distributed"
@@ -450,8 +435,13 @@ class ServerClient:
         return str(said["message"])
 
     async def take(self, handles: list[str], complete: int | None) -> None:
-        """Copy a bucket from the learner's memory through one handle per server rank. complete: the version, with the last."""
-        body = {"serialized_named_tensors": handles} | _bucket(complete)
+        """Copy a bucket from the learner's memory, with one handle per server rank. complete: the version, with the last."""
+        body = {
+            "serialized_named_tensors": handles,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+            "weight_version": None if complete is None else str(complete),
+        }
         await self._call("hand over", "/update_weights_from_tensor", body, self._timeout_s)
 
     async def load(self, path: str, version: int) -> None:
@@ -460,25 +450,24 @@ class ServerClient:
         await self._call("load from disk", "/update_weights_from_disk", body, self._timeout_s)
 
     async def checksums(self) -> tuple[str, dict[str, str] | None]:
-        """Return one checksum over all ranks, and each parameter's with tensor_parallel 1, where a rank holds it whole."""
+        """Return one checksum over all ranks and, if the server has a single rank, each parameter's checksum (else None)."""
         said = await self._call("checksum", "/weights_checker", {"action": "checksum"}, self._timeout_s)
-        ranks = said["ranks"]
-        return said["per_engine_checksum"], ranks[0]["checksums"] if len(ranks) == 1 else None
+        return _of_all_ranks(said["ranks"])
 
     async def device_identity(self) -> DeviceIdentity:
         """Return the server's machine and GPUs."""
         return msgspec.convert(await self._call("ask for its devices", "/device_identity"), DeviceIdentity)
 
     async def release_memory(self) -> None:
-        """Release the memory of keys and values of a server paused with its requests retracted. Repeating it is harmless."""
+        """Release the KV memory of a server that was paused with its requests retracted. Repeating this is harmless."""
         await self._call("release memory", "/release_memory_occupation", {"tags": ["kv_cache"]})
 
     async def resume_memory(self) -> None:
-        """Take that memory back. Repeating it, or calling it on a server that released nothing, is harmless."""
+        """Allocate that memory again. Repeating this, or calling it for a server that released nothing, is harmless."""
         await self._call("resume memory", "/resume_memory_occupation", {"tags": ["kv_cache"]})
 
-    def error(self, step: str, what: str) -> MegarlError:
-        return MegarlError(f"server {self.address.id} ({self.address.url}): {step}: {what}")
+    def error(self, step: str, what: str, kind: type[MegarlError] = MegarlError) -> MegarlError:
+        return kind(f"server {self.address.id} ({self.address.url}): {step}: {what}")
 
     async def _call(
         self,
@@ -491,11 +480,10 @@ class ServerClient:
     ) -> Any:
         """Return the reply's JSON, None if it has none. Without a body this is a GET. key: default the admin key."""
         limit_s = min(self._timeout_s, CONTROL_LIMIT_S) if limit_s is None else limit_s
-        status, text = await self._ask(
-            ServerQuestion(path, body, self._admin_key if key is None else key, limit_s, once)
-        )
+        data, key = b"" if body is None else msgspec.json.encode(body), self._admin_key if key is None else key
+        status, text = await self._ask(ServerQuestion(path, data, key, limit_s, once))
         if status == relay.RELAY_LOST:
-            raise RelayLost(str(self.error(step, text)))
+            raise self.error(step, text, RelayLost)
         if status in (relay.SILENT, relay.UNREACHABLE):
             setting = " (weights.timeout_s)" if status == relay.SILENT and limit_s == self._timeout_s else ""
             raise self.error(step, text + setting)
@@ -503,25 +491,22 @@ class ServerClient:
         if status != relay.OK:
             fields = said if isinstance(said, dict) else {}
             message = str(fields.get("message") or fields.get("error") or text)
-            raise ServerSaid(str(self.error(step, f"{status}: {message[:500]}")))
+            raise self.error(step, f"{status}: {message[:500]}", ServerSaid)
         return said
 
     @cached_property
     def asking(self) -> "ServerClient":
-        """The same client, whose calls ask the Fan (fleet.py) that drives them."""
+        """The same client, except that its calls send their questions to the Fan (fleet.py) that drives them."""
         other = copy(self)
         other._ask = relay.ask
         return other
 
     async def exchange(self, question: ServerQuestion) -> ServerAnswer:
-        """Make a call. Its failures are answers, too."""
-        body = b"" if question.body is None else msgspec.json.encode(question.body)
-        return await exchange(
-            self._connections(), self.address.url + question.path, body, question.key, question.limit_s
-        )
+        """Ask the server. Failures are answers, too."""
+        return await relay.exchange(self._connections(), self.address.url, question)
 
     async def relay(self, call: RelayedCall, key: str, heard: Callable[[RelayedAnswer], Awaitable[None]]) -> None:
-        """Have the server pass a call on, and await `heard` for each answer. Ends early if it refuses or is lost."""
+        """Have the server pass a call on, and await `heard` for each answer. Return early if it refuses or is lost."""
         limit, headers = aiohttp.ClientTimeout(total=call.limit_s + relay.GRACE_S), {"Authorization": f"Bearer {key}"}
         url, data = f"{self.address.url}/relay", msgspec.json.encode(call)
         with suppress(TimeoutError, aiohttp.ClientError, OSError):
@@ -534,13 +519,13 @@ class ServerClient:
 
     def _connections(self) -> aiohttp.ClientSession:
         if self._session is None:  # it belongs to the running event loop, so it is made at the first request
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, socket_factory=_socket)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=relay.KEEP_ALIVE_S, socket_factory=_socket)
             self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
         return self._session
 
 
 def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """Make a socket whose connection ends when the other machine is gone, for which Linux takes a quarter of an hour."""
+    """Make a socket whose connection ends soon after the other machine is gone; by default Linux takes a quarter of an hour."""
     made = socket.socket(*address[:3])
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNACKNOWLEDGED_S))
     return made
@@ -548,23 +533,22 @@ def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
 
 @lru_cache(maxsize=2)
 def _decoded(text: str) -> Any:
-    """Return what the JSON says, None if it is none. A thousand servers give the same answer, which is not to be changed."""
+    """Parse JSON; None if it is invalid. Cached, as many servers may give the same answer, so do not change the result."""
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:
         return None
 
 
-def _bucket(complete: int | None) -> dict[str, object]:
-    """Return what SGLang needs with every bucket; the last one carries the version."""
-    version = None if complete is None else str(complete)
-    return {"load_format": "flattened_bucket", "flush_cache": False, "weight_version": version}
+def _of_all_ranks(ranks: list[JsonObject]) -> tuple[str, dict[str, str] | None]:
+    """Return one checksum over all ranks of a server, and each parameter's if there is only one."""
+    whole = hashlib.sha256("".join(rank["per_gpu_checksum"] for rank in ranks).encode()).hexdigest()
+    return whole, ranks[0]["checksums"] if len(ranks) == 1 else None
 
 
 def _prefill(meta: JsonObject) -> Prefill:
     """Read scores from a reply's meta_info. The first entry has no log-prob, because nothing precedes it."""
-    tokens = meta["input_token_logprobs"][1:]
-    others = (meta.get("input_token_ids_logprobs") or [])[1:]
-    logprobs = np.array([entry[0] for entry in tokens], np.float32)  # None becomes nan
-    against = np.array([entry[0][0] for entry in others], np.float32) if others else np.full_like(logprobs, np.nan)
-    return Prefill(logprobs, against, int(meta["weight_version"]), meta.get("routed_experts") or "")
+    logprobs = np.array([entry[0] for entry in meta["input_token_logprobs"][1:]], np.float32)  # None becomes nan
+    others = [entry[0][0] for entry in meta.get("input_token_ids_logprobs", ())[1:]]
+    against = np.array(others, np.float32) if others else np.full_like(logprobs, np.nan)
+    return Prefill(logprobs, against, int(meta["weight_version"]), meta.get("routed_experts", ""))

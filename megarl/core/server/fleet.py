@@ -1,14 +1,14 @@
 """Calls to several servers at once.
 
-    Fleet    synchronous, from the learner: an event loop in a thread, a Fan for each call
+    Fleet    synchronous, for the learner: an event loop in a thread, a Fan for each call
     Fan      drives coroutines that ask one question after the other (ServerClient.asking)
 
-Equal questions of many servers go out as one call to one of them, which relays it (relay.py), and equal answers come back as
-one. Up to DIRECT servers, and questions that only one server is asked, go directly; so does all that a joined server is asked,
-because a gate passes calls on only to the run's own.
+Equal questions to many servers are sent as one call to one of them, which relays it (relay.py), and equal answers come back as
+one. Questions go directly if there are at most DIRECT servers, if they are for a single server, or if they are for a joined
+server, because a gate passes calls on only to the run's own servers.
 
-If a relay is lost or refuses, those of its servers that have not answered are asked directly, from then on always. A question
-that must not be asked twice gets RelayLost instead: the caller does not know whether those servers have heard it.
+If a relay is lost or refuses, those of its servers that have not answered are asked directly, then and ever after. A question
+that must not be asked twice raises RelayLost instead: it is unknown whether those servers got it.
 """
 
 import asyncio
@@ -16,8 +16,6 @@ import threading
 from collections.abc import Callable, Container, Coroutine, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
-
-import msgspec
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.server.client import ServerClient
@@ -27,14 +25,14 @@ from megarl.core.server.relay import RELAY_LOST, RelayedAnswer, RelayedCall, Ser
 CLOSE_LIMIT_S = 5.0
 
 type Call[T] = Callable[[ServerClient], Coroutine[Any, Any, T]]
-"""What to do with each server. It may await nothing but calls of that server."""
+"""A coroutine for one server. It may await nothing but questions to that server."""
 
 
 class Fan[T]:
-    """Calls of one kind to several servers. results, errors: by server id, so far.
+    """Calls of one kind to several servers. results, errors: so far, by server id.
 
-    clients: by server id. direct: groups whose relay was lost, which outlives the Fan. joined: those of the servers that are
-    not the run's own. context: begins each error's text.
+    clients: by server id. direct: the set of groups whose relay was lost; it outlives the Fan. joined: ids of the servers that
+    the run did not start. context: the beginning of each error's text.
     """
 
     def __init__(
@@ -46,7 +44,7 @@ class Fan[T]:
         self._running: dict[int, Coroutine[Any, ServerAnswer | None, T]] = {}
 
     async def run(self, ids: Iterable[int], call: Call[T]) -> None:
-        """Run `call` with each of these servers to its end. It may await nothing but calls of its server."""
+        """Run `call` for each of these servers to its end."""
         self._running = {i: call(self._clients[i].asking) for i in ids}
         try:
             await self._ask(self._proceed(self._running, None))
@@ -55,7 +53,7 @@ class Fan[T]:
                 unfinished.close()
 
     def _proceed(self, ids: Iterable[int], answer: ServerAnswer | None) -> dict[int, ServerQuestion]:
-        """Continue these servers' calls with the answer. Return the questions that they ask next."""
+        """Resume these servers' calls with the answer. Return the questions that they ask next, by server id."""
         asked = {}
         for i in list(ids):
             try:
@@ -70,7 +68,7 @@ class Fan[T]:
         return asked
 
     async def _ask(self, asked: Mapping[int, ServerQuestion]) -> None:
-        """Ask all of them at once, and go on with what follows."""
+        """Ask all these questions at once, and then those that follow from the answers."""
         same: list[tuple[ServerQuestion, list[int]]] = []
         for i, question in asked.items():
             if not same or question != same[-1][0]:
@@ -85,7 +83,7 @@ class Fan[T]:
                     tasks.create_task(self._ask_group(question, group))
 
     def _grouped(self, ids: list[int]) -> list[list[int]]:
-        """Return these servers in groups of which the first is the relay, or of one, which is asked directly."""
+        """Return these servers in groups. The first of a group is its relay; a group of one is asked directly."""
         if len(self._clients) <= DIRECT:
             return [[i] for i in ids]
         groups: dict[int, list[int]] = {}
@@ -97,9 +95,8 @@ class Fan[T]:
     async def _ask_group(self, question: ServerQuestion, ids: list[int]) -> None:
         if len(ids) == 1:
             return await self._ask(self._proceed(ids, await self._clients[ids[0]].exchange(question)))
-        left = set(ids)
-        body = "" if question.body is None else msgspec.json.encode(question.body).decode()
-        call = RelayedCall(question.path, body, [self._clients[i].address.url for i in ids], question.limit_s)
+        left, urls = set(ids), [self._clients[i].address.url for i in ids]
+        call = RelayedCall(question.path, question.body.decode(), urls, question.limit_s)
 
         async def heard(said: RelayedAnswer) -> None:
             some = [ids[p] for p in said.positions]
@@ -117,7 +114,7 @@ class Fan[T]:
 
 
 class Calls[T](NamedTuple):
-    """Calls under way in another thread. results, errors: by server id, so far."""
+    """Calls under way in another thread. results, errors: so far, by server id."""
 
     results: dict[int, T]
     errors: dict[int, MegarlError]
@@ -132,7 +129,7 @@ class Fleet:
     """
 
     def __init__(self, servers: Iterable[ServerClient], version: int, joined: Container[int] = ()) -> None:
-        """joined: see Fan."""
+        """Start the thread. joined: as in Fan."""
         self.servers, self.version, self._joined = {s.address.id: s for s in servers}, version, joined
         self._direct: set[int] = set()
         self._loop, self._over = asyncio.new_event_loop(), asyncio.Event()
@@ -140,12 +137,12 @@ class Fleet:
         self._thread.start()
 
     def start[T](self, ids: Iterable[int], call: Call[T]) -> Calls[T]:
-        """Begin calls. Each may await nothing but its server."""
+        """Begin a call to each of these servers."""
         fan = Fan[T](self.servers, self._direct, self._joined, f"publishing version {self.version} to ")
         return Calls(fan.results, fan.errors, asyncio.run_coroutine_threadsafe(fan.run(ids, call), self._loop))
 
     def each[T](self, ids: Iterable[int], call: Call[T]) -> tuple[dict[int, T], dict[int, str]]:
-        """Return results and texts of errors by server id."""
+        """Call each of these servers and wait. Return results and texts of errors, by server id."""
         results, errors = collect(self.start(ids, call))
         return results, {i: str(error) for i, error in errors.items()}
 
@@ -155,16 +152,15 @@ class Fleet:
         self._thread.join(CLOSE_LIMIT_S)
 
     def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._until_closed())
+        async def until_closed() -> None:
+            await self._over.wait()
+            for server in self.servers.values():
+                await server.close()
 
-    async def _until_closed(self) -> None:
-        await self._over.wait()
-        for server in self.servers.values():
-            await server.close()
+        asyncio.run(until_closed(), loop_factory=lambda: self._loop)
 
 
 def collect[T](calls: Calls[T]) -> tuple[dict[int, T], dict[int, MegarlError]]:
-    """Wait for all of them; each call has its own limit."""
+    """Wait for all calls and return their results and errors. Each call has its own time limit."""
     calls.over.result()
     return calls.results, calls.errors

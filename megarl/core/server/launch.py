@@ -2,7 +2,7 @@
 
     recipe + RUN/endpoints.json ──► checks (one MegarlError) ──► environment() + engine_arguments() ──► SGLang, in this process
 
-Only token ids cross its boundary. Only proxy.py gets the keys of RUN/endpoints.json, because SGLang logs its arguments.
+The server handles only token ids, no text. Only proxy.py gets the keys of RUN/endpoints.json: SGLang logs its arguments.
 
 SGLang's mem_fraction_static is a share of the memory that is free at its start, so a server that restarts beside a learner
 would get less each time. Our share is always of the whole GPU.
@@ -14,37 +14,36 @@ import os
 import subprocess
 import time
 from functools import partial
+from itertools import batched, cycle, islice
 from urllib.parse import urlsplit
 
 from megarl.core.base.architecture import in_directory
 from megarl.core.base.device import here
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.messages import PARITY_ROLLOUTS, ServerAddress
+from megarl.core.base.messages import KEPT_FROM_INPUT, PARITY_ROLLOUTS, ServerAddress
 from megarl.core.base.process import check_free, die_with_parent, importing, start_logging
 from megarl.core.base.rundir import Endpoints, RunDir
 from megarl.core.recipe import Recipe
 from megarl.core.server import workers
-from megarl.core.server.checks import OWN_EVERYWHERE, check, check_kernels
+from megarl.core.server.checks import OWN_EVERYWHERE, check, check_gpus, check_kernels
 from megarl.core.server.client import ServerClient, ServerSaid
 from megarl.core.server.proxy import Gate, OwnReplies
 
 WATCHDOG_MARGIN_S = 120.0
 STREAM_INTERVAL = 64
-"""Tokens between streamed chunks: what a lost server costs a request at most. Short completions come in four chunks."""
+"""Tokens per streamed chunk, the most that a request can lose with its server. Short completions come in four chunks."""
 WARM_UP_LIMIT_S = 600.0
 MODELS = "megarl.core.server.sglang_models"
-KEPT_FROM_INPUT = 6
-"""SGLang refuses inputs that reach into the last positions of its context."""
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = False) -> None:
     """Serve until killed. The server is killed when its parent dies, and its child processes with it.
 
-    host: where it listens; empty: where the endpoints say. teacher: serve the recipe's teacher.
+    host: the address to listen on; empty: the one in the endpoints. teacher: serve the recipe's teacher.
     """
     die_with_parent()
-    os.umask(0o077)  # SGLang's processes talk through sockets in the file system, and believe what they hear there
+    os.umask(0o077)  # SGLang's processes trust what they receive over sockets in the file system
     start_logging(f"{'teacher' if teacher else 'server'} {index}")
     endpoints = RunDir(recipe.run.path).endpoints()
     urls, recipe = (endpoints.teachers, recipe.teacher_recipe) if teacher else (endpoints.servers, recipe)
@@ -59,6 +58,7 @@ def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = 
         check(recipe, cuda)
         if cuda:
             check_kernels()
+            check_gpus(recipe, [".".join(map(str, torch.cuda.get_device_capability()))])
         check_free(host, port)
         os.environ.update(environment(recipe, index, sorted(os.sched_getaffinity(0)), cuda))
         sglang_cpu.install()
@@ -75,7 +75,7 @@ def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = 
 
     app.add_middleware(OwnReplies, place=here())
     handles, vocabulary = recipe.weights.transport == "cuda_ipc", in_directory(recipe.model.path).vocabulary
-    app.add_middleware(Gate, endpoints=endpoints, handles=handles, vocabulary=vocabulary)  # the outer one
+    app.add_middleware(Gate, endpoints=endpoints, handles=handles, vocabulary=vocabulary)  # outermost
     try:
         launch_server(
             ServerArgs(**engine_arguments(recipe, index, host, port, cuda), **memory_arguments(recipe, cuda)),
@@ -84,7 +84,7 @@ def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = 
             execute_warmup_func=lambda _: asyncio.run(warm_up(f"http://{host}:{port}", endpoints)),
         )
     except SystemExit:
-        # Uvicorn's, of a port taken since the check. The warm-up, which asks whoever took it, would go on for minutes.
+        # Raised by Uvicorn if the port was taken since the check. Otherwise the warm-up would go on for minutes.
         kill_process_tree(os.getpid(), include_parent=False)
         os._exit(1)
     finally:
@@ -92,9 +92,9 @@ def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = 
 
 
 async def warm_up(url: str, endpoints: Endpoints) -> bool:
-    """Generate one token, then let /health say yes.
+    """Generate one token, then make /health succeed.
 
-    It runs in a thread beside the HTTP server, like SGLang's own warm-up, which first sleeps for a second. If the request
+    This runs in a thread beside the HTTP server, like SGLang's own warm-up, which first sleeps for a second. If the request
     fails, SGLang reports the error and the server never becomes ready.
     """
     from sglang.srt.entrypoints.http_server import get_global_state
@@ -127,18 +127,20 @@ def memory_arguments(recipe: Recipe, cuda: bool) -> dict[str, object]:
 def environment(recipe: Recipe, index: int, cores: list[int], cuda: bool) -> dict[str, str]:
     """Return environment variables for the server and its processes."""
     common = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # Log-probs at the sampling temperature, whatever the user's shell asks for.
+    common["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "0"
     if not cuda or in_directory(recipe.model.path).name in OWN_EVERYWHERE:
         common["SGLANG_EXTERNAL_MODEL_PACKAGE"] = MODELS
     if cuda:
         return common
-    # SGLang compiles how experts are chosen with a bias: on a CPU by a C++ compiler, for each number of tokens.
+    # SGLang compiles the choice of experts by biases; on a CPU it would run a C++ compiler for each number of tokens.
     cpu = {"SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1"}
     ranks, threads = recipe.resources.server_tensor_parallel, recipe.resources.threads
     if ranks > 1:
         first = index * ranks * threads
-        owned = [[str(cores[(first + r * threads + t) % len(cores)]) for t in range(threads)] for r in range(ranks)]
+        owned = batched(islice(cycle(map(str, cores)), first, first + ranks * threads), threads)
         cpu["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(dict.fromkeys(rank)) for rank in owned)
-        # The CUDA build of torch brings an NCCL that SGLang would try on the CPU.
+        # The CUDA build of torch includes NCCL, which SGLang would try to use on the CPU.
         cpu["SGLANG_NCCL_SO_PATH"] = "/nonexistent"
     return common | cpu
 
@@ -156,7 +158,7 @@ def engine_arguments(recipe: Recipe, index: int, host: str, port: int, cuda: boo
         "enable_fp32_lm_head": recipe.model.fp32_head in ("both", "server"),
         "context_length": min(context, model.context),
         "skip_tokenizer_init": True,
-        "sampling_defaults": "openai",  # every request states its own; generation_config.json has no say
+        "sampling_defaults": "openai",  # every request has its own settings; generation_config.json is not used
         "host": host,
         "port": port,
         "tp_size": recipe.resources.server_tensor_parallel,
@@ -165,7 +167,7 @@ def engine_arguments(recipe: Recipe, index: int, host: str, port: int, cuda: boo
         "max_total_tokens": serving.kv_tokens,
         # Scoring for parity must not wait for a slot: as a rollout ends, and after a publication.
         "max_running_requests": serving.max_running_requests + 2 * PARITY_ROLLOUTS,
-        # By itself SGLang captures decoding for 256 on an 80 GB GPU, or 32 on a 40 GB one; more would run without a graph.
+        # By default SGLang captures graphs for up to 256 requests on an 80 GB GPU, 32 on a 40 GB one, and runs more without.
         "cuda_graph_max_bs_decode": serving.max_running_requests if cuda else None,
         "stream_interval": min(STREAM_INTERVAL, max(1, recipe.length.completion_tokens // 4)),
         "incremental_streaming_output": True,
@@ -173,15 +175,15 @@ def engine_arguments(recipe: Recipe, index: int, host: str, port: int, cuda: boo
         "watchdog_timeout": weights.timeout_s + WATCHDOG_MARGIN_S,
         # Torch's own attention reads the cache of sliding windows (Llama 4 with its vision tower) at the wrong places.
         "disable_hybrid_swa_memory": not cuda,
-        # An idle scheduler otherwise spins on the core that the learner could have. Not with more ranks: those that get no
-        # messages themselves would sleep a second into each request.
+        # An idle scheduler would otherwise spin on a core that the learner could use. Not with several ranks: those that get no
+        # messages themselves would sleep for a second at the start of each request.
         "sleep_on_idle": not cuda and recipe.resources.server_tensor_parallel == 1,
         "enable_metrics": recipe.monitor.prometheus,
         # For routing replay, and to compare the choices of both sides.
         "enable_return_routed_experts": bool(model.experts),
-        # It would count as another expert that every token chooses, in what is served and in what is told.
+        # With fusion, the shared expert would be reported among the chosen experts of every token.
         "disable_shared_experts_fusion": bool(model.shared_feed_forward),
-        # On Blackwell SGLang takes kernels that choose the experts themselves, and nobody learns which.
+        # On Blackwell SGLang would use kernels that choose the experts themselves and do not report which.
         "moe_runner_backend": "triton" if cuda and model.experts else "auto",
         "log_level": "info",
         "log_level_http": "warning",
@@ -193,7 +195,7 @@ MIB_A_GIB = 1024
 
 
 def free_and_total() -> list[tuple[int, int]]:
-    """Return free and total MiB of each visible GPU. nvidia-smi tells, because asking CUDA would take some of it."""
+    """Return free and total MiB of each visible GPU, from nvidia-smi, because a CUDA context would take some of it."""
     command = ["nvidia-smi", "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits"]
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         command.append(f"--id={visible}")

@@ -1,4 +1,4 @@
-"""Access control in front of an SGLang server. All HTTP passes here; SGLang itself gets no keys.
+"""Access control in front of an SGLang server. All HTTP calls pass through it; SGLang itself gets no keys.
 
     GET  /health                                      anybody
     POST /generate, GET /model_info, GET /v1/loads    the user key
@@ -7,23 +7,22 @@
     POST /update_weights_from_tensor                  the admin key, from this machine, with weights.transport: cuda_ipc
     POST /relay                                       the key of the call to pass on, to servers of the run (relay.py)
     POST /freeze_gc                                   this machine, once: SGLang calls itself at the end of its start
-    all else                                          nobody
+    everything else                                   nobody
 
-Token ids of /generate are checked: one outside the vocabulary would end SGLang's scheduler, and its retry the next server's.
+Token ids of /generate are checked: an id outside the vocabulary would crash SGLang's scheduler, and a retry the next server's.
 
-SGLang's own check is not enough: anybody may make it generate (/health_generate) or open a websocket, it tells its keys with
-its arguments, and other calls unpickle input or write files. The one unpickling call that we let through takes handles to
-this machine's memory, which nobody elsewhere can have.
+SGLang's own check is not enough: anybody may make it generate (/health_generate) or open a websocket, it reveals its keys among
+its arguments, and other calls unpickle input or write files. The one unpickling call that we allow takes handles to this
+machine's memory, which are useless elsewhere.
 
-`OwnReplies` replies in SGLang's place:
+`OwnReplies` replies in place of SGLang:
 
-    GET  /device_identity                                   its machine and GPUs
-    GET  /health                                                yes, while it is paused
-    POST /release_memory_occupation, /resume_memory_occupation  no operation, if already done
+    GET  /device_identity                                       its machine and GPUs
+    GET  /health                                                success, while it is paused
+    POST /release_memory_occupation, /resume_memory_occupation  nothing to do, if already done
 
-SGLang's /health generates a token, which a paused server cannot, so a server that waits for its learner would seem lost.
-SGLang also dies if memory is released or resumed twice; a learner that returns after a crash does not know what the last one
-did.
+SGLang's /health generates a token, which a paused server cannot, so a server that waits for its learner would seem lost. SGLang
+also dies if memory is released or resumed twice, but a restarted learner does not know what its predecessor did.
 """
 
 import asyncio
@@ -44,7 +43,8 @@ from megarl.core.server.relay import KEEP_ALIVE_S, RelayedCall, relayed
 log = logging.getLogger(__name__)
 
 OPEN = frozenset({("GET", "/health")})
-USER = frozenset({("POST", "/generate"), ("GET", "/model_info"), ("GET", "/v1/loads")})
+GENERATE, RELAY = ("POST", "/generate"), ("POST", "/relay")
+USER = frozenset({GENERATE, ("GET", "/model_info"), ("GET", "/v1/loads")})
 METRICS = frozenset({("GET", "/metrics")})
 ADMIN = frozenset(
     ("POST", path)
@@ -64,13 +64,13 @@ ADMIN = frozenset(
     )
 ) | {("GET", "/device_identity")}
 LOCAL = frozenset({("POST", "/update_weights_from_tensor")})
-RELAY = ("POST", "/relay")
 FREEZE = ("POST", "/freeze_gc")
-"""Moves the objects made at the start out of the garbage collector's sight. SGLang calls it without a key."""
+"""Hides the objects made at the start from the garbage collector. SGLang makes this call without a key."""
 
 
 def status(method: str, path: str, authorization: bytes, endpoints: Endpoints, handles: bool) -> int:
-    """Return 200 to let a call through, 401 if it needs another key, 404 for nobody. handles: this caller may send them."""
+    """Return 200 if the call is allowed, 401 if it needs another key, 404 if nobody may make it. handles: this caller may send
+    memory handles."""
     call = (method, path)
     if call in OPEN:
         return 200
@@ -101,10 +101,10 @@ class Generate(msgspec.Struct):
 
 
 def nonsense(body: bytes, vocabulary: int) -> str:
-    """Return what is wrong with the token ids of a generation request; empty if nothing is."""
+    """Return the first fault in the token ids of a generation request; empty if there is none."""
     try:
         asked = msgspec.json.decode(body, type=Generate)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return str(error)
     sampling = asked.sampling_params or []
     named = [("input_ids", asked.input_ids), ("token_ids_logprob", asked.token_ids_logprob)]
@@ -112,21 +112,21 @@ def nonsense(body: bytes, vocabulary: int) -> str:
         biased = [int(text[:20]) if text.isdecimal() else -1 for text in each.logit_bias or ()]
         named += [("stop_token_ids", each.stop_token_ids), ("logit_bias", [*biased])]
     for name, ids in named:
-        lists: list[Any] = [each or () for each in ids or () if not isinstance(each, int)]
+        lists = [each for each in ids or () if not isinstance(each, int)]
         if lists and len(lists) != len(ids or ()):
             return f"{name} has both tokens and lists of tokens"
-        rows = lists or [ids or ()]
-        for extreme in (pick(row) for row in rows for pick in (min, max) if row):
-            if not 0 <= extreme < vocabulary:
-                return f"{name} has {extreme}, which is not in the vocabulary of {vocabulary}"
+        rows: list[Any] = lists or [ids]
+        for row in filter(None, rows):
+            if not 0 <= min(row) <= max(row) < vocabulary:
+                return f"{name} has {min(row)} to {max(row)}, and the vocabulary only 0 to {vocabulary - 1}"
     return ""
 
 
 class Gate:
-    """ASGI middleware that checks keys. refused: rejected requests, which the server's log counts."""
+    """ASGI middleware that checks keys and token ids. refused: number of refused requests, also in the server's log."""
 
     def __init__(self, app: ASGIApp, endpoints: Endpoints, handles: bool, vocabulary: int) -> None:
-        """handles: whether a learner on this machine passes memory handles. vocabulary: the model's number of tokens."""
+        """Wrap `app`. handles: a learner on this machine may send memory handles. vocabulary: the model's number of tokens."""
         self._app, self._endpoints, self._handles, self._vocabulary = app, endpoints, handles, vocabulary
         self.refused = 0
         self._frozen = False
@@ -136,47 +136,45 @@ class Gate:
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
         if scope["type"] != "http":
-            self._refuse("a websocket", scope)
+            self._count("a websocket", scope)
             return await send({"type": "websocket.close", "code": 1008})
-        authorization = dict(scope["headers"]).get(b"authorization", b"")
-        if (scope["method"], scope["path"]) == RELAY:
+        call, authorization = (scope["method"], scope["path"]), dict(scope["headers"]).get(b"authorization", b"")
+        if call == RELAY:
             return await self._relay(authorization, scope, receive, send)
-        # Who asks at an address of this machine from that same address is on it.
+        # A caller whose address equals the server's is on this machine.
         local = scope["client"][0] == scope["server"][0]
-        code = status(scope["method"], scope["path"], authorization, self._endpoints, self._handles and local)
-        if local and not self._frozen and (scope["method"], scope["path"]) == FREEZE:
+        code = status(*call, authorization, self._endpoints, self._handles and local)
+        if local and not self._frozen and call == FREEZE:
             self._frozen, code = True, 200
-        said = "Unauthorized" if code == 401 else "Not Found"
-        if code == 200 and scope["path"] == "/generate":
+        if code != 200:
+            return await self._refuse(code, "Unauthorized" if code == 401 else "Not Found", scope, receive, send)
+        if call == GENERATE:
             try:
                 body = await Request(scope, receive).body()
             except ClientDisconnect:
                 return None
-            if said := nonsense(body, self._vocabulary):
-                code = 400
             receive = _again(body, receive)
-        if code == 200:
-            return await self._app(scope, receive, send)
-        self._refuse(f"{scope['method']} {scope['path']!r:.100}: {code}{': ' + said if code == 400 else ''}", scope)
-        await JSONResponse({"error": said}, code)(scope, receive, send)
+            if why := nonsense(body, self._vocabulary):
+                return await self._refuse(400, why, scope, receive, send)
+        await self._app(scope, receive, send)
 
     async def _relay(self, authorization: bytes, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a call on that this gate would let through with this key, to servers of the run."""
-        keys, code, call = (self._endpoints.api_key, self._endpoints.admin_key), 401, None
-        if any(secrets.compare_digest(authorization, f"Bearer {key}".encode()) for key in keys):
-            try:
-                call = msgspec.json.decode(await Request(scope, receive).body(), type=RelayedCall)
-            except ClientDisconnect:
-                return None
-            except (msgspec.DecodeError, RecursionError):
-                code = 400
-        if call is not None:
-            code = status("POST" if call.body else "GET", call.path, authorization, self._endpoints, handles=False)
-            if call.path == "/generate" or not set(call.urls) <= set(self._endpoints.servers):
-                code = 404
-        if call is None or code != 200:
-            self._refuse(f"POST /relay {call.path if call else ''!r:.100}: {code}", scope)
-            return await JSONResponse({"error": "Not relayed"}, code)(scope, receive, send)
+        """Pass a call on to servers of the run, if this gate would allow it with this key."""
+        keys = (self._endpoints.api_key, self._endpoints.admin_key)
+        if not any(secrets.compare_digest(authorization, f"Bearer {key}".encode()) for key in keys):
+            return await self._refuse(401, "Unauthorized", scope, receive, send)
+        try:
+            call = msgspec.json.decode(await Request(scope, receive).body(), type=RelayedCall)
+        except ClientDisconnect:
+            return None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            return await self._refuse(400, str(error), scope, receive, send)
+        inner = "POST" if call.body else "GET", call.path
+        code = status(*inner, authorization, self._endpoints, handles=False)
+        if inner == GENERATE or not set(call.urls) <= set(self._endpoints.servers):
+            code = 404
+        if code != 200:
+            return await self._refuse(code, f"{call.path!r:.100} is not relayed", scope, receive, send)
         if self._session is None:  # it belongs to the running event loop
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
@@ -184,16 +182,20 @@ class Gate:
         key = authorization.decode().removeprefix("Bearer ")
         await StreamingResponse(relayed(self._session, call, key))(scope, receive, send)
 
-    def _refuse(self, what: str, scope: Scope) -> None:
+    async def _refuse(self, code: int, why: str, scope: Scope, receive: Receive, send: Send) -> None:
+        self._count(f"{scope['method']} {scope['path']!r:.100}: {code}: {why}", scope)
+        await JSONResponse({"error": why}, code)(scope, receive, send)
+
+    def _count(self, what: str, scope: Scope) -> None:
         self.refused += 1
-        if self.refused & (self.refused - 1) == 0:  # somebody who tries on and on must not fill the log
+        if self.refused & (self.refused - 1) == 0:  # only powers of two, so that attempts cannot fill the log
             log.warning(
                 "requests refused so far: %d, this one from %s: %s", self.refused, (scope.get("client") or "?")[0], what
             )
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that delivers a body that was read, then what follows it."""
+    """Return a `receive` that delivers an already read body again, then the messages after it."""
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def again() -> Message:
@@ -207,7 +209,7 @@ RELEASED = {"/release_memory_occupation": True, "/resume_memory_occupation": Fal
 
 
 class OwnReplies:
-    """ASGI middleware that replies in SGLang's place."""
+    """ASGI middleware that replies to some calls in place of SGLang. place: the reply to /device_identity."""
 
     def __init__(self, app: ASGIApp, place: DeviceIdentity) -> None:
         self._app = app

@@ -1,10 +1,10 @@
-"""Calls to many servers through some of them, so that a thousand cost the caller about as much as twenty.
+"""Calls to many servers, passed on by some of them, so that calling a thousand costs the caller about as much as twenty.
 
     caller ── POST /relay: the call, 64 addresses ──► gate of server 0 ── the call ──► gates of servers 0 … 63
-           ◄── an error at once, the rest together ◄──                ◄── an answer each ◄──
+           ◄── errors at once, the rest together ◄──                  ◄── an answer each ◄──
 
-The caller's side is fleet.py. `relayed` is the gate's side (proxy.py): it passes a call on with the key that it came with, and
-each gate checks that itself. No gate passes a call on to a server that has joined.
+The caller's side is fleet.py. `relayed` is the gate's side (proxy.py): it passes a call on with the same key, which each gate
+checks itself. No gate passes a call on to a joined server.
 """
 
 import asyncio
@@ -23,25 +23,25 @@ KEEP_ALIVE_S = 2.0
 """Idle connections are dropped after this time. The server closes them after 5 s; a request on a closed one would be lost."""
 OK = 200
 SILENT, UNREACHABLE, RELAY_LOST = 0, -1, -2
-"""In place of a status: no answer within the limit; no connection, or a lost one; nobody knows."""
+"""Used as status codes: no answer within the limit; no connection, or a lost one; unknown, as the relay was lost."""
 
 
 class RelayLost(MegarlError):
-    """The server that relayed this call is gone, and the call must not be made twice."""
+    """The server that relayed this call is gone, and the call must not be repeated."""
 
 
 class ServerQuestion(NamedTuple):
-    """A call. Without a body it is a GET. once: it must not be repeated when nobody knows whether the server has heard it."""
+    """A call. body: JSON; a GET if empty. once: it must not be repeated if it is unknown whether the server got it."""
 
     path: str
-    body: object
+    body: bytes
     key: str
     limit_s: float
     once: bool = False
 
 
 class ServerAnswer(NamedTuple):
-    """A reply's status and text. Where there was none, one of the numbers above, and why."""
+    """A reply's status and text. Without a reply, one of the codes above and the reason."""
 
     status: int
     text: str
@@ -57,35 +57,36 @@ class RelayedCall(msgspec.Struct):
 
 
 class RelayedAnswer(msgspec.Struct):
-    """A line of the reply: the same answer from these of its servers, by their positions."""
+    """A line of the reply. positions: indices in `RelayedCall.urls` of the servers that gave this answer."""
 
     positions: list[int]
     status: int
     text: str
 
 
-async def exchange(session: aiohttp.ClientSession, url: str, body: bytes, key: str, limit_s: float) -> ServerAnswer:
-    """Make one call. An empty body makes it a GET."""
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    limit, method = aiohttp.ClientTimeout(total=limit_s), "POST" if body else "GET"
+async def exchange(session: aiohttp.ClientSession, server: str, question: ServerQuestion) -> ServerAnswer:
+    """Ask the server at this address. Failures are answers, too."""
+    method, url = "POST" if question.body else "GET", server + question.path
+    headers = {"Authorization": f"Bearer {question.key}", "Content-Type": "application/json"}
+    limit = aiohttp.ClientTimeout(total=question.limit_s)
     try:
         async with session.request(
-            method, url, data=body or None, headers=headers, timeout=limit, allow_redirects=False
+            method, url, data=question.body or None, headers=headers, timeout=limit, allow_redirects=False
         ) as reply:
             return ServerAnswer(reply.status, await reply.text(errors="replace"))
     except TimeoutError:
-        return ServerAnswer(SILENT, f"no answer within {limit_s:g} s")
+        return ServerAnswer(SILENT, f"no answer within {question.limit_s:g} s")
     except (aiohttp.ClientError, OSError) as error:
         return ServerAnswer(UNREACHABLE, f"{type(error).__name__}: {error}")
 
 
 async def relayed(session: aiohttp.ClientSession, call: RelayedCall, key: str) -> AsyncIterator[bytes]:
-    """Make the call to all its servers at once, and yield the lines of the reply: errors as they come, good answers at last."""
+    """Make the call to all its servers at once, and yield the lines of the reply: errors as they come, then good answers."""
+    question = ServerQuestion(call.path, call.body.encode(), key, call.limit_s)
     good: dict[str, list[int]] = {}
 
     async def one(position: int, url: str) -> RelayedAnswer:
-        answer = await exchange(session, url + call.path, call.body.encode(), key, call.limit_s)
-        return RelayedAnswer([position], *answer)
+        return RelayedAnswer([position], *await exchange(session, url, question))
 
     calls = [asyncio.create_task(one(position, url)) for position, url in enumerate(call.urls)]
     try:

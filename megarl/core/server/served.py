@@ -1,9 +1,9 @@
-"""How an SGLang server holds Hugging Face tensors: joined along rows, experts of a layer in one parameter, turned.
+"""How an SGLang server stores Hugging Face tensors: joined along rows, a layer's experts in one parameter, some reordered.
 
 q_proj, k_proj, v_proj                              ►  qkv_proj           Llama 4: rows of q and k in rotary order
 gate_proj, up_proj                                  ►  gate_up_proj
 experts.0.gate_proj, experts.0.up_proj, …1…         ►  experts.w13_weight     gpt-oss: gate_up_proj; w13_weight_bias
-q_a_proj, kv_a_proj_with_mqa                        ►  fused_qkv_a_proj_with_mqa     DeepSeek-V3, where q is narrow, too
+q_a_proj, kv_a_proj_with_mqa                        ►  fused_qkv_a_proj_with_mqa     DeepSeek-V3 with compressed q
 embed_tokens, lm_head                               ►  the same, with zero rows up to a multiple of 64
 """
 
@@ -34,7 +34,7 @@ class ServedPart(NamedTuple):
 
 
 def place(name: str, tensor: Tensor, model: Architecture) -> ServedPart:
-    """Return where the server holds this Hugging Face tensor."""
+    """Return where the server stores this Hugging Face tensor."""
     if low := model.latent:
         if (match := _LATENT.search(name)) and low.query is not None:
             rows = 0 if match[1] == "q_a_proj" else low.query
@@ -54,7 +54,7 @@ def place(name: str, tensor: Tensor, model: Architecture) -> ServedPart:
 
 
 def as_held(name: str, tensor: Tensor, model: Architecture) -> Tensor:
-    """Return the tensor as the server holds it."""
+    """Return the tensor with its rows as the server stores them: in rotary order, or padded with zeros."""
     if model.rope_interleaved and not model.latent and name.endswith((".q_proj.weight", ".k_proj.weight")):
         return rotary_order(tensor, model.head_dim)
     missing = -len(tensor) % VOCABULARY_MULTIPLE if name.endswith(PADDED) else 0
@@ -69,6 +69,6 @@ def is_padded_inside(name: str, held: Tensor) -> bool:
 
 
 def rotary_order(weight: Tensor, head_dim: int) -> Tensor:
-    """Reorder q_proj or k_proj [heads * head_dim, hidden]: first elements of all pairs of a head, then second."""
+    """Reorder the rows of q_proj or k_proj [heads * head_dim, hidden]: in each head the first of all pairs, then the second."""
     hidden = weight.shape[-1]
     return weight.view(-1, head_dim // 2, 2, hidden).transpose(1, 2).reshape(-1, hidden)

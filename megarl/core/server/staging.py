@@ -4,13 +4,12 @@
                        threads of the scheduler process     │
                        the scheduler, in a pause            └──swap──► the parameters, labelled with the version
 
-SGLang's own session (begin_weight_update, end_weight_update) does not serve: it loads each bucket into the live parameters, on
-the scheduler's thread, so nothing is generated meanwhile and what has arrived cannot be taken back.
+SGLang's own session (begin_weight_update, end_weight_update) does not suffice: it loads each bucket into the live parameters,
+on the scheduler's thread, so nothing is generated in that time, and loaded buckets cannot be undone.
 
-The copy lies in the host's memory (pinned beside a GPU) and has what this rank has of the model, in the same names, shapes and
-types. It is keyed by (version, base): what is being received, and the version whose differences are received, if not everything
-is. A copy that is not swapped (a broken group, a wrong checksum, a lost learner) is dropped by the next `begin`. Until a swap
-the server has its old version, whole.
+The copy is in the host's memory (pinned if there is a GPU) and has this rank's part of the model, with the same names, shapes
+and types. A copy that is not swapped in (a broken group, a wrong checksum, a lost learner) is dropped by the next `begin`.
+Until a swap the server keeps its complete old version.
 """
 
 import threading
@@ -27,13 +26,13 @@ from torch.nn import Module
 from megarl.core.base.broadcast import BroadcastGroup, in_thread
 
 DERIVED = ("w_kc", "w_vc")
-"""Tensors that SGLang makes of a parameter (DeepSeek-V3's kv_b_proj) when that is loaded, in place, and computes with."""
+"""Tensors that SGLang derives from a parameter (DeepSeek-V3's kv_b_proj), in place, when it is loaded, and computes with."""
 
 IDLE_STREAMS: list[torch.cuda.Stream] = []
 
 
 class BucketHead(msgspec.Struct):
-    """What comes before the bytes of a bucket: the tensors in them, one after the other."""
+    """Sent before the bytes of a bucket: describes its tensors, one after the other."""
 
     names: list[str]
     dtypes: list[str]
@@ -41,22 +40,22 @@ class BucketHead(msgspec.Struct):
 
 
 class Unloadable(Exception):
-    """The model does not take a bucket: it is the server that fails, not the group."""
+    """The model cannot load a bucket: the server fails, not the group."""
 
 
 class Staging:
     """The copy of one scheduler process. All steps but `swap` run in threads (`job`)."""
 
     def __init__(self) -> None:
-        self.version = self.base = ""
-        self._held = ""  # the version of which the copy has every value; "" while it is received
-        self._summed = False  # since the last bucket
+        self._version = ""  # the version being received, or the last one received
+        self._held = ""  # the version that the copy has completely; "" while one is received
+        self._summed = False  # whether checksums were taken since the last bucket
         self._model: Module | None = None
         self._epoch, self._loading = 0, threading.Lock()
         self._jobs: dict[str, Future[Any]] = {}
 
     def job(self, step: str, act: Callable[[], Any]) -> Future[Any]:
-        """Start the step in a thread, unless it was; return its result to be. `ended` forgets it."""
+        """Start the step in a thread, unless it was started already; return its future. `ended` forgets it."""
         if step not in self._jobs:
             self._jobs[step] = in_thread(lambda: _beside(act))
         return self._jobs[step]
@@ -65,7 +64,10 @@ class Staging:
         self._jobs.pop(step, None)
 
     def begin(self, live: Module, serves: str, version: str, base: str = "") -> None:
-        """Drop what was staged before and open (version, base). serves: the server's version; RuntimeError if not base."""
+        """Drop what was staged before and open `version`.
+
+        base: the tensors to come are deltas from this version; RuntimeError if the server `serves` another one.
+        """
         with self._loading:
             self._epoch += 1
             if base and serves != base:
@@ -74,12 +76,12 @@ class Staging:
                 self._model = copy_of(live)
             elif base and self._held != base:
                 _copy(live, self._model)
-            self.version, self.base, self._held, self._summed = version, base, "", False
+            self._version, self._held, self._summed = version, "", False
 
     def receive(self, group: BroadcastGroup) -> None:
-        """Load the buckets of one stage into the copy, each while the next arrives, to the end that their source sends.
+        """Load all buckets of one pipeline stage into the copy, each while the next one arrives.
 
-        RuntimeError if the group breaks, Unloadable if the model does not take a bucket.
+        RuntimeError if the group breaks, Unloadable if the model cannot load a bucket.
         """
         load, loading = partial(self._load, self._epoch), in_thread(lambda: None)
         try:
@@ -108,7 +110,7 @@ class Staging:
                 raise Unloadable(f"{head.names[0]} …: {error}") from error
 
     def checksums(self) -> Any:
-        """Return what /weights_checker would say of this rank's parameters, were they swapped."""
+        """Return what /weights_checker would return for this rank's parameters after the swap."""
         from sglang.srt.utils.weight_checker import WeightChecker
 
         sums = WeightChecker(get_model=lambda: self._model).handle("checksum", role="target")
@@ -116,18 +118,18 @@ class Staging:
         return sums
 
     def swap(self, live: Module, version: str) -> None:
-        """Copy the copy, whose checksums were asked for, into the parameters. Only in a pause, on the scheduler's thread."""
+        """Write the copy, whose checksums were taken, to the parameters. Only in a pause, on the scheduler's thread."""
         with self._loading:
-            if self._model is None or version != self.version or not self._summed:
+            if self._model is None or version != self._version or not self._summed:
                 raise RuntimeError(f"version {version} is not staged with its checksums")
             _copy(self._model, live)
             self._held = version
 
 
 def copy_of(model: Module) -> Module:
-    """Return the model with parameters and buffers of its own, of the same values, in the host's memory. All else is shared.
+    """Return a copy of the model with its own parameters and buffers, with equal values, in host memory. All else is shared.
 
-    SGLang's loaders, which belong to the layers, write to the parameter that they are given.
+    This works because SGLang's loaders, which belong to the layers, write to the parameter that they are given.
     """
     made: dict[int, Any] = {}
 
@@ -159,7 +161,7 @@ def copy_of(model: Module) -> Module:
 
 
 def _copy(source: Module, destination: Module) -> None:
-    """Copy parameters and buffers, but those that are shared, and what is derived."""
+    """Copy parameters, buffers and derived tensors, except shared ones."""
     there = _tensors(destination)
     for name, tensor in _tensors(source).items():
         if tensor is not there[name]:
@@ -170,12 +172,12 @@ def _copy(source: Module, destination: Module) -> None:
 
 def _tensors(model: Module) -> dict[str, torch.Tensor]:
     derived = {f"{path}.{name}": vars(module).get(name) for path, module in model.named_modules() for name in DERIVED}
-    found = {name: tensor for name, tensor in derived.items() if isinstance(tensor, torch.Tensor)}
-    return dict(model.named_parameters()) | dict(model.named_buffers()) | found
+    named = dict(model.named_parameters()) | dict(model.named_buffers()) | derived
+    return {name: tensor for name, tensor in named.items() if isinstance(tensor, torch.Tensor)}
 
 
 def _beside(act: Callable[[], Any]) -> Any:
-    """Run it beside the scheduler: without gradients, and on a GPU on a stream that nobody else uses meanwhile."""
+    """Run `act` beside the scheduler: without gradients and, on a GPU, on a stream that nothing else uses at that time."""
     with torch.no_grad(), _own_stream() if torch.cuda.is_available() else nullcontext():
         return act()
 
@@ -184,8 +186,8 @@ def _beside(act: Callable[[], Any]) -> Any:
 def _own_stream() -> Iterator[None]:
     """Run on an idle stream, or a new one.
 
-    torch has 32 streams of each priority, gives the first again after the last, and keeps freed memory for each. SGLang's own
-    have the default priority, so none of these is one on which it decodes.
+    torch has 32 streams of each priority, which it gives out in turn, and keeps freed memory for each of them. SGLang's own
+    streams have the default priority, so it decodes on none of these.
     """
     try:
         stream = IDLE_STREAMS.pop()

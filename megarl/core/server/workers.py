@@ -18,13 +18,13 @@ import msgspec
 from megarl.core.base.process import die_with_parent, shared_memory_mark
 
 EARLIER = 0.75
-"""A server gives a bucket up at this share of the learner's limit, so that its answer, which says so, arrives in time."""
+"""A server gives up waiting for a bucket after this share of the learner's limit, so that its reply still arrives in time."""
 POLL_S = 0.01
-"""How often the scheduler, between two steps of its own, is asked whether a step of staging has ended."""
+"""Interval at which the scheduler is asked, between two of its own steps, whether a step of staging has ended."""
 
 
 def scheduler(weights_limit_s: float, *args: object, **kwargs: object) -> None:
-    """Run the process that owns the model. weights_limit_s: of the learner's wait for one bucket (weights.timeout_s)."""
+    """Run the process that owns the model. weights_limit_s: how long the learner waits for a bucket (weights.timeout_s)."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     from megarl.core.base import ranks
@@ -35,16 +35,17 @@ def scheduler(weights_limit_s: float, *args: object, **kwargs: object) -> None:
     own_labels()
     own_checksums()
     own_loading()
-    # At each bucket it would warn of all parameters that are not in it: 1.7 TB of logs in a long run of Scout.
+    # It would warn at each bucket about all parameters that are not in it: 1.7 TB of logs in a long run of Scout.
     logging.getLogger("sglang.srt.models.mllama4").setLevel(logging.ERROR)
     run_scheduler_process(*args, **kwargs)
 
 
 def own_labels() -> None:
-    """Label a token that was being computed when a pause in place began with the version that computes it.
+    """Label a token whose computation was under way when a pause in place began with the version that computed it.
 
-    SGLang's schedule takes a result in while the next one is computed. Over the pause one is left in its queue, and would count
-    as computed by the new weights. The pause also waits until the GPU has computed it, before its weights are replaced.
+    SGLang's scheduler processes a result while the next one is being computed. During the pause one result is left in its
+    queue, and would count as computed by the new weights. The pause also waits until the GPU has computed that result, before
+    the weights are replaced.
     """
     import torch
     from sglang.srt.managers.scheduler import Scheduler
@@ -65,7 +66,7 @@ def own_labels() -> None:
             return
         for batch, _ in getattr(self, "result_queue", ()):
             for request in batch.reqs:
-                if request.finished() or request.inflight_middle_chunks > 0:  # of a prompt: no token comes of it
+                if request.finished() or request.inflight_middle_chunks > 0:  # chunks of a prompt yield no token
                     continue
                 if request.output_ids:
                     request.weight_version_events.pop()
@@ -77,10 +78,10 @@ def own_labels() -> None:
 
 
 def own_staging(limit_s: float) -> None:
-    """Make SGLang's workers take weights as staging.py does, over megarl's groups, whose waits end within limit_s.
+    """Make SGLang's workers receive weights by staging.py, over megarl's groups, whose waits end within limit_s.
 
-    Each step travels as SGLang's request to update from a group. Its load_format names the step, and the first of its `names`
-    has the arguments in JSON.
+    Each step is sent as one of SGLang's requests to update from a group. Its load_format names the step, and the first of its
+    `names` has the arguments in JSON.
     """
     import torch.distributed as dist
     from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput
@@ -95,8 +96,9 @@ def own_staging(limit_s: float) -> None:
     staging = Staging()
 
     def join(updater: Any, name: str, master: str, port: int, first: int, world: int, backend: str) -> None:
-        rank = first + updater.tp_rank
-        updater._model_update_group[name] = BroadcastGroup(name, rank, world, backend, (master, port), limit_s)
+        groups, rank = updater._model_update_group, first + updater.tp_rank
+        leave_lost_learners(groups, name)
+        groups[name] = BroadcastGroup(name, rank, world, backend, (master, port), limit_s)
 
     def step(self: Any, request: Any) -> Any:
         updater, which = self.tp_worker.model_runner.weight_updater, request.load_format
@@ -142,8 +144,19 @@ def own_staging(limit_s: float) -> None:
     WeightUpdater.destroy_weights_update_group = leave
 
 
+def leave_lost_learners(groups: dict[str, Any], joining: str) -> None:
+    """Leave all groups but those of the learner that forms the group `joining`. A learner that was killed has told nobody, and
+    each of its groups would keep a communicator and two buckets for as long as the server lives.
+    """
+    from megarl.core.base.broadcast import in_thread
+
+    learner = joining.rpartition("-")[0]
+    for name in [name for name in groups if name.rpartition("-")[0] != learner]:
+        in_thread(partial(groups.pop(name).close, "its learner is gone"))  # which a machine that is gone may hold up
+
+
 def own_requests() -> None:
-    """Pass the steps of staging on at once, where SGLang would wait until no request is running, and until they have ended."""
+    """Pass the steps of staging on at once, where SGLang would wait until no request is running, and poll until they end."""
     from sglang.srt.managers.communicator import FanOutCommunicator
     from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin
 
@@ -167,10 +180,10 @@ def own_requests() -> None:
 
 
 def own_checksums() -> None:
-    """Answer /weights_checker with megarl's checksum of each parameter, which a learner can add up from what it sends.
+    """Answer /weights_checker with megarl's checksum of each parameter, which a learner can add up from the tensors it sends.
 
-    SGLang's is SHA-256 on a CPU, and on a GPU a hash of the joined tensor only. A GPU computes those of the host's copy, too:
-    beside one SGLang gives torch a single thread.
+    SGLang's is SHA-256 on a CPU, and on a GPU a hash of the joined tensor only. A GPU also computes checksums of the copy in
+    the host's memory, because SGLang gives torch only one CPU thread then.
     """
     import torch
     from sglang.srt.utils import weight_checker
@@ -182,9 +195,9 @@ def own_checksums() -> None:
 
 
 def own_loading() -> None:
-    """Load deltas (base/delta.py), too.
+    """Make all models also load deltas (base/delta.py).
 
-    SGLang's own hook, custom_weight_loader, is only for update_weights_from_tensor, which takes from the same machine.
+    SGLang's own hook, custom_weight_loader, is only for update_weights_from_tensor, which works within one machine.
     """
     from sglang.srt.model_loader import loader
 
@@ -202,14 +215,14 @@ def own_loading() -> None:
 
 
 def own_buffers() -> None:
-    """Name buffers between ranks by the server's session, not by the process that makes them."""
+    """Name shared-memory buffers between ranks after the server's session, not after the process that makes them."""
     from sglang.srt.distributed.device_communicators import shm_broadcast
 
     shm_broadcast.make_shm_name = lambda kind: f"{shared_memory_mark(os.getsid(0))}{kind}-{uuid.uuid4().hex[:8]}"
 
 
 def own_ports() -> None:
-    """Name the file in which a scheduler reports its load in the same way."""
+    """Name the file in which a scheduler reports its load after the server's session, too."""
     from sglang.srt.server_args import PortArgs
 
     made = PortArgs.init_new
@@ -222,6 +235,6 @@ def own_ports() -> None:
 
 
 def no_detokenizer(server_args: object, port_args: object) -> None:
-    """Sleep in place of the detokenizer, which SGLang wants alive although nothing reaches it: only token ids pass."""
+    """Sleep in place of the detokenizer, which SGLang requires to be alive although it gets no work: there is no text."""
     die_with_parent()
     threading.Event().wait()

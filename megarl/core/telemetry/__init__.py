@@ -1,5 +1,5 @@
-"""What a run measures while it runs; megarl/lab/monitoring/ writes and shows it.
+"""Measurements of a running run; megarl/lab/monitoring/ writes and shows them.
 
 names.py     the names of the metrics                    profiler.py  torch's profiler over a window of steps
-spans.py     RUN/trace: where the time goes
+spans.py     RUN/trace: how time is spent
 """

@@ -3,8 +3,8 @@
     a step of warm-up ─► first … last ─► RUN/profile/step-0000005-rank-0.json.gz (ui.perfetto.dev)
                                        └ memory, with a GPU ─► ….pickle (pytorch.org/memory_viz)
 
-A step lasts from the end of the previous one to its own, so it includes the wait for its batch and publication. A learner that
-starts within the window records the rest of it.
+A step lasts from the end of the previous one to its own end, so it includes publication and the wait for its batch. A learner
+that starts within the window records the rest of it.
 """
 
 import logging
@@ -22,7 +22,7 @@ class Profiler:
     """The profiler of one rank. Call `step` when a step begins, `stop` at the end."""
 
     def __init__(self, steps: tuple[int, int] | None, folder: Path, rank: int) -> None:
-        """steps: the first and last to record."""
+        """Prepare. steps: the first and last to record; None: none."""
         self._first, last = steps or (0, -1)
         self._end = last + 1
         self._memory = torch.cuda.is_available()
@@ -39,7 +39,7 @@ class Profiler:
             self._start(step)
 
     def stop(self) -> None:
-        """Write what has been recorded, if anything."""
+        """Stop recording and write the profile, if one is being recorded."""
         if self._running is None:
             return
         self._running.stop()

@@ -1,10 +1,10 @@
-"""Where a role's time goes, written as it goes: RUN/trace/ROLE.jsonl, read by megarl/lab/report/trace.py.
+"""How a role spends its time, written while it runs: RUN/trace/ROLE.jsonl, read by megarl/lab/report/trace.py.
 
     open(…), span(…), event(…) ─► queue ─► flush(): one write        nothing per token, and nothing waits for the disk
     ROLE.1.jsonl  the previous part, once ROLE.jsonl exceeds LARGEST_BYTES: at most two parts are kept
 
-Times are Unix seconds advanced by the process's monotonic clock, so that roles on several machines line up as well as their
-clocks do, and setting a clock meanwhile does no harm. A span's row in the picture (`on`) is `process/thread`.
+Times are Unix seconds at the process's start, advanced by its monotonic clock, so that roles on several machines are aligned as
+well as their clocks are, and setting a clock later does no harm. A span's row in the picture (`on`) is `process/thread`.
 """
 
 import logging
@@ -20,11 +20,11 @@ import msgspec
 log = logging.getLogger(__name__)
 
 LARGEST_BYTES = 32 << 20
-"""Bytes of a part: at 1000 requests per step, enough for the spans of some 150 steps."""
+"""Size of a part in bytes, enough for the spans of some 150 steps with 1000 requests each."""
 
 Value = str | int | float | bool | list[int]
 TICKETS = "groups/tickets"
-"""Row of the picture on which spans of tickets are drawn."""
+"""Row of the picture for the spans of tickets."""
 
 
 class Life(msgspec.Struct, frozen=True, tag="life"):
@@ -71,7 +71,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Spans:
-    """Records one process's spans, from all its threads. Without a path nothing is kept. Times are time.monotonic()'s."""
+    """Records the spans of one process, from all its threads; without a path, none. Times are those of time.monotonic()."""
 
     def __init__(self, path: Path | None, largest_bytes: int = LARGEST_BYTES) -> None:
         self._path, self._largest = path, largest_bytes
@@ -92,7 +92,7 @@ class Spans:
         self._add(SpanEvent(on, name, self._offset + time.monotonic(), args))
 
     def flush(self) -> None:
-        """Write what has accumulated. A disk that accepts nothing costs the trace, not the run."""
+        """Write the queued rows. If that fails, spans are lost, but the run goes on."""
         if (path := self._path) is None:
             return
         with self._lock:
@@ -118,4 +118,4 @@ class Spans:
 
 
 UNRECORDED = Spans(None)
-"""No-op recorder."""
+"""A recorder that records nothing."""

@@ -1,8 +1,8 @@
 """Publication of weights to the servers.
 
-publisher.py      pause -> transport -> checksums -> continue; what failed on which server
-transport.py      what transports share: buckets, tensors in flat arrays of a set size; what a server's checksums must be
-deltas.py         what changed since the last publication, and which servers it will do for
+publisher.py      pause -> transport -> checksums -> continue; errors by server
+transport.py      shared by all transports: buckets (flat arrays of tensors, of a set size), and the checksums to expect
+deltas.py         the changes since the last publication, and which servers can use them
 process_group.py  transport: buckets broadcast from each pipeline stage to all servers (NCCL; gloo on CPU)
 cuda_ipc.py       transport: servers read the buckets in the memory of the GPU that they share with the learner
 disk.py           transport: a Hugging Face directory that each server loads

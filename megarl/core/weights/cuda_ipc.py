@@ -1,13 +1,13 @@
 """Transport: the learner's buckets stay where they are, and the servers on the same GPU read them there.
 
-    GPU 0   rank 0  bucket ──handle (CUDA IPC)──► server 0       by HTTP goes only the handle, a few hundred bytes
-    GPU 1   rank 1  bucket ──handle────────────► server 1        each server is sent to by the rank on its first GPU
+    GPU 0   rank 0  bucket ──handle (CUDA IPC)──► server 0       only the handle, a few hundred bytes, goes over HTTP
+    GPU 1   rank 1  bucket ──handle────────────► server 1        the rank on a server's first GPU sends to it
 
-All ranks take part in gathering, and those with a server cut what they gathered into buckets. A server has read a bucket when
-it has answered: until then the bucket is kept, and the next one is not handed over. Without a GPU the buckets lie in shared
-memory of the machine (/dev/shm) and all else is the same.
+All ranks take part in gathering weights; those with a server divide them into buckets. A server has read a bucket when it
+replies; until then the bucket is kept, and the next one is not handed over. Without a GPU the buckets are in the machine's
+shared memory (/dev/shm), and everything else is the same.
 
-SGLang unpickles a handle (by an allow-list of its own), so a server takes one from its own machine only (server/proxy.py).
+SGLang unpickles a handle (with its own allow-list), so a server accepts handles only from its own machine (server/proxy.py).
 """
 
 import base64
@@ -32,22 +32,22 @@ from megarl.core.weights.deltas import LastSent
 from megarl.core.weights.transport import Bucket, Sent, SentChecksums, buckets, with_last
 
 DEVICE = 6
-"""Index of the device among rebuild_cuda_tensor's arguments. A number means nothing to a process that sees other GPUs, so
-SGLang takes a UUID there (sglang.srt.utils.patch_torch)."""
+"""Index of the device among rebuild_cuda_tensor's arguments. A device number means nothing to a process that sees other GPUs,
+so SGLang expects a UUID there (sglang.srt.utils.patch_torch)."""
 
 
 class CudaIpcTransport:
-    """One learner rank's way to the servers on its GPU. `send` is collective over all ranks."""
+    """Sends weights from a learner rank to the servers on its GPU. `send` is collective over all ranks."""
 
     staged = False
 
     def __init__(self, chunks: Sequence[Module], family: Family, last: LastSent, bucket_bytes: int) -> None:
         self._chunks, self._family, self._last, self._bucket_bytes = chunks, family, last, bucket_bytes
-        # Torch's other way, file descriptors, needs a connection between the two processes that they do not have.
+        # The other strategy, file descriptors, would need a connection between the two processes.
         torch.multiprocessing.set_sharing_strategy("file_system")
 
     def send(self, fleet: Fleet, ids: Sequence[int], version: int) -> Sent:
-        """Bring the paused servers `ids` to this rank's weights. Every rank gets the same result. COLLECTIVE."""
+        """Send the weights to the paused servers `ids`. Every rank returns the same result. COLLECTIVE."""
         mine = [i for i in ids if i * fleet.servers[i].address.tensor_parallel == dist.get_rank()]
         every = gathered(self._send(fleet, mine))
         return Sent(
@@ -73,10 +73,10 @@ class CudaIpcTransport:
         return Sent(errors, sums.expected(), size)
 
     def _hand_over(self, fleet: Fleet, ids: Sequence[int], bucket: Bucket, complete: int | None) -> dict[int, str]:
-        """Return the errors once all of them have read the bucket. complete: see ServerClient.take."""
+        """Have these servers read the bucket; return errors by server id. complete: as in ServerClient.take."""
         if bucket.flat.is_cuda:
             torch.cuda.current_stream().synchronize()
-        # Each handle counts as a reader of the memory, so every rank of a server has one of its own.
+        # Each handle counts as one reader of the memory, so every rank of a server gets its own.
         handles = {i: [handle(bucket) for _ in range(fleet.servers[i].address.tensor_parallel)] for i in ids}
         errors = fleet.each(ids, lambda s: s.take(handles[s.address.id], complete))[1]
         if bucket.flat.is_cuda:
@@ -85,9 +85,9 @@ class CudaIpcTransport:
 
 
 def handle(bucket: Bucket) -> str:
-    """Return what SGLang makes the bucket from: `{"flattened_tensor", "metadata"}`, the tensor as a handle, pickled, in base64.
+    """Return the bucket in SGLang's format: `{"flattened_tensor", "metadata"}`, the tensor as a handle, pickled, in base64.
 
-    It only reads attributes of the metadata. Its own classes would bring all of SGLang into the learner.
+    SGLang only reads attributes of the metadata. Using its classes would import all of SGLang into the learner.
     """
     metadata, start = [], 0
     for name, kind, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
@@ -101,7 +101,7 @@ def handle(bucket: Bucket) -> str:
 
 
 class _Handle:
-    """A tensor that is pickled as torch does it for another process, but with its device's UUID."""
+    """A tensor that is pickled as torch pickles it for another process, except with its device's UUID."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -115,7 +115,7 @@ class _Handle:
 
 
 async def _check_and_begin(server: ServerClient) -> None:
-    """Raise MegarlError for a server that cannot read this rank's memory: the first handle would kill SGLang."""
+    """Begin an update. MegarlError if the server cannot read this rank's memory: the first handle would crash SGLang."""
     mine, theirs = device.of_rank(), await server.device_identity()
     if mine.machine != theirs.machine or not set(mine.gpus) <= set(theirs.gpus):
         where = "machine" if mine.machine != theirs.machine else f"GPU ({', '.join(mine.gpus)})"

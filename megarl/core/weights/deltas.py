@@ -1,12 +1,12 @@
-"""Publication of what changed: `weights.full_every` above 1.
+"""Publication of changes only, with `weights.full_every` above 1.
 
-    exported tensor ──kept? whole?──┬─ whole ───────────────► (name, tensor)                    ─► buckets, by any transport
-                                    └─ against the last one ─► (name + SUFFIX, code) [bytes]       (base/delta.py)
+    exported tensor ──┬─ whole ───────────────────────► (name, tensor)                    ─► buckets, by any transport
+                      └─ compared to the last one sent ─► (name + SUFFIX, code) [bytes]       (base/delta.py)
 
-A server gets a delta only if the checksum of its parameters, taken before the pause, is still the one they had when the
-learner's last version arrived. So a server that was restarted, joined late, was held back or failed gets all weights, and so do
-all servers that take part in the same publication. Checksums are compared after a delta, as always: those of a server of one
-rank with what its parameters must now be. No delta is sent twice, because nothing shows how much of it was already added.
+A server gets deltas only if the checksum of its parameters, taken before the pause, is still the one they had when the last
+version arrived. So a server that was restarted, joined late, was pinned or failed gets all weights, and so do all other servers
+in the same publication. Checksums are compared after a delta, as always; if a server has a single rank, with those that its
+parameters must now have. No delta is sent twice, because it is unknown how much of it was already added.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,22 +18,21 @@ from torch import Tensor
 from megarl.core.base.delta import DTYPES, SUFFIX, encode
 
 MOST = 1 / 16
-"""A tensor whose delta has a larger share of its bytes is sent itself: to decode that would take more memory than it has."""
+"""A tensor is sent whole if its delta has at least this share of its bytes: decoding would take more memory than the tensor."""
 
 
 class _Held(NamedTuple):
-    """What a server holds: a version, the checksum of all its parameters then, and the deltas since it was sent everything."""
+    """A server that has the last version sent: its parameters' checksum, and the number of deltas since it got all weights."""
 
-    version: int
     checksum: str
     deltas: int
 
 
 class LastSent:
-    """What this rank sent last: in the host's memory, as many bytes as it sends. For cuda_ipc that is the model on each rank
-    that has a server, for the others a pipeline stage on its source.
+    """A copy of what this rank sent last, in the host's memory. With cuda_ipc it is the whole model, on each rank that has a
+    server; with other transports, a pipeline stage, on the rank that sends it.
 
-    whole: whether everything is sent now.
+    whole: whether all weights are sent now.
     """
 
     whole = True
@@ -46,18 +45,18 @@ class LastSent:
 
     @property
     def base(self) -> int | None:
-        """The version that deltas are of; None if everything is sent."""
+        """The version that deltas are added to; None if all weights are sent."""
         return None if self.whole else self._version
 
     def expected(self, ids: Iterable[int]) -> dict[int, str] | None:
-        """Return the checksums with which these servers can be given deltas; None if one of them must get everything."""
-        held = {i: self._held.get(i, _Held(-1, "", 0)) for i in ids}
-        if any(h.version != self._version or h.deltas + 1 >= self._full_every for h in held.values()):
+        """Return the checksums that these servers must have to get deltas; None if one of them must get all weights."""
+        held = {i: self._held.get(i) for i in ids}
+        if any(h is None or h.deltas + 1 >= self._full_every for h in held.values()):
             return None
-        return {i: h.checksum for i, h in held.items()}
+        return {i: h.checksum for i, h in held.items() if h}
 
     def changed(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield what is to be sent of these tensors, and keep them."""
+        """Yield the tensors or deltas to send for these tensors, and keep copies of the tensors."""
         if self._full_every == 1:
             yield from tensors
             return
@@ -73,7 +72,7 @@ class LastSent:
                 yield name, tensor
 
     def arrived(self, version: int, checksums: Mapping[int, str]) -> None:
-        """Note that what was sent last is `version`, and that of the servers it was sent to these have it."""
-        deltas = {i: 0 if self.whole else self._held[i].deltas + 1 for i in checksums}
-        others = {i: held for i, held in self._held.items() if held.version == version}
-        self._version, self._held = version, others | {i: _Held(version, c, deltas[i]) for i, c in checksums.items()}
+        """Note that `version` was sent last and that the servers with these checksums have it."""
+        now = {i: _Held(c, 0 if self.whole else self._held[i].deltas + 1) for i, c in checksums.items()}
+        self._held = self._held | now if version == self._version else now
+        self._version = version

@@ -1,6 +1,6 @@
-"""Transport: the learner writes a Hugging Face directory, every server loads it. Slower, but needs only a shared file system.
+"""Transport: the learner writes a Hugging Face directory that every server loads. Slow, but needs only a shared file system.
 
-RUN/weights/v7/  ◄── all ranks write          the newest KEEP are kept; a delta's has only files of it
+RUN/weights/v7/  ◄── all ranks write          the newest KEEP are kept; if deltas are sent, it has only their files
      └────────► each server: update_weights_from_disk
 """
 
@@ -25,21 +25,21 @@ KEEP = 2
 
 
 class DiskTransport:
-    """One learner rank's way to the servers. `send` is collective over all ranks."""
+    """Sends weights from a learner rank to the servers by a directory. `send` is collective over all ranks."""
 
     staged = False
 
     def __init__(self, chunks: Sequence[Module], family: Family, last: LastSent, source: Path, directory: Path) -> None:
-        """source: Hugging Face directory to copy the configuration from."""
+        """Set up. source: the Hugging Face directory to copy the configuration from."""
         self._chunks, self._family, self._last = chunks, family, last
         self._source, self._directory = source, directory
 
     def send(self, fleet: Fleet, ids: Sequence[int], version: int) -> Sent:
-        """Bring the paused servers `ids` to this rank's weights. Every rank gets the same result. COLLECTIVE."""
+        """Send the weights to the paused servers `ids`. Every rank returns the same result. COLLECTIVE."""
         path = self._directory / f"v{version}"
         if dist.get_rank() == 0:
             self._directory.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(path, ignore_errors=True)  # left by another incarnation, which may have had other weights
+            shutil.rmtree(path, ignore_errors=True)  # left by an earlier incarnation, perhaps with other weights
         from_rank_0(None)
         sums = SentChecksums(self._family.architecture)
         sent = sums.watch(hf.export(self._chunks, self._family, stacked=False))
@@ -59,6 +59,6 @@ class DiskTransport:
         if dist.get_rank() == 0:
             errors = fleet.each(ids, lambda server: server.load(str(path.resolve()), version))[1]
             others = sorted((p for p in self._directory.glob("v*") if p != path), key=lambda p: p.stat().st_mtime)
-            for old in others[: max(0, len(others) + 1 - KEEP)]:
+            for old in others[: 1 - KEEP]:
                 shutil.rmtree(old, ignore_errors=True)
         return Sent(from_rank_0(errors), checksums, sum(file.stat().st_size for file in path.glob("*.safetensors")))

@@ -1,10 +1,10 @@
-"""Servers release their memory of keys and values while the learner trains a step (Recipe.lends_memory).
+"""Servers release their KV memory while the learner trains a step (Recipe.lends_memory).
 
-    pause, requests retracted ─► release ─► the learner trains ─► it gives back what it does not hold ─► resume ─► continue
+    pause, requests retracted ─► release ─► the learner trains ─► it frees its unused memory ─► resume ─► continue
 
-Requests that were retracted wait without any memory and are recomputed afterwards; in the set-ups that allow this only those of
-an evaluation can be under way. A learner that dies in between leaves the servers paused, until the next one's publication wakes
-them (publisher.py). A server that does not answer is left as it is.
+Retracted requests wait without any memory and are recomputed afterwards; in the configurations that allow this, only requests
+of an evaluation can be running. A learner that dies in between leaves the servers paused until the next learner's publication
+wakes them (publisher.py). A server that does not answer is left as it is.
 """
 
 import logging
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Offload:
-    """One learner rank's part in it."""
+    """One learner rank's part in lending the servers' memory."""
 
     def __init__(self, recipe: Recipe, endpoints: Endpoints) -> None:
         self._on, self._limit_s = recipe.lends_memory, recipe.weights.timeout_s
@@ -34,7 +34,7 @@ class Offload:
 
     @contextmanager
     def released(self, version: int) -> Iterator[None]:
-        """Within this context the servers' memory is free. version: of the weights, for errors. COLLECTIVE."""
+        """Free the servers' memory within this context. version: of the weights, for error messages. COLLECTIVE."""
         if not self._on:
             yield
             return
@@ -49,7 +49,7 @@ class Offload:
             self._each(servers, _resume, version)
 
     def _each(self, ids: Iterable[int], call: Call[None], version: int) -> list[int]:
-        """Call these servers; return those that did as they were told."""
+        """Call these servers; return the ids of those for which the call succeeded."""
         servers = [ServerAddress(id=i, url=self._endpoints.servers[i]) for i in ids]
         with closing(open_fleet(servers, self._endpoints, self._limit_s, version)) as fleet:
             done, failed = fleet.each(fleet.servers, call)

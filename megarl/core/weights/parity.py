@@ -1,17 +1,17 @@
-"""Parity: whether servers and learner compute the same model. Pure functions of scores; controller/parity.py gets them.
+"""Parity: do servers and learner compute the same model? Pure functions of scores, which controller/parity.py collects.
 
-A few finished rollouts of each batch are scored on both sides. Every trained token then has up to four log-probs, and each
+A few finished rollouts of each batch are scored by both sides. Every trained token then has up to four log-probs, and each
 neighbouring pair differs for one cause:
 
     behaviour     the server sampled the token                           (decode, version u)
-        │  decode; stale_kv where the rollout or its group's prompt began before version u: its keys and values are older
-    sampled_at    the same server, asked about the finished rollout      (prefill, version u)
+        │  decode; or stale_kv, if the rollout or its group's prompt began before version u, with older keys and values
+    sampled_at    the same server scored the finished rollout            (prefill, version u)
         │  staleness: u against v
-    served        a server, asked again once version v was published     (prefill, version v)
+    served        a server scored it again after version v was published (prefill, version v)
         │  kernels: other kernels, other precision, or a fault
-    learner       the learner, with the weights it has just published    (version v)
+    learner       the learner scored it, with the weights it published   (version v)
 
-`total` is behaviour against learner, which is what the importance ratio sees. Whether weights arrived, checksums tell.
+`total` is behaviour against learner, the difference in the importance ratio. Checksums, not parity, tell if weights arrived.
 """
 
 from collections import deque
@@ -24,20 +24,20 @@ import numpy as np
 CAUSES = ("kernels", "decode", "stale_kv", "staleness", "total")
 SHARE_ABOVE = 0.1
 LASTING = 3
-"""Publications in a row that must break a limit before the run ends: one unlucky rollout breaks it once."""
+"""The run ends if this many publications in a row exceed a limit; a single one may be due to one unlucky rollout."""
 AT_ONCE = 20.0
-"""One publication that exceeds a limit by this factor ends the run."""
+"""The run ends at once if a publication exceeds a limit by this factor."""
 FEWEST_TOKENS = 32
 """A mean over fewer tokens is not judged."""
 
 
 @dataclass(frozen=True)
 class ParityLimits:
-    """The largest mean and median of |difference| of the log-probs that rounding explains, for kernels and for decode.
+    """The largest mean and median of |difference| of log-probs that rounding can explain, for kernels and for decode.
 
-    routing: the largest share of (token, layer) choices of experts that may differ. The mean sees a few tokens that are far
-    off. Where rounding makes a token choose another expert, that token is far off too; so with experts the mean's limit must be
-    loose, and the median, which such tokens do not move, is the sharper one.
+    routing: the largest share of (token, layer) choices of experts that may differ. A few tokens that are far off raise the
+    mean. If rounding makes a token choose another expert, that token is far off, too. So with experts the limit on the mean
+    must be loose, and that on the median, which such tokens do not move, is the sharper one.
     """
 
     mean: float
@@ -45,7 +45,7 @@ class ParityLimits:
     routing: float = 1.0
 
     def mean_of(self, cause: str) -> float:
-        """Return the mean's limit for a cause. One server differs less from itself (decode) than from the learner."""
+        """Return the limit on the mean for a cause. A server differs less from itself (decode) than from the learner."""
         return self.mean * (0.8 if cause == "decode" else 1.0)
 
 
@@ -57,15 +57,15 @@ LIMITS = {
     ("fp16", False): ParityLimits(mean=0.006, p50=0.005),
     ("fp16", True): ParityLimits(mean=0.1, p50=0.012, routing=0.05),
 }
-"""By model.dtype, and whether the model has experts. benchmarks/README.md has the distributions they were drawn from."""
+"""Limits by model.dtype and whether the model has experts. benchmarks/README.md has the distributions behind them."""
 
 
 @dataclass(frozen=True)
 class Distribution:
     """|difference| of log-probs over `tokens` tokens.
 
-    share: above SHARE_ABOVE. k3: estimate of KL(first || second) in nats, the mean of exp(d) - 1 - d with d = second - first
-    (http://joschu.net/blog/kl-approx.html).
+    share: of tokens above SHARE_ABOVE. k3: an estimate of KL(first || second) in nats, the mean of exp(d) - 1 - d with d =
+    second - first (http://joschu.net/blog/kl-approx.html).
     """
 
     mean: float
@@ -79,9 +79,9 @@ class Distribution:
 
     @classmethod
     def of(cls, first: np.ndarray, second: np.ndarray) -> "Distribution | None":
-        """Compare log-probs [n] of the same tokens. Pairs with a nan are left out; None if nothing is left.
+        """Compare log-probs [n] of the same tokens. Pairs with a NaN are left out; None if none is left.
 
-        An infinite log-prob is a difference like any other, and makes mean and maximum infinite.
+        An infinite log-prob counts like any other and makes mean and maximum infinite.
         """
         known = ~(np.isnan(first) | np.isnan(second))
         if not known.any():
@@ -97,12 +97,12 @@ class Distribution:
 
 @dataclass(frozen=True)
 class RolloutScores:
-    """The trained tokens of one rollout, [n] each; nan where a score is not known.
+    """The scores of the trained tokens of one or more rollouts, [n] each; NaN if unknown.
 
-    behaviour, sampled_at, served, learner: log-probs, as at the top of this file. lag: versions between u and v. position:
-    index in the whole sequence. stale: whether the rollout, or the first one of its group, began before version u. server:
-    which one gave `served`; it also sampled the rollout's end, unless that server was unavailable. served_gap, learner_gap: the
-    log-prob less that of one fixed token in the same place, which is the difference of two logits.
+    behaviour, sampled_at, served, learner: log-probs, as at the top of this file. lag: number of versions from u to v.
+    position: index in the whole sequence. stale: whether the rollout, or the first one of its group, began before version u.
+    server: the one that computed `served`; it also sampled the rollout's end, if it was still available. served_gap,
+    learner_gap: the log-prob less that of one fixed token at the same position, which is the difference of two logits.
     """
 
     behaviour: np.ndarray
@@ -117,7 +117,7 @@ class RolloutScores:
     learner_gap: np.ndarray
 
     def pair(self, cause: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the two scores that differ for this cause, of the tokens it concerns."""
+        """Return the two scores that differ for this cause, for the tokens that it affects."""
         match cause:
             case "kernels":
                 return self.served, self.learner
@@ -129,6 +129,14 @@ class RolloutScores:
                 return self.sampled_at[self.lag > 0], self.served[self.lag > 0]
             case _:
                 return self.behaviour, self.learner
+
+    def where(self, chosen: np.ndarray) -> "RolloutScores":
+        """Return the scores of the chosen tokens; chosen: [n] bool."""
+        return RolloutScores(*(values[chosen] for values in vars(self).values()))
+
+    @classmethod
+    def joined(cls, parts: Sequence["RolloutScores"]) -> "RolloutScores":
+        return cls(*(np.concatenate([vars(part)[name] for part in parts]) for name in vars(parts[0])))
 
 
 @dataclass(frozen=True)
@@ -144,17 +152,11 @@ class Measurement:
     choices: int = 0
     differing: int = 0
 
-    @classmethod
-    def of(
-        cls, version: int, rollouts: Sequence[RolloutScores], choices: int = 0, differing: int = 0
-    ) -> "Measurement | None":
-        """Join the scores of rollouts; None without any."""
-        return cls(version, _joined(rollouts), len(rollouts), choices, differing) if rollouts else None
-
-    def of_server(self, server: int) -> "Measurement":
-        """Return this server's part. Choices of experts are only known for all servers together."""
-        mine = self.scores.server == server
-        return Measurement(self.version, RolloutScores(**{name: v[mine] for name, v in vars(self.scores).items()}))
+    def by_server(self) -> dict[int | None, "Measurement"]:
+        """Return the part of each server, and under None the whole. Only the whole has choices of experts."""
+        servers = self.scores.server
+        parts = {i: Measurement(self.version, self.scores.where(servers == i)) for i in np.unique(servers).tolist()}
+        return {None: self, **parts}
 
     def distribution(self, cause: str) -> Distribution | None:
         return Distribution.of(*self.scores.pair(cause))
@@ -165,7 +167,7 @@ class Measurement:
         return self.differing / self.choices if self.choices else None
 
     def metrics(self) -> dict[str, float]:
-        """Return `parity_STATISTIC/CAUSE` for each cause that was measured, for the row of metrics."""
+        """Return `parity_STATISTIC/CAUSE` for each cause that was measured, for a row of metrics."""
         found = {"parity_rollouts": float(self.rollouts)}
         for cause in CAUSES:
             if (d := self.distribution(cause)) is not None:
@@ -175,83 +177,78 @@ class Measurement:
         return found
 
 
-def _joined(rollouts: Sequence[RolloutScores]) -> RolloutScores:
-    return RolloutScores(*(np.concatenate([vars(r)[name] for r in rollouts]) for name in vars(rollouts[0])))
-
-
 @dataclass(frozen=True)
 class ParityVerdict:
-    """warning: what is wrong now, empty if nothing is. ends: whether it has lasted, so that the run must end."""
+    """A judgement. warning: what is wrong now; empty if nothing. ends: whether the run must end because of it."""
 
     warning: str = ""
     ends: bool = False
 
 
 Broken = tuple[str, int | None]
-"""What is broken, and on which server; None: on all servers together."""
+"""A limit that is exceeded, and the server; None: all servers together."""
 
 
 class ParityJudge:
-    """Decides from one measurement after another whether the two sides still compute the same model.
+    """Decides, from successive measurements, whether both sides still compute the same model.
 
-    All servers together are judged, and each by itself over the publications in which it was compared: of many servers one
-    may be faulty.
+    It judges all servers together, and each by itself over the publications in which it was compared, since one of many may be
+    faulty.
     """
 
     def __init__(self, dtype: str, experts: bool, served_head: bool, learner_head: bool) -> None:
-        """dtype: model.dtype. served_head, learner_head: whether that side's LM head should be FP32."""
+        """Begin without measurements. dtype: model.dtype. served_head, learner_head: that side's LM head should be FP32."""
         self.limits = LIMITS[dtype, experts]
         self._dtype = dtype
-        self._fp32_heads = {"server": served_head, "learner": learner_head}
+        self._fp32_heads = [side for side, fp32 in (("server", served_head), ("learner", learner_head)) if fp32]
         self._in_a_row: dict[Broken, int] = {}
         self._suspects: dict[int | None, list[Measurement]] = {}
         self._newest: deque[Measurement] = deque(maxlen=LASTING)
 
     def judge(self, measurement: Measurement) -> ParityVerdict:
         """Return the verdict on the publications so far; `measurement` is from the latest."""
-        servers = np.unique(measurement.scores.server).tolist()
-        scopes: list[int | None] = [None, *(servers if len(servers) > 1 or self._suspects.keys() - {None} else ())]
+        parts = measurement.by_server()
         excess: dict[Broken, float] = {}
-        for scope in scopes:
-            found = dict(self._excesses(measurement if scope is None else measurement.of_server(scope)))
-            excess |= {(what, scope): factor for what, factor in found.items()}
-            self._suspects[scope] = [*self._suspects.get(scope, []), measurement][-LASTING:] if found else []
-        seen = {key: n for key, n in self._in_a_row.items() if key[1] not in scopes}
-        self._in_a_row = seen | {key: self._in_a_row.get(key, 0) + 1 for key in excess}
+        for server, part in parts.items():
+            broken = {(what, server): factor for what, factor in self._excesses(part)}
+            excess |= broken
+            self._suspects[server] = [*self._suspects.get(server, []), part][-LASTING:] if broken else []
+        not_compared = {key: n for key, n in self._in_a_row.items() if key[1] not in parts}
+        self._in_a_row = not_compared | {key: self._in_a_row.get(key, 0) + 1 for key in excess}
         if not excess:
             return ParityVerdict()
         lasting = [key for key in excess if self._in_a_row[key] >= LASTING]
         at_once = [key for key, factor in excess.items() if factor >= AT_ONCE]
         worst = max(lasting or at_once or excess, key=excess.__getitem__)
-        return ParityVerdict(self._text(worst, measurement), bool(lasting or at_once))
+        return ParityVerdict(self._text(*worst), bool(lasting or at_once))
 
     def metrics(self, measurement: Measurement) -> dict[str, float]:
-        """Return the metrics of a publication, and of the last LASTING together the signs for `named_cause`."""
+        """Return the metrics of a publication, and the signs for `named_cause` from the last LASTING publications together."""
         self._newest.append(measurement)
-        pooled = _joined([m.scores for m in self._newest])
-        same, line, _ = _signs(pooled, "kernels")
-        served, learner = pooled.pair("kernels")
-        early, late = np.quantile(pooled.position, (1 / 3, 2 / 3))
-        thirds = pooled.position <= early, pooled.position >= late
+        newest = RolloutScores.joined([m.scores for m in self._newest])
+        served, learner = newest.pair("kernels")
+        early, late = np.quantile(newest.position, (1 / 3, 2 / 3))
+        thirds = newest.position <= early, newest.position >= late
         first, last = (logit_error(served[third], learner[third]) for third in thirds)
-        servers = [measurement, *map(measurement.of_server, np.unique(measurement.scores.server).tolist())]
-        errors = {c: [logit_error(*m.scores.pair(c)) for m in servers] for c in ("kernels", "decode")}
-        signs = {f"parity_logit/{cause}": float(np.fmax.reduce(values)) for cause, values in errors.items()}
-        signs |= {"parity_same_bits": same, "parity_line": line, "parity_growth": last / first if first else 1.0}
-        signs |= self._grids(measurement)
+        signs = _signs(newest, "kernels") | {"parity_growth": last / first if first else 1.0}
+        signs |= {f"parity_grid/{side}": share for side, share in self._grids(measurement).items()}
+        for cause in ("kernels", "decode"):
+            errors = [logit_error(*part.scores.pair(cause)) for part in measurement.by_server().values()]
+            signs[f"parity_logit/{cause}"] = float(np.fmax.reduce(errors))
         return measurement.metrics() | {name: sign for name, sign in signs.items() if not np.isnan(sign)}
 
     def _grids(self, m: Measurement) -> dict[str, float]:
-        """Return the share of logits on the grid of `dtype`, by side, where the head should be FP32; nan for too few."""
+        """Return, for each side whose head should be FP32, the share of logits on the grid of `dtype`; NaN for too few."""
+        if self._dtype == "fp32":
+            return {}
         gaps = {"server": m.scores.served_gap, "learner": m.scores.learner_gap}
-        judged = {side: gap for side, gap in gaps.items() if self._dtype != "fp32" and self._fp32_heads[side]}
-        return {f"parity_grid/{side}": grid_share(gap, self._dtype) for side, gap in judged.items()}
+        return {side: grid_share(gaps[side], self._dtype) for side in self._fp32_heads}
 
     def _excesses(self, m: Measurement) -> Iterator[tuple[str, float]]:
-        """Yield what is broken, and by which factor it exceeds its limit; 1 for a head or routing, which is broken or not."""
-        for name, share in self._grids(m).items():
+        """Yield each exceeded limit and the factor by which it is exceeded; the factor is 1 for a head or routing."""
+        for side, share in self._grids(m).items():
             if share > GRID_LIMIT:
-                yield f"{name.removeprefix('parity_grid/')} head", 1.0
+                yield f"{side} head", 1.0
         for cause in ("kernels", "decode"):
             d = m.distribution(cause)
             if d is not None and d.tokens >= FEWEST_TOKENS:
@@ -261,15 +258,13 @@ class ParityJudge:
         if m.routing is not None and m.routing > self.limits.routing:
             yield "routing", 1.0
 
-    def _text(self, broken: Broken, m: Measurement) -> str:
-        """Say in one sentence what differs, by how much, since when, and what the likely cause is."""
-        what, server = broken
-        heads = [w for w, s in self._in_a_row if w.endswith("head") and s == server]
-        rows = self._in_a_row[broken]
+    def _text(self, what: str, server: int | None) -> str:
+        """Return a text that says what differs, by how much, since when, and the likely cause."""
+        suspects, rows = self._suspects[server], self._in_a_row[what, server]
+        m = suspects[-1]
         since = f"{rows} comparisons in a row" if rows > 1 else "this comparison"
         where = "the servers" if server is None else f"server {server}"
-        m = m if server is None else m.of_server(server)
-        if heads:
+        if heads := [w for w, s in self._in_a_row if w.endswith("head") and s == server]:
             side = "the learner" if heads[0] == "learner head" else where
             return (
                 f"version {m.version}: logits of {side} lie on the grid of {self._dtype} numbers ({since}). Likely cause: "
@@ -285,22 +280,21 @@ class ParityJudge:
                 f"{sides} differ by {d.mean:.3g} in log-prob on average, {d.p50:.3g} in the median (limits for {self._dtype}: "
                 f"{self.limits.mean_of(what):g} and {self.limits.p50:g})"
             )
-        suspects = [s if server is None else s.of_server(server) for s in self._suspects[server]]
         return f"version {m.version}: {said}, {since}. Likely cause: {likely_cause(suspects, self.limits, what)}"
 
 
 GRID_LIMIT = 0.6
-"""With a larger share of logit differences on the half-precision grid, a head is not FP32. By chance a tenth are."""
+"""If more than this share of logit differences is on the half-precision grid, a head is not FP32. By chance, a tenth is."""
 GRID = {"bf16": 2.0**9, "fp16": 2.0**12}
-"""Steps of the grid per 1: the spacing of numbers of 0.25 and more."""
+"""Number of grid steps in an interval of length 1: the spacing of numbers just above 0.25."""
 GRID_TOLERANCE = 0.05
 
 
 def grid_share(gap: np.ndarray, dtype: str) -> float:
-    """Return the share of differences of two logits [n] that are a multiple of the spacing of `dtype`; nan for too few.
+    """Return the share of differences of two logits [n] that are a multiple of the spacing of `dtype`; NaN for too few.
 
-    A head that rounds its logits to bf16 or fp16 leaves them on a grid, whatever noise the body has, and log-softmax in FP32
-    keeps their differences. Differences of FP32 logits lie anywhere.
+    A head that rounds its logits to bf16 or fp16 leaves them on a grid, whatever the noise before it, and log-softmax in FP32
+    preserves their differences. Differences of FP32 logits can have any value.
     """
     steps = gap[np.isfinite(gap) & (gap != 0)].astype(np.float64) * GRID[dtype]
     if len(steps) < FEWEST_TOKENS:
@@ -309,38 +303,44 @@ def grid_share(gap: np.ndarray, dtype: str) -> float:
 
 
 UNCERTAIN, FEWEST_UNCERTAIN = 1e-3, 8
-"""Least 1 - p of a token that shows a logit's error beside the rounding of log-probs, and how many of them are enough."""
+"""The smallest 1 - p at which a logit's error exceeds the rounding of log-probs, and how many such tokens are needed."""
 SAME_BITS_LIMIT, TEMPERATURE_LIMIT, POSITION_LIMIT = 0.5, 0.35, 1.5
 
 
 def likely_cause(measurements: Sequence[Measurement], limits: ParityLimits, what: str) -> str:
-    """Return the likeliest cause of measurements that break the limit of `what`, and the numbers that point to it.
+    """Return the likeliest cause of measurements that exceed the limit on `what`, and the numbers that point to it.
 
-    stale server   its scores are the same bits at two versions
-    temperature    differences follow the log-prob itself: a straight line explains most of them
-    RoPE           differences grow along the sequence; not for decode, whose error grows with what it reads from the cache
+    stale server   its scores have the same bits at two versions
+    temperature    differences depend on the log-prob itself: a straight line explains most of them
+    RoPE           differences grow along the sequence; not for decode, whose error grows anyway with the length of the cache
     routing        more choices of experts differ than rounding explains
-    dtype          none of these: noise that is everywhere alike
+    dtype          none of these: the noise is the same everywhere
     """
-    same, line, growth = _signs(_joined([m.scores for m in measurements]), what)
+    signs = _signs(RolloutScores.joined([m.scores for m in measurements]), what)
     choices = sum(m.choices for m in measurements)
     routing = sum(m.differing for m in measurements) / choices if choices else 0.0
-    signs = {"parity_same_bits": same, "parity_line": line, "parity_growth": growth}
+    same, line, growth = signs.values()
+    # Unknown for a single server or a dense model.
+    experts = f"; experts that differ: {routing:.1%}" if choices else ""
     return (
         f"{named_cause(signs, routing > limits.routing, what == 'decode')} (same bits at two versions: {same:.0%}; explained "
-        f"by the log-prob: {line:.0%}; last third of positions over first: {growth:.2g}; experts that differ: {routing:.1%})"
+        f"by the log-prob: {line:.0%}; last third of positions over first: {growth:.2g}{experts})"
     )
 
 
-def _signs(scores: RolloutScores, what: str) -> tuple[float, float, float]:
-    """Return the share of same bits at two versions, of variance on a line through the log-prob, and growth along sequences."""
-    decoding = what == "decode"
-    first, second = scores.pair("decode" if decoding else "kernels")
+def _signs(scores: RolloutScores, what: str) -> dict[str, float]:
+    """Return the share of scores with the same bits at two versions, the share of variance that a line in the log-prob
+    explains, and the growth along sequences."""
+    if what == "decode":
+        return {"parity_same_bits": 0.0, "parity_line": explained_by_logprob(*scores.pair(what)), "parity_growth": 1.0}
+    first, second = scores.pair("kernels")
     earlier, later = scores.pair("staleness")
     known = ~(np.isnan(earlier) | np.isnan(later))
-    same = float(np.mean(earlier[known] == later[known])) if known.any() and not decoding else 0.0
-    growth = 1.0 if decoding else growth_along_sequence(first, second, scores.position)
-    return same, explained_by_logprob(first, second), growth
+    return {
+        "parity_same_bits": float(np.mean(earlier[known] == later[known])) if known.any() else 0.0,
+        "parity_line": explained_by_logprob(first, second),
+        "parity_growth": growth_along_sequence(first, second, scores.position),
+    }
 
 
 def named_cause(signs: Mapping[str, float], routing: bool, decoding: bool = False) -> str:
@@ -362,11 +362,11 @@ def named_cause(signs: Mapping[str, float], routing: bool, decoding: bool = Fals
 
 
 def logit_error(first: np.ndarray, second: np.ndarray) -> float:
-    """Return how far logits are off, from log-probs [n] of the same tokens: the median of |difference| / (1 - p) over tokens of
-    which the policy is not certain; nan for too few.
+    """Return the error of logits, from log-probs [n] of the same tokens: the median of |difference| / (1 - p) over tokens of
+    which the policy is not certain; NaN for too few.
 
-    An error e of a token's logit moves its log-prob by (1 - p) e. So this does not change as the policy grows certain, which
-    lets the mean fall and scatter, and a few tokens that other experts computed do not move it.
+    An error e in a token's logit changes its log-prob by (1 - p) e. So unlike the mean difference, which falls and scatters as
+    the policy grows certain, this does not change then, and a few tokens computed by other experts do not affect it.
     """
     uncertain = -np.expm1(np.minimum(second, 0.0, dtype=np.float64))
     known = np.isfinite(first) & np.isfinite(second) & (uncertain > UNCERTAIN)
@@ -396,10 +396,10 @@ def growth_along_sequence(first: np.ndarray, second: np.ndarray, position: np.nd
 
 
 def pooled(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return each cause's distribution over the publications in rows of metrics; causes that were never measured are left out.
+    """Return each cause's distribution over the publications in rows of metrics, without causes that were never measured.
 
-    mean, share, k3: over all tokens. p50, p99, p999: medians of the publications. max, worst_mean (the largest mean of a
-    publication), tokens and publications: of all.
+    mean, share, k3: means over all tokens. p50, p99, p999: medians over publications. max, worst_mean: the largest difference,
+    and the largest mean of a publication. tokens, publications: their numbers.
     """
     found = {}
     for cause in CAUSES:
@@ -419,7 +419,7 @@ def pooled(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def shown(row: Mapping[str, float | None]) -> str:
-    """Return the mean |difference| of kernels in a row of metrics, in words: 0 is "same bits"."""
+    """Return the mean |difference| of kernels in a row of metrics as text: "same bits" for 0."""
     mean = row.get("parity_mean/kernels")
     if mean is None or np.isnan(mean):
         return "not measured"

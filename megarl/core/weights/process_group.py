@@ -1,11 +1,11 @@
-"""Transport: the pipeline stages broadcast their weights to all servers, at once, bucket by bucket, while these generate.
+"""Transport: all pipeline stages broadcast their weights to all servers at once, bucket by bucket, while these generate.
 
     stage 0   source rank ──group──► server ranks       rank 0 of a group is the stage's source; the servers' ranks follow
-    stage 1   source rank ──group──► server ranks       in the order of the servers; each group has a thread on each of them
+    stage 1   source rank ──group──► server ranks       in the order of the servers; each rank has a thread for each group
 
-No rank holds the whole model. Groups are kept from one publication to the next and formed anew, under a new name, when a
-server fails, comes back, or joins. When one dies, the others fail at different buckets: they get everything again from bucket
-0. The source goes on through the export even when it cannot send, because its tensor-parallel peers take part.
+No rank has the whole model. Groups are kept from one publication to the next and formed again, under a new name, when a
+server fails, comes back, or joins. When a server dies, the others fail at different buckets, so all get everything again from
+bucket 0. The source completes the export even if it cannot send, because its tensor-parallel peers take part in it.
 """
 
 import itertools
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 VIEWS = 16
-"""A tensor of so large a part of a bucket is sent from where it is, and not copied into one with others."""
+"""A tensor larger than a bucket divided by this is sent from its own memory, not copied into a bucket with others."""
 
 
 def backend() -> str:
@@ -52,10 +52,10 @@ def backend() -> str:
 
 @dataclass
 class _Attempt:
-    """How one attempt went, for one stage on one rank, or for all of them.
+    """The result of one attempt, for one stage on one rank, or for all of them.
 
-    failed: servers that failed by themselves. interrupted: those whose receiving failed with the group. broken: why the group
-    cannot be used any more.
+    failed: servers that failed by themselves. interrupted: servers that only failed to receive because the group failed.
+    broken: why the group can no longer be used.
     """
 
     checksums: dict[str, str] = field(default_factory=dict)
@@ -74,41 +74,43 @@ class _Attempt:
 
 
 class ProcessGroupTransport:
-    """One learner rank's way to the servers. `send` is collective over all ranks."""
+    """Sends weights from a learner rank to the servers over process groups. `send` is collective over all ranks."""
 
     staged = True
 
     def __init__(
         self, chunks: Sequence[Module], family: Family, last: LastSent, bucket_bytes: int, limit_s: float
     ) -> None:
-        """limit_s: for any one bucket (weights.timeout_s)."""
+        """Begin without a group. limit_s: time limit for each bucket (weights.timeout_s)."""
         self._chunks, self._family, self._last = chunks, family, last
         self._bucket_bytes, self._limit_s = bucket_bytes, limit_s
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         self._stage, self._stages = pipeline.rank(), pipeline.size()
         first_copy = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-        # With experts, ranks of other data-parallel copies hold a part of the weights.
+        # With expert parallelism, ranks of other data-parallel copies have a part of the weights.
         self._exports = first_copy or parallel_state.get_expert_model_parallel_world_size() > 1
         self._source = first_copy and parallel_state.get_tensor_model_parallel_rank() == 0
+        self._learner: str = from_rank_0(f"weights-{uuid.uuid4().hex[:12]}")  # the names of its groups begin so
         self._group: BroadcastGroup | None = None
         self._members: tuple[int, ...] = ()
-        self._versions: dict[int, int] = {}  # what each member of the group was given last
-        # By server, the group that it still keeps, as others were published to when that was left.
+        self._versions: dict[int, int] = {}  # the version that each member of the group got last
+        # Groups that servers were not told to leave, by server: they were not published to when the group was left.
         self._untold: dict[int, str] = {}
 
     def send(self, fleet: Fleet, ids: Sequence[int], version: int) -> Sent:
-        """Bring the servers `ids` this rank's weights, beside their own. Every rank gets the same result. COLLECTIVE."""
+        """Send the weights to the servers `ids`, which stage them beside those that they serve. Every rank returns the same
+        result. COLLECTIVE."""
         leader = dist.get_rank() == 0
         alive = tuple(ids)
         untold = {i: self._untold.pop(i) for i in alive if i in self._untold}
         fleet.each(untold, lambda server: server.leave_group(untold[server.address.id]))
         if self._source and self._group is not None and self._members == alive:
-            # A server that was started again at the same address is not in the group: its version tells.
+            # A server that was restarted at the same address is not in the group; its version reveals this.
             versions, failed = fleet.each(alive, lambda server: server.served_version())
             if failed or versions != self._versions:
                 self._leave(fleet)
         errors: dict[int, str] = {}
-        # Each attempt loses a server, or is the last; one more if a group breaks by itself.
+        # Each attempt loses a server or is the last; one more attempt, in case a group breaks by itself.
         for _ in range(len(ids) + 1):
             alive = tuple(i for i in alive if i not in errors)
             errors |= from_rank_0(fleet.each(alive, lambda s: s.stage(version, self._last.base))[1] if leader else {})
@@ -123,7 +125,7 @@ class ProcessGroupTransport:
             why = "; ".join((attempt.failed or attempt.interrupted).values()) or attempt.broken
             log.warning("sending version %d again: %s", version, why)
             self._leave(fleet)
-            self._last.whole = True  # nobody knows what a server has added
+            self._last.whole = True  # it is unknown which deltas a server has added
         errors |= dict.fromkeys(alive, f"publishing version {version}: its process groups broke again and again")
         return Sent(errors, {}, 0)
 
@@ -131,7 +133,7 @@ class ProcessGroupTransport:
         """Send all stages once."""
         whole, mine = _Attempt(), _Attempt()
         joined = True
-        for stage in range(self._stages):  # one after the other: servers would wait in different ones for each other
+        for stage in range(self._stages):  # in turn, or servers would wait for each other in different groups
             if stage == self._stage and self._source:
                 self._join(mine, fleet, ids)
             joined = joined and not any(gathered(mine.broken))
@@ -172,9 +174,9 @@ class ProcessGroupTransport:
     def _broadcast(
         self, attempt: _Attempt, group: BroadcastGroup, tensors: Iterator[tuple[str, Tensor]], calls: Calls[None]
     ) -> dict[str, str]:
-        """Broadcast buckets while the next are gathered; return the checksums. The first error breaks the group.
+        """Broadcast buckets while the next ones are gathered; return the checksums. The first error breaks the group.
 
-        Several are under way together, but for bucket_bytes at most.
+        Several buckets may be under way at once, with at most bucket_bytes bytes together.
         """
         sums, under_way = SentChecksums(self._family.architecture), deque[tuple[dist.Work, Tensor]]()
         made = buckets(self._last.changed(sums.watch(tensors)), self._bucket_bytes, self._bucket_bytes / VIEWS)
@@ -205,7 +207,7 @@ class ProcessGroupTransport:
         if self._group is not None and self._members == ids:
             return
         self._leave(fleet)
-        name = f"weights-{uuid.uuid4().hex[:12]}"
+        name = f"{self._learner}-{uuid.uuid4().hex[:12]}"
         widths = [fleet.servers[i].address.tensor_parallel for i in ids]
         world = 1 + sum(widths)
         kind = backend()
@@ -214,10 +216,10 @@ class ProcessGroupTransport:
             attempt.add(collect(fleet.start(ids, lambda server: refuse_one_gpu(server, mine)))[1])
             if attempt.broken:
                 return
-        # Servers listen only on the run's network, so our address as one of them reaches us is on it, and all reach us there.
+        # Servers listen only on the run's network, so our address on the route to one of them is reachable for all.
         theirs = urlsplit(fleet.servers[ids[0]].address.url).hostname or ""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-            s.connect((theirs, 9))  # sends nothing: the kernel chooses the route
+            s.connect((theirs, 9))  # sends nothing; the kernel only chooses the route
             address: str = s.getsockname()[0]
         limit = timedelta(seconds=min(FORM_LIMIT_S, self._limit_s))
         store = bound_store(address, 0, world, is_master=True, timeout=limit, wait_for_workers=False)

@@ -1,38 +1,38 @@
-"""Publication of the learner's weights to the servers, in flight: requests go on over it.
+"""Publication of the learner's weights to the servers, in flight: requests continue across it.
 
-    process_group.py   transport ─► checksums ─► pause all ─► swap ─► continue ─► Published      the servers generate meanwhile
+    process_group.py   transport ─► checksums ─► pause all ─► swap ─► continue ─► Published      servers generate meanwhile
     cuda_ipc, disk     pause all ─► transport ─► checksums ─► continue ─► Published              no memory for a second copy
                         └ a server that fails is left out: its requests are aborted
 
-The law of errors: whatever happens to one server, the others end with the new version, running, and the caller gets a result
-for each server within bounded time. A server that did not get the new weights, whole, has an error in its result.
+The law of errors: whatever happens to one server, the others end up running with the new version, and the caller gets a result
+for each server within bounded time. The result of a server that did not get all new weights has an error.
 
-An example. A learner of two tensor-parallel ranks has trained step 6, so its weights are version 7; servers a and b still hold
+An example. A learner of two tensor-parallel ranks has trained step 6, so its weights are version 7; servers a and b still have
 version 6. The controller replies `Publish(version=7, servers=(a, b))` to `Next(step=7)`; both ranks get it and call `publish`.
-A step of staging (server/staging.py) runs in a thread of each server, which generates on and answers when it has ended:
+Each step of staging (server/staging.py) runs in a thread on each server, which still generates and answers when it has ended:
 
     rank 0                                        rank 1             servers a and b
- 1  begin (version 7) ───────────────────────────────────────────►  drop what was staged before; the first time, make the copy
+ 1  begin (version 7) ───────────────────────────────────────────►  drop earlier staged weights; the first time, make the copy
     waits for both answers; tells who failed ───► waits for rank 0
  2  join ────────────────────────────────────────────────────────►  become ranks 1 and 2 of a group whose rank 0 is ours
     waits until the group is formed (only the first time: it is kept)
- 3  receive ─────────────────────────────────────────────────────►  wait for what is broadcast
+ 3  receive ─────────────────────────────────────────────────────►  wait for broadcasts
     all-gathers bucket 0 ◄────────────────────────► all-gathers
     begins to broadcast its names, types, shapes, bytes ─────────►  load them into the copy while the next arrive
     all-gathers bucket 1 meanwhile ◄──────────────► all-gathers
     waits for the broadcast, then sends bucket 1 in the same way; after the last bucket, the end ─►  answer
- 4  tells how it went ◄─────────────────────────► waits for rank 0   (if b failed: 1 to 3 again from bucket 0, with a alone)
+ 4  tells the result ◄──────────────────────────► waits for rank 0   (if b failed: 1 to 3 again from bucket 0, with a alone)
  5  checksums ───────────────────────────────────────────────────►  answer with a checksum of every parameter of the copy
-    compares them with what was sent, and with each other: a server whose checksum is wrong is not asked to swap
+    compares them with those of what was sent, and with each other: a server with a wrong checksum is not asked to swap
  6  POST /pause_generation ──────────────────────────────────────►  stop sampling, keep requests and their KV cache, answer
     waits for both answers; tells who failed ───► waits, is done
- 7  swap (version 7) ────────────────────────────────────────────►  copy the copy into the parameters, answer
+ 7  swap (version 7) ────────────────────────────────────────────►  write the copy to the parameters, answer
  8  POST /continue_generation ───────────────────────────────────►  go on; their next tokens are labelled version 7
-    returns Published(version=7, …), which the learner sends to the controller: from there on requests count on version 7
+    returns Published(version=7, …), which the learner sends to the controller: from then on requests may rely on version 7
 
-Requests go to a and b all the time, and notice only the pause: their tokens before 6 have version 6, those after 8 version 7.
-With `cuda_ipc` and `disk`, new ones wait for Published. With several pipeline
-stages, 2 and 3 happen for all of them at once, each from its own source rank.
+Requests go to a and b all the time, and only experience the pause: their tokens before 6 have version 6, those after 8 version
+7. With `cuda_ipc` and `disk`, new ones wait for Published. With several pipeline stages, 2 and 3 happen for all stages at once,
+each from its own source rank.
 """
 
 import logging
@@ -40,6 +40,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from statistics import mode
 
 import torch.distributed as dist
 from torch.nn import Module
@@ -79,9 +80,9 @@ class Publisher:
             self._transport = ProcessGroupTransport(chunks, family, self._last, bucket_bytes, weights.timeout_s)
 
     def publish(self, command: Publish, incarnation: str) -> Published | None:
-        """Bring the command's servers to the weights this learner has now. COLLECTIVE; only rank 0 gets the result.
+        """Send the learner's present weights to the command's servers. COLLECTIVE; only rank 0 gets the result.
 
-        Errors of servers are in the result. Raises only for what is wrong on the learner's side.
+        Errors of servers are in the result. Raises only for faults on the learner's side.
         """
         with closing(open_fleet(command.servers, self._endpoints, self._limit_s, command.version)) as fleet:
             return self._publish(fleet, command, incarnation)
@@ -98,7 +99,7 @@ class Publisher:
             sent = self._transport.send(fleet, [i for i in fleet.servers if i not in errors], command.version)
             errors.update(sent.errors)
             if leader:
-                checksums.update(self._compare(fleet, sent, errors, command.version))
+                checksums.update(self._compare(fleet, sent, errors))
             return sent
 
         if staged:
@@ -140,7 +141,7 @@ class Publisher:
         )
 
     def _needs_whole(self, fleet: Fleet) -> bool:
-        """Return whether a server does not hold what a delta would be added to, by the checksums of what it holds now."""
+        """Return whether some server's checksum shows that it does not have the weights to which deltas would be added."""
         expected = self._last.expected(fleet.servers)
         if expected is None:
             return True
@@ -153,25 +154,24 @@ class Publisher:
         return bool(wrong or failed)
 
     async def _stop(self, server: ServerClient) -> None:
-        """Pause the server in place: its requests go on over their old keys and values, as in PipelineRL (arXiv 2509.19128).
+        """Pause the server in place: its requests will keep their old keys and values, as in PipelineRL (arXiv 2509.19128).
 
-        It takes back all memory, of which a learner that died may have left a part released.
+        Also resume its memory, a part of which a dead learner may have left released.
         """
         await server.pause("in_place")
         if self._wakes:
             await server.resume_memory()
 
-    def _compare(self, fleet: Fleet, sent: Sent, errors: dict[int, str], version: int) -> dict[int, str]:
-        """Return each server's checksum; add to `errors` those that differ from what was sent, or from the other servers'."""
+    def _compare(self, fleet: Fleet, sent: Sent, errors: dict[int, str]) -> dict[int, str]:
+        """Return each server's checksum; add servers to `errors` whose checksum differs from that of what was sent, or from the
+        other servers'."""
         asked, staged = [i for i in fleet.servers if i not in errors], self._transport.staged
         answers, failed = fleet.each(asked, lambda s: s.staged_checksums() if staged else s.checksums())
         errors |= failed
-        for i, (_, parameters) in answers.items():
-            if wrong := differing(sent.checksums, parameters or {}):
-                errors[i] = f"publishing version {version} to server {i}: checksum: {len(wrong)} differ, as {wrong[0]}"
-        sums = {i: whole for i, (whole, _) in answers.items() if i not in errors}
-        common = max(set(sums.values()), key=list(sums.values()).count, default="")
-        for i, whole in sums.items():
-            if whole != common:
-                errors[i] = f"publishing version {version} to server {i}: checksum: {whole[:12]}, others {common[:12]}"
+        wrong = {i: differing(sent.checksums, parameters or {}) for i, (_, parameters) in answers.items()}
+        said = {i: f"{len(names)} differ, as {names[0]}" for i, names in wrong.items() if names}
+        sums = {i: whole for i, (whole, _) in answers.items() if i not in said}
+        common = mode(sums.values()) if sums else ""
+        said |= {i: f"{whole[:12]}, others {common[:12]}" for i, whole in sums.items() if whole != common}
+        errors |= {i: f"publishing version {fleet.version} to server {i}: checksum: {text}" for i, text in said.items()}
         return sums

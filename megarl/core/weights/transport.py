@@ -1,4 +1,4 @@
-"""What transports share: buckets, many tensors in one flat array of bytes as SGLang's `flattened_bucket`, and their checksums.
+"""Shared by all transports: buckets, many tensors in a flat array of bytes like SGLang's `flattened_bucket`, and checksums.
 
 (name, tensor) … ──► Bucket(names, dtypes, shapes, flat) …          all but the last are about `limit` bytes
 """
@@ -21,7 +21,7 @@ from megarl.core.server.served import as_held, is_padded_inside, place
 
 
 class Sent(NamedTuple):
-    """How sending went: errors by server id, checksums of what was sent, bytes that a server received."""
+    """The result of sending: errors by server id, checksums by the server's parameter, bytes that each server received."""
 
     errors: dict[int, str]
     checksums: dict[str, str]
@@ -29,16 +29,16 @@ class Sent(NamedTuple):
 
 
 class Transport(Protocol):
-    """One learner rank's way to the servers. staged: these receive while they generate (server/staging.py), then swap."""
+    """Sends weights from a learner rank to servers. staged: these generate as they receive (server/staging.py), then swap."""
 
     staged: bool
 
     def send(self, fleet: Fleet, ids: Sequence[int], version: int) -> Sent:
-        """Bring this rank's weights to the servers `ids`, paused unless staged. Every rank gets the same result. COLLECTIVE."""
+        """Send the weights to the servers `ids`, paused unless staged. Every rank returns the same result. COLLECTIVE."""
 
 
 def open_fleet(servers: Iterable[ServerAddress], endpoints: Endpoints, limit_s: float, version: int) -> Fleet:
-    """Return clients of these servers. limit_s: for a call that moves weights. version: what is published, for errors."""
+    """Return a fleet of these servers. limit_s: for a call that moves weights. version: the one published, for errors."""
     clients = [ServerClient(a, endpoints.api_key, endpoints.admin_key, limit_s) for a in servers]
     return Fleet(clients, version, {c.address.id for c in clients if c.address.url not in endpoints.servers})
 
@@ -53,9 +53,9 @@ class Bucket(NamedTuple):
 
 
 def buckets(tensors: Iterable[tuple[str, Tensor]], limit: int, alone: float = math.inf) -> Iterator[Bucket]:
-    """Yield buckets of at most `limit` bytes, or of one tensor that alone is larger.
+    """Yield buckets of at most `limit` bytes, or of a single larger tensor.
 
-    alone: from so many bytes on, a tensor is a bucket by itself and is not copied: it may be memory of the model.
+    alone: a tensor of at least this many bytes gets its own bucket and is not copied, so it may be memory of the model.
     """
     held: list[tuple[str, Tensor]] = []
     size = 0
@@ -84,18 +84,18 @@ def _bucket(held: list[tuple[str, Tensor]]) -> Bucket:
 
 
 def with_last(items: Iterable[Bucket]) -> Iterator[tuple[Bucket, bool]]:
-    """Yield each bucket and whether it is the last. Fetches one ahead, so the next is gathered while one is under way."""
+    """Yield each bucket and whether it is the last. Fetches one ahead, so one is gathered while another is under way."""
     for here, following in itertools.pairwise(itertools.chain(items, [None])):
         assert here is not None
         yield here, following is None
 
 
 class SentChecksums:
-    """What a server of one rank must answer to `/weights_checker`, from the tensors that went through `watch`.
+    """The checksums that a server of one rank must return from `/weights_checker`, from the tensors that went through `watch`.
 
-    Some of its parameters are several Hugging Face tensors one after the other (server/served.py), which come in any order, as
-    experts do: the checksums of pieces add up (base/checksum.py). What was never sent is missing in the sum. Nothing is copied
-    to the CPU before `expected`, so a GPU goes on.
+    Some of its parameters consist of several Hugging Face tensors (server/served.py), which, like experts, come in any order:
+    the checksums of pieces add up (base/checksum.py). A tensor that was never sent is missing in the sum. Nothing is copied to
+    the CPU before `expected`, so a GPU does not wait.
     """
 
     def __init__(self, model: Architecture) -> None:
@@ -104,7 +104,7 @@ class SentChecksums:
         self._unknown: set[str] = set()
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Pass the tensors on, and add them up."""
+        """Yield the tensors unchanged, and add up their checksums."""
         for name, tensor in tensors:
             (served, start), held = place(name, tensor, self._model), as_held(name, tensor, self._model)
             if held.device.type == "cpu" and is_padded_inside(name, held):
@@ -115,12 +115,12 @@ class SentChecksums:
             yield name, tensor
 
     def expected(self) -> dict[str, str]:
-        """Return the checksums by the server's parameter, as /weights_checker writes them."""
+        """Return the checksums by name of the server's parameter, in the format of /weights_checker."""
         known = [name for name in self._sums if name not in self._unknown]
         sums = torch.stack([self._sums[name] for name in known]).tolist() if known else []
         return {name: written(value) for name, value in zip(known, sums, strict=True)}
 
 
 def differing(expected: Mapping[str, str], served: Mapping[str, str]) -> list[str]:
-    """Return the parameters whose checksums differ. One that only one side has (a tied head) says nothing."""
+    """Return the parameters whose checksums differ. Parameters that only one side has (a tied head) are ignored."""
     return sorted(name for name, value in expected.items() if served.get(name, value) != value)

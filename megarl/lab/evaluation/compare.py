@@ -1,13 +1,13 @@
-"""`megarl answers compare OUT_A OUT_B`: how much better B is than A on the prompts of both, and where to read why.
+"""`megarl answers compare OUT_A OUT_B`: how much better B is than A on the prompts of both, with a page that shows why.
 
 OUT_A/SUITE, OUT_B/SUITE ─[read_side]─► answers by prompt ─[compare]─► SideBySide ─► table on the screen, page
 
-The prompts are the random sample, and a prompt that is hard for one model is hard for the other. So the uncertainty is how
-the difference varies from prompt to prompt, which is less than the two scores' own intervals suggest.
+The prompts are the random sample, and a prompt that is hard for one model is often hard for the other. So the uncertainty
+comes from how the difference varies between prompts, and is smaller than the two scores' own intervals suggest.
 
 The page is one HTML file that opens offline (comparison.html), to read failures side by side. 500 prompts with twice 16 answers
-of 8,000 tokens are half a gigabyte of text. So if all completions together exceed a limit, each shows only its beginning and
-end. Each prompt is a script of its own, read when the prompt is opened.
+of 8,000 tokens are half a gigabyte of text. So if all completions together exceed a limit, the page has only the beginning and
+end of long ones. Each prompt's data are a script of their own, which is parsed when the prompt is opened.
 """
 
 import math
@@ -34,12 +34,10 @@ METHOD = (
     "Intervals are of 95 %, over prompts. The difference is paired, prompt by prompt: Student's t, with Bonett and Price's two "
     "added prompts."
 )
-
-
 TEMPLATE = Path(__file__).with_name("comparison.html")
 LARGEST = 64_000_000  # characters of all completions in a page
-SHORTEST = 1000  # characters that a completion keeps at least, however many there are
-LONGEST_ASKED = 20_000  # characters of a prompt or an expected answer; the tests of a program can be megabytes
+SHORTEST = 1000  # characters that a completion keeps at least, however many completions there are
+LONGEST_ASKED = 20_000  # characters shown of a prompt or an expected answer; tests of a program can be megabytes
 LINE = 160  # characters of a prompt in the list
 
 
@@ -53,7 +51,8 @@ class Side(NamedTuple):
 
 
 class Quantity(NamedTuple):
-    """A quantity over the common prompts. share: from 0 to 1; otherwise only the difference has an interval."""
+    """A quantity over the common prompts. share: whether it is a share, from 0 to 1; if not, only the difference has an
+    interval."""
 
     name: str
     a: Estimate
@@ -63,7 +62,7 @@ class Quantity(NamedTuple):
 
 
 class SideBySide(NamedTuple):
-    """Two sides compared. prompts: ids, in order. notes: caveats that a reader must know before trusting the table."""
+    """A comparison of two sides. prompts: ids, in order. notes: caveats that a reader must know before trusting the table."""
 
     suite: str
     a: Side
@@ -74,7 +73,7 @@ class SideBySide(NamedTuple):
 
 
 def main(out_a: Path, out_b: Path, suite: str | None, page: Path | None) -> int:
-    """Make a table and a page for each suite to which both have answers."""
+    """Print a table and write a page for each suite to which both have answers; return 0. page: the page's path."""
     suites = common_suites(out_a, out_b, suite)
     if page is not None and len(suites) > 1:
         raise MegarlError(f"-o: {page} is one page, both have answers to {', '.join(suites)}; choose one with --suite")
@@ -116,7 +115,7 @@ def read_side(out: Path, suite: str) -> Side:
 
 
 def compare(suite: str, a: Side, b: Side) -> SideBySide:
-    """Compare over the prompts that both have; MegarlError if they are not from the same set."""
+    """Compare two sides on their common prompts. MegarlError if there are none, or if their expected answers differ."""
     if a.name == b.name:
         a, b = (side._replace(name=str(side.folder)) for side in (a, b))
     both = sorted(
@@ -126,17 +125,15 @@ def compare(suite: str, a: Side, b: Side) -> SideBySide:
     if not both:
         raise MegarlError(f"{a.folder} and {b.folder} have no prompt of {suite} in common: their sets are different")
     if other := [name for name in both if a.answers[name][0].expected != b.answers[name][0].expected]:
-        wants = [side.answers[other[0]][0].expected[:60] for side in (a, b)]
-        expects = (
-            f"{other[0]!r} expects {wants[0]!r} in one and {wants[1]!r} in the other; they are not of the same set"
-        )
-        another = f"{len(other)} prompts of {suite} expect another answer"
-        raise MegarlError(f"{a.folder} and {b.folder}: {another}: {expects}")
+        first, second = (side.answers[other[0]][0].expected[:60] for side in (a, b))
+        another = f"{len(other)} prompts of {suite} expect another answer: {other[0]!r} expects {first!r} in one"
+        also = f"{second!r} in the other; they are not of the same set"
+        raise MegarlError(f"{a.folder} and {b.folder}: {another} and {also}")
     return SideBySide(suite, a, b, both, quantities(a, b, both), list(notes(a, b, both)))
 
 
 def quantities(a: Side, b: Side, prompts: Sequence[str]) -> list[Quantity]:
-    """Return the quantities in which two sides are compared. k: the number of answers that every prompt has on both sides."""
+    """Return the quantities compared. The k in `mean@k` is the number of answers that every prompt has on both sides."""
     ours, theirs = ([[Outcome.of(answer) for answer in side.answers[name]] for name in prompts] for side in (a, b))
     every = list(chain.from_iterable(ours + theirs))
     k = min(map(len, ours + theirs))
@@ -201,10 +198,10 @@ def cells(one: Quantity) -> tuple[str, str, str]:
 def paired_difference(a: Sequence[float], b: Sequence[float], step: float) -> Estimate:
     """Return the mean of b - a over prompts, with its 95 % interval. a, b: [prompts], the same prompts in the same order.
 
-    step: how much one more answer changes a prompt's value: 1/k for a share of k answers. The interval is Student's, for the
+    step: how much one answer changes a prompt's value: 1/k for a share of k answers. The interval is Student's, for the
     differences plus two added prompts, one better and one worse by one step. With one answer per prompt these are the
-    pseudo-observations of Bonett and Price (2012) for paired proportions; without them, a few prompts that mostly agree would
-    have an interval that is much too narrow, or none at all. step 0 adds none: for values that vary freely, such as lengths.
+    pseudo-observations of Bonett and Price (2012) for paired proportions; without them, the interval for a few prompts that
+    mostly agree would be much too narrow, or empty. A step of 0, for values that vary freely, such as lengths, adds none.
     """
     differences = np.subtract(b, a)
     mean = float(differences.mean())
@@ -215,7 +212,7 @@ def paired_difference(a: Sequence[float], b: Sequence[float], step: float) -> Es
 
 
 def write_comparison(comparison: SideBySide, target: Path) -> int | None:
-    """Write the page; return how many characters of a completion it keeps, or None if all."""
+    """Write the page; return how many characters of each completion it keeps, or None if it keeps all."""
     sides = (comparison.a, comparison.b)
     sizes = [len(answer.completion) for name in comparison.prompts for side in sides for answer in side.answers[name]]
     longest = max(SHORTEST, LARGEST // len(sizes))
@@ -235,13 +232,14 @@ def write_comparison(comparison: SideBySide, target: Path) -> int | None:
 
 
 def _overview(comparison: SideBySide, limit: int | None) -> dict[str, object]:
-    """Return the page's data. prompts: [id, start of text, A right, A answers, B right, B answers, truncated of both]."""
+    """Return the page's data, in which each of the prompts is [id, start of text, A right, A answers, B right, B answers,
+    truncated in both]."""
     said, both = list(comparison.notes), (comparison.a.answers, comparison.b.answers)
     if any(len(answers[name]) > 1 for answers in both for name in comparison.prompts):
         said.append("In the list a side is right where at least half of its answers are.")
     if limit is not None:
-        text = "are shown by begin and end; all is in answers.jsonl."
-        said.append(f"Completions of more than {limit:,} characters {text}")
+        long = f"Completions of more than {limit:,} characters"
+        said.append(f"{long} are shown by begin and end; all is in answers.jsonl.")
     return {
         "suite": comparison.suite,
         "a": {"name": comparison.a.name, "folder": str(comparison.a.folder)},
@@ -253,7 +251,7 @@ def _overview(comparison: SideBySide, limit: int | None) -> dict[str, object]:
 
 
 def _lines(comparison: SideBySide) -> list[list[str | int]]:
-    """Return the list of prompts, without the words that all begin with, which belong to a template."""
+    """Return the list of prompts. The words with which all of them begin, which belong to a template, are left out."""
     sides = [(comparison.a.answers[name], comparison.b.answers[name]) for name in comparison.prompts]
     texts = [a[0].prompt.split() for a, _ in sides]
     begin = next((n for n, words in enumerate(zip(*texts, strict=False)) if len(set(words)) > 1), 0)
@@ -292,12 +290,12 @@ def _answer(answer: Answer, limit: int | None) -> dict[str, object]:
     }
     if answer.choices is not UNSET:
         scored = ("choices", "loglikelihoods", "chosen", "chosen_normalised")
-        result |= {key: getattr(answer, key) for key in scored} | {"right_normalised": Outcome.of(answer).by_length}
+        result |= {key: getattr(answer, key) for key in scored} | {"right_normalised": answer.by_length}
     return result
 
 
 def shortened(text: str, limit: int | None) -> list[str | int]:
-    """Return [text] or, above the limit, [start, characters left out, end]; most is of the end, where the answer is."""
+    """Return [text] or, above the limit, [start, characters left out, end]; the end is longer, since the answer is there."""
     if limit is None or len(text) <= limit:
         return [text]
     begin = limit // 4

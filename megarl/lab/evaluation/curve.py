@@ -1,10 +1,11 @@
-"""Best of n: what more answers per prompt gain, against their cost.
+"""Best of n: what more answers per prompt gain, and what they cost.
 
     OUT/SUITE/answers.jsonl of one or more models ─► for n = 1, 2, 4, … samples: score of the answer chosen from n,
     with its interval, against n × mean tokens ─► table, and one picture with a colour for each model
 
-The answer is chosen by an oracle (pass@n, the upper bound of any choice), by majority (maj@n), or by a reward if the suite has
-one (best@n). Where two curves reach the same height, longer training of one model is worth more answers of the other.
+The answer is chosen by an oracle (pass@n, the upper bound for any choice), by majority (maj@n), or by a reward if the suite has
+one (best@n). Where two models' curves reach the same height, more training of one is worth as much as more answers of the
+other.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ STYLES = {"pass": ":", "maj": "-", "best": "--"}
 
 
 class CurvePoint(NamedTuple):
-    """A point of a curve. tokens: mean total of a prompt's n answers."""
+    """A point of a curve. n: answers per prompt; tokens: the mean total of a prompt's n answers."""
 
     n: int
     tokens: float
@@ -34,7 +35,7 @@ class CurvePoint(NamedTuple):
 
 
 class ScoreCurve(NamedTuple):
-    """A model's curve. kind: how one of n is chosen, a key of WORDS."""
+    """A model's curve. kind: how one of n answers is chosen, a key of WORDS."""
 
     model: str
     kind: str
@@ -53,7 +54,7 @@ def curves(name: str, outcomes: Sequence[Outcome]) -> list[ScoreCurve]:
 
 
 def main(outs: Sequence[Path], suite: str | None, picture: Path | None) -> int:
-    """Make a table and a picture for each suite; return 0."""
+    """Print a table and draw a picture for each suite; return 0."""
     places = [place for out in outs for place in _places(out)]
     common = sorted(set.intersection(*(set(suites_in(place)) for place in places)))
     if suite is not None and suite not in common:
@@ -81,19 +82,19 @@ def main(outs: Sequence[Path], suite: str | None, picture: Path | None) -> int:
 
 
 def _places(out: Path) -> list[Path]:
-    """Return `out` if it has suites; for a run, all of its evaluations in the order of their steps."""
-    if RunDir(out).evaluations.is_dir():
-        return [place for place in sorted(RunDir(out).evaluations.iterdir()) if suites_in(place)]
-    if not suites_in(out):
+    """Return [out], or for a run all of its evaluations, in the order of their steps. MegarlError if none has answers."""
+    of_run = RunDir(out).evaluations
+    places = [place for place in (sorted(of_run.iterdir()) if of_run.is_dir() else [out]) if suites_in(place)]
+    if not places:
         raise MegarlError(f"{out}: no answers there; give a directory of `megarl eval`, RUN, or RUN/evaluations/step-N")
-    return [out]
+    return places
 
 
 def table(suite: str, drawn: Sequence[ScoreCurve]) -> Table:
     kinds = [kind for kind in WORDS if any(curve.kind == kind for curve in drawn)]
     headings = ("n", "tokens a\nprompt", *(WORDS[kind].replace(" (", "\n(") for kind in kinds))
     columns = [Column(heading, justify="right", no_wrap=True) for heading in headings]
-    columns.insert(0, Column("model", overflow="fold"))  # shrinks on a narrow terminal, where figures cannot
+    columns.insert(0, Column("model", overflow="fold"))  # shrinks on a narrow terminal; columns of numbers cannot
     shown = Table(*columns, box=None, padding=(0, 1, 0, 0), pad_edge=False, title=suite, title_justify="left")
     for model in dict.fromkeys(curve.model for curve in drawn):
         points = {curve.kind: curve.points for curve in drawn if curve.model == model}
@@ -105,7 +106,7 @@ def table(suite: str, drawn: Sequence[ScoreCurve]) -> Table:
 
 
 def draw(suite: str, drawn: Sequence[ScoreCurve], path: Path) -> None:
-    """Draw scores against tokens: a colour per model, a line style per way to choose, intervals shaded."""
+    """Draw scores against tokens: one colour per model, one line style per way of choosing, shaded intervals."""
     from matplotlib import colormaps  # slow to import
 
     models = list(dict.fromkeys(curve.model for curve in drawn))

@@ -1,9 +1,9 @@
-"""`megarl eval`: a model, suites, its own servers; answers, results and a table.
+"""`megarl eval`: asks a model the questions of suites, on servers of its own; writes answers and results, and prints a table.
 
-    --model ─► subject.py ─► suites.py: prompts ─► settings.json: can it continue what is there?
-            ─► a checkpoint is exported ─► servers.py ─► score.py, each answer kept as it comes ─► metrics ─► result.json, table
+    --model ─► subject.py ─► suites.py: prompts ─► settings.json: do they allow earlier answers to be kept?
+            ─► a checkpoint is exported ─► servers.py ─► score.py, each answer saved at once ─► metrics ─► result.json, table
 
-Re-running asks only questions without an answer. Ctrl-C leaves only complete rows.
+A repeated command asks only the questions without an answer. Ctrl-C leaves only complete rows.
 """
 
 import asyncio
@@ -42,7 +42,8 @@ from megarl.run.process import lock, outlive_screen
 def main(
     model: str, suite: str, overrides: Sequence[str], samples: int | None, limit: int | None, data: str | None, out: Path | None
 ) -> int:  # fmt: skip
-    """Return 0 when all is answered; 1 if a void answer is left. None: as the suites say, and the usual directory."""
+    """Return 0 if all questions are answered, 1 if an answer is void. None: as the suite says; for `out`, a directory in
+    runs/evaluations."""
     outlive_screen()
     console = Console()
     subject = subject_of(model)
@@ -68,28 +69,39 @@ def main(
         if any(q.open for q, _ in questions):
             _ask(subject, recipe, tokenizer, [q for q, _ in questions], out, console)
         for q, settings in questions:
-            wanted = {prompt.id for prompt in q.prompts}  # an earlier command may have left more answers
+            wanted = {prompt.id for prompt in q.prompts}  # an earlier command may have asked more questions
             there = [o for o in read_outcomes(SuiteDir(out, q.name).answers) if o.id in wanted and o.sample < q.samples]
             results.append(result_of(q.name, subject.name, q.samples, settings, there))
             SuiteDir(out, q.name).write_result(results[-1])
     console.print(table(results))
     console.print(f"answers and results: {out}", highlight=False, soft_wrap=True)
+    if said := never_thinks(results, recipe.length.end_of_thinking):
+        print(f"megarl: {said}", file=sys.stderr)
     if void := any(result.metrics["void_rate"] for result in results):
-        again = "the same command asks again"
-        print(f"megarl: some answers could not be generated and count as wrong; {again}", file=sys.stderr)
+        left = "some answers could not be generated and count as wrong; the same command asks again"
+        print(f"megarl: {left}", file=sys.stderr)
     return int(void)
 
 
+def never_thinks(results: Sequence[Result], end_of_thinking: str) -> str:
+    """Return advice if most answers ended without the end of thinking, as a model's that never thinks; else an empty text."""
+    missing = [r.metrics.get("format_error_rate", 0.0) - r.metrics["truncation_rate"] for r in results]
+    if not end_of_thinking or max(missing) < 0.5:
+        return ""
+    return (
+        f"most answers count as wrong because they have no {end_of_thinking}; if the model never writes it, evaluate it with "
+        "\"length.end_of_thinking=''\" and another --out"
+    )
+
+
 def _with_earlier(questions: SuiteQuestions, place: SuiteDir, settings: Mapping[str, object]) -> SuiteQuestions:
-    """Return the questions with the answers that exist; MegarlError if those were made with other settings."""
+    """Return the questions with the answers that already exist. MegarlError if those were made with other settings."""
     place.path.mkdir(parents=True, exist_ok=True)
     if place.settings.is_file():
         before = json.loads(place.settings.read_bytes())
         if changed := [key for key in settings if before.get(key) != settings[key]]:
-            otherwise = (
-                f"has answers that were made otherwise: {', '.join(changed)} changed (see {place.settings.name})"
-            )
-            raise MegarlError(f"{place.path}: {otherwise}; give another --out, or remove it")
+            otherwise = f"made otherwise: {', '.join(changed)} changed (see {place.settings.name})"
+            raise MegarlError(f"{place.path}: has answers that were {otherwise}; give another --out, or remove it")
     else:
         write_atomically(place.settings, json.dumps(settings, indent=2).encode() + b"\n")
     return replace(questions, answered=[one for one in read_outcomes(place.answers) if not one.void])
@@ -128,8 +140,8 @@ def _ask(
 
 @contextmanager
 def _exported(checkpoint: Path, where: Path) -> Iterator[Path]:
-    """Export the checkpoint as a temporary Hugging Face directory. Another process does it, because it needs torch."""
-    shutil.rmtree(where, ignore_errors=True)  # it may be left, complete, by a process that was killed
+    """Yield a temporary Hugging Face directory with the exported checkpoint. Another process exports, as that needs torch."""
+    shutil.rmtree(where, ignore_errors=True)  # a process that was killed may have left it
     command = [sys.executable, "-m", "checkpoints_tools", "convert", "megatron-to-hf", str(checkpoint), str(where)]
     if subprocess.run(command).returncode:
         raise MegarlError(f"{checkpoint}: could not be exported to {where}; see above")
@@ -139,12 +151,12 @@ def _exported(checkpoint: Path, where: Path) -> Iterator[Path]:
         shutil.rmtree(where, ignore_errors=True)
 
 
-LINE_S = 30.0  # seconds between lines of non-interactive output
+LINE_S = 30.0  # seconds between progress lines when the output is not a terminal
 
 
 @contextmanager
 def counted(questions: Sequence[SuiteQuestions], console: Console) -> Iterator[Callable[[Answer], None]]:
-    """Show for each suite the answers so far, and how many are right; give what counts one more answer."""
+    """Show the progress of each suite: answers so far, and the share that is right. Yield a function that counts an answer."""
     name, share = progress.TextColumn("{task.description}"), progress.TextColumn("{task.fields[right]}")
     counts = (name, progress.BarColumn(), progress.MofNCompleteColumn(), share)
     times = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
@@ -179,7 +191,7 @@ RATES = {
 
 
 def table(results: Sequence[Result]) -> Table:
-    """Make a table with one column per suite; rows that no result has are left out."""
+    """Make a table with one column per suite; a row for which no suite has a value is left out."""
     columns = [Column("", style="dim", no_wrap=True)]
     columns += [Column(result.suite, justify="right", no_wrap=True) for result in results]
     shown = Table(*columns, box=None, padding=(0, 2), pad_edge=False, title=results[0].model, title_justify="left")

@@ -1,16 +1,17 @@
 """Multiple choice by log-likelihood: ARC and HellaSwag, asked and scored as in lm-evaluation-harness 0.4.13.
 
     rows of a suite ─[load_questions]─► Question: context, choices, gold ─► Choices, asked by score.py
-                    ─[ask]─► log p(" " + choice | context) of each, by a server ─[answered]─► Answer
+                    ─[ask]─► a server gives log p(" " + choice | context) for each choice ─[answered]─► Answer
 
-Both texts become tokens as in the harness (`TemplateLM._encode_pair`), so that our numbers equal its numbers: they are encoded
-as one text, framed as the tokenizer frames any (Llama 3 puts <|begin_of_text|> in front), blanks at the end of the
-context belong to the continuation, and whatever follows as many tokens as the context alone has is the continuation.
+Context and choice are tokenized as in the harness (`TemplateLM._encode_pair`), so that our numbers equal its numbers. They are
+encoded as one text, with the tokenizer's usual special tokens (Llama 3 puts <|begin_of_text|> in front); whitespace at the end
+of the context belongs to the continuation; and if the context alone has n tokens, the continuation is all after the first n.
 
 There are two verdicts: `chosen` is the choice with the largest log-likelihood (the harness's acc), `chosen_normalised` the one
-with the largest per character, not byte, of the choice (acc_norm). Nothing is sampled: a question has one answer.
+with the largest log-likelihood per character (not byte) of the choice (acc_norm). Nothing is sampled, so a question has one
+answer.
 
-The harness itself is not called: it gives answers only when a whole task has ended, so no evaluation could resume.
+The harness itself is not used, because it returns answers only at the end of a whole task, so no evaluation could resume.
 """
 
 import logging
@@ -25,13 +26,13 @@ import msgspec
 import numpy as np
 
 from megarl.core.base.errors import MegarlError, listed
+from megarl.core.base.messages import KEPT_FROM_INPUT
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.evaluation.answers import Answer
 from megarl.core.evaluation.score import Asker, Questions
 from megarl.core.sampling.places import Order
 from megarl.core.sampling.sampler import MAX_RETRIES
 from megarl.core.server.client import ServerClient, ServerLost
-from megarl.core.server.launch import KEPT_FROM_INPUT
 from megarl.tasks.data.rows import Raw, UnfitError, column, fingerprint
 from megarl.tasks.data.sources import Unreadable, stream
 
@@ -40,7 +41,8 @@ DELIMITER = " "  # separates context and choice
 
 
 class Continuation(NamedTuple):
-    """A tokenized choice. tokens [n] int32, scored from `first` on; cut: the start of the context was left out."""
+    """A tokenized choice. tokens [n] int32: context and choice, scored from `first` on; cut: whether the start of the context
+    was cut off."""
 
     tokens: np.ndarray
     first: int
@@ -52,7 +54,7 @@ class Continuation(NamedTuple):
 
 
 def joined(tokenizer: Tokenizer, context: str, continuations: Sequence[str], longest: int) -> list[Continuation]:
-    """Append each continuation to the context, within `longest` tokens: as in the harness, a longer text keeps its last ones.
+    """Append each continuation to the context. As in the harness, only the last `longest` tokens of a longer text are kept.
 
     MegarlError if a continuation has no tokens of its own, or is too long by itself.
     """
@@ -71,7 +73,7 @@ def joined(tokenizer: Tokenizer, context: str, continuations: Sequence[str], lon
 
 
 class Question(NamedTuple):
-    """A question. context: what precedes the choice; gold: index of the right choice."""
+    """A question. context: the text before the choice; gold: the index of the right choice."""
 
     id: str
     context: str
@@ -101,7 +103,7 @@ def hellaswag(raw: Raw) -> Question:
 
 
 def _without_brackets(text: str) -> str:
-    """Remove marks such as [title] from HellaSwag's WikiHow part, as the harness and the authors' release do."""
+    """Remove marks such as [title] of HellaSwag's WikiHow part, as the harness and the authors' release do."""
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
@@ -112,13 +114,13 @@ def _question(name: object, context: str, choices: Sequence[str], gold: int) -> 
 
 
 SETS: Mapping[str, Callable[[Raw], Question]] = {"arc": arc, "hellaswag": hellaswag}
-"""By a suite's `mapping`; both parts of ARC have the same schema."""
+"""The reader for each `mapping` of a suite. Both parts of ARC have the same schema."""
 
 
 def load_questions(source: str, mapping: str) -> tuple[list[Question], Counter[str]]:
-    """Load the questions of a source, in order; mapping: a key of SETS. MegarlError if there is none.
+    """Load the questions of a source, in order. mapping: a key of SETS. MegarlError if there are none.
 
-    Rows that do not fit the schema, or repeat an id, are left out, counted by reason, reported: every published set has some.
+    Rows that do not fit the schema, or repeat an id, are left out, counted by reason and reported; published sets have some.
     """
     questions: dict[str, Question] = {}
     left_out, faults = Counter[str](), []
@@ -144,13 +146,13 @@ def load_questions(source: str, mapping: str) -> tuple[list[Question], Counter[s
 
 @dataclass(frozen=True)
 class Choices(Questions[Question]):
-    """Questions whose choices are scored. One too long loses the start of its context; its answer says `truncated`."""
+    """Questions whose choices are scored. If one is too long, the start of its context is cut, and its answer `truncated`."""
 
     def answerer(self, asker: Asker) -> Callable[[Question, int, Order], Awaitable[Answer]]:
         return partial(self._answer, asker)
 
     async def _answer(self, asker: Asker, asked: Question, sample: int, order: Order) -> Answer:
-        """Return the answer; void if its requests are lost more than MAX_RETRIES times, or it cannot be asked."""
+        """Return the answer; void if its requests are lost more than MAX_RETRIES times, or if it cannot be asked."""
         longest = asker.recipe.length.context_tokens - KEPT_FROM_INPUT
         watcher, why = asker.sampler.watcher, ""
         for tries in range(1, MAX_RETRIES + 2):
@@ -173,8 +175,8 @@ async def ask(
 ) -> Answer:
     """Return the answer of the model that `client` serves.
 
-    longest: tokens that fit in a context. salt: one per evaluation and version of the weights. Raises ServerLost or
-    ServerRefused; MegarlError if the tokenizer leaves nothing of a choice.
+    longest: tokens that fit in the context window. salt: unique to an evaluation and a version of the weights. Raises
+    ServerLost or ServerRefused; MegarlError as in `joined`.
     """
     continuations = joined(tokenizer, question.context, [DELIMITER + choice for choice in question.choices], longest)
     tokens, first, _ = zip(*continuations, strict=True)
@@ -183,7 +185,7 @@ async def ask(
 
 
 def answered(question: Question, suite: str, scores: Sequence[float], continuations: Sequence[Continuation]) -> Answer:
-    """Make the answer from these log-likelihoods, in nats."""
+    """Make the answer from the choices' log-likelihoods, `scores`, in nats."""
     chosen = int(np.argmax(scores))
     text = question.choices[chosen]
     return msgspec.structs.replace(
@@ -202,7 +204,7 @@ def answered(question: Question, suite: str, scores: Sequence[float], continuati
 
 
 def _void(question: Question, suite: str, why: str) -> Answer:
-    """Return an answer for which nothing was scored."""
+    """Return an answer without scores. why: the reason why it is void, "" if it is not."""
     return Answer(
         suite=suite, id=question.id, sample=0, prompt=question.context, expected=question.choices[question.gold],
         completion="", answer="", vote="", correct=False, truncated=False, interrupted=False, format_ok=False,

@@ -1,4 +1,4 @@
-"""An evaluation's own servers: started, waited for, asked, ended. Nothing is published to them: their weights stay.
+"""Starts, queries and ends an evaluation's own servers. No weights are published to them: they keep those they read.
 
 `megarl serve` reads and writes OUT/.servers/: recipe.yaml, endpoints.json, logs/server/.
 A failed request is retried on any server. If a server's process ends, so does the evaluation, with all answers so far on disk.
@@ -19,6 +19,7 @@ from megarl.core.evaluation.score import Asker
 from megarl.core.recipe import Recipe, dump
 from megarl.core.sampling.places import Places
 from megarl.core.sampling.sampler import Sampler
+from megarl.core.server.checks import positions
 from megarl.core.server.client import ServerClient
 from megarl.core.server.membership import Membership
 from megarl.run.checks import check_cpu
@@ -31,12 +32,12 @@ from megarl.tasks.environments.registry import TaskEnvironments
 from megarl.tasks.graders.grader import TaskGraders
 
 WATCH_S = 1.0
-UNCHANGED = -1  # the version of weights that a server read from a directory
+UNCHANGED = -1  # the version of weights that a server has read from a directory
 
 
 @dataclass(frozen=True)
 class OwnServers:
-    """Servers that are running and ready; the sampler's watcher, too."""
+    """Servers that are running and ready. It is also the sampler's watcher."""
 
     recipe: Recipe
     endpoints: Endpoints
@@ -44,7 +45,7 @@ class OwnServers:
 
     @asynccontextmanager
     async def asker(self, tokenizer: Tokenizer) -> AsyncIterator[Asker]:
-        """Give what asks these servers and grades their answers; their weights do not change."""
+        """Yield an Asker, which queries these servers and grades their answers."""
         recipe, endpoints, width = self.recipe, self.endpoints, self.recipe.resources.server_tensor_parallel
         addresses = [ServerAddress(id=n, url=url, tensor_parallel=width) for n, url in enumerate(endpoints.servers)]
         members = Membership(addresses)
@@ -56,7 +57,9 @@ class OwnServers:
         places = Places(members, recipe.serving.max_running_requests)
         graders, environments = TaskGraders(recipe, tokenizer.decode), TaskEnvironments(recipe, tokenizer)
         agents = TaskAgents(recipe, tokenizer)
-        sampler = Sampler(recipe, tokenizer, clients, places, self, environments, agents=agents)
+        sampler = Sampler(
+            recipe, tokenizer, clients, places, self, environments, agents=agents, positions=positions(recipe)
+        )
         at_once, salt = places.limit * len(ids), secrets.token_hex(8)
         try:
             yield Asker(recipe, tokenizer, clients, places, sampler, graders, ids, salt, at_once)
@@ -74,7 +77,7 @@ class OwnServers:
         """Do nothing: the request is retried within MAX_RETRIES, and `watch` notices a server that is gone for good."""
 
     async def watch(self) -> None:
-        """Watch until cancelled; MegarlError when a server has ended."""
+        """Watch the servers until cancelled. MegarlError when a server has ended."""
         while True:
             self.check_alive()
             await asyncio.sleep(WATCH_S)
@@ -89,7 +92,7 @@ class OwnServers:
 
 @contextmanager
 def own_servers(recipe: Recipe) -> Iterator[OwnServers]:
-    """Start servers, wait until they are ready, and end them with the block. MegarlError says why one does not start."""
+    """Start servers, wait until they are ready, and end them after the block. MegarlError says why one does not start."""
     rundir = RunDir(recipe.run.path)
     launcher = LocalLauncher()
     (node,) = launcher.survey(recipe.resources.servers)
@@ -115,7 +118,7 @@ def own_servers(recipe: Recipe) -> Iterator[OwnServers]:
             try:
                 wait_ready(url, max(0.0, until - time.monotonic()), process.status)
             except MegarlError:
-                servers.check_alive()  # says more, with the end of the log
+                servers.check_alive()  # its error says more: it has the end of the log
                 raise
         yield servers
     finally:
@@ -130,7 +133,8 @@ POLL_S = 0.1
 
 
 def wait_ready(url: str, limit_s: float, exit_code: Callable[[], int | None] = lambda: None) -> float:
-    """Wait for the server at `url`; return the seconds. MegarlError if it ended (exit_code: its status), or after `limit_s`."""
+    """Wait until the server at `url` is ready; return the seconds. MegarlError if it has ended, or after `limit_s` seconds.
+    exit_code: returns its exit status, None while it runs."""
 
     async def wait() -> float:
         start = time.monotonic()

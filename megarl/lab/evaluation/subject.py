@@ -1,10 +1,10 @@
-"""Which model `--model` means, and with which recipe it is asked.
+"""Finds the model that `--model` means, and the recipe with which it is asked.
 
-    DIR         a Hugging Face directory       its own template, its whole context (at most CONTEXT), no interruption
+    DIR         a Hugging Face directory          its own template, its whole context (at most CONTEXT), no interruption
     RUN         the newest checkpoint of a run    lengths, end of thinking and template as in the run's training
-    RUN@STEP    an earlier one
+    RUN@STEP    an earlier checkpoint             the same
 
-The user's key=value arguments override all of it.
+The user's key=value arguments override all of these settings.
 """
 
 import json
@@ -21,14 +21,15 @@ from megarl.core.recipe import Recipe, from_tree, load, load_suite, shipped_suit
 from megarl.run import devices
 from megarl.tasks.data.chat import load_chat
 
-CONTEXT = 16_384  # tokens of prompt and completion where a directory does not say: ScaleRL's 14k, and the prompt
+CONTEXT = 16_384  # most tokens of prompt and completion for a directory: ScaleRL's 14k, and room for the prompt
 THINKING = "</think>"
-KV_TOKENS = 65_536  # KV tokens of a server without a GPU, which must be given a number; at least the longest sequence
+KV_TOKENS = 65_536  # KV tokens of a server without a GPU, which needs a number; at least the longest sequence
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 class Subject(NamedTuple):
-    """The model to ask. source: a Hugging Face directory, or a run's checkpoint; hf: its configuration and tokenizer."""
+    """The model to ask. source: a Hugging Face directory, or a run's checkpoint; hf: the directory with its configuration and
+    tokenizer; run: the run that a checkpoint belongs to."""
 
     name: str
     source: Path
@@ -37,7 +38,7 @@ class Subject(NamedTuple):
 
     @property
     def identity(self) -> dict[str, object]:
-        """Name, size and time of every file: equal as long as nobody has changed the model."""
+        """The path of the model, and name, size and time of every file. It is equal as long as the model is unchanged."""
         files = sorted(path for path in self.source.rglob("*") if path.is_file())
         return {
             "path": str(self.source.resolve()),
@@ -46,7 +47,7 @@ class Subject(NamedTuple):
 
 
 def subject_of(model: str) -> Subject:
-    """Resolve what the user means; MegarlError if there is no such model."""
+    """Return the model that `--model` names. MegarlError if there is none."""
     whole, at, step = model.rpartition("@")
     asks_step = bool(at) and step.isdigit()
     path = Path(whole if asks_step else model)
@@ -69,8 +70,10 @@ def recipe_of(
     subject: Subject, suites: Sequence[str], options: Sequence[str], overrides: Sequence[str], out: Path
 ) -> tuple[Recipe, list[str]]:
     """Return the recipe to ask with, and names of the suites asked for. options: overrides of each suite, as `samples=4`."""
-    widths = [m[1] for o in overrides if (m := re.fullmatch(r"resources\.server_tensor_parallel=(\d+)", o))]
-    servers = max(1, len(devices.gpus()) // int(widths[0] if widths else 1))  # as many as the GPUs allow
+    run = subject.run
+    widths = [int(m[1]) for o in overrides if (m := re.fullmatch(r"resources\.server_tensor_parallel=(\d+)", o))]
+    widths.append(load(str(run.recipe)).resources.server_tensor_parallel if run else 1)
+    servers = max(1, len(devices.gpus()) // widths[0])  # as many as the GPUs allow
     fixed = [
         f"run.dir={json.dumps(str(out))}",
         "run.name=.servers",
@@ -78,9 +81,10 @@ def recipe_of(
         "model.moe.routing_replay=false",
         f"resources.servers={servers}",
     ]
-    run = subject.run
     base = load(str(run.recipe), fixed) if run else from_tree({}, [*fixed, *_of_directory(subject.hf)])
-    asked = dict(_suite(word, base) for word in suites)
+    found = [_suite(word, base) for word in dict.fromkeys(suites)]
+    if len(asked := dict(found)) < len(found):
+        raise MegarlError(f"--suite: two of {', '.join(suites)} have one name; ask them apart, each with its --out")
     tree = base.model_dump(mode="json")
     tree["data"]["tasks"] = {}
     tree["evaluation"]["suites"] = {name: _template(base, subject.hf) | keys for name, keys in asked.items()}
@@ -89,7 +93,8 @@ def recipe_of(
 
 
 def _suite(word: str, base: Recipe) -> tuple[str, dict[str, object]]:
-    """Return name and keys of a suite: the run's, shipped, a YAML file; or what a task holds out: the run's, or RUN:TASK."""
+    """Return the name and keys of a suite. word: a suite of the run, a task of the run (its held-out prompts), a shipped suite,
+    a YAML file, or RUN:TASK."""
     if word in base.evaluation.suites:
         return word, base.evaluation.suites[word].model_dump(mode="json")
     if word in base.data.tasks:
@@ -118,14 +123,14 @@ def _heldout(name: str, base: Recipe) -> dict[str, object]:
 
 
 def _of_directory(hf: Path) -> list[str]:
-    """Return the settings for asking a model that its own files imply."""
+    """Return the settings, as key=value, that follow from a model's own files."""
     config = text_config(read_config(hf), hf / "config.json")
     dtype = config.get("dtype", config.get("torch_dtype", "bfloat16"))
     if dtype not in DTYPES:
         advice = f"convert it to one of {', '.join(DTYPES)}"
         raise MegarlError(f"{hf / 'config.json'}: dtype {dtype!r} is not supported; {advice}")
     context = min(CONTEXT, config.get("max_position_embeddings") or CONTEXT)
-    answer = max(1, min(2048, context // 4))  # and as long a prompt
+    answer = max(1, min(2048, context // 4))  # the same for the prompt
     thinking = max(1, context - 2 * answer)
     files = [path for name in ("chat_template.jinja", "tokenizer_config.json") if (path := hf / name).is_file()]
     known = load_tokenizer(hf).backend.token_to_id(THINKING) is not None
@@ -142,7 +147,7 @@ def _of_directory(hf: Path) -> list[str]:
 
 
 def _template(recipe: Recipe, hf: Path) -> dict[str, str]:
-    """Return the template of the run's tasks if they share one; else the model's own, if it has one."""
+    """Return the template of the run's tasks if they share one; else the model's own, if any; else `raw`."""
     trained = {(task.template, task.system) for task in recipe.data.tasks.values()}
     if len(trained) == 1:
         return dict(zip(("template", "system"), trained.pop(), strict=True))

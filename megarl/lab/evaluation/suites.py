@@ -1,6 +1,6 @@
-"""The questions of a suite: rows of its source, mapped, put into its prompt and template, as token ids; or multiple choice.
+"""Loads the questions of a suite: its source's rows, mapped, in its prompt and template, as token ids; or multiple choice.
 
-A row that cannot be asked is left out, counted and reported. No answer is too large: it may be a program's tests.
+A row that cannot be asked is left out, counted and reported. An answer may have any size, as it may be a program's tests.
 """
 
 import hashlib
@@ -28,7 +28,8 @@ type SuiteQuestions = Sampled | Choices
 
 
 class Loaded(NamedTuple):
-    """A loaded suite. questions: those to ask, out of `rows`; left_out: number by reason; digest: of all usable rows."""
+    """A loaded suite. questions: those to ask; rows: the number of rows; left_out: counts by reason; digest: of all usable
+    rows."""
 
     questions: SuiteQuestions
     rows: int
@@ -37,7 +38,8 @@ class Loaded(NamedTuple):
 
 
 def load(name: str, suite: Suite, tokenizer: Tokenizer, max_tokens: int, decontaminate: Sequence[str] = ()) -> Loaded:
-    """Load a suite; MegarlError if no row is usable. decontaminate: as data.decontaminate, if a task holds the suite out."""
+    """Load a suite. MegarlError if no row is usable. decontaminate: data.decontaminate, used if the suite is held out of a
+    task's training set."""
     if suite.mapping in MULTIPLE_CHOICE:
         every, unfit = load_questions(suite.data, suite.mapping)
         one_each = Choices(name, choose(every, suite.prompts), 1, rows=suite)  # whatever `samples` says
@@ -64,14 +66,18 @@ def load(name: str, suite: Suite, tokenizer: Tokenizer, max_tokens: int, deconta
 
 def _digest(asked: Iterable[list[object]]) -> str:
     """Return a digest of the questions, each an id and its content, independent of their order."""
+    return digest_of(map(msgspec.msgpack.encode, sorted(asked, key=itemgetter(0))))
+
+
+def digest_of(parts: Iterable[bytes]) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for one in sorted(asked, key=itemgetter(0)):
-        digest.update(msgspec.msgpack.encode(one))
+    for part in parts:
+        digest.update(part)
     return digest.hexdigest()
 
 
 def questions_of(recipe: Recipe, prompts: Mapping[str, TaskPrompts], tokenizer: Tokenizer) -> list[SuiteQuestions]:
-    """Return what each evaluation of a run asks: the tasks' held-out prompts, then suites."""
+    """Return the questions of each evaluation during a run: the tasks' held-out prompts, then suites."""
     chosen = recipe.evaluation
     questions: list[SuiteQuestions] = [
         Sampled(name, choose(prompts[name].heldout, chosen.prompts), chosen.samples, rows=task)

@@ -1,6 +1,6 @@
 """`megarl data inspect`: lengths, difficulties, answer types and samples of a source, or of a recipe's tasks and traces.
 
-inspect ─► survey of a source ─[look]─► Seen: statistics of a prompt set, 16 bytes a row and a few samples ─► show
+inspect ─► survey of a source ─[look]─► Seen: statistics of a prompt set, 16 bytes per row and a few samples ─► show
 """
 
 import json
@@ -33,7 +33,7 @@ from megarl.tasks.data.survey import Reader, Survey, chosen, survey
 from megarl.tasks.data.traces import MAX_TOKENS, are_traces, spoken, templated
 
 BARS, BAR = 8, 32  # most bars of a histogram, and characters of the longest
-SHOWN_TEXT = 400  # characters shown of a sample's prompt and answer; the rest is counted
+SHOWN_TEXT = 400  # characters shown of a sample's prompt and of its answer; the number of the others is shown
 
 ANSWERS: tuple[tuple[str, str], ...] = (
     ("whole number", r"[-+]?\d+"),
@@ -44,11 +44,11 @@ ANSWERS: tuple[tuple[str, str], ...] = (
     ("expression", r".*[\\^_=+*/{}].*"),
     ("word", r"[^\W\d]+"),
 )
-"""Kinds of answers by the form of the whole text; the first that fits."""
+"""Kinds of answers, each with a pattern for the whole text; the first that matches is the answer's kind."""
 
 
 def kind_of_answer(text: str) -> str:
-    """Return one of `ANSWERS`; `unit tests` for those of code; `text` for anything else."""
+    """Return one of the kinds in `ANSWERS`, `unit tests` for tests of code, or `text` for anything else."""
     plain = text.strip().strip("$").strip()
     with suppress(ValueError):
         if plain.startswith("{") and "tests" in json.loads(plain):
@@ -58,7 +58,8 @@ def kind_of_answer(text: str) -> str:
 
 @dataclass
 class Seen:
-    """Statistics of one prompt set. lengths, answers: of its prompts and answers, in tokens or characters."""
+    """Statistics of one prompt set. samples: rows to show; lengths, answers: lengths of prompts and answers, in tokens or
+    characters; sampled: (hash, number, row)."""
 
     samples: int
     lengths: array[int] = field(default_factory=lambda: array("L"))
@@ -68,19 +69,19 @@ class Seen:
     sampled: list[tuple[int, int, PromptRow]] = field(default_factory=list)
 
     def add(self, row: PromptRow, length: int, answer: int) -> None:
-        """Add a row. length, answer: those of its prompt and its answer."""
+        """Add a row. length, answer: the lengths of its prompt and its answer."""
         self.lengths.append(length)
         self.answers.append(answer)
         self.difficulties[row.difficulty] += 1
         self.kinds[kind_of_answer(row.answer)] += 1
-        entry = digest(f"sample/{row.id}"), len(self.lengths), row  # the smallest hashes are the same each time
+        entry = digest(f"sample/{row.id}"), len(self.lengths), row  # the smallest hashes give the same sample each time
         self.sampled = nsmallest(self.samples, [*self.sampled, entry])
 
 
 def inspect(
     source: str, overrides: Sequence[str], columns: Sequence[str], mapping: str, tokenizer: Path | None, samples: int
 ) -> int:
-    """Print what a source or a recipe holds. tokenizer: a model directory; samples: rows shown of each set."""
+    """Print what a source or a recipe holds; return 0. tokenizer: a model directory; samples: rows shown of each set."""
     console = Console()
     if not is_source(source):
         if mapping or columns:
@@ -97,7 +98,7 @@ def inspect(
 
 
 def reader(mapping: str, columns: Sequence[str]) -> Reader:
-    """Return what reads rows of this published set, or of these columns, each FIELD=COLUMN."""
+    """Return a function that reads rows of this published set, or with these columns, each FIELD=COLUMN."""
     if mapping and mapping not in MAPPINGS:
         raise MegarlError(f"--mapping: {mapping!r} is none of {', '.join(MAPPINGS)}")
     given = dict(column.partition("=")[::2] for column in columns)
@@ -108,7 +109,7 @@ def reader(mapping: str, columns: Sequence[str]) -> Reader:
 
 
 def _inspect_recipe(recipe: Recipe, model: Path | None, samples: int, console: Console) -> None:
-    """Print each task as a run of the recipe would have it: in its template, without the evaluation sets' prompts."""
+    """Print each task as a run of the recipe would use it: in its template, without prompts of evaluation sets."""
     tokenizer = load_tokenizer(model or recipe.model.path)
     evaluation = overlap_with(recipe.data.decontaminate)
     for name, task in recipe.data.tasks.items():
@@ -126,7 +127,7 @@ def _inspect_recipe(recipe: Recipe, model: Path | None, samples: int, console: C
 def _inspect_traces(
     source: str, tokenizer: Tokenizer | None, samples: int, decontaminate: Sequence[str], console: Console
 ) -> None:
-    """Print traces as `megarl sft` would have them."""
+    """Print traces as `megarl sft` would use them."""
     surveyed = survey(source, spoken, evaluation=overlap_with(decontaminate), repeats=True)
     seen, _ = look(surveyed if tokenizer is None else templated(surveyed, tokenizer), None, tokenizer, samples, console)
     show(source, seen, console, "tokens" if tokenizer else "characters", MAX_TOKENS, None)
@@ -135,7 +136,8 @@ def _inspect_traces(
 def look(
     surveyed: Survey, render: Render | None, tokenizer: Tokenizer | None, samples: int, console: Console
 ) -> tuple[Seen, Seen]:
-    """Print what is left out; return statistics of the rows to train on and of those held out. render: None for traces."""
+    """Print which rows are left out; return statistics of the training rows and of the held-out ones. render: None for
+    traces."""
 
     def lengths(texts: list[str], counted: Tokenizer | None) -> Iterable[int]:
         return map(len, texts if counted is None else counted.encode_all(texts))
@@ -161,7 +163,7 @@ def look(
 
 
 def show(name: str, seen: Seen, console: Console, unit: str, limit: int | None, render: Render | None) -> None:
-    """Print one prompt set, or traces if render is None. limit: tokens of the longest prompt or trace that is used."""
+    """Print one prompt set, or traces if render is None. limit: the most tokens in a prompt or trace that is used."""
     if not seen.lengths:
         console.print(f"[bold]{name}[/]: no rows")
         return
@@ -198,7 +200,7 @@ def _lengths_view(name: str, lengths: np.ndarray, unit: str) -> RenderableType:
 
 
 def _in_steps(counted: Mapping[int, int], bars: int) -> list[tuple[str, int]]:
-    """Return counts in equal steps, each with its smallest whole number."""
+    """Return a histogram with `bars` equal steps: the smallest whole number in each step, as a label, and its count."""
     counts, edges = np.histogram(list(counted), bins=bars, weights=list(counted.values()))
     return [(f"{int(np.ceil(a)):,} …", int(n)) for a, n in zip(edges, counts, strict=False)]
 

@@ -1,9 +1,9 @@
-"""`megarl rollouts show RUN`: what the policy wrote, from the journal, also while the run is live.
+"""`megarl rollouts show RUN`: shows what the policy wrote, from the journal, also while the run is live.
 
 no option     a table of the latest groups: step, ticket, pass rate, weight versions, tokens
 --step S      the same table for one batch
---ticket N    all rollouts of one prompt, each weight version in its colour, untrained text dim
---json        either as JSON, one group per line
+--ticket N    all rollouts of one prompt, each weight version in its own colour, untrained text dim
+--json        any of these as JSON, one group per line
 """
 
 import json
@@ -26,7 +26,7 @@ from megarl.core.journal.journal import JournalReader
 from megarl.core.journal.records import State
 
 VERSION_STYLES = ("cyan", "yellow", "magenta", "blue")
-"""Styles by version modulo their number, so a version looks the same everywhere. Red and green are verdicts."""
+"""Version v has style v modulo 4, so a version looks the same everywhere. Red and green are left to verdicts."""
 PROMPT_KEYS = ("id", "task", "difficulty", "answer")
 ROLLOUT_KEYS = (
     "sample", "reward", "correct", "finish", "interrupted", "format_ok", "grader_timeout", "grader_error", "rewards", "retries",
@@ -37,9 +37,9 @@ def show(
     run_path: Path, ticket: int | None = None, step: int | None = None, limit: int = 20,
     tokenizer: Tokenizer | None = None, as_json: bool = False, console: Console | None = None,
 ) -> None:  # fmt: skip
-    """Print groups of the run in `run_path`; MegarlError if there is no such journal, ticket or batch.
+    """Print groups of the run in `run_path`. MegarlError if there is no such journal, ticket or batch.
 
-    limit: groups in the table, or rollouts of a ticket. tokenizer: the policy's; without one, token ids are shown.
+    limit: most groups in the table, or rollouts of a ticket. tokenizer: the policy's; without one, token ids are shown.
     """
     console = console or Console()
     reader = JournalReader(RunDir(run_path).rollouts)
@@ -60,7 +60,7 @@ def _chosen(reader: JournalReader, state: State, ticket: int | None, step: int |
     if ticket is not None:
         return [ticket]
     if step is None:
-        return reader.finished()[-limit:]
+        return reader.finished(limit)
     size, batch = state.admission.prompts_per_batch, state.admission.batch
     oldest = state.admission.forgotten // size
     if step >= oldest and (tickets := batch(step)) is not None:
@@ -71,7 +71,7 @@ def _chosen(reader: JournalReader, state: State, ticket: int | None, step: int |
 
 
 def _due(state: State, ticket: int) -> int | None:
-    """Return the step that trains a finished ticket, None if that is long past and forgotten."""
+    """Return the step that trains on a finished ticket; None if that was so long ago that it is forgotten."""
     return state.admission.due(ticket) if ticket >= state.admission.first_ticket(0) else None
 
 
@@ -153,7 +153,7 @@ def _about(rollout: Rollout, due: int | None) -> Text:
 
 
 def _coloured(rollout: Rollout, tokenizer: Tokenizer | None) -> Text:
-    """Colour the completion; a version's number precedes its first token, and untrained text is dim."""
+    """Return the completion in colour. A version's number precedes its first token; untrained text is dim."""
     text, version = Text(), None
     begins = {sum(p.segments for p in rollout.paths[:n]): n for n in range(len(rollout.paths))}
     for number, segment in enumerate(rollout.segments):
@@ -190,7 +190,7 @@ def _as_json(group: Group, due: int | None, tokenizer: Tokenizer | None) -> dict
 
 
 def _text(tokens: np.ndarray, tokenizer: Tokenizer | None) -> str:
-    """Decode exactly what the ids say: special tokens shown, no spaces tidied away."""
+    """Decode the ids exactly, with special tokens and all spaces; without a tokenizer, return the ids as text."""
     return tokenizer.decode(tokens) if tokenizer else " ".join(map(str, tokens.tolist())) + " "
 
 

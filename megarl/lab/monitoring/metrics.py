@@ -1,4 +1,4 @@
-"""The writer of metrics: one row per step into RUN/metrics.jsonl and everything that displays it.
+"""Writes metrics: one row per step to RUN/metrics.jsonl and to every program that displays them.
 
     controller's Train.stats ─┐                                    ┌─► metrics.jsonl
     learner's train_step ─────┴─► one dict ─► MetricsWriter.row ───┼─► TensorBoard (Board)   ┐
@@ -16,7 +16,7 @@ from pathlib import Path
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from megarl.core.base.rundir import Endpoints, Row, RunDir, append_jsonl, by_step, latest_rows, writing
+from megarl.core.base.rundir import Endpoints, Row, RunDir, append_jsonl, by_step, rows_in_order, writing
 from megarl.core.recipe import Recipe
 from megarl.core.telemetry.names import tag
 from megarl.lab.monitoring import wandb_writer
@@ -27,36 +27,43 @@ from megarl.run.observe import Tail
 
 
 class MetricsWriter:
-    """The metrics writer of learner rank 0. `row` may be called again for a step: the later row counts."""
+    """The metrics writer of learner rank 0. If `row` is called again for a step, the later row counts."""
 
     def __init__(self, recipe: Recipe, rundir: RunDir, endpoints: Endpoints) -> None:
         self._path = rundir.metrics
-        self._health = Health(latest_rows(rundir.metrics))
-        self._last_step = self._health.step
+        self._health: Health | None = None  # before the first row
         self._writers: list[Board | WandbWriter] = [Board(rundir.tensorboard)]
         if wandb_writer.project():
             self._writers.append(WandbWriter(recipe, rundir))
         self._latest = LearnerMetrics()
         self._close_exporter = serve(endpoints.learner_metrics, endpoints.metrics_key, self._latest.families)
         self._evaluations = Tail(rundir.eval)
-        self._evaluations.new()  # an earlier life has written those
+        self._evaluations.new()  # skips those that an earlier life of the run has shown
 
     def row(self, row: Row) -> None:
-        if row["step"] <= self._health.step:
-            self._health = Health(before for before in latest_rows(self._path) if before["step"] < row["step"])
-        self._health.add(row)
-        row = row | self._health.metrics()
+        health = self._health
+        if health is None or row["step"] <= health.step:
+            health = self._health = self._health_before(row["step"])
+        health.add(row)
+        row = row | health.metrics()
         append_jsonl(self._path, row)
         self._latest.add(row)
-        if row["step"] <= self._last_step:
-            for writer in self._writers:
-                writer.begin_again(row["step"])
-        self._last_step = row["step"]
         self._show(row["step"], {tag(name): value for name, value in row.items()})
         self._mirror_evaluations()
 
+    def _health_before(self, step: int) -> Health:
+        """Return the judgement on the rows before this step. Writers drop what they have from there on."""
+        health, newest = Health(), -1
+        for row in rows_in_order(self._path):
+            newest = row["step"]
+            if newest < step:
+                health.add(row)
+        for writer in self._writers if newest >= step else ():
+            writer.begin_again(step)
+        return health
+
     def close(self) -> None:
-        """Close all writers, after writing evaluations that came after the last step."""
+        """Write the evaluations that came after the last step, then close all writers."""
         self._mirror_evaluations()
         for writer in self._writers:
             writer.close()
@@ -84,7 +91,7 @@ class Board:
         self._add(event_pb2.Event(wall_time=time.time(), step=step, summary=summary_pb2.Summary(value=values)))
 
     def begin_again(self, step: int) -> None:
-        """Have TensorBoard drop what it has from this step on, before a replay."""
+        """Make TensorBoard drop its values from this step on, before they are replayed."""
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._add(event_pb2.Event(wall_time=time.time(), step=step, session_log=start))
 

@@ -1,8 +1,8 @@
-"""A role's GET /metrics for Prometheus: its latest metrics or status, for whoever has the key.
+"""A role's GET /metrics for Prometheus: its latest metrics or status, for everyone who has the key.
 
-Rows of metrics and the controller's status become families of Prometheus metrics. Names are those of metrics.jsonl after
-`megarl_`; the task of `pass_rate_train/math` becomes a label. What only grows is a counter, which starts at 0 with its process:
-Prometheus' rate() handles that.
+Rows of metrics and the controller's status become families of Prometheus metrics. Their names are `megarl_` and the name in
+metrics.jsonl; the task in `pass_rate_train/math` becomes a label. A value that only grows is a counter; it starts at 0 when its
+process does, which Prometheus' rate() handles.
 """
 
 import hmac
@@ -24,12 +24,13 @@ from megarl.core.base.rundir import Endpoints
 from megarl.core.telemetry.names import NAMES
 
 Families = Callable[[], Iterable[Metric]]
-StatusJson = Mapping[str, Any]  # as in RUN/status.json, empty before the first
+StatusJson = Mapping[str, Any]  # as in RUN/status.json; empty before the first status
 Totals = Mapping[int, Mapping[str, float]]  # totals by server: tokens, busy_seconds
 
 
 def serve(address: str, key: str, families: Families) -> Callable[[], None]:
-    """Serve `address` (host:port), if there is one, from a thread; return what ends that. families: called at each scrape."""
+    """Serve `address` (host:port), unless it is empty, from a thread; return a function that ends that. families: called at
+    each scrape. MegarlError if the address cannot be used."""
     if not address:
         return lambda: None
     registry = CollectorRegistry()
@@ -62,12 +63,13 @@ def serve(address: str, key: str, families: Families) -> Callable[[], None]:
 
 
 def serve_controller(endpoints: Endpoints, latest: Callable[[], tuple[StatusJson, Totals]]) -> Callable[[], None]:
-    """Serve the controller's metrics, if the run exports any, and return what ends that. latest: called at each scrape."""
+    """Serve the controller's metrics, if the run exports any; return a function that ends that. latest: called at each
+    scrape."""
     return serve(endpoints.controller_metrics, endpoints.metrics_key, lambda: controller_families(*latest()))
 
 
 class _Handler(WSGIRequestHandler):
-    """Logs no requests, and waits for none indefinitely."""
+    """A handler that logs no requests, and waits at most `timeout` seconds for one."""
 
     timeout = 10.0
 
@@ -86,7 +88,7 @@ PARTS = ("wait", "train", "publish", "checkpoint")
 
 
 class LearnerMetrics:
-    """Metrics of the latest row, and totals over all rows that this process has written."""
+    """The metrics of the latest row, and totals over all rows that this process has written."""
 
     def __init__(self) -> None:
         self._row: Mapping[str, Any] = {}
@@ -115,7 +117,7 @@ class LearnerMetrics:
 
 
 def gauges(prefix: str, row: Mapping[str, Any], without: set[str]) -> Iterator[Metric]:
-    """Yield a gauge for each number: of `name/label` the label (a task, a suite, a reward) becomes Prometheus' label `name`."""
+    """Yield a gauge for each number. The part of its name after a slash (a task, suite or reward) becomes the label `name`."""
     by_name: dict[str, GaugeMetricFamily] = {}
     for whole, value in row.items():
         name, _, label = whole.partition("/")

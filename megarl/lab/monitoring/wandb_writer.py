@@ -1,7 +1,7 @@
-"""Weights & Biases, a second writer beside TensorBoard (`WANDB_PROJECT`): the same scalars under the same names.
+"""Writes to Weights & Biases if `WANDB_PROJECT` is set: the same scalars as to TensorBoard, under the same names.
 
-It never stops a run: without a network the run is written offline, to RUN/wandb, for `wandb sync`; otherwise W&B sends from its
-own process. Project and key (WANDB_API_KEY) are in the environment, where wandb reads them. The run's id is kept in
+It never stops a run: without a network the run is written offline to RUN/wandb, for `wandb sync`; otherwise W&B sends data from
+a process of its own. wandb reads the project and the key (WANDB_API_KEY) from the environment. The run's id is kept in
 RUN/wandb/run-id, so that a resumed run continues the same W&B run.
 """
 
@@ -22,16 +22,17 @@ from megarl.core.recipe import Recipe
 log = logging.getLogger(__name__)
 
 INIT_LIMIT_S, FINISH_LIMIT_S = 30.0, 60.0
-"""Time until the run is begun offline instead, and for sending the rest at the end, which otherwise stays in RUN/wandb."""
+"""Seconds after which the run is begun offline instead, and seconds for sending the rest at the end; data not sent by then stay
+in RUN/wandb."""
 
 
 def project() -> str:
-    """Return the project to write to; empty: none."""
+    """Return the project to write to, or "" if there is none."""
     return os.environ.get("WANDB_PROJECT", "")
 
 
 def check() -> None:
-    """Raise MegarlError, before anything is started, if what the environment asks for is impossible."""
+    """Raise MegarlError if the environment names a project, but wandb or the key for it is missing."""
     if not project():
         return
     if find_spec("wandb") is None:
@@ -43,7 +44,7 @@ def check() -> None:
 
 
 class WandbWriter:
-    """Writes scalars to W&B. An error in wandb ends the writing, not the run."""
+    """A writer of scalars to W&B. An error in wandb ends the writing, but not the run."""
 
     def __init__(self, recipe: Recipe, rundir: RunDir) -> None:
         self._run: Any = None
@@ -58,10 +59,10 @@ class WandbWriter:
                 self._run = run
 
     def begin_again(self, step: int) -> None:
-        """Do nothing: replayed steps are logged again. W&B treats `step` as any axis and draws the later point on top."""
+        """Do nothing: replayed steps are logged again. To W&B, `step` is an ordinary axis; it draws later points on top."""
 
     def close(self) -> None:
-        """Wait a limited time until everything is sent."""
+        """Wait until everything is sent, at most FINISH_LIMIT_S."""
         if self._run is None:
             return
         finishing = threading.Thread(target=self._finish, name="wandb", daemon=True)
@@ -77,7 +78,7 @@ class WandbWriter:
 
 @contextmanager
 def _survived(what: str) -> Iterator[None]:
-    """Log whatever wandb raises in this context."""
+    """Log any exception that wandb raises in the block, and go on."""
     try:
         yield
     except Exception as error:
@@ -105,7 +106,7 @@ def _begun(recipe: Recipe, rundir: RunDir) -> Any:
         run = begin()
     except wandb.Error as error:
         log.warning("W&B cannot be reached, the run is written offline (`wandb sync` sends it): %s", error)
-        wandb.teardown()  # its process still holds the id
+        wandb.teardown()  # wandb's process still holds the id
         run = begin(mode="offline")
     run.define_metric("step")
     run.define_metric("*", step_metric="step")

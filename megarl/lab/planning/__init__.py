@@ -1,12 +1,12 @@
-"""`megarl plan`: what a recipe needs and how fast it will be, before anything is started. Uses no torch.
+"""`megarl plan`: what a recipe needs and how fast it will be, before anything is started. It does not use torch.
 
-    recipe + model configuration + GPUs ─► layouts.py ─► those that fit, with memory and step time ─► show.py: table, JSON
+    recipe + model configuration + GPUs ─► layouts.py ─► layouts that fit, with memory and step time ─► show.py: table, JSON
                                                               └─► simulate.py: the pipeline in virtual time ─► figures.py
 
 command.py      the command                                hardware.py     hardware.yaml: datasheets, fitted efficiencies
-allocate.py     --allocate: the batch and the steps that a budget is best spent on
+allocate.py     --allocate: the batch size and the steps on which a budget is best spent
 memory.py       bytes of a learner rank and a server       speed.py        seconds of training, decoding, publishing
 workload.py     lengths, and the work of a step            show.py         tables, JSON
-layouts.py      enumerates layouts and splits              server_model.py a server's requests, token by token
-simulate.py     the real admission, places and decisions, on an event loop whose waits take no time
+layouts.py      enumerates layouts and splits              server_model.py simulates a server's requests, token by token
+simulate.py     runs the real admission, places and decisions on an event loop whose waits take no time
 """

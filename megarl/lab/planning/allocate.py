@@ -1,11 +1,12 @@
-"""`megarl plan RECIPE --allocate HOURS --curves RUN,RUN…`: the batch, and the steps, that a budget is best spent on.
+"""`megarl plan RECIPE --allocate HOURS --curves RUN,RUN…`: the batch size and the steps on which a budget is best spent.
 
-    short runs of a few batches ─► scaling/cells.py: score of (P, G) after n rollouts ─┐
-    hours of their steps, or layouts.py with --gpus, --gpu: price of a step of (P, G) ─┴─► T = budget / price; the best (P, G)
+    short runs with a few batch sizes ─► scaling/cells.py: score of (P, G) after n rollouts ─┐
+    hours of their steps, or layouts.py with --gpus, --gpu: price of a step with (P, G) ─────┴─► T = budget / price; best (P, G)
 
-A price has a part for the step and a part for its rollouts (publication and bubbles do not grow with them), so a budget buys
-small batches fewer rollouts. With --answers Q it also pays n answers to each of Q prompts, and so fewer steps for larger n;
-their score by majority or oracle goes with that of one answer as in the runs' evaluations: a line between logits for each n.
+P is the number of prompts, G that of rollouts per prompt. A price has a part per step and a part per rollout (publication and
+bubbles do not grow with rollouts), so with small batches a budget buys fewer rollouts. With --answers Q the budget must also
+pay for n answers to each of Q prompts, which leaves fewer steps for larger n. The score of n answers, by majority or oracle,
+follows from that of one answer by a line between their logits, which is fitted to the runs' evaluations for each n.
 """
 
 import json
@@ -24,20 +25,20 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir, latest_rows, latest_scores
 from megarl.core.recipe import Recipe, differences, load
 from megarl.lab.planning import show
-from megarl.lab.planning.layouts import PlanningProblem, as_written, search
+from megarl.lab.planning.layouts import PlanningProblem, as_written, changed, search
 from megarl.lab.planning.workload import workload
 from megarl.lab.scaling.cells import CellLaw, CellRun
 from megarl.lab.scaling.points import PointColumns, amount, read_points
 
-BatchSize = tuple[int, int]  # prompts, and rollouts of each
+BatchSize = tuple[int, int]  # prompts, and rollouts per prompt
 BEST, ROWS = 5, 3
 FURTHER = 10.0  # times the rollouts of the longest run
 FREE = ("run.", "evaluation.", "checkpoint.", "resources.", "batch.prompts", "sampling.generations")
-"""Keys in which runs may differ and still be of one law."""
+"""Keys in which runs may differ and still follow one law."""
 
 
 class BatchChoice(NamedTuple):
-    """A batch, the steps that the budget buys, and the score after them. first: the chance that no other is better."""
+    """A batch size, the steps that the budget buys, and the score after them. first: the chance that no other is better."""
 
     batch: BatchSize
     steps: int
@@ -48,7 +49,8 @@ class BatchChoice(NamedTuple):
 
 
 class BudgetSplit(NamedTuple):
-    """Training for the budget less n answers a prompt. majority, oracle: of n answers; None: the evaluations do not tell."""
+    """The best training with the budget that n answers per prompt leave. majority, oracle: scores of n answers; None if the
+    evaluations do not determine them."""
 
     n: int
     chosen: BatchChoice
@@ -61,7 +63,7 @@ def read_run(path: Path) -> CellRun:
     recipe, rundir = load(str(RunDir.opened(path).recipe)), RunDir(path)
     (curve,) = read_points(path, PointColumns(hours="step"))
     hours = np.diff([row["training_hours"] for row in latest_rows(rundir.metrics) if "training_hours" in row])
-    # The median: steps during which the servers were held for an evaluation waited.
+    # The median, because steps waited while servers were reserved for an evaluation.
     if not len(hours) or not (one := float(np.median(hours))) > 0:
         raise MegarlError(f"{path}: fewer than two steps, so what a step takes is not known; train further")
     batch = recipe.batch.prompts, recipe.sampling.generations
@@ -69,7 +71,8 @@ def read_run(path: Path) -> CellRun:
 
 
 def measured(runs: Sequence[CellRun], batches: Sequence[BatchSize]) -> dict[BatchSize, float]:
-    """Return device-hours of a step by those of the runs: a part for the step and a part for each rollout, neither below 0."""
+    """Return device-hours of a step for each batch size, by a fit to the runs' steps: a part per step and a part per rollout,
+    neither below 0."""
     hours, rollouts = np.array([(run.device_hours, run.prompts * run.generations) for run in runs]).T
     fixed, each = np.linalg.lstsq(np.column_stack([1 / hours, rollouts / hours]), np.ones(len(runs)), rcond=None)[0]
     if min(fixed, each) < 0 or np.ptp(rollouts) == 0:
@@ -78,13 +81,12 @@ def measured(runs: Sequence[CellRun], batches: Sequence[BatchSize]) -> dict[Batc
 
 
 def planned(posed: PlanningProblem, batches: Sequence[BatchSize]) -> dict[BatchSize, float]:
-    """Return GPU-hours of a step with the layout that is best for the recipe, or another for batches that it cannot have."""
+    """Return GPU-hours of a step for each batch size, with the layout that is best for the recipe; where that does not fit,
+    with the best other one. A batch size for which nothing fits is left out."""
     best, prices = search(posed).plans, {}
     layout = best[0].recipe if best else posed.recipe
     for prompts, generations in batches:
-        batch = layout.batch.model_copy(update={"prompts": prompts})
-        sampling = layout.sampling.model_copy(update={"generations": generations})
-        recipe = layout.model_copy(update={"batch": batch, "sampling": sampling})
+        recipe = changed(changed(layout, "batch", prompts=prompts), "sampling", generations=generations)
         work = workload(recipe, posed.work.lengths, posed.work.trained_share, recipe.run.seed)
         there = replace(posed, recipe=recipe, work=work)
         plan = as_written(there)
@@ -94,7 +96,7 @@ def planned(posed: PlanningProblem, batches: Sequence[BatchSize]) -> dict[BatchS
 
 
 def candidates(runs: Sequence[CellRun], written: BatchSize) -> list[BatchSize]:
-    """Return the batches to choose from: powers of two up to a factor of two beyond the runs', theirs, and the recipe's."""
+    """Return the batch sizes to choose from: powers of two up to twice beyond the runs', the runs' own, and the recipe's."""
     axes = []
     for own in zip(*(run.batch for run in runs), strict=True):
         low, high = max(2, min(own) // 2), 2 * max(own)
@@ -103,7 +105,8 @@ def candidates(runs: Sequence[CellRun], written: BatchSize) -> list[BatchSize]:
 
 
 def choose(law: CellLaw, prices: Mapping[BatchSize, float], budget: float) -> tuple[list[BatchChoice], np.ndarray]:
-    """Return all batches of which the budget pays a step, best first, and draws [draws, choices] of their scores."""
+    """Return all batch sizes for which the budget pays at least one step, best first, and draws [draws, choices] of their
+    scores. MegarlError if there are none."""
     steps = {batch: int(budget / hours) for batch, hours in prices.items() if hours <= budget}
     if not steps:
         raise MegarlError(f"--allocate: {amount(budget)} hours do not pay one step of any batch; give more")
@@ -121,17 +124,17 @@ def choose(law: CellLaw, prices: Mapping[BatchSize, float], budget: float) -> tu
 def splits(
     law: CellLaw, prices: Mapping[BatchSize, float], budget: float, answers: int, paths: Sequence[Path]
 ) -> list[BudgetSplit]:
-    """Return the best training for each number n of answers to `answers` prompts."""
+    """Return the best training for each number n of answers to each of `answers` prompts. MegarlError if none is affordable."""
     rows, each = [], []
     for path in paths:
         recipe = load(str(RunDir(path).recipe))
         suffix, resources = recipe.forecast_column.removeprefix("pass_rate"), recipe.resources
         for row in latest_scores(RunDir(path).eval):
-            rows.append({name.removesuffix(suffix): value for name, value in row.items()})
+            rows.append({key.removesuffix(suffix): value for key, value in row.items() if key.endswith(suffix)})
             cores = 1 if row["compute_unit"] == "gpu" else resources.threads
             held = row.get("servers", math.nan) * resources.server_tensor_parallel * cores
             asked = ["", *(f"/{suite}" for suite in recipe.evaluation.suites if f"n_prompts/{suite}" in row)]
-            given = sum(row[f"n_prompts{part}"] * row[f"samples{part}"] for part in asked)  # all in these seconds
+            given = sum(row[f"n_prompts{part}"] * row[f"samples{part}"] for part in asked)  # answers in row["seconds"]
             each.append(row.get("seconds", math.nan) * held / 3600 / given)
     one = float(np.nanmedian(each))
     found = []
@@ -142,15 +145,14 @@ def splits(
             scores = [_of_n(rows, f"{kind}@{n}", draws[:, 0]) for kind in ("maj", "pass")]
             found.append(BudgetSplit(n, ranked[0], *scores))
     if not found:
-        what = (
-            f"one answer to each prompt takes {amount(answers * one)} hours" if rows else "no evaluation tells the cost"
-        )
-        raise MegarlError(f"--answers: {what}; nothing is left to train")
+        what = f"one answer to each prompt takes {amount(answers * one)} hours"
+        raise MegarlError(f"--answers: {what if rows else 'no evaluation tells the cost'}; nothing is left to train")
     return found
 
 
 def _of_n(rows: Sequence[dict[str, float]], name: str, single: np.ndarray) -> float | None:
-    """Return the mean score of n answers where one has these draws of a score; None if fewer than ROWS evaluations have it."""
+    """Return the mean score `name` of n answers, from draws `single` of the score of one answer; None if fewer than ROWS
+    evaluations have it."""
     if name.endswith("@1"):
         return float(single.mean())
     pairs = np.array([(row["pass_rate"], row[name]) for row in rows if name in row]).clip(1e-3, 1 - 1e-3)
@@ -164,16 +166,16 @@ def _of_n(rows: Sequence[dict[str, float]], name: str, single: np.ndarray) -> fl
 def main(
     recipe: Recipe, budget: float, paths: Sequence[Path], answers: int | None, posed: PlanningProblem | None, as_json: bool
 ) -> int:  # fmt: skip
-    """Fit, choose and print. budget: device-hours; answers: prompts that it also answers; posed: for the planner's prices."""
+    """Fit, choose and print. budget: device-hours; answers: the number of prompts that the budget must also answer; posed: the
+    problem for the planner's prices, None for measured ones."""
     if not 0 < budget < 1e12:
         raise MegarlError(f"--allocate is {budget:g}; it is a budget of device-hours, above 0 and below 1e12")
     if len({path.resolve() for path in paths}) < len(paths):
         raise MegarlError("--curves: a run is named twice, and would count twice")
     runs = [read_run(path) for path in paths]
     if len(units := {run.curve.unit for run in runs}) > 1 or (posed and units != {"gpu"}):
-        raise MegarlError(
-            "--curves: hours of CPU cores and of GPUs are different; give runs of one, and --gpus for GPUs only"
-        )
+        advice = "give runs of one, and --gpus for GPUs only"
+        raise MegarlError(f"--curves: hours of CPU cores and of GPUs are different; {advice}")
     law, written = CellLaw(runs), (recipe.batch.prompts, recipe.sampling.generations)
     batches = candidates(runs, written)
     prices = planned(posed, batches) if posed else measured(runs, batches)
@@ -208,7 +210,7 @@ def _caveats(
     recipe: Recipe, runs: Sequence[CellRun], paths: Sequence[Path], best: BatchChoice, law: CellLaw,
     plans: Mapping[BatchSize, float],
 ) -> Iterator[str]:  # fmt: skip
-    """Yield what the runs cannot support. plans: the planner's prices."""
+    """Yield notes on what the runs do not support. plans: the planner's prices, empty if prices are measured."""
     if (further := math.prod(best.batch) * best.steps / law.scale) > FURTHER:
         yield f"the budget is {further:.0f} times the rollouts of the longest run: intervals so far from it are not tested"
     of_runs = zip(*(run.batch for run in runs), strict=True)
@@ -223,6 +225,6 @@ def _caveats(
     elif len({math.prod(run.batch) for run in runs}) == 1:
         yield "all runs have as many rollouts a step, so what a step costs beside its rollouts is not known"
     first, *others = (load(str(RunDir(path).recipe)) for path in paths)
-    changed = {key for other in (*others, recipe) for key, *_ in differences(first, other) if not key.startswith(FREE)}
-    if changed:
-        yield f"the runs and the recipe differ in more than the batch: {', '.join(sorted(changed))}"
+    keys = {key for other in (*others, recipe) for key, *_ in differences(first, other) if not key.startswith(FREE)}
+    if keys:
+        yield f"the runs and the recipe differ in more than the batch: {', '.join(sorted(keys))}"

@@ -1,8 +1,8 @@
-"""`megarl plan RECIPE --gpus N --gpu h100`: layouts that fit, the best few, and why the others are refused.
+"""`megarl plan RECIPE --gpus N --gpu h100`: shows the best few layouts that fit, and why others are refused.
 
---simulate   also run the recipe as written and the best few through the simulator, and draw a picture of them
+--simulate   also runs the recipe as written and the best few layouts through the simulator, and draws a picture
 
-`megarl train RECIPE --plan GPU` divides this machine's GPUs among servers and learner like the best plan for them.
+`megarl train RECIPE --plan GPU` divides this machine's GPUs among servers and learner as in the best plan.
 """
 
 import json
@@ -22,7 +22,7 @@ SIMULATED = 3
 
 
 def main(posed: PlanningProblem, drawn: tuple[int, Path] | None, as_json: bool, price: float | None) -> int:
-    """Search and show. drawn: steps to simulate, and where their picture goes; price: money of a GPU-hour."""
+    """Search and show; return 0 if a layout fits. drawn: steps to simulate and the picture's path; price: of a GPU-hour."""
     if posed.gpus < 2 + (taught := posed.recipe.teacher_gpus) and not posed.recipe.resources.colocate:
         unless = "unless they share it (resources.colocate, as in scalerl-1gpu)"
         if taught:
@@ -41,7 +41,8 @@ def main(posed: PlanningProblem, drawn: tuple[int, Path] | None, as_json: bool, 
 
 
 def problem(recipe: Recipe, gpus: int, gpu: str, model_config: str | None, work: Workload) -> PlanningProblem:
-    """Pose the planning problem. gpu: a name in hardware.yaml; model_config: see architecture.read, else the recipe's model."""
+    """Return the planning problem. gpu: a name in hardware.yaml; model_config: see architecture.read; None: the recipe's
+    model."""
     shape = architecture.read(model_config or recipe.model.path)
     return PlanningProblem(recipe, shape, gpu_named(gpu), gpus, work)
 
@@ -49,7 +50,7 @@ def problem(recipe: Recipe, gpus: int, gpu: str, model_config: str | None, work:
 def work(
     recipe: Recipe, mean_tokens: float | None = None, spread: float = 0.5, run: Path | None = None, trained_share: float = 1.0
 ) -> Workload:  # fmt: skip
-    """Lengths that the recipe's limits suggest, or with this mean, or those in the journal of `run`."""
+    """Return the work of a step, with lengths from the recipe's limits, or with this mean, or from the journal of `run`."""
     lengths: Lengths = lognormal(recipe, mean_tokens, spread) if run is None else lengths_of(run)
     return workload(recipe, lengths, trained_share, recipe.run.seed)
 
@@ -57,20 +58,22 @@ def work(
 def _simulated(problem: PlanningProblem, plans: dict[str, Plan], found: Found, steps: int, out: Path) -> show.Simulated:
     from megarl.lab.planning import figures, simulate
 
+    figures.check_format(out)
     results = {name: simulate.simulated(problem, plan, steps) for name, plan in plans.items()}
-    # The best plan's window and tails are varied: a learner that limits would hide their effect.
+    # Vary window and tails of the best plan: in a plan limited by its learner they would have no visible effect.
     swept = "plan 1" if "plan 1" in plans else next(iter(plans))
-    best = plans[swept]
+    best, summaries = plans[swept], {name: result.summary for name, result in results.items()}
     by_lag, by_spread = simulate.by_lag(problem, best, steps), simulate.by_spread(problem, best, steps)
-    figures.draw(results, found.plans, swept, by_lag, by_spread, out)
-    return show.Simulated({name: result.summary for name, result in results.items()}, swept, by_lag, by_spread)
+    told = show.Simulated(summaries, swept, by_lag, by_spread)
+    figures.draw(results, found.plans, told, out)
+    return told
 
 
 ALONE = "resources.colocate=false weights.transport=process_group serving.memory_fraction=null"
 
 
 def planned(name: str, overrides: Sequence[str], gpu: str) -> Recipe:
-    """Return the recipe with counts and layout of the best plan. MegarlError if there is nothing to divide, or nothing fits."""
+    """Return the recipe with the counts and layout of the best plan. MegarlError if there are too few GPUs or nothing fits."""
     recipe, count = load(name, overrides), len(gpus())
     if recipe.resources.colocate:
         raise MegarlError(f"--plan: resources.colocate shares GPUs instead of dividing them; to divide them: {ALONE}")

@@ -5,28 +5,35 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backend_bases import FigureCanvasBase
 
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import write_atomically
 from megarl.lab.pictures import BLUE, COLORS, GREEN, GREY, ORANGE, drawing, rendered
 from megarl.lab.planning.layouts import Plan
+from megarl.lab.planning.show import Simulated
 from megarl.lab.planning.simulate import Simulation, Summary
 
 PALE, LIGHT = "#b9c7da", "#d9dce1"
 
 
-def draw(
-    results: Mapping[str, Simulation], plans: Sequence[Plan], swept: str, by_lag: Mapping[int, Summary],
-    by_spread: Mapping[float, Summary], path: Path,
-) -> None:  # fmt: skip
-    """Draw these simulations by name, all plans, and the one called `swept` with other k and other tails, as PNG."""
+def check_format(path: Path) -> None:
+    """Raise MegarlError, before anything is simulated, if the name does not end in a known picture format."""
+    if path.suffix and path.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
+        raise MegarlError(f"--out: {path}: no picture is drawn as {path.suffix}; end the name with .png or .svg")
+
+
+def draw(results: Mapping[str, Simulation], plans: Sequence[Plan], told: Simulated, path: Path) -> None:
+    """Draw the simulations `results`, all plans, and the swept plan with other k and other tails of lengths."""
     with drawing((13, 10), 3, 2) as (figure, axes):
         _lags(axes[0], results)
         _shares(axes[1], results)
         _steps(axes[2], results)
         _split(axes[3], plans, results)
-        _sweep(axes[4], by_lag, f"{swept}: what k does", "pipeline.k")
-        _sweep(axes[5], by_spread, f"{swept}: what long tails do", "deviation of the lengths' logarithm")
+        _sweep(axes[4], told.by_lag, f"{told.swept}: what k does", "pipeline.k")
+        _sweep(axes[5], told.by_spread, f"{told.swept}: what long tails do", "deviation of the lengths' logarithm")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(rendered(figure, path.suffix[1:] or "png", dpi=110))
+        write_atomically(path, rendered(figure, path.suffix[1:] or "png", dpi=110))
 
 
 def _lags(axes: Axes, results: Mapping[str, Simulation]) -> None:
@@ -61,7 +68,7 @@ def _shares(axes: Axes, results: Mapping[str, Simulation]) -> None:
 
 
 def _steps(axes: Axes, results: Mapping[str, Simulation]) -> None:
-    """Draw the seconds of each step, with those that fill the window shaded."""
+    """Draw the seconds of each step; the steps that fill the window are shaded."""
     for (name, result), colour in zip(results.items(), COLORS, strict=False):
         axes.plot(np.diff([0.0, *(s.ended for s in result.steps)]), color=colour, label=name)
     axes.axvspan(0, max(r.warm_up for r in results.values()), color=GREY, alpha=0.12, linewidth=0)
@@ -71,7 +78,7 @@ def _steps(axes: Axes, results: Mapping[str, Simulation]) -> None:
 
 
 def _split(axes: Axes, plans: Sequence[Plan], results: Mapping[str, Simulation]) -> None:
-    """Draw the estimate for the best plan of each split, and what was simulated."""
+    """Draw the estimate for the best plan of each split, and the simulated throughputs."""
     best: dict[int, float] = {}
     for plan in plans:  # best first
         best.setdefault(plan.recipe.resources.learner_ranks, plan.tokens_per_second)

@@ -12,7 +12,8 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Gpu:
-    """One accelerator: bytes, bytes/s (one direction), FLOP/s (dense); then fitted values, see hardware.yaml."""
+    """One accelerator, in bytes, bytes/s (one direction) and FLOP/s (dense); from `training` on, fitted values, for which see
+    hardware.yaml."""
 
     name: str
     memory: float
@@ -24,6 +25,7 @@ class Gpu:
     network: float
     host: float
     host_memory: float
+    capability: str
     training: float
     fp8_training: float
     serving: float
@@ -32,20 +34,20 @@ class Gpu:
 
     @property
     def usable(self) -> float:
-        """Bytes that tensors may take."""
+        """Bytes that tensors can use."""
         return self.memory * (1 - ASSUMED.fragmentation) - ASSUMED.reserved_gb * GB
 
 
 UNITS = {
     "hbm_gb": GB, "hbm_gb_s": GB, "bf16_tflops": 1e12, "fp8_tflops": 1e12, "nvlink_gb_s": GB, "nvlink_gpus": 1,
-    "network_gb_s": GB, "host_gb_s": GB, "host_gb": GB,
+    "network_gb_s": GB, "host_gb_s": GB, "host_gb": GB, "capability": 1,
 }  # fmt: skip
-"""Columns of hardware.yaml in the order of `Gpu`."""
+"""The columns of hardware.yaml in the order of `Gpu`'s fields, each with its unit. capability is a text, such as 9.0."""
 
 
 @dataclass(frozen=True)
 class Assumed:
-    """What no datasheet says; see hardware.yaml."""
+    """Values that no datasheet gives; see hardware.yaml."""
 
     bandwidth_efficiency: float
     layer_s: float
@@ -73,11 +75,12 @@ GPUS = {
 }
 ASSUMED = Assumed(**_TREE["assumed"])
 ERRORS: dict[str, float] = _TREE["errors"]
-"""Shares, of training, generation, publication and a step: half of the published rows are nearer."""
+"""Relative errors of the estimates for training, generation, publication and a step: for half of the published rows the error
+is smaller."""
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return a GPU's record; MegarlError if it is not in hardware.yaml."""
+    """Return a GPU's record. MegarlError if it is not in hardware.yaml."""
     if name not in GPUS:
         known = ", ".join(GPUS)
         raise MegarlError(f"--gpu: {name!r} is not known; known: {known}. Its numbers would go into hardware.yaml")

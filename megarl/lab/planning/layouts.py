@@ -1,11 +1,11 @@
-"""Which layouts a recipe can have on N GPUs, how fast each would be, and why the others are impossible.
+"""Finds the layouts that a recipe can have on N GPUs, how fast each would be, and why others are impossible.
 
     learner GPUs L ─► TP x PP x CP x EP ─► megarl's own rules ─► memory ─► seconds of training ─► the fastest for this L  ┐
     server TP      ─► memory, KV        ─► rate of a server ──────────────────────────────────────────────────────────┤
                                                                   (N - T - L) / TP servers: seconds of a step ◄────────┘
-T: GPUs of the recipe's teacher, if there is one.
+T: GPUs of the recipe's teacher, if it has one.
 
-A step is estimated as the slower of its two halves; `megarl plan --simulate` runs the chosen ones through the pipeline.
+A step is estimated to take as long as the slower of its two halves; `megarl plan --simulate` simulates the best layouts.
 """
 
 import itertools
@@ -26,14 +26,15 @@ from megarl.lab.planning.workload import Workload
 
 TENSOR = PIPELINE = (1, 2, 4, 8)
 CONTEXT, EXPERT = (1, 2, 4), (1, 2, 4, 8, 16)
-SPLITS = 40  # approximate number of generator : trainer splits tried: multiples of a power of two, as layouts are
+SPLITS = 40  # approximate number of generator : trainer splits tried; learner GPUs are multiples of a power of two
 MOST_PACKED = 1024
-"""Most sequences packed to see how a step's fall into micro-batches; beyond that, a share of them on a share of the ranks."""
+"""Most sequences packed to estimate a step's micro-batches. If there are more, a share of them is packed for a share of the
+ranks."""
 
 
 @dataclass(frozen=True)
 class PlanningProblem:
-    """The input of a search: the recipe's layout and GPU counts are open, everything else in it is given."""
+    """The input of a search: the recipe's layout and GPU counts are to be found, everything else in it is given."""
 
     recipe: Recipe
     shape: Architecture
@@ -43,7 +44,7 @@ class PlanningProblem:
 
 
 class LearnerChoice(NamedTuple):
-    """A learner that fits. recipe: with its layout filled in."""
+    """A learner that fits. recipe: the recipe with the learner's layout."""
 
     recipe: Recipe
     memory: LearnerMemory
@@ -52,7 +53,7 @@ class LearnerChoice(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """One division of the GPUs, with its expected performance. gpus: those of a teacher, too."""
+    """One division of the GPUs, with its expected performance. gpus: their number, including those of a teacher."""
 
     recipe: Recipe
     gpus: int
@@ -83,11 +84,13 @@ class Plan:
 
 
 class Found(NamedTuple):
-    """Plans, best first; number of layouts refused, by reason; changes to `learner` in the plans, if nothing fits without."""
+    """Plans, best first; number of layouts refused, by reason; changes to `learner` in the plans, if they are needed, and the
+    seconds of the best step without them: 0 if nothing fits."""
 
     plans: list[Plan]
     refused: Counter[str]
     saving: dict[str, str | float]
+    seconds_without: float = 0.0
 
 
 SAVING: tuple[dict[str, str | float], ...] = (
@@ -97,25 +100,35 @@ SAVING: tuple[dict[str, str | float], ...] = (
     {"recompute": "full", "optimizer_offload": 1.0},
 )
 """What makes a learner smaller and slower, tried in this order."""
+WAITING = 0.5
+"""A learner that waits for servers longer than this share of a step may be slower, where that leaves them more GPUs."""
 
 
 def search(problem: PlanningProblem) -> Found:
-    """Search all splits and layouts, with a learner that saves memory if nothing fits otherwise; none if colocated."""
+    """Search all splits and layouts; none if colocated. Where nothing fits, or only learners that wait for the few servers
+    beside them, also with a learner that saves memory.
+    """
     refused: Counter[str] = Counter()
     if problem.recipe.resources.colocate:
         return Found([], refused, {})
-    plans, own = _search(problem, refused), problem.recipe.learner
+    best = Found(plans := _search(problem, refused), refused, {})
+    if plans and plans[0].learner_idle <= WAITING:
+        return best
+    own = problem.recipe.learner
     tried = [own.model_copy(update=saving) for saving in SAVING]
-    for learner in () if plans else tried[tried.index(own) + 1 :] if own in tried else tried:
+    for learner in tried[tried.index(own) + 1 :] if own in tried else tried:
         saving = {key: getattr(learner, key) for key in SAVING[-1] if getattr(learner, key) != getattr(own, key)}
         recipe = problem.recipe.model_copy(update={"learner": learner})
-        if smaller := _search(replace(problem, recipe=recipe), Counter()):
+        smaller = _search(replace(problem, recipe=recipe), Counter())
+        if smaller and not plans:
             return Found(smaller, refused, saving)
-    return Found(plans, refused, {})
+        if smaller and smaller[0].step_seconds < best.plans[0].step_seconds:
+            best = Found(smaller, refused, saving, plans[0].step_seconds)
+    return best
 
 
 def _search(problem: PlanningProblem, refused: Counter[str]) -> list[Plan]:
-    """Return the plans with the recipe's own learner, best first; count what is refused."""
+    """Return the plans with the recipe's learner settings, best first; count in `refused` the layouts that are refused."""
     tried = {ranks: _server(problem, ranks) for ranks in TENSOR}
     refused.update(reason for reason in tried.values() if isinstance(reason, str))
     plans = []
@@ -136,7 +149,7 @@ def _search(problem: PlanningProblem, refused: Counter[str]) -> list[Plan]:
 
 
 def as_written(problem: PlanningProblem) -> Plan | str:
-    """Return a plan with the recipe's own layout and counts; or why it does not fit."""
+    """Return a plan with the recipe's own layout and counts, or the reason why it does not fit."""
     recipe = problem.recipe
     learner, memory_of = _learner(problem, recipe), _server(problem, recipe.resources.server_tensor_parallel)
     if isinstance(learner, str):
@@ -144,9 +157,9 @@ def as_written(problem: PlanningProblem) -> Plan | str:
     if isinstance(memory_of, str):
         return memory_of
     if recipe.resources.colocate:
-        # Two processes share a GPU, so what each reserves counts twice.
+        # Two processes share a GPU, so the memory that each reserves counts twice.
         room = problem.gpu.usable - ASSUMED.reserved_gb * GB
-        step = learner.memory.total - learner.memory.state  # takes turns with KV where memory is released
+        step = learner.memory.total - learner.memory.state  # alternates with KV if memory is released
         served = memory_of.kv + memory_of.transient
         turns = max(step, served) if recipe.lends_memory else step + served
         need = learner.memory.state + memory_of.weights + turns
@@ -158,16 +171,14 @@ def as_written(problem: PlanningProblem) -> Plan | str:
 
 
 def _quickest(problem: PlanningProblem, learner_gpus: int, refused: Counter[str]) -> LearnerChoice | None:
-    best, recipe = None, problem.recipe
-    resources = recipe.resources.model_copy(update={"learner_ranks": learner_gpus})
+    best, recipe = None, changed(problem.recipe, "resources", learner_ranks=learner_gpus)
     experts = [e for e in EXPERT if not problem.shape.experts % e] if problem.shape.experts else [1]
     for tp, pp, cp, ep in itertools.product(TENSOR, PIPELINE, CONTEXT, experts):
         if tp * pp * cp > learner_gpus or ep * pp > learner_gpus:
             continue
         layout = {"tensor_parallel": tp, "pipeline_parallel": pp, "context_parallel": cp, "expert_parallel": ep}
         layout |= {"virtual_pipeline_parallel": 1, "expert_tensor_parallel": 1}
-        model = recipe.model.model_copy(update=layout)
-        choice = _learner(problem, recipe.model_copy(update={"model": model, "resources": resources}))
+        choice = _learner(problem, changed(recipe, "model", **layout))
         if isinstance(choice, str):
             refused[choice] += 1
         elif best is None or choice.train_seconds < best.train_seconds:
@@ -176,7 +187,7 @@ def _quickest(problem: PlanningProblem, learner_gpus: int, refused: Counter[str]
 
 
 def _learner(problem: PlanningProblem, recipe: Recipe) -> LearnerChoice | str:
-    """Return the learner of this recipe, or why it is impossible, in a few words so that reasons can be counted."""
+    """Return the learner of this recipe, or the reason why it is impossible, in few words so that reasons can be counted."""
     model = recipe.model
     for broken in itertools.chain(impossible(recipe), impossible_for(model, problem.shape.megatron_sizes())):
         key = broken.split(":")[0]
@@ -202,7 +213,7 @@ def _learner(problem: PlanningProblem, recipe: Recipe) -> LearnerChoice | str:
 
 
 def _with_microbatch_tokens(problem: PlanningProblem, recipe: Recipe) -> Recipe:
-    """Resolve `auto` to the size that the learner would find (megarl/core/learner/microbatch_size.py), by estimated memory."""
+    """Replace `auto` by the size that the learner would find (megarl/core/learner/microbatch_size.py), by estimated memory."""
     if recipe.learner.microbatch_tokens != "auto":
         return recipe
     longest, stages = recipe.length.context_tokens, recipe.model.pipeline_parallel
@@ -210,12 +221,11 @@ def _with_microbatch_tokens(problem: PlanningProblem, recipe: Recipe) -> Recipe:
     sizes, room = sizes_to_try(longest, longest * problem.work.rollouts // share), problem.gpu.usable
     # A size below the longest sequence is useless.
     fitting = (n for n in sizes if n >= longest and memory.learner(recipe, problem.shape, n, 2 * stages).total <= room)
-    learner = recipe.learner.model_copy(update={"microbatch_tokens": max(fitting, default=longest)})
-    return recipe.model_copy(update={"learner": learner})
+    return changed(recipe, "learner", microbatch_tokens=max(fitting, default=longest))
 
 
 NODE_GPUS = 8
-"""The most GPUs of one machine. Learner ranks that do not fill it may use the memory that belongs to its other GPUs."""
+"""Most GPUs in one machine. Learner ranks that do not fill a machine may use the host memory of its other GPUs."""
 _RULES = {
     "batch.prompts": "does not divide by the data-parallel ranks",
     "resources.learner_ranks": "does not divide into copies of the model or of its experts",
@@ -228,7 +238,7 @@ _RULES = {
 
 @lru_cache(maxsize=4096)
 def packed(work: Workload, shape: Architecture, microbatch_tokens: int, data_parallel: int, one_size: bool) -> Packing:
-    """Pack the step's sequences. If there are very many, pack a share of them on a share of the ranks."""
+    """Pack the step's sequences; if there are more than MOST_PACKED, pack a share of them for a share of the ranks."""
     count = len(work.trained)
     ranks = max(1, data_parallel * min(count, MOST_PACKED) // count)
     taken = min(count * ranks // data_parallel, MOST_PACKED)
@@ -238,41 +248,42 @@ def packed(work: Workload, shape: Architecture, microbatch_tokens: int, data_par
 
 
 def _server(problem: PlanningProblem, ranks: int) -> ServerMemory | str:
-    """Return the memory of a server with this many GPUs; or why it is impossible."""
+    """Return the memory of a server with this many GPUs, or the reason why it is impossible."""
     shape, gpu, longest = problem.shape, problem.gpu, problem.recipe.length.context_tokens
     if shape.heads % ranks or (shape.groups % ranks and ranks % shape.groups):
         return f"server TP {ranks}: does not divide the heads"
     if ranks > gpu.nvlink_gpus:
         return f"server TP {ranks}: beyond one NVLink domain"
-    needed = memory.server(_with_servers(problem.recipe, 1, ranks), shape, gpu)
-    if needed.kv_tokens < longest:
-        return f"server TP {ranks}: weights leave no room for the KV of one longest sequence"
+    needed = memory.server(changed(problem.recipe, "resources", server_tensor_parallel=ranks), shape, gpu)
     room = gpu.usable - needed.weights - needed.transient
-    needed = replace(needed, kv=min(needed.kv, max(room, 0.0)))
-    if needed.kv_tokens < longest:
-        return f"server TP {ranks}: weights and logits leave no room for the KV of one longest sequence"
-    return needed
+    fitting = replace(needed, kv=min(needed.kv, max(room, 0.0)))
+    if fitting.kv_tokens < longest:
+        what = "weights" if needed.kv_tokens < longest else "weights and logits"
+        return f"server TP {ranks}: {what} leave no room for the KV of one longest sequence"
+    return fitting
 
 
-def _with_servers(recipe: Recipe, servers: int, ranks: int) -> Recipe:
-    resources = recipe.resources.model_copy(update={"servers": servers, "server_tensor_parallel": ranks})
-    return recipe.model_copy(update={"resources": resources})
+def changed(recipe: Recipe, section: str, **keys: object) -> Recipe:
+    """Return the recipe with these keys of a section changed."""
+    return recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=keys)})
 
 
 def evaluate(problem: PlanningProblem, learner: LearnerChoice, server: ServerMemory, ranks: int, servers: int) -> Plan:
-    """Estimate this learner with so many servers of `ranks` GPUs each."""
+    """Estimate the performance of this learner with `servers` servers of `ranks` GPUs each."""
     work, pipeline = problem.work, problem.recipe.pipeline
     learner_gpus = learner.recipe.resources.learner_ranks
-    recipe = _with_servers(learner.recipe, servers, ranks)
+    recipe = changed(learner.recipe, "resources", servers=servers, server_tensor_parallel=ranks)
     shared = recipe.resources.colocate
     gpus = learner_gpus if shared else servers * ranks + learner_gpus
     published = speed.publication(recipe, problem.shape, problem.gpu, gpus)
     gpus += recipe.teacher_gpus
     decoder = Decoder(recipe, problem.shape, problem.gpu, server.kv_token)
     most_tokens = float(work.sample.max())
-    # A batch is complete when its longest rollout is, and only the window's batches are in progress: mean / longest of these.
+    # A batch is complete when its longest rollout is, and only the window's batches are in progress, so of the window's
+    # rollouts the share mean / longest is running.
     window = pipeline.window_steps * work.rollouts / servers * work.mean_tokens / most_tokens
-    running = min(recipe.serving.max_running_requests, server.kv_tokens / work.live_context, window)
+    limit = min(recipe.serving.max_running_requests, server.kv_tokens / work.live_context)
+    running = min(limit, window)
     prefill = decoder.prefill_seconds(work.prompt_tokens)
     seconds = decoder.step_seconds(running, running * work.live_context) + running * prefill / work.mean_tokens
     tokens, longest = work.rollouts * work.mean_tokens, most_tokens * seconds
@@ -280,14 +291,13 @@ def evaluate(problem: PlanningProblem, learner: LearnerChoice, server: ServerMem
     busy = learner.train_seconds + transfers + published.parity / pipeline.phase_steps
     if k := float(pipeline.max_lag):
         decode = tokens / (servers * running / seconds)
-        # Who shares a GPU has it for part of the time; both stand still for a publication.
+        # Learner and servers that share a GPU take turns; both stand still for a publication.
         step = decode + busy if shared else max(decode + transfers, busy)
-        # A learner that limits finds the window full: k steps' tickets are ahead of it. Otherwise tokens wait for the last of
-        # their group, and half of them are sampled in the first half of that time.
+        # If the learner is the bottleneck, the window is full: k steps' tickets are ahead of it. If not, tokens wait for the
+        # last of their group, and half of them are sampled in the first half of that time.
         lag = k if busy > decode + transfers else min(k, 0.5 + longest / 2 / step)
-    else:  # nothing is made ahead: the halves take turns, each phase waits for its last rollout; lag is half a phase
+    else:  # nothing is made ahead: the halves alternate, each phase waits for its last rollout; lag is half a phase
         requests = pipeline.phase_steps * work.rollouts / servers
-        limit = min(recipe.serving.max_running_requests, server.kv_tokens / work.live_context)
         decode = decoder.batch_seconds(work.sample, work.prompt_tokens, requests, limit) / pipeline.phase_steps
         step, lag = decode + busy, (pipeline.phase_steps - 1) / 2
     scoring = recipe.evaluation_servers * running / seconds

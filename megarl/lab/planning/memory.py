@@ -6,8 +6,8 @@
 [Inf]  Pope et al., Efficiently Scaling Transformer Inference, arXiv 2211.05102
 
 Activations are those of fused kernels: flash attention, no dropout, gated MLPs, RMS norms, bf16.
-In a pipeline the first stage has the most activations in flight and the embedding, the last has one micro-batch in flight and
-the head: the larger of the two counts.
+In a pipeline the first stage has the embedding and the most activations in flight, and the last stage has the head and one
+micro-batch in flight; the larger of the two counts.
 """
 
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ HALF, FP32, FP8 = 2, 4, 1
 WIDTH = {"bf16": HALF, "fp16": HALF, "fp32": FP32}  # bytes of a number, by `model.dtype`
 
 SCORED_AT_ONCE = 2048
-"""Tokens whose logits SGLang computes together for log-probs of a prompt, as parity asks (SGLANG_LOGPROB_CHUNK_SIZE)."""
+"""Tokens whose logits SGLang computes together when parity asks for log-probs of a prompt (SGLANG_LOGPROB_CHUNK_SIZE)."""
 
 
 @dataclass(frozen=True)
 class LearnerMemory:
-    """Bytes on the rank that holds most. state: weights, gradients, optimiser. publication: buckets being sent, between
-    steps, when there are no activations. host: in the host's memory, not counted in `total`.
+    """Bytes on the rank that holds most. state: weights, gradients, optimiser. publication: buckets that are sent between
+    steps, when there are no activations. host: bytes in the host's memory, not counted in `total`.
     """
 
     state: float
@@ -42,7 +42,7 @@ class LearnerMemory:
 
 @dataclass(frozen=True)
 class ServerMemory:
-    """Bytes on each GPU of a server. kv: what weights leave of the static part. transient: outside of it, at the peak."""
+    """Bytes on each GPU of a server. kv: the static part without the weights. transient: peak use outside the static part."""
 
     weights: float
     kv: float
@@ -55,74 +55,70 @@ class ServerMemory:
 
 
 def learner(recipe: Recipe, shape: Architecture, microbatch_tokens: float, microbatches: int) -> LearnerMemory:
-    """Return the memory of the recipe's layout. microbatch_tokens: the largest packed micro-batch's, over all of CP."""
-    model, last = recipe.model, recipe.model.pipeline_parallel == 1
-    width = WIDTH[model.dtype]
+    """Return the memory of the recipe's layout. microbatch_tokens: tokens in the largest packed micro-batch, summed over the
+    context-parallel ranks."""
+    model, alone = recipe.model, recipe.model.pipeline_parallel == 1
     tokens = microbatch_tokens / model.context_parallel
     held = in_flight(model.pipeline_parallel, model.virtual_pipeline_parallel, microbatches)
     layers, again = (each * tokens for each in activation_bytes(recipe, shape, recipe.learner.recompute))
-    head = head_bytes(tokens, shape, width)
+    head = head_bytes(tokens, shape, WIDTH[model.dtype])
     ends = shape.embedding_parameters / model.tensor_parallel
+    ends += shape.head_parameters / model.tensor_parallel if alone else 0.0
     publication = recipe.weights.bucket_mb * 2**20 + 2 * largest_bucket(recipe, shape)
-    if last:
-        ends += shape.head_parameters / model.tensor_parallel
     state, host = _state(recipe, shape, ends), _host(recipe, shape, ends)
-    if last:
-        return LearnerMemory(state, layers * held + again, head, publication, host)
-    first = LearnerMemory(state, layers * held + again, 0.0, publication, host)
+    first = LearnerMemory(state, layers * held + again, head if alone else 0.0, publication, host)
     return max(first, LearnerMemory(state, layers + again, head, publication, host), key=lambda m: m.total)
 
 
 def critic_state(recipe: Recipe, shape: Architecture) -> float:
-    """Return bytes of weights, gradients and optimiser on a rank, for a critic of the policy's model in its own precision."""
+    """Return bytes of weights, gradients and optimiser on a rank, for a critic of the policy's size in its own precision."""
     changed = {"model": recipe.critic_model, "learner": recipe.learner.model_copy(update={"optimizer_offload": 0.0})}
     return _state(recipe.model_copy(update=changed), shape, shape.embedding_parameters / recipe.model.tensor_parallel)
 
 
-def _parameters(recipe: Recipe, shape: Architecture, ends: float) -> float:
-    """Return the number of parameters on a rank that holds `ends` of embedding and head."""
+def _sharing(recipe: Recipe) -> tuple[int, int]:
+    """Return the number of ranks that share a copy of the dense parameters, and that for a copy of the experts'."""
     model = recipe.model
-    experts = model.expert_parallel * model.expert_tensor_parallel * model.pipeline_parallel
-    dense = shape.dense_parameters / (model.tensor_parallel * model.pipeline_parallel)
-    return dense + ends + shape.routed_parameters / experts
+    experts = model.expert_parallel * model.expert_tensor_parallel
+    return model.tensor_parallel * model.pipeline_parallel, experts * model.pipeline_parallel
+
+
+def _parameters(recipe: Recipe, shape: Architecture) -> tuple[float, float]:
+    """Return the numbers of dense parameters and of experts' parameters on a rank, without embedding and head."""
+    dense, experts = _sharing(recipe)
+    return shape.dense_parameters / dense, shape.routed_parameters / experts
 
 
 def layer_parameters(recipe: Recipe, shape: Architecture) -> float:
-    """Return the number of parameters that one of the ranks that share a layer holds of all layers."""
-    return _parameters(recipe, shape, 0.0) * recipe.model.pipeline_parallel
+    """Return the number of parameters in all layers on one of the ranks that share each layer, as if there were one stage."""
+    return sum(_parameters(recipe, shape)) * recipe.model.pipeline_parallel
 
 
 def _state(recipe: Recipe, shape: Architecture, ends: float) -> float:
-    """Return bytes of weights, gradients and optimiser of a stage whose rank holds `ends` parameters of embedding and head."""
-    model, ranks = recipe.model, recipe.resources.learner_ranks
-    dense = shape.dense_parameters / (model.tensor_parallel * model.pipeline_parallel) + ends
-    experts = model.expert_parallel * model.expert_tensor_parallel * model.pipeline_parallel
-    width, kept = WIDTH[model.dtype], 1 - recipe.learner.optimizer_offload
-    routed = shape.routed_parameters / experts
-    copies = ranks // (model.tensor_parallel * model.pipeline_parallel)
-    # FP8's matrix units read both factors row by row: each weight is kept plain and transposed (Transformer Engine's guide).
-    fp8 = 2 * FP8 * (dense - ends + routed) if model.fp8 != "none" else 0.0
-    states = (
-        state_bytes(dense, width, copies, kept),
-        state_bytes(routed, width, ranks // experts, kept),
-    )
-    return fp8 + sum(states)
+    """Return bytes of weights, gradients and optimiser on a rank that holds `ends` parameters of embedding and head."""
+    width, kept = WIDTH[recipe.model.dtype], 1 - recipe.learner.optimizer_offload
+    dense, routed = _parameters(recipe, shape)
+    copies, expert_copies = (recipe.resources.learner_ranks // ranks for ranks in _sharing(recipe))
+    # FP8 matrix units read both factors row by row, so each weight is also kept transposed (Transformer Engine's guide).
+    fp8 = 2 * FP8 * (dense + routed) if recipe.model.fp8 != "none" else 0.0
+    return fp8 + state_bytes(dense + ends, width, copies, kept) + state_bytes(routed, width, expert_copies, kept)
 
 
 def _host(recipe: Recipe, shape: Architecture, ends: float) -> float:
-    """Return bytes of a stage in the host's memory: what a checkpoint is written from while training goes on, and the offloaded
-    part of AdamW with its gradients. For a checkpoint each rank gathers AdamW of its whole stage, and copies what it writes:
-    weights, and its share of AdamW.
+    """Return a rank's bytes in the host's memory: the copy from which a checkpoint is written while training goes on, and the
+    offloaded part of AdamW with its gradients. For a checkpoint each rank gathers AdamW's state of its whole stage, and copies
+    the part that it writes: weights, and its share of AdamW's state.
     """
     model, offloaded = recipe.model.model_copy(update={"fp8": "none"}), recipe.learner.optimizer_offload
     learner = recipe.learner.model_copy(update={"optimizer_offload": 0.0})
-    parameters, width = _parameters(recipe, shape, ends), WIDTH[model.dtype]
+    parameters, width = sum(_parameters(recipe, shape)) + ends, WIDTH[model.dtype]
     copied = _state(recipe.model_copy(update={"learner": learner, "model": model}), shape, ends) - parameters * FP32
     return 3 * FP32 * parameters + copied + offloaded * (copied - parameters * width) * 4 / 3
 
 
 def activation_bytes(recipe: Recipe, shape: Architecture, recompute: str) -> tuple[float, float]:
-    """Return bytes of each token on a rank: of a stage's layers until its backward pass; in a layer that is computed again."""
+    """Return bytes per token on a rank: those that a stage's layers keep until the backward pass, and those in the one layer
+    that is being recomputed."""
     model, width = recipe.model, WIDTH[recipe.model.dtype]
     tensor = model.tensor_parallel
     kept = width if model.fp8 == "none" else FP8
@@ -137,7 +133,7 @@ def activation_bytes(recipe: Recipe, shape: Architecture, recompute: str) -> tup
     largest = max(dense if moe < layers else 0.0, sparse if moe else 0.0)
     if recompute == "selective":
         return layers * attention / stages, largest
-    # Each layer's input, divided as the norms are: [AR] section 5
+    # Each layer's input, divided like the norms': [AR] section 5
     return layers * shape.hidden * width / tensor / stages, attention + largest
 
 
@@ -159,7 +155,7 @@ def server(recipe: Recipe, shape: Architecture, gpu: Gpu) -> ServerMemory:
 def largest_bucket(recipe: Recipe, shape: Architecture) -> float:
     """Return bytes of the largest publication bucket. A tensor is not divided, and the embedding is the largest.
 
-    A learner's rank holds the embedding as it is gathered and as a bucket while the bucket before it is under way.
+    A learner's rank holds the embedding twice, gathered and as a bucket, while the previous bucket is being sent.
     """
     return max(recipe.weights.bucket_mb * 2.0**20, shape.vocabulary * shape.hidden * WIDTH[recipe.model.dtype])
 
@@ -168,7 +164,7 @@ def state_bytes(parameters: float, width: int, shards: int, kept: float = 1.0) -
     """Return bytes of weights, gradients and AdamW on a rank, with the optimiser divided among `shards` ranks.
 
     [ZeRO], stage 1. Half: 2 weight + 4 FP32 gradient + (4 main weight + 4 + 4 moments) / tensor. fp32: 4 + 4 + 8 / tensor.
-    kept: share of the optimiser's part that is not in the host's memory.
+    kept: the share of the optimiser's state that is not in the host's memory.
     """
     return parameters * (width + FP32 + (3 if width == HALF else 2) * FP32 / shards * kept)
 
@@ -178,7 +174,7 @@ def replicated_activation_bytes(shape: Architecture, width: int, kept: int) -> f
 
     [AR] section 4.2.1 counts 10 sbh outside tensor-parallel parts: 4 for the layer norms' inputs, 4 for the inputs of the parts
     after them (here the norms' outputs), and 2 for dropout masks, of which there are none. width: bytes of an activation; kept:
-    bytes of a value that a linear map keeps of its input, 1 if it makes FP8 products.
+    bytes of a value in the input that a linear layer keeps, 1 if it multiplies in FP8.
     """
     return 2 * shape.hidden * (width + kept)
 
@@ -186,8 +182,8 @@ def replicated_activation_bytes(shape: Architecture, width: int, kept: int) -> f
 def attention_activation_bytes(shape: Architecture, width: int, kept: int) -> float:
     """Return bytes per token and layer that TP divides: q, k, v, the output, and the softmax's normaliser (FP32).
 
-    [AR] equation 1 without 5as/h: flash attention (arXiv 2205.14135) recomputes the scores. The map after it keeps the same
-    output, unless it keeps it in FP8.
+    [AR] equation 1 without 5as/h: flash attention (arXiv 2205.14135) recomputes the scores. The linear layer after it keeps
+    the same output, unless it keeps that in FP8.
     """
     output_again = shape.attended * kept if kept != width else 0
     wide = shape.query + shape.key + shape.value + shape.attended
@@ -197,14 +193,14 @@ def attention_activation_bytes(shape: Architecture, width: int, kept: int) -> fl
 
 
 def mlp_activation_bytes(feed_forward: int, width: int, kept: int) -> float:
-    """Return bytes per token of a gated MLP, divided by TP: gate and up, and their product. [AR] 4.1, for SwiGLU."""
+    """Return bytes per token of a gated MLP, which TP divides: gate and up, and their product. [AR] 4.1, for SwiGLU."""
     return feed_forward * (2 * width + kept)
 
 
 def routed_activation_bytes(shape: Architecture, expert_tensor_parallel: int, width: int, kept: int) -> float:
-    """Return bytes per token of one layer's chosen experts together, if tokens fall evenly on the experts.
+    """Return bytes per token of one layer's chosen experts together, if tokens are spread evenly over the experts.
 
-    Each choice is a separate row: gathered input and output [hidden], and the gated MLP within. Router logits in FP32.
+    Each choice is a separate row: gathered input and output [hidden], and those of the gated MLP. Router logits are in FP32.
     """
     rows = shape.hidden * (width + kept) * expert_tensor_parallel
     inner = mlp_activation_bytes(shape.expert_feed_forward, width, kept)
@@ -212,7 +208,7 @@ def routed_activation_bytes(shape: Architecture, expert_tensor_parallel: int, wi
 
 
 def in_flight(pipeline_parallel: int, virtual: int, microbatches: int) -> float:
-    """Return how many micro-batches' activations of its own layers the first stage holds at most. [AR] 4.2.3, [PP] 2.2.
+    """Return the most micro-batches for which the first stage holds its layers' activations. [AR] 4.2.3, [PP] 2.2.
 
     1F1B: as many as there are stages; interleaved: (1 + (p - 1) / (p v)) times as many.
     """
@@ -225,16 +221,16 @@ HEAD_CHUNK = 4096 * 8192  # logits that the learner's head holds at a time (mega
 
 
 def head_bytes(tokens: float, shape: Architecture, width: int) -> float:
-    """Return peak bytes of the head for this many trained tokens of a micro-batch (megarl/core/models/head/).
+    """Return peak bytes of the head for this many trained tokens in a micro-batch (megarl/core/models/head/).
 
-    A chunk of FP32 logits and its gradient; the gradient of the tokens' hidden states, as summed and as passed on. width: bytes
-    of a number of the model.
+    A chunk of FP32 logits and its gradient; the gradient of the tokens' hidden states, as summed (FP32) and as passed on
+    (`width` bytes per number, as in the model).
     """
     return (FP32 + width) * (HEAD_CHUNK + tokens * shape.hidden)
 
 
 def kv_bytes(shape: Architecture, tensor_parallel: int, width: int) -> float:
-    """Return KV bytes per token on each GPU of a server. [Inf] With more GPUs than KV groups, GPUs hold copies."""
+    """Return KV bytes per token on each GPU of a server [Inf]. With more GPUs than KV groups, GPUs hold copies."""
     if shape.latent:
         return shape.layers * shape.cached * width  # one vector for all heads, which every GPU holds
     return 2 * shape.layers * max(shape.groups / tensor_parallel, 1) * shape.head_dim * width

@@ -1,10 +1,10 @@
-"""A server's requests, token by token, in virtual time. One decode step gives each running request one token.
+"""Simulates a server's requests, token by token, in virtual time. One decode step gives each running request one token.
 
-    generate(context, tokens) ─► joins the running ones ─► as many decode steps later ─► versions its tokens were sampled with
+    generate(context, tokens) ─► joins the running requests ─► returns `tokens` decode steps later: tokens by weight version
     pause() … resume(version)    nothing is decoded in between; requests then continue with the new weights
 
-The seconds of a decode step depend on the running requests and the context they hold. They are recomputed whenever a request
-comes or goes, and every STRIDE steps, so the number of events depends on requests, not tokens.
+The seconds of a decode step depend on the running requests and on the context that they hold. They are recomputed whenever a
+request comes or goes, and every STRIDE steps, so the number of events depends on requests, not on tokens.
 """
 
 import asyncio
@@ -14,21 +14,22 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 StepSeconds = Callable[[float, float], float]
-"""(requests running, tokens of context they hold in total) -> seconds of one decode step."""
+"""(running requests, tokens of context that they hold in total) -> seconds of one decode step."""
 STRIDE = 256
 TINY = 1e-9
 
 
 class _Decoding(NamedTuple):
     ends: float  # in decode steps of this server since the start
-    order: int  # unique, so that nothing behind it is compared
+    order: int  # unique, so that a comparison never reaches the later fields
     began: float
     context: int  # tokens before the first decoded one
     done: "asyncio.Future[None]"
 
 
 class SimulatedServer:
-    """A simulated server. busy_seconds: with any request and not paused; running_seconds: the same, of each request."""
+    """A simulated server. busy_seconds: time not paused and with any request; running_seconds: the same, summed over the
+    running requests."""
 
     def __init__(self, step_seconds: StepSeconds) -> None:
         self._step_seconds = step_seconds
@@ -40,11 +41,11 @@ class SimulatedServer:
         self._starts = 0.0  # sum over running requests of (began - context)
         self._paused = False
         self._timer: asyncio.TimerHandle | None = None
-        self._versions = [(0.0, 0)]  # from this step on, these weights
+        self._versions = [(0.0, 0)]  # (decode step, version of the weights from then on)
         self.busy_seconds = self.running_seconds = 0.0
 
     async def generate(self, context: int, tokens: int) -> dict[int, int]:
-        """Return how many of the tokens were sampled with each version."""
+        """Return how many tokens of a request were sampled with each version of the weights, after they are decoded."""
         self._advance()
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         request = _Decoding(self._steps + tokens, next(self._order), self._steps, context, done)
@@ -65,7 +66,7 @@ class SimulatedServer:
         self._versions.append((self._steps, version))
         oldest = min((request.began for request in self._running), default=self._steps)
         while len(self._versions) > 1 and self._versions[1][0] <= oldest:
-            del self._versions[0]  # older than the oldest running request
+            del self._versions[0]  # it was replaced before the oldest running request began
         self._plan()
 
     def _sampled(self, began: float, ends: float) -> dict[int, int]:
@@ -80,7 +81,7 @@ class SimulatedServer:
         return counts
 
     def _advance(self) -> None:
-        """Advance the step count to now, and end requests that have all their tokens."""
+        """Advance the count of decode steps to now, and end requests that have all their tokens."""
         now = asyncio.get_running_loop().time()
         passed = now - self._since
         if self._rate:

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from megarl.core.base.architecture import Architecture
+from megarl.core.server.checks import attention_problem
 from megarl.lab.planning import memory
 from megarl.lab.planning.hardware import ASSUMED, ERRORS, GB
 from megarl.lab.planning.layouts import Found, Plan, PlanningProblem
@@ -16,7 +17,7 @@ from megarl.lab.planning.simulate import Summary
 
 @dataclass(frozen=True)
 class Simulated:
-    """Simulations. plans: by name. by_lag, by_spread: plan `swept` with other k, and with other tails of lengths."""
+    """Simulations. plans: summaries by plan. by_lag, by_spread: of plan `swept` with other k and other tails of lengths."""
 
     plans: Mapping[str, Summary] = field(default_factory=dict)
     swept: str = ""
@@ -27,13 +28,13 @@ class Simulated:
 BEST, MOST_REASONS = 5, 12
 NEARER = "±: half of the published rows are nearer (docs/plan.md)"
 TAKEN_OVER_PLANNED = (1.2, 14)
-"""GPU-hours that the ScaleRL paper's two runs took, relative to those planned for them: the table of docs/plan.md."""
+"""GPU-hours that the ScaleRL paper's two runs took, divided by those planned for them (a table in docs/plan.md)."""
 
 
 def tables(
     problem: PlanningProblem, written: Plan | str, found: Found, simulated: Simulated, price: float | None
 ) -> None:
-    """Print the recipe as written, the best plans, why others are refused, and what the simulator says. price: see cost."""
+    """Print the recipe as written, the best plans, why others are refused, and the simulations. price: that of a GPU-hour."""
     console, work, shape = Console(highlight=False), problem.work, problem.shape
     console.print(
         f"{problem.gpus} x {problem.gpu.name} ({problem.gpu.memory / GB:.0f} GB); model of {shape.parameters / 1e9:.2f}B "
@@ -45,7 +46,8 @@ def tables(
         console.print("nothing fits, not even with learner.recompute=full learner.optimizer_offload=1")
     if found.saving:
         saving = " and ".join(f"learner.{key}={value}" for key, value in found.saving.items())
-        console.print(f"nothing fits without {saving}, which the plans set")
+        otherwise = f"a step takes {seconds:.1f} s" if (seconds := found.seconds_without) else "nothing fits"
+        console.print(f"{otherwise} without {saving}, which the plans set")
     table, figures = narrow("", *plans), [_figures(plan) for plan in plans.values()]  # a column a plan: it is narrow
     for label in figures[0] if figures else ():
         table.add_row(label, *(texts[label] for texts in figures))
@@ -58,9 +60,7 @@ def tables(
     if isinstance(written, str):
         console.print(f"as written: {written}")
     for plan in list(plans.values())[:1]:
-        console.print(largest_allocation(plan, shape))
-        for remark in _remarks(problem, plan):
-            console.print(remark)
+        console.print(largest_allocation(plan, shape), *_remarks(problem, plan), sep="\n")
     if found.refused:
         console.print("\nrefused", style="bold")
         for reason, count in found.refused.most_common(MOST_REASONS):
@@ -71,7 +71,7 @@ def tables(
 
 
 def named(problem: PlanningProblem, written: Plan | str, found: Found, best: int) -> dict[str, Plan]:
-    """Return the recipe as written, with its number of GPUs if it differs from the planned one, and the best plans."""
+    """Name the recipe as written (with its number of GPUs if that differs from the planned one) and the best plans."""
     plans = {f"plan {i}": plan for i, plan in enumerate(found.plans[:best], 1)}
     if isinstance(written, str):
         return plans
@@ -99,7 +99,7 @@ def overrides(plan: Plan) -> list[str]:
     learner = plan.recipe.learner
     saving = [f"learner.recompute={learner.recompute}"] if learner.recompute != "none" else []
     saving += [f"learner.optimizer_offload={learner.optimizer_offload}"] if learner.optimizer_offload else []
-    # As YAML, where true is written small: no other value of a layout has letters.
+    # In lower case, as YAML writes true and false; no other value of a layout has letters.
     return [*saving, *(f"{key}={str(attrgetter(key)(plan.recipe)).lower()}" for key in LAYOUT)]
 
 
@@ -109,7 +109,7 @@ def error(figure: str) -> str:
 
 
 def cost(plan: Plan, price: float | None = None) -> str:
-    """Say what all steps of the recipe take, and how far such estimates are from real runs. price: money of a GPU-hour."""
+    """Describe what all steps of the recipe take, and how far such estimates are from real runs. price: that of a GPU-hour."""
     steps = plan.recipe.run.steps
     hours = plan.step_seconds * steps / 3600
     money = "" if price is None else f", which cost {hours * plan.gpus * price:,.0f}"
@@ -121,7 +121,7 @@ def cost(plan: Plan, price: float | None = None) -> str:
 
 
 def largest_allocation(plan: Plan, shape: Architecture) -> str:
-    """Name the largest piece of memory that a publication asks for at once, and who holds it."""
+    """Describe the largest piece of memory that a publication allocates at once, and who holds it."""
     size = memory.largest_bucket(plan.recipe, shape)
     what = "the embedding" if size > plan.recipe.weights.bucket_mb << 20 else "a bucket (weights.bucket_mb)"
     return (
@@ -156,6 +156,8 @@ def _remarks(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     recipe, evaluation = plan.recipe, plan.recipe.evaluation
     if plan.gpus != problem.gpus:
         yield f"note: the recipe's resources use {plan.gpus} GPUs, not {problem.gpus}"
+    if refused := attention_problem(problem.shape, recipe.length.context_tokens, [problem.gpu.capability]):
+        yield f"note: such a run is refused: {refused}"
     if taught := recipe.teacher_gpus:
         yield f"note: {taught} GPUs are the teacher's (resources.teacher_*); whether it fits and keeps up is not estimated"
     if recipe.has_critic or recipe.reference.coefficient:
@@ -191,7 +193,7 @@ def _simulated(simulated: Simulated) -> Table:
 def as_json(
     problem: PlanningProblem, written: Plan | str, found: Found, simulated: Simulated, price: float | None
 ) -> dict[str, object]:
-    """Return the same as JSON, all figures unrounded."""
+    """Return what `tables` prints as JSON, with all figures unrounded."""
     return {
         "gpus": problem.gpus,
         "teacher_gpus": problem.recipe.teacher_gpus,

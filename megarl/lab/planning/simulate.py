@@ -1,13 +1,13 @@
-"""The pipeline in virtual time: core/controller/pipeline.py and decision.py with modelled servers and a modelled learner.
+"""Runs the pipeline in virtual time: core/controller/pipeline.py and decision.py with modelled servers and a modelled learner.
 
     groups    generations x (GroupPlaces.take ─► SimulatedServer ─► give back)
-    learner   decide(Next) ─► TrainStep: seconds of training this batch │ Publish: servers stand still, then parity │ Wait
+    learner   decide(Next) ─► TrainStep: seconds of training this batch │ Publish: transfer, then parity │ Wait
 
-Modelled are lengths, and the seconds of prompts, decode steps, training and publications. Not modelled are grading, the network
-between controller and servers, and failures. One seed gives all randomness.
+The model covers lengths, and the seconds of prompts, decode steps, training and publications. It does not cover grading, the
+network between controller and servers, or failures. One seed determines all randomness.
 
-`run` gives asyncio a clock that jumps to the next timer when nothing is ready, and asyncio.sleep, call_later and timeouts
-follow it, so asyncio code (core/sampling/places.py) runs unchanged. Nothing may wait for a socket or a thread: a simulation
+`run` gives asyncio a clock that jumps to the next timer when nothing is ready. asyncio.sleep, call_later and timeouts follow
+that clock, so asyncio code (core/sampling/places.py) runs unchanged. Nothing may wait for a socket or a thread: a simulation
 that waits for something that cannot happen is an error.
 """
 
@@ -34,7 +34,7 @@ from megarl.core.recipe import Recipe
 from megarl.core.sampling.places import GroupPlaces, Places
 from megarl.core.server.membership import Membership
 from megarl.lab.planning import speed
-from megarl.lab.planning.layouts import Plan, PlanningProblem
+from megarl.lab.planning.layouts import Plan, PlanningProblem, changed
 from megarl.lab.planning.server_model import SimulatedServer, StepSeconds
 from megarl.lab.planning.workload import LogNormal, Workload, workload
 
@@ -44,18 +44,19 @@ PROMPT = Prompt(id="", tokens=int32(()), answer="")
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds that things take, and the requests that a server works on at once at most (limit)."""
+    """Seconds that things take, and the most requests that a server works on at once (limit)."""
 
     step_seconds: StepSeconds
-    train_seconds: Callable[[Sequence[int]], float]  # of sequences of these lengths
-    transfer: float  # of a publication, in which servers stand still
-    parity: float  # beyond that, while new requests wait
+    train_seconds: Callable[[Sequence[int]], float]  # for sequences of these lengths
+    transfer: float  # of a publication, during which servers stand still unless they stage weights
+    parity: float  # after the transfer, while new requests wait
     limit: int
 
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """One step of the learner. ended: seconds since the start. lags: tokens by lag. The last two: totals of all servers."""
+    """One step of the learner. ended: seconds since the start. lags: tokens by lag. busy_seconds, running_seconds: totals over
+    all servers since the start."""
 
     step: int
     ended: float
@@ -71,7 +72,7 @@ class SimulatedStep:
 
 @dataclass
 class _Ticket:
-    """varied: the group has a gradient. lengths: of its rollouts. versions: tokens by the version they were sampled with."""
+    """varied: whether the group has a gradient. lengths: those of its rollouts. versions: tokens by version of the weights."""
 
     varied: bool
     lengths: list[int]
@@ -81,17 +82,17 @@ class _Ticket:
 def simulate(
     recipe: Recipe, work: Workload, costs: Costs, steps: int, seed: int = 0, evaluate: bool = False
 ) -> list[SimulatedStep]:
-    """Return the first steps of the recipe's pipeline, in order, in a run that would go on."""
+    """Return the first `steps` steps of the recipe's pipeline, in order, of a run that would go on after them."""
     return run(_SimulatedRun(recipe, work, costs, steps, seed, evaluate).run())
 
 
 class _End(Exception):
-    """Leaves the task group when the last step is done, and cancels tickets of later ones."""
+    """Raised to leave the task group after the last step; that cancels the tickets of later steps."""
 
 
 @dataclass
 class _Unwritten:
-    """Puts records only into the state."""
+    """A journal that only applies records to the state, and writes nothing."""
 
     state: State
 
@@ -103,7 +104,7 @@ class _Unwritten:
 
 
 class _SimulatedRun:
-    """Modelled servers and a modelled learner around the pipeline, and the source of its groups."""
+    """Modelled servers and a modelled learner around the pipeline. It is also the source of the pipeline's groups."""
 
     def __init__(self, recipe: Recipe, work: Workload, costs: Costs, steps: int, seed: int, evaluate: bool) -> None:
         self.recipe, self.work, self.costs, self.count = recipe, work, costs, steps
@@ -218,10 +219,9 @@ class _SimulatedRun:
         await asyncio.sleep(self.costs.parity)
         for i in ids:
             self.membership.published(i, command.version, LEARNER, "")
-        window, version = self.pipeline.published(command.version), command.version
-        self.pipeline.state.apply(
-            PublishedVersion(version=version, time=0.0, compute_hours=0.0, servers=(), window=window)
-        )
+        window = self.pipeline.published(command.version)
+        published = PublishedVersion(version=command.version, time=0.0, compute_hours=0.0, servers=(), window=window)
+        self.pipeline.state.apply(published)
         self._on_change()
 
     # Evaluation.
@@ -254,7 +254,7 @@ def _evaluated(version: int) -> Evaluated:
 
 @dataclass(frozen=True)
 class Summary:
-    """Figures of the steps after the pipeline has filled: shares of their time, lags in steps, completion tokens/s."""
+    """Figures for the steps after the pipeline has filled: shares of their time, lags in steps, completion tokens/s."""
 
     steps: int
     step_seconds: float
@@ -270,7 +270,7 @@ class Summary:
 
 
 def summary(steps: Sequence[SimulatedStep], servers: int, warm_up: int) -> Summary:
-    """Summarise the steps after step `warm_up`; the clock starts at its end."""
+    """Summarise the steps after step `warm_up`; their time starts when that step ends. MegarlError if there are none."""
     if len(steps) < warm_up + 2:
         raise MegarlError(f"--steps: {len(steps)} leave nothing behind the first {warm_up}, which fill the pipeline")
     before, counted = steps[warm_up], steps[warm_up + 1 :]
@@ -296,7 +296,7 @@ SPREADS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 
 class Simulation(NamedTuple):
-    """A simulated plan. warm_up: steps that only fill the pipeline, not counted in `summary`."""
+    """A simulated plan. warm_up: the number of steps that only fill the pipeline and are not counted in `summary`."""
 
     plan: Plan
     steps: list[SimulatedStep]
@@ -314,7 +314,7 @@ def costs(problem: PlanningProblem, plan: Plan) -> Costs:
         packed = speed.packing(lengths, microbatch_tokens, recipe.data_parallel, cost, one_size)
         return speed.train_seconds(recipe, problem.shape, packed, problem.gpu)
 
-    # Each token of a request carries its share of reading the prompt, while which nothing is decoded.
+    # Nothing is decoded while a prompt is read; that time is spread over the tokens of the request.
     decoder, prefill = plan.decoder, plan.decoder.prefill_seconds(problem.work.prompt_tokens) / problem.work.mean_tokens
 
     def step_seconds(running: float, held: float) -> float:
@@ -325,7 +325,7 @@ def costs(problem: PlanningProblem, plan: Plan) -> Costs:
 
 
 def simulated(problem: PlanningProblem, plan: Plan, steps: int) -> Simulation:
-    """Simulate `steps` steps of the plan, after those that fill its window, and let an `auto` one close."""
+    """Simulate `steps` steps of the plan, after steps that fill its window and, if it is `auto`, let it shrink."""
     recipe, pipeline = plan.recipe, plan.recipe.pipeline
     warm_up = (4 if pipeline.window == "auto" else 2) * pipeline.window_steps
     done = simulate(recipe, problem.work, costs(problem, plan), steps + warm_up + 1, recipe.run.seed)
@@ -333,14 +333,13 @@ def simulated(problem: PlanningProblem, plan: Plan, steps: int) -> Simulation:
 
 
 def by_lag(problem: PlanningProblem, plan: Plan, steps: int) -> dict[int, Summary]:
-    """Simulate the same plan with other windows: pipeline.k."""
-    pipelines = {k: plan.recipe.pipeline.model_copy(update={"k": k}) for k in LAGS}
-    recipes = {k: plan.recipe.model_copy(update={"pipeline": pipeline}) for k, pipeline in pipelines.items()}
-    return {k: simulated(problem, replace(plan, recipe=recipe), steps).summary for k, recipe in recipes.items()}
+    """Simulate the plan with other windows (pipeline.k)."""
+    plans = {k: replace(plan, recipe=changed(plan.recipe, "pipeline", k=k)) for k in LAGS}
+    return {k: simulated(problem, other, steps).summary for k, other in plans.items()}
 
 
 def by_spread(problem: PlanningProblem, plan: Plan, steps: int) -> dict[float, Summary]:
-    """Simulate the same plan with shorter and longer tails of the lengths, at the same mean."""
+    """Simulate the plan with shorter and longer tails of the lengths, at the same mean."""
     recipe, work, summaries = plan.recipe, problem.work, {}
     for spread in SPREADS:
         lengths = LogNormal(work.mean_tokens, spread, recipe.length.completion_tokens)
@@ -354,7 +353,7 @@ class Standstill(Exception):
 
 
 class _Jump(selectors.SelectSelector):
-    """A selector that waits for no file and reports that `timeout` seconds have passed."""
+    """A selector that waits for no file, and instead moves the clock forward by `timeout` seconds."""
 
     now = 0.0
 
@@ -375,6 +374,6 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run[T](main: Coroutine[Any, Any, T]) -> T:
-    """Run the coroutine in virtual time and return its result. Raises Standstill where real time would pass for ever."""
+    """Run the coroutine in virtual time and return its result. Raises Standstill where it would wait for ever in real time."""
     with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
         return runner.run(main)

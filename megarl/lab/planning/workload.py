@@ -1,7 +1,7 @@
 """The work of a step: how many rollouts, and how long they are.
 
-Lengths are log-normal with a mean and a spread, roughly as reasoning traces are, cut off at the recipe's longest; or drawn from
-those of a measured run. Rollouts of a prompt are drawn independently.
+Lengths are log-normal with a given mean and spread, roughly like those of reasoning traces, and cut off at the recipe's longest
+completion; or they are drawn from those of a measured run. Rollouts of a prompt are drawn independently.
 """
 
 import math
@@ -19,15 +19,15 @@ from megarl.core.recipe import Recipe
 
 
 class Lengths(Protocol):
-    """Distribution of completion lengths, in tokens."""
+    """A distribution of completion lengths, in tokens."""
 
     def draw(self, random: np.random.Generator, count: int) -> np.ndarray:
-        """Draw [count] int64, 1 or more."""
+        """Draw lengths [count] int64, each 1 or more."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Lengths of a run, drawn with replacement."""
+    """The lengths of a run's rollouts, drawn with replacement."""
 
     tokens: tuple[int, ...]
 
@@ -37,14 +37,14 @@ class Measured:
 
 @dataclass(frozen=True)
 class LogNormal:
-    """Log-normal lengths, cut off at `longest`. `mean` is theirs after the cut, `spread` that of the logarithm before it."""
+    """Log-normal lengths, cut off at `longest`. mean: after the cut; spread: standard deviation of the logarithm before it."""
 
     mean: float
     spread: float
     longest: int
 
     def draw(self, random: np.random.Generator, count: int) -> np.ndarray:
-        # The mean of the logarithm that gives the wanted mean, by bisection, since the mean rises with it.
+        # Find the mean of the logarithm that gives the wanted mean, by bisection, since the mean rises with it.
         low, high = math.log(self.mean) - self.spread**2, math.log(self.longest) + 10 * self.spread
         for _ in range(80):
             middle = (low + high) / 2
@@ -61,13 +61,13 @@ class LogNormal:
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """A step of a recipe."""
+    """The work of one step of a recipe."""
 
     prompts: int
     generations: int
     prompt_tokens: int
     lengths: Lengths
-    trained_share: float  # of the groups, those that have variance and so are trained (1: all)
+    trained_share: float  # share of the groups that have variance and so are trained (1: all)
     sample: np.ndarray  # lengths of one step's rollouts, [prompts x generations], fixed by the seed
 
     @property
@@ -80,13 +80,13 @@ class Workload:
 
     @property
     def live_context(self) -> float:
-        """Mean tokens of a request seen at a random moment, when long requests are seen more often."""
+        """Mean tokens that a request holds at a random moment, at which long requests are more likely to be found."""
         lengths = self.sample.astype(np.float64)
         return self.prompt_tokens + float((lengths**2).mean() / (2 * lengths.mean()))
 
     @property
     def trained(self) -> np.ndarray:
-        """Sequence lengths, prompt included, of the rollouts that a step trains."""
+        """Sequence lengths, prompt included, of the rollouts on which a step trains."""
         count = max(1, round(self.trained_share * self.rollouts))
         return self.sample[:count] + self.prompt_tokens
 
@@ -105,7 +105,7 @@ def workload(recipe: Recipe, lengths: Lengths, trained_share: float, seed: int) 
 
 
 def lognormal(recipe: Recipe, mean: float | None, spread: float) -> LogNormal:
-    """Return log-normal lengths up to the recipe's longest completion."""
+    """Return log-normal lengths up to the recipe's longest completion. MegarlError if mean or spread is out of range."""
     longest = recipe.length.completion_tokens
     mean = MEAN_SHARE * longest if mean is None else mean
     if not 1 <= mean < longest:
@@ -124,7 +124,7 @@ def lengths_of(run: Path) -> Measured:
     if not rundir.rollouts.is_dir():
         raise MegarlError(f"--lengths: {run} has no journal ({rundir.rollouts}); give a run directory")
     reader = JournalReader(rundir.rollouts)
-    groups = reader.groups(reader.finished()[-MOST_GROUPS:])
+    groups = reader.groups(reader.finished(MOST_GROUPS))
     lengths = tuple(r.trained_tokens for g in groups for r in g.rollouts if r.trained_tokens)
     if not lengths:
         raise MegarlError(f"--lengths: the journal of {run} has no finished rollout yet")

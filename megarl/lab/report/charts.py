@@ -1,4 +1,4 @@
-"""The report's pictures from rows of metrics.jsonl and eval.jsonl. Each function draws on the axes it is given.
+"""Draws the report's pictures from rows of metrics.jsonl and eval.jsonl. Each function draws on the axes it is given.
 
 Long runs are averaged into `MOST_POINTS` points, so the report's size does not grow with the run.
 """
@@ -24,15 +24,14 @@ MOST_POINTS, CURVE_POINTS, TIME_POINTS = 400, 60, 120
 
 
 def pass_rate_against(axes: Axes, rows: list[Row], evaluations: list[Row], x: str) -> None:
-    """Draw training and held-out pass rate against `x` (step or compute_hours); bars: 95 %, from sampling prompts."""
+    """Draw training and held-out pass rates against `x` (step or compute_hours). Bars are 95 % intervals over prompts."""
     xs, ys = series(rows, "pass_rate_train", x)
     axes.plot(*binned(xs, ys, MOST_POINTS), color=BLUE, alpha=0.35, linewidth=1)
     if len(xs) > 4:
         axes.plot(*binned(xs, smooth(ys), MOST_POINTS), color=BLUE, label="training batches (running mean)")
     if evaluations:
-        (ex, rates), (_, lows), (_, highs) = (
-            series(evaluations, f"pass_rate{end}", x) for end in ("", "_low", "_high")
-        )
+        ex, rates = series(evaluations, "pass_rate", x)
+        lows, highs = (series(evaluations, f"pass_rate_{end}", x)[1] for end in ("low", "high"))
         known = len(lows) == len(highs) == len(rates)  # evaluations of earlier versions have no interval
         errors = np.array([rates - lows, highs - rates]) if known else None
         axes.errorbar(ex, rates, errors, color=ORANGE, fmt="o-", markersize=4, capsize=2.5, label="held out")
@@ -48,7 +47,7 @@ def pass_rate_against(axes: Axes, rows: list[Row], evaluations: list[Row], x: st
 
 
 def _predicted(axes: Axes, rows: list[Row], evaluations: list[Row]) -> None:
-    """Draw the fitted law with its 95 % interval, from its first point to the compute of the last step, if there is a fit."""
+    """Draw the fitted law, if there is one, with its 95 % interval, from its first point to the compute of the last step."""
     newest = evaluations[-1] if evaluations else {}
     if "predicted_hours" not in newest:
         return
@@ -56,7 +55,7 @@ def _predicted(axes: Axes, rows: list[Row], evaluations: list[Row]) -> None:
     try:
         curve = curve_of_run("run", evaluations, rows, "the run", PointColumns(score=score))
         fitted = fit([curve])
-    except MegarlError:  # the row has a fit that these rows do not reproduce
+    except MegarlError:  # the row has a fit, but these rows do not reproduce it
         return
     if score != "pass_rate":  # the points so far cover all tasks together
         axes.plot(curve.hours, curve.pass_rate, ".", color=GREY, label=score)
@@ -67,7 +66,8 @@ def _predicted(axes: Axes, rows: list[Row], evaluations: list[Row]) -> None:
 
 
 def by_task(axes: Axes, rows: list[Row], evaluations: list[Row], tasks: Sequence[str]) -> bool:
-    """Draw each task's pass rate by step in its own colour: running mean of the training batches, and held out."""
+    """Draw each task's pass rates by step in a colour of its own: held out, and the running mean of training batches. Return
+    whether there was anything to draw."""
     drawn = False
     for task, color in zip(tasks, itertools.cycle(COLORS)):
         xs, ys = series(rows, f"pass_rate_train/{task}", "step")
@@ -83,7 +83,7 @@ def by_task(axes: Axes, rows: list[Row], evaluations: list[Row], tasks: Sequence
 
 
 def lines(axes: Axes, rows: list[Row], names: dict[str, str], *, log: bool = False) -> bool:
-    """Draw metrics by step, `names` with labels; return whether there was anything to draw."""
+    """Draw metrics by step; return whether there was anything to draw. names: the metrics, each with its label."""
     drawn = False
     for (name, label), color in zip(names.items(), itertools.cycle(COLORS)):
         xs, ys = series(rows, name, "step")
@@ -119,7 +119,7 @@ def where_time_goes(axes: Axes, rows: list[Row]) -> bool:
 
 
 def series(rows: list[Row], name: str, x: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return a metric's positions and finite values, two [points] float64."""
+    """Return a metric's finite values and their positions on axis `x`: (positions, values), both [points] float64."""
     points = [(row[x], row[name]) for row in rows if row.get(name) is not None and math.isfinite(row[name])]
     array = np.array(points, dtype=np.float64).reshape(-1, 2)
     return array[:, 0], array[:, 1]
@@ -135,7 +135,7 @@ def binned(xs: np.ndarray, ys: np.ndarray, most: int) -> tuple[np.ndarray, np.nd
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Return the centred running mean over about a twentieth of the run; windows shrink at the ends, so nothing is shifted."""
+    """Return the centred running mean over about a twentieth of the run. Windows are cut off at the ends of the run."""
     half = max(2, len(values) // 40)
     sums = np.concatenate([[0.0], np.cumsum(values)])
     low = np.maximum(np.arange(len(values)) - half, 0)
@@ -144,7 +144,7 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 
 def svg(draw: Callable[[Axes], bool | None], title: str) -> str:
-    """Return one picture as an inline SVG element; empty if there was nothing to draw."""
+    """Return one picture as an inline SVG element, or "" if there was nothing to draw."""
     with drawing((5.6, 2.9)) as (figure, (axes,)):
         axes.set_title(title)
         if draw(axes) is False:
@@ -154,7 +154,7 @@ def svg(draw: Callable[[Axes], bool | None], title: str) -> str:
 
 
 def reward_png(recipe: Recipe, rows: list[Row], evaluations: list[Row]) -> bytes:
-    """Draw the reward curve, against steps and against compute."""
+    """Return a PNG of the pass rate, against steps and against compute."""
     with drawing((11, 4.2), 1, 2, title=f"{recipe.run.name}: pass rate", sharey=True) as (figure, (left, right)):
         pass_rate_against(left, rows, evaluations, "step")
         pass_rate_against(right, rows, evaluations, "compute_hours")
@@ -166,11 +166,11 @@ CAUSES = {
     "kernels": "equal weights", "decode": "decode", "stale_kv": "stale KV", "staleness": "staleness",
     "total": "all together",
 }  # fmt: skip
-"""What the report calls the causes of differences between servers and learner."""
+"""The report's names for the causes of differences between servers and learner."""
 
 
 def parity(axes: Axes, rows: list[Row]) -> bool:
-    """Draw the mean difference by cause; causes that are 0 throughout are named instead."""
+    """Draw the mean difference by cause; a cause whose difference is always 0 is only named."""
     drawable = [cause for cause in CAUSES if cause != "total"]
     measured = {c: [v for r in rows if (v := r.get(f"parity_mean/{c}")) is not None] for c in drawable}
     same = [CAUSES[c] for c, values in measured.items() if values and not any(values)]
@@ -181,7 +181,8 @@ def parity(axes: Axes, rows: list[Row]) -> bool:
 
 
 def alarms(axes: Axes, history: Sequence[Alarm], steps: int) -> bool:
-    """Draw when each signal was off its course, a bar from the first step to the last; a mark where it was noticed."""
+    """Draw when each signal was off its course: a bar from the first such step to the last, with a mark where the alarm was
+    raised."""
     names = list(dict.fromkeys(alarm.name for alarm in history))[::-1]
     for alarm in history:
         y, end = names.index(alarm.name), alarm.until or steps
@@ -194,7 +195,7 @@ def alarms(axes: Axes, history: Sequence[Alarm], steps: int) -> bool:
 
 
 def pictures(recipe: Recipe, rows: list[Row], timed: list[Row], evaluations: list[Row]) -> Sequence[str]:
-    """Return all SVGs of the report, in reading order, without empty ones. `timed`: rows whose times are meaningful."""
+    """Return all SVGs of the report, in reading order, without empty ones. timed: the rows whose times are meaningful."""
     history = Health(rows).history
 
     def lag(axes: Axes) -> bool:
@@ -202,10 +203,8 @@ def pictures(recipe: Recipe, rows: list[Row], timed: list[Row], evaluations: lis
         drawn, limit = lines(axes, rows, names), recipe.pipeline.lag_limit
         axes.set_ylim(0, max(axes.get_ylim()[1], limit * 1.12))
         axes.axhline(limit, color=RED, linestyle="--", linewidth=1)  # no trained token may be above it
-        text, at = (
-            f"k = {limit}" if recipe.pipeline.kind == "pipeline-rl" else f"limit {limit}",
-            ("axes fraction", "data"),
-        )
+        text = f"k = {limit}" if recipe.pipeline.kind == "pipeline-rl" else f"limit {limit}"
+        at = ("axes fraction", "data")
         axes.annotate(text, (0.01, limit), xycoords=at, va="bottom", color=RED, fontsize=8)
         return drawn
 

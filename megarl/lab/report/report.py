@@ -78,7 +78,7 @@ STATISTICS = {
 
 
 def _parity(rows: Sequence[Row]) -> str:
-    """Show how far servers and learner differ, a row for each cause; empty if nothing was compared."""
+    """Return a table of how far servers and learner differ, with one row per cause, or "" if nothing was compared."""
     found = parity.pooled(rows)
     if not found:
         return ""
@@ -97,7 +97,8 @@ def _parity(rows: Sequence[Row]) -> str:
 
 
 def _rollouts(recipe: Recipe, rundir: RunDir) -> str:
-    """Show a right and a wrong answer from each of the newest groups, coloured by weight version; empty without a journal."""
+    """Return a right and a wrong answer from each of the newest groups as HTML, coloured by weight version, or "" if there is
+    no journal or tokenizer."""
     newest = _newest_groups(JournalReader(rundir.rollouts))
     if not newest or not (Path(recipe.model.path) / "tokenizer.json").exists():
         return ""
@@ -118,7 +119,7 @@ def _rollouts(recipe: Recipe, rundir: RunDir) -> str:
 
 
 def _newest_groups(reader: JournalReader) -> Sequence[Group]:
-    """Return the groups that were finished last, oldest first. Files before theirs are not read: there may be thousands."""
+    """Return the groups that were finished last, oldest first. Earlier files, of which there may be thousands, are not read."""
     newest: deque[Group] = deque()
     for number in reversed(reader.files()):
         finished = (record.group for record in reader.replay(number) if isinstance(record, Finished))
@@ -132,7 +133,7 @@ def _rollout(tokenizer: Tokenizer, group: Group, rollout: Rollout, several_tasks
     text = html.escape(tokenizer.decode(group.prompt.tokens))
     versions = sorted({s.weight_version for s in rollout.segments if s.trained})
     for segment in rollout.segments:
-        part = html.escape(tokenizer.decode(segment.tokens))[:MOST_CHARACTERS]
+        part = html.escape(tokenizer.decode(segment.tokens)[:MOST_CHARACTERS])
         colour = f"v{versions.index(segment.weight_version) % 2}" if segment.trained else "phrase"
         text += f'<span class="{colour}">{part}</span>'
     mark = '<span class="good">right</span>' if rollout.correct else '<span class="bad">wrong</span>'

@@ -1,18 +1,18 @@
-"""`megarl trace RUN`: the last steps of a run as one picture for ui.perfetto.dev or chrome://tracing, also while it runs.
+"""`megarl trace RUN`: shows the last steps of a run in ui.perfetto.dev or chrome://tracing, also while it runs.
 
     RUN/trace/*.jsonl (telemetry/spans.py) ─► the window of these steps ──► lanes, groups ─────► ChromeTrace ─► trace.json.gz
     RUN/metrics.jsonl (lag)      ────────────────────────────────────────────────────────────┘
 
-A process is a role. The learner's step contains its phases. A server is busy while any request runs on it, and paused
-while a publication holds it; requests and gradings get as many lanes as run concurrently. A group spans from its ticket to the
-batch that trains it, where an arrow leads to the step. Counters are derived from the spans.
+A process in the trace is a role. The learner's step contains its phases. A server is busy while any request runs on it, and
+paused while a publication holds it; requests and gradings get as many lanes as run concurrently. A group's span goes from its
+ticket to the batch that trains it, from which an arrow leads to the step. Counters are derived from the spans.
 
 The file is in Trace Event Format, object form, with times in whole microseconds; it uses these events: X complete, i instant,
 C counter, s and f flow, M metadata.
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
-Lanes are laid out here, not by Perfetto from async events (b, e): it names their tracks after them, so each ticket would have
-a track of its own or lose its number, and it binds s and f to threads only (json_trace_parser_impl.cc).
+Lanes are laid out here, instead of by Perfetto from async events (b, e): it names tracks after such events, so each ticket
+would have a track of its own or lose its number, and it binds s and f to threads only (json_trace_parser_impl.cc).
 """
 
 import gzip
@@ -32,11 +32,11 @@ from megarl.core.base.rundir import RunDir, latest_rows
 from megarl.core.base.types import JsonObject
 from megarl.core.telemetry.spans import TICKETS, Life, Open, Span, SpanEvent, TraceRow, Value
 
-SpanTree = Sequence[Span]  # spans that stay on one lane: the first contains the others
+SpanTree = Sequence[Span]  # spans that stay on one lane; the first contains the others
 
 
 def nested(spans: Iterable[Span]) -> list[SpanTree]:
-    """Collect spans that lie within each other into units."""
+    """Collect spans into units: a span, and the spans that lie within it."""
     units: list[list[Span]] = []
     for span in sorted(spans, key=lambda s: (s.begin, -s.end)):
         if units and span.end <= units[-1][0].end:
@@ -47,7 +47,7 @@ def nested(spans: Iterable[Span]) -> list[SpanTree]:
 
 
 def packed(units: Iterable[SpanTree]) -> list[list[Span]]:
-    """Distribute units over as few lanes as run concurrently; those on one lane do not overlap."""
+    """Distribute units over as few lanes as possible, such that units on one lane do not overlap."""
     lanes: list[list[SpanTree]] = []
     for unit in sorted(units, key=lambda u: (u[0].begin, -u[0].end)):
         if lane := next((lane for lane in lanes if lane[-1][0].end <= unit[0].begin), None):
@@ -58,7 +58,7 @@ def packed(units: Iterable[SpanTree]) -> list[list[Span]]:
 
 
 def changes(spans: Iterable[tuple[float, float]]) -> list[tuple[float, int]]:
-    """Return (time, count from then on) for each time at which the count changes."""
+    """Return (time, count from then on) for each time at which the count of open spans changes. spans: (begin, end)."""
     steps: dict[float, int] = defaultdict(int)
     for begin, end in spans:
         steps[begin] += 1
@@ -68,20 +68,20 @@ def changes(spans: Iterable[tuple[float, float]]) -> list[tuple[float, int]]:
 
 
 def union(spans: Iterable[Span]) -> list[tuple[float, ...]]:
-    """Return the disjoint intervals, in order, covered by any of the spans."""
+    """Return, in order, the disjoint intervals that are covered by any span."""
     counts = changes((span.begin, span.end) for span in spans)
     return list(batched([at for (_, before), (at, now) in pairwise([(0.0, 0), *counts]) if not (before and now)], 2))
 
 
 class GroupLife(NamedTuple):
-    """A group from its ticket to the batch that trains it; what is unfinished ends at `now`."""
+    """A group from its ticket to the batch that trains it. An unfinished part ends at `now`."""
 
     ticket: int
     begin: float
     now: float
-    generated: float | None  # when all its rollouts were graded; None: not yet
-    taken: float | None  # when the batch was sent; None: not yet
-    step: int  # of that batch
+    generated: float | None  # when all its rollouts had been graded; None: not yet
+    taken: float | None  # when its batch was sent; None: not yet
+    step: int  # the step of that batch
     removed: bool  # it lost its slot (zero variance under `refill`) and is never taken
     args: dict[str, Value]
 
@@ -91,7 +91,7 @@ class GroupLife(NamedTuple):
         return self.now if over is None else over
 
     def unit(self) -> SpanTree:
-        """Return the whole span with its parts: generated, then waiting."""
+        """Return the whole span, then its parts: generated, waiting."""
         generated = self.end if self.generated is None else self.generated
         unfinished = self.taken is None and not self.removed
         parts = [
@@ -105,7 +105,7 @@ class GroupLife(NamedTuple):
 
 
 def group_lives(spans: Sequence[Span], events: Iterable[SpanEvent]) -> list[GroupLife]:
-    """Return groups by ticket. A group cut short by a crash of the controller continues in the controller's next life."""
+    """Return the groups, ordered by ticket. A group interrupted by a crash of the controller goes on in its next life."""
     parts: dict[int, list[Span]] = defaultdict(list)
     for span in spans:
         if span.on == TICKETS:
@@ -131,26 +131,25 @@ class ChromeTrace:
         self._base = base
         self._processes: dict[str, int] = {}
         self._threads: dict[tuple[str, str], int] = {}
-        self._events: list[tuple[int, int, dict[str, object]]] = []  # begin, minus duration
+        self._events: list[JsonObject] = []
         self._flows = 0
 
     def complete(self, on: str, name: str, begin: float, end: float, args: dict[str, Value]) -> None:
         """Add a span on `process/thread`. Spans of one thread must be nested or disjoint."""
-        duration = self._us(end) - self._us(begin)
-        self.add("X", on, name, begin, duration, dur=duration, args=args)
+        self.add("X", on, name, begin, dur=self._us(end) - self._us(begin), args=args)
 
     def counter(self, process: str, name: str, at: float, values: dict[str, float]) -> None:
         """Set a counter from this time on; several values are drawn stacked."""
         self.add("C", process, name, at, args=values)
 
     def arrow(self, name: str, start: tuple[str, float], end: tuple[str, float]) -> None:
-        """Draw an arrow between spans (process/thread, time): each time must lie within its span."""
+        """Draw an arrow between two spans, each given as (process/thread, time), with a time within the span."""
         self._flows += 1
         self.add("s", start[0], name, start[1], cat="group", id=self._flows)
         self.add("f", end[0], name, end[1], cat="group", id=self._flows, bp="e")
 
     def tree(self, shown: JsonObject) -> JsonObject:
-        """Return the file's content: metadata first, then by time. shown: the run's path, steps, the time that is 0."""
+        """Return the file's content: metadata, then events by time. shown: the run's path, its steps, the time that is 0."""
         named = [("process", process, pid, 0) for process, pid in self._processes.items()]
         named += [("thread", thread, self._processes[process], tid) for (process, thread), tid in self._threads.items()]
         metadata = [
@@ -158,22 +157,21 @@ class ChromeTrace:
             for kind, name, pid, tid in named
             for key, value in (("name", name), ("sort_index", tid or pid))
         ]
-        events = [event for _, _, event in sorted(self._events, key=lambda e: e[:2])]
+        events = sorted(self._events, key=lambda e: (e["ts"], -e.get("dur", 0)))
         return {"displayTimeUnit": "ms", "otherData": shown, "traceEvents": [*metadata, *events]}
 
-    def add(self, phase: str, on: str, name: str, at: float, duration: int = 0, **more: object) -> None:
+    def add(self, phase: str, on: str, name: str, at: float, **more: object) -> None:
         process, _, thread = on.partition("/")
         pid = self._processes.setdefault(process, len(self._processes) + 1)
         tid = self._threads.setdefault((process, thread), len(self._threads) + 1) if thread else 0
-        begin = self._us(at)
-        self._events.append((begin, -duration, {"ph": phase, "name": name, "pid": pid, "tid": tid, "ts": begin} | more))
+        self._events.append({"ph": phase, "name": name, "pid": pid, "tid": tid, "ts": self._us(at)} | more)
 
     def _us(self, seconds: float) -> int:
         return round((seconds - self._base) * 1e6)
 
 
 LEARNER, REQUESTS, BUSY = "learner/rank 0", "/requests", "/busy"
-MARGIN_S = 1e-6  # how far within their spans arrows begin and end
+MARGIN_S = 1e-6  # arrows begin and end this far inside their spans
 
 
 def main(run: Path, steps: int, output: Path | None) -> int:
@@ -192,7 +190,7 @@ def main(run: Path, steps: int, output: Path | None) -> int:
 
 
 def trace_of(rundir: RunDir, steps: int) -> JsonObject:
-    """Build the trace from the start of the last `steps` complete steps."""
+    """Build the trace from the start of the last `steps` complete steps. MegarlError if nothing is recorded yet."""
     spans, events = read(rundir.trace)
     if not spans:
         raise MegarlError(f"{rundir.trace}: nothing is recorded there yet; try again when the run samples")
@@ -221,7 +219,7 @@ def trace_of(rundir: RunDir, steps: int) -> JsonObject:
 
 
 def _places(spans: Iterable[Span]) -> dict[str, list[Span]]:
-    """Return spans, except those of groups, by where they are drawn, and add when each server was busy."""
+    """Return the spans by the place where they are drawn, without those of groups; add spans for when each server was busy."""
     rows: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         if span.on != TICKETS:
@@ -233,13 +231,13 @@ def _places(spans: Iterable[Span]) -> dict[str, list[Span]]:
 
 
 def _order(place: str) -> tuple[int, int, str]:
-    """Sort the learner first, then servers by number, then the controller."""
+    """Return a sort key: the learner first, then servers by number, then the controller."""
     role, _, number = place.partition("/")[0].partition(" ")
     return {"learner": 0, "server": 1}.get(role, 2), int(number or 0), place
 
 
 def _draw(trace: ChromeTrace, place: str, units: Sequence[SpanTree]) -> dict[int, str]:
-    """Draw units on as many lanes as needed; return the lane of each unit's first span, by its id()."""
+    """Draw units on as many lanes as needed; return the lane of each span, by its id()."""
     lanes, where = packed(units), {}
     for number, lane in enumerate(lanes, 1):
         on = place if len(lanes) == 1 else f"{place} {number}"
@@ -250,7 +248,7 @@ def _draw(trace: ChromeTrace, place: str, units: Sequence[SpanTree]) -> dict[int
 
 
 def _draw_groups(trace: ChromeTrace, seen: Sequence[GroupLife], learner: Sequence[Span]) -> None:
-    """Draw groups, each with an arrow to the training of its step if it was taken."""
+    """Draw groups; if a group was taken, an arrow leads to the training of its step."""
     units = [group.unit() for group in seen]
     where = _draw(trace, TICKETS, units)
     training = [span for span in learner if span.name == "train"]
@@ -262,7 +260,7 @@ def _draw_groups(trace: ChromeTrace, seen: Sequence[GroupLife], learner: Sequenc
 
 
 def _count(trace: ChromeTrace, rows: Mapping[str, Sequence[Span]], lives: Sequence[GroupLife], since: float) -> None:
-    """Draw counters of requests on each server, and of tickets by what they wait for, from `since` on."""
+    """Draw counters from `since` on: requests on each server, tickets being generated, and tickets that wait for their step."""
     generating = changes((g.begin, g.now if g.generated is None else g.generated) for g in lives)
     waiting = changes((g.generated, g.end) for g in lives if g.generated is not None)
     counters = [
@@ -282,9 +280,11 @@ _decode = msgspec.json.Decoder(TraceRow).decode
 
 
 def read(folder: Path) -> tuple[list[Span], list[SpanEvent]]:
-    """Return spans and events of all roles, by begin; spans still open end at the last known time."""
-    paths = {path.with_name(path.name.replace(".1.jsonl", ".jsonl")) for path in folder.glob("*.jsonl")}
-    roles = [_role(path) for path in sorted(paths)]  # between rotation and next flush a role has .1.jsonl alone
+    """Return the spans and events of all roles, ordered by their begin. Spans still open end at the last known time."""
+    rows: dict[str, list[TraceRow]] = defaultdict(list)
+    for path in sorted(folder.glob("*.jsonl")):  # ROLE.1.jsonl, the earlier part, comes before ROLE.jsonl
+        rows[path.name.removesuffix(".jsonl").removesuffix(".1")] += _rows(path)
+    roles = [_role(of_role) for of_role in rows.values()]
     now = max((last for *_, last in roles), default=0.0)
     spans = [span for ended, begun, _, _ in roles for span in (*ended, *_cut(begun.values(), now))]
     events = [event for _, _, events, _ in roles for event in events]
@@ -294,13 +294,13 @@ def read(folder: Path) -> tuple[list[Span], list[SpanEvent]]:
 Begun = dict[tuple[str, str, float], Open]
 
 
-def _role(path: Path) -> tuple[list[Span], Begun, list[SpanEvent], float]:
-    """Return of one role the spans that have ended, those still open, events and the last time."""
+def _role(rows: Iterable[TraceRow]) -> tuple[list[Span], Begun, list[SpanEvent], float]:
+    """Return for one role the spans that have ended, those still open, the events, and the last known time."""
     ended: list[Span] = []
     begun: Begun = {}
     events: list[SpanEvent] = []
     life, last = None, 0.0
-    for row in (*_rows(path.with_suffix(".1.jsonl")), *_rows(path)):
+    for row in rows:
         match row:
             case Life():
                 if row != life:
@@ -325,10 +325,8 @@ def _cut(begun: Iterable[Open], at: float) -> list[Span]:
 
 
 def _rows(path: Path) -> Iterator[TraceRow]:
-    """Yield the rows of a part, if it exists; incomplete lines (a crash, a write under way) are skipped."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
+    """Yield the rows of a file, if it still exists. Incomplete lines (a crash, a write in progress) are skipped."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
         for line in file:
             with suppress(msgspec.DecodeError):
                 yield _decode(line)

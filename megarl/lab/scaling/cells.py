@@ -1,13 +1,14 @@
-"""The law over batches: P prompts a step, G rollouts a prompt, n rollouts in all. One fit for short runs of a few (P, G).
+"""The law over batch sizes: P prompts per step, G rollouts per prompt, n rollouts in all. One fit for short runs of few (P, G).
 
     R(n; P, G) = R_0 + (A_PG − R_0) / (1 + (n_PG / n)^B)       n_PG = N (P/P_0)^α (G/G_0)^β
                                                            1 − A_PG = (1 − A) (P/P_0)^−δ (G/G_0)^−ε
 
-P_0 and G_0 are the runs' geometric means. α = 0: only rollouts count, as where gradients are noisy; α = 1: only steps count, as
-beyond the critical batch (arXiv 1812.06162); powers stand for the change from one to the other, so they hold near the runs.
+P_0 and G_0 are the runs' geometric means. α = 0: only rollouts count, as with noisy gradients; α = 1: only steps count, as
+beyond the critical batch size (arXiv 1812.06162). Powers approximate the change from one to the other, so they hold only near
+the runs.
 
-What a run strays from its curve, and a curve from these powers, is part of the noise (posterior.py). Eight parameters, sampled
-by the stretch move of Goodman and Weare (2010, doi 10.2140/camcos.2010.5.65).
+How far a run strays from its curve, and a curve from these powers, is part of the noise (posterior.py). The eight parameters
+are sampled by the stretch move of Goodman and Weare (2010, doi 10.2140/camcos.2010.5.65).
 """
 
 import math
@@ -17,24 +18,23 @@ from typing import NamedTuple
 import numpy as np
 
 from megarl.core.base.errors import MegarlError
-from megarl.lab.scaling.fit import BEFORE_TRAINING, PRIOR, before_training, windowed
+from megarl.lab.scaling.fit import BEFORE_TRAINING, LN_B, before_training, windowed
 from megarl.lab.scaling.forms import FORMS, Array
 from megarl.lab.scaling.points import Curve
 from megarl.lab.scaling.posterior import Normal
 
-B = PRIOR.w or Normal(0.0, 1.0)  # of ln B
 WALKERS, ROUNDS, THIN = 64, 1500, 8
-MISFIT, LENGTH = 0.03, 1.5  # of a run from its curve: as in fit.py
-OFFSET = 0.06  # of a run from the powers, and of a seed, as a share of the gain
+MISFIT, LENGTH = 0.03, 1.5  # how far a run strays from its curve, as a share of the gain, and for how long in ln n
+OFFSET = 0.06  # how far a run strays from the powers, and a seed from other seeds, as a share of the gain
 POWERS = Normal(0.5, 0.4)
-"""α and β: mean and deviation, between the limits. The paper's batches of 512 to 2,048 have 1.07 in GPU-hours, its 8 to 32
-generations of one batch .13 for β − α."""
+"""Prior of α and β. In ScaleRL's paper, batches of 512 to 2,048 give 1.07 in GPU-hours, and 8 to 32 generations of one batch
+give .13 for β − α."""
 CEILINGS = Normal(0.08, 0.1)
-"""δ and ε: mean and deviation. The paper's batches have .08, its generations .01 for ε − δ; a seed's ±.015 in A is ±.04."""
+"""Prior of δ and ε. In the paper, batch sizes give .08, generations .01 for ε − δ; a seed's ±.015 in A corresponds to ±.04."""
 
 
 class CellRun(NamedTuple):
-    """A run. curve: its `hours` are rollouts, cumulative; device_hours: of a step, start-up and evaluations left out."""
+    """A run. curve: its `hours` are cumulative rollouts; device_hours: those of a step, without start-up and evaluations."""
 
     prompts: int
     generations: int
@@ -47,39 +47,40 @@ class CellRun(NamedTuple):
 
 
 class CellLaw:
-    """The fitted law; `theta` [draws, 8] are R_0, A, ln B, ln N in units of `scale`, α, β, δ, ε."""
+    """The fitted law. theta [draws, 8]: R_0, A, ln B, ln(N / scale), α, β, δ, ε. MegarlError if the runs cannot be fitted."""
 
     def __init__(self, runs: Sequence[CellRun]) -> None:
         if len({run.batch for run in runs}) < 2:
             alone = f"{len(runs)} run{'s' * (len(runs) != 1)} of one batch cannot tell what another would do"
             raise MegarlError(f"{alone}; give runs that differ in batch.prompts or sampling.generations (--curves A,B)")
-        self.centre = np.log([run.batch for run in runs]).mean(0)
-        hours, self.y, of, noise, _ = windowed(curves := [run.curve for run in runs], 0.0, None)
+        curves, batches = [run.curve for run in runs], np.log([run.batch for run in runs])
+        self.centre = batches.mean(0)
+        hours, self.y, number, noise, _ = windowed(curves, 0.0, None)
         if noise is None:
             raise MegarlError("--curves: it is not known of how many answers the scores are the mean")
         if len(self.y) < 6:
             raise MegarlError(f"{len(self.y)} scores in all runs; the law over batches needs 6 or more: train further")
         self.scale = float(hours.max())
-        self._x, self._cell = np.log(hours / self.scale), np.log([run.batch for run in runs])[of] - self.centre
+        self._x, self._cell = np.log(hours / self.scale), batches[number] - self.centre
         known, _ = before_training(curves, None)
-        self._start = (float(self.y.min()), 0.2) if known is None else (known, BEFORE_TRAINING)
-        self.gain = max(float(np.sort(self.y)[-3:].mean()) - self._start[0], 0.02)
-        rise, same = np.clip((self.y - self._start[0]) / self.gain, 0, 1), of[:, None] == of
+        self._start = Normal(float(self.y.min()), 0.2) if known is None else Normal(known, BEFORE_TRAINING)
+        self.gain = max(float(np.sort(self.y)[-3:].mean()) - self._start.mean, 0.02)
+        rise, same = np.clip((self.y - self._start.mean) / self.gain, 0, 1), number[:, None] == number
         strays = MISFIT**2 * np.exp(-np.abs(self._x[:, None] - self._x) / LENGTH) + OFFSET**2 * rise[:, None] * rise
         self._whiten = np.linalg.inv(np.linalg.cholesky(self.gain**2 * strays * same + np.diag(noise**2)))
         self.theta = _sampled(self._density, self._walkers())
 
     def _walkers(self) -> Array:
         rng = np.random.default_rng(1)
-        r0 = (self._start[0] + 0.01 * rng.standard_normal(WALKERS)).clip(0.001, 0.95)
+        r0 = (self._start.mean + 0.01 * rng.standard_normal(WALKERS)).clip(0.001, 0.95)
         a = 1 - (1 - np.maximum(self.y.max(), r0)) * rng.uniform(0.1, 0.9, WALKERS)
-        others = [B.mean, -0.5, POWERS.mean, POWERS.mean, 0.0, 0.0]
+        others = [LN_B.mean, -0.5, POWERS.mean, POWERS.mean, 0.0, 0.0]
         return np.column_stack([r0, a, np.array(others) + 0.05 * rng.standard_normal((WALKERS, 6))])
 
     def _density(self, theta: Array) -> Array:
         """Return the log density [walkers] of parameters [walkers, 8], up to a constant."""
         r0, a, w, u = theta.T[:4]
-        about = (self._start, B, POWERS, POWERS, CEILINGS, CEILINGS)
+        about = (self._start, LN_B, POWERS, POWERS, CEILINGS, CEILINGS)
         prior = sum(((part - m) / d) ** 2 for part, (m, d) in zip((r0, w, *theta.T[4:]), about, strict=True))
         low, high = self._x.min() - 4, self._x.max() + 3  # as PRIOR.beyond
         allowed = (r0 > 0) & (a > r0) & (a < 1) & (u > low) & (u < high)
@@ -87,22 +88,22 @@ class CellLaw:
         return np.where(allowed, -0.5 * (prior + (whitened**2).sum(1)), -np.inf)
 
     def _law(self, theta: Array, cell: Array, x: Array) -> Array:
-        """Return scores [draws, points]. cell: [points, 2] logarithms about the centre."""
+        """Return scores [draws, points]. cell: [points, 2] logarithms of P and G, relative to the centre."""
         r0, a, w, u = theta.T[:4, :, None]
         ceiling = 1 - (1 - a.clip(0, 1)) * np.exp(-(theta[:, 6:] @ cell.T).clip(-20, 20))
         share = FORMS["sigmoid"].share(np.exp(w.clip(-9, 9)) * (x - u - theta[:, 4:6] @ cell.T))
         return np.asarray(r0 + np.maximum(ceiling - r0, 0) * share)
 
     def scores(self, cells: Array, rollouts: Array) -> Array:
-        """Return draws [draws, cells] of the scores of other runs. cells: [cells, 2] prompts and generations."""
+        """Return draws [draws, cells] of other runs' scores. cells: [cells, 2] prompts and generations; rollouts: [cells]."""
         law = self._law(self.theta, np.log(cells) - self.centre, np.log(rollouts / self.scale))
-        rise = np.clip((law - self._start[0]) / self.gain, 0, None)
+        rise = np.clip((law - self._start.mean) / self.gain, 0, None)
         strays = math.hypot(MISFIT, OFFSET) * self.gain * np.random.default_rng(2).standard_normal(law.shape)
         return np.asarray((law + rise * strays).clip(0, 1))
 
 
 def _sampled(density: Callable[[Array], Array], walkers: Array) -> Array:
-    """Return draws [draws, dimensions], from the last two thirds of the rounds."""
+    """Return draws [draws, dimensions] from the last two thirds of the rounds."""
     rng, at, value, kept = np.random.default_rng(0), walkers, density(walkers), []
     half, dimensions = len(walkers) // 2, walkers.shape[1]
     for n in range(ROUNDS):

@@ -1,10 +1,10 @@
-"""Compares runs: ceilings, speed, and which is ahead from what compute on.
+"""Compares runs: ceilings, speed, and at how much compute which run is ahead.
 
     {name: curves} ──► a fit each ──► all refitted at one A ──► each against the first ──► table, verdict
 
-Exponents B of two fits are comparable only at one ceiling. ScaleRL compares those of all arms at one fixed A (section 4; .605),
-if A agree within 0.02, by which three seeds of one recipe differ (arXiv 2510.13786, section 2). That A is given, or the mean of
-all runs', in which each counts by how narrow its interval is.
+Exponents B of two fits are comparable only at one ceiling. ScaleRL compares those of all arms at one fixed A (section 4; .605)
+if the arms' A agree within 0.02, the difference between three seeds of one recipe (arXiv 2510.13786, section 2). That A is
+given, or the mean over all runs, weighted by how narrow their intervals are.
 """
 
 import math
@@ -22,7 +22,7 @@ SAME_CEILING = 0.02
 
 
 class RunFit(NamedTuple):
-    """One run in the table; `fit` is None if `problem` says why there is none."""
+    """One run in the table. fit: None if there is none; `problem` then says why."""
 
     name: str
     fit: Fit | None
@@ -36,12 +36,12 @@ class Pair(NamedTuple):
     other: str
     same_ceiling: bool
     overtakes: tuple[tuple[str, float], ...]
-    """Who takes the lead, at which hours, in order; the first entry is who leads where both begin."""
+    """(name, hours) at which a run takes the lead, in order; the first entry is the run that leads at the start."""
     text: str
 
 
 class RunComparison(NamedTuple):
-    """ceiling: the A at which `at_ceiling` refits every run, whose B are comparable there."""
+    """A comparison of runs. at_ceiling: the fits at the common A, `ceiling`, where exponents B are comparable."""
 
     entries: tuple[RunFit, ...]
     pairs: tuple[Pair, ...]
@@ -55,7 +55,7 @@ class RunComparison(NamedTuple):
         return "\n".join([*(pair.text for pair in self.pairs), *failed])
 
     def rows(self) -> list[dict[str, object]]:
-        """Return the table as records: the fit's keys, `name`, and B with interval and C_mid at the common A."""
+        """Return the table as records: the run's name, its fit, and at the common A: B with its interval, C_mid."""
         records = []
         for entry in self.entries:
             row: dict[str, object] = {"name": entry.name}
@@ -68,7 +68,8 @@ class RunComparison(NamedTuple):
 
 
 def compare(runs: Mapping[str, Sequence[Curve]], **options: Unpack[FitOptions]) -> RunComparison:
-    """Compare all runs with the first that can be fitted. ceiling: the common A; None: the runs' mean."""
+    """Compare all runs with the first one that can be fitted. options: those of `fit`; ceiling: the common A, by default the
+    mean over the runs."""
     if len({curve.unit for curves in runs.values() for curve in curves}) > 1:
         raise MegarlError("runs on GPUs and runs on CPU cores cannot be compared by their hours")
     entries, fits = [], {}
@@ -87,24 +88,23 @@ def compare(runs: Mapping[str, Sequence[Curve]], **options: Unpack[FitOptions]) 
         reference, first = next(iter(fits.items()))
         named = (reference, first, other, second)
         same = abs(first.A - second.A) <= SAME_CEILING
-        crossings = overtakes(*named)
+        ahead = overtakes(*named)
         said = _exponents(*named, at_ceiling) if same else _ceiling(*named)
-        pairs.append(
-            Pair(reference, other, same, crossings, f"{said} {_speed(*named)} {_lead(crossings, first, second)}")
-        )
+        text = f"{said} {_speed(*named)} {_lead(ahead, first, second)}"
+        pairs.append(Pair(reference, other, same, ahead, text))
     return RunComparison(tuple(entries), tuple(pairs), ceiling, at_ceiling)
 
 
 def _pooled(fits: Iterable[Fit]) -> float:
-    """Return the mean A; 0 if there is none."""
+    """Return the mean A, weighted by how narrow the intervals are; 0 if there are no fits."""
     if not (fits := list(fits)):
         return 0.0
-    ceilings, widths = (np.array(part) for part in zip(*((f.A, np.ptp(f.A_interval)) for f in fits), strict=True))
-    return float(np.average(ceilings, weights=np.maximum(widths, 1e-3) ** -2))
+    widths = np.array([np.ptp(fit.A_interval) for fit in fits])
+    return float(np.average([fit.A for fit in fits], weights=np.maximum(widths, 1e-3) ** -2))
 
 
 def overtakes(name_a: str, a: Fit, name_b: str, b: Fit) -> tuple[tuple[str, float], ...]:
-    """Return (name, hours) at each change of lead, up to ten times the compute seen; differences below noise are ignored."""
+    """Return (name, hours) for each change of lead, up to ten times the compute seen; differences below noise do not count."""
     hours = np.geomspace(max(a.window[0], b.window[0]), 10 * max(a.window[1], b.window[1]), 2000)
     difference = a(hours) - b(hours)
     clear = np.flatnonzero(np.abs(difference) > max(a.rmse, b.rmse, 1e-3))
@@ -122,7 +122,7 @@ def overtakes(name_a: str, a: Fit, name_b: str, b: Fit) -> tuple[tuple[str, floa
 def efficiency(fit: Fit, hours: np.ndarray, pass_rate: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return points (log10 C, log10 F) with F(R) = C_mid^B / ((A − R_0)/(R − R_0) − 1), which lie on a line of slope B.
 
-    Scores outside R_0 … A have none.
+    Scores outside R_0 … A give no point.
     """
     share = (pass_rate - fit.R_0) / (fit.A - fit.R_0)
     inside = (share > 0) & (share < 1)
@@ -149,7 +149,7 @@ def _ceiling(name_a: str, a: Fit, name_b: str, b: Fit) -> str:
 
 
 def _speed(name_a: str, a: Fit, name_b: str, b: Fit) -> str:
-    """Say which run needs less compute for half of the gain that both can make."""
+    """Return a sentence on which run needs less compute for half of the gain that both can make."""
     r0 = max(a.R_0, b.R_0)
     halfway = (r0 + min(a.A, b.A)) / 2
     hours_a, hours_b = hours_of(a, halfway), hours_of(b, halfway)

@@ -1,7 +1,7 @@
-"""What a fit says beyond its points: the score at some compute, the compute for a score, each with its 95 % interval.
+"""Predictions of a fit beyond its points: the score at some compute, the compute for a score, each with its 95 % interval.
 
-Both describe how the fitted curves (the mean of several seeds) continue. The intervals cover the error of the law and how far
-the curves have strayed from it, but not the noise that a single evaluation adds.
+Both describe how the fitted curves (for several seeds, their mean) continue. The intervals cover the error of the law and how
+far the curves have strayed from it, but not the noise that a single evaluation adds.
 """
 
 import math
@@ -12,17 +12,17 @@ from typing import NamedTuple
 import numpy as np
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.evaluation.forecast import FURTHER_HOURS, PASS_RATE, Row
+from megarl.core.base.rundir import Row
+from megarl.core.evaluation.forecast import FURTHER_HOURS, PASS_RATE
 from megarl.lab.scaling.fit import Fit
 from megarl.lab.scaling.fit import fit as fit_curves
 from megarl.lab.scaling.forms import FORMS
 from megarl.lab.scaling.points import Curve, PointColumns, curve_of_run
-
-INTERVAL = (0.5, 0.025, 0.975)
+from megarl.lab.scaling.posterior import INTERVAL
 
 
 class Prediction(NamedTuple):
-    """Pass rates [points] at hours [points], and the ends of their intervals."""
+    """Pass rates at `hours`, with the ends of their intervals; all are [points]."""
 
     hours: np.ndarray
     pass_rate: np.ndarray
@@ -31,7 +31,8 @@ class Prediction(NamedTuple):
 
 
 class Reached(NamedTuple):
-    """Hours at which the curve passes a score; infinite: never. The interval is open above if the asymptote may be lower."""
+    """Hours at which the curve passes a score, infinite if it never does. The interval ends at infinity if the asymptote may be
+    below the score."""
 
     hours: float
     interval: tuple[float, float]
@@ -39,24 +40,24 @@ class Reached(NamedTuple):
 
 @dataclass(frozen=True)
 class Later:
-    """How the fit did on points after its window: errors are measured − predicted."""
+    """How well the fit predicted points after its window. Errors are measured − predicted."""
 
     n: int
     until: float
     mean_error: float
     largest_error: float
-    inside: int  # points inside the interval widened by the fit's residual noise
+    inside: int  # points inside the interval, which is widened by the fit's residual noise
 
 
 def predict(fit: Fit, hours: np.ndarray) -> Prediction:
-    """Predict scores and intervals at compute above 0."""
+    """Predict scores, with intervals, at `hours` above 0."""
     x = FORMS[fit.form].x(np.asarray(hours, float), fit.scale)
     middle, low, high = np.quantile(fit.posterior.scores(x), INTERVAL, axis=0)
     return Prediction(hours, middle, low, high)
 
 
 def hours_to(fit: Fit, score: float) -> Reached:
-    """Return when the curve passes `score`."""
+    """Return the compute at which the curve passes `score`."""
     grid = np.geomspace(fit.hours[0] / 10, fit.window[1] * 1000, 240)
     band = predict(fit, grid)
     hours, earliest, latest = (_first(grid, scores, score) for scores in (band.pass_rate, band.high, band.low))
@@ -64,7 +65,7 @@ def hours_to(fit: Fit, score: float) -> Reached:
 
 
 def later_points(fit: Fit, curves: Sequence[Curve]) -> Later | None:
-    """Compare with points of more compute than the fit's window; None if there are none."""
+    """Compare the fit with points at more compute than its window; None if there are none."""
     hours = np.concatenate([c.hours for c in curves])
     rates = np.concatenate([c.pass_rate for c in curves])
     behind = hours > fit.window[1]
@@ -81,11 +82,11 @@ def later_points(fit: Fit, curves: Sequence[Curve]) -> Later | None:
 
 
 def forecast(evaluations: Sequence[Row], metrics: Iterable[Row], steps: int, score: str = PASS_RATE) -> Row:
-    """Forecast the rest of a live run of `steps` steps after the last of these evaluations: columns of eval.jsonl.
+    """Forecast the rest of a live run of `steps` steps after the last of these evaluations; return columns of eval.jsonl.
 
-    Compute at the last step is the present one times steps / step. `predicted_rest_high`: what the rest of that budget gains at
-    most, by the upper end of a 95 % interval. Empty if there are too few scores, or no curve fits. score: `pass_rate`, or that
-    of a task or a suite, `pass_rate/math`.
+    The budget, i.e. compute at the last step, is the present compute times steps / step. `predicted_rest_high`: the gain from
+    the rest of the budget, at the upper end of its 95 % interval. Empty if there are too few scores, or no curve fits. score:
+    the column to forecast, `pass_rate` or that of a task or suite, such as `pass_rate/math`.
     """
     last = evaluations[-1]
     if not last["step"]:
@@ -122,7 +123,7 @@ def inverse(fit: Fit, score: float) -> float:
 
 
 def _first(hours: np.ndarray, scores: np.ndarray, score: float) -> float:
-    """Return the compute at which the score is first reached, between grid points; infinite if it never is."""
+    """Return the compute at which the score is first reached, interpolated; 0 if below the grid, infinite if never."""
     found = np.flatnonzero(scores >= score)
     if not len(found):
         return math.inf

@@ -2,28 +2,30 @@
 
     Curves ──► `windowed`: without early points ──► posterior.py: A, B, C_mid, R_0, their intervals ──► `doubts` ──► Fit
 
-The paper tries A = 0.450, 0.455 … 0.800 and C_mid, and fits B for each pair; the smallest sum of squares wins
-(`grid="paper"`). Otherwise the parameters are the posterior's mode, and always its quantiles are the intervals. R_0 is not the
-score before training: early points do not follow the law, so that score is evidence of R_0 with an error (`PRIORS`).
+The paper tries A = 0.450, 0.455 … 0.800 and values of C_mid, and fits B for each pair; the smallest sum of squares wins
+(`grid="paper"`). By default the parameters are the posterior's mode. In both cases the intervals are the posterior's quantiles.
+R_0 is not the score before training: early points do not follow the law, so that score only tells R_0 up to an error
+(`BEFORE_TRAINING`).
 
-An interval is of the recipe: it holds what another seed would give. Predictions (extrapolate.py) are of the curves at hand.
+Intervals describe the recipe: they include what another seed would give. Predictions (extrapolate.py) describe given curves.
 
-Which points are fitted: the law does not hold at first, so ScaleRL leaves out the first 1,500 GPU-hours, about an epoch.
-A run whose first epoch is shorter, or on CPU cores, has the epoch left out instead: hours of a run of another size mean little.
+The law does not hold at first, so ScaleRL leaves out the first 1,500 GPU-hours, about an epoch. For a run whose first epoch is
+shorter, or on CPU cores, the first epoch is left out instead, as hours of a run of another size mean little.
 
-`doubts` says with every fit what its points cannot support.
+`doubts` lists, for every fit, what its points do not support.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, TypedDict
 
 import numpy as np
 
 from megarl.core.base.errors import MegarlError
 from megarl.lab.scaling.forms import FORMS, Array, Form
-from megarl.lab.scaling.points import Curve, Unit, amount
+from megarl.lab.scaling.points import Curve, Unit, amount, binomial_noise
 from megarl.lab.scaling.posterior import EXACT, FLAT, CurvePoints, Normal, Posterior, Prior
 
 Grid = Literal["paper", "free"]
@@ -31,12 +33,14 @@ R0From = Literal["evaluation", "given", "estimate"]
 Interval = tuple[float, float]
 CEILINGS = np.linspace(0.45, 0.8, 71)
 """The paper's values of A."""
-KEYS = ("form", "A", "B", "C_mid", "R_0", "sse", "rmse", "r2", "n")
-INTERVALS = ("window", "A_interval", "B_interval", "C_mid_interval")
+RECORDED = (
+    "form", "A", "B", "C_mid", "R_0", "sse", "rmse", "r2", "n", "window", "A_interval", "B_interval", "C_mid_interval",
+    "warnings",
+)  # fmt: skip
 
 
 class FitOptions(TypedDict, total=False):
-    """How `fit` fits. start, end: hours of the window; ceiling: holds A there."""
+    """The options of `fit`, which explains them."""
 
     r0: float | None
     start: float | None
@@ -48,7 +52,7 @@ class FitOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """A fitted curve. Hours are of `unit`; an interval end that the points do not bound is infinite."""
+    """A fitted curve. Hours are GPU-hours or core-hours, according to `unit`; intervals are 95 % intervals."""
 
     form: str
     A: float
@@ -63,14 +67,14 @@ class Fit:
     A_interval: Interval
     B_interval: Interval
     C_mid_interval: Interval
-    warnings: tuple[str, ...]
+    remarks: tuple[str, ...]  # about the window
     unit: Unit
     r0_from: R0From
-    theta: np.ndarray  # [4] A, u, w, R_0 as forms.py has them, in units of `scale`
+    theta: np.ndarray  # [4] A, u, w, R_0 as in forms.py, with compute in units of `scale`
     posterior: Posterior
     hours: np.ndarray  # [n] hours of the points used, ascending
     pass_rate: np.ndarray  # [n] their pass rates
-    ceilings: Interval  # between which A was looked for
+    ceilings: Interval  # the range in which A was searched
 
     def __call__(self, hours: np.ndarray) -> np.ndarray:
         """Return the fitted pass rate [points] at compute above 0."""
@@ -79,23 +83,28 @@ class Fit:
         return r0 + (a - r0) * form.share(np.exp(w) * (form.x(hours, self.scale) - u))
 
     def record(self) -> dict[str, object]:
-        """Return a record for JSON; null is an unbounded interval end."""
-        intervals = {key: [end if math.isfinite(end) else None for end in getattr(self, key)] for key in INTERVALS}
-        return {key: getattr(self, key) for key in KEYS} | intervals | {"warnings": list(self.warnings)}
+        """Return a record for JSON."""
+        values = {key: getattr(self, key) for key in RECORDED}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
     @property
     def scale(self) -> float:
         return self.window[1]
 
+    @cached_property
+    def warnings(self) -> tuple[str, ...]:
+        return (*self.remarks, *doubts(self))
+
 
 BEFORE_TRAINING = 0.03
 """Standard deviation of R_0 around the score before training."""
+LN_B = Normal(math.log(1.2), 0.5)
 PRIOR = Prior(
-    w=Normal(math.log(1.2), 0.5), r0=Normal(0.4, FLAT), a=Normal(0.6, FLAT),
-    misfits=(0.001, 0.01, 0.03, 0.06, 0.1), lengths=(0.5,), seeds=0.04, noises=(0.7, 1.0, 1.4), beyond=(4.0, 3.0),
+    w=LN_B, r0=Normal(0.4, FLAT), a=Normal(0.6, FLAT),
+    misfits=(0.001, 0.01, 0.03, 0.06, 0.1), length=0.5, seeds=0.04, noises=(0.7, 1.0, 1.4), beyond=(4.0, 3.0),
 )  # fmt: skip
-"""Known before the points. B: the paper's fits have 1.1 to 2.4, runs of the corpus 1.0 to 1.15. seeds: the paper's three differ
-by .015 in A, of a gain of .2. The rest is from the open part of the corpus (benchmarks/README.md).
+"""What is known without the points. B: 1.1 to 2.4 in the paper's fits, 1.0 to 1.15 in runs of the corpus. seeds: the paper's
+three differ by .015 in A, with a gain of .2. The rest comes from the open part of the corpus (benchmarks/README.md).
 """
 UNKNOWN_NOISE = tuple(np.geomspace(1e-4, 0.3, 12))  # shares of the gain
 
@@ -104,7 +113,8 @@ def fit(
     curves: Sequence[Curve], *, r0: float | None = None, start: float | None = None, end: float | None = None,
     form: str = "sigmoid", grid: Grid = "free", ceiling: float | None = None,
 ) -> Fit:  # fmt: skip
-    """Fit all curves together (the seeds of one recipe). start, end: hours of the window; ceiling: holds A there."""
+    """Fit all curves together (the seeds of one recipe). r0: score before training, by default from the curves; start, end: the
+    window in hours; ceiling: a fixed A. MegarlError if no curve can be fitted."""
     if not curves:
         raise MegarlError("nothing to fit: no curve was given")
     if (chosen := FORMS.get(form)) is None:
@@ -122,67 +132,52 @@ def fit(
         a=PRIOR.a if ceiling is None else Normal(ceiling, EXACT),
     )
     posterior = Posterior(chosen, CurvePoints(x, scores, number, noise), prior)
+    ceilings = np.array([ceiling]) if ceiling is not None else CEILINGS if grid == "paper" else np.array([0.0, 1.0])
     if grid == "paper":
-        bounds = (0.0, earliest) if known is None else (known, known)
-        theta = least_squares(chosen, x, scores, CEILINGS if ceiling is None else np.array([ceiling]), bounds)[0]
+        theta = least_squares(chosen, x, scores, ceilings, (0.0, earliest) if known is None else (known, known))
     else:
         theta = posterior.mode()
     a, u, w, r_0 = theta.tolist()
-    drawn = np.quantile(posterior.theta, (0.025, 0.975), axis=0)
-    drawn = np.stack([np.minimum(drawn[0], theta), np.maximum(drawn[1], theta)])
-    result = Fit(
+    low, high = np.quantile(posterior.theta, (0.025, 0.975), axis=0)
+    low, high = np.minimum(low, theta).tolist(), np.maximum(high, theta).tolist()
+    fitted = r_0 + (a - r_0) * chosen.share(np.exp(w) * (x - u))
+    sse = float(((scores - fitted) ** 2).sum())
+    spread = float(((scores - scores.mean()) ** 2).sum())
+    return Fit(
         form=form,
         A=a,
         B=chosen.b(w, scale),
         C_mid=chosen.hours(u, scale),
         R_0=r_0,
-        sse=0.0,
-        rmse=0.0,
-        r2=0.0,
+        sse=sse,
+        rmse=math.sqrt(sse / len(hours)),
+        r2=1 - sse / spread,
         n=len(hours),
         window=(float(hours[0]), scale),
-        A_interval=_pair(drawn[:, 0]),
-        B_interval=_pair(chosen.b(end, scale) for end in drawn[:, 2]),
-        C_mid_interval=_pair(chosen.hours(end, scale) for end in drawn[:, 1]),
-        warnings=(),
+        A_interval=(low[0], high[0]),
+        B_interval=(chosen.b(low[2], scale), chosen.b(high[2], scale)),
+        C_mid_interval=(chosen.hours(low[1], scale), chosen.hours(high[1], scale)),
+        remarks=remarks,
         unit=curves[0].unit,
         r0_from=r0_from,
         theta=theta,
         posterior=posterior,
         hours=hours,
         pass_rate=scores,
-        ceilings=(ceiling, ceiling) if ceiling is not None else (0.0, 1.0) if grid == "free" else (0.45, 0.8),
+        ceilings=(float(ceilings[0]), float(ceilings[-1])),
     )
-    sse = float(((scores - result(hours)) ** 2).sum())
-    spread = float(((scores - scores.mean()) ** 2).sum())
-    result = replace(result, sse=sse, rmse=math.sqrt(sse / len(hours)), r2=1 - sse / spread)
-    return replace(result, warnings=(*remarks, *doubts(result)))
-
-
-def _pair(ends: Iterable[float]) -> Interval:
-    low, high = sorted(float(end) for end in ends)
-    return low, high
-
-
-def _noise(curve: Curve) -> Array:
-    """Return the standard deviation of each score, measured or by the number of answers; NaN if neither is known."""
-    if curve.noise is not None:
-        return curve.noise
-    answers = curve.answers or math.nan
-    rate = np.clip(curve.pass_rate, 1 / answers, 1 - 1 / answers)  # a perfect score is not without noise
-    noise: Array = np.sqrt(rate * (1 - rate) / answers)
-    return noise
 
 
 def _r0_prior(known: float | None, r0_from: R0From, form: str, earliest: float) -> Normal:
     if known is None:
         return Normal(0.7 * earliest, 0.5 * earliest + 0.05)
-    exact = r0_from == "given" or form == "power"  # which cannot tell R_0 from C_mid
+    exact = r0_from == "given" or form == "power"  # the power law cannot tell R_0 from C_mid
     return Normal(known, EXACT if exact else BEFORE_TRAINING)
 
 
 def before_training(curves: Sequence[Curve], given: float | None) -> tuple[float | None, R0From]:
-    """Return R_0 and its origin; None: to be estimated. Seeds start from the same weights, so their scores are averaged."""
+    """Return the score before training (None: R_0 must be estimated) and its origin. Scores of several seeds are averaged,
+    since seeds start from the same weights."""
     if given is not None:
         if not 0 <= given < 1:
             raise MegarlError(f"R_0 is {given:g}; it is the pass rate before training, between 0 and 1")
@@ -192,7 +187,7 @@ def before_training(curves: Sequence[Curve], given: float | None) -> tuple[float
 
 
 def _refuse(name: str, form: Form, hours: Array, scores: Array, r0: float | None, ceiling: float | None) -> None:
-    """Raise MegarlError for points to which no curve can be fitted."""
+    """Raise MegarlError if no curve can be fitted to these points."""
     parameters = 2 + (r0 is None) + (ceiling is None)
     if len(hours) <= parameters:
         raise MegarlError(
@@ -209,19 +204,17 @@ def _refuse(name: str, form: Form, hours: Array, scores: Array, r0: float | None
         raise MegarlError(f"{name}: the power law cannot estimate R_0 (it only moves C_mid); give --r0")
 
 
-# The paper's own procedure: for each A of a list and a fine grid of C_mid and B the sum of squares; the smallest wins.
+# The paper's own procedure: the sum of squares for each A of a list and a fine grid of C_mid and B; the smallest wins.
 GRID = (64, 40)  # numbers of values of u and w
 INSIDE = 48  # more values of u among the points, where a steep curve may have a minimum in each gap
-FINER = 9  # values on each axis around the best, in each of ROUNDS grids
+FINER = 9  # values on each axis around the best cell, in each of ROUNDS grids
 ROUNDS = 40
 
 
-def least_squares(
-    form: Form, x: Array, y: Array, ceilings: Array, r0_bounds: tuple[float, float]
-) -> tuple[Array, float]:
-    """Return parameters [4] (A, u, w, R_0) and the sum of squares. x, y: [points]; r0_bounds: equal if R_0 is known.
+def least_squares(form: Form, x: Array, y: Array, ceilings: Array, r0_bounds: tuple[float, float]) -> Array:
+    """Return the parameters [4] (A, u, w, R_0) with the least sum of squares. x, y: [points]; r0_bounds: equal if R_0 is known.
 
-    Every (A, u, w) of a grid, with R_0 in closed form if it is free; then finer grids around the best (u, w) of each A.
+    It tries every (A, u, w) of a grid, with a free R_0 in closed form; then finer grids around the best (u, w) of each A.
     """
     span, (low, high) = np.log(1000.0) if form.log else form.above, form.w_bounds
     u = np.union1d(np.linspace(x.min() - span, x.max() + span, GRID[0]), np.linspace(x.min(), x.max(), INSIDE))
@@ -239,13 +232,13 @@ def least_squares(
         best = errors.argmin(1)
         at_u, at_w, wide = near_u[rows, best], near_w[rows, best], wide * 0.6
     n = int(errors[rows, best].argmin())
-    return np.array([ceilings[n], at_u[n], at_w[n], r0[n, best[n]]]), float(errors[n, best[n]])
+    return np.array([ceilings[n], at_u[n], at_w[n], r0[n, best[n]]])
 
 
 def _errors(
     form: Form, x: Array, y: Array, a: Array, u: Array, w: Array, r0_bounds: tuple[float, float]
 ) -> tuple[Array, Array]:
-    """Return sums of squares and R_0 [ceilings, cells] of cells [1 or ceilings, cells]."""
+    """Return sums of squares and the best R_0, both [ceilings, cells]. a: [ceilings, 1]; u, w: [1 or ceilings, cells]."""
     s = form.share(np.exp(w)[..., None] * (x - u[..., None]))  # [1 or ceilings, cells, points]
     q = 1 - s
     ss, qq, sq, ys, yq = (s * s).sum(-1), (q * q).sum(-1), (s * q).sum(-1), s @ y, q @ y
@@ -259,9 +252,9 @@ ENOUGH = 8  # points that must remain for the default window to leave any out
 
 def windowed(
     curves: Sequence[Curve], start: float | None, end: float | None
-) -> tuple[Array, Array, Array, Array | None, list[str]]:  # fmt: skip
-    """Return hours, scores, curve number and noise of the points in the window, by ascending hours, and remarks about it. Noise
-    is None if that of one curve is not known.
+) -> tuple[Array, Array, Array, Array | None, tuple[str, ...]]:
+    """Return hours, scores, curve numbers and noise of the points in the window, by ascending hours, and remarks on the window.
+    The noise is None if that of any curve is unknown.
     """
     if len({curve.unit for curve in curves}) > 1:
         raise MegarlError("core-hours and GPU-hours cannot be fitted together")
@@ -272,15 +265,15 @@ def windowed(
     for number, curve in enumerate(curves):
         low = start if start is not None else _default(curve, end, remarks)
         inside = (curve.hours >= low) & (curve.hours <= (math.inf if end is None else end))
-        number_of_each = np.full(int(inside.sum()), number)
-        kept.append((curve.hours[inside], curve.pass_rate[inside], number_of_each, _noise(curve)[inside]))
+        noise = binomial_noise(curve.pass_rate, curve.answers or math.nan) if curve.noise is None else curve.noise
+        kept.append([part[inside] for part in (curve.hours, curve.pass_rate, np.full(len(inside), number), noise)])
     columns = [np.concatenate(part) for part in zip(*kept, strict=True)]
     hours, scores, numbers, noise = (column[np.argsort(columns[0], kind="stable")] for column in columns)
-    return hours, scores, numbers, noise if np.isfinite(noise).all() else None, list(dict.fromkeys(remarks))
+    return hours, scores, numbers, noise if np.isfinite(noise).all() else None, tuple(dict.fromkeys(remarks))
 
 
 def _default(curve: Curve, end: float | None, remarks: list[str]) -> float:
-    """Return the hours before which points are left out."""
+    """Return the hours before which points are left out by default; add a remark if none can be."""
     epoch = math.inf if curve.first_epoch is None else curve.first_epoch
     early = min(epoch, EARLY_HOURS) if curve.unit == "gpu" else 0.0 if curve.first_epoch is None else epoch
     rest = curve.hours if end is None else curve.hours[curve.hours <= end]
@@ -288,19 +281,18 @@ def _default(curve: Curve, end: float | None, remarks: list[str]) -> float:
         return early if math.isfinite(early) else 0.0
     what = "the first epoch" if early == epoch else f"the first {EARLY_HOURS:,.0f} GPU-hours"
     later = f"{(rest >= early).sum()} of {len(rest)} points are later"
-    remarks.append(
-        f"{what} could not be left out ({later}): early points, where the law does not hold yet, are in the fit"
-    )
+    why = "early points, where the law does not hold yet, are in the fit"
+    remarks.append(f"{what} could not be left out ({later}): {why}")
     return 0.0
 
 
 FEW_POINTS = 8
-WIDE_INTERVAL = 0.08  # of a recipe: ScaleRL quotes ±0.02 for three seeds
-STREAKS = 2.6  # deviations of the residuals' autocorrelation that noise alone exceeds once in a hundred fits
+WIDE_INTERVAL = 0.08  # of a recipe's A: ScaleRL quotes ±0.02 for three seeds
+STREAKS = 2.6  # autocorrelation of residuals, in standard deviations, that noise alone exceeds once in a hundred fits
 
 
 def doubts(fit: Fit) -> Iterator[str]:
-    """Yield what the fit's points cannot support, one sentence each."""
+    """Yield one sentence for each thing that the fit's points do not support."""
     (low, high), (a_low, a_high) = fit.ceilings, fit.A_interval
     if fit.r0_from == "estimate":
         yield f"R_0 = {fit.R_0:.3f} is an estimate: no score before training is known (--r0 gives one)"
@@ -320,9 +312,9 @@ def doubts(fit: Fit) -> Iterator[str]:
 
 
 def _fall(scores: np.ndarray) -> float:
-    """Return how far the mean of the last quarter is below the best quarter; 0 if noise (3 deviations) explains it.
+    """Return how far the mean of the last quarter is below that of the best quarter; 0 if noise (3 deviations) explains it.
 
-    Noise is estimated from differences of neighbours, whose variance is twice its own.
+    Noise is estimated from differences between neighbours, whose variance is twice that of the noise.
     """
     width = max(2, len(scores) // 4)
     means = np.convolve(scores, np.ones(width) / width, mode="valid")
@@ -332,7 +324,7 @@ def _fall(scores: np.ndarray) -> float:
 
 
 def _in_streaks(fit: Fit) -> bool:
-    """Return whether neighbouring residuals agree more than independent ones would."""
+    """Return whether neighbouring residuals are more alike than independent ones would be."""
     residual = fit.pass_rate - fit(fit.hours)
     if fit.n < FEW_POINTS or fit.rmse < 5e-4:
         return False

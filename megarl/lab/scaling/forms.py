@@ -3,10 +3,10 @@
     R(C) = R_0 + (A − R_0) · s(z)
 
     sigmoid    s = 1/(1 + e^−z)   z = B · ln(C / C_mid)     ScaleRL's law: 1/(1 + (C_mid/C)^B)   (arXiv 2510.13786, eq. 1)
-    logistic   s = 1/(1 + e^−z)   z = B · (C − C_mid)       the same in linear compute: another curve, B is per hour
+    logistic   s = 1/(1 + e^−z)   z = B · (C − C_mid)       the same s over linear compute, a different curve; B is per hour
     power      s = 1 − e^−z       z = B · ln(C / C_mid)     A − (A − R_0)(C_mid/C)^B: the sigmoid's tail for C ≫ C_mid
 
-For the power law C_mid is where the curve leaves R_0, not its middle; before it s is 0.
+For the power law C_mid is not the middle of the curve but the point at which it leaves R_0; for less compute s is 0.
 """
 
 import math
@@ -20,13 +20,13 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Form:
-    """A form of curve. Internally z = e^w · (x − u), x the compute over `scale` (the fit's largest), or its logarithm."""
+    """A form of curve. Internally z = e^w · (x − u), where x is compute / `scale` (the fit's largest), or its logarithm."""
 
     name: str
     log: bool
     share: Callable[[Array], Array]  # s as a function of z
     inverse: Callable[[float], float]  # z as a function of s
-    below: float  # how far u may lie below the smallest x, and above the largest
+    below: float  # how far u may lie below the smallest x; `above`: how far above the largest
     above: float
     w_bounds: tuple[float, float]
 
@@ -34,7 +34,7 @@ class Form:
         return np.log(hours / scale) if self.log else hours / scale
 
     def hours(self, x: float, scale: float) -> float:
-        """Return the inverse of `x`."""
+        """Return the hours for a value of x, the inverse of the method `x`."""
         return scale * (math.exp(x) if self.log else x)
 
     def b(self, w: float, scale: float) -> float:

@@ -1,13 +1,14 @@
-"""Over-optimisation: the trusted score of held-out prompts has passed its peak while the reward that is trained still rises.
+"""Detects over-optimisation: the trusted score of held-out prompts has passed its peak while the trained reward still rises.
 
     RUN/evaluations/step-N/TASK/result.json ─► reward (the proxy) and trusted score of each prompt ─► judge ─► eval.jsonl
 
-Gao, Schulman and Hilton (arXiv 2210.10760) find R = d (α − β ln d) for the trusted score of RL, where d² is the KL divergence
-from the initial policy: it rises to a peak and then falls for good. Only runs with a reference model measure d, so compute
-stands for it: from each evaluation that may be the peak, a line in ln(1 + step / first step) is fitted to all later scores.
-Where scores never fall, no such slope is negative, whatever their shape: a curve that rises to its ceiling is no alarm.
+Gao, Schulman and Hilton (arXiv 2210.10760) find R = d (α − β ln d) for the trusted score in RL, where d² is the KL divergence
+from the initial policy: the score rises to a peak and then falls for good. Only runs with a reference model measure d, so steps
+stand in for it: from each evaluation that may be the peak, a line in ln(1 + step / first step) is fitted to all later scores.
+If scores never fall, no such line has a negative slope, whatever their shape, so a curve that rises to its ceiling is no alarm.
 
-Errors are over prompts, each with its own line, so they are paired; and never below what a policy strays with all its prompts.
+Standard errors are over prompts, each with its own line, so scores are paired. They are never below the error that follows from
+how far the mean score strays from one evaluation to the next.
 """
 
 import math
@@ -23,15 +24,15 @@ from megarl.core.base.rundir import Row, RunDir, step_of
 from megarl.core.evaluation.answers import SuiteDir
 
 FALSE_ALARMS = 0.05
-"""Chance of any in a run whose trusted score never falls, however often it is evaluated, if noise is Gaussian and known."""
-LEAST = 3  # evaluations on a line
-STRAYS = 0.1  # of the deviation between prompts; of right and wrong, a pass rate that strays by about 0.04
+"""Chance of any alarm in a run whose trusted score never falls, however often it is evaluated, for known Gaussian noise."""
+LEAST = 3  # fewest evaluations for a line
+STRAYS = 0.1  # share of the deviation between prompts; with right and wrong answers, about 0.04 of pass rate
 PRIOR = 2  # second differences
-RISES = 2.0  # standard errors by which what rises must have risen
+RISES = 2.0  # standard errors by which a score must have risen to count as rising
 
 
 class PassedPeak(NamedTuple):
-    """What fitted lines changed since `step`. errors: standard errors of the trusted score's fall."""
+    """How much the fitted lines have changed since `step`. errors: the trusted score's fall in standard errors."""
 
     step: int
     trusted_fall: float
@@ -40,7 +41,7 @@ class PassedPeak(NamedTuple):
 
 
 def judge(steps: np.ndarray, proxy: np.ndarray, trusted: np.ndarray) -> PassedPeak | None:
-    """Judge the newest of these evaluations; None if the trusted score has not certainly fallen while the proxy rose.
+    """Judge the newest of these evaluations. None if it is not certain that the trusted score fell while the proxy rose.
 
     steps: [evaluations] ascending; proxy, trusted: [evaluations, prompts] mean scores of the same prompts.
     """
@@ -49,8 +50,8 @@ def judge(steps: np.ndarray, proxy: np.ndarray, trusted: np.ndarray) -> PassedPe
     number, prompts = len(steps) - 1, trusted.shape[1]
     if number < LEAST or prompts < 2:
         return None
-    # The newest evaluation gets a share 1 / (n (n + 1)) of the false alarms, n being its number; all shares sum to 1. Each of
-    # the at most n lines that end there gets an n-th of it.
+    # Evaluation number n gets a share 1 / (n (n + 1)) of the false alarms, so that all shares sum to 1. Each of the at most n
+    # lines that end there gets an n-th of that share.
     limit = float(stdtrit(prompts - 1, 1 - FALSE_ALARMS / (number**2 * (number + 1))))
     strays, found = (straying(trusted), straying(proxy)), []
     for since in range(number + 2 - LEAST):
@@ -62,8 +63,8 @@ def judge(steps: np.ndarray, proxy: np.ndarray, trusted: np.ndarray) -> PassedPe
 
 
 def trend(steps: np.ndarray, scores: np.ndarray, strays: float, since: int = 0) -> tuple[float, float]:
-    """Return by how much a line through scores [evaluations, prompts] from number `since` on changes, and how many standard
-    errors that is.
+    """Return the change of a line through the scores [evaluations, prompts] from evaluation `since` to the last, and that
+    change in standard errors. strays: from `straying`.
     """
     x = np.log1p(steps / steps[1])[since:]
     line = x - x.mean()
@@ -75,10 +76,11 @@ def trend(steps: np.ndarray, scores: np.ndarray, strays: float, since: int = 0) 
 
 
 def straying(scores: np.ndarray) -> float:
-    """Return by how much mean scores [evaluations, prompts] stray around a smooth curve: the median |second difference| is
-    0.674 times its deviation, whose variance is six times that of a score. A collapse within few evaluations looks like
-    straying, so it is at most STRAYS of the deviation between prompts; few evaluations can look calm by chance, so that much
-    counts like PRIOR second differences more.
+    """Return by how much the mean over prompts of scores [evaluations, prompts] strays around a smooth curve.
+
+    The median |second difference| is 0.674 times its deviation, and its variance is six times that of a score. A collapse in a
+    few evaluations looks like straying, so this estimate is at most STRAYS times the deviation between prompts. A few
+    evaluations can look calm by chance, so that bound is counted like PRIOR more second differences.
     """
     bends, bound = np.diff(scores.mean(1), 2), STRAYS * float(scores.std(1, ddof=1).mean())
     found = min(float(np.median(np.abs(bends))) / (0.6745 * math.sqrt(6)), bound)
@@ -86,8 +88,8 @@ def straying(scores: np.ndarray) -> float:
 
 
 def watch(rundir: RunDir, version: int, tasks: Sequence[str]) -> Row:
-    """Return the columns of eval.jsonl for the evaluation of this version, whose results are written; none of tasks without a
-    trusted grader. With several tasks they end in `/TASK`.
+    """Return the columns of eval.jsonl for the evaluation of this version, whose results must be on disk. Tasks without a
+    trusted grader have none. With several tasks the columns end in `/TASK`.
     """
     folders = {step_of(path): path for path in sorted(rundir.evaluations.glob("step-*")) if step_of(path) <= version}
     row: Row = {}
@@ -106,7 +108,7 @@ def watch(rundir: RunDir, version: int, tasks: Sequence[str]) -> Row:
 
 
 def _scores(place: SuiteDir) -> dict[str, tuple[float, float]]:
-    """Return proxy and trusted score of each prompt by id; empty if that evaluation asked no trusted grader."""
+    """Return each prompt's proxy and trusted scores by id; empty if that evaluation used no trusted grader."""
     with suppress(OSError, MegarlError):  # not written, or damaged
         if (scores := place.read_result().proxy_and_trusted) is not UNSET:
             return scores

@@ -1,7 +1,7 @@
-"""Pictures of fits: points, curve, extrapolation, its interval, C_mid and A; and the efficiency plot.
+"""Draws pictures of fits: points, curve, extrapolation with its interval, C_mid and A; and the efficiency plot.
 
-Left over the logarithm of compute, where ScaleRL's law is an S; right over compute itself, which shows what an hour gains.
-The same as an interactive page, one HTML file that opens offline (page.html).
+The left panel is over the logarithm of compute, where ScaleRL's law is an S; the right one over compute itself, which shows
+what an hour gains. The same is drawn as an interactive page, one HTML file that opens offline (page.html).
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,13 +24,14 @@ from megarl.lab.scaling.slices import KINDS, Slice
 Series = Mapping[str, tuple[Sequence[Curve], Fit | None]]
 TEMPLATE = Path(__file__).with_name("page.html")
 BAND_POINTS = 48
-BEYOND = 3.0  # how far curves are drawn by default: this many times the compute of the last point
+BEYOND = 3.0  # by default curves are drawn up to this many times the compute of the last point
 
 
 def plot_fits(
     series: Series, path_without_suffix: Path, *, title: str = "", until: float | None = None, laws: Sequence[Law] = ()
 ) -> list[Path]:
-    """Write the picture as PNG, SVG and HTML. until: hours to which curves are drawn; laws: published fits drawn beneath."""
+    """Write the picture as PNG, SVG and HTML. until: the hours up to which curves are drawn; laws: published fits to draw as
+    well."""
     every = [curve for curves, _ in series.values() for curve in curves]
     hours, unit = np.concatenate([curve.hours for curve in every]), every[0].unit
     if not len(hours):
@@ -71,7 +72,7 @@ def plot_fits(
 
 
 def plot_efficiency(fits: Mapping[str, Fit], path_without_suffix: Path) -> list[Path]:
-    """Plot log F against log C: points on a line of slope B, if the law holds."""
+    """Plot log F against log C. If the law holds, the points lie on a line of slope B."""
     from megarl.lab.scaling.compare import efficiency
 
     with drawing((6, 4.6)) as (figure, (axes,)):
@@ -87,7 +88,7 @@ def plot_efficiency(fits: Mapping[str, Fit], path_without_suffix: Path) -> list[
 
 
 def plot_slices(parts: Sequence[Slice], path_without_suffix: Path) -> list[Path]:
-    """Plot slices with a curve over the logarithm of compute: a row per task or suite, a panel per kind of slice."""
+    """Plot the slices that have a curve, over the logarithm of compute: one row per task or suite, one panel per kind."""
     curves = {part: part.curve for part in parts if part.curve is not None and len(part.curve.hours)}
     if not curves:
         raise MegarlError("nothing to draw: no slice has a score after training began")
@@ -97,9 +98,7 @@ def plot_slices(parts: Sequence[Slice], path_without_suffix: Path) -> list[Path]
         for axes, panel in zip(panels, product(tasks, kinds), strict=True):
             here = [part for part in curves if (part.task, part.kind) == panel]
             for part, color in zip(here, cycle(COLORS), strict=False):
-                name = (
-                    part.name if part.unit == (0, 1) else f"{part.name} (0 is {part.unit[0]:g}, 1 is {part.unit[1]:g})"
-                )
+                name = part.name + ("" if part.unit == (0, 1) else " (0 is {:g}, 1 is {:g})".format(*part.unit))
                 hours = np.geomspace(float(curves[part].hours[0]) / 2, end, BAND_POINTS)
                 _draw(axes, name, color, [curves[part]], part.fit, predict(part.fit, hours) if part.fit else None, end)
             axes.set(title=", by ".join(panel), xscale="log", ylim=(-0.02, 1.02), ylabel="score")
@@ -135,7 +134,7 @@ def _draw(
 
 
 def _explain(axes: Axes) -> None:
-    """Draw the legend, which explains the marks."""
+    """Draw the legend, with an explanation of the marks."""
     axes.plot([], [], "D", color="white", markeredgecolor=GREY, markersize=6, label="C_mid")
     axes.plot([], [], color=GREY, linewidth=0.8, linestyle=":", label="A, the ceiling")
     axes.plot([], [], color=GREY, linestyle=(0, (4, 2)), label="extrapolated; shaded: 95 % interval")
@@ -144,7 +143,7 @@ def _explain(axes: Axes) -> None:
 
 
 def used(curve: Curve, fit: Fit | None) -> np.ndarray:
-    """Return which points [points] bool are in the fit's window."""
+    """Return [points] bool: whether a point is in the fit's window."""
     if fit is None:
         return np.zeros(len(curve.hours), dtype=bool)
     return (curve.hours >= fit.window[0]) & (curve.hours <= fit.window[1])
@@ -153,7 +152,8 @@ def used(curve: Curve, fit: Fit | None) -> np.ndarray:
 def _series(
     name: str, color: str, curves: Sequence[Curve], fit: Fit | None, line: Prediction | None
 ) -> dict[str, object]:
-    """Return a series' data. points: hours, pass rate, whether in the window, name. curve: hours, pass rate, low, high."""
+    """Return the page's data on a series. points: hours, pass rate, whether in the window, name; curve: hours, pass rate, low,
+    high."""
     points = [
         [float(hours), float(rate), bool(inside), curve.name]
         for curve in curves

@@ -1,10 +1,10 @@
-"""Points of a learning curve: compute against held-out pass rate, from a run directory, a CSV or a JSONL file.
+"""Reads points of a learning curve (compute, held-out pass rate) from a run directory, a CSV or a JSONL file.
 
     RUN/eval.jsonl (+ epochs of metrics.jsonl)   ─┐
     points.csv    gpu_hours,pass_rate[,seed,…]    ├─► Curve, one per seed: checked, sorted by compute, R_0 separate
     points.jsonl  {"compute_hours": …, …}        ─┘
 
-The score of the weights before training (step 0, or no compute) is R_0, not a point of the curve.
+The score of the weights before training (at step 0, or without compute) is R_0, not a point of the curve.
 """
 
 import csv
@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.rundir import Row
+from megarl.core.base.rundir import Row, RunDir, latest_rows, rows_in_order
 
 Unit = Literal["gpu", "core"]
 HOURS: dict[str, str] = {"gpu": "GPU-hours", "core": "core-hours"}  # names of the units of compute, for people
@@ -35,23 +35,30 @@ class Curve:
     unit: Unit = "gpu"
     seed: int | None = None
     first_epoch: float | None = None
-    """Hours at which the first epoch over the prompts ended; infinite while it lasts; None: unknown."""
+    """Hours at which the first epoch over the prompts ended; infinite if it has not ended; None: unknown."""
     answers: int | None = None
-    """Answers that each score is the mean of: its noise is binomial. None: unknown, the points tell."""
+    """Number of answers of which each score is the mean, so that its noise is binomial. None: unknown."""
     noise: np.ndarray | None = None
-    """Standard error of each score [points], where it is known and not binomial."""
+    """Standard error of each score [points], if it is known and not binomial."""
 
 
 @dataclass(frozen=True)
 class PointColumns:
     """Column names in a file or in eval.jsonl."""
 
-    hours: str | None = None  # None: `gpu_hours`, else `compute_hours`
-    score: str | None = None  # None: `pass_rate` or, for a run directory, what its recipe forecasts
+    hours: str | None = None  # None: `gpu_hours` if there is such a column, else `compute_hours`
+    score: str | None = None  # None: `pass_rate` or, for a run directory, the column that its recipe forecasts
+
+
+def binomial_noise(rates: np.ndarray, answers: float) -> np.ndarray:
+    """Return the standard error of scores [points], each the mean of this many answers, right or wrong."""
+    least = 1 / max(answers, 2)  # a perfect score is not without noise, nor is a single answer
+    rates = np.clip(rates, least, 1 - least)
+    return np.asarray(np.sqrt(rates * (1 - rates) / answers))
 
 
 def amount(hours: float, unit: str | None = None) -> str:
-    """Format for people: 16,000 GPU-hours, 0.125 core-hours."""
+    """Format an amount of compute for people: 16,000 GPU-hours, 0.125 core-hours."""
     number = f"{hours:,.0f}" if hours >= 1000 else f"{hours:.4g}"
     return f"{number} {HOURS[unit]}" if unit else number
 
@@ -68,24 +75,23 @@ def read_points(source: str | Path, columns: PointColumns | None = None) -> list
 
 
 def curve_of_run(name: str, scores: Sequence[Row], steps: Iterable[Row], where: str, columns: PointColumns) -> Curve:
-    """Build a curve from rows of eval.jsonl and metrics.jsonl, the latest of each step; works while the run is live."""
+    """Build a curve from rows of eval.jsonl (`scores`) and metrics.jsonl (`steps`), the latest row of each step; also of a
+    live run. where: the place, for errors."""
     rows = [(f"{where}, step {row['step']}", row) for row in scores]
     (curve,) = curves_of_rows(name, rows, columns, where)
     return replace(curve, first_epoch=_first_epoch(steps, columns.hours or "compute_hours"))
 
 
 def _run(path: Path, columns: PointColumns) -> Curve:
-    from megarl.core.base.rundir import RunDir, latest_rows
-
     run = RunDir(path)
     if not run.eval.exists():
         raise MegarlError(f"{path}: no eval.jsonl in it; a run directory has one after its first evaluation")
     chosen = PointColumns(columns.hours, columns.score or _forecast_column(run.recipe))
-    return curve_of_run(path.resolve().name, latest_rows(run.eval), latest_rows(run.metrics), str(run.eval), chosen)
+    return curve_of_run(path.resolve().name, latest_rows(run.eval), rows_in_order(run.metrics), str(run.eval), chosen)
 
 
 def _forecast_column(path: Path) -> str:
-    """Return the column that the recipe at `path` says is fitted."""
+    """Return the column that is to be fitted according to the recipe at `path`. MegarlError if that says none."""
     from megarl.core.recipe import load
 
     if not path.exists():
@@ -103,16 +109,16 @@ def _forecast_column(path: Path) -> str:
 
 def _first_epoch(steps: Iterable[Row], column: str) -> float | None:
     """Return the compute, in this column's units, at the first step with a prompt of the second epoch."""
-    epochs = [(row["epoch"], row[column]) for row in steps if row.get("epoch") is not None and column in row]
-    if not epochs:
+    epochs = ((row["epoch"], row[column]) for row in steps if row.get("epoch") is not None and column in row)
+    if (first := next(epochs, None)) is None:
         return None
-    return next((hours for epoch, hours in epochs if epoch > epochs[0][0]), math.inf)
+    return next((hours for epoch, hours in epochs if epoch > first[0]), math.inf)
 
 
 def _csv(path: Path) -> Iterable[tuple[str, Row]]:
-    """Yield rows with their place, for error messages."""
+    """Yield rows, each with its place for error messages."""
     try:
-        with path.open(newline="") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets write a byte order mark
             reader = csv.DictReader(line for line in file if not line.startswith("#"))
             for number, row in enumerate(reader, 1):
                 where = f"{path}, row {number}"
@@ -142,7 +148,7 @@ def _jsonl(path: Path) -> Iterable[tuple[str, Row]]:
 
 
 def curves_of_rows(name: str, rows: Sequence[tuple[str, Row]], columns: PointColumns, where: str) -> list[Curve]:
-    """Build one curve per value of `seed`; the last row of a step counts."""
+    """Build one curve per value of `seed`. If a step has several rows, the last one counts."""
     if not rows:
         raise MegarlError(f"{where}: no points in it")
     known, score = rows[0][1], columns.score or "pass_rate"
@@ -162,14 +168,11 @@ def curves_of_rows(name: str, rows: Sequence[tuple[str, Row]], columns: PointCol
         seeds.setdefault(seed, {})[step if step is not None else -1 - n] = point
     unit: Unit = "core" if known.get("compute_unit") == "core" else "gpu"
     answers = _answers(where, known, score)
-    return [
-        replace(_curve(name, seed, list(points.values()), unit, where), answers=answers)
-        for seed, points in seeds.items()
-    ]
+    return [_curve(name, seed, list(points.values()), unit, answers, where) for seed, points in seeds.items()]
 
 
 def _answers(where: str, row: Row, score: str) -> int | None:
-    """Return the column `answers` of a file, or prompts times samples of a row of eval.jsonl, as the first row has them."""
+    """Return the number of answers per score, from one row: the column `answers`, or prompts times samples in eval.jsonl."""
     suffix = score.removeprefix("pass_rate")
     prompts, samples = f"n_prompts{suffix}", f"samples{suffix}" if f"samples{suffix}" in row else "samples"
     if row.get(prompts) and row.get(samples):
@@ -198,14 +201,16 @@ def _point(where: str, row: Row, hours: str, score: str, step: float | None) -> 
     return compute, rate, before
 
 
-def _curve(name: str, seed: int | None, points: list[tuple[float, float, bool]], unit: Unit, where: str) -> Curve:
+def _curve(
+    name: str, seed: int | None, points: list[tuple[float, float, bool]], unit: Unit, answers: int | None, where: str
+) -> Curve:
     first = {rate for _, rate, before in points if before}
     if len(first) > 1:
         several = f"different scores before training ({', '.join(f'{rate:g}' for rate in sorted(first))})"
         raise MegarlError(f"{where}: {len(first)} {several}; several runs need a column `seed`")
     trained = np.array(sorted((c, r) for c, r, before in points if not before), dtype=np.float64).reshape(-1, 2)
     called = name if seed is None else f"{name} seed {seed}"
-    return Curve(called, trained[:, 0], trained[:, 1], next(iter(first), None), unit, seed)
+    return Curve(called, trained[:, 0], trained[:, 1], next(iter(first), None), unit, seed, answers=answers)
 
 
 def _number(where: str, row: Row, column: str) -> float:

@@ -1,14 +1,15 @@
-"""The posterior of a law's parameters, by quadrature, and the scores that it predicts.
+"""Computes the posterior of a law's parameters, by quadrature, and the scores that it predicts.
 
     y = R_0 (1 − s) + A s + misfit + seed + noise           s = share(e^w (x − u))     (forms.py)
 
-    misfit    the law is only nearly right: an Ornstein-Uhlenbeck process over log compute, a share of the gain seen so far
-    seed      another seed ends elsewhere: an offset of each curve that grows as its score does
-    noise     of evaluations: from the number of answers where it is known
+    misfit    the law is only nearly right: an Ornstein-Uhlenbeck process over log compute, as a share of the gain seen so far;
+              ahead of the last point its slope drifts as well, so the error grows with the distance, and levels off
+    seed      another seed ends at another score: an offset of each curve that grows with its score
+    noise     of evaluations: from the number of answers if that is known
 
 Given (u, w) and the sizes of these three, y is linear in R_0 and A and everything is Gaussian, so R_0 and A are integrated in
-closed form. What is left is a sum over a grid of (u, w), of misfits, and of noises: exact to the grid's spacing, the same each
-time, and a tenth of a second. R_0 and A are a truncated Gaussian in each cell, from which `Posterior` draws.
+closed form. The rest is a sum over a grid of (u, w), misfits and noises. It is exact up to the grid's spacing, deterministic,
+and takes a tenth of a second. In each cell R_0 and A have a truncated Gaussian, from which `Posterior` draws.
 """
 
 import math
@@ -22,12 +23,15 @@ import numpy as np
 from megarl.lab.scaling.forms import Array, Form
 
 CELLS = (48, 28)  # of u and w
-ROUNDS = 3  # grids, each over the mass of the one before
+ROUNDS = 3  # number of grids, each of which covers the mass of the one before
 TRACE = 1e-6
 DRAWS = 4000
-MOST = 48  # points; more are averaged with their neighbours
-EXACT = 1e-6  # standard deviation of what is given
-FLAT = 10.0  # of what nothing is known about, among scores from 0 to 1
+MOST = 48  # most points; if there are more, neighbours are averaged
+DRIFT = 6.0  # of the slope ahead, in misfits over one unit of x; chosen on runs of the corpus (benchmarks/README.md)
+LEVELS_OFF = 2.0  # units of x ahead at which the drift has grown to 1 − 1/e of its largest
+EXACT = 1e-6  # standard deviation of a value that is given
+FLAT = 10.0  # standard deviation of a value about which nothing is known, for scores from 0 to 1
+INTERVAL = (0.5, 0.025, 0.975)  # quantiles: the median, and both ends of a 95 % interval
 
 _Z = np.linspace(-9, 9, 6001)
 _CDF = np.array([0.5 * (1 + math.erf(z / math.sqrt(2))) for z in _Z])
@@ -35,7 +39,7 @@ _CDF = np.array([0.5 * (1 + math.erf(z / math.sqrt(2))) for z in _Z])
 
 @dataclass(frozen=True, eq=False)
 class CurvePoints:
-    """Evaluations of one or more curves, [points] each. x: compute as the form has it; curve: the number of the curve."""
+    """Evaluations of one or more curves, [points] each. x: compute, in the form's units; curve: the number of the curve."""
 
     x: Array
     y: Array
@@ -43,7 +47,7 @@ class CurvePoints:
     noise: Array | None = None  # standard deviation of each score; None: unknown, the same for all
 
     def merged(self, most: int = MOST) -> "CurvePoints":
-        """Return at most about this many points: neighbours of a curve are averaged."""
+        """Return at most about `most` points, by averaging neighbours on a curve."""
         if len(self.x) <= most:
             return self
         together = math.ceil(len(self.x) / most)
@@ -64,29 +68,28 @@ class Normal(NamedTuple):
 
 @dataclass(frozen=True)
 class Prior:
-    """What is known before the points. Misfits and seeds are shares of the gain that the points show."""
+    """What is known without the points. Misfits and seeds are shares of the gain that the points show."""
 
     w: Normal | None  # None: flat within the form's bounds
     r0: Normal
     a: Normal
     misfits: tuple[float, ...]
-    lengths: tuple[float, ...]  # of the misfit's memory, in units of x
+    length: float  # correlation length of the misfit, in units of x
     seeds: float
-    noises: tuple[float, ...]  # times the points' noise, or times the gain where it is unknown
-    beyond: tuple[float, float] | None = None  # how far u may lie below and above all x; None: as the form has it
+    noises: tuple[float, ...]  # multiples of the points' noise, or of the gain if the noise is unknown
+    beyond: tuple[float, float] | None = None  # how far u may lie below and above all x; None: the form's limits
 
 
 class _Sizes(NamedTuple):
-    """One choice of misfit and length, with each noise: the covariance of the points, decomposed."""
+    """The covariance of the points for one misfit and each noise, decomposed."""
 
     misfit: float
-    length: float
     vectors: Array  # [points, points]
     weights: Array  # [points, noises] 1 / eigenvalue
 
 
 class _Cells(NamedTuple):
-    """Cells of (u, w): log of their mass and of their peak, and the Gaussian of (R_0, A) in each, all [noises, cells]."""
+    """Cells of (u, w): logarithms of mass and peak, and the Gaussian of (R_0, A) in each cell, all [noises, cells]."""
 
     log_mass: Array
     log_peak: Array
@@ -98,7 +101,7 @@ class _Cells(NamedTuple):
 
 
 class Posterior:
-    """The posterior; `theta` [draws, 4] are its parameters (A, u, w, R_0)."""
+    """The posterior. theta [draws, 4]: draws of the parameters (A, u, w, R_0)."""
 
     def __init__(self, form: Form, points: CurvePoints, prior: Prior) -> None:
         self.form, self.prior, self.points = form, prior, points.merged()
@@ -116,13 +119,12 @@ class Posterior:
 
     @cached_property
     def gain(self) -> float:
-        """The gain that the points show; misfits and seeds are in proportion to it."""
-        y, start = self.points.y, self.prior.r0
-        low = start.mean if start.deviation < 1 else float(y.min())
-        return max(float(np.sort(y)[-3:].mean()) - min(low, float(y.min())), 0.02)
+        """The gain that the points show. Misfits and seeds are proportional to it."""
+        y = self.points.y
+        return max(float(np.sort(y)[-3:].mean()) - min(self.prior.r0.mean, float(y.min())), 0.02)
 
     def _integrate(self, box: Array) -> None:
-        """Integrate over the cells of a box [u, w; low, high]."""
+        """Integrate over the cells of a box [u and w; low and high]."""
         self._axes = np.linspace(box[0, 0], box[0, 1], CELLS[0]), np.linspace(box[1, 0], box[1, 1], CELLS[1])
         self._u, self._w = (part.ravel() for part in np.meshgrid(*self._axes, indexing="ij"))
         each = [self._integrated(sizes, self._u, self._w) for sizes in self._sizes]
@@ -131,7 +133,7 @@ class Posterior:
         self._mass = mass / mass.sum()
 
     def _around(self) -> Array:
-        """Return the box that has all the mass but a trace."""
+        """Return the box that contains all the mass except for a trace."""
         grid, box = self._mass.sum(0).reshape(CELLS), []
         for axis, other in ((0, 1), (1, 0)):
             inside = np.flatnonzero(grid.sum(other) > TRACE)
@@ -139,37 +141,42 @@ class Posterior:
             box.append([self._axes[axis][end] for end in ends])
         return np.array(box)
 
-    def _kernel(self, misfit: float, length: float, x: Array, other: Array) -> Array:
-        return (misfit * self.gain) ** 2 * np.exp(-np.abs(x[:, None] - other) / length)
+    def _kernel(self, misfit: float, x: Array, other: Array) -> Array:
+        return (misfit * self.gain) ** 2 * np.exp(-np.abs(x[:, None] - other) / self.prior.length)
+
+    def _drift(self, misfit: float, x: Array) -> Array:
+        """Return the covariance [x, x] that the slope's drift adds to scores ahead: that of an integrated Wiener process."""
+        ahead = LEVELS_OFF * -np.expm1(-np.maximum(x - self.points.x.max(), 0) / LEVELS_OFF)
+        near, far = np.minimum(ahead[:, None], ahead), np.maximum(ahead[:, None], ahead)
+        covariance: Array = (DRIFT * misfit * self.gain) ** 2 * near**2 * (3 * far - near) / 6
+        return covariance
 
     def _rise(self) -> Array:
-        """How much of a seed's offset is in each point: none before training, all of it at the largest gain."""
-        start = float(self.points.y.min()) if self.prior.r0.deviation >= 1 else self.prior.r0.mean
-        return np.clip((self.points.y - start) / self.gain, 0, 1)
+        """Return the share of a seed's offset in each point: 0 before training, 1 at the largest gain."""
+        return np.clip((self.points.y - self.prior.r0.mean) / self.gain, 0, 1)
 
     @property
     def _unit(self) -> Array:
-        """What the noises are multiples of, [points]."""
+        """The unit of the noises, [points]: the points' own noise, or the gain if that is unknown."""
         return np.full(len(self.points.x), self.gain) if self.points.noise is None else self.points.noise
 
     def _each_size(self) -> Iterator[_Sizes]:
         points, same = self.points, self.points.curve[:, None] == self.points.curve
         rise = self._rise()
         offsets = (self.prior.seeds * self.gain) ** 2 * rise[:, None] * rise * same
-        for length in self.prior.lengths:
-            for misfit in self.prior.misfits:
-                covariance = self._kernel(misfit, length, points.x, points.x) * same + offsets
-                values, vectors = np.linalg.eigh(covariance / self._unit[:, None] / self._unit)
-                weights = 1 / (np.maximum(values, 0)[:, None] + np.array(self.prior.noises) ** 2)
-                yield _Sizes(misfit, length, vectors / self._unit[:, None], weights)
+        for misfit in self.prior.misfits:
+            covariance = self._kernel(misfit, points.x, points.x) * same + offsets
+            values, vectors = np.linalg.eigh(covariance / self._unit[:, None] / self._unit)
+            weights = 1 / (np.maximum(values, 0)[:, None] + np.array(self.prior.noises) ** 2)
+            yield _Sizes(misfit, vectors / self._unit[:, None], weights)
 
     def _integrated(self, sizes: _Sizes, u: Array, w: Array) -> _Cells:
-        """Integrate R_0 and A for cells (u, w)."""
+        """Integrate over R_0 and A in the cells (u, w)."""
         share = self.form.share(np.exp(w)[:, None] * (self.points.x - u[:, None]))  # [cells, points]
         v, r0, a = sizes.weights, self.prior.r0, self.prior.a
         s = share @ sizes.vectors
         q = sizes.vectors.sum(0) - s
-        y = self.points.y @ sizes.vectors - q * r0.mean - s * a.mean  # what the prior's means leave
+        y = self.points.y @ sizes.vectors - q * r0.mean - s * a.mean  # residuals of the prior's means
         p00, paa, p0a = (q * q) @ v + r0.deviation**-2, (s * s) @ v + a.deviation**-2, (s * q) @ v  # [cells, noises]
         b0, ba = (q * y) @ v, (s * y) @ v
         determinant = p00 * paa - p0a**2
@@ -186,22 +193,18 @@ class Posterior:
         return _Cells(*(part.T for part in cells._replace(log_mass=log_mass, log_peak=log_peak)))
 
     def mode(self) -> Array:
-        """Return the parameters [4] that fit these curves best if the law is exact, from the best cell and those around it."""
+        """Return the parameters [4] that fit these curves best if the law is exact, by a search around the best cell."""
         noises = np.array(self.prior.noises)
-        plain = _Sizes(0.0, 1.0, np.diag(1 / self._unit), np.broadcast_to(noises**-2, (len(self._unit), len(noises))))
+        plain = _Sizes(0.0, np.diag(1 / self._unit), np.broadcast_to(noises**-2, (len(self._unit), len(noises))))
         masses = self._integrated(plain, self._u, self._w).log_mass
         n, best = divmod(int(masses.argmax()), masses.shape[1])
         plain = plain._replace(weights=plain.weights[:, [n]])
         u, w, wide = self._u[best], self._w[best], 1.5
-        across = np.linspace(-1, 1, 9)
+        steps_u, steps_w = (part.ravel() for part in np.meshgrid(*[np.linspace(-1, 1, 9)] * 2, indexing="ij"))
+        apart_u, apart_w = (axis[1] - axis[0] for axis in self._axes)
         for _ in range(24):
-            us, ws = (
-                value + wide * (axis[1] - axis[0]) * steps.ravel()
-                for value, axis, steps in zip(
-                    (u, w), self._axes, np.meshgrid(across, across, indexing="ij"), strict=True
-                )
-            )
-            us, ws = (np.clip(value, *ends) for value, ends in zip((us, ws), self._widest, strict=True))
+            us = np.clip(u + wide * apart_u * steps_u, *self._widest[0])
+            ws = np.clip(w + wide * apart_w * steps_w, *self._widest[1])
             cells = _Cells(*(part[0] for part in self._integrated(plain, us, ws)))
             best = int(cells.log_peak.argmax())
             u, w, wide = us[best], ws[best], wide * 0.5
@@ -211,9 +214,9 @@ class Posterior:
 
     @cached_property
     def _drawn(self) -> tuple[Array, Array]:
-        """Parameters [draws, 4] and the row of the sizes and noise of each draw."""
+        """Parameters [draws, 4], and for each draw the row of `_cells` with its misfit and noise."""
         rng = np.random.default_rng(0)
-        steps = (np.arange(DRAWS) + rng.random()) / DRAWS  # systematic: each cell as often as its mass says
+        steps = (np.arange(DRAWS) + rng.random()) / DRAWS  # systematic sampling: each cell in proportion to its mass
         where = np.searchsorted(np.cumsum(self._mass.ravel()), steps).clip(max=self._mass.size - 1)
         sizes, cell = np.divmod(where, self._mass.shape[1])
         cells = _Cells(*(part[sizes, cell] for part in self._cells))
@@ -231,7 +234,7 @@ class Posterior:
         return self._drawn[0]
 
     def scores(self, x: Array) -> Array:
-        """Return draws [draws, x] of the mean score of these curves at x: with the misfit, without an evaluation's noise."""
+        """Return draws [draws, x] of the mean score of these curves at x, with misfit but without the noise of evaluations."""
         theta, of_sizes = self._drawn
         a, u, w, r0 = theta.T[:, :, None]
 
@@ -245,10 +248,10 @@ class Posterior:
         for n in np.unique(of_sizes):
             rows, (size, noise) = of_sizes == n, divmod(n, len(self.prior.noises))
             sizes = self._sizes[size]
-            across = (self._kernel(sizes.misfit, sizes.length, x, self.points.x) + offsets * rise) / len(curves)
-            prior = (self._kernel(sizes.misfit, sizes.length, x, x) + offsets) / len(curves)
+            across = (self._kernel(sizes.misfit, x, self.points.x) + offsets * rise) / len(curves)
+            prior = (self._kernel(sizes.misfit, x, x) + offsets) / len(curves)
             projected = (across @ sizes.vectors) * sizes.weights[:, noise]
-            covariance = prior - projected @ (across @ sizes.vectors).T
+            covariance = prior - projected @ (across @ sizes.vectors).T + self._drift(sizes.misfit, x)
             values, vectors = np.linalg.eigh(covariance)
             root = vectors * np.sqrt(np.maximum(values, 0))
             scores[rows] += misses[rows] @ sizes.vectors @ projected.T
@@ -257,7 +260,7 @@ class Posterior:
 
 
 def _ends(cells: _Cells) -> tuple[Array, Array]:
-    """Return the chances of A below R_0 and below 1."""
+    """Return the probabilities that A is below R_0 and that it is below 1."""
     deviation = np.sqrt(cells.p00 / (cells.p00 * cells.paa - cells.p0a**2))
     low, high = (np.maximum(cells.r0, 0) - cells.a) / deviation, (1 - cells.a) / deviation
     return np.interp(low, _Z, _CDF), np.interp(high, _Z, _CDF)

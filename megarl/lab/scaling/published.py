@@ -1,4 +1,4 @@
-"""The fits of ScaleRL's paper (published.yaml), as curves to overlay on a run and as a source of synthetic points."""
+"""The fits of ScaleRL's paper (published.yaml), as curves to compare a run with and as a source of synthetic points."""
 
 from functools import cache
 from pathlib import Path
@@ -11,11 +11,11 @@ from megarl.core.base.errors import MegarlError
 from megarl.lab.scaling.points import Curve
 
 FILE = Path(__file__).with_name("published.yaml")
-SAMPLES = 16_000  # samples of an evaluation in the paper: 1,000 prompts x 16
+SAMPLES = 16_000  # completions in an evaluation of the paper: 1,000 prompts x 16
 
 
 class Law(msgspec.Struct, frozen=True, kw_only=True):
-    """One row. `C_mid` in GPU-hours; None: only A and B are published."""
+    """One row of the file. C_mid: in GPU-hours; None if only A and B are published."""
 
     name: str
     group: Literal["scale", "leave-one-out", "recipes"]
@@ -25,10 +25,10 @@ class Law(msgspec.Struct, frozen=True, kw_only=True):
     C_mid: float | None = None
     hours: float | None = None
     mark: str = ""
-    r0: float = 0.0  # read off the paper's figure 1 and used for all rows; the paper does not print it
+    r0: float = 0.0  # read off the paper's figure 1 and used for all rows, as the paper does not state it
 
     def __call__(self, hours: np.ndarray) -> np.ndarray:
-        """Return pass rates [points] at GPU-hours."""
+        """Return pass rates [points] at `hours` GPU-hours. MegarlError if no C_mid is published."""
         if self.C_mid is None:
             raise MegarlError(f"{self.name}: no C_mid is published, so its curve cannot be drawn")
         return self.r0 + (self.A - self.r0) / (1 + (self.C_mid / hours) ** self.B)
@@ -53,15 +53,15 @@ def law_named(name: str) -> Law:
     raise MegarlError(f"no published fit {name!r}; `megarl scaling published` lists them")
 
 
-def synthetic(law: Law, hours: np.ndarray, seed: int, samples: int = SAMPLES) -> Curve:
-    """Draw points, and R_0, from the law with the binomial noise of `samples` completions; real ones repeat prompts."""
+def synthetic(law: Law, hours: np.ndarray, seed: int) -> Curve:
+    """Draw points and R_0 from the law, with the binomial noise of SAMPLES independent completions; real ones share prompts."""
     rng = np.random.default_rng(seed)
-    scores = rng.binomial(samples, law(hours)) / samples
-    return Curve(law.name, hours, scores, float(rng.binomial(samples, law.r0) / samples))
+    scores = rng.binomial(SAMPLES, law(hours)) / SAMPLES
+    return Curve(law.name, hours, scores, float(rng.binomial(SAMPLES, law.r0) / SAMPLES))
 
 
 def csv_of(curves: list[Curve], about: str) -> str:
-    """Write a CSV that `read_points` reads back; the comment describes it. Has a column `seed` if there are several curves."""
+    """Return a CSV that `read_points` can read, with `about` as a comment, and a column `seed` if there are several curves."""
     several = len(curves) > 1
     lines = [f"# {about}", "gpu_hours,pass_rate" + ",seed" * several]
     for seed, curve in enumerate(curves):

@@ -1,18 +1,18 @@
-"""Laws of parts of a run, from the answers of its own evaluations: by task, difficulty, objective, and pass@n.
+"""Fits laws to parts of a run, from the answers of its own evaluations: by task, difficulty, objective, and pass@n.
 
     RUN/evaluations/step-N/NAME/answers.jsonl ─► AnswersTo: a prompt's answers ─► Slice: its scores [evaluations, prompts]
                                                              ─► a Curve with its noise ─► fit.py ─► a law, or why there is none
 
-difficulty   the data set's column, if the answers have it. Else the even samples of the first evaluation choose a prompt's
-             bin, and the odd ones are its first score: chosen and scored by the same answers, hard prompts would seem to get
+difficulty   the data set's column, if the answers have it. If not, the even samples of the first evaluation determine a
+             prompt's bin, and the odd ones its first score: if the same answers did both, hard prompts would seem to get
              better, and easy ones worse, by chance alone.
-objective    each reward's score and their total, if the answers have them. The lowest and highest of all scores are 0 and 1
-             of the law, and printed figures are in the reward's own unit.
-pass@n       n up to half of the samples: near all of them the estimate has a large variance.
+objective    each reward's score and their total, if the answers have them. The lowest and the highest of all scores are 0 and
+             1 of the law; printed figures are in the reward's own unit.
+pass@n       n up to half of the samples, because closer to all samples the estimate has a large variance.
 
-A slice has a law only if a line through its scores rises by more than two standard errors (overoptimisation.py): the law can do
-nothing else. All scores are of the prompts that every evaluation has. Noise of right or wrong is binomial in the number of
-answers; that of other scores is their standard error over prompts.
+A slice has a law only if a line through its scores rises by more than two standard errors (overoptimisation.py), because the
+law can only rise. All scores are over the prompts that are in every evaluation. The noise of right or wrong answers is binomial
+in their number; that of other scores is their standard error over prompts.
 """
 
 import math
@@ -30,15 +30,15 @@ from megarl.core.evaluation.metrics import by_prompt, pass_at_k, powers_up_to, r
 from megarl.core.recipe import load
 from megarl.lab.scaling.fit import Fit, FitOptions, Interval, fit
 from megarl.lab.scaling.overoptimisation import RISES, straying, trend
-from megarl.lab.scaling.points import Curve, PointColumns, curve_of_run
+from megarl.lab.scaling.points import Curve, PointColumns, binomial_noise, curve_of_run
 
 KINDS = ("task", "difficulty", "objective", "pass@n")
 NONE = np.zeros((0, 0))
-MOST_BINS = 5  # of a column; more values are put together in three
+MOST_BINS = 5  # most values of a column with a bin each; more values are put into three bins
 
 
 class AnswersTo(NamedTuple):
-    """The answers to one prompt in one evaluation. right: [samples] bool; scores: [samples] each, by objective."""
+    """The answers to one prompt in one evaluation. right: [samples] bool; scores: [samples] for each objective."""
 
     right: np.ndarray
     scores: dict[str, np.ndarray]
@@ -47,9 +47,10 @@ class AnswersTo(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Slice:
-    """A part of a run's scores. values: [evaluations, prompts] from 0 to 1, empty if `problem` says why there are none.
+    """A part of a run's scores. values: [evaluations, prompts] from 0 to 1, empty if there are none; `problem` then says why.
 
-    answers: number of each score, if it counts right ones; unit: what 0 and 1 are of an objective; curve, fit: once fitted.
+    answers: the number of answers in each mean score, if scores are shares of right answers; unit: the objective's values that
+    correspond to 0 and 1; curve, fit: set once fitted.
     """
 
     task: str
@@ -63,16 +64,16 @@ class Slice:
     fit: Fit | None = None
 
     def shown(self, value: float) -> float:
-        """Return a score in its own unit."""
+        """Return a score in the objective's own unit."""
         return self.unit[0] + value * (self.unit[1] - self.unit[0])
 
     @property
     def ends(self) -> list[float]:
-        """The first and the last score, if any."""
+        """The first and the last mean score, if any, in the objective's own unit."""
         return [self.shown(float(self.values[n].mean())) for n in (0, -1)] if self.values.size else []
 
     def record(self) -> dict[str, object]:
-        """Return a record for JSON, all scores in their own unit."""
+        """Return a record for JSON, with all scores in the objective's own unit."""
         law, (before, last) = None, self.ends or (None, None)
         if found := self.fit:
             a_interval = [self.shown(end) for end in found.A_interval]
@@ -82,7 +83,7 @@ class Slice:
 
 
 def slices(run: Path, hours: str | None = None, **how: Unpack[FitOptions]) -> list[Slice]:
-    """Return all slices of a run with their laws. hours: the column of compute, as in PointColumns; how: as `fit` has it."""
+    """Return all slices of a run with their laws. hours: the column of compute, as in PointColumns; how: options of `fit`."""
     rundir = RunDir.opened(run)
     scored = [(row, step_folder(rundir.evaluations, row["step"])) for row in latest_scores(rundir.eval)]
     scored = [(row, folder) for row, folder in scored if suites_in(folder)]
@@ -109,7 +110,7 @@ def _read(path: Path) -> dict[str, AnswersTo]:
 
 
 def parts(task: str, asked: Sequence[Mapping[str, AnswersTo]], rewarded: bool = False) -> Iterator[Slice]:
-    """Yield the slices of a task or suite from all its evaluations. rewarded: it has several rewards."""
+    """Yield the slices of a task or suite, from all its evaluations. rewarded: whether it has several rewards."""
     ids = sorted(set.intersection(*(set(one) for one in asked)))
     answers = [[one[id] for id in ids] for one in asked]  # [evaluations][prompts]
     samples = min((len(each.right) for row in answers for each in row), default=0)
@@ -120,7 +121,7 @@ def parts(task: str, asked: Sequence[Mapping[str, AnswersTo]], rewarded: bool = 
     yield Slice(task, "task", "all", right, samples * len(ids))
     yield from _by_difficulty(task, answers, right, samples)
     yield from _by_objective(task, answers, rewarded)
-    for n in [n for n in powers_up_to(samples // 2) if n > 1] if samples > 1 else []:
+    for n in powers_up_to(samples // 2)[1:]:
         passed = [[pass_at_k(int(each.right.sum()), len(each.right), n) for each in row] for row in answers]
         yield Slice(task, "pass@n", f"pass@{n}", np.array(passed))
 
@@ -163,13 +164,12 @@ def _by_objective(task: str, answers: list[list[AnswersTo]], rewarded: bool) -> 
 def _with_law(
     part: Slice, rows: Sequence[Row], metrics: Sequence[Row], columns: PointColumns, how: FitOptions
 ) -> Slice:
-    """Fit the slice's law; its problem says why it has none."""
+    """Return the slice with its law, or with the problem that says why it has none."""
     prompts = part.values.shape[1]
     if part.problem or prompts < 2:
         return part if part.problem else replace(part, problem="it has one prompt, whose noise nothing tells")
     means, answers = part.values.mean(1), part.answers or prompts
-    rate = np.clip(means, 1 / answers, 1 - 1 / answers)  # a perfect score is not without noise
-    noise = np.sqrt(rate * (1 - rate) / answers)
+    noise = binomial_noise(means, answers)
     if part.answers is None:
         over_prompts = part.values.std(1, ddof=1) / math.sqrt(prompts)
         noise = np.where(over_prompts > 0, over_prompts, noise)

@@ -1,4 +1,4 @@
-"""What the terminal shows of fits: tables, and sentences that include the warnings."""
+"""Shows fits in the terminal: tables, and sentences with the warnings."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ def show(table: Table) -> None:
 
 
 def say(found: Fit, text: str) -> None:
-    """Print a text, and what the points cannot support."""
+    """Print a text, then the fit's warnings."""
     print(text)
     if found.unit == "core":
         print("Compute is core-hours of CPUs, not GPU-hours: it compares only with runs on CPUs.")
@@ -50,7 +50,7 @@ def window(found: Fit) -> str:
 
 
 def between_seeds(each: Sequence[Fit]) -> str:
-    """Describe how seeds differ."""
+    """Return a text on how seeds differ."""
     ceilings = [found.A for found in each]
     return (
         f"A of the {len(each)} seeds alone: {min(ceilings):.3f} to {max(ceilings):.3f} (ScaleRL's three: ±0.015). The interval "
@@ -101,7 +101,7 @@ def laws(rows: Sequence[Law]) -> Table:
 
 
 def reached(found: Fit, score: float, when: Reached) -> str:
-    """Say when a score is reached, or why it is not."""
+    """Return a sentence on when a score is reached, or why it is not."""
     if math.isfinite(when.hours):
         if when.hours == 0:
             return f"{score:g} is not above R_0 = {found.R_0:.3f}: it takes no training."
@@ -116,7 +116,7 @@ def reached(found: Fit, score: float, when: Reached) -> str:
 
 
 def transferred(size: float, found: Transferred, hours: Sequence[float], scores: Array, unit: str) -> str:
-    """Return as text the law predicted for a model size, and its scores [3, hours]: median and both ends of the interval."""
+    """Return a text on the law predicted for a model size and its scores. scores: [3, hours] median, low and high end."""
     said = [f"{size:.3g} parameters, by a power law in them (95 %):"]
     for name, (middle, low, high) in zip(("A", "B", f"C_mid, {HOURS[unit]}", "R_0"), found.intervals.T, strict=True):
         say = amount if name.startswith("C_mid") else "{:.3g}".format
@@ -135,10 +135,10 @@ def later(found: Fit, after: Later) -> str:
 
 
 def _parameters(found: Fit, score: Callable[[float], float] = float) -> tuple[str, str, str]:
-    """Return A, B and C_mid with their intervals. score: brings A into its own unit."""
+    """Return texts of A, B and C_mid, each with its interval. score: converts A to its own unit."""
 
     def over(text: Callable[[float], str], value: float, ends: tuple[float, float]) -> str:
-        low, high = (text(end) if math.isfinite(end) else "∞" for end in ends)
+        low, high = map(text, ends)
         return f"{text(value)}\n[dim]{low} … {high}[/]"
 
     return (
@@ -154,21 +154,19 @@ def _table(first: str, *headings: str) -> Table:
 
 
 def sliced(parts: Sequence["Slice"], unit: str) -> Table:
-    """Make a table of slices; one without a law says why in the law's place."""
+    """Make a table of slices. For a slice without a law it says why there is none."""
     table = _table("slice", "prompts", "before\nlast", "A", "B", f"C_mid, {unit}")
     table.columns[3].no_wrap, table.columns[3].min_width, table.columns[3].max_width = False, 13, 24
     for part in parts:
-        name, ends = (
-            part.task if part.kind == "task" else f"  {part.name}",
-            "\n".join(f"{end:.3f}" for end in part.ends),
-        )
+        name = part.task if part.kind == "task" else f"  {part.name}"
+        ends = "\n".join(f"{end:.3f}" for end in part.ends)
         law = _parameters(part.fit, part.shown) if part.fit else (f"no law: {part.problem}", "", "")
         table.add_row(name, str(part.values.shape[1] or "–"), ends or "–", *law)
     return table
 
 
 def say_slices(parts: Sequence["Slice"]) -> None:
-    """Print each warning once, with the laws that it is of."""
+    """Print each warning once, with the slices to whose laws it applies."""
     names: dict[str, list[str]] = {}
     for part in parts:
         for warning in part.fit.warnings if part.fit else ():

@@ -1,10 +1,10 @@
-"""From sizes of a policy to a larger one: A, B, C_mid and R_0 by power laws in N, the parameters that a token meets.
+"""Predicts a larger policy from smaller ones: A, B, C_mid and R_0 by power laws in N, the number of active parameters.
 
     ln(1 − A), ln B, ln C_mid, ln(1 − R_0)  =  intercept + slope · ln N + scatter
 
-Each size's fit gives a mean and a covariance of the four (posterior.py); a size strays from the line by a scatter. Lines and
-what they predict are Gaussian once the sizes of the scatter are given; these are drawn from their prior, and count by the
-likelihood of the fits. Two or three sizes hardly show the scatter, so intervals are then nearly those of the prior.
+Each size's fit gives a mean and a covariance of the four (posterior.py); a size strays from the line by a scatter. Given the
+magnitudes of the scatter, lines and predictions are Gaussian; the magnitudes are drawn from their prior, and weighted by the
+likelihood of the fits. Two or three sizes tell little about the scatter, so intervals are then nearly those of the prior.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,36 +17,36 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir
 from megarl.lab.scaling.fit import PRIOR, Fit
 from megarl.lab.scaling.forms import FORMS, Array
-from megarl.lab.scaling.posterior import FLAT
+from megarl.lab.scaling.posterior import FLAT, INTERVAL
 
 SLOPES = np.array([(0.0, 0.3), (0.0, 0.15), (0.5, 1.0), (0.0, 0.5)])
-"""Mean and deviation of a slope, a factor e of N: a guess. The paper's 8B and 17Bx16 (17B active) have −.39, −.20 and .67."""
+"""Prior mean and deviation of each slope: a guess. ScaleRL's 8B and 17Bx16 (17B active) give −.39, −.20 and .67."""
 SCATTER = np.array([0.15, 0.1, 0.4, 0.2])
-"""Deviation of the half-normal prior of a scatter: a guess. The paper's eight leave-one-out runs, of one size, deviate by
-.02 in ln(1 − A), .08 in ln B and .11 in ln C_mid."""
+"""Deviation of the half-normal prior of each scatter: a guess. The paper's eight leave-one-out runs, all of one size, deviate
+by .02 in ln(1 − A), .08 in ln B and .11 in ln C_mid."""
 DRAWS = 4000
 
 
 class Transferred(NamedTuple):
-    """What is expected of a size. draws: [draws, 4] A, B, C_mid, R_0."""
+    """The prediction for a size. draws: [draws, 4] A, B, C_mid, R_0."""
 
     draws: Array
 
     @property
     def intervals(self) -> Array:
-        """Return median and 95 % interval, [3, 4]."""
-        return np.asarray(np.quantile(self.draws, (0.5, 0.025, 0.975), axis=0))
+        """The median and both ends of the 95 % interval, [3, 4]."""
+        return np.asarray(np.quantile(self.draws, INTERVAL, axis=0))
 
     def scores(self, hours: Array) -> Array:
-        """Return median and 95 % interval of the score of a run at compute above 0, [3, hours]."""
+        """Return the median and both ends of the 95 % interval of a run's score at `hours` above 0, [3, hours]."""
         a, b, middle, r0 = self.draws.T[:, :, None]
         share = FORMS["sigmoid"].share(b * np.log(hours / middle))
         strays = np.hypot(PRIOR.seeds, np.median(PRIOR.misfits)) * np.random.default_rng(1).standard_normal(share.shape)
-        return np.asarray(np.quantile((r0 + (a - r0) * share * (1 + strays)).clip(0, 1), (0.5, 0.025, 0.975), axis=0))
+        return np.asarray(np.quantile((r0 + (a - r0) * share * (1 + strays)).clip(0, 1), INTERVAL, axis=0))
 
 
 def transfer(fits: Mapping[float, Fit], size: float, r0: float | None = None) -> Transferred:
-    """Predict a policy of `size` parameters from fits by theirs. r0: its score before training, if it was measured."""
+    """Predict a policy of `size` active parameters from fits by size. r0: its score before training, if measured."""
     if len(fits) < 2:
         raise MegarlError(f"{len(fits)} size cannot show what size does; give fits of two or more")
     if min(*fits, size) <= 0 or not np.isfinite([*fits, size]).all():
@@ -90,7 +90,7 @@ FEW_SIZES = 4
 
 
 def doubts(fits: Mapping[float, Fit], size: float) -> Iterator[str]:
-    """Yield what these fits cannot support."""
+    """Yield one sentence for each thing that these fits do not support."""
     if len(fits) < FEW_SIZES:
         yield f"{len(fits)} sizes hardly show how far a size strays from a line: the intervals are mostly what is assumed of it"
     if size > max(fits) ** 2 / min(fits):
@@ -100,7 +100,7 @@ def doubts(fits: Mapping[float, Fit], size: float) -> Iterator[str]:
 
 
 def named_size(source: str) -> tuple[float, str]:
-    """Split N=POINTS into parameters and path; of a run directory alone, read its model's."""
+    """Split N=POINTS into the number of parameters and a path; for a run directory alone, read the number from its model."""
     size, _, path = source.partition("=")
     try:
         return float(size), path
@@ -108,7 +108,7 @@ def named_size(source: str) -> tuple[float, str]:
         run = RunDir(Path(source))
     if not run.recipe.exists():
         raise MegarlError(f"{source}: say how many parameters a token meets, such as 8e9={path or source}") from None
-    from megarl.core.base import architecture  # with the recipe's: slow to import
+    from megarl.core.base import architecture  # slow to import, like the recipe
     from megarl.core.recipe import load
 
     return float(architecture.read(load(str(run.recipe)).model.path).active_parameters), source

@@ -4,6 +4,6 @@
 `megarl study compare A B` ──► main.py ───┴► plan.py: STUDY/recipes/*.yaml ─┴─ or one per job of a Slurm array ─► results.py:
                                              one task: a variant and a seed                table.md, pictures, points/*.csv
 
-`megarl study search` drops half of the variants at each rung (search.py), by the asymptotes that their scores foretell.
-`megarl study corpus` makes many small runs in the same way and keeps a record of each (corpus.py), to judge forecasts by.
+`megarl study search` drops half of the variants at each rung (search.py), by the asymptotes predicted from their scores.
+`megarl study corpus` makes many small runs in the same way and keeps a record of each (corpus.py), to test forecasts with.
 """

@@ -1,13 +1,13 @@
-"""`megarl study corpus`: many small runs that end, to judge forecasts by.
+"""`megarl study corpus`: many small, complete runs, to test forecasts with.
 
     DIR/data ─► DIR/models/SIZE ─`megarl sft`─► DIR/models/SIZE-TASK ─► a study of KINDS ─► DIR/records/NAME.jsonl.gz
 
-A kind is a shipped recipe with a size of policy and a dtype. Runs are scored at steps that grow by a factor, on 4,096 answers,
-so that each part of the curve has its points; a run goes on until its curve has bent. All runs of a size, a task and a family
-start from one warm start.
+A kind is a shipped recipe with a policy size and a dtype. Runs are evaluated, on 4,096 answers, at steps that grow by a factor,
+so that each part of the curve has points; a run goes on until its curve has bent. All runs with the same size, task and family
+begin with one warm start.
 
-A record is JSON lines: what the run was (`CorpusRun`), its scores, and its steps with all their metrics. Compute is in FLOP,
-from the tokens that were generated and the active parameters, so that no other work of the machine moves a point.
+A record is JSON lines: a description of the run (`CorpusRun`), its scores, and its steps with all their metrics. Compute is in
+FLOP, from the generated tokens and the active parameters, so that other work on the machine does not shift a point.
 """
 
 import gzip
@@ -34,7 +34,7 @@ from megarl.tasks.data.arithmetic_models import LLAMA, LLAMA4, save_model
 
 
 class Size(NamedTuple):
-    """A tiny policy: hidden size, layers, heads, key-value heads, and what its training takes."""
+    """A tiny policy: hidden size, layers, heads, key-value heads, and settings of its training."""
 
     hidden: int
     layers: int
@@ -44,7 +44,7 @@ class Size(NamedTuple):
     sft_steps: int
 
     def config(self, experts: bool) -> JsonObject:
-        """Return a config.json in which each token meets as many parameters with experts as without."""
+        """Return the content of config.json. With experts the model has as many active parameters as without."""
         base = LLAMA4 | {"head_dim": self.hidden // self.heads} if experts else LLAMA
         widths = {"intermediate_size": self.hidden * 3 // 2, "intermediate_size_mlp": self.hidden * 3}
         return base | {
@@ -57,7 +57,7 @@ class Size(NamedTuple):
 
     @property
     def active(self) -> int:
-        """Return the parameters that a token meets in the layers, about."""
+        """The approximate number of active parameters in the layers."""
         return self.layers * self.hidden**2 * (2 + 2 * self.groups // self.heads + 9)
 
 
@@ -70,7 +70,7 @@ SIZES = {
 
 
 class Kind(NamedTuple):
-    """Runs that differ in their seed alone."""
+    """A kind of run. Runs of one kind differ only in their seed."""
 
     recipe: str
     size: str
@@ -111,7 +111,7 @@ KINDS = (
     Kind("gspo-tiny", "0.8m", "fp16"),
     Kind("dr-grpo-tiny", "2m"),
 )
-"""The first four are a pilot: they tell the hours of all."""
+"""The first four are a pilot, from which the hours of all can be estimated."""
 
 RUN = (
     "run.steps=150",
@@ -146,21 +146,21 @@ def warm_start(directory: Path, kind: Kind) -> Path:
 
 
 def before(task: StudyTask) -> list[list[str]]:
-    """Make the data and the random model that the run starts from; return the command of the warm start if it is missing."""
+    """Make the data and the random model from which the run starts; return the warm start's command if that is missing."""
     kind = next(kind for kind in KINDS if kind.name == task.variant)
-    if not (task.study / "data" / "init-moe").exists():  # what `write` makes last
+    if not (task.study / "data" / "init-moe").exists():  # `write` makes this last
         arithmetic.write(task.study / "data", seed=0)
     if warm_start(task.study, kind).exists():
         return []
     (task.study / "models").mkdir(exist_ok=True)
     save_model(task.study / "models" / kind.init, SIZES[kind.size].config(kind.experts), seed=0)
-    # In fp32, so that runs of one size begin alike whatever their dtype.
+    # In fp32, so that runs of one size start from the same weights whatever their dtype.
     return [[sys.executable, "-m", "megarl", "sft", str(task.recipe), "model.dtype=fp32", "run.seed=0"]]
 
 
 @dataclass(frozen=True)
 class CorpusRun:
-    """What a run was, and what came of it. scores: rows of eval.jsonl with `flop`; steps: rows of metrics.jsonl."""
+    """A run and its results. scores: rows of eval.jsonl, with an added `flop`; steps: rows of metrics.jsonl."""
 
     recipe: str
     size: str
@@ -178,16 +178,16 @@ class CorpusRun:
 
     @property
     def held_out(self) -> bool:
-        """Whether nobody may look at the run while forecasts are built. The same for all seeds and dtypes.
+        """Whether the run must not be used to develop forecasts. It is the same for all seeds and dtypes.
 
-        The leading 0 is the first salt with which both parts have each task, dense models, experts and low precision.
+        The leading 0 is the first salt for which both parts have each task, dense models, experts and low precision.
         It was chosen before any run existed.
         """
         return sha256(f"0/{self.recipe}/{self.size}/{self.task}".encode()).digest()[0] % 2 == 0
 
     @property
     def curve(self) -> Curve:
-        """Return its held-out pass rates. Hours stand for petaFLOP."""
+        """The run's held-out pass rates. The curve's hours are petaFLOP here."""
         later = [row for row in self.scores if row["step"]]
         flop, rates = (np.array([row[name] for row in later], float) for name in ("flop", "pass_rate"))
         answers = int(self.scores[0]["n_prompts"] * self.scores[0]["samples"])
@@ -199,7 +199,7 @@ def record_of(task: StudyTask) -> Path:
 
 
 def record(task: StudyTask) -> None:
-    """Write the record of a run that is done."""
+    """Write the record of a finished run."""
     kind = next(kind for kind in KINDS if kind.name == task.variant)
     steps = [_short(row) for row in latest_rows(task.rundir.metrics)]
     scores = [_short(row) for row in latest_scores(task.rundir.eval)]
@@ -216,7 +216,7 @@ def record(task: StudyTask) -> None:
 
 
 def _short(row: Row) -> Row:
-    """Return the row with numbers of six digits, without what a forecast said."""
+    """Return the row with numbers rounded to six digits, without the columns of forecasts."""
     return {
         key: value if isinstance(value, str | int) else float(f"{value:.6g}")
         for key, value in row.items()

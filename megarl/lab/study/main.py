@@ -1,9 +1,9 @@
-"""`megarl study loo | compare | corpus | results`: its tasks run one after another, or only that of a job of a Slurm array.
+"""`megarl study loo | compare | corpus | results`: runs a study's tasks one after another, or in a Slurm array one per job.
 
     waiting or begun ─► `megarl train STUDY/recipes/NAME.yaml` ─► done | failed        (a begun run resumes from its checkpoint)
 
-Ctrl-C and SIGTERM reach the run, which saves and exits; the same command resumes. A failed task does not stop the others.
-The run dies with this process, however that ends.
+Ctrl-C and SIGTERM are passed on to the run, which saves and exits; the same command resumes it. A failed task does not stop
+the others. The run dies with this process, however that ends.
 
 Leave-one-out reverts one part of ScaleRL at a time to earlier common practice (arXiv 2510.13786, section 4 and its
 comparison of losses). A variant that equals the recipe, or makes no difference to it, is left out.
@@ -33,12 +33,12 @@ from megarl.run.process import StopRequest, outlive_screen, stop_requests
 from megarl.run.view import sparkline
 
 LOOK_S = 2.0
-LINE_S = 60.0  # seconds between lines of non-interactive output
+LINE_S = 60.0  # seconds between progress lines when the output is not a terminal
 TRAIN = (sys.executable, "-m", "megarl", "train")
 
 
 class StudyOptions(NamedTuple):
-    """Options of both kinds of study. directory: "" for runs/studies/KIND-RECIPE; task: the only one to run; None: all."""
+    """Options of a study. directory: "" for runs/studies/KIND-RECIPE; task: the number of the only task to run; None: all."""
 
     seeds: str
     directory: str
@@ -48,7 +48,7 @@ class StudyOptions(NamedTuple):
 
 
 def loo(recipe: str, beside: Sequence[str], options: StudyOptions) -> int:
-    """Study ScaleRL's leave-one-out variants of `recipe`, and the recipes `beside` them."""
+    """Study ScaleRL's leave-one-out variants of `recipe`, and the recipes `beside` with them."""
     recipes = leave_one_out(recipe, options.overrides)
     others = side_by_side(beside, options.overrides)
     if twice := recipes.keys() & others.keys():
@@ -63,7 +63,7 @@ def compare(names: Sequence[str], options: StudyOptions) -> int:
 
 def corpus(options: StudyOptions) -> int:
     """Run the corpus, or one task of it, and record each run as it ends."""
-    from megarl.lab.study import corpus as kinds  # imports transformers: not before it is needed
+    from megarl.lab.study import corpus as kinds  # imports transformers, so only when needed
 
     path = Path(options.directory or "runs/studies/corpus")
     recipes = kinds.recipes(path, tuple(options.overrides))
@@ -72,8 +72,8 @@ def corpus(options: StudyOptions) -> int:
 
 
 def table_and_plots(path: Path) -> int:
-    """Write the results of a study, even an unfinished one."""
-    from megarl.lab.study import results, search  # the first imports matplotlib: not before it is needed
+    """Write the results of a study, also of an unfinished one; return the exit status."""
+    from megarl.lab.study import results, search  # `results` imports matplotlib, so only when needed
 
     study, console = plan.opened(path), Console()
     if study.rungs:
@@ -88,10 +88,10 @@ CommandLines = Sequence[Sequence[str]]
 
 
 class StudyHooks(NamedTuple):
-    """What differs between kinds of study.
+    """The steps in which kinds of study differ.
 
-    before: commands that a task needs before `megarl train`; ended: whether a task has nothing left to do; done: called after
-    its run; end: called after all of them, returns the exit status.
+    before: returns the commands that a task needs before `megarl train`; ended: returns whether a task has nothing left to do;
+    done: called after a task's run; end: called after all tasks, returns the exit status.
     """
 
     before: Callable[[StudyTask], CommandLines] = lambda task: ()
@@ -100,23 +100,38 @@ class StudyHooks(NamedTuple):
     end: Callable[[Path], int] = table_and_plots
 
 
-def _study(kind: str, recipes: Mapping[str, Recipe], options: StudyOptions, hooks: StudyHooks | None = None) -> int:
-    path = Path(options.directory or f"runs/studies/{kind}")
-    console, seeds = Console(), numbers("--seeds", options.seeds)
-    if options.dry_run:
-        console.print(planned(f"{path}: {len(recipes) * len(seeds)} runs, seeds {options.seeds}", recipes))
+USUAL = StudyHooks()
+
+
+def _study(kind: str, recipes: Mapping[str, Recipe], options: StudyOptions, hooks: StudyHooks = USUAL) -> int:
+    if (study := prepared(kind, recipes, options)) is None:
         return 0
-    study, hooks = plan.prepare(path, recipes, seeds), hooks or StudyHooks()
-    tasks = study.tasks
     if options.task is None:
-        return run(study, tasks, console, hooks) or hooks.end(path)
-    if not 0 <= options.task < len(tasks):
-        raise MegarlError(f"--task: the study has tasks 0 to {len(tasks) - 1}, no {options.task}")
-    return run(study, [tasks[options.task]], console, hooks)
+        return run(study, study.tasks, Console(), hooks) or hooks.end(study.path)
+    return run(study, [study.tasks[options.task]], Console(), hooks)
+
+
+def prepared(
+    kind: str, recipes: Mapping[str, Recipe], options: StudyOptions, rungs: Sequence[int] = (), branch: int = 0
+) -> Study | None:
+    """Return the study that the options describe, newly written or found in its directory; for a dry run, show it and return
+    None."""
+    path, seeds = Path(options.directory or f"runs/studies/{kind}"), numbers("--seeds", options.seeds)
+    if options.dry_run:
+        runs = f"{len(recipes) * len(seeds)} runs, seeds {options.seeds}"
+        if rungs:
+            arms = f"{len(recipes)} arms x {len(seeds)} seeds"
+            runs = f"{arms}, half of them dropped at each of steps {', '.join(map(str, rungs))}"
+        Console().print(planned(f"{path}: {runs}", recipes))
+        return None
+    study = plan.prepare(path, recipes, seeds, rungs, branch)
+    if options.task is not None and not 0 <= options.task < len(study.tasks):
+        raise MegarlError(f"--task: the study has tasks 0 to {len(study.tasks) - 1}, no {options.task}")
+    return study
 
 
 def numbers(option: str, text: str) -> list[int]:
-    """Return the numbers of a list such as 0,1,2."""
+    """Parse a list of numbers such as 0,1,2. MegarlError if it is none."""
     try:
         listed = [int(number) for number in text.split(",")]
     except ValueError:
@@ -127,13 +142,13 @@ def numbers(option: str, text: str) -> list[int]:
 
 
 def planned(title: str, recipes: Mapping[str, Recipe]) -> Table:
-    """Show what a study would run, for a dry run."""
+    """Make a table of what a study would run, for a dry run."""
     columns = Column("variant", style="bold", no_wrap=True), Column("differs from the first in", overflow="fold")
     shown = Table(*columns, box=None, padding=(0, 2), pad_edge=False, title=title, title_justify="left")
+    first = next(iter(recipes.values()))
     for name, recipe in recipes.items():
-        changed = [(key, new) for key, _, new in differences(next(iter(recipes.values())), recipe)]
-        words = [f"{key}={new}" for key, new in changed if key != "run.name"]
-        shown.add_row(name, " ".join(words))
+        changed = [f"{key}={new}" for key, _, new in differences(first, recipe) if key != "run.name"]
+        shown.add_row(name, " ".join(changed))
     return shown
 
 
@@ -157,20 +172,19 @@ def leave_one_out(recipe: str, overrides: Sequence[str]) -> dict[str, Recipe]:
 
 
 def side_by_side(recipes: Sequence[str], overrides: Sequence[str]) -> dict[str, Recipe]:
-    """Load recipes with the same overrides; MegarlError if two have the same name."""
+    """Load recipes with the same overrides. MegarlError if two have the same name."""
     names = [Path(recipe).stem for recipe in recipes]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise MegarlError(f"two recipes of the study are called {twice!r}; give each another name")
     return {name: load(recipe, overrides) for name, recipe in zip(names, recipes, strict=True)}
 
 
-def run(study: Study, tasks: Sequence[StudyTask], console: Console, hooks: StudyHooks | None = None) -> int:
-    """Bring each of `tasks` to its end. Return 0: all done; 1: some failed; 128 + signal: asked to stop.
+def run(study: Study, tasks: Sequence[StudyTask], console: Console, hooks: StudyHooks = USUAL) -> int:
+    """Run each of `tasks` to its end. Return 0 if all are done, 1 if some failed, 128 + signal if asked to stop.
 
-    A terminal shows a table of all tasks; other output gets a line when a task ends, and one a minute.
+    A terminal shows a table of all tasks; other output gets a line when a task ends, and one per minute.
     """
     outlive_screen()
-    hooks = hooks or StudyHooks()
     live = Live(console=console, auto_refresh=False) if console.is_terminal else None
     began = last = time.monotonic()
 
@@ -189,7 +203,7 @@ def run(study: Study, tasks: Sequence[StudyTask], console: Console, hooks: Study
             if hooks.ended(task):
                 continue
             if task.state() != "done":
-                task.rundir.summary.unlink(missing_ok=True)  # left by an earlier life that was stopped
+                task.rundir.summary.unlink(missing_ok=True)  # an earlier life that was stopped has left it
                 for command in (*hooks.before(task), [*TRAIN, *task.arguments]):
                     if _finish(command, task, stop_request, show) or stop_request.count:
                         break
@@ -205,14 +219,13 @@ def run(study: Study, tasks: Sequence[StudyTask], console: Console, hooks: Study
 
 
 def _finish(command: Sequence[str], task: StudyTask, stop_request: StopRequest, show: Callable[..., None]) -> int:
-    """Run a command to its end and return its status; requests to stop are passed on to it, once each."""
+    """Run a command to its end and return its status. Each request to stop is passed on to it once."""
     environment = os.environ | {SUPERVISOR: str(os.getpid())}
     heard = 0
     with task.log.open("ab") as log:
         process = subprocess.Popen(
-            command,
-            env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
         while process.poll() is None:
             if stop_request.count > heard:
                 heard = stop_request.count
@@ -224,7 +237,7 @@ def _finish(command: Sequence[str], task: StudyTask, stop_request: StopRequest, 
 
 
 def table(study: Study, now: StudyTask, elapsed_s: float) -> Table:
-    """Show the state of each task; `now` is the one that runs."""
+    """Make a table with the state of each task. now: the task that is running."""
     shown = Table(box=None, padding=(0, 2), pad_edge=False, caption=f"{elapsed_s / 60:.0f} min", caption_justify="left")
     for heading in ("run", "state", "step", "held-out pass rate", ""):
         shown.add_column(heading, no_wrap=True)
@@ -236,7 +249,7 @@ def table(study: Study, now: StudyTask, elapsed_s: float) -> Table:
 
 
 def _progress(task: StudyTask) -> tuple[str, str, str]:
-    """Return the number of steps so far, the first and the last pass rate, and a curve of all."""
+    """Return texts: the number of steps so far, the first and the last pass rate, and a sparkline of all."""
     rows, rates = latest_rows(task.rundir.metrics), [row["pass_rate"] for row in latest_scores(task.rundir.eval)]
     ends = " → ".join(f"{rate:.3f}" for rate in rates[:: max(1, len(rates) - 1)])
     return f"{rows[-1]['step'] + 1}" if rows else "-", ends, sparkline(rates, 20)

@@ -1,8 +1,8 @@
-"""A study on disk: its tasks, and how far each is. One task is one run: a recipe of the study with one seed.
+"""A study on disk: its tasks, and the state of each. One task is one run: a recipe of the study with one seed.
 
 STUDY/study.json         names of the recipes and the seeds, in order     STUDY/logs/NAME.log    output of `megarl train`
-STUDY/recipes/NAME.yaml  resolved, one per task                           STUDY/runs/NAME/       its run directory
-STUDY/rungs/STEP.json    what a search decided there (search.py)
+STUDY/recipes/NAME.yaml  resolved recipe, one per task                    STUDY/runs/NAME/       the task's run directory
+STUDY/rungs/STEP.json    a search's decision at this step (search.py)
 
 These files are written once: a resumed study uses them, and a different study in the same directory is refused.
 """
@@ -22,7 +22,7 @@ TaskState = Literal["waiting", "begun", "done", "failed"]
 
 @dataclass(frozen=True)
 class StudyTask:
-    """A run of the study, in the study's directory. steps: where it ends for now; 0: where its recipe says."""
+    """A run of the study. study: the study's directory; steps: the step at which it ends for now, 0 for the recipe's last."""
 
     study: Path
     variant: str
@@ -47,11 +47,11 @@ class StudyTask:
 
     @property
     def arguments(self) -> list[str]:
-        """What `megarl train` is given."""
+        """The arguments of `megarl train`."""
         return [str(self.recipe), *([f"run.steps={self.steps}"] if self.steps else [])]
 
     def state(self) -> TaskState:
-        """Return the state, from the run's own files. `begun`: would resume if started again, whether alive or not."""
+        """Return the state, from the run's own files. `begun` means that it would resume if started again, alive or not."""
         if not self.rundir.summary.exists():
             return "begun" if self.rundir.recipe.exists() else "waiting"
         states: dict[str, TaskState] = {"finished": "done", "failed": "failed"}
@@ -63,10 +63,10 @@ class StudyTask:
 
 @dataclass(frozen=True)
 class Study:
-    """A study. All recipes run with one seed before any runs with the next: a stopped study has complete rounds.
+    """A study. All recipes run with one seed before any runs with the next, so that a stopped study has complete rounds.
 
-    rungs: steps at which a search (search.py) drops variants. branch: the step at which all variants go on from one run, the
-    trunk; 0: none. steps: where the tasks end for now, as in `StudyTask`.
+    rungs: steps at which a search (search.py) drops variants. branch: the step up to which all variants share one run, the
+    trunk; 0 for none. steps: as in `StudyTask`.
     """
 
     path: Path
@@ -82,14 +82,14 @@ class Study:
 
     @property
     def trunk(self) -> "Study":
-        """The runs of the first variant, one a seed, from which all variants branch."""
+        """The study of runs of the first variant, one per seed, from which all variants branch."""
         return replace(self, variants=("trunk",) if self.branch else (), steps=self.branch)
 
 
 def prepare(
     path: Path, recipes: Mapping[str, Recipe], seeds: Sequence[int], rungs: Sequence[int] = (), branch: int = 0
 ) -> Study:
-    """Return the study at `path`, written or found there. MegarlError if another one is there."""
+    """Return the study at `path`, newly written or found there. MegarlError if a different one is there."""
     if not seeds or len(set(seeds)) != len(seeds):
         raise MegarlError(f"--seeds: give one or more different seeds, not {','.join(map(str, seeds))!r}")
     study = Study(path, tuple(recipes), tuple(seeds), tuple(rungs), branch)
@@ -103,10 +103,8 @@ def prepare(
     if (path / "study.json").exists():
         if (there := opened(path)) != study:
             holds = f"holds a study of {', '.join(there.variants)} with seeds {', '.join(map(str, there.seeds))}"
-            if there.rungs:
-                holds += f", rungs {', '.join(map(str, there.rungs))}" + (
-                    f", branch {there.branch}" * bool(there.branch)
-                )
+            holds += f", rungs {', '.join(map(str, there.rungs))}" if there.rungs else ""
+            holds += f", branch {there.branch}" if there.branch else ""
             raise MegarlError(f"{path}: {holds}; go on with the same, or give another --dir")
         for task, recipe in wanted.items():
             if changed := differences(load(str(task.recipe)), recipe):
@@ -117,9 +115,9 @@ def prepare(
         (path / folder).mkdir(parents=True, exist_ok=True)
     for task, recipe in wanted.items():
         write_atomically(task.recipe, dump(recipe).encode())
-    record = {"variants": study.variants, "seeds": study.seeds} | (
-        {"rungs": study.rungs, "branch": branch} if rungs else {}
-    )
+    record: dict[str, object] = {"variants": study.variants, "seeds": study.seeds}
+    if rungs:
+        record |= {"rungs": study.rungs, "branch": branch}
     write_atomically(path / "study.json", json.dumps(record, indent=2).encode())
     return study
 

@@ -1,9 +1,9 @@
-"""The results of a study: points, fits, a table and plots, from the files of its finished runs.
+"""Writes the results of a study: points, fits, a table and plots, from the files of its finished runs.
 
 RUN/eval.jsonl of each task ─► points/NAME.csv ─► fit (seeds of a variant pooled) ─► table.md, scaling and final .png .svg
 
-scaling: a panel per variant, with its seeds and fit over those of the first variant, to which all are compared.
-final:   each variant's last pass rate, seed by seed, and its fitted asymptote with interval.
+scaling: one panel per variant, with its seeds and fit drawn over those of the first variant, with which all are compared.
+final:   each variant's last pass rate for each seed, and its fitted asymptote with interval.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from megarl.run.summary import mean
 
 
 class EvaluationPoint(NamedTuple):
-    """One evaluation of one run: a line of its CSV. tokens: generated up to then; lag: mean of the steps up to then."""
+    """One evaluation of one run: a line of its CSV. tokens: those generated so far; lag: the mean over the steps so far."""
 
     compute_hours: float
     pass_rate: float
@@ -39,9 +39,9 @@ class EvaluationPoint(NamedTuple):
 
 
 class VariantResult(NamedTuple):
-    """A variant over its seeds. common [seeds]: pass rates at the compute that every run of the study reached.
+    """A variant with all its seeds. common [seeds]: pass rates at the compute that every run of the study has reached.
 
-    at_ceiling: its fit with A held at the ceiling common to all variants, where exponents B are comparable (compare.py).
+    at_ceiling: the fit with A fixed at the ceiling common to all variants, where exponents B are comparable (compare.py).
     """
 
     variant: str
@@ -59,15 +59,14 @@ class VariantResult(NamedTuple):
 
 def write(study: Study, console: Console) -> int:
     """Write all files, and print the table. MegarlError while no run has finished."""
-    rows, missing = collect(study), [task for task in study.tasks if task.state() != "done"]
+    rows, done = collect(study), [task for task in study.tasks if task.state() == "done"]
     (study.path / "points").mkdir(exist_ok=True)
-    for task in study.tasks:
-        if task not in missing:
-            # For `megarl scaling`; no value has a comma.
-            lines = [f"{h:.6f},{rate:.6f},{','.join(map(str, rest))}" for h, rate, *rest in read(task)]
-            text = "\n".join([",".join(EvaluationPoint._fields), *lines, ""])
-            write_atomically(study.path / "points" / f"{task.name}.csv", text.encode())
-    write_atomically(study.path / "table.md", markdown(rows, [task.name for task in missing]).encode())
+    for task in done:  # for `megarl scaling`; no value has a comma
+        lines = [f"{h:.6f},{rate:.6f},{','.join(map(str, rest))}" for h, rate, *rest in read(task)]
+        text = "\n".join([",".join(EvaluationPoint._fields), *lines, ""])
+        write_atomically(study.path / "points" / f"{task.name}.csv", text.encode())
+    missing = [task.name for task in study.tasks if task not in done]
+    write_atomically(study.path / "table.md", markdown(rows, missing).encode())
     plot_scaling(rows, study.path / "scaling")
     plot_final(rows, study.path / "final")
     shown = Table(*(Column(heading, no_wrap=True) for heading in HEADINGS), box=None, padding=(0, 2), pad_edge=False)
@@ -83,7 +82,7 @@ def collect(study: Study) -> list[VariantResult]:
     if not done:
         raise MegarlError(f"{study.path}: no run has finished yet; wait, or look at its logs/")
     hours = min(read(task)[-1].compute_hours for task in done)
-    tasks = {name: [task for task in done if task.variant == name] for name in study.variants}
+    tasks = {name: own for name in study.variants if (own := [task for task in done if task.variant == name])}
     curves: dict[str, list[Curve]] = {}
     entries: dict[str, RunFit] = {}
     for name, own in tasks.items():
@@ -91,11 +90,11 @@ def collect(study: Study) -> list[VariantResult]:
             curves[name] = [curve for task in own for curve in read_points(task.rundir.path)]
         except MegarlError as error:
             entries[name] = RunFit(name, None, str(error))
-    compared = compare({name: own for name, own in curves.items() if own})
+    compared = compare(curves)
     entries |= {entry.name: entry for entry in compared.entries}
     results = []
-    for name in (name for name, own in tasks.items() if own):
-        runs, entry = tuple(read(task) for task in tasks[name]), entries[name]
+    for name, own in tasks.items():
+        runs, entry = tuple(read(task) for task in own), entries[name]
         common = [np.interp(hours, [p.compute_hours for p in run], [p.pass_rate for p in run]) for run in runs]
         at_ceiling = compared.at_ceiling.get(name, entry.fit)
         results.append(VariantResult(name, runs, np.array(common), entry.fit, at_ceiling, entry.problem))
@@ -103,7 +102,7 @@ def collect(study: Study) -> list[VariantResult]:
 
 
 def read(task: StudyTask) -> tuple[EvaluationPoint, ...]:
-    """Return a run's evaluations by step: what its recipe forecasts, else the score of all tasks together."""
+    """Return a run's evaluations by step. The score is the one that its recipe forecasts, else that of all tasks together."""
     score = load(str(task.recipe)).forecast_column or "pass_rate"
     rows = latest_rows(task.rundir.metrics)
     points = []
@@ -116,7 +115,7 @@ def read(task: StudyTask) -> tuple[EvaluationPoint, ...]:
 
 
 HEADINGS = (
-    "variant", "seeds", "before", "after", "at equal compute", "lag", "A", "B", "C_mid", "hours a run", "tokens a run"
+    "variant", "seeds", "before", "after", "at equal compute", "lag", "A", "B", "C_mid", "hours a run", "tokens a run",
 )  # fmt: skip
 
 
@@ -136,7 +135,7 @@ def cells(row: VariantResult) -> list[str]:
 
 
 def markdown(rows: Sequence[VariantResult], missing: Sequence[str] = ()) -> str:
-    """Return the table, and below it what is needed to read it. missing: names of unfinished runs."""
+    """Return the table with explanations below it. missing: names of unfinished runs."""
     unit = rows[0].runs[0][0].compute_unit
     common_hours = min(run[-1].compute_hours for row in rows for run in row.runs)
     ceilings = [row.at_ceiling.A for row in rows if row.at_ceiling is not None]
@@ -187,7 +186,7 @@ def plot_scaling(rows: Sequence[VariantResult], path: Path) -> None:
 
 
 def plot_final(rows: Sequence[VariantResult], path: Path) -> None:
-    """Write `path`.png and `path`.svg; the first variant on top, a dotted line at its mean."""
+    """Write `path`.png and `path`.svg, with the first variant on top and a dotted line at its mean."""
     with drawing((8, 1.2 + 0.42 * len(rows))) as (figure, (axes,)):
         for y, row in enumerate(rows):
             labels = (None, None) if y else ("last pass rate of a seed", "asymptote A, 95 %")

@@ -1,14 +1,14 @@
-"""`megarl study search`: successive halving. Every arm (a recipe) runs to a rung, the better half goes on, and so on.
+"""`megarl study search`: successive halving. Every arm (a recipe) runs up to a rung, the better half goes on, and so on.
 
-    [trunk ─►] all arms ─► rung: the chance of each to be the best ─► STUDY/rungs/STEP.json ─► the better half ─► … winner
+    [trunk ─►] all arms ─► rung: each arm's chance of being the best ─► STUDY/rungs/STEP.json ─► the better half ─► … winner
 
-The chance is a share of draws from the posteriors of the arms' curves (scaling/posterior.py), for the recipes and not for their
-scores so far: in a draw the highest asymptote A wins, and among those within 0.02 of it (`SAME_CEILING`) the highest B, of the
-fits at one common A (scaling/compare.py). Where an arm cannot be fitted yet, draws of the last scores with the noise of
-their answers stand in for all arms, and the rung says so. Hours are `training_hours`: each rung has a start-up of its own.
+The chance is a share of draws from the posteriors of the arms' curves (scaling/posterior.py), and judges recipes rather than
+scores so far. In a draw the highest asymptote A wins; among arms within 0.02 of it (`SAME_CEILING`), the one with the highest B
+in the fits at one common A (scaling/compare.py). If an arm cannot be fitted yet, all arms are judged by draws of their last
+scores with the noise of their answers, and the rung says so. Hours are `training_hours`, as each rung has its own start-up.
 
-Halving: K. Jamieson, A. Talwalkar, arXiv 1502.07943, algorithm 1. A decision is a file, a function of rows up to its step
-alone: whoever finds a rung's runs ended and no file makes it, and two who do make the same.
+Halving: K. Jamieson, A. Talwalkar, arXiv 1502.07943, algorithm 1. A decision is a file, and depends only on rows up to its
+step. A process that finds a rung's runs ended, but no file, makes it; if two processes do so, they make the same.
 """
 
 import itertools
@@ -28,15 +28,15 @@ from megarl.core.base.rundir import latest_rows, latest_scores, write_atomically
 from megarl.core.recipe import Recipe, load
 from megarl.lab.scaling.compare import SAME_CEILING, compare
 from megarl.lab.scaling.points import Curve, PointColumns, amount, curve_of_run
-from megarl.lab.study import plan
-from megarl.lab.study.main import StudyOptions, numbers, planned, run, side_by_side, table_and_plots
+from megarl.lab.study.main import StudyOptions, numbers, prepared, run, side_by_side, table_and_plots
 from megarl.lab.study.plan import Study, StudyTask
 
 DRAWS = 4000
 
 
 class SearchOptions(NamedTuple):
-    """vary: KEY=A,B each, whose products are the arms; rungs: "" for halves of the steps; branch: 0 for none."""
+    """Options of a search. vary: KEY=A,B each, whose combinations are the arms; rungs: "" to halve the steps; branch: 0 for
+    none."""
 
     vary: Sequence[str]
     rungs: str
@@ -44,7 +44,7 @@ class SearchOptions(NamedTuple):
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """An arm at a rung. chance: that it is the best of them. A, its interval, B at the common A: None where not fitted."""
+    """An arm at a rung. chance: that it is the best of all; B: at the common A. A, A_interval and B are None if not fitted."""
 
     arm: str
     chance: float
@@ -55,19 +55,20 @@ class Standing(msgspec.Struct, frozen=True):
 
 
 class Judgement(msgspec.Struct, frozen=True):
-    """standings: the likeliest first. why: no asymptotes were compared; empty if they were. ceiling: the common A."""
+    """A comparison of arms. standings: the likeliest first. why: the reason why no asymptotes were compared, "" if they were.
+    ceiling: the common A, 0 if there is none."""
 
     standings: tuple[Standing, ...]
     why: str = ""
     ceiling: float = 0.0
 
     def chance(self, arms: Sequence[str]) -> float:
-        """Return the chance that the best arm is one of these."""
+        """Return the chance that one of these arms is the best."""
         return sum(one.chance for one in self.standings if one.arm in arms)
 
 
 class Rung(msgspec.Struct, frozen=True):
-    """A decision. failed: runs that did not get there."""
+    """A decision at a step. kept: the arms that go on; failed: runs that did not reach the step."""
 
     step: int
     kept: tuple[str, ...]
@@ -76,22 +77,14 @@ class Rung(msgspec.Struct, frozen=True):
 
 
 def search(names: Sequence[str], options: StudyOptions, how: SearchOptions) -> int:
-    """Search among recipes and what `vary` makes of them; with a task, only run that one's part of the present rung."""
+    """Search among recipes and their variations by `vary`. If a task is given, run only its part of the present rung."""
     recipes = arms(names, options.overrides, how.vary)
-    seeds, rungs = numbers("--seeds", options.seeds), _rungs(recipes, how)
-    path = Path(options.directory or f"runs/studies/search-{next(iter(recipes))}")
-    if options.dry_run:
-        runs = f"{len(recipes)} arms x {len(seeds)} seeds, half of them dropped at each of steps {', '.join(map(str, rungs))}"
-        Console().print(planned(f"{path}: {runs}", recipes))
-        return 0
-    study = plan.prepare(path, recipes, seeds, rungs, how.branch)
-    if options.task is not None and not 0 <= options.task < len(study.tasks):
-        raise MegarlError(f"--task: the search has tasks 0 to {len(study.tasks) - 1}, no {options.task}")
-    return advance(study, Console(), options.task)
+    study = prepared(f"search-{next(iter(recipes))}", recipes, options, _rungs(recipes, how), how.branch)
+    return 0 if study is None else advance(study, Console(), options.task)
 
 
 def arms(names: Sequence[str], overrides: Sequence[str], vary: Sequence[str]) -> dict[str, Recipe]:
-    """Return the recipes to choose from by name: each of `names` with each combination of the values."""
+    """Return the arms by name: each recipe in `names` with each combination of the values in `vary`."""
     found, axes = {}, []
     for axis in vary:
         key, equals, values = axis.partition("=")
@@ -106,7 +99,7 @@ def arms(names: Sequence[str], overrides: Sequence[str], vary: Sequence[str]) ->
 
 
 def _rungs(recipes: Mapping[str, Recipe], how: SearchOptions) -> list[int]:
-    """Return the steps at which half of the arms are dropped. MegarlError for what cannot be searched."""
+    """Return the steps at which half of the arms are dropped. MegarlError if the arms or the rungs do not suit a search."""
     if len(recipes) < 2:
         raise MegarlError("a search needs two arms or more: name more recipes, or give --vary KEY=A,B")
     if len(lengths := {recipe.run.steps for recipe in recipes.values()}) > 1:
@@ -114,13 +107,11 @@ def _rungs(recipes: Mapping[str, Recipe], how: SearchOptions) -> list[int]:
     for name, recipe in recipes.items():
         if recipe.learner.optimizer.schedule != "constant" or recipe.run.stop_when:
             key = "run.stop_when" if recipe.run.stop_when else "learner.optimizer.schedule"
-            raise MegarlError(
-                f"{name}: {key}: an arm that ends at a rung must be as far as one that goes on; take it out"
-            )
+            why = "an arm that ends at a rung must be as far as one that goes on"
+            raise MegarlError(f"{name}: {key}: {why}; take it out")
         if not recipe.forecast_column:
-            raise MegarlError(
-                f"{name}: evaluation.forecast: of several tasks, say whose score the arms are compared by"
-            )
+            why = "of several tasks, say whose score the arms are compared by"
+            raise MegarlError(f"{name}: evaluation.forecast: {why}")
     end, halvings = lengths.pop(), math.ceil(math.log2(len(recipes)))
     rungs = numbers("--rungs", how.rungs) if how.rungs else [end >> n for n in range(halvings, 0, -1)]
     if sorted(set(rungs)) != rungs or not 0 <= how.branch < rungs[0] or rungs[-1] >= end:
@@ -130,9 +121,9 @@ def _rungs(recipes: Mapping[str, Recipe], how: SearchOptions) -> list[int]:
 
 
 def advance(study: Study, console: Console, index: int | None = None) -> int:
-    """Go through the rungs, or run one task's part of the present one. Return 0; 1: a run failed; 128 + signal: stopped.
+    """Go through the rungs, or run task `index`'s part of the present one. Return 0; 1: a run failed; 128 + signal: stopped.
 
-    Alone, a failed run is tried again as long as its rung is not decided; as one of several jobs it counts as ended.
+    A failed run is tried again as long as its rung is not decided; with an `index`, as one of several jobs, it counts as ended.
     """
     alive, status = study.variants, 0
     for stage in (study.trunk, *(replace(study, steps=step) for step in (*study.rungs, _total(study)))):
@@ -151,7 +142,7 @@ def advance(study: Study, console: Console, index: int | None = None) -> int:
         if stage.steps in study.rungs:
             rung = decide(study, stage)
             console.print(*_lines(rung), sep="\n", highlight=False)
-            alive, status = rung.kept, 0  # what failed is a result
+            alive, status = rung.kept, 0  # a failure is a result, too
         elif stage.variants == ("trunk",) and (failed := [str(t.log) for t in stage.tasks if t.state() != "done"]):
             raise MegarlError(f"{study.path}: no arm can branch from a trunk that failed; see {', '.join(failed)}")
     return status if index is not None else table_and_plots(study.path) or status
@@ -170,12 +161,12 @@ def _read(file: Path) -> Rung:
 
 
 def decide(study: Study, stage: Study) -> Rung:
-    """Decide which variants of the stage go on after its step: the better half of those that got there."""
+    """Decide which variants of the stage go on after its step: the better half of those that reached it. MegarlError if none
+    did."""
     done = [task for task in stage.tasks if task.state() == "done"]
     if not done:
-        raise MegarlError(
-            f"{study.path}: no run reached step {stage.steps}; see logs/, then the same command tries again"
-        )
+        advice = "see logs/, then the same command tries again"
+        raise MegarlError(f"{study.path}: no run reached step {stage.steps}; {advice}")
     judgement = judge(_curves(done, dict.fromkeys(stage.variants, stage.steps)))
     kept = tuple(one.arm for one in judgement.standings[: math.ceil(len(judgement.standings) / 2)])
     rung = Rung(stage.steps, kept, tuple(task.name for task in stage.tasks if task not in done), judgement)
@@ -184,7 +175,7 @@ def decide(study: Study, stage: Study) -> Rung:
 
 
 def _curves(tasks: Sequence[StudyTask], until: Mapping[str, int]) -> dict[str, list[Curve]]:
-    """Return the scores of each arm's runs up to its step, over the hours without start-up and evaluation."""
+    """Return each arm's curves up to its step in `until`, over hours without start-up and evaluation."""
     curves: dict[str, list[Curve]] = {}
     for task in tasks:
         end, columns = until[task.variant], PointColumns("training_hours", load(str(task.recipe)).forecast_column)
@@ -204,45 +195,40 @@ def judge(curves: Mapping[str, Sequence[Curve]]) -> Judgement:
     try:
         fitted = compare(curves)
         why = why or next((entry.problem for entry in fitted.entries if entry.fit is None), "")
-    except MegarlError as error:  # at the common A a curve needs one point more
+    except MegarlError as error:  # such as hours of GPUs and of CPU cores
         why = str(error)
     if why:
-        drawn = np.array(
-            [np.mean([rng.normal(*of_seed, DRAWS) for of_seed in of_arm], axis=0) for of_arm in last.values()]
-        )
-        won = chances(drawn, drawn, within=0.0)
+        drawn = np.array([np.mean([rng.normal(*each, DRAWS) for each in of_arm], axis=0) for of_arm in last.values()])
+        won, ceiling = chances(drawn, drawn, within=0.0), 0.0
         standings = [Standing(arm, float(p), score[arm]) for arm, p in zip(curves, won, strict=True)]
-        return Judgement(_likeliest_first(standings), why)
-    fits = {entry.name: entry.fit for entry in fitted.entries if entry.fit is not None}
-    # Draws are in the order of a grid, the same for each arm: shuffled, they are independent.
-    a = np.array([rng.permutation(one.posterior.theta[:, 0]) for one in fits.values()])
-    b = np.array([rng.permutation(fitted.at_ceiling[arm].posterior.theta[:, 2]) for arm in fits])  # the logarithm of B
-    standings = [
-        Standing(arm, float(p), score[arm], one.A, one.A_interval, fitted.at_ceiling[arm].B)
-        for (arm, one), p in zip(fits.items(), chances(a, b), strict=True)
-    ]
-    return Judgement(_likeliest_first(standings), "", fitted.ceiling)
+    else:
+        fits, held = {entry.name: entry.fit for entry in fitted.entries if entry.fit is not None}, fitted.at_ceiling
+        # Draws are in the order of a grid, which is the same for each arm; shuffling makes them independent.
+        a = np.array([rng.permutation(one.posterior.theta[:, 0]) for one in fits.values()])
+        b = np.array([rng.permutation(held[arm].posterior.theta[:, 2]) for arm in fits])  # the logarithm of B
+        won, ceiling = chances(a, b), fitted.ceiling
+        standings = [
+            Standing(arm, float(p), score[arm], one.A, one.A_interval, held[arm].B)
+            for (arm, one), p in zip(fits.items(), won, strict=True)
+        ]
+    return Judgement(tuple(sorted(standings, key=lambda one: (-one.chance, -one.score))), why, ceiling)
 
 
 def chances(a: np.ndarray, b: np.ndarray, within: float = SAME_CEILING) -> np.ndarray:
-    """Return how often each arm is best, [arms]. a, b: draws [arms, draws]; b decides among those `within` the highest a."""
+    """Return how often each arm is best, [arms]. a, b: draws [arms, draws]; b decides among arms `within` of the highest a."""
     best = np.where(a >= a.max(0) - within, b, -np.inf).argmax(0)
     return np.bincount(best, minlength=len(a)) / a.shape[1]
 
 
 def _last(curve: Curve) -> tuple[float, float]:
-    """Return the last score, and the binomial deviation of its answers."""
+    """Return the last score and its binomial standard deviation."""
     rate, answers = float([curve.r0 or 0.0, *curve.pass_rate][-1]), curve.answers or 1
     middle = min(max(rate, 1 / (answers + 1)), answers / (answers + 1))  # a perfect score is not without noise
     return rate, math.sqrt(middle * (1 - middle) / answers)
 
 
-def _likeliest_first(standings: Sequence[Standing]) -> tuple[Standing, ...]:
-    return tuple(sorted(standings, key=lambda one: (-one.chance, -one.score)))
-
-
 def _lines(rung: Rung) -> Iterator[str]:
-    """Yield what a rung says, as lines of Markdown."""
+    """Yield a rung's decision as lines of Markdown."""
     judged = rung.judgement
     means = f"A, then B at A = {judged.ceiling:.3f}"
     if not judged.ceiling:
@@ -257,7 +243,8 @@ def _lines(rung: Rung) -> Iterator[str]:
 
 
 def report(study: Study) -> str:
-    """Return search.md: what each rung decided; once all have, the winner, its probability, and the compute saved."""
+    """Return search.md: the decision at each rung and, once all runs have ended, the winner, its probability, and the compute
+    saved."""
     rungs = [_read(file) for step in study.rungs if (file := _file(study, step)).exists()]
     lines = [line for rung in rungs for line in (*_lines(rung), "")]
     alive, total = rungs[-1].kept if rungs else study.variants, _total(study)

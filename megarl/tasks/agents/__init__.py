@@ -1,15 +1,15 @@
-"""Agents as they are: programs that speak to a model endpoint, whose conversations are trained.
+"""Unmodified agents: programs that talk to a model endpoint, and whose conversations the policy is trained on.
 
-    agent ── HTTP ──► gateway ─► session ─► tree: which conversation ─► tokens as sampled, then what is new ─► policy
-                                              └─► paths: what is trained of the session
+    agent ── HTTP ──► gateway ─► session ─► tree: which conversation ─► tokens as sampled, then the new ones ─► policy
+                                              └─► paths: the part of the session that is trained on
 
-registry.py    TaskAgents: a recipe's agents, by task: processes, limits, rewards; inside.py: the code of a process
+registry.py    TaskAgents: a recipe's agents, by task: processes, limits, rewards; inside.py: the code that runs in a process
 gateway.py     the HTTP server
-wire.py        what protocols share; chat_completions.py, responses.py: OpenAI's two; anthropic_messages.py: Anthropic's
-session.py     one agent's requests: who waits for which answer, limits
-tree.py        which conversation a request continues, and which tokens are trained: pure
-messages.py    what a request says, whatever the protocol
-rendering.py   messages to tokens, by the model's chat template
-calls.py       tool calls in what the policy wrote
-calculator.py  an agent as a user writes it, for the quickstart
+wire.py        what the protocols share; chat_completions.py, responses.py: OpenAI's two; anthropic_messages.py: Anthropic's
+session.py     one agent's requests: which client waits for which answer, and the limits
+tree.py        which conversation a request continues, and which tokens are trained on, without I/O
+messages.py    the content of a request, independent of the protocol
+rendering.py   from messages to tokens, with the model's chat template
+calls.py       finds tool calls in the policy's text
+calculator.py  an agent such as a user would write, for the quickstart
 """

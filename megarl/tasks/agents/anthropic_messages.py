@@ -1,4 +1,4 @@
-"""Anthropic's messages on the wire: POST /v1/messages, and /v1/messages/count_tokens."""
+"""Anthropic's Messages protocol: POST /v1/messages, and /v1/messages/count_tokens."""
 
 import re
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ReadMes
 from megarl.tasks.agents.session import ContextFull, ServedTurn
 
 BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
-"""Changes with each request of Claude Code, at the head of its system prompt, and says nothing to a model."""
+"""A line that Claude Code puts at the head of its system prompt. It changes with each request and tells a model nothing."""
 ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 
 
 class Block(wire.TextPart):
-    """A part of a message: text, thinking, a call, or a result."""
+    """A part of a message: text, thinking, a tool call, or a tool's result."""
 
     id: str = ""
     name: str = ""
@@ -41,10 +41,6 @@ class NamedTool(msgspec.Struct):
     input_schema: JsonObject = {}
 
 
-class OutputConfig(msgspec.Struct):
-    format: Any = None
-
-
 class MessagesBody(msgspec.Struct):
     messages: msgspec.Raw
     system: wire.Content = None
@@ -53,7 +49,7 @@ class MessagesBody(msgspec.Struct):
     stream: bool | None = None
     stop_sequences: list[str] | None = None
     max_tokens: int | None = None
-    output_config: OutputConfig | None = None
+    output_config: wire.FormatOption | None = None
     output_format: Any = None
 
 
@@ -122,7 +118,7 @@ class AnthropicMessages(wire.WireProtocol):
 
 
 def _messages(message: BlockMessage, where: str) -> Iterator[CanonicalMessage]:
-    """Yield what a message says: an assistant's is one, each result in a user's is one of its own, texts beside it another."""
+    """Yield the canonical messages in a message: one for an assistant's; for a user's, one per tool result or run of texts."""
     role, content = wire.role_of(message.role, f"{where}.role"), message.content
     blocks = [Block("text", content)] if isinstance(content, str) else content
     if role == "assistant":

@@ -1,9 +1,9 @@
-"""The quickstart's agent, as a user would write it: it asks the policy for a product, and calculates what that has in brackets.
+"""The quickstart's agent, such as a user would write: it asks the policy for a product, and calculates the terms in brackets.
 
     123*456= ─► policy: <think>[123*456] ─► agent: 56088 ─► policy: </think>56088 ─► the task's grader
 
-It knows nothing of megarl: any program that speaks to OpenAI's endpoint would do. It imports nothing that takes long, because
-each rollout is a process.
+It knows nothing of megarl: any program that can use OpenAI's API would do. It imports nothing that is slow to import, because
+each rollout is a process of its own.
 """
 
 import json
@@ -18,7 +18,7 @@ OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 def solve(task: Any) -> None:
-    """Work on the task's prompt. The reward is left to its grader."""
+    """Work on the task's prompt. The task's grader gives the reward."""
     messages = [{"role": "user", "content": task.prompt}]
     for _ in range(TURNS):
         said = ask(task, messages)
@@ -30,7 +30,7 @@ def solve(task: Any) -> None:
 
 
 def ask(task: Any, messages: list[dict[str, str]]) -> str:
-    """Return the next message of the policy."""
+    """Return the policy's next message."""
     headers = {"Authorization": f"Bearer {task.api_key}", "Content-Type": "application/json"}
     body = json.dumps({"model": task.model, "messages": messages}).encode()
     with urllib.request.urlopen(urllib.request.Request(f"{task.base_url}/chat/completions", body, headers)) as reply:

@@ -1,6 +1,6 @@
-"""Reads tool calls out of what the policy wrote, in the form in which the model's own chat template writes them.
+"""Extracts tool calls from the policy's text, in the format in which the model's own chat template writes them.
 
-    template, asked to write two calls of N with {K: V} ─► one of three forms, between literal marks:
+    template, asked to write two calls of N with {K: V} ─► one of three formats, between literal marks:
 
     <tool_call>\\n{"name": "N", "arguments": {"K": "V"}}\\n</tool_call>                   one JSON object
     <calls><call>function<sep>N\\n```json\\n{"K": "V"}\\n```</call>\\n<call>…</calls>     the name, and a JSON object
@@ -8,7 +8,7 @@
 
     text ─► reasoning, up to the end of thinking ─► calls ─► content: all the rest
 
-What is no call stays in the content: a malformed call that vanished would look to the agent like a final answer.
+Text that is not a well-formed call stays in the content: if a malformed call vanished, the agent would see a final answer.
 """
 
 import json
@@ -34,18 +34,18 @@ PROBE = {
         "parameters": {"type": "object", "properties": {KEY: {"type": "string", "description": "A text."}}},
     },
 }
-"""A tool to ask templates with."""
+"""A made-up tool, given to a template to see how it writes tools and calls."""
 _PROBES = ((NAME, {KEY: VALUE, "second_key": "second-value"}), ("other_tool", {"third_key": "third-value"}))
 _ATOM = re.compile(r"<[^<>]*>|\[[^\[\]]*\]|\s+|[^\s<>\[\]]+|.")
 _BLANKS = re.compile(r"\s*")
 _LONGEST_KEY = 256
-"""Characters of an argument's name. Looked for in all that follows, a policy that repeats itself would cost seconds."""
+"""Most characters in an argument's name. An unlimited search would take seconds in the text of a policy that repeats itself."""
 _CHANNEL = "<|channel|>"
 
 
 class Marks(NamedTuple):
-    """The literal texts around things that are written one after another, without blanks at their ends: before the first,
-    before and behind each, between two, behind the last."""
+    """The literal texts around items in a sequence, stripped of whitespace: before the first item, before and after each,
+    between two, after the last."""
 
     first: str = ""
     opening: str = ""
@@ -55,8 +55,8 @@ class Marks(NamedTuple):
 
     @staticmethod
     def told(before: str, between: str | None, behind: str) -> "Marks":
-        """Return the marks by the text before the first, between two (None if there never are two) and behind the last. They
-        are compared by tag and word, so that `<a_end><b>` and `<a_begin><b>` have `<b>` in common, and not `>` too."""
+        """Infer the marks from the text before the first item, between two (None if there are never two), and after the last.
+        Texts are compared tag by tag and word by word, so that `<a_end><b>` and `<a_begin><b>` share `<b>`, but not `><b>`."""
         if between is None:
             return Marks(opening=before.strip(), closing=behind.strip())
         b, m, a = (_ATOM.findall(text.strip()) for text in (before, between, behind))
@@ -68,13 +68,14 @@ class Marks(NamedTuple):
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a template writes calls.
+    """How a template writes tool calls.
 
-    calls: the marks around them; if nothing stands before a call, a message with calls is nothing but them. arguments: the key
-    of a call's arguments in its JSON object, which has its name too; "": the name stands before `behind_name`. by_ids: the
-    template writes a call's id in place of its name, and the model was trained with `functions.NAME:0`. Then come arguments as
-    a JSON object, or key by key: keys: the marks around these; value: between key and value; blank: around a value. as_text:
-    the template wants arguments as JSON in a text. beside: around text that is written beside calls.
+    calls: the marks around calls; if no mark precedes a call, a message with calls contains nothing else. arguments: the key
+    of the arguments in a call's JSON object, which also holds the name; "" if the name is written before `behind_name`, and
+    the arguments after it, as a JSON object or key by key. by_ids: the template writes a call's id in place of its name (the
+    model was trained with `functions.NAME:0`). keys: the marks around key-value pairs; value: the mark between key and value;
+    blank: the whitespace around a value. as_text: the template takes arguments as a string of JSON. beside: the marks before
+    and after text that accompanies calls.
     """
 
     calls: Marks
@@ -88,18 +89,17 @@ class CallFormat:
     beside: tuple[str, str] = ("", "")
 
     def read(self, text: str, tools: Iterable[JsonObject] = ()) -> tuple[str, list[ToolCall]]:
-        """Return the text without its calls, and these; ids are as written. tools: say which arguments are texts, where the
-        form does not."""
+        """Return the text without its calls, and the calls, their `id` still empty. tools: their schemas say which arguments
+        are strings, where the format does not."""
         schemas = {tool["function"]["name"]: _field(tool["function"].get("parameters"), "properties") for tool in tools}
         if self.begins is None:
-            found = self._section(text, 0, schemas)
-            return (text, []) if found is None or text[found[1] :].strip() else ("", found[0])
+            calls, end = self._section(text, 0, schemas) or ([], 0)
+            return ("", calls) if calls and not text[end:].strip() else (text, [])
         rest, calls, at = "", list[ToolCall](), 0
         while begin := self.begins.search(text, at):
-            found = self._section(text, begin.start(), schemas)
-            end = begin.end() if found is None else found[1]
-            rest += text[at : end if found is None else begin.start()]
-            calls += [] if found is None else found[0]
+            made, end = self._section(text, begin.start(), schemas) or ([], begin.end())
+            rest += text[at : begin.start() if made else end]
+            calls += made
             at = end
         rest += text[at:]
         before, behind = self.beside
@@ -109,19 +109,20 @@ class CallFormat:
         return rest, calls
 
     def template_id(self, call: ToolCall, number: int) -> str:
-        """Return the id by which the template names a call, the conversation's `number`-th."""
+        """Return the id that the template is given for the `number`-th call of the conversation."""
         return (call.written or f"functions.{call.name}:{number}") if self.by_ids else call.id
 
     @cached_property
     def begins(self) -> re.Pattern[str] | None:
-        """What stands before calls; None: nothing, a message with calls is nothing but them."""
-        marked = self.calls.first or self.calls.opening
-        return (re.compile(_literal(self.calls.first)) if self.calls.first else self._head) if marked else None
+        """The pattern that precedes calls; None if nothing does, so that a message with calls contains nothing else."""
+        if self.calls.first:
+            return re.compile(_literal(self.calls.first))
+        return self._head if self.calls.opening else None
 
     @cached_property
     def _head(self) -> re.Pattern[str]:
-        """All of a call before its arguments, or its object. Harmony's recipient may stand before its channel, where the
-        template writes it, or behind it, where gpt-oss does."""
+        """The pattern of everything in a call before its arguments or its JSON object. In Harmony the recipient may precede
+        the channel, as the template writes it, or follow it, as gpt-oss writes it."""
         if self.arguments:
             return re.compile(_literal(self.calls.opening))
         name = r"functions\.[\w.-]+:\d+" if self.by_ids else r"[\w.-]+"
@@ -133,18 +134,18 @@ class CallFormat:
         return re.compile(rf"{to}({name}){channel}{kind}|{channel}\s*{to}({name}){kind}")
 
     def _section(self, text: str, at: int, schemas: JsonObject) -> tuple[list[ToolCall], int] | None:
-        """Return the calls that begin here, and where the last one's mark ends; None if there are none, or no such mark."""
+        """Return the calls that begin at `at`, and where their last mark ends; None if there is no call, or no last mark."""
         calls, marks = list[ToolCall](), self.calls
         begin = _after(text, at, marks.first)
         while begin is not None and (found := self._call(text, begin, schemas)) is not None:
-            calls.append(found[0])
-            at = found[1]
+            call, at = found
+            calls.append(call)
             begin = _after(text, at, marks.joint) if marks.first or marks.joint or marks.last else None
         end = _after(text, at, marks.last)
         return (calls, end) if calls and end is not None else None
 
     def _call(self, text: str, at: int, schemas: JsonObject) -> tuple[ToolCall, int] | None:
-        """Return the call that begins here, and where its closing ends; None if there is none."""
+        """Return the call that begins at `at`, and where its closing mark ends; None if there is no call."""
         if (head := self._head.match(text, _skipped(text, at))) is None:
             return None
         written = head[head.lastindex] if head.lastindex else ""
@@ -165,7 +166,7 @@ class CallFormat:
         return ToolCall("", name, arguments, written if self.by_ids else ""), end
 
     def _pairs(self, text: str, at: int, keys: Marks, properties: Any) -> tuple[JsonObject, int]:
-        """Return the arguments that begin here, and where the mark of the last ends. ValueError if one of them has no end."""
+        """Return the arguments that begin at `at`, and where the last one's closing mark ends. ValueError if one has no end."""
         found: JsonObject = {}
         begin: int | None = at
         while begin is not None and (begin := _after(text, begin, keys.opening)) is not None:
@@ -180,7 +181,7 @@ class CallFormat:
 
 
 def call_format(chat: ChatTemplate, ends: Iterable[str]) -> CallFormat | None:
-    """Return how this template writes calls; None if it writes none, or in no such form. ends: the texts that end a turn."""
+    """Return how this template writes calls; None if it writes none, or in an unknown format. ends: texts that end a turn."""
     for as_text, by_ids, count in product((False, True), (False, True), (2, 1)):
         with suppress(MegarlError, ValueError):
             return _told(chat, "|".join(map(re.escape, ends)), as_text, by_ids, count)
@@ -188,7 +189,8 @@ def call_format(chat: ChatTemplate, ends: Iterable[str]) -> CallFormat | None:
 
 
 def _told(chat: ChatTemplate, ends: str, as_text: bool, by_ids: bool, count: int) -> CallFormat:
-    """Return the form of so many calls in a message. MegarlError or ValueError if the template does not write them so."""
+    """Return the format, inferred from a message with `count` calls. MegarlError or ValueError if the template cannot write
+    such a message, or not in one of the three formats."""
     asked: JsonObject = {"role": "user", "content": "?"}
     calls, whats = [], []
     for n, (name, given) in enumerate(_PROBES[:count]):
@@ -197,7 +199,7 @@ def _told(chat: ChatTemplate, ends: str, as_text: bool, by_ids: bool, count: int
         calls.append({"id": whats[n] if by_ids else f"call0000{n}", "type": "function", "function": function})
 
     def turn(content: str) -> str:
-        """Return the text of a turn with the calls, behind what is written before that of an answer, or of any turn."""
+        """Return the text of an assistant's turn with the calls, without the text that precedes an answer, or any turn."""
         said = chat.render([asked, {"role": "assistant", "content": SAID}], [PROBE], reply=False).partition(SAID)[0]
         called = {"role": "assistant", "content": content, "tool_calls": calls}
         text = chat.render([asked, called], [PROBE], reply=False)
@@ -227,7 +229,7 @@ def _told(chat: ChatTemplate, ends: str, as_text: bool, by_ids: bool, count: int
 
 
 def _span(text: str, at: int, what: str, name: str, given: dict[str, str]) -> tuple[int, int, JsonObject]:
-    """Return where the next call's name and arguments begin and end, and their form. what: stands for the name."""
+    """Return where the next call's name and arguments begin and end, and their format. what: the text written as the name."""
     named = text.index(what, at)
     behind = named + len(what)
     with suppress(ValueError):
@@ -254,9 +256,9 @@ def _span(text: str, at: int, what: str, name: str, given: dict[str, str]) -> tu
 def read_turn(
     text: str, format: CallFormat | None, end_of_thinking: str, number: int, tools: Iterable[JsonObject] = ()
 ) -> CanonicalMessage:
-    """Return what the agent is served of a turn. number: of its node, which all opaque ids that we mint have.
+    """Return the message that the agent is served for a turn. number: its node's, part of every opaque id that we create.
 
-    The text before `end_of_thinking` is reasoning, without the tag that opens it (`<think>` for `</think>`).
+    The text before `end_of_thinking` becomes reasoning, without its opening tag (`<think>` for `</think>`).
     """
     reasoning = ""
     if end_of_thinking and end_of_thinking in text:
@@ -276,18 +278,18 @@ def _common(one: list[str], other: list[str]) -> int:
 
 
 def _literal(mark: str) -> str:
-    """Return the pattern of a mark, with any blanks where it has some."""
+    """Return a pattern for a mark. Where the mark has whitespace, the pattern matches any amount of it."""
     return r"\s*".join(map(re.escape, mark.split()))
 
 
 def _after(text: str, at: int, mark: str) -> int | None:
-    """Return where this mark, with blanks before it, ends; None if it does not stand here."""
+    """Return where the mark that begins at `at`, after optional whitespace, ends; None if it is not there."""
     found = re.compile(rf"\s*{_literal(mark)}" if mark else "").match(text, at)
     return found.end() if found else None
 
 
 def _skipped(text: str, at: int) -> int:
-    """Return where the next text begins that is not blank."""
+    """Return the position of the next character that is not whitespace."""
     return _BLANKS.match(text, at).end()  # type: ignore[union-attr]
 
 
@@ -303,7 +305,7 @@ def _types(schema: Any) -> set[Any]:
 
 
 def _value(text: str, types: set[str]) -> Any:
-    """Return the argument that is written so: JSON, or the text itself if it is none or only a text is allowed."""
+    """Return an argument's value: decoded from JSON, or the text itself if it is not JSON or must be a string."""
     if types and types <= {"string", "null"} and not (text == "null" and "null" in types):
         return text
     try:

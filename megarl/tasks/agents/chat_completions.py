@@ -1,4 +1,4 @@
-"""OpenAI's chat completions on the wire: POST /v1/chat/completions."""
+"""OpenAI's Chat Completions protocol: POST /v1/chat/completions."""
 
 import time
 from collections.abc import Iterator
@@ -105,12 +105,11 @@ class ChatCompletions(wire.WireProtocol):
 
 
 def _messages(m: ChatMessage, where: str) -> Iterator[CanonicalMessage]:
-    reasoning = m.reasoning_content or (m.reasoning if isinstance(m.reasoning, str) else "")
     yield CanonicalMessage(
         wire.role_of(m.role, f"{where}.role"),
         wire.text_of(m.content, f"{where}.content"),
         tuple(ToolCall.of(c.id, c.function.name, c.function.arguments) for c in m.tool_calls or ()),
-        reasoning or "",
+        m.reasoning_content or (m.reasoning if isinstance(m.reasoning, str) else ""),
         frozenset(call.id for call in m.tool_calls or ()),
         m.tool_call_id or "",
     )

@@ -1,18 +1,18 @@
-"""The model endpoint that agents speak to: HTTP on the controller's event loop.
+"""The model endpoint that agents talk to: an HTTP server on the controller's event loop.
 
     agent ── POST /v1/chat/completions, /v1/messages, /v1/responses ──► key? ─► body ─► session.begin ─► answer, or its stream
              GET  /v1/models    POST /v1/reward {"reward": 1.0}          401       400
 
-The key of a session opens that session and nothing else; it comes as `Authorization: Bearer KEY`, as `x-api-key: KEY`, or in
-the path, `/s/KEY/v1/…`. While an answer takes long, its connection is kept alive by a space or a comment each KEEP_ALIVE_S.
+A session's key gives access to that session only. Clients send it as `Authorization: Bearer KEY`, as `x-api-key: KEY`, or in
+the path, `/s/KEY/v1/…`. While the policy generates, a space or a comment every KEEP_ALIVE_S keeps the connection alive.
 """
 
 import asyncio
 import hashlib
 import json
 import logging
-import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+import sys
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -28,14 +28,13 @@ from megarl.tasks.agents.messages import LARGEST_BODY, AgentRequest, WireError
 from megarl.tasks.agents.rendering import Rendering
 from megarl.tasks.agents.responses import Responses
 from megarl.tasks.agents.session import AgentSession, PendingTurn, ServedTurn
-from megarl.tasks.agents.tree import SessionTree
 from megarl.tasks.agents.wire import WireProtocol
 
 log = logging.getLogger(__name__)
 MODEL = "policy"
-"""The name of the one model that is served."""
+"""The name of the only model that is served."""
 BODY_LIMIT_S = 60.0
-"""Limit of the time in which a request's body arrives, or a part of an answer is taken."""
+"""Seconds within which a request's body must arrive, and a client must accept each part of an answer."""
 KEEP_ALIVE_S = 15.0
 
 
@@ -44,15 +43,12 @@ PROTOCOLS: tuple[WireProtocol, ...] = (CHAT, MESSAGES, Responses())
 
 
 class Gateway:
-    """Serves sessions on `host` from `start` to `close`. url: where, without /v1."""
+    """Serves sessions on `host` from `start` to `close`. url: the server's address, without /v1."""
 
     def __init__(self, host: str) -> None:
         self._host, self.url = host, ""
         self._sessions: dict[str, AgentSession] = {}
         self._ignored = set[tuple[str, str]]()
-        self._runner: web.AppRunner | None = None
-
-    async def start(self) -> None:
         app = web.Application(client_max_size=LARGEST_BODY)
         for prefix in ("", "/s/{key}"):
             for protocol in PROTOCOLS:
@@ -62,21 +58,24 @@ class Gateway:
             app.router.add_get(prefix + "/v1/models", self._handler(CHAT, self._models))
             app.router.add_get(prefix + "/v1/models/{model}", self._handler(CHAT, self._models))
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+
+    async def start(self) -> "Gateway":
+        """Start to listen; return this gateway."""
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._host, 0)
         await site.start()
         self.url = f"http://{self._host}:{self._runner.addresses[0][1]}"
         log.info("agents find the policy at %s/v1", self.url)
+        return self
 
     async def close(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._runner.cleanup()
 
     @asynccontextmanager
     async def session(
         self, recipe: Recipe, tokenizer: Tokenizer, rendering: Rendering, policy: Policy
     ) -> AsyncIterator[AgentSession]:
-        """Serve a session for the time of the block."""
+        """Serve a session while the block runs."""
         session = AgentSession(recipe, tokenizer, rendering, policy)
         self._sessions[session.key] = session
         try:
@@ -90,15 +89,14 @@ class Gateway:
     ) -> Callable[[web.Request], Any]:
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
-                response: web.StreamResponse = await serve(request, protocol, self._opened(request))
-                return response
+                return await serve(request, protocol, self._opened(request))
             except WireError as error:
                 return web.json_response(protocol.error(error), status=error.status)
 
         return handle
 
     def _opened(self, request: web.Request) -> AgentSession:
-        """Return the session that the request's key opens, before anything of its body is read."""
+        """Return the session that the request's key belongs to, before any of the body is read. WireError if none has it."""
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         for key in (request.match_info.get("key", ""), bearer, request.headers.get("x-api-key", "")):
             if key in self._sessions:
@@ -115,18 +113,19 @@ class Gateway:
         return web.json_response(model if named else {"object": "list", "data": [model]})
 
     async def _reward(self, request: web.Request, protocol: WireProtocol, session: AgentSession) -> web.Response:
-        """Take a reward of the session."""
+        """Accept a reward for the session."""
         _, body = await _read(request, protocol)
         reward = body.get("reward")
         if isinstance(reward, bool):
             reward = 1.0 if reward else -1.0
-        if not isinstance(reward, int | float) or not math.isfinite(reward):
-            raise WireError(400, f"reward: should be a finite number, or true or false, got {reward!r:.80}")
+        if not isinstance(reward, int | float) or not abs(reward) <= sys.float_info.max:
+            session.refused = f"reward: should be a finite number, or true or false, got {reward!r:.80}"
+            raise WireError(400, session.refused)
         session.post(float(reward))
         return web.json_response({"reward": float(reward)})
 
     async def _count(self, request: web.Request, protocol: WireProtocol, session: AgentSession) -> web.Response:
-        """Tell the length of a request's prompt, as it would be sent."""
+        """Answer with the number of tokens that the policy would be sent for a request."""
         _, body = await _read(request, protocol)
         session.check()
         return web.json_response({"input_tokens": await session.prompt_tokens(_asked(protocol, body, session))})
@@ -141,76 +140,61 @@ class Gateway:
                 log.info("agents' field %r is ignored (%s)", field, protocol.path)
         digest = hashlib.sha256(data + protocol.path.encode()).digest()
         retried = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-        generation = session.begin(asked, digest, retried, lambda: _is_open(request))
-        return await _WireReply(request, protocol, body, generation, asked.stream).write(session.tree)
 
+        def is_open() -> bool:
+            return request.transport is not None and not request.transport.is_closing()
 
-class _WireReply:
-    """Writes one answer, as a body or a stream, when its generation is done; until then it keeps the connection alive."""
-
-    def __init__(
-        self,
-        request: web.Request,
-        protocol: WireProtocol,
-        body: JsonObject,
-        generation: PendingTurn,
-        stream: bool,
-    ) -> None:
-        self._request, self._protocol, self._body = request, protocol, body
-        self._generation, self._stream = generation, stream
-        kind = "text/event-stream" if stream else "application/json"
-        self._response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-cache"})
-
-    async def write(self, tree: SessionTree) -> web.StreamResponse:
-        """Return the response when all of it is sent. WireError only before its first byte."""
-        await self._generation.placed.wait()
-        if self._stream and not self._generation.done.done():
-            await self._begin()
-        while not (await asyncio.wait({self._generation.done}, timeout=KEEP_ALIVE_S))[0]:
-            await self._begin()
-            await self._send(self._response.write(b": the policy writes\n\n" if self._stream else b" "))
+        generation = session.begin(asked, digest, retried, is_open)
+        kind = "text/event-stream" if asked.stream else "application/json"
+        response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-cache"})
+        await _kept_alive(request, response, generation, asked.stream)
         try:
-            turn = self._result()
+            if generation.done.cancelled():
+                raise WireError(400, "the session is over", "session_over")
+            turn = generation.done.result()
         except WireError:
-            if not self._response.prepared:
+            if not response.prepared:
                 raise
-            if self._request.transport is not None:
-                self._request.transport.close()  # too late for another status
-            return self._response
-        await self._begin()
-        await self._send(self._response.write_eof(self._answer(turn)))
-        tree.deliver(turn.node)  # not asked whether it is still open: a client that has got all of it may close
-        return self._response
-
-    def _result(self) -> ServedTurn:
-        if self._generation.done.cancelled():
-            raise WireError(400, "the session is over", "session_over")
-        return self._generation.done.result()
-
-    def _answer(self, turn: ServedTurn) -> bytes:
-        if not self._stream:
-            return json.dumps(self._protocol.reply(self._body, turn), ensure_ascii=False).encode(errors="replace")
-        parts = []
-        for name, data in self._protocol.events(self._body, turn):
-            text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
-            parts.append(f"{f'event: {name}{chr(10)}' if name else ''}data: {text}\n\n")
-        return "".join(parts).encode(errors="replace")
-
-    async def _begin(self) -> None:
-        if not self._response.prepared:
-            await self._response.prepare(self._request)
-
-    async def _send(self, writing: Awaitable[None]) -> None:
-        """Wait until a part is written. A client that has gone, or does not read, ends its request, which is not trained."""
-        try:
-            async with asyncio.timeout(BODY_LIMIT_S):
-                await writing
-        except TimeoutError:
-            raise ConnectionResetError("the agent does not read its answer") from None
+            if request.transport is not None:
+                request.transport.close()  # too late for another status
+            return response
+        await _send(request, response, _written(protocol, body, turn, asked.stream), last=True)
+        session.tree.deliver(turn.node)  # whether or not the client has closed: it has the whole answer
+        return response
 
 
-def _is_open(request: web.Request) -> bool:
-    return request.transport is not None and not request.transport.is_closing()
+async def _kept_alive(
+    request: web.Request, response: web.StreamResponse, generation: PendingTurn, stream: bool
+) -> None:
+    """Keep the connection alive until the generation is done."""
+    await generation.placed.wait()
+    if stream and not generation.done.done():
+        await response.prepare(request)
+    while not (await asyncio.wait({generation.done}, timeout=KEEP_ALIVE_S))[0]:
+        await _send(request, response, b": the policy writes\n\n" if stream else b" ")
+
+
+async def _send(request: web.Request, response: web.StreamResponse, data: bytes, last: bool = False) -> None:
+    """Write this part of an answer. ConnectionResetError if the client has gone or does not read: the answer then counts as
+    not delivered, and is not trained on."""
+    if not response.prepared:
+        await response.prepare(request)
+    try:
+        async with asyncio.timeout(BODY_LIMIT_S):
+            await (response.write_eof(data) if last else response.write(data))
+    except TimeoutError:
+        raise ConnectionResetError("the agent does not read its answer") from None
+
+
+def _written(protocol: WireProtocol, body: JsonObject, turn: ServedTurn, stream: bool) -> bytes:
+    """Return the body of an answer, in one piece or as a stream of events."""
+    if not stream:
+        return json.dumps(protocol.reply(body, turn), ensure_ascii=False).encode(errors="replace")
+    parts = []
+    for name, data in protocol.events(body, turn):
+        text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+        parts.append(f"{f'event: {name}{chr(10)}' if name else ''}data: {text}\n\n")
+    return "".join(parts).encode(errors="replace")
 
 
 def _asked(protocol: WireProtocol, body: JsonObject, session: AgentSession) -> AgentRequest:
@@ -225,7 +209,7 @@ def _unknown(model: str | None) -> WireError:
 
 
 async def _read(request: web.Request, protocol: WireProtocol) -> tuple[bytes, JsonObject]:
-    """Return a request's body and its fields. WireError if it is none, too long or too slow."""
+    """Return a request's body and its fields. WireError if it is not a JSON object, too long, or slow to arrive."""
     try:
         async with asyncio.timeout(BODY_LIMIT_S):
             data = await request.read()

@@ -1,12 +1,13 @@
-"""An agent's process: within limits, a command or a function of the user's.
+"""The main program of an agent's process: it sets limits, then runs the user's command or function.
 
-stdin  {"prompt", "id", "task", "answer"}      OPENAI_BASE_URL, OPENAI_API_KEY, …  the session
-command PYTHONPATH WORD …     takes the process's place; posts its reward, or leaves it to the task's grader
-function package.module:name  is called with an `AgentTask`; what it returns is the reward, None leaves it to the grader
+stdin  {"prompt", "id", "task", "answer"}      environment  OPENAI_BASE_URL, OPENAI_API_KEY, …: how to reach the session
+command PYTHONPATH WORD …     replaces this process; it posts its reward, or leaves it to the task's grader
+function package.module:name  is called with an `AgentTask` and returns the reward, or None to leave it to the grader
 """
 
 import inspect
 import json
+import math
 import os
 import resource
 import sys
@@ -23,8 +24,8 @@ LARGEST_FILE = 1 << 30
 
 @dataclass(frozen=True)
 class AgentTask:
-    """What a function is called with. base_url, api_key, model: as OpenAI's clients take them. answer: the task's, to judge by;
-    show it to nothing that the policy can read."""
+    """The argument of a user's function. base_url, api_key, model: as OpenAI's clients take them. answer: the task's reference
+    answer, for computing a reward; put it nowhere that the policy can read."""
 
     prompt: str
     id: str
@@ -36,14 +37,14 @@ class AgentTask:
 
 
 def main(words: list[str]) -> None:
-    """Become the command, or call the function."""
+    """Turn this process into the command, or call the function and post its reward."""
     die_with_parent()
     Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, this dies first
     most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE, LARGEST_FILE))
     if words[0] == "command":
-        os.environ["PYTHONPATH"] = words[1]  # ours would lead a program of another Python to our packages
+        os.environ["PYTHONPATH"] = words[1]  # ours would make another Python import our packages
         os.execvp(words[2], words[2:])
     sys.path.append(os.getcwd())
     module, _, name = words[1].partition(":")
@@ -57,7 +58,7 @@ def main(words: list[str]) -> None:
     )
     reward = function(task)
     if inspect.isawaitable(reward):
-        import asyncio  # takes half as long as all else here
+        import asyncio  # this import takes half as long as all the others together
 
         reward = asyncio.run(_awaited(reward))
     if reward is not None:
@@ -70,7 +71,11 @@ async def _awaited(reward: Awaitable[object]) -> object:
 
 def _post(task: AgentTask, reward: object) -> None:
     headers = {"Authorization": f"Bearer {task.api_key}", "Content-Type": "application/json"}
-    body = json.dumps({"reward": reward if isinstance(reward, bool) else float(reward)}).encode()  # type: ignore[arg-type]
+    is_bool = isinstance(reward, bool) or str(getattr(reward, "dtype", "")).endswith("bool")  # numpy's and torch's, too
+    number = bool(reward) if is_bool else float(reward)  # type: ignore[arg-type]
+    if not math.isfinite(number):
+        raise ValueError(f"the agent's function returned {number}, which is no reward")
+    body = json.dumps({"reward": number}).encode()
     url = f"{task.base_url}/reward"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(urllib.request.Request(url, body, headers), timeout=REWARD_LIMIT_S) as reply:

@@ -1,18 +1,18 @@
-"""What an agent's request says, whatever the protocol: canonical messages, and when two of them are the same.
+"""The content of an agent's request, independent of the protocol: canonical messages, and when two messages are the same.
 
     chat completions ┐
-    messages         ├─► AgentRequest: CanonicalMessage …, tools ─► tree.py: which conversation goes on ─► tokens
+    messages         ├─► AgentRequest: CanonicalMessage …, tools ─► tree.py: which conversation it continues ─► tokens
     responses        ┘
 
-Agents seldom send back what they were served: they join parts, strip blanks, write the JSON of arguments anew, drop ids and
-reasoning. Two messages are the same if role, text (an assistant's without blanks at both ends) and calls agree, arguments
-as JSON values: 1, 1.0 and true are three of them, and the order of keys is none. Reasoning and ids are compared apart
-(tree.py).
+Agents seldom send back exactly what they were served: they join parts, strip whitespace, re-encode the arguments' JSON, drop
+ids and reasoning. Two messages are the same if their roles, texts (an assistant's stripped of whitespace) and calls agree.
+Arguments are compared as JSON values: 1, 1.0 and true all differ, and the order of keys does not matter. Reasoning and ids
+are compared separately (tree.py).
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,11 +23,11 @@ import msgspec
 from megarl.core.base.types import JsonObject
 
 LARGEST_BODY = 32 << 20
-"""Bytes of a request; a conversation of 500 turns and 193,000 tokens has 1.5 million."""
+"""Most bytes in a request. A conversation of 500 turns and 193,000 tokens has 1.5 million."""
 
 
 class WireError(Exception):
-    """The request is not served. status: of HTTP; code: as in OpenAI's errors."""
+    """A request that is refused. status: the HTTP status; code: as in OpenAI's errors."""
 
     def __init__(self, status: int, message: str, code: str = "invalid_request") -> None:
         super().__init__(message)
@@ -35,13 +35,13 @@ class WireError(Exception):
 
 
 def refused_field(field: str, why: str) -> WireError:
-    """Return the error for a field that would change what is sampled, or whose use the policy does not know."""
+    """Return the error for a field that would change the sampling distribution, or that the policy does not support."""
     return WireError(400, f"{field}: {why}", "unsupported_parameter")
 
 
 class ToolCall(NamedTuple):
-    """A call by the policy. arguments: a JSON value, or the text as it is if that is none. written: the id that the
-    policy wrote in it, "" if none."""
+    """A tool call by the policy. arguments: a JSON value, or the text as written if it is not JSON. written: the id that the
+    policy wrote in the call, "" if none."""
 
     id: str
     name: str
@@ -50,7 +50,7 @@ class ToolCall(NamedTuple):
 
     @staticmethod
     def of(id: str, name: str, arguments: Any) -> "ToolCall":
-        """Make a call from the wire, where arguments are JSON in a text, or an object."""
+        """Make a call from the fields of a request, where the arguments are a string of JSON or an object."""
         if isinstance(arguments, str):
             with suppress(ValueError, RecursionError):
                 arguments = msgspec.json.decode(arguments or "{}")
@@ -58,13 +58,14 @@ class ToolCall(NamedTuple):
 
     @property
     def json(self) -> str:
-        """Return the arguments as they are served."""
+        """Return the arguments as the text that is served."""
         return self.arguments if isinstance(self.arguments, str) else json.dumps(self.arguments, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
 class CanonicalMessage:
-    """A message. marks: opaque ids of ours in it, of an assistant's; answers: id of the call whose result it is."""
+    """A message. marks: the opaque ids in an assistant's message, created by us; answers: the id of the call that a tool's
+    message answers."""
 
     role: str
     text: str = ""
@@ -75,14 +76,14 @@ class CanonicalMessage:
 
     @cached_property
     def key(self) -> bytes:
-        """Return the hash of what must agree in two messages that are the same."""
+        """Return a hash of the parts that must agree for two messages to be the same."""
         text = self.text.strip() if self.role == "assistant" else self.text
         return hashlib.sha256(tagged([self.role, text, [[call.name, call.arguments] for call in self.calls]])).digest()
 
 
 @dataclass(frozen=True)
 class AgentRequest:
-    """A request for the next message. tools: functions, as OpenAI writes them; max_tokens: None if the agent names no limit."""
+    """A request for the next message. tools: functions in OpenAI's format; max_tokens: None if the agent sets no limit."""
 
     messages: tuple[CanonicalMessage, ...]
     tools: tuple[JsonObject, ...] = ()
@@ -92,26 +93,17 @@ class AgentRequest:
 
 
 def tagged(value: Any) -> bytes:
-    """Return JSON that is equal for equal values of equal types alone."""
+    """Return JSON that is equal only for equal values of equal types."""
     try:
         return msgspec.json.encode(value, order="sorted")
-    except UnicodeEncodeError:  # half a surrogate pair, which JSON may have as \\ud800
+    except UnicodeEncodeError:  # half a surrogate pair, which JSON can contain as \\ud800
         return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
-def checked(messages: Sequence[CanonicalMessage]) -> tuple[CanonicalMessage, ...]:
-    """Return the messages of a request; WireError if the policy cannot go on from them."""
-    if not messages:
-        raise WireError(400, "messages: there are none")
-    if messages[-1].role == "assistant":
-        raise refused_field("messages", "the last one is the assistant's; going on within a message is not supported")
-    return tuple(messages)
-
-
 class ReadMessages:
-    """What a session has sent before, by the hash of its JSON: an agent sends the whole conversation with each request.
+    """A cache of messages that a session has sent, by the hash of their JSON: each request repeats the whole conversation.
 
-    It holds as much as one body can have; at more, all is forgotten and read again.
+    It holds as much as one body can contain; when it would exceed that, it is emptied.
     """
 
     def __init__(self) -> None:
@@ -121,8 +113,8 @@ class ReadMessages:
     def read[T](
         self, raw: msgspec.Raw, kind: type[T], said: Callable[[T, str], Iterable[CanonicalMessage]], field: str
     ) -> list[CanonicalMessage]:
-        """Return the messages of `raw`, the list in a request's `field`. kind: the type of its items; said: returns an item's
-        messages, given its place for errors. WireError if an item is no `kind`, or `said` raises it."""
+        """Return the messages in `raw`, the list in a request's `field`. kind: the type of its items; said: maps an item and
+        its place (for errors) to the item's messages. WireError if an item is not a `kind`, or if `said` raises it."""
         messages: list[CanonicalMessage] = []
         for n, item in enumerate(_decoded(raw, list[msgspec.Raw], field)):
             digest = hashlib.sha256(item).digest()

@@ -1,10 +1,10 @@
-"""A recipe's agents, by task: each rollout is a session, in which the agent's own process asks the policy by HTTP.
+"""A recipe's agents, by task. Each rollout is a session: the agent runs in a process of its own and queries the policy by HTTP.
 
-    session(prompt, policy) ─► its turn among `agent.at_once` ─► key ─► process ─► its paths, last message, and reward
-                                                                         ends, or a limit ends it
+    session(prompt, policy) ─► one of `agent.at_once` places ─► key ─► process ─► its paths, last message, and reward
+                                                                        ends, or a limit ends it
 
-An agent that fails without a reward is run once more, in a new session; then the rollout is void. One that runs out of time is
-graded as it is.
+An agent that fails without a reward is run once more, in a new session; if it fails again, the rollout is void. An agent that
+runs out of time is graded on what it has done so far.
 """
 
 import asyncio
@@ -31,11 +31,12 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Prompt
 from megarl.core.recipe import Recipe, Rows
+from megarl.core.recipe.tree import AgentSection
 from megarl.tasks.agents.gateway import MODEL, Gateway
 from megarl.tasks.agents.rendering import Rendering, tail_problem
 from megarl.tasks.agents.session import AgentSession
 from megarl.tasks.data.chat import load_chat
-from megarl.tasks.graders.functions import environment, import_problem
+from megarl.tasks.graders.functions import check_importable, environment
 from megarl.tasks.graders.sandbox import CHECK_LIMIT_S, NAMESPACES, agent_sandbox
 
 log = logging.getLogger(__name__)
@@ -43,12 +44,12 @@ TRIES = 2
 POLL_S = 1.0
 KILL_LIMIT_S = 10.0
 SAID = 1000
-"""Bytes of what a failing agent printed last that are logged."""
+"""How many of the last bytes that a failing agent printed are logged."""
 _CODE = "import sys; from megarl.tasks.agents.inside import main; main(sys.argv[1:])"
 
 
 class Turns:
-    """Lets at most `count` in at a time, the smallest order first."""
+    """Lets at most `count` tasks run at a time. Of those that wait, the one with the smallest `order` goes first."""
 
     def __init__(self, count: int) -> None:
         self._free, self._numbers = count, itertools.count()
@@ -56,7 +57,7 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self, order: tuple[int, int, int]) -> AsyncIterator[None]:
-        """Wait for a place, and have it for the time of the block."""
+        """Wait for a place, and hold it while the block runs."""
         mine = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (order, next(self._numbers), mine))
         self._let_in()
@@ -78,14 +79,14 @@ class Turns:
 
 
 class TaskAgents:
-    """Agents by task or suite. MegarlError if one in the recipe cannot be run here, or the model has no chat template."""
+    """The agents of a recipe, by task or suite. MegarlError if one cannot run here, or if the model has no chat template."""
 
     def __init__(self, recipe: Recipe, tokenizer: Tokenizer) -> None:
         self._recipe, self._tokenizer = recipe, tokenizer
         rows: dict[str, Rows] = {**recipe.data.tasks, **recipe.evaluation.sampled}
         self._tasks = {name: task for name, task in rows.items() if task.agent}
         self._turns = Turns(recipe.agent.at_once)
-        self._starting: asyncio.Task[Gateway] | None = None
+        self._gateway: asyncio.Task[Gateway] | None = None
         if not self._tasks:
             return
         chat = load_chat(tokenizer.path)
@@ -104,14 +105,13 @@ class TaskAgents:
         return task in self._tasks
 
     async def session(self, prompt: Prompt, order: tuple[int, int, int], policy: Policy) -> AgentRollout:
-        gateway, agent = await self._gateway(), self._tasks[prompt.task].agent
-        why = ""
+        if self._gateway is None:
+            self._gateway = asyncio.create_task(Gateway(self._host).start())
+        gateway, why = await asyncio.shield(self._gateway), ""
         async with self._turns.turn(order):
             for _ in range(TRIES):
                 async with gateway.session(self._recipe, self._tokenizer, self._rendering, policy) as session:
-                    why = await _AgentProcess(
-                        agent, prompt, session, gateway.url, self._recipe, self._tokenizer
-                    ).ended()
+                    why = await self._run(prompt, session, gateway.url)
                     if session.failure is not None:
                         raise session.failure
                     rollout = session.rollout()
@@ -121,50 +121,40 @@ class TaskAgents:
         raise AgentDown(f"the agent of task {prompt.task} failed {TRIES} times without a reward, the last time: {why}")
 
     async def close(self) -> None:
-        if self._starting is not None:
+        if self._gateway is not None:
             with contextlib.suppress(asyncio.CancelledError, Exception):
-                await (await self._starting).close()
+                await (await self._gateway).close()
 
-    async def _gateway(self) -> Gateway:
-        """Return the gateway, started at the first session."""
-        if self._starting is None:
-            self._starting = asyncio.create_task(_started(self._host))
-        return await asyncio.shield(self._starting)
-
-
-class _AgentProcess:
-    """One run of an agent's process in a session."""
-
-    def __init__(
-        self, agent: str | tuple[str, ...], prompt: Prompt, session: AgentSession, url: str, recipe: Recipe,
-        tokenizer: Tokenizer,
-    ) -> None:  # fmt: skip
-        theirs = os.environ.get("PYTHONPATH", "")
-        self._words = ["function", agent] if isinstance(agent, str) else ["command", theirs, *agent]
-        self._session, self._settings, self._url = session, recipe.agent, url
-        self._sandboxed, self._hidden = recipe.data.sandbox == "bubblewrap", recipe.run.path
-        self._task = {
-            "prompt": tokenizer.decode(prompt.tokens), "id": prompt.id, "task": prompt.task, "answer": prompt.answer,
+    async def _run(self, prompt: Prompt, session: AgentSession, url: str) -> str:
+        """Run the agent's process until it ends or reaches a limit; return why there is nothing to grade, or ""."""
+        agent, recipe = self._tasks[prompt.task].agent, self._recipe
+        words = ["function", agent] if isinstance(agent, str) else ["command", os.environ.get("PYTHONPATH", ""), *agent]
+        task = {
+            "prompt": self._tokenizer.decode(prompt.tokens), "id": prompt.id, "task": prompt.task, "answer": prompt.answer,
         }  # fmt: skip
-
-    async def ended(self) -> str:
-        """Run the agent to its end or a limit; return why there is nothing to grade, or ""."""
         with (
             tempfile.TemporaryDirectory(prefix="megarl-agent-", ignore_cleanup_errors=True) as scratch,
             tempfile.TemporaryFile() as output,
         ):
-            around = agent_sandbox(Path(scratch), self._hidden) if self._sandboxed else []
+            variables, around = _variables(url, session.key, scratch), list[str]()
+            if recipe.data.sandbox == "bubblewrap":
+                variables["HOME"], around = scratch, agent_sandbox(Path(scratch), recipe.run.path)
             process = await asyncio.create_subprocess_exec(
-                *around, sys.executable, "-c", _CODE, *self._words, env=self._environment(scratch), start_new_session=True,
+                *around, sys.executable, "-c", _CODE, *words, env=environment() | variables, start_new_session=True,
                 stdin=asyncio.subprocess.PIPE, stdout=output, stderr=output,
             )  # fmt: skip
             try:
-                await self._watched(process)
+                assert process.stdin
+                with contextlib.suppress(OSError, RuntimeError):  # it may exit before it has read its task
+                    process.stdin.write(json.dumps(task).encode())
+                    process.stdin.close()
+                await _ended(process, session, recipe.agent)
             finally:
                 await _killed(process)
             output.seek(max(0, output.seek(0, os.SEEK_END) - SAID))
             said = output.read().decode(errors="replace").strip()
-        session = self._session
+        if session.refused and session.reward is None:  # the agent may not have looked at the answer
+            return session.refused
         if session.limited or session.reward is not None:
             return ""
         if process.returncode:
@@ -173,58 +163,41 @@ class _AgentProcess:
             return "it ended without a request and without a reward"
         return ""
 
-    async def _watched(self, process: asyncio.subprocess.Process) -> None:
-        """Give the process its task, and wait until it has ended or may not go on."""
-        assert process.stdin
-        with contextlib.suppress(OSError, RuntimeError):  # it may end without having read it
-            process.stdin.write(json.dumps(self._task).encode())
-            process.stdin.close()
-        session, settings = self._session, self._settings
-        ended, told = asyncio.create_task(process.wait()), asyncio.create_task(session.ended.wait())
-        grace = None
-        try:
-            while not ended.done():
-                await asyncio.wait(
-                    {ended} if told.done() else {ended, told}, timeout=POLL_S, return_when="FIRST_COMPLETED"
-                )
-                now = time.monotonic()
-                if now - session.began > settings.time_s:
-                    session.end(f"its time is up (agent.time_s={settings.time_s:g})", limited=True)
-                    return
-                if session.idle_since is not None and now - session.idle_since > settings.idle_s:
-                    session.end(
-                        f"there was no request for {settings.idle_s:g} s, a third of agent.time_s", limited=True
-                    )
-                    return
-                if session.failure is not None:
-                    return
-                if told.done():  # it has been told, and may still post a reward
-                    grace = grace or now
-                    if now - grace > KILL_LIMIT_S:
-                        return
-        finally:
-            told.cancel()
-            ended.cancel()
 
-    def _environment(self, scratch: str) -> dict[str, str]:
-        host, key = self._url.removeprefix("http://").partition(":")[0], self._session.key
-        direct = ",".join(filter(None, (os.environ.get("NO_PROXY", ""), host)))
-        home = {"HOME": scratch} if self._sandboxed else {}
-        return environment() | home | {
-            "OPENAI_BASE_URL": f"{self._url}/v1", "OPENAI_API_KEY": key, "OPENAI_MODEL": MODEL,
-            "ANTHROPIC_BASE_URL": self._url, "ANTHROPIC_API_KEY": key, "ANTHROPIC_MODEL": MODEL,
-            "ANTHROPIC_SMALL_FAST_MODEL": MODEL, "TMPDIR": scratch, "NO_PROXY": direct, "no_proxy": direct,
-        }  # fmt: skip
+async def _ended(process: asyncio.subprocess.Process, session: AgentSession, limits: AgentSection) -> None:
+    """Wait until the process has exited or must be stopped."""
+    over_since = None
+    while process.returncode is None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), POLL_S)
+        now = time.monotonic()
+        if now - session.began > limits.time_s:
+            session.end(f"its time is up (agent.time_s={limits.time_s:g})", limited=True)
+            return
+        if session.idle_since is not None and now - session.idle_since > limits.idle_s:
+            session.end(f"there was no request for {limits.idle_s:g} s, a third of agent.time_s", limited=True)
+            return
+        if session.failure is not None:
+            return
+        if session.over:  # the agent learns of it at its next request, and may still post a reward
+            over_since = over_since or now
+            if now - over_since > KILL_LIMIT_S:
+                return
 
 
-async def _started(host: str) -> Gateway:
-    gateway = Gateway(host)
-    await gateway.start()
-    return gateway
+def _variables(url: str, key: str, scratch: str) -> dict[str, str]:
+    """Return the environment variables that give an agent its session's address (used without a proxy) and a scratch folder."""
+    host = url.removeprefix("http://").partition(":")[0]
+    direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), os.environ.get("no_proxy"), host)))
+    return {
+        "OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key, "OPENAI_MODEL": MODEL,
+        "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key, "ANTHROPIC_MODEL": MODEL,
+        "ANTHROPIC_SMALL_FAST_MODEL": MODEL, "TMPDIR": scratch, "NO_PROXY": direct, "no_proxy": direct,
+    }  # fmt: skip
 
 
 async def _killed(process: asyncio.subprocess.Process) -> None:
-    """Kill the agent and what it started, and wait for its end."""
+    """Kill the agent and the processes that it started, and wait until it has exited."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     try:
@@ -234,7 +207,7 @@ async def _killed(process: asyncio.subprocess.Process) -> None:
 
 
 def _check_sandbox() -> None:
-    """Raise MegarlError if no agent can be run in bubblewrap here."""
+    """Raise MegarlError if bubblewrap cannot run an agent on this machine."""
     advice = f"install it (apt-get install bubblewrap); {NAMESPACES}; or set data.sandbox=rlimits if agents may do what you can"
     with tempfile.TemporaryDirectory() as scratch:
         try:
@@ -248,21 +221,17 @@ def _check_sandbox() -> None:
 
 
 def _check(task: str, agent: str | tuple[str, ...]) -> None:
-    """Raise MegarlError if there is no such command or function."""
+    """Raise MegarlError if the task's command or function does not exist."""
     key = f"data.tasks.{task}.agent"
     if not isinstance(agent, str):
         if shutil.which(agent[0]) is None:
             raise MegarlError(f"{key}: there is no command {agent[0]!r} on PATH")
         return
-    module, _, name = agent.partition(":")
-    code = f"import importlib; assert callable(getattr(importlib.import_module({module!r}), {name!r})), 'it cannot be called'"
-    if said := import_problem(code):
-        must = f"it must be a function in a module on PYTHONPATH or in {os.getcwd()}"
-        raise MegarlError(f"{key}: {agent} cannot be used: {said}; {must}")
+    check_importable(f"{key}:", agent)
 
 
 def _address(interface: str) -> str:
-    """Return the address that the gateway listens on."""
+    """Return the address that the gateway listens on. MegarlError if the interface has no IPv4 address."""
     if not interface:
         return "127.0.0.1"
     known = psutil.net_if_addrs()

@@ -1,14 +1,14 @@
-"""Turns requests into tokens: all of the messages, or only what came after the policy's last one.
+"""Turns requests into tokens: all of the messages, or only the tail, i.e. the messages after the policy's last one.
 
-    user, A, tool result ─► template of [user "?", an assistant's sentinel with A's calls, tool result]
-                                               └ cut here, behind the calls ─► the tail, tokenised, without its first token
+    user, A, tool result ─► template of [user "?", a placeholder answer with A's calls, tool result]
+                                               └ cut here, after the calls ─► the tail, tokenised, without its first token
 
-That token is the one that ended A's turn, or stands for it: gpt-oss's template ends an answer with <|end|> once something
-follows, where the policy wrote <|return|>. GLM-4.5's ends no turn, and the policy stops with the beginning of the next one; if
-that is another one than comes, no tail is what the model was trained on, and the request is rendered whole.
+The first token is dropped because A's turn ended with it or its equivalent: gpt-oss's template ends an answer with <|end|> once
+something follows, where the policy wrote <|return|>. GLM-4.5's template ends no turn; the policy stops by sampling the start of
+the next turn. If a different turn follows, the model was trained on no such tail, and the request is rendered whole.
 
-So what was sampled is never tokenised again, and a template that would drop A's thinking (`agent.history: sampled`) or write
-its calls otherwise cannot change it. Names of special tokens in messages are tokenised as plain text.
+So sampled tokens are never tokenised again, and a template that would drop A's thinking (`agent.history: sampled`) or rewrite
+its calls cannot change them. Names of special tokens in messages are tokenised as plain text.
 """
 
 import re
@@ -31,7 +31,7 @@ UNKNOWN = "?"
 
 
 class Rendering:
-    """Renders requests with a model's chat template. calls: how it writes tool calls; None: in no form that is read."""
+    """Renders requests with a model's chat template. calls: the template's format of tool calls; None if it is unknown."""
 
     def __init__(self, chat: ChatTemplate, tokenizer: Tokenizer, history: Literal["sampled", "template"]) -> None:
         self._chat, self._tokenizer, self._history = chat, tokenizer, history
@@ -46,11 +46,11 @@ class Rendering:
         self._closes = self._closed()
 
     def whole(self, request: AgentRequest) -> np.ndarray:
-        """Return the tokens of all messages and the beginning of the next. WireError if the template refuses them."""
+        """Return the tokens of all messages and the start of the next. WireError if the template rejects the messages."""
         return self._tokens(self._render(request))
 
     def tail(self, node: TreeNode, request: AgentRequest) -> np.ndarray | None:
-        """Return what is put in behind the node's tokens; None if the request has to be rendered whole."""
+        """Return the tokens to append to the node's; None if the request has to be rendered whole."""
         sampled = node.sampled
         ended = len(sampled) > 0 and int(sampled[-1]) in self._tokenizer.ends
         if self._history == "template":
@@ -73,11 +73,11 @@ class Rendering:
         before: Sequence[CanonicalMessage] = (CanonicalMessage("user", "?"),),
         known: Iterable[CanonicalMessage] = (),
     ) -> str | None:
-        """Return the text of these messages behind an answer, and the beginning of the next; None if it cannot be told. It
-        begins with a special token: what ends the answer, or begins the message behind it.
+        """Return the text of `tail` after an answer, and the start of the next message; None if it cannot be determined. The
+        text begins with a special token: the one that ends the answer, or that begins the message after it.
 
-        before: what stands before the answer; known: earlier messages, whose calls the tail may answer. Arguments of
-        calls are left out: their text is before the cut, and could have the end of a turn in it.
+        before: messages before the answer; known: earlier messages, whose calls the tail may answer. The arguments of
+        calls are left out: they come before the cut, and could contain the end of a turn.
         """
         said = replace(
             served, text=self._said, reasoning="", calls=tuple(c._replace(arguments={}) for c in served.calls)
@@ -89,17 +89,20 @@ class Rendering:
             begun = self._chat.render(begin, tools, reply=False)
         except MegarlError:
             return None
-        if text.count(self._said) == begun.count(self._said) == 1:  # a template may leave out text beside calls
+        if text.count(self._said) == begun.count(self._said) == 1:  # a template may drop text that accompanies calls
             text, begun = (one.partition(self._said)[2] for one in (text, begun))
         if self._closes:
             ends = [mark.start() for mark in self._mark.finditer(begun) if mark[0] in self.ends]
             if not ends:
                 return None
             begun = begun[: ends[-1]]
-        return self._tail(text[len(begun) :]) if text.startswith(begun) else None
+        behind = text.removeprefix(begun)
+        # A template may put what the system says at the beginning of the conversation, or leave it out.
+        said_there = all(self._guarded(m.text).strip() in behind for m in tail if m.role == "system")
+        return self._tail(behind) if text.startswith(begun) and said_there else None
 
     def _closed(self) -> bool | None:
-        """Return whether the template ends an answer with a token at which generation stops; None: with another one."""
+        """Return whether the template ends an answer with a token at which generation stops; None if with another token."""
         messages = [{"role": "user", "content": UNKNOWN}, {"role": "assistant", "content": self._said}]
         try:
             text = self._chat.render(messages, reply=False)
@@ -109,12 +112,13 @@ class Rendering:
         return (marks[-1] in self.ends or None) if marks else False
 
     def _tail(self, text: str) -> str | None:
-        """Return the text if it begins with a special token that a sampled end token can equal or replace."""
+        """Return the text if it begins with a special token that a sampled end token can equal or stand in for, else None."""
         begins = None if self._closes is None else self._mark.match(text)
         return text if begins and (self._closes or begins[0] in self.ends) else None
 
     def _behind(self, tokens: np.ndarray, request: AgentRequest) -> str | None:
-        """Return the template's text of the whole request behind that of these tokens, if it begins with that."""
+        """Return the rest of the whole request's rendered text after the text of these tokens; None if it differs from theirs.
+        WireError if the template rejects the messages."""
         text, said = self._render(request), self._tokenizer.decode(tokens)
         cut = passed = 0
         for literal, part in self._parts(text):
@@ -136,13 +140,13 @@ class Rendering:
             raise WireError(400, f"messages: {error}") from None
 
     def _named(self, messages: Iterable[CanonicalMessage]) -> dict[str, tuple[str, str]]:
-        """Return of each call in a conversation, by its id, the id that the template is given, and its name."""
+        """Map the id of each call in a conversation to the id that the template is given and to the call's name."""
         calls = [call for message in messages if message.calls for call in message.calls]
         given = (lambda call, _: call.id) if self.calls is None else self.calls.template_id
         return {call.id: (given(call, n), call.name) for n, call in enumerate(calls)}
 
     def _wire(self, message: CanonicalMessage, named: Mapping[str, tuple[str, str]]) -> JsonObject:
-        """Return the message as templates take it. named: as `_named` returns it."""
+        """Return the message in the form that templates expect. named: from `_named`."""
         made: JsonObject = {"role": message.role, "content": self._guarded(message.text)}
         if message.calls:
             as_text = self.calls is not None and self.calls.as_text
@@ -159,7 +163,7 @@ class Rendering:
         return made
 
     def _guarded(self, value: Any) -> Any:
-        """Return the value with names of special tokens replaced by marks that templates leave alone."""
+        """Return the value with the names of special tokens replaced by placeholders that templates leave alone."""
         match value:
             case str():
                 for n, name in enumerate(self._special):
@@ -172,7 +176,7 @@ class Rendering:
         return value
 
     def _parts(self, text: str) -> list[tuple[bool, str]]:
-        """Return the rendered text in parts, and of each whether it is the name of a special token in a message."""
+        """Return the parts of a rendered text, each with whether it is the name of a special token written in a message."""
         first, *rest = text.split(self._guard)
         parts = [(False, first)]
         for part in rest:
@@ -190,10 +194,11 @@ class Rendering:
 
 
 def tail_problem(chat: ChatTemplate, rendering: Rendering) -> str:
-    """Return how a tail of this template differs from that in the whole conversation, or that none can be told; "" if neither.
+    """Return how a tail rendered alone differs from the one in a whole conversation, or that no tail can be rendered alone;
+    "" if all is well.
 
-    Asked: results of two parallel calls, of one call after that, and a user's words behind an answer. A request whose tail
-    cannot be told is rendered whole; that is a problem if all are.
+    Tried: the results of two parallel calls, the result of one more call, and a user's message after an answer. A request
+    whose tail cannot be determined is rendered whole, which is a problem only if it is so for all of them.
     """
     calls = [ToolCall(f"call0000{n}", NAME, {KEY: VALUE}) for n in range(3)]
     answers = [CanonicalMessage("assistant", SAID, made) for made in (tuple(calls[:2]), tuple(calls[2:]), ())]

@@ -1,4 +1,4 @@
-"""OpenAI's responses on the wire: POST /v1/responses. Its input is a list of items, of which a message has several."""
+"""OpenAI's Responses protocol: POST /v1/responses. Its input is a list of items; one message can span several of them."""
 
 import time
 from collections.abc import Iterator
@@ -33,10 +33,6 @@ class Item(msgspec.Struct):
     encrypted_content: str | None = None
 
 
-class TextFormat(msgspec.Struct):
-    format: Any = None
-
-
 class ResponsesBody(msgspec.Struct):
     input: msgspec.Raw
     instructions: str | None = None
@@ -44,7 +40,7 @@ class ResponsesBody(msgspec.Struct):
     tool_choice: Any = None
     stream: bool | None = None
     max_output_tokens: int | None = None
-    text: TextFormat | None = None
+    text: wire.FormatOption | None = None
 
 
 class Responses(wire.WireProtocol):
@@ -128,41 +124,32 @@ class Responses(wire.WireProtocol):
             yield f"response.{kind}", {"type": f"response.{kind}", "sequence_number": n} | event
 
 
-def _messages(item: Item, where: str) -> tuple[CanonicalMessage]:
-    """Return what an item says; those of an assistant's message are one each."""
+def _messages(item: Item, where: str) -> Iterator[CanonicalMessage]:
+    """Yield the one canonical message in an item. `read` joins consecutive messages of the assistant."""
     match item.type:
         case "message":
             role = wire.role_of(item.role, f"{where}.role")
             marks = frozenset([item.id] if item.id and role == "assistant" else [])
-            return (CanonicalMessage(role, wire.text_of(item.content, f"{where}.content"), marks=marks),)
+            yield CanonicalMessage(role, wire.text_of(item.content, f"{where}.content"), marks=marks)
         case "reasoning":
             marks = frozenset(filter(None, (item.id, item.encrypted_content)))
-            return (
-                CanonicalMessage("assistant", reasoning=wire.text_of(item.content, f"{where}.content"), marks=marks),
-            )
+            yield CanonicalMessage("assistant", reasoning=wire.text_of(item.content, f"{where}.content"), marks=marks)
         case "function_call":
             call = ToolCall.of(item.call_id, item.name, item.arguments)
-            return (CanonicalMessage("assistant", calls=(call,), marks=frozenset([call.id])),)
+            yield CanonicalMessage("assistant", calls=(call,), marks=frozenset([call.id]))
         case "function_call_output":
-            return (CanonicalMessage("tool", wire.text_of(item.output, f"{where}.output"), answers=item.call_id),)
-    raise refused_field(where, f"the policy knows no {item.type}; {wire.NO_STATE}")
+            yield CanonicalMessage("tool", wire.text_of(item.output, f"{where}.output"), answers=item.call_id)
+        case _:
+            raise refused_field(where, f"the policy knows no {item.type}; {wire.NO_STATE}")
 
 
 def _items(turn: ServedTurn) -> list[JsonObject]:
-    """Return an answer's items."""
+    """Return the items of an answer: reasoning, text, calls."""
     number, message, done = turn.node.number, turn.message, {"status": "completed"}
     items: list[JsonObject] = []
     if message.reasoning:
-        text = {"type": "reasoning_text", "text": message.reasoning}
-        items.append(
-            {
-                "type": "reasoning",
-                "id": f"rs_{number}",
-                "summary": [],
-                "content": [text],
-                "encrypted_content": f"rs_{number}",
-            }
-        )
+        text, mark = {"type": "reasoning_text", "text": message.reasoning}, f"rs_{number}"
+        items.append({"type": "reasoning", "id": mark, "summary": [], "content": [text], "encrypted_content": mark})
     if message.text or not message.calls:
         part = {"type": "output_text", "text": message.text, "annotations": [], "logprobs": []}
         items.append({"type": "message", "id": f"msg_{number}", "role": "assistant", "content": [part]})

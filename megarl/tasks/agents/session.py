@@ -1,14 +1,15 @@
-"""One session: an agent, its key, its tree, its limits, and who waits for which answer.
+"""One session: an agent, its key, its tree, its limits, and which client waits for which answer.
 
     begin(request) ─► PendingTurn ─► tree.find ─► rendering ─► policy ─► tree.answer ─► await done
-       │ the same body as a request whose client has gone, or marked as a retry: the same PendingTurn
-       └ over: 400
+       │ same body as a request whose client has gone, or same body and marked as a retry: the same PendingTurn
+       └ session over: 400
 
-A generation goes on when its client has gone, for the client may come back; what nobody came back for is not trained.
+A generation continues after its client has gone, since the client may come back; an answer that nobody collects is not trained.
 """
 
 import asyncio
 import hashlib
+import itertools
 import secrets
 import time
 from bisect import bisect_left
@@ -20,17 +21,18 @@ import numpy as np
 from msgspec import structs
 
 from megarl.core.base.contracts import AgentRollout, Policy, PolicyTurn, Verdict
+from megarl.core.base.messages import KEPT_FROM_INPUT
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Episode, Segment, int32
 from megarl.core.recipe import Recipe
 from megarl.tasks.agents.calls import read_turn
 from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ReadMessages, WireError
 from megarl.tasks.agents.rendering import Rendering
-from megarl.tasks.agents.tree import SessionTree, TreeNode
+from megarl.tasks.agents.tree import SessionTree, TreeNode, tokens_of
 
 
 class ContextFull(WireError):
-    """The prompt leaves no room for an answer: `tokens` of `limit`. Each protocol has words for it that agents look for."""
+    """The prompt has `tokens` tokens, of at most `limit`: no room for an answer. Agents know each protocol's wording for it."""
 
     def __init__(self, tokens: int, limit: int) -> None:
         said = f"This model's maximum context length is {limit} tokens. However, your messages resulted in {tokens} tokens."
@@ -40,8 +42,8 @@ class ContextFull(WireError):
 
 @dataclass(eq=False)
 class PendingTurn:
-    """A request on its way. placed: set when its prompt is known and allowed, or when it has failed; clients: each says
-    whether its connection is still open."""
+    """A request in progress. asked: when it came, by the tree's clock; placed: set once its prompt is known and allowed, or it
+    has failed; clients: one function per client, which returns whether its connection is still open."""
 
     asked: int
     placed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -51,14 +53,15 @@ class PendingTurn:
 
     @property
     def abandoned(self) -> bool:
-        """Return whether its answer went to nobody, and nobody waits for it."""
+        """Return whether no client has received the answer or is still waiting for it."""
         delivered = self.node is not None and self.node.delivered >= 0
         return not delivered and not any(is_open() for is_open in self.clients)
 
 
 @dataclass(frozen=True)
 class ServedTurn:
-    """An answer. prompt_tokens, completion_tokens: as usage is told; stopped: the text of `stop` that ended it, or ""."""
+    """An answer. prompt_tokens, completion_tokens: the usage reported to the client; stopped: the stop text that ended it,
+    or ""."""
 
     node: TreeNode
     message: CanonicalMessage
@@ -69,18 +72,18 @@ class ServedTurn:
 
 
 class AgentSession:
-    """A session until `close`. over: why no request is served any more; limited: a limit of the recipe is why. rewards:
-    posted by the agent, each with its moment. failure: what the policy raised. ended: set when the session is over.
-    idle_since: None while one works.
-    """
+    """A session, open until `end`. over: why it serves no more requests, "" while it does; limited: whether a limit of the
+    recipe ended it. rewards: those the agent posted, as (moment, reward). refused: why one was not accepted. failure: the
+    exception that the policy raised. idle_since: when the last request was done (time.monotonic), None while one is in
+    progress."""
 
     def __init__(self, recipe: Recipe, tokenizer: Tokenizer, rendering: Rendering, policy: Policy) -> None:
         self.key = secrets.token_hex(16)
         self.tree, self.known = SessionTree(), ReadMessages()
         self.over, self.limited = "", False
         self.rewards: list[tuple[int, float]] = []
+        self.refused = ""
         self.failure: BaseException | None = None
-        self.ended = asyncio.Event()
         self.began = time.monotonic()
         self.idle_since: float | None = self.began
         self._settings, self._length = recipe.agent, recipe.length
@@ -90,9 +93,9 @@ class AgentSession:
         self._room, self._lent, self._returned = recipe.agent.trained_tokens, 0, asyncio.Event()
 
     def begin(self, request: AgentRequest, body: bytes, retried: bool, is_open: Callable[[], bool]) -> PendingTurn:
-        """Return the generation that answers this request. body: a digest; retried: its client says that it asks again.
+        """Return the generation that answers this request. body: its digest; retried: the client marked it as a retry.
 
-        Parallel sub-agents may ask the same: while the client of the first one waits, another one is no retry.
+        Parallel sub-agents may send the same request, so while the first one's client waits, the second is not a retry.
         """
         self.check()
         before = self._asked.setdefault(body, [])
@@ -101,7 +104,7 @@ class AgentSession:
             again[0].clients.append(is_open)
             return again[0]
         if sum(map(len, self._asked.values())) >= self._settings.requests:
-            raise self._limit(f"agent.requests={self._settings.requests} were served")
+            raise self._ended(f"agent.requests={self._settings.requests} were served")
         self._asked_last = self.tree.moment()
         generation = PendingTurn(self._asked_last, clients=[is_open])
         generation.done = asyncio.create_task(self._generate(request, generation))
@@ -109,14 +112,14 @@ class AgentSession:
         return generation
 
     def post(self, reward: float) -> None:
-        """Take a reward. Of several without a request between them, the last one counts."""
+        """Accept a reward. If several come without a request in between, the last one counts."""
         if self.rewards and self.rewards[-1][0] > self._asked_last:
             self.rewards.pop()
         self.rewards.append((self.tree.moment(), reward))
 
     @property
     def reward(self) -> float | None:
-        """The session's reward: the last one posted, with `agent.credit: turn` only if it came after the last request."""
+        """The session's reward: the last one posted. With `agent.credit: turn`, None unless it came after the last request."""
         if not self.rewards or (self._settings.credit == "turn" and self.rewards[-1][0] < self._asked_last):
             return None
         return self.rewards[-1][1]
@@ -127,15 +130,14 @@ class AgentSession:
             raise WireError(400, f"the session is over: {self.over}", "session_over")
 
     def end(self, why: str, limited: bool = False) -> None:
-        """Serve no request any more, also none that is on its way."""
+        """End the session: cancel the requests in progress and refuse further ones."""
         if not self.over:
             self.over, self.limited = why, limited
-            self.ended.set()
-            for generation in (g for each in self._asked.values() for g in each):
+            for generation in itertools.chain(*self._asked.values()):
                 generation.done.cancel()
 
     def rollout(self) -> AgentRollout:
-        """Return what is trained of the session, and what is graded without a `reward`: the last message that the agent got."""
+        """Return the tokens to train on, and the text to grade if there is no `reward`: the last message the agent received."""
         final = self.reward
         if self._settings.credit == "turn":
             self.tree.credit(self.rewards[:-1] if final is not None else self.rewards)
@@ -147,12 +149,12 @@ class AgentSession:
             turns=len(served), calls=calls, errors=0, seconds=self._alone, limited=self.limited,
             untrained=self.tree.untrained_tokens(),
         )  # fmt: skip
-        text = "" if last is None else self._text(last)
+        text = "" if last is None else self._text(last.segments)
         verdict = None if final is None else Verdict(final)
         return AgentRollout(segments, paths, text, "length" if self.limited else "stop", verdict, episode)
 
     async def prompt_tokens(self, request: AgentRequest) -> int:
-        """Return the length of the request's prompt, as it would be sent."""
+        """Return the number of tokens that the policy would be sent for the request."""
         parent, _, put = await self._placed(request)
         return len(put) + (0 if parent is None else len(parent.tokens))
 
@@ -171,7 +173,7 @@ class AgentSession:
     async def _served(self, request: AgentRequest, generation: PendingTurn) -> ServedTurn:
         parent, key, put = await self._placed(request)
         before = np.concatenate([int32(()) if parent is None else parent.tokens, put])
-        while self._room <= 0 < self._lent:  # parallel requests may not need what they were allowed
+        while self._room <= 0 < self._lent:  # parallel requests may not use all the tokens they were allotted
             self._returned.clear()
             await self._returned.wait()
         limit = self._allowed(request, len(before), parent is None or bool(parent.children))
@@ -180,14 +182,13 @@ class AgentSession:
         self._room, self._lent = self._room - limit, self._lent + limit
         try:
             turn = await self._policy(before, limit, len(before) - len(put))
-        except Exception as error:  # no server could do it: the rollout is void, and run() says so
+        except Exception as error:  # no server could answer; TaskAgents.session raises this error again
             self.failure = error
-            self.end(f"the policy cannot be asked: {error}")
-            raise WireError(400, f"the session is over: {self.over}", "session_over") from None
+            raise self._ended(f"the policy cannot be asked: {error}", limited=False) from None
         segments, stopped = self._stopped(turn, request.stop)
         self._room, self._lent = self._room + limit - sum(len(s.tokens) for s in segments), self._lent - limit
         self._returned.set()
-        text = self._text_of(segments)
+        text = self._text(segments)
         if stopped:
             text = text.partition(stopped)[0]
         form = self._rendering.calls if request.tools else None
@@ -199,35 +200,37 @@ class AgentSession:
         )
 
     async def _placed(self, request: AgentRequest) -> tuple[TreeNode | None, "hashlib._Hash", np.ndarray]:
-        """Return the node that the request continues, the hash of it, and the tokens to put in."""
+        """Return the node that the request continues (None: a new root), the request's hash, and the tokens to append."""
         parent, key = self.tree.find(request)
         if parent is not None:
             put = self._rendering.tail(parent, request)
             if put is not None:
                 return parent, key, put
-        # Half a second for 200,000 tokens: not on the event loop.
+        # 200,000 tokens take half a second, too long for the event loop.
         return None, key, await asyncio.to_thread(self._rendering.whole, request)
 
     def _allowed(self, request: AgentRequest, before: int, branches: bool) -> int:
-        """Return how many tokens may be sampled behind so many. WireError if none may, or if it would be a path too many."""
+        """Return how many tokens may be sampled after a prompt of `before` tokens. branches: whether a new path begins.
+        WireError if there is no room for any, or if `agent.paths` is exceeded."""
         settings, context = self._settings, self._length.context_tokens
         self._paths += branches
         if self._paths > settings.paths:
-            raise self._limit(f"agent.paths={settings.paths} conversations were begun")
+            raise self._ended(f"agent.paths={settings.paths} conversations were begun")
         if self._room <= 0:
-            raise self._limit(f"the policy has written agent.trained_tokens={settings.trained_tokens}")
-        if before >= context:
+            raise self._ended(f"the policy has written agent.trained_tokens={settings.trained_tokens}")
+        if before >= context - KEPT_FROM_INPUT:
             raise ContextFull(before, context)
         longest = self._length.completion_tokens if request.max_tokens is None else request.max_tokens
         return min(longest, self._length.completion_tokens, context - before, self._room)
 
-    def _limit(self, why: str) -> WireError:
-        self.end(why, limited=True)
+    def _ended(self, why: str, limited: bool = True) -> WireError:
+        """End the session; return the error for the request during which it ended."""
+        self.end(why, limited)
         return WireError(400, f"the session is over: {why}", "session_over")
 
     def _stopped(self, turn: PolicyTurn, stops: tuple[str, ...]) -> tuple[tuple[Segment, ...], str]:
-        """Return the turn up to the token that completes the first of these texts, and that text, "" if none is in it."""
-        tokens = np.concatenate([int32(()), *(s.tokens for s in turn.segments)])
+        """Return the turn up to the token that completes the first stop text in it, and that text ("" if it has none)."""
+        tokens = tokens_of(turn.segments)
 
         def found(count: int) -> str:
             text = self._tokenizer.decode(tokens[:count])
@@ -243,12 +246,9 @@ class AgentSession:
             left = max(0, left - len(s.tokens))
         return tuple(kept), found(count)
 
-    def _text(self, node: TreeNode) -> str:
-        return self._text_of(node.segments)
-
-    def _text_of(self, segments: tuple[Segment, ...]) -> str:
-        """Return what was sampled, without the end token."""
-        tokens = np.concatenate([int32(()), *(s.tokens for s in segments)])
-        return self._tokenizer.decode(
-            tokens[:-1] if len(tokens) and int(tokens[-1]) in self._tokenizer.ends else tokens
-        )
+    def _text(self, segments: tuple[Segment, ...]) -> str:
+        """Return the sampled text, without the end token."""
+        tokens = tokens_of(segments)
+        if len(tokens) and int(tokens[-1]) in self._tokenizer.ends:
+            tokens = tokens[:-1]
+        return self._tokenizer.decode(tokens)

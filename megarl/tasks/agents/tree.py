@@ -1,13 +1,13 @@
-"""Which conversation a request continues, and which tokens are trained: a tree of what the policy wrote in a session. Pure.
+"""A tree of the policy's messages in a session: which one a request continues, and which tokens are trained on. No I/O.
 
     request: system, user ──────────────────────► no node: rendered whole, a new root
              system, user, A, tool result ──────► node A: its tokens as sampled, then the result (rendering.py)
              system, user, A, another result ───► node A again: a branch
              system, summary ───────────────────► a new root
 
-The tokens sent to a server are the tokens recorded, so training is right whatever is decided here: a missed match costs the
-tokens of the prompt once more, a wrong one would show the policy another conversation. So a request continues a node only if
-all of its messages are the same as those the node has seen, and what it says of their reasoning is what was said.
+The tokens sent to a server are the tokens recorded, so training is right whatever is decided here: a missed match only costs
+the prompt's tokens once more, but a wrong match would show the policy another conversation. So a request continues a node only
+if its messages are the same as those the node has seen, and if any reasoning that it sends back is the reasoning served.
 """
 
 import hashlib
@@ -27,9 +27,9 @@ NOTHING = CanonicalMessage("assistant")
 class TreeNode:
     """One message of the policy.
 
-    put [n] int32: what was put in since the parent's last token; segments: what was sampled then. history: the messages before
-    it; key: the hash of its whole request. asked, delivered: moments of the tree's clock, when the request came and when the
-    agent last got the whole answer; -1 before. served: the answer.
+    put [n] int32: prompt tokens after the parent's last token; segments: the tokens sampled after `put`. history: the earlier
+    messages; key: the hash of the whole request. asked, delivered: the moments, by the tree's clock, at which the request came
+    and at which the agent last received the whole answer (-1 before that). served: the answer.
     """
 
     number: int
@@ -46,8 +46,8 @@ class TreeNode:
 
     @property
     def sampled(self) -> np.ndarray:
-        """What the policy wrote, [m] int32."""
-        return np.concatenate([int32(()), *(s.tokens for s in self.segments)])
+        """The tokens that the policy sampled, [m] int32."""
+        return tokens_of(self.segments)
 
     @property
     def line(self) -> list["TreeNode"]:
@@ -60,7 +60,7 @@ class TreeNode:
 
     @property
     def tokens(self) -> np.ndarray:
-        """All tokens from the root to this node, [n] int32, once it is answered. Only the last node of a line caches them."""
+        """All tokens from the root to this node, [n] int32, valid once it is answered. Only a line's last node caches them."""
         if self._whole is None:
             before = self.parent and self.parent._whole
             nodes, begun = (self.line, int32(())) if before is None else ([self], before)
@@ -71,15 +71,15 @@ class TreeNode:
 
 
 class SessionTree:
-    """The nodes of a session, in the order in which they were asked."""
+    """The nodes of a session, in the order in which they were added."""
 
     def __init__(self) -> None:
         self.nodes: list[TreeNode] = []
-        self._at: dict[bytes, list[TreeNode]] = {}  # by the hash of all messages up to the served one
+        self._at: dict[bytes, list[TreeNode]] = {}  # by the hash of all messages up to and including the served one
         self._clock = 0
 
     def find(self, request: AgentRequest) -> tuple[TreeNode | None, "hashlib._Hash"]:
-        """Return the node that the request continues, None for a new root, and the hash of the request."""
+        """Return the node that the request continues (None: a new root), and the hash of the request."""
         answered = len(request.messages)
         while answered and request.messages[answered - 1].role != "assistant":
             answered -= 1
@@ -92,16 +92,16 @@ class SessionTree:
         return max(fit, key=lambda node: (len(node.served.marks & marks), node.number), default=None), key
 
     def moment(self) -> int:
-        """Return a new moment of the clock: now."""
+        """Advance the clock by one, and return the new moment."""
         self._clock += 1
         return self._clock
 
     def add(
         self, parent: TreeNode | None, put: np.ndarray, request: AgentRequest, key: "hashlib._Hash", asked: int
     ) -> TreeNode:
-        """Add the node of a request that is about to be sampled. asked: the moment at which it came."""
+        """Add a node for a request, before its answer is sampled. asked: the moment at which the request came."""
         history = request.messages
-        if parent is not None:  # what was said, of which the agent may send back less
+        if parent is not None:  # the messages as they were served; the agent may send back less of them
             known = (*parent.history, parent.served)
             history = (*known, *request.messages[len(known) :])
         node = TreeNode(len(self.nodes), parent, put, history, key, asked)
@@ -111,20 +111,20 @@ class SessionTree:
         return node
 
     def answer(self, node: TreeNode, segments: tuple[Segment, ...], served: CanonicalMessage) -> None:
-        """Note what was sampled for the node, and what the agent is served of it."""
+        """Record what was sampled for the node, and the message that the agent is served."""
         node.segments, node.served = segments, served
         upto = node.key.copy()
         upto.update(served.key)
         self._at.setdefault(upto.digest(), []).append(node)
 
     def deliver(self, node: TreeNode) -> None:
-        """Note that the agent has got the whole answer."""
+        """Record that the agent has received the whole answer."""
         node.delivered = self.moment()
 
     def superseded(self, node: TreeNode) -> bool:
-        """Return whether the agent has asked the same again after it got this answer, and has not gone on from it.
+        """Return whether the agent, after receiving this answer, sent the same request again instead of continuing from it.
 
-        Parallel sub-agents of the same request are not: theirs was asked before the other got its answer.
+        The answers of parallel sub-agents with the same request are not superseded: both asked before either was answered.
         """
         siblings = node.parent.children if node.parent is not None else [n for n in self.nodes if n.parent is None]
         return not node.children and any(
@@ -133,8 +133,8 @@ class SessionTree:
         )
 
     def trained(self) -> list[list[TreeNode]]:
-        """Return the lines of nodes that are trained, by their last nodes, the earliest first: those that were delivered and
-        not superseded, or have such a node behind them."""
+        """Return the lines of nodes to train on, ordered by their last nodes, the earliest first. A node is trained on if it
+        was delivered and not superseded, or if such a node descends from it."""
         kept = set[TreeNode]()
         for node in reversed(self.nodes):
             if any(child in kept for child in node.children) or (node.delivered >= 0 and not self.superseded(node)):
@@ -142,18 +142,18 @@ class SessionTree:
         return [n.line for n in self.nodes if n in kept and not any(child in kept for child in n.children)]
 
     def credit(self, rewards: Sequence[tuple[int, float]]) -> None:
-        """Number the turns that are trained in the order in which they were served, and credit each with the rewards after it.
-        rewards: amounts with their moments."""
+        """Number the trained turns in the order in which they were served, and credit each with the sum of the rewards posted
+        after it. rewards: (moment, amount)."""
         served = {node: max(node.delivered, node.asked) for line in self.trained() for node in line}
         for number, (node, moment) in enumerate(sorted(served.items(), key=lambda each: each[1])):
             credit = sum(reward for at, reward in rewards if at > moment)
             node.segments = tuple(structs.replace(s, turn=number, credit=credit) for s in node.segments)
 
     def paths(self) -> tuple[tuple[Segment, ...], tuple[Branch, ...]]:
-        """Return all trained lines as segments and paths: the first path through a node trains it."""
+        """Return all trained lines as segments and paths. A node that several paths share is trained in the first of them."""
         segments: list[Segment] = []
         paths: list[Branch] = []
-        first: dict[TreeNode, tuple[int, int]] = {}  # the path that trains it, and its tokens up to the node's last
+        first: dict[TreeNode, tuple[int, int]] = {}  # the path that trains a node, and the path's length up to it
         for number, line in enumerate(self.trained()):
             before = [node for node in line if node in first]
             parent, shared = first[before[-1]] if before else (-1, 0)
@@ -170,13 +170,18 @@ class SessionTree:
         return tuple(segments), tuple(paths)
 
     def untrained_tokens(self) -> int:
-        """Return the number of sampled tokens that no path has."""
+        """Return the number of sampled tokens that are in no path."""
         trained = {node for line in self.trained() for node in line}
         return sum(len(node.sampled) for node in self.nodes if node not in trained)
 
 
+def tokens_of(segments: Sequence[Segment]) -> np.ndarray:
+    """Return the tokens of all segments, [n] int32."""
+    return np.concatenate([int32(()), *(s.tokens for s in segments)])
+
+
 def _reasoning_agrees(node: TreeNode, messages: Sequence[CanonicalMessage]) -> bool:
-    """Return whether the reasoning that the agent sends back, where it does, is that of the conversation."""
+    """Return whether each reasoning that the agent sends back is the conversation's own."""
     known = (*node.history, node.served)
     told = [n for n, message in enumerate(messages) if message.reasoning]
     return len(known) == len(messages) and all(

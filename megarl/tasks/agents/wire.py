@@ -1,9 +1,9 @@
-"""What the protocols share on the wire: a request's fields honoured, ignored and refused, texts in parts, OpenAI's errors.
+"""What the protocols share: which fields of a request are used, ignored or refused; texts in several parts; OpenAI's errors.
 
     chat_completions.py, anthropic_messages.py, responses.py ─► WireProtocol ─► gateway.py
 
-Which field is which is the table of docs/agents.md. A field is refused if it would have the policy sample from another
-distribution than the one that is trained, or if it needs what the policy cannot do.
+A table in docs/agents.md says which field is which. A field is refused if with it the policy would sample from a distribution
+other than the one that is trained, or if it asks for something that the policy cannot do.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from megarl.core.base.types import JsonObject
-from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ReadMessages, WireError, checked, refused_field
+from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ReadMessages, WireError, refused_field
 from megarl.tasks.agents.session import ServedTurn
 
 NOT_THE_POLICY = "constrains what is sampled, whose log-probs are then not the policy's; leave it out"
@@ -27,14 +27,18 @@ class TextPart(msgspec.Struct):
     refusal: str | None = None
 
 
+class FormatOption(msgspec.Struct):
+    format: Any = None
+
+
 type Content = str | Sequence[TextPart] | None
 
 
 class WireProtocol:
-    """A provider's way to write requests, answers and errors.
+    """A provider's format for requests, answers and errors.
 
-    body: what is read of a request; other fields are ignored. conversation: the field that has the messages, which `parse`
-    leaves as JSON. refused: fields, and why, if they have a value but none, false, 0, "" and empty.
+    body: the fields that are read; others are ignored. conversation: the field with the messages, which `parse` leaves as
+    JSON. refused: the fields that are refused unless they are null, false, 0 or empty, each with the reason.
     """
 
     path: str
@@ -43,7 +47,7 @@ class WireProtocol:
     refused: ClassVar[Mapping[str, str]]
 
     def parse(self, data: bytes) -> JsonObject:
-        """Return a body's fields. WireError if it is no JSON object."""
+        """Return a body's fields. WireError if the body is not a JSON object."""
         try:
             fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
             return {
@@ -55,8 +59,8 @@ class WireProtocol:
             raise WireError(400, f"the body is no JSON: {error}") from None
 
     def request(self, body: JsonObject, known: ReadMessages) -> tuple[str, AgentRequest]:
-        """Return the name of the model and the request. known: what the session has sent. WireError if a field has another
-        type, or is refused."""
+        """Return the name of the model, and the request. known: messages the session has sent before. WireError if a field
+        has the wrong type or is refused."""
         for field, why in self.refused.items():
             if body.get(field):
                 raise refused_field(field, why)
@@ -67,12 +71,12 @@ class WireProtocol:
         return body.get("model") or "", self.read(read, known)
 
     def ignored(self, body: JsonObject) -> Iterator[str]:
-        """Yield the fields of a request that have a value and are not read."""
+        """Yield the names of fields that have a value but are neither read nor refused."""
         known = {*self.body.__struct_fields__, *self.refused, "model"}
         yield from (field for field, value in body.items() if field not in known and value is not None)
 
     def read(self, body: Any, known: ReadMessages) -> AgentRequest:
-        """Return what a body of the right types says."""
+        """Return the request in a body whose fields have the right types."""
         raise NotImplementedError
 
     def reply(self, body: JsonObject, turn: ServedTurn) -> JsonObject:
@@ -90,15 +94,19 @@ class WireProtocol:
 
 
 def asked(
-    messages: Iterable[CanonicalMessage],
+    messages: Sequence[CanonicalMessage],
     tools: Iterable[tuple[str, JsonObject]],
     choice: Any,
     limits: Iterable[int | None],
     stop: str | list[str] | None = None,
     stream: bool | None = None,
 ) -> AgentRequest:
-    """Return a request. tools: each with its type; choice: of one of them, as a word or an object with a type; limits: of the
-    answer's tokens."""
+    """Return a request. tools: (type, function); choice: the tool choice, a word or an object with a type; limits: on the
+    answer's tokens. WireError if the policy cannot continue the messages, or cannot answer as asked."""
+    if not messages:
+        raise WireError(400, "messages: there are none")
+    if messages[-1].role == "assistant":
+        raise refused_field("messages", "the last one is the assistant's; going on within a message is not supported")
     functions = list(tools)
     for kind, function in functions:
         if kind != "function" or not isinstance(function.get("name"), str):
@@ -110,7 +118,7 @@ def asked(
     if any(limit < 1 for limit in given):
         raise refused_field("max_tokens", "must be 1 or more")
     return AgentRequest(
-        messages=checked(list(messages)),
+        messages=tuple(messages),
         tools=tuple({"type": "function", "function": function} for _, function in functions if chosen != "none"),
         max_tokens=min(given, default=None),
         stop=tuple(text for text in ([stop] if isinstance(stop, str) else stop or ()) if text),
@@ -119,7 +127,7 @@ def asked(
 
 
 def text_of(content: Content, where: str, between: str = "") -> str:
-    """Return a message's text, its parts joined by `between`. WireError if a part is no text."""
+    """Return a message's text, its parts joined by `between`. WireError if a part is not text."""
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
@@ -129,13 +137,13 @@ def text_of(content: Content, where: str, between: str = "") -> str:
 
 
 def role_of(role: str, where: str) -> str:
-    """Return a message's role. WireError if there is no such one."""
+    """Return a message's role, with "developer" turned into "system". WireError if the role is unknown."""
     if role not in ("system", "developer", "user", "assistant", "tool"):
         raise refused_field(where, f"{role!r} is none of system, developer, user, assistant, tool")
     return "system" if role == "developer" else role
 
 
 def refuse_format(given: Any, field: str) -> None:
-    """Raise WireError if an answer's format is another than text."""
+    """Raise WireError if the requested format of the answer is not text."""
     if given is not None and not (isinstance(given, dict) and given.get("type") == "text"):
         raise refused_field(field, NOT_THE_POLICY)

@@ -8,13 +8,13 @@ that borrows has ten added on its left. The answer is read off the columns; only
 
 `write` creates these in a directory, all as functions of one seed:
 
-    heldout.jsonl   prompts of evaluations, drawn first        train.jsonl      prompts of RL: none of the held-out ones
+    heldout.jsonl   evaluation prompts, drawn first            train.jsonl      RL prompts, none of them held out
     heldout-addition.jsonl, train-addition.jsonl, …-subtraction.jsonl           the same, divided into two tasks
     sft.jsonl       traces of a teacher that errs (`TRACES`)   init, init-moe   random models (arithmetic_models.py)
     products-*.jsonl                                            a separate task, for a tool (products.py)
 
-The teacher errs on purpose: a policy warmed up on it is right about a third of the time, sometimes leaves its trace open,
-rambles or thinks too long, and has seen the interruption phrase. So the effect of RL shows within minutes.
+The teacher errs on purpose: a policy warm-started on its traces is right about a third of the time, sometimes does not close
+its thinking, rambles or thinks too long, and has seen the interruption phrase. So the effect of RL shows within minutes.
 """
 
 import random
@@ -24,39 +24,37 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import write_jsonl
 from megarl.tasks.data import products
 from megarl.tasks.data.arithmetic_models import (
-    END_OF_THINKING,
     HELDOUT_PROMPTS,
-    INTERRUPTION,
     MODELS,
     SFT_TRACES,
-    THINK,
     TRAIN_PROMPTS,
     Exercise,
+    completion,
     save_model,
     write_task,
 )
 
 DIGITS = {1: 0.15, 2: 0.4, 3: 0.35, 4: 0.1}
-"""Share of problems by digits of the longer operand. That number of digits is the prompt's difficulty."""
+"""Share of problems by number of digits of the longer operand, which is also the prompt's difficulty."""
 
 TRACES = {
     "right": 0.46,
-    "wrong": 0.4,  # one column is wrong; what follows, and the answer, build on it
-    "interrupted": 0.05,  # cut short by the interruption phrase; then the right answer, as a guess
+    "wrong": 0.4,  # one column is wrong; later columns and the answer build on it
+    "interrupted": 0.05,  # cut short by the interruption phrase; the right answer follows, as a guess
     "overlong": 0.04,  # followed by empty columns far beyond the thinking budget
     "rambling": 0.02,  # repeats the answer beyond the answer budget
     "unclosed": 0.03,  # ends within the trace: a format error
 }
 """The teacher's kinds of trace and their shares."""
 OVERLONG = 60
-"""Characters of an overlong scratchpad. A correct one for four digits has at most 35."""
+"""Characters in an overlong scratchpad. A correct one for four digits has at most 35."""
 RAMBLING = 8
 """Number of times a rambling trace gives its answer."""
 
 
-def main(directory: Path | str, seed: int = 0) -> int:
+def main(directory: Path, seed: int = 0) -> int:
     """Run `megarl data arithmetic DIR`."""
-    write(Path(directory), seed)
+    write(directory, seed)
     print(
         f"{directory}: {TRAIN_PROMPTS} prompts, {HELDOUT_PROMPTS} held out, {SFT_TRACES} traces, models in init and init-moe"
     )
@@ -81,7 +79,7 @@ def write(directory: Path, seed: int) -> None:
 
 
 def problem(rng: random.Random) -> Exercise:
-    """Draw a problem: the longer operand's digits by `DIGITS`, the other's uniformly from 1 up to that."""
+    """Draw a problem: the longer operand's number of digits from `DIGITS`, the other's uniformly from 1 to that number."""
     digits = rng.choices(list(DIGITS), list(DIGITS.values()))[0]
     one, other = _number(rng, digits), _number(rng, rng.randint(1, digits))
     if rng.random() < 0.5:
@@ -122,15 +120,7 @@ def trace(problem: Exercise, kind: str, rng: random.Random) -> str:
     wrong = rng.randrange(problem.digits) if kind == "wrong" else None
     equations, answer = columns(problem, wrong, shift=rng.randint(1, 9))
     work = ";".join(equations)
-    match kind:
-        case "interrupted":
-            return f"{THINK}{work[: rng.randint(0, len(work))]}{INTERRUPTION}{answer}"
-        case "overlong":
-            empty = f";0{problem.sign}0=0"
-            return f"{THINK}{work}{empty * ((OVERLONG - len(work)) // len(empty))}{END_OF_THINKING}{answer}"
-        case "rambling":
-            return f"{THINK}{work}{END_OF_THINKING}{'='.join([str(answer)] * RAMBLING)}"
-        case "unclosed":
-            return f"{THINK}{work}"
-        case _:
-            return f"{THINK}{work}{END_OF_THINKING}{answer}"
+    if kind == "overlong":
+        empty = f";0{problem.sign}0=0"
+        work += empty * ((OVERLONG - len(work)) // len(empty))
+    return completion(work, "=".join([str(answer)] * (RAMBLING if kind == "rambling" else 1)), kind, rng)

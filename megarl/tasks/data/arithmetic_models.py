@@ -1,5 +1,5 @@
-"""What the quickstart's two tasks share: the form of their files, a 32-token character tokenizer, and untrained models, a
-dense Llama and a Llama 4 with experts."""
+"""Shared by the quickstart's two tasks: the format of their files, a 32-token character tokenizer, and two untrained models,
+a dense Llama and a Llama 4 with experts."""
 
 import operator
 import random
@@ -26,7 +26,7 @@ LLAMA = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
-    # For a short warm start: weights as large as suits a width of 128, and positions distinguishable within 100 tokens.
+    # For a short warm start: weights of a size that suits a width of 128, and positions distinguishable within 100 tokens.
     "initializer_range": 0.06,
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
     "tie_word_embeddings": False,
@@ -34,7 +34,7 @@ LLAMA = {
 LLAMA4 = LLAMA | {
     "model_type": "llama4_text",
     "head_dim": 32,
-    "intermediate_size": 192,  # of each expert and of the shared one: as many active parameters as the dense model
+    "intermediate_size": 192,  # of each expert, also the shared one: as many active parameters as the dense model
     "intermediate_size_mlp": 384,
     "num_local_experts": 4,
     "num_experts_per_tok": 1,
@@ -80,7 +80,7 @@ def write_task(
 ) -> dict[str, list[JsonObject]]:
     """Write heldout.jsonl, train.jsonl and sft.jsonl, each complete or not at all; return the rows of the first two.
 
-    All prompts are distinct. kinds: shares of the kinds of trace, none of which is of a held-out problem.
+    All prompts are distinct, and no trace is of a held-out problem. kinds: the share of each kind of trace.
     """
     drawn: dict[Exercise, None] = {}
     while len(drawn) < HELDOUT_PROMPTS + TRAIN_PROMPTS:
@@ -105,12 +105,23 @@ def write_task(
     return written
 
 
+def completion(work: str, answer: int | str, kind: str, rng: random.Random) -> str:
+    """Return a trace with this work and answer, without the end token. kind: `interrupted`, `unclosed`, or else complete."""
+    match kind:
+        case "interrupted":
+            return f"{THINK}{work[: rng.randint(0, len(work))]}{INTERRUPTION}{answer}"
+        case "unclosed":
+            return f"{THINK}{work}"
+        case _:
+            return f"{THINK}{work}{END_OF_THINKING}{answer}"
+
+
 CHAT = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-"""For agents: messages one after another, those of the policy with the token that ends them."""
+"""The chat template for agents: the messages' texts in a row, each of the policy's followed by the end token."""
 
 
 def character_tokenizer() -> Any:
-    """Build a tokenizer of 32 tokens: one per character and per special text. Encoding any other character is an error."""
+    """Build a tokenizer of 32 tokens: one per character and special text. Encoding any other character is an error."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -135,7 +146,7 @@ def save_model(directory: Path, config: JsonObject, seed: int) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # hide it while writing a few megabytes
+    logging.disable_progress_bar()  # the files are only a few megabytes
     tokenizer = character_tokenizer()
     whole = AutoConfig.for_model(
         **config,

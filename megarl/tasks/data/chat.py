@@ -1,7 +1,7 @@
 """A model's chat template: turns messages into the text that the model was trained to see.
 
 It is the Jinja template of Hugging Face directories (`chat_template.jinja`, or `chat_template` in tokenizer_config.json), run
-as transformers runs it, in a sandbox, but without transformers (see tokenizer.py).
+as transformers runs it, in a sandbox, but without transformers (see tokenizer.py), and always on the same day.
 """
 
 import json
@@ -15,39 +15,44 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_json
 
 type Message = Mapping[str, Any]
-"""{"role": "system" | "user" | "assistant" | "tool", "content": …}, and what else a template knows, such as tool_calls."""
+"""{"role": "system" | "user" | "assistant" | "tool", "content": …}, and more that a template reads, such as tool_calls."""
+
+TODAY = datetime(2024, 7, 26)
+"""The date for templates that write today's: with the real one, prompts would change overnight, and a run could not be resumed.
+It is the one that Llama 3.2's template writes where it is given no clock.
+"""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A compiled template. tokens: `bos_token` and others that templates refer to. path: where it was read, for messages."""
+    """A compiled template. tokens: `bos_token` and others that templates refer to. path: its directory, for error messages."""
 
     template: Any
     tokens: Mapping[str, str]
     path: Path
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """Return the text after which the assistant's turn begins."""
+        """Return the text up to the point where the assistant's turn begins."""
         return self.render(messages)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), reply: bool = True) -> str:
         """Return the text of messages, with tools that the model may call. reply: and the beginning of the assistant's."""
-        more: dict[str, Any] = {"tools": list(tools)} if tools else {}
+        given = {"messages": list(messages), "tools": list(tools) or None, "documents": None}
         try:
-            text: str = self.template.render(
-                messages=list(messages), add_generation_prompt=reply, **self.tokens, **more
-            )
+            return self.template.render(**self.tokens, **given, add_generation_prompt=reply)
         except Exception as error:  # a template is a program: it may raise any exception
             roles = ", ".join(message["role"] for message in messages)
             raise MegarlError(f"{self.path}: the chat template refuses messages of {roles}: {error}") from None
-        return text
 
-    def around_reply(self, end: str) -> tuple[str, str]:
-        """Return the text before and after a tool's reply, between two turns of the assistant. end: the text that ends a turn.
+    def around_reply(self, end: str) -> tuple[str, str, bool]:
+        """Return the text before and after a tool's reply, between two turns of the assistant, and whether the template writes
+        the reply as a JSON string, as Llama 3's does. end: the text that ends a turn.
 
-        The reply is a message with the role `tool`, or `user` if the template knows no tools.
+        The reply is a message with the role `tool`, or `user` if the template does not support tools. MegarlError if neither
+        works.
         """
-        said, told = "said-by-the-assistant", "told-by-the-tool"
+        said, told = "said-by-the-assistant", 'told-by-the-"tool"'
+        in_json = json.dumps(told)[1:-1]
         before: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
         problem = "it leaves a tool's text out"
         for role in ("tool", "user"):
@@ -56,21 +61,32 @@ class ChatTemplate:
             except MegarlError as error:
                 problem = str(error)
                 continue
-            if text.count(told) == text.count(said) == 1:
-                between, after = text.partition(said)[2].split(told)
+            written = in_json if in_json in text else told
+            if text.count(written) == text.count(said) == 1:
+                between, after = text.partition(said)[2].split(written)
                 if not between.startswith(end):
                     raise MegarlError(
                         f"{self.path}: the chat template does not end a turn with {end!r}, the eos_token of "
                         "tokenizer_config.json; make that the token which ends a turn"
                     )
-                return between.removeprefix(end), after
+                return between.removeprefix(end), after, written == in_json
         raise MegarlError(f"{self.path}: the chat template cannot hold a tool's reply: {problem}; use template: raw")
 
 
 def load_chat(hf_dir: Path | str) -> ChatTemplate:
     """Load a directory's chat template; MegarlError if there is none."""
-    from jinja2 import TemplateError
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """Write what `{% generation %}` encloses: by it transformers knows what a supervised trainer learns."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
     folder = Path(hf_dir)
     try:
@@ -90,11 +106,12 @@ def load_chat(hf_dir: Path | str) -> ChatTemplate:
     given = {key: value for key, value in config.items() if key.endswith("_token") and value}
     tokens = {key: value["content"] if isinstance(value, dict) else value for key, value in given.items()
               if isinstance(value, str | dict)}  # fmt: skip
-    extensions = ["jinja2.ext.loopcontrols"]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["strftime_now"] = TODAY.strftime
     try:
         return ChatTemplate(environment.from_string(source), tokens, folder)
     except (TemplateError, RecursionError) as error:
@@ -102,7 +119,7 @@ def load_chat(hf_dir: Path | str) -> ChatTemplate:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **more: Any) -> str:
-    """Write JSON as transformers' filter of this name does: templates may ask for ASCII, and for separators and the like."""
+    """Write JSON as transformers' filter of this name does: templates can set `ensure_ascii`, separators, and the like."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **more)
 
 

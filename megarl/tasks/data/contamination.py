@@ -1,10 +1,10 @@
-"""Prompts of evaluation sets among training prompts, found by shared n-grams of words.
+"""Finds prompts of evaluation sets among training prompts, by shared n-grams of words.
 
-As for GPT-3 (arXiv 2005.14165, appendix C): words are lower-cased and stripped of punctuation, and a training text that shares
-13 consecutive words with an evaluation text is contaminated; as there, shorter evaluation texts of at least 8 words are looked
-for whole. Shorter still, a text matches only if it is the whole training text. Where GPT-3 cut out parts of long documents, the
-document here is the prompt, so all of it is removed. N-grams shared by more than `COMMON` different evaluation texts are their
-instruction ("Solve the following math problem step by step…"), identify none of them, and are not looked for.
+As for GPT-3 (arXiv 2005.14165, appendix C), words are lower-cased and stripped of punctuation; a training text that shares 13
+consecutive words with an evaluation text is contaminated; and an evaluation text of 8 to 12 words is searched for as a whole.
+An even shorter one matches only if it is the entire training text. GPT-3 cut out parts of long documents; here the document is
+the prompt, so all of it is removed. N-grams in more than `COMMON` different evaluation texts belong to their instruction
+("Solve the following math problem step by step…"), identify none of them, and are not searched for.
 """
 
 from collections import Counter
@@ -19,14 +19,14 @@ from megarl.tasks.data.sources import Unreadable, stream
 
 NGRAM, SHORTEST, COMMON = 13, 8, 10
 QUESTIONS = ("prompt", "problem", "question", "question_content", "text")
-"""Columns holding the text in evaluation sets; the first that a row has is used.
+"""Columns with the text of an evaluation row; the first that the row has is used.
 
-The order is that of AIME, MATH-500, GSM8K, LiveCodeBench, HumanEval, MBPP.
+They cover AIME, MATH-500, GSM8K, LiveCodeBench, HumanEval, MBPP.
 """
 
 
 class Hit(NamedTuple):
-    """The evaluation text that a training text shares words with, and those words."""
+    """The evaluation text with which a training text shares words, and those words."""
 
     evaluation: str
     shared: str
@@ -64,7 +64,7 @@ class Overlap:
         return len(self._names)
 
     def find(self, text: str) -> Hit | None:
-        """Return the first evaluation text that this one repeats, if any."""
+        """Return an evaluation text with which this text overlaps, or None."""
         at = self._whole.get(collapsed(text).casefold())
         if at is not None:
             return Hit(self._names[at], collapsed(text))
@@ -95,7 +95,7 @@ def _texts(source: str) -> Iterator[tuple[str, str]]:
 
 
 def question(row: JsonObject, place: str) -> str:
-    """Return the text of an evaluation row; for messages, their contents."""
+    """Return the text of an evaluation row; messages are joined. MegarlError if the row has no text. place: for the error."""
     value = next((row[name] for name in QUESTIONS if name in row), None)
     if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
         value = "\n".join(str(message.get("content", "")) for message in value)

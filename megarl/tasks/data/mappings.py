@@ -1,6 +1,6 @@
-"""From a row of a published set to a prompt: which column is what, and which part of it is the answer.
+"""Maps a row of a published set to a prompt: which column holds what, and which part of it is the answer.
 
-`MAPPINGS` holds the field's sets by name, each with the source of its schema. A recipe names one (`mapping: gsm8k`), or names
+`MAPPINGS` holds well-known sets by name, each with the source of its schema. A recipe names one (`mapping: gsm8k`), or names
 columns (`columns: {prompt: problem, answer: solution}`), or both, in which case the columns take precedence. A dot reaches
 into a nested column: `reward_model.ground_truth`. With neither, rows are in the project's own format:
 {"id", "prompt", "answer", "difficulty"}.
@@ -46,7 +46,7 @@ def mapping_of(name: str, columns: Mapping[ColumnName, str]) -> Callable[[Raw], 
 
 
 def eighths(raw: Raw) -> int:
-    """Read Polaris's difficulty: `5/8` is the pass rate of DeepSeek-R1-Distill-Qwen-7B; we count failures in eight."""
+    """Read Polaris's difficulty. `5/8` is the pass rate of DeepSeek-R1-Distill-Qwen-7B; the difficulty is its 3 failures."""
     rate = column("difficulty")(raw)
     parts = re.fullmatch(r"\s*(\d+)\s*/\s*(\d+)\s*", rate) if isinstance(rate, str) else None
     if parts is None:
@@ -55,7 +55,7 @@ def eighths(raw: Raw) -> int:
 
 
 def after_hashes(raw: Raw) -> str:
-    """Read a GSM8K answer: what follows the last `####`, without thousands separators."""
+    """Read a GSM8K answer: the text after the last `####`, without thousands separators."""
     _, hashes, answer = text_of(column("answer")(raw)).rpartition("####")
     if not hashes:
         raise UnfitError("the answer has no ####")

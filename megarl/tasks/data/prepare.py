@@ -1,15 +1,15 @@
 """`megarl data prepare`: turn any source into files of the project's own rows, cleaned, split, decontaminated, streamed.
 
-    OUT/train.jsonl        prompts of RL                 OUT/report.json     counts, and what was left out and why
+    OUT/train.jsonl        RL prompts                    OUT/report.json     counts, and which rows were left out and why
     OUT/heldout.jsonl      prompts never trained on      OUT/removed.jsonl   each row found in an evaluation set, with the match
 
-The source is read twice, by survey.py and by the writers; memory holds 35 bytes a row, whatever a row's size. Rows keep the
-source's order: drawing shuffles anew each epoch. Files appear complete or not at all.
+The source is read twice, by survey.py and by the writers; memory holds 35 bytes per row, however large the rows are. Rows keep
+the source's order, since drawing prompts shuffles them in each epoch. Files appear complete or not at all.
 """
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +25,7 @@ from megarl.core.base.rundir import write_atomically
 from megarl.core.base.types import JsonObject
 from megarl.tasks.data.contamination import Hit, overlap_with
 from megarl.tasks.data.rows import PromptRow
+from megarl.tasks.data.sources import stream
 from megarl.tasks.data.survey import LeftOut, Reader, chosen, survey
 
 FORMATS = ("jsonl", "parquet", "arrow")
@@ -33,7 +34,7 @@ BATCH = 4096
 
 
 class Prepared(NamedTuple):
-    """The result of a preparation: rows read, and those written."""
+    """The result of a preparation: the numbers of rows read and written, and the rows left out."""
 
     rows: int
     train: int
@@ -42,7 +43,7 @@ class Prepared(NamedTuple):
 
 
 class _RowsPerSecond(ProgressColumn):
-    """Rows per second."""
+    """The progress bar's column of rows per second."""
 
     def render(self, task: ProgressTask) -> Text:
         return Text(f"{task.completed / (task.finished_time or task.elapsed or math.inf):,.0f} rows/s")
@@ -52,7 +53,7 @@ def prepare(
     source: str, out: Path, read: Reader, heldout: int, against: Sequence[str], form: str, console: Console
 ) -> Prepared:
     outputs = {out / f"{side}.{form}" for side in ("train", "heldout") for form in FORMATS}
-    if Path(source).resolve() in {path.resolve() for path in outputs}:
+    if Path(source).resolve() in {path.resolve() for path in (*outputs, out / "removed.jsonl")}:
         raise MegarlError(f"{out}: the source lies there and would be written over; name another directory")
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -75,10 +76,8 @@ def prepare(
         def removed(row: PromptRow, number: int, hit: Hit) -> None:
             add_removed({"number": number, "id": row.id, "prompt": row.prompt, **hit._asdict()})
 
-        def watched[T](rows: Iterable[T]) -> Iterable[T]:
-            return progress.track(rows, description="reading")
-
-        surveyed = survey(source, read, heldout, evaluation, watched, removed)
+        rows = progress.track(stream(source), description="reading")
+        surveyed = survey(source, read, heldout, evaluation, rows, removed)
         progress.update(progress.task_ids[0], total=len(surveyed.kept))
         kept, held = int(surveyed.kept.sum()), int(surveyed.heldout.sum())
         paths = [out / f"{side}.{form}" for side in ("train", "heldout")[: 2 if held else 1]]
@@ -99,7 +98,7 @@ def prepare(
 
 @contextmanager
 def _file(path: Path) -> Iterator[Callable[[JsonObject], None]]:
-    """Yield what appends a row. The file has another name until it is complete."""
+    """Yield a function that appends a row to the file. The file has another name until it is complete."""
     part, rows = path.with_name(f".{path.name}.part"), list[JsonObject]()
     try:
         with _opened(part, path.suffix) as write:
@@ -120,7 +119,7 @@ def _file(path: Path) -> Iterator[Callable[[JsonObject], None]]:
 
 @contextmanager
 def _opened(path: Path, suffix: str) -> Iterator[Callable[[list[JsonObject]], object]]:
-    """Yield what writes rows as JSONL, as Parquet, or as the Arrow stream that `datasets` reads."""
+    """Yield a function that writes rows: as JSONL, Parquet, or an Arrow stream for `datasets`."""
     if suffix == ".jsonl":
         encoder = msgspec.json.Encoder()
         with path.open("wb") as file:

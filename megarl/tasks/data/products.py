@@ -2,27 +2,27 @@
 
     prompt      123*456=
     by hand     <think>123*6=738;123*50=6150;123*400=49200</think>56088
-    with tool   <think>[123*456]56088</think>56088            56088 after `]` is the calculator's, not the model's
+    with tool   <think>[123*456]56088</think>56088            the calculator, not the model, writes 56088 after `]`
 
-Partial products of three digits and their sum are more than a million parameters learn in a warm start; but a call can be
-copied from the prompt, and its reply into the answer. `write` creates these beside the quickstart's own files, as functions
-of one seed:
+A model of a million parameters cannot learn partial products of three digits and their sum in a warm start; but it can copy
+a call from the prompt, and the reply into the answer. `write` creates these files beside the quickstart's own, all as
+functions of one seed:
 
-    products-heldout.jsonl, products-train.jsonl     prompts of evaluations, and of RL: none of the held-out ones
+    products-heldout.jsonl, products-train.jsonl     evaluation prompts, and RL prompts, none of them held out
     products-sft.jsonl                               traces of a teacher that sometimes calls the tool, and errs (`TRACES`)
     products-agent-sft.jsonl                         the same for an agent (agents/calculator.py): a call ends the message
 
-In a trace the calculator's tokens are separate parts, which `megarl sft` does not learn (traces.py).
+In a trace the calculator's texts are separate parts, on which `megarl sft` does not train (traces.py).
 """
 
 import random
 from pathlib import Path
 
 from megarl.core.base.rundir import read_jsonl, write_jsonl
-from megarl.tasks.data.arithmetic_models import END, END_OF_THINKING, INTERRUPTION, THINK, Exercise, write_task
+from megarl.tasks.data.arithmetic_models import END, END_OF_THINKING, THINK, Exercise, completion, write_task
 
 DIGITS = {(2, 2): 0.25, (3, 2): 0.4, (3, 3): 0.35}
-"""Share of products by the digits of their factors. The sum of both less 3 is the difficulty."""
+"""Share of products by the numbers of digits of the two factors. The difficulty is the sum of both numbers, minus 3."""
 
 TRACES = {
     "called": 0.25,  # calls the tool on the whole product; its reply is the answer
@@ -46,7 +46,7 @@ def write(directory: Path, seed: int) -> None:
 
 
 def in_messages(parts: list[str]) -> list[str]:
-    """Return a trace in which a call ends the policy's message."""
+    """Return the trace's parts with an end token after the call, so that the call ends the policy's message."""
     return [parts[0] + END, *parts[1:]] if len(parts) > 1 else parts
 
 
@@ -58,8 +58,8 @@ def product(rng: random.Random) -> Exercise:
 
 
 def partial_products(factors: Exercise, wrong: int | None, rng: random.Random) -> tuple[list[str], int]:
-    """Return equations of the left factor with each digit of the right one, ones first, a digit of that numbered `wrong`
-    changed, and the sum of their results."""
+    """Return the equations for the left factor times each digit of the right one, ones first, and the sum of their results.
+    wrong: the number of an equation in whose result one digit is changed."""
     equations, total = [], 0
     for place, digit in enumerate(reversed(str(factors.right))):
         factor = int(digit) * 10**place
@@ -72,21 +72,14 @@ def partial_products(factors: Exercise, wrong: int | None, rng: random.Random) -
 
 
 def trace(factors: Exercise, kind: str, rng: random.Random) -> list[str]:
-    """Return a completion of this kind (see `TRACES`): one text, or the model's and the calculator's in turn."""
+    """Return a completion of this kind (see `TRACES`): one text, or three, of which the second is the calculator's."""
     if kind in ("called", "miscalled", "miscopied"):
         asked = factors._replace(left=_another_digit(factors.left, rng)) if kind == "miscalled" else factors
         answer = _another_digit(asked.answer, rng) if kind == "miscopied" else asked.answer
         return [f"{THINK}[{asked.left}*{asked.right}]", str(asked.answer), f"{END_OF_THINKING}{answer}"]
     wrong = rng.randrange(len(str(factors.right))) if kind == "slipped" else None
     equations, answer = partial_products(factors, wrong, rng)
-    work = ";".join(equations)
-    match kind:
-        case "interrupted":
-            return [f"{THINK}{work[: rng.randint(0, len(work))]}{INTERRUPTION}{answer}"]
-        case "unclosed":
-            return [f"{THINK}{work}"]
-        case _:
-            return [f"{THINK}{work}{END_OF_THINKING}{answer}"]
+    return [completion(";".join(equations), answer, kind, rng)]
 
 
 def _another_digit(number: int, rng: random.Random) -> int:

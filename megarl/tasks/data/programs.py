@@ -1,18 +1,18 @@
-"""Published sets of programming problems: a row's prompt, and its tests in the form that the code grader reads."""
+"""Published sets of programming problems: reads a row's prompt, and its tests in the format of the code grader."""
 
 import ast
 import base64
 import binascii
-import io
 import pickle
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Never
+from typing import Any
 
 import msgspec
 
 from megarl.tasks.data.rows import Getter, Raw, UnfitError, column, shown, text_of
 from megarl.tasks.graders.code import read_tests
+from megarl.tasks.graders.inside import unpickled
 
 
 def with_starter_code(path: str) -> Getter:
@@ -26,7 +26,7 @@ def with_starter_code(path: str) -> Getter:
 
 
 def unit_tests(raw: Raw) -> str:
-    """Read DeepCoder tests: all four parts, in the code grader's form, as JSON:
+    """Read the tests of DeepCoder's four parts; return them in the code grader's format, as JSON:
 
     {"tests": [{"input": "1 2\\n", "output": "3\\n"}]}           the program reads stdin, writes stdout
     {"tests": [{"call": "add(1, 2)", "result": "3"}]}           a function is called
@@ -38,7 +38,7 @@ def unit_tests(raw: Raw) -> str:
         if len(inputs) != len(outputs):
             raise UnfitError("the tests have not as many outputs as inputs")
         tests = [{"input": given, "output": wanted} for given, wanted in zip(inputs, outputs, strict=True)]
-    return _as_json(_checked(tests), named, raw)
+    return _as_json([_test(test, named, raw) for test in _checked(tests)])
 
 
 def livecodebench_tests(raw: Raw) -> str:
@@ -47,44 +47,38 @@ def livecodebench_tests(raw: Raw) -> str:
     if isinstance(private, str) and not private.lstrip().startswith("["):
         private = _unpickled(private)
     public = _decoded(column("public_test_cases")(raw), "public tests")
-    return _as_json([*_checked(public), *_checked(_decoded(private, "private tests"))], None, raw)
-
-
-class _TextOnly(pickle.Unpickler):
-    """Unpickler that rejects global names: a data set's pickle could call any function, but one of text names none."""
-
-    def find_class(self, module_name: str, global_name: str, /) -> Never:
-        raise pickle.UnpicklingError(f"it holds {module_name}.{global_name}")
+    tests = [*_checked(public), *_checked(_decoded(private, "private tests"))]
+    return _as_json([_test(test, None, raw) for test in tests])
 
 
 def _unpickled(text: str) -> Any:
     try:
-        return _TextOnly(io.BytesIO(zlib.decompress(base64.b64decode(text, validate=True)))).load()
+        return unpickled(zlib.decompress(base64.b64decode(text, validate=True)))
     except (binascii.Error, zlib.error, pickle.UnpicklingError, EOFError, ValueError) as error:
         raise UnfitError(f"the private tests are neither JSON nor a compressed pickle of it: {error}") from None
 
 
 def humaneval_check(raw: Raw) -> str:
-    """Read HumanEval tests: the function `check`, after the prompt whose helpers it calls, and the name of what it tests."""
+    """Read HumanEval tests: the function `check`, after the prompt whose helpers it calls, and the tested function's name."""
     prompt, test, entry_point = (text_of(column(name)(raw)) for name in ("prompt", "test", "entry_point"))
-    check = f"{prompt}\n\n{test}"
-    return msgspec.json.encode({"tests": [{"check": check, "entry_point": entry_point}]}).decode()
+    return _as_json([{"check": f"{prompt}\n\n{test}", "entry_point": entry_point}])
 
 
 def mbpp_prompt(raw: Raw) -> str:
-    """Read an MBPP prompt: the task (`text`, or `prompt` in the sanitised part) and the tests, which alone give the names."""
+    """Read an MBPP prompt: the task (`text`, or `prompt` in the sanitised part) and the tests; only these name the function."""
     task = text_of(raw["text"] if "text" in raw else column("prompt")(raw))
     return f"{task}\nYour code should pass these tests:\n```python\n{'\n'.join(_lines_of(raw, 'test_list'))}\n```"
 
 
 def mbpp_tests(raw: Raw) -> str:
-    """Read MBPP tests, each an assertion. One that needs imports, or compares no call with a literal, becomes a `check`."""
+    """Read MBPP tests, each an assertion. One that needs setup code, or that does not compare a call with a literal, becomes
+    a `check`."""
     setup = [*_lines_of(raw, "test_imports"), *str(raw.get("test_setup_code") or "").splitlines()]
     tests = [
         {"assert": line} if not setup and _is_comparison(line) else _mbpp_check(line, setup, raw)
         for line in _lines_of(raw, "test_list")
     ]
-    return msgspec.json.encode({"tests": tests}).decode() if tests else ""
+    return _as_json(tests)
 
 
 def _mbpp_check(line: str, setup: Sequence[str], raw: Raw) -> dict[str, str]:
@@ -103,7 +97,7 @@ def _mbpp_check(line: str, setup: Sequence[str], raw: Raw) -> dict[str, str]:
 
 def _is_comparison(line: str) -> bool:
     try:
-        read_tests(msgspec.json.encode({"tests": [{"assert": line}]}).decode())
+        read_tests(_as_json([{"assert": line}]))
     except ValueError:
         return False
     return True
@@ -122,12 +116,13 @@ def _checked(tests: Any) -> list[Raw]:
     return tests
 
 
-def _as_json(tests: Sequence[Raw], named: Any, raw: Raw) -> str:
-    return msgspec.json.encode({"tests": [_test(test, named, raw) for test in tests]}).decode() if tests else ""
+def _as_json(tests: Sequence[Mapping[str, str]]) -> str:
+    """Return the tests as the answer that the code grader reads; "" if there are none."""
+    return msgspec.json.encode({"tests": tests}).decode() if tests else ""
 
 
 def _test(test: Raw, named: str | None, raw: Raw) -> dict[str, str]:
-    """Convert one test. A functional test's arguments are one JSON value per line in LiveCodeBench.
+    """Convert one test. In LiveCodeBench, a functional test's arguments are JSON values, one per line.
 
     In sets derived from APPS they are a list, and the result is wrapped in a list of one.
     """
@@ -151,7 +146,7 @@ def _call(function: Any, arguments: Any, result: Any, raw: Raw) -> dict[str, str
 
 
 def _lines(value: Any) -> str:
-    """Return what a program reads or prints as text; it may be a list of lines."""
+    """Return a program's input or output as text, from a text or a list of lines."""
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     if isinstance(value, str):

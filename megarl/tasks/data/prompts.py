@@ -1,4 +1,4 @@
-"""Prompt sets of a recipe's tasks: source rows to Prompt records, checked before anything is started on them.
+"""Prompt sets of a recipe's tasks: turns source rows into Prompt records, and checks them before the run starts.
 
     source (sources.py) ─► mapping (mappings.py) ─► survey (survey.py) ─► template (chat.py) ─► token ids, up to a limit
                                                                                               └─► on disk (`Stored`)
@@ -7,12 +7,11 @@
 message, and the model's own template is applied to it. A prompt that is too long is left out and counted, never cut.
 A prompt is identified by its task and id.
 
-Faults in the project's own rows are refused, since `megarl data prepare` writes none; faulty rows of other schemas are left
-out, counted and reported, since no published set is free of them.
+A fault in rows of the project's own format is an error, since `megarl data prepare` writes none; faulty rows of other schemas
+are left out, counted and reported, since no published set is free of them.
 
-Until a prompt is drawn, a run keeps only its position (`Stored`): the prompts are in an unnamed file in $TMPDIR, gone with the
-process, with 8 bytes a prompt in memory. Tokens of a million prompts are gigabytes, and answers that are unit tests reach a
-megabyte each.
+Memory holds only each prompt's position, 8 bytes (`Stored`); the prompts are in an unnamed file in $TMPDIR, which vanishes with
+the process. The tokens of a million prompts would take gigabytes, and answers that are unit tests reach a megabyte each.
 """
 
 import logging
@@ -31,12 +30,20 @@ from megarl.core.base.errors import MegarlError, listed
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Prompt, decode, encode
 from megarl.core.recipe import Recipe, Rows, Task
-from megarl.tasks.data.chat import Message, load_chat
+from megarl.tasks.data.chat import ChatTemplate, Message, load_chat
 from megarl.tasks.data.contamination import Overlap, overlap_with
 from megarl.tasks.data.mappings import mapping_of, own
 from megarl.tasks.data.rows import PromptRow, UnfitError, fingerprint
-from megarl.tasks.data.survey import FAULTS, NONE, Reader, Survey, chosen, survey_of
+from megarl.tasks.data.survey import FAULTS, Reader, Survey, chosen, survey_of
 from megarl.tasks.graders.code import read_tests
+
+log = logging.getLogger(__name__)
+
+BATCH = 1024
+"""Prompts encoded at once; limited because the tokenizer's return value is many times larger than the ids."""
+
+type Render = Callable[[str], str]
+"""Turns a row's prompt into the text that the model sees."""
 
 
 @contextmanager
@@ -81,17 +88,8 @@ class Stored(Sequence[Prompt]):
         return decode(os.pread(self._file.fileno(), end - begin, begin), Prompt)
 
 
-log = logging.getLogger(__name__)
-
-BATCH = 1024
-"""Prompts encoded at once: the tokenizer's return value is many times larger than the ids."""
-
-type Render = Callable[[str], str]
-"""Turns a row's prompt into the text that the model sees."""
-
-
 class PromptSet(NamedTuple):
-    """Prompts of one file. name: its key in the recipe. fingerprints [prompts] uint64: of the texts before any template."""
+    """Prompts of one source. name: its key in the recipe. fingerprints [prompts] uint64: of the texts before any template."""
 
     name: str
     prompts: Stored
@@ -116,14 +114,43 @@ def renderer(task: Rows, tokenizer: Tokenizer) -> Render:
     if task.template == "raw":
         return lambda text: text
     chat = load_chat(tokenizer.path)
-    before: list[Message] = [{"role": "system", "content": task.system}] if task.system else []
-    return lambda text: chat.prompt([*before, {"role": "user", "content": text}])
+    if problem := endless(chat, tokenizer):
+        log.warning("%s", problem)
+
+    def render(text: str, system: str = task.system) -> str:
+        before: list[Message] = [{"role": "system", "content": system}] if system else []
+        return chat.prompt([*before, {"role": "user", "content": text}])
+
+    if render("1") == render("2"):  # it may look for other roles, or for a list of parts
+        raise MegarlError(f"{chat.path}: the chat template leaves the user's message out")
+    if task.system and render("1", "1") == render("1", "2"):
+        raise MegarlError(f"{chat.path}: the chat template leaves the system message out; put it into the prompts")
+    return render
+
+
+def endless(chat: ChatTemplate, tokenizer: Tokenizer) -> str:
+    """Return what is wrong if no completion ends where the template ends a turn, as with Qwen2.5's base models; else an empty
+    text. A template that writes nothing after a turn, such as GLM-4.5's, cannot be judged.
+    """
+    said = "said-by-the-assistant"
+    try:
+        turns = chat.render([{"role": "user", "content": "?"}, {"role": "assistant", "content": said}], reply=False)
+        after = turns.partition(said)[2].strip()
+        if not after or set(tokenizer.ids(after).tolist()) & set(tokenizer.ends):
+            return ""
+    except MegarlError:  # a template or a closed vocabulary that does not take these texts
+        return ""
+    ends = ", ".join(repr(tokenizer.backend.id_to_token(end)) for end in tokenizer.ends)
+    return (
+        f"{chat.path}: the chat template ends a turn with {after!r}, but a completion ends only at {ends} and goes on after "
+        "its turn; make the token that ends a turn the eos_token of tokenizer_config.json"
+    )
 
 
 def load_set(
     source: Survey, render: Render, tokenizer: Tokenizer, max_tokens: int, task: str, name: str
 ) -> tuple[PromptSet, PromptSet]:
-    """Load a source's training and held-out prompts; those of more than `max_tokens` are left out and counted."""
+    """Load a source's training and held-out prompts; those longer than `max_tokens` are left out and counted."""
     sets = PromptSet(name, Stored(), array("Q")), PromptSet(name, Stored(), array("Q"))
     rows = 0
     for part in batched(chosen(source), BATCH):
@@ -144,7 +171,7 @@ def load_set(
 def _encoded(
     source: str, part: Sequence[tuple[PromptRow, bool]], render: Render, tokenizer: Tokenizer
 ) -> list[np.ndarray]:
-    """Return the token ids of these rows as the model sees them. MegarlError names the first that cannot be encoded."""
+    """Return the token ids of these rows as the model sees them. MegarlError names the first row that cannot be encoded."""
     try:
         return tokenizer.encode_all([render(row.prompt) for row, _ in part])
     except MegarlError:
@@ -157,7 +184,7 @@ def _encoded(
 
 
 def check_disjoint(train: PromptSet, heldout: PromptSet) -> None:
-    """Raise MegarlError if a held-out prompt is also trained on: the same text up to blanks, whatever its id and template."""
+    """Raise MegarlError if a held-out prompt is also trained on. Texts are compared before templates, up to whitespace."""
     shared = np.intersect1d(train.fingerprints, heldout.fingerprints)
     if len(shared):
         ours, theirs = _ids(heldout, shared), _ids(train, shared)
@@ -170,7 +197,8 @@ def _load_task(
 ) -> tuple[PromptSet, PromptSet]:
     """Load a task's training and held-out prompts, from one file or from one file each."""
     read, render = mapping_of(task.mapping, task.columns), renderer(task, tokenizer)
-    refuse, counted = FAULTS if read is own else NONE, task.heldout if isinstance(task.heldout, int) else 0
+    refuse = FAULTS if read is own else frozenset()
+    counted = task.heldout if isinstance(task.heldout, int) else 0
     if "code" in task.graders:
         read = of_programs(read)
     key = f"data.tasks.{name}"
@@ -185,7 +213,7 @@ def _load_task(
 
 
 def of_programs(read: Reader) -> Reader:
-    """Wrap a reader of rows whose answers are program tests: parse the tests once to check them."""
+    """Wrap a reader of rows whose answers are tests of programs, so that it also checks that the tests can be parsed."""
 
     def row(raw: Any) -> PromptRow:
         result = read(raw)
@@ -199,6 +227,6 @@ def of_programs(read: Reader) -> Reader:
 
 
 def _ids(rows: PromptSet, marks: np.ndarray) -> dict[int, str]:
-    """Return ids of the prompts with these fingerprints, by fingerprint, in the set's order."""
+    """Map these fingerprints to the ids of their prompts, in the set's order."""
     where: Iterable[int] = np.flatnonzero(np.isin(rows.fingerprints, marks))
     return {int(rows.fingerprints[n]): rows.prompts[int(n)].id for n in where}

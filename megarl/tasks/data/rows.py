@@ -1,8 +1,8 @@
-"""A row of a prompt set, and how to read one from another schema: by columns.
+"""A row of a prompt set, and how to read one from the columns of another schema.
 
 A dot reaches into a nested column: `reward_model.ground_truth`.
 
-One normal form of texts (when two are equal, and what their words are) serves duplicates, splits and decontamination.
+One normal form of texts decides when two are equal and what their words are, for duplicates, splits and decontamination.
 """
 
 import hashlib
@@ -14,10 +14,10 @@ from typing import Annotated, Any
 import msgspec
 
 LARGEST_ANSWER = 1 << 20
-"""Characters. Unit tests of code reach hundreds of megabytes a problem."""
+"""Most characters in an answer. Unit tests of code reach hundreds of megabytes per problem."""
 
 LARGEST_DIFFICULTY = 1 << 31
-"""Bound of |difficulty|."""
+"""Upper bound of |difficulty|."""
 
 
 class PromptRow(msgspec.Struct, frozen=True):
@@ -30,7 +30,7 @@ class PromptRow(msgspec.Struct, frozen=True):
 
 
 class UnfitError(Exception):
-    """The row does not fit its schema; the text says how."""
+    """A row does not fit its schema; the message says how."""
 
 
 type Raw = Mapping[str, Any]
@@ -39,7 +39,7 @@ type Getter = Callable[[Raw], Any]
 
 @dataclass(frozen=True)
 class Columns:
-    """How to read a row of another schema. Without an id, a prompt is named by its text, whatever the order of rows."""
+    """How to read a row of another schema. Without an id column, a prompt's id is a hash of its text."""
 
     prompt: Getter
     answer: Getter
@@ -67,7 +67,7 @@ def column(path: str) -> Getter:
 
 
 def text_of(value: Any) -> str:
-    """Return a prompt's text: plain, or a list with one user message."""
+    """Return a prompt's text, given as a string or as a list of one user message."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], Mapping) and value[0].get("role") == "user":
@@ -76,7 +76,7 @@ def text_of(value: Any) -> str:
 
 
 def answer_of(value: object) -> str:
-    if value is None:
+    if value is None or value != value:  # NaN, as a column of numbers has where one is missing
         return ""
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
@@ -87,10 +87,10 @@ def answer_of(value: object) -> str:
 
 def whole_of(value: Any) -> int:
     """Return a difficulty: a whole number, or text containing one, such as `Level 5`."""
-    if value is None:
+    if value is None or value != value:
         return 0
     digits = re.search(r"-?\d{1,18}", value) if isinstance(value, str) else None
-    number = int(digits.group()) if digits else value
+    number = int(digits.group()) if digits else int(value) if isinstance(value, float) and value.is_integer() else value
     if not isinstance(number, int) or isinstance(number, bool):
         raise UnfitError(f"the difficulty is not a whole number: {shown(value)}")
     if abs(number) > LARGEST_DIFFICULTY:
@@ -103,17 +103,17 @@ def shown(value: object) -> str:
 
 
 EAST_ASIAN = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
-"""Kana, Han, Hangul: written without blanks, so each character counts as a word."""
+"""Kana, Han, Hangul. Each of these characters counts as a word, since spaces need not separate words."""
 _WORD = re.compile(rf"[{EAST_ASIAN}]|[^\W_{EAST_ASIAN}]+")
 
 
 def collapsed(text: str) -> str:
-    """Reduce whitespace to single blanks. Texts equal after this are one prompt; case and signs count (`27+5`, `27-5`)."""
+    """Reduce whitespace to single spaces. Texts equal after this are the same prompt; case and punctuation count."""
     return " ".join(text.split())
 
 
 def fingerprint(text: str) -> int:
-    """Return a 64-bit hash of the collapsed text. Of sets of a million texts, one in 4e7 has a collision."""
+    """Return a 64-bit hash of the collapsed text. One in 4e7 sets of a million texts has a collision."""
     return digest(collapsed(text))
 
 

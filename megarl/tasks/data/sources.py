@@ -1,7 +1,7 @@
-"""Where rows come from: one at a time, never a whole file in memory.
+"""Reads rows from a source one at a time; a whole file is never in memory.
 
-    data/math.jsonl                one JSON object a line; faults are reported with their line
-    data/math.json, .parquet, .arrow     read by Hugging Face `datasets`; `data/part-*.parquet` means all of them in order
+    data/math.jsonl                one JSON object per line; faults are reported with their line
+    data/math.json, .parquet, .arrow     read by Hugging Face `datasets`; `data/part-*.parquet` means all these files in order
     hub:openai/gsm8k:main:train    a Hugging Face hub set: name, configuration (may be omitted), split (train by default)
 
 A hub set is downloaded once into the cache of `datasets` and memory-mapped from there.
@@ -20,7 +20,8 @@ from megarl.core.base.types import JsonObject
 
 HUB = "hub:"
 BUILDERS = {".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
-"""Loader of `datasets` by file suffix. JSONL is read here: `datasets` reports no lines and allows one type per column."""
+"""The loader of `datasets` for each file suffix. JSONL is read here, because `datasets` reports no line numbers and allows
+only one type per column."""
 SUFFIXES = (".jsonl", *BUILDERS)
 
 
@@ -34,12 +35,12 @@ type Numbered = tuple[int, JsonObject | Unreadable]
 
 
 def is_source(name: str) -> bool:
-    """Return whether this names rows rather than a recipe."""
+    """Return whether this is the name of a source of rows rather than of a recipe."""
     return name.startswith(HUB) or Path(name).suffix in SUFFIXES
 
 
 def problem(source: str) -> str | None:
-    """Return why these rows cannot be read, if that shows without reading them; else None."""
+    """Return why this source cannot be read, as far as that is clear without reading it; else None."""
     if source.startswith(HUB):
         wrong = f"{source!r} is not hub:ORG/NAME, hub:ORG/NAME:SPLIT or hub:ORG/NAME:CONFIG:SPLIT"
         return None if _hub(source) else wrong
@@ -50,7 +51,7 @@ def problem(source: str) -> str | None:
 
 
 def stream(source: str) -> Iterator[Numbered]:
-    """Yield rows with their numbers from 1; for JSONL, line numbers, with blank lines skipped."""
+    """Yield rows with their numbers from 1; for JSONL, line numbers, with blank lines skipped. MegarlError as in `problem`."""
     if wrong := problem(source):
         raise MegarlError(wrong)
     if Path(source).suffix == ".jsonl" and not source.startswith(HUB):
@@ -90,7 +91,7 @@ def _dataset(source: str) -> Iterator[JsonObject]:
 
 
 def _hub(source: str) -> tuple[str, str | None, str] | None:
-    """Parse `hub:…` into name, configuration and split."""
+    """Parse `hub:…` into name, configuration and split; None if it is malformed."""
     parts = source.removeprefix(HUB).split(":")
     if not source.startswith(HUB) or not all(parts) or len(parts) > 3:
         return None

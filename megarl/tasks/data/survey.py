@@ -1,13 +1,14 @@
-"""Which rows of a source are kept, and which are held out: decided in one pass, so that a second one can stream them.
+"""Decides which rows of a source are kept and which are held out, in one pass, so that a second one can stream them.
 
-    source ──► mapping ──► PromptRow ──► survey: 35 bytes a row ──► chosen: the kept rows again, one at a time, in order
+    source ──► mapping ──► PromptRow ──► survey: 35 bytes per row ──► chosen: the kept rows again, one at a time, in order
 
-Rows left out are counted, and the first for each reason reported: rows that do not fit their schema, empty prompts and answers,
-answers that are too large, repeats of an earlier prompt or id, prompts of an evaluation set. If a prompt is repeated with
-another answer, the first is kept too, but those are counted separately, because one of the answers is wrong.
+Rows are left out if they do not fit their schema, if the prompt or answer is empty, if the answer is too large, if they repeat
+an earlier prompt or id, or if the prompt is in an evaluation set. They are counted, and the first few for each reason reported.
+If a prompt is repeated with another answer, the first row is kept all the same, but the repeats are counted separately, because
+one of the answers is wrong.
 
-The held-out rows are those whose prompt has the smallest hash: the source's order does not matter, and since all copies of a
-prompt have the same hash, none is on both sides.
+The held-out rows are those whose prompts have the smallest hashes: the source's order does not matter, and since all copies of
+a prompt have the same hash, no prompt is on both sides.
 """
 
 import logging
@@ -27,22 +28,21 @@ from megarl.tasks.data.sources import Numbered, Unreadable, stream
 log = logging.getLogger(__name__)
 
 BLOCK = 1 << 16
-"""Rows examined together."""
+"""Rows examined at once."""
 
 type Reader = Callable[[Any], PromptRow]
 
 MALFORMED, EMPTY_PROMPT, EMPTY_ANSWER = "not of the schema", "empty prompt", "empty answer"
 LARGE_ANSWER, CONTAMINATED = "answer too large", "of an evaluation set"
 REPEATED, CONTRADICTED, REPEATED_ID = "repeated prompt", "repeated prompt with another answer", "repeated id"
-NONE: frozenset[str] = frozenset()
 UNFIT = frozenset({MALFORMED, EMPTY_PROMPT, EMPTY_ANSWER})
 FAULTS = UNFIT | {LARGE_ANSWER, REPEATED, CONTRADICTED, REPEATED_ID}
-"""Reasons for which a source may be refused instead of leaving its rows out."""
+"""Reasons for which a source may be refused as a whole, instead of leaving out the rows."""
 
 
 @dataclass
 class LeftOut:
-    """Rows left out: their number by reason, and the first few of each, as (number, what is wrong)."""
+    """The rows left out: their count by reason, and the first few for each reason, as (number, what is wrong)."""
 
     counts: Counter[str] = field(default_factory=Counter)
     first: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
@@ -54,14 +54,14 @@ class LeftOut:
             shown.append((number, what))
 
     def named(self) -> list[str]:
-        """List the first few of all reasons as `number: what is wrong`, by number."""
+        """Return the first few rows for all reasons, as `number: what is wrong`, ordered by number."""
         return [f"{number}: {what}" for number, what in sorted(pair for shown in self.first.values() for pair in shown)]
 
 
 class Survey(NamedTuple):
-    """The result of a survey. again: number of kept rows that repeat an earlier one.
+    """The result of a survey. again: the number of kept rows that repeat an earlier one.
 
-    kept, heldout [rows] bool: in the source's order, unreadable rows included; held-out rows are also kept.
+    kept, heldout [rows] bool: for all rows in the source's order, unreadable ones included; held-out rows are also kept.
     """
 
     source: str
@@ -73,7 +73,7 @@ class Survey(NamedTuple):
 
 
 class _Hashes:
-    """What is remembered of each row: its number, whether it is usable, and hashes of prompt, id and answer."""
+    """The data kept in memory for each row: its number, whether it is usable, and hashes of its prompt, id and answer."""
 
     def __init__(self) -> None:
         self.numbers, self.usable = array("Q"), array("b")
@@ -92,18 +92,18 @@ def survey(
     read: Reader,
     heldout: int = 0,
     evaluation: Overlap | None = None,
-    watched: Callable[[Iterable[Numbered]], Iterable[Numbered]] = iter,
+    rows: Iterable[Numbered] | None = None,
     removed: Callable[[PromptRow, int, Hit], object] | None = None,
     repeats: bool = False,
     largest: float = LARGEST_ANSWER,
 ) -> Survey:
     """Make one pass over the source.
 
-    watched: passes the rows on, to show progress. removed: called for each row found in an evaluation set. repeats: rows with
-    the same id are kept and counted. largest: answer size in characters.
+    rows: the source's rows, if the caller reads them (to show progress). removed: called for each row found in an evaluation
+    set. repeats: keep and count rows with the same id. largest: the most characters in an answer.
     """
     left_out, columns = LeftOut(), _Hashes()
-    for number, raw in watched(stream(source)):
+    for number, raw in stream(source) if rows is None else rows:
         row = _row(raw, read, number, left_out, largest)
         hit = evaluation.find(row.prompt) if row and evaluation else None
         if row and hit:
@@ -129,7 +129,7 @@ def survey_of(
     refuse: frozenset[str] = FAULTS,
     repeats: bool = False,
 ) -> Survey:
-    """Survey a source about to be used: log the rows left out, but raise MegarlError if any reason is in `refuse`."""
+    """Survey a source that a run will use: log the rows left out. MegarlError if one is left out for a reason in `refuse`."""
     result = survey(source, read, heldout, evaluation, repeats=repeats)
     faults = sum(count for reason, count in result.left_out.counts.items() if reason in refuse)
     if faults:
@@ -177,7 +177,7 @@ def _row(raw: Any, read: Reader, number: int, left_out: LeftOut, largest: float)
 
 
 def _leave_out_repeats(columns: _Hashes, kept: np.ndarray, left_out: LeftOut) -> None:
-    """Clear in kept [rows] the rows whose prompt or id an earlier one has."""
+    """Set `kept` [rows] to False for the rows whose prompt or id an earlier row has, and add them to `left_out`."""
     again, first = _repeats(columns.prompts, kept)
     kept[again] = False
     answers = np.frombuffer(columns.answers, np.uint64)
@@ -196,7 +196,7 @@ def _leave_out_repeats(columns: _Hashes, kept: np.ndarray, left_out: LeftOut) ->
 
 
 def _repeats(column: "array[int]", live: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the live rows whose key an earlier live row has, in order, and for each the first such row."""
+    """Return the live rows whose key an earlier live row has, in order, and for each the first row with that key."""
     keys = np.frombuffer(column, np.uint64)
     ordered = np.sort(keys[live])
     several = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
@@ -210,11 +210,11 @@ def _repeats(column: "array[int]", live: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def _held_out(source: str, count: int, prompts: "array[int]", kept: np.ndarray) -> np.ndarray:
-    """Return [rows] bool: the kept rows with the smallest hashes."""
+    """Return [rows] bool: True for the `count` kept rows whose prompts have the smallest hashes."""
     held, rows = np.zeros(len(kept), bool), np.flatnonzero(kept)
-    if count >= max(len(rows), 1):
+    if count >= len(rows) > 0:  # if no row can be used, `chosen` says why
         raise MegarlError(f"{source}: {count} rows to hold out of {len(rows)} that can be used leave none to train on")
-    if count:
+    if count and len(rows):
         hashes = np.frombuffer(prompts, np.uint64)[rows]
         held[rows[np.argpartition(hashes, count - 1)[:count]]] = True
     return held

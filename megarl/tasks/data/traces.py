@@ -1,4 +1,4 @@
-"""Traces for a supervised warm start: a prompt and the completion to learn, in one of these forms, recognised by their keys.
+"""Traces for a supervised warm start: a prompt and the completion to learn, in one of these formats, told apart by their keys.
 
     {"prompt": "27+58=", "completion": "<think>7+8=15;2+5+1=8</think>85"}
     {"prompt": "12*34=", "completion": ["<think>[12*34]", "408", "</think>408"]}
@@ -8,19 +8,21 @@
 The first form is exactly what the model sees; a list of completion texts alternates between model and tool, and the tool's are
 not learnt, just as in RL. Of messages only the last, the assistant's, is learnt; those before it go through the model's
 chat template. So the prompt equals that of a task with `template: chat`, and a template that strips thinking from earlier
-turns does not strip it from what is learnt. The end token is added here.
+turns does not strip it from what is learnt. A `<think>` with which the prompt ends is not learnt again. The end token is added
+here.
 
-    source ──► survey of what the user says ──► template ──► token ids, up to a limit
+    source ──► survey of the user's text ──► template ──► token ids, up to a limit
 
-Malformed and empty traces are refused. Traces whose user text matches an evaluation set are left out, counted and reported;
-those that are too long are left out and counted. Repeated traces are learnt again, since sets weight their parts that way, and
-counted.
+Malformed and empty traces are an error. Traces whose user text matches an evaluation set are left out, counted and reported;
+those that are too long are left out and counted. Repeated traces are counted but kept, since that is how sets weight their
+parts.
 
 Schemas: messages as in TRL and on the hub (HuggingFaceH4/ultrachat_200k); conversations as in ShareGPT
 (open-thoughts/OpenThoughts-114k: system separate from user and assistant).
 """
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from itertools import batched, islice
@@ -42,7 +44,7 @@ from megarl.tasks.data.survey import UNFIT, Survey, chosen, survey_of
 log = logging.getLogger(__name__)
 
 MAX_TOKENS = 12_288
-"""Most tokens of a trace: ScaleRL's (arXiv 2510.13786). Memory is for one of these, and thinking longer is what RL teaches."""
+"""Most tokens in a trace, as in ScaleRL (arXiv 2510.13786). Memory must hold one such trace, and RL teaches longer thinking."""
 BATCH = 1024
 """Traces encoded at once."""
 ROLES = {"human": "user", "gpt": "assistant"}
@@ -50,13 +52,14 @@ ROLES = {"human": "user", "gpt": "assistant"}
 
 
 class Taught(PromptRow, frozen=True):
-    """A trace as a row. answer: the whole completion; parts: its texts, the model's (first and last) and a tool's in turn."""
+    """A trace as a row. answer: the whole completion; parts: its texts, by turns the model's (first and last) and a tool's."""
 
     parts: tuple[str, ...] = ()
 
 
 class Trace(NamedTuple):
-    """A tokenized trace. tokens [n] int32: prompt, completion, end token. learnt [n] bool: not the prompt, nor a tool's."""
+    """A tokenized trace. tokens [n] int32: prompt, completion, end token. learnt [n] bool: False in the prompt and a tool's
+    texts."""
 
     tokens: np.ndarray
     prompt_tokens: int
@@ -64,7 +67,7 @@ class Trace(NamedTuple):
 
 
 def load_traces(path: Path | str, tokenizer: Tokenizer, decontaminate: Sequence[str] = ()) -> list[Trace]:
-    """Load a source's traces of at most MAX_TOKENS, in order. decontaminate: evaluation sets."""
+    """Load a source's traces of at most MAX_TOKENS, in order. decontaminate: the evaluation sets to compare with."""
     surveyed = survey_of(str(path), spoken, evaluation=overlap_with(decontaminate), refuse=UNFIT, repeats=True)
     traces: list[Trace] = []
     end, rows = int32([tokenizer.end]), 0
@@ -81,21 +84,21 @@ def load_traces(path: Path | str, tokenizer: Tokenizer, decontaminate: Sequence[
 
 
 def _trace(prompt: np.ndarray, pieces: Sequence[np.ndarray]) -> Trace:
-    """Assemble a trace: every second piece is a tool's; the last is the end token, which the model must learn."""
+    """Assemble a trace. Every second piece is a tool's, except that the last is the end token, which the model must learn."""
     last = len(pieces) - 1
     learnt = [np.full(len(piece), n % 2 == 0 or n == last) for n, piece in enumerate(pieces)]
     return Trace(np.concatenate([prompt, *pieces]), len(prompt), np.concatenate([np.zeros(len(prompt), bool), *learnt]))
 
 
 def are_traces(source: str) -> bool:
-    """Return whether the first row is a trace, which tells traces from RL prompts."""
+    """Return whether a source holds traces rather than RL prompts, judging by its first row."""
     _, raw = next(stream(source), (0, {}))
     known = () if isinstance(raw, Unreadable) else raw.keys()
     return bool({"messages", "conversations"} & set(known)) or ("completion" in known and "answer" not in known)
 
 
 def spoken(raw: Mapping[str, Any]) -> Taught:
-    """Read a trace as user text and completion, without a template. Its id is a hash of both that ignores blanks."""
+    """Read a trace as user text and completion, without a template. Its id is a hash of all its texts, up to whitespace."""
     before, parts = _parts(raw)
     if isinstance(before, str):
         whole = said = before
@@ -107,19 +110,30 @@ def spoken(raw: Mapping[str, Any]) -> Taught:
 
 
 def templated(source: Survey, tokenizer: Tokenizer) -> Survey:
-    """Return the same traces with prompt and completion exactly as the model sees them."""
+    """Return the same survey with a reader whose prompts and completions are exactly what the model sees."""
 
     chat = cache(partial(load_chat, tokenizer.path))
 
     def read(raw: Mapping[str, Any]) -> Taught:
-        before, _ = _parts(raw)
-        return replace(spoken(raw), prompt=before if isinstance(before, str) else chat().prompt(before))
+        before, (first, *rest) = _parts(raw)
+        if isinstance(before, str):
+            return replace(spoken(raw), prompt=before)
+        prompt = chat().prompt(before)
+        return replace(spoken(raw), prompt=prompt, parts=(_behind(prompt, first), *rest))
 
     return source._replace(read=read)
 
 
+def _behind(prompt: str, text: str) -> str:
+    """Return the text without a tag that ends the prompt: templates of models that always think write <think> themselves."""
+    tag = re.search(r"(<[^<>\s]+>)\s*$", prompt)
+    if tag is None or not (said := text.lstrip()).startswith(tag[1]):
+        return text
+    return said.removeprefix(tag[0] if said.startswith(tag[0]) else tag[1])
+
+
 def _parts(raw: Mapping[str, Any]) -> tuple[str | list[Message], list[str]]:
-    """Return what precedes the completion, as messages or plain text, and the completion's texts."""
+    """Return the text or messages before the completion, and the completion's texts."""
     before: str | list[Message]
     for key in ("messages", "conversations"):
         if key in raw:
@@ -142,7 +156,7 @@ def _parts(raw: Mapping[str, Any]) -> tuple[str | list[Message], list[str]]:
 
 
 def _messages(value: Any, system: Any) -> list[Message]:
-    """Convert messages to our form; the last is the assistant's, and something precedes it."""
+    """Convert messages to our format. UnfitError unless the last is the assistant's and another one precedes it."""
     if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
         raise UnfitError("the messages are no list of role and content")
     pairs = [(one.get("role", one.get("from")), one.get("content", one.get("value"))) for one in value]

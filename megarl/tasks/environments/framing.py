@@ -7,6 +7,7 @@ Only the reply is tokenized here; the policy's tokens stay as they were sampled.
 looks like: `<|im_end|>` in it does not become that token.
 """
 
+import json
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,23 +23,24 @@ CUT = "\n…\n"
 
 
 class Framing:
-    """Frames a task's replies. limit: most tokens of a framed reply."""
+    """Frames a task's replies. limit: the most tokens in a framed reply."""
 
     def __init__(self, tokenizer: Tokenizer, template: str, limit: int, task: str) -> None:
         self._tokenizer, self._template, self._limit, self._task = tokenizer, template, limit, task
         self._parts: tuple[np.ndarray, np.ndarray, np.ndarray, Tokenizer] | None = None
+        self._in_json = False
 
     def tokens(self, text: str) -> np.ndarray:
-        """Return the framed text as [m] int32, m at most the limit; a longer text loses its middle."""
+        """Return the framed text as [m] int32, with m at most the limit; the middle of a longer text is cut out."""
         before, after, cut, literal = self.check()
-        ids, room = literal.ids(text), self._limit - len(before) - len(after)
+        ids, room = literal.ids(self._written(text)), self._limit - len(before) - len(after)
         if len(ids) > room:
             head = (room - len(cut) + 1) // 2
             ids = np.concatenate([ids[:head], cut, ids[len(ids) - (room - len(cut) - head) :]])
         return np.concatenate([before, ids, after])
 
     def check(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, Tokenizer]:
-        """Return tokens before, after and for the cut, and the tokenizer of plain text; made on first use.
+        """Return the tokens before a text, after it and in place of a cut, and the tokenizer for plain text; cached.
 
         MegarlError if replies cannot be framed with this model, or the limit leaves no room for text.
         """
@@ -46,9 +48,9 @@ class Framing:
             before, after = RAW
             if self._template == "chat":
                 end = self._tokenizer.decode(int32([self._tokenizer.end]))
-                before, after = load_chat(self._tokenizer.path).around_reply(end)
+                before, after, self._in_json = load_chat(self._tokenizer.path).around_reply(end)
             literal = self._tokenizer.literal()
-            parts = (self._tokenizer.ids(before), self._tokenizer.ids(after), literal.ids(CUT), literal)
+            parts = (self._tokenizer.ids(before), self._tokenizer.ids(after), literal.ids(self._written(CUT)), literal)
             needed = sum(len(part) for part in parts[:3])
             if needed + 2 > self._limit:
                 what = f"leave no room for a reply in the model's markers, which take {needed}; raise it"
@@ -56,10 +58,14 @@ class Framing:
             self._parts = parts
         return self._parts
 
+    def _written(self, text: str) -> str:
+        """Return the text as the template writes it."""
+        return json.dumps(text, ensure_ascii=False)[1:-1] if self._in_json else text
+
 
 @dataclass(frozen=True)
 class Setting:
-    """The arguments of an environment. task: its name; reply_tokens: most tokens of an observation.
+    """The arguments of an environment. task: the task's name; reply_tokens: the most tokens in an observation.
 
     framing: turns a text into an observation's tokens, in the policy's chat template; sandbox: runs programs.
     """
@@ -72,6 +78,6 @@ class Setting:
     reply_tokens: int
 
     def said(self, tokens: np.ndarray) -> str:
-        """Return a turn's text without its thinking, if that is closed; an empty end_of_thinking: the model does not think."""
+        """Return a turn's text without its thinking, if that is closed. An empty end_of_thinking means: no thinking."""
         text = self.tokenizer.decode(tokens)
         return text.rpartition(self.end_of_thinking)[2] if self.end_of_thinking else text

@@ -1,9 +1,9 @@
-"""A guessing game: the prompt's answer is a secret whole number, and the last number of each turn is a guess at it.
+"""A guessing game: the prompt's answer is a secret whole number, and the last number in each turn is a guess at it.
 
     50 ─► lower ─► 25 ─► higher ─► 37 ─► (right: done)
 
-It gives the reward itself: right if the number was guessed within the turns, else wrong. What is written after the thinking
-budget has run out no longer counts as a guess.
+It gives the reward itself: right if the number was guessed within the allowed turns, else wrong. Text written after the
+thinking budget has run out no longer counts as a guess.
 """
 
 import re

@@ -1,8 +1,8 @@
-"""Keeps an environment's process alive, and determines which episode is to blame when it fails.
+"""Keeps an environment's process alive, and determines which episode is to blame when the process fails.
 
-episodes ── ask ──► Process ── frames ──► worker.py          dies or blocks: ended, and replaced at the next request;
-                      ▲ reply, or Died(culprit)              the episode whose code ran fails, the others are replayed
-                      └── shared memory that says whose code runs
+episodes ── ask ──► Process ── frames ──► worker.py          dies or blocks: killed, and replaced at the next request;
+                      ▲ reply, or Died(culprit)              the episode whose code was running fails, others are replayed
+                      └── shared memory that says which episode's code is running
 """
 
 import asyncio
@@ -27,11 +27,12 @@ from megarl.tasks.graders.functions import environment
 log = logging.getLogger(__name__)
 START_LIMIT_S = 120.0
 MARGIN_S = 5.0
-"""Grace after the process should have ended a slow call itself; if it says nothing for that long, it is blocked."""
+"""Grace after the time at which the process should itself have ended a slow call. If it then has sent nothing for that long, it
+is considered blocked."""
 
 
 class Died(Exception):
-    """The process ended before it answered. culprit: the episode whose code it was running; 0 if none was, or unknown."""
+    """The process ended before it replied. culprit: the episode whose code was running; 0 if none was, or if unknown."""
 
     def __init__(self, culprit: int, why: str) -> None:
         super().__init__(why)
@@ -39,26 +40,26 @@ class Died(Exception):
 
 
 class Process:
-    """One life of the process, after its greeting."""
+    """One run of an environment's process, after its greeting."""
 
     def __init__(self, process: asyncio.subprocess.Process, mark: mmap.mmap) -> None:
         self._process, self._mark = process, mark
         self._waiting: dict[int, asyncio.Future[EpisodeReply]] = {}
         self._heard = 0.0
-        self.over: Died | None = None  # set when it can no longer be asked anything
+        self.over: Died | None = None  # set once it can answer no more requests
         self._reading = asyncio.create_task(self._read())
 
     async def ask(self, request: EpisodeRequest) -> EpisodeReply:
-        """Return its reply; within `limit_s` it should end the call itself. Raises Died."""
+        """Return the reply to a request. The process itself should end the call within `limit_s`. Raises Died."""
         assert self._process.stdin
         if self.over:
             raise Died(self.over.culprit, str(self.over))
         reply: asyncio.Future[EpisodeReply] = asyncio.get_running_loop().create_future()
         self._waiting[request.call] = reply
         try:
-            with contextlib.suppress(OSError, RuntimeError):  # it has just ended, which `_read` notices too
+            with contextlib.suppress(OSError, RuntimeError):  # it has just ended; `_read` notices that too
                 self._process.stdin.write(frame(encode(request)))
-            for _ in range(2):  # a process slow under its whole load gets the time twice
+            for _ in range(2):  # a process that is slow because of its load gets twice the time
                 if (await asyncio.wait({reply}, timeout=request.limit_s + MARGIN_S))[0]:
                     return reply.result()
                 if time.monotonic() - self._heard > MARGIN_S:
@@ -70,7 +71,7 @@ class Process:
             self._waiting.pop(request.call, None)
 
     def end(self, why: Died) -> None:
-        """Kill it and what it started. Whoever waits for a reply gets the error."""
+        """Kill the process and its children. Everyone who waits for a reply gets the error `why`."""
         if self.over:
             return
         self.over = why
@@ -110,7 +111,7 @@ class Host:
         self.numbers = itertools.count(1)  # for episodes and calls
 
     def check(self) -> None:
-        """Raise MegarlError if the environment is unusable. Another process checks: importing it may do anything."""
+        """Raise MegarlError if the environment is unusable. Another process checks that, since an import may do anything."""
         try:
             done = subprocess.run(
                 [*_COMMAND, "-1"], input=frame(encode(self._setup)), env=environment(), capture_output=True,
@@ -187,8 +188,7 @@ async def _received(source: asyncio.StreamReader) -> EpisodeReply:
     (length,) = HEAD.unpack(await source.readexactly(HEAD.size))
     if length > LONGEST:
         raise ValueError(f"a reply of {length:,} bytes")
-    reply: EpisodeReply = decode(await source.readexactly(length), EpisodeReply)
-    return reply
+    return decode(await source.readexactly(length), EpisodeReply)
 
 
 def _status(code: int | None) -> str:

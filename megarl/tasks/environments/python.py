@@ -1,11 +1,11 @@
-"""A Python tool: the turn's last program is run in the sandbox, and its output is the reply.
+"""A Python tool: runs the last program in a turn in the sandbox, and replies with its output.
 
     ```python                        or      <tool_call>
     print(6 * 7)                             {"name": "python", "arguments": {"code": "print(6 * 7)"}}
     ```                                      </tool_call>
 
-Each call is a separate process: nothing is kept from one to the next. Errors are printed as Python prints them. A turn without
-a program outside its thinking is the last one.
+Each call runs in a new process, so no state is kept between calls. Errors are printed as Python prints them. A turn without a
+program outside its thinking is the last one.
 """
 
 import json
@@ -18,7 +18,9 @@ from megarl.tasks.environments.framing import Setting
 from megarl.tasks.graders.sandbox import Limits, Ran
 
 LIMITS = Limits(seconds=10, output=1 << 16)
-CALL = re.compile(r"```python[^\n]*\n(?P<fenced>.*?)```|<tool_call>(?P<called>.*?)</tool_call>", re.DOTALL)
+FENCE, TOOL_CALL = "```", "<tool_call>"
+OPENING = re.compile(r"```python[^\n`]*\n|<tool_call>")
+CLOSING = {FENCE: FENCE, TOOL_CALL: "</tool_call>"}
 WRAPPED = """import sys
 sys.stderr = sys.stdout
 try:
@@ -28,36 +30,49 @@ except Exception as error:
     traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
     sys.exit(1)
 """
-"""Python prints errors on stderr, which a sandbox does not return."""
+"""The program as it is run. Errors go to stdout, because a sandbox does not return stderr."""
 
 
 class Python(Environment):
-    """Stateless; the sandbox's places limit how many programs run at once."""
+    """The environment; it has no state. The sandbox limits how many programs run at once."""
 
     def __init__(self, setting: Setting) -> None:
         setting.framing.check()
         self._setting = setting
 
     async def step(self, tokens: np.ndarray) -> Observation:
-        called = list(CALL.finditer(self._setting.said(tokens)))
-        if not called:
+        called = last_call(self._setting.said(tokens))
+        if called is None:
             return DONE
         try:
-            program = program_of(called[-1])
+            program = program_of(*called)
         except ValueError as error:
             return Observation(self._setting.framing.tokens(str(error)), error=True)
         ran = await self._setting.sandbox.run(WRAPPED.format(program=program), "")
         return Observation(self._setting.framing.tokens(told(ran)), error=ran.ended != "exit" or ran.status != 0)
 
 
-def program_of(call: re.Match[str]) -> str:
+def last_call(text: str) -> tuple[str, str] | None:
+    """Return kind (FENCE or TOOL_CALL) and content of the last closed call, or None, in time linear in the text's length."""
+    last, at, missing = None, 0, set[str]()
+    while opening := OPENING.search(text, at):
+        kind, at = TOOL_CALL if opening[0] == TOOL_CALL else FENCE, opening.end()
+        end = -1 if kind in missing else text.find(CLOSING[kind], at)
+        if end < 0:
+            missing.add(kind)  # also after any later opening, so it is not searched for again
+        else:
+            last, at = (kind, text[at:end]), end + len(CLOSING[kind])
+    return last
+
+
+def program_of(kind: str, called: str) -> str:
     """Return the program of a call; ValueError, with a text for the policy, for a malformed tool call."""
-    if call["fenced"] is not None:
-        return call["fenced"]
+    if kind == FENCE:
+        return called
     try:
-        tool = json.loads(call["called"])
+        tool = json.loads(called)
         name, program = tool["name"], tool["arguments"]["code"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise ValueError('error: a call is {"name": "python", "arguments": {"code": …}}') from None
     if name != "python" or not isinstance(program, str):
         raise ValueError(f"error: there is no tool {name!r}; there is python, with its code as a text")
@@ -65,7 +80,7 @@ def program_of(call: re.Match[str]) -> str:
 
 
 def told(ran: Ran) -> str:
-    """Return what the policy is told about a program that ran."""
+    """Return the reply to the policy about a program that has run: its output, and why it failed."""
     printed = ran.stdout.strip("\n")
     why = {"time": "it took too long and was ended", "output": "it printed too much and was ended"}.get(ran.ended, "")
     if not why and (ran.status < 0 or (ran.status and not printed)):

@@ -2,10 +2,10 @@
 
 async with bounded.played(prompt):      reset … close
     observation = await bounded.step(turn)
-bounded.told()                          what the rollout's record keeps
+bounded.told()                          the part of the rollout's record about the episode
 
-An episode outlives its process if another episode brings that down: the next process is given the same turns, and must answer
-them in the same way.
+If another episode brings down the process, the episode goes on in a new one: that is given the same turns again, and must
+reply to them in the same way.
 """
 
 import asyncio
@@ -27,9 +27,9 @@ from megarl.tasks.environments.worker import BUILT_IN, Act, EpisodeReply, Episod
 
 log = logging.getLogger(__name__)
 REPLY_LIMIT_S = 600.0
-"""Limit of a reply, the wait for a free sandbox included: with as many episodes as places, that wait alone may take minutes."""
+"""Time limit for a reply, including the wait for a free sandbox, which may take minutes when many episodes wait."""
 LIVES = 3
-"""Number of successive processes that an episode may be played in."""
+"""Number of successive processes in which an episode may be played."""
 
 
 class Bounded:
@@ -84,7 +84,7 @@ class Bounded:
         return Episode(turns=turns, calls=self._calls, errors=self._errors, seconds=self._seconds, limited=limited)
 
     async def _surely[T](self, act: Callable[[], Awaitable[T]]) -> T:
-        """Run `act` with the process that plays the episode or, if that dies, with the next one."""
+        """Run `act` with the process that plays the episode; if it dies, with the next one, up to LIVES."""
         why = ""
         for _ in range(LIVES):
             try:
@@ -98,7 +98,7 @@ class Bounded:
         raise self._down(f"{why}; the last of {LIVES} processes, and whose fault it was is not known")
 
     async def _begin(self) -> None:
-        """Begin the episode in the live process; an episode already under way is replayed to where it was."""
+        """Begin the episode in the live process; an episode already in progress is replayed up to where it was."""
         again = self._process is not None
         self._process = await self._host.process()
         begun = await self._answered("reset", prompt=self._prompt)
@@ -136,7 +136,7 @@ class Bounded:
 
 
 class TaskEnvironments:
-    """Environments by task or suite, with one process per environment. MegarlError if one in the recipe is unusable here."""
+    """Environments by task or suite, with one process per environment. MegarlError if one of the recipe's is unusable here."""
 
     def __init__(self, recipe: Recipe, tokenizer: Tokenizer) -> None:
         rows: dict[str, Rows] = {**recipe.data.tasks, **recipe.evaluation.sampled}

@@ -1,12 +1,12 @@
 """The process that plays the episodes of one environment, many at a time.
 
     stdin   Setup, then requests of episodes
-    stdout  an EpisodeReply that episodes can begin, or why not; then one to each request, as it is ready
-            frames: 8 bytes with the length of what follows, msgpack
+    stdout  an EpisodeReply: episodes can begin, or why not; then one for each request, in the order in which they are ready
+            both in frames: 8 bytes with the length of the rest, then msgpack
 
-A user's class is created and called only here. Whatever it raises becomes a reply's error. Code that ends or blocks this
-process is handled by host.py; `mark` is shared memory that tells it whose code is running. The process ends with its parent or
-its stdin.
+A user's class is instantiated and called only here. Whatever it raises becomes the error in a reply. host.py deals with code
+that ends or blocks this process; `mark` is shared memory that tells it which episode's code is running. The process ends when
+its parent ends or its stdin is closed.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from megarl.core.base.contracts import Environment, GraderDown, Observation, Verdict
+from megarl.core.base.contracts import Environment, GraderDown, Observation, Verdict, score_of
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.process import die_with_parent, start_logging
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
@@ -40,13 +40,13 @@ BUILT_IN: dict[str, Factory] = {"python": Python, "calculator": Calculator, "gue
 HEAD = struct.Struct("<Q")
 MARK = struct.Struct("<q")
 LONGEST = 1 << 26
-"""Bytes of a frame."""
+"""Most bytes in a frame."""
 SAID = 1000
-"""Characters of an error message that are passed on."""
+"""Most characters of an error message that are passed on."""
 
 
 class Part(Record, frozen=True):
-    """What an environment needs to know about a task or suite. key: its place in the recipe."""
+    """What an environment needs to know about a task or suite. key: the environment's key in the recipe, for errors."""
 
     key: str
     template: str
@@ -54,7 +54,7 @@ class Part(Record, frozen=True):
 
 
 class Setup(Record, frozen=True):
-    """The environment that a process runs. tokenizer: its directory; parts: by task or suite."""
+    """The environment that a process runs. tokenizer: the tokenizer's directory; parts: by task or suite."""
 
     environment: str
     tokenizer: str
@@ -67,7 +67,7 @@ Act = Literal["reset", "step", "reward", "close"]
 
 
 class EpisodeRequest(Record, frozen=True):
-    """A call of an episode. prompt: starts the episode, for a reset; tokens [n] int32: the turn of a step."""
+    """A call of an episode. prompt: the episode's prompt, for a reset; tokens [n] int32: the policy's turn, for a step."""
 
     call: int
     episode: int
@@ -88,9 +88,9 @@ class EpisodeReply(Record, frozen=True):
 
 
 class Episodes:
-    """The episodes of this process. mark: told the number of the episode whose code runs, or 0 when none does.
+    """The episodes of this process. mark: called with the number of the episode whose code runs, or 0 when none does.
 
-    MegarlError if the environment is unusable here: one is made for each task to find out.
+    MegarlError if the environment is unusable here; to find out, one is instantiated for each task.
     """
 
     def __init__(self, setup: Setup, tokenizer: Tokenizer, mark: Callable[[int], object]) -> None:
@@ -116,16 +116,20 @@ class Episodes:
                 raise MegarlError(f"{what} is no Environment; derive it from megarl.environments.Environment")
 
     async def answer(self, request: EpisodeRequest) -> bytes:
-        """Return an encoded reply whatever the environment does; never returns if the environment cannot be cancelled."""
+        """Return an encoded reply, whatever the environment does. Never returns if the environment cannot be cancelled."""
         try:
-            return encode(await self._reply(request))
+            if len(message := encode(await self._reply(request))) <= LONGEST:
+                return message
+            return encode(
+                EpisodeReply(call=request.call, error=f"answered {len(message):,} bytes, {LONGEST:,} at most")
+            )
         except Exception as error:  # a number that no record holds, or text that is not Unicode
             said = f"answered what cannot be passed on ({type(error).__name__})"
             return encode(EpisodeReply(call=request.call, error=said))
 
     async def _reply(self, request: EpisodeRequest) -> EpisodeReply:
         if request.prompt is None and request.episode not in self._playing:
-            return EpisodeReply(call=request.call)  # it was never made
+            return EpisodeReply(call=request.call)  # its environment was never created
         try:
             async with asyncio.timeout(request.limit_s) as limit:
                 return await _Marked(self._answer(request), lambda inside: self._mark(request.episode if inside else 0))
@@ -159,7 +163,7 @@ class Episodes:
 
 
 class _Marked[T]:
-    """Awaits `inner`; calls `mark(True)` whenever its code starts to run, `mark(False)` when it waits or ends."""
+    """Awaits `inner`; calls `mark(True)` whenever its code starts to run, and `mark(False)` when it waits or ends."""
 
     def __init__(self, inner: Awaitable[T], mark: Callable[[bool], object]) -> None:
         self._inner, self._mark = inner, mark
@@ -171,8 +175,7 @@ class _Marked[T]:
             try:
                 waits_for = next(inner) if failure is None else inner.throw(failure)
             except StopIteration as stop:
-                result: T = stop.value
-                return result
+                return stop.value
             finally:
                 self._mark(False)
             failure = None
@@ -183,7 +186,7 @@ class _Marked[T]:
 
 
 def _observed(answer: Any) -> Observation:
-    """Validate the answer of a user's environment, which may be anything."""
+    """Validate the answer of a user's environment, which may be anything. TypeError or ValueError if it is unusable."""
     if not isinstance(answer, Observation):
         raise TypeError(f"it answered {answer!r:.80}, not an Observation")
     tokens, wrong = np.asarray(answer.tokens), f"it answered {answer.tokens!r:.80}, which are no token ids"
@@ -199,7 +202,7 @@ def _verdict(given: Any) -> Verdict | None:
         return None
     if not isinstance(given, Verdict):
         raise TypeError(f"it gave {given!r:.80}, not a Verdict")
-    return Verdict(float(given.score), bool(given.timeout), str(given.error)[:SAID])
+    return Verdict(score_of(given.score), bool(given.timeout), str(given.error)[:SAID])
 
 
 def _said(error: BaseException) -> str:
@@ -211,18 +214,17 @@ def _said(error: BaseException) -> str:
 
 
 def _found(key: str, environment: str) -> Factory:
-    """Return the class that the recipe names: one of ours, or the user's, from PYTHONPATH or the working directory."""
+    """Return the class that the recipe names: a built-in one, or the user's, from PYTHONPATH or the working directory."""
     if environment in BUILT_IN:
         return BUILT_IN[environment]
     module, _, attribute = environment.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        factory: Factory = getattr(importlib.import_module(module), attribute)
+        return getattr(importlib.import_module(module), attribute)
     except BaseException as error:  # importing may do anything
         must = f"it must be a class in a module on PYTHONPATH or in {os.getcwd()}"
         raise MegarlError(f"{key}: {environment} cannot be used: {_said(error)}; {must}") from None
-    return factory
 
 
 def frame(message: bytes) -> bytes:
@@ -230,7 +232,7 @@ def frame(message: bytes) -> bytes:
 
 
 def main(mark: int) -> None:
-    """Serve one environment until stdin closes. mark: descriptor of the shared memory, or -1."""
+    """Serve one environment until stdin closes. mark: the descriptor of the shared memory, or -1 for ordinary memory."""
     die_with_parent()
     Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, this dies first
     most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4  # for this and each child process
@@ -264,7 +266,7 @@ async def _serve(episodes: Episodes, requests: BinaryIO, replies: BinaryIO) -> N
             (length,) = HEAD.unpack(await reader.readexactly(HEAD.size))
             request: EpisodeRequest = decode(await reader.readexactly(length), EpisodeRequest)
         except asyncio.IncompleteReadError:
-            os._exit(0)  # nobody asks any more; do not wait for what the environment still runs
+            os._exit(0)  # no more requests will come; do not wait for code of the environment that still runs
         task = asyncio.create_task(one(request))
         tasks.add(task)
         task.add_done_callback(tasks.discard)

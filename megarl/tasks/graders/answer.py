@@ -1,4 +1,4 @@
-"""Which part of a completion is its answer, what a grader is shown, and what its verdicts are worth."""
+"""What a grader is shown (`Submission`), and how graders' verdicts become a grade (`graded`)."""
 
 import math
 from collections.abc import Mapping
@@ -10,8 +10,8 @@ from megarl.core.base.contracts import RIGHT, WRONG, Grade, GraderDown, Verdict
 class Submission(NamedTuple):
     """What a grader sees, all as text.
 
-    answer: what follows the thinking trace ("" if nothing does, or the trace is not closed); completion: all of it; expected:
-    the data set's answer.
+    answer: the text after the thinking trace ("" if there is none, or the trace is not closed); completion: the whole text;
+    expected: the data set's answer.
     """
 
     answer: str
@@ -22,15 +22,15 @@ class Submission(NamedTuple):
 
 
 def judged(correct: bool, timeout: bool = False) -> Verdict:
-    """Return the verdict of a grader that knows only right and wrong."""
+    """Return the verdict of a grader that knows only right and wrong. timeout: whether it ran out of time."""
     return Verdict(RIGHT if correct else WRONG, timeout)
 
 
 def graded(answer: str, main: Verdict, others: Mapping[str, Verdict], weights: Mapping[str, float]) -> Grade:
-    """Combine the task grader's verdict and the others' by name into a grade. GraderDown if the reward is not finite."""
+    """Combine the main grader's verdict with the others', by name, into a grade. GraderDown if its square is not finite."""
     verdicts = {"answer": main, **others}
     reward = main.score + sum(weights[name] * verdict.score for name, verdict in others.items())
-    if not math.isfinite(reward):
+    if not math.isfinite(reward * reward):  # in a deviation it is squared
         scores = ", ".join(f"{name} {verdict.score:g}" for name, verdict in verdicts.items())
         what = f"the reward is {reward}, which nothing can be learnt from"
         raise GraderDown(f"{what} (scores before their weights: {scores})")

@@ -1,6 +1,6 @@
-"""Grades a program by its tests: run in the sandbox one by one, compared out here, up to the first that fails.
+"""Grades a program by tests: each runs in the sandbox, its result is compared outside, and the first failure ends the grading.
 
-    answer ─► last fenced block ─► for each test ─► Sandbox ─► what it printed  ═?═  what the test expects
+    answer ─► last fenced block ─► for each test ─► Sandbox ─► printed result  ═?═  the test's expected result
 
 The prompt's `answer` is the JSON text of the tests, of four kinds, which may be mixed:
 
@@ -9,7 +9,7 @@ The prompt's `answer` is the JSON text of the tests, of four kinds, which may be
                {"assert": "assert add(1, 2) == 3"},            the same, as MBPP writes it
                {"check": "def check(candidate): …", "entry_point": "add"}]}       code with asserts, as in HumanEval
 
-The expected result is never where the program is: it stays outside or, for a check, in a separate sandbox that calls the
+The program can never reach the expected result: that stays outside or, for a check, in a separate sandbox that calls the
 function through a pipe. A program that exits before its tests, reads its own memory or lies about its success gains nothing.
 """
 
@@ -28,11 +28,13 @@ from megarl.tasks.graders.sandbox import Ran, Sandbox
 
 FENCE = "```"
 SHOWN_BYTES = 1 << 16
-"""How much longer than the expected result a result may be and still be parsed, which takes the controller's time."""
+"""A result longer than this plus 4 times the expected one is not parsed: that would take too much of the controller's time."""
 PASSED = "passed"
-"""What a check's sandbox prints if no assert failed."""
+"""The output of a check's sandbox if no assert failed."""
+UNREADABLE = (ValueError, SyntaxError, TypeError, KeyError, MemoryError, RecursionError, OverflowError)
+"""The exceptions from parsing a text that is malformed, or made to break its parser."""
 FLOATS_AGREE = 1e-6
-"""Tolerance for float results, relative, and absolute around 0. Printed numbers must be equal."""
+"""Tolerance for float results, both relative and absolute. Numbers printed to stdout must be equal."""
 
 
 class UnitTest(NamedTuple):
@@ -47,7 +49,7 @@ class UnitTest(NamedTuple):
 
 
 class Code:
-    """The code grader; TaskGraders calls its `check`."""
+    """The code grader. TaskGraders calls its `check`."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self._sandbox = sandbox
@@ -68,7 +70,7 @@ class Code:
 
 
 def program_of(answer: str) -> str | None:
-    """Return the last closed fenced block, or None."""
+    """Return the content of the last closed fenced block, or None."""
     program: str | None = None
     block: list[str] | None = None
     for line in answer.split("\n"):
@@ -84,7 +86,7 @@ def program_of(answer: str) -> str | None:
 
 
 def passed(test: UnitTest, ran: Ran) -> bool:
-    """Return whether a program that exited by itself gave what the test expects."""
+    """Return whether the program exited by itself and gave the result that the test expects."""
     if ran.ended != "exit":
         return False
     if test.check:
@@ -95,12 +97,12 @@ def passed(test: UnitTest, ran: Ran) -> bool:
         return False
     try:
         return same_value(ast.literal_eval(ran.stdout), test.result)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError, OverflowError):
-        return False  # not a literal, or one made to break its reader
+    except UNREADABLE:
+        return False
 
 
 def same_text(printed: str, expected: str) -> bool:
-    """Compare line by line, up to blanks at line ends and trailing empty lines; equal numbers may be written differently."""
+    """Compare word by word within each line, and ignore trailing empty lines; equal numbers may be written differently."""
     ours, theirs = ([line.split() for line in text.rstrip().splitlines()] for text in (printed, expected))
     if [len(line) for line in ours] != [len(line) for line in theirs]:
         return False
@@ -125,7 +127,7 @@ def read_tests(text: str) -> tuple[UnitTest, ...]:
     """Parse the tests in a prompt's answer; ValueError says what is wrong with them."""
     try:
         rows = json.loads(text)["tests"]
-    except (ValueError, TypeError, KeyError):
+    except UNREADABLE:
         raise ValueError('is not {"tests": [...]}') from None
     if not isinstance(rows, list) or not rows:
         raise ValueError("has no tests")
@@ -147,10 +149,10 @@ def _test(row: Any, number: int) -> UnitTest:
 
 
 def _checked(source: str, number: int) -> str:
-    """Return the source if it could run: a faulty check must not be held against the programs."""
+    """Return the source if it can run, else raise ValueError: programs must not fail because of a faulty check."""
     try:
         tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    except UNREADABLE as error:
         raise ValueError(f"test {number}: the check is not Python: {error}") from None
     if not any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body):
         raise ValueError(f"test {number}: the check defines no function `check`")
@@ -165,7 +167,7 @@ def _checked(source: str, number: int) -> str:
 def _asserted(line: str, number: int) -> UnitTest:
     try:
         (statement,) = ast.parse(line.strip()).body
-    except (SyntaxError, ValueError):
+    except UNREADABLE:
         statement = ast.Pass()
     match statement:
         case ast.Assert(test=ast.Compare(left=call, ops=[ast.Eq()], comparators=[result])):
@@ -176,7 +178,7 @@ def _asserted(line: str, number: int) -> UnitTest:
 def _literal(text: str, number: int) -> Any:
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+    except UNREADABLE:
         raise ValueError(f"test {number}: the result {text[:80]!r} is not a Python literal") from None
 
 

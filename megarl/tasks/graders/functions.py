@@ -19,12 +19,15 @@ Function = Callable[[Submission], float]
 SPACE = re.compile(r"\\[,;: ]|\{\\,\}|[~ \u00a0\u2009\u202f]")
 GROUPED = re.compile(rf"(?<![\d.,])\d{{1,3}}(?:(?:{SPACE.pattern})\d{{3}})+(?!\d)")
 """A number with spaces between groups of three digits. To math-verify it is a product: 10 · 000 = 0."""
-# A number, then one letter: metres, litres; with a power, or by another unit.
+# A number, then a unit of one letter (metres, litres), possibly with a power or divided by another unit.
 UNIT = r"(?:^|= ?)-?[\d.,]+(?:\\,| )[dghlmsACFJKLNTVW](?:\^\{?\d\}?|[²³])?(?:/[A-Za-z])?$"
 PROSE = re.compile(rf"(?<![\\A-Za-z])[A-Za-z]{{2,}}|[%€£°]|\\circ|: |^- |\*\*|\\[(\[]|{UNIT}")
-"""What a bare formula does not have: a word, a unit, a label, a bullet, a power as Python writes it, a delimiter."""
+"""Things that a bare formula does not contain: a word, a unit, a label, a bullet, `**` as in Python, a LaTeX delimiter."""
+OPERATION = r"\\(?:[dt]?frac|sqrt|binom|pi|cdot|times|log|ln|sin|cos|tan|left|right)(?![A-Za-z])"
+BUILT = re.compile(rf"[^\\,;!]*{OPERATION}(?:[^\\,;!]|{OPERATION})*")
+"""A value built from numbers with LaTeX commands, without units or lists. In prose without dollar signs it comes at the end."""
 MEMORY_BYTES = 4 << 30
-"""Address space of a `math` process; needing more is an error of the answer."""
+"""Address space of a `math` process. An answer that needs more gets an error."""
 IMPORT_LIMIT_S = 120.0
 
 
@@ -36,8 +39,10 @@ def is_equal(answer: str, expected: str) -> bool:
     gold = parse(f"${expected}$", parsing_timeout=None) or parse(expected, parsing_timeout=None)
     bare = "\n" not in answer and "$" not in answer.replace("\\$", "") and "\\boxed" not in answer
     formula = answer.lstrip("*_` ").rstrip("*_` .")
-    if bare and not PROSE.search(formula) and (whole := parse(f"${formula}$", parsing_timeout=None)):
-        return bool(verify(gold, whole, timeout_seconds=None))  # all of it counts, not one number as in prose
+    *prose, last = PROSE.split(formula)
+    whole = not prose or (BUILT.fullmatch(last) and not any(map(str.isdigit, "".join(prose))))
+    if bare and whole and (found := parse(f"${last}$", parsing_timeout=None)):
+        return bool(verify(gold, found, timeout_seconds=None))  # the whole formula counts, not its first number
     if verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None):
         return True
     return bare and bool(verify(gold, parse(f"${formula}$", parsing_timeout=None), timeout_seconds=None))
@@ -57,17 +62,16 @@ def named(grader: str) -> Function:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
         return same_in_mathematics
     module, _, name = grader.partition(":")
-    function: Function = getattr(importlib.import_module(module), name)
-    return function
+    return getattr(importlib.import_module(module), name)
 
 
 def environment() -> dict[str, str]:
-    """Return a worker's environment: it finds this process's modules, and those in the working directory."""
+    """Return a worker's environment variables; with them it finds this process's modules and the working directory's."""
     return os.environ | {"PYTHONPATH": os.pathsep.join([*(p for p in sys.path if p), os.getcwd()])}
 
 
 def import_problem(code: str, *arguments: str) -> str:
-    """Return the last words of another process that fails at this code; "" if it does not. Importing may do anything."""
+    """Run this code in another process, since importing may do anything; return its last line if it fails, else ""."""
     words = [sys.executable, "-c", code, *arguments]
     try:
         done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=IMPORT_LIMIT_S)
@@ -76,10 +80,9 @@ def import_problem(code: str, *arguments: str) -> str:
     return (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1] if done.returncode else ""
 
 
-def check_importable(grader: str) -> None:
-    """Raise MegarlError if there is no such function."""
-    if said := import_problem(
-        f"from {__name__} import named; assert callable(named({grader!r})), 'it cannot be called'"
-    ):
+def check_importable(what: str, function: str) -> None:
+    """Raise MegarlError if this function cannot be imported and called. what: its description in the message."""
+    code = f"from {__name__} import named; assert callable(named({function!r})), 'it cannot be called'"
+    if said := import_problem(code):
         must = f"it must be a function in a module on PYTHONPATH or in {os.getcwd()}"
-        raise MegarlError(f"data.tasks: the grader {grader} cannot be used: {said}; {must}")
+        raise MegarlError(f"{what} {function} cannot be used: {said}; {must}")

@@ -1,6 +1,6 @@
-"""The graders of a run: for each task one that decides what is right, and others whose rewards are added with weights.
+"""The graders of a run: for each task one that decides right or wrong, and others whose weighted rewards are added.
 
-recipe ─► a Check for each distinct name      ─┬─ exact, format           here, at once
+recipe ─► a Check for each distinct name      ─┬─ exact, format           in this process, immediately
                                                ├─ math                    worker processes (pool.py)
           tasks share them                     ├─ code                    sandboxes (code.py)
                                                ├─ a name of data.services HTTP (remote.py)
@@ -8,12 +8,13 @@ recipe ─► a Check for each distinct name      ─┬─ exact, format       
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from megarl.core.base.contracts import RIGHT, WRONG, Grade, Verdict, answer_of
+from megarl.core.base.contracts import WRONG, Grade, Verdict, answer_of
 from megarl.core.base.types import Prompt
 from megarl.core.recipe import Recipe, Rows, Task
 from megarl.core.recipe.rules import GRADERS
@@ -24,32 +25,50 @@ from megarl.tasks.graders.pool import Pool
 from megarl.tasks.graders.remote import Remote, headers
 from megarl.tasks.graders.sandbox import Limits, Sandbox, places
 
+log = logging.getLogger(__name__)
 Check = Callable[[Submission], Awaitable[Verdict]]
-"""Grades a submission; GraderDown if no verdict can be had."""
+"""Grades a submission. GraderDown if there can be no verdict."""
 Decode = Callable[[np.ndarray], str]
 LIMIT_S = 10.0
-"""Limit for one answer in a worker process; slower ones are wrong."""
+"""Time limit for one answer in a worker process; an answer that takes longer is wrong."""
 
 
 async def exact(submission: Submission) -> Verdict:
-    """Right if the text equals the expected one, up to surrounding blanks."""
+    """Return right if the answer equals the expected one, up to surrounding whitespace."""
     return judged(submission.answer == submission.expected.strip())
 
 
 async def well_formed(submission: Submission) -> Verdict:
-    """Right if the thinking trace was closed and something follows it."""
-    return Verdict(RIGHT if submission.answer else WRONG)
+    """Return right if the thinking trace was closed and an answer follows it."""
+    return judged(bool(submission.answer))
+
+
+def _logged(name: str, check: Check) -> Check:
+    """Return the check; it logs its failures, only at each doubling of their number, so that the log does not fill."""
+    failures = 0
+
+    async def logged(submission: Submission) -> Verdict:
+        nonlocal failures
+        verdict = await check(submission)
+        if why := verdict.error or ("out of time" if verdict.timeout else ""):
+            failures += 1
+            if not failures & (failures - 1):
+                said = "the grader %s failed, and the answer counts as wrong (%d so far): %s; the answer: %.80r"
+                log.warning(said, name, failures, why, submission.answer)
+        return verdict
+
+    return logged
 
 
 def check_graders(recipe: Recipe) -> None:
-    """Raise MegarlError if a grader is unusable here: its sandbox, its function (in another process), its service's key."""
+    """Raise MegarlError if a grader's sandbox, function (tried in another process) or service key is unusable here."""
     for name in _named(recipe):
         if name == "code":
             Sandbox(recipe.data.sandbox, 1).check()
         elif name in recipe.data.services:
             headers(name, recipe.data.services[name])
         elif name not in GRADERS:
-            check_importable(name)
+            check_importable("data.tasks: the grader", name)
 
 
 def _named(recipe: Recipe) -> list[str]:
@@ -63,8 +82,8 @@ def _tasks(recipe: Recipe) -> dict[str, Rows]:
 
 @dataclass(frozen=True)
 class TaskGrader:
-    """A `Grader`. check: decides what is right; others, weights: further rewards, by name; trusted: asked by evaluations
-    alone, if there is one; decode: tokens to text.
+    """A `Grader`. check: decides right or wrong; others, weights: further rewards, by name; trusted: if any, asked by
+    `grade_answer` alone, with weight 0; decode: maps tokens to text.
     """
 
     check: Check
@@ -82,30 +101,27 @@ class TaskGrader:
         return await self._grade(text, prompt, verdict, trusted)
 
     async def _grade(self, text: str, prompt: Prompt, verdict: Verdict | None, others: Mapping[str, Check]) -> Grade:
-        submission = self._submission(text, prompt)
+        answer = answer_of(text, self.end_of_thinking)
+        submission = Submission(answer, prompt.answer, text, self.decode(prompt.tokens), prompt.task)
         judged = (check(submission) for check in others.values())
         main, *more = await asyncio.gather(self._judge(submission, verdict), *judged)
-        return graded(submission.answer, main, dict(zip(others, more, strict=True)), {"trusted": 0.0, **self.weights})
+        return graded(answer, main, dict(zip(others, more, strict=True)), {"trusted": 0.0, **self.weights})
 
     async def agrees(self, answer: str, expected: str) -> bool:
         return (await self.check(Submission(answer, expected))).score > 0
 
     async def _judge(self, submission: Submission, verdict: Verdict | None) -> Verdict:
-        """Return the main verdict; an empty answer is wrong without asking the grader."""
+        """Return the main verdict: the given one, if any, or the grader's. An empty answer is wrong without asking it."""
         if verdict is not None:
             return verdict
         return await self.check(submission) if submission.answer else Verdict(WRONG)
 
-    def _submission(self, text: str, prompt: Prompt) -> Submission:
-        answer = answer_of(text, self.end_of_thinking)
-        return Submission(answer, prompt.answer, text, self.decode(prompt.tokens), prompt.task)
-
 
 class TaskGraders:
-    """The graders of a recipe's tasks and suites, by name; made within a running event loop.
+    """The graders of a recipe's tasks and suites, by name. Create it within a running event loop.
 
-    workers: processes per pool, and programs at once (default: as many as there are places for programs); limit_s: for one
-    answer in a worker; limits: of a program. MegarlError as in `check_graders`.
+    workers: processes per pool, and programs at once (default: `places()`); limit_s: time limit for one answer in a worker;
+    limits: those of a program. MegarlError as in `check_graders`.
     """
 
     def __init__(
@@ -119,7 +135,7 @@ class TaskGraders:
         self._data, self._workers, self._limit_s, self._limits = recipe.data, workers or places(), limit_s, limits
         self._pools: list[Pool] = []
         check_graders(recipe)
-        checks = {name: self._made(name) for name in _named(recipe)}
+        checks = {name: _logged(name, self._made(name)) for name in _named(recipe)}
         self._graders = {
             name: TaskGrader(
                 checks[task.grader],

@@ -1,15 +1,15 @@
-"""Runs inside a sandbox: drops every privilege it can, then becomes the program. Its source goes to `python -c`.
+"""Runs inside a sandbox: drops every privilege it can, then executes the program. This source is given to `python -c`.
 
     stdin  {"program": …, "input": …, then one of      read in full before the program starts; nothing in it is secret
             "call": …                                  print the value of this expression, and nothing else
-            "serves": …, "pipes": [from, to]           answer calls of this function that come over a pipe
-            "checks": true, "pipes": [from, to]}       call the program's `check`, with the function at the pipes' other end
-    stdout `started`, then what the program prints; for the last three the value, nothing, `passed`
+            "pipes": [from, to], "serves": …           answer calls of this function that come through a pipe
+            "pipes": [from, to]}                       call the program's `check` with the function at the pipes' other end
+    stdout `started`, then the program's output; in the three cases above: the value, nothing, or `passed`
 
-Only plain values go through the pipes (numbers, texts, lists, dicts and the like, pickled, and no class is ever looked up): a
+Only plain values go through the pipes (numbers, texts, lists, dicts and the like, pickled; no class is ever looked up), so a
 result has no methods that could deceive the comparison.
 
-Standard library only, and nothing of megarl: this process has nothing else. sandbox.py sets up what surrounds it.
+It imports only the standard library, and nothing of megarl, since the sandbox has nothing else. sandbox.py sets that up.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ import resource
 import struct
 import sys
 
-TYPE_CHECKING = False  # imports here delay every program: typing and pickle would add half the time again
+TYPE_CHECKING = False  # imports delay every program: typing and pickle would add 50 % to the start-up time
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, BinaryIO
 
 NOBODY = 65534
 LONGEST = 1 << 20
-"""Bytes of a call or a result in a pipe."""
+"""Most bytes in a call or a result that goes through a pipe."""
 ALONE: tuple[type[Any], ...] = (int, float, complex, str, bytes)
 TOGETHER: dict[type[Any], type[Any]] = {list: list, tuple: tuple, set: set, frozenset: set}
-STOPS = ("StopIteration", "StopAsyncIteration")  # would end a check's `all(map(candidate, …))` too early
+STOPS = ("StopIteration", "StopAsyncIteration")  # raised again, they would end a check's `all(map(candidate, …))` early
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 1, 4, 38, 22, 2
 CLONE_NEWUSER, ANY_CLONE_NEW, CLONE_PARENT = 0x10000000, 0x7E020000, 0x8000
 EPERM, ENOSYS, SIGKILL, O_PATH = 1, 38, 9, 0x200000
@@ -43,13 +43,13 @@ FIRST, SECOND, THIRD = 16, 24, 32  # offsets of the low halves of a call's argum
 F_SETFL, O_ASYNC, F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY = 4, 0x2000, 8, 10, 15, 1024, 1026
 FIOASYNC, FIOSETOWN, SIOCSPGRP = 0x5452, 0x8901, 0x8902
 ARCHITECTURES = {
-    # audit number of the architecture; then numbers of clone, clone3, prlimit64, fcntl, ioctl; then what is refused:
+    # audit number of the architecture; then numbers of clone, clone3, prlimit64, fcntl, ioctl; then the calls that are refused:
     # socket, kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_send_signal, pidfd_open, ptrace,
     # process_vm_readv and writev, setsid, setpgid, unshare, setns, mount, umount2, pivot_root, memfd_create, memfd_secret, bpf,
     # keyctl, add_key, perf_event_open, userfaultfd, io_uring_setup, open_tree, move_mount, fsopen,
     # shmget, shmat, shmctl, semget, semop, semctl, semtimedop, msgget, msgsnd, msgrcv, msgctl, mq_open, mq_unlink,
     # setpriority, ioprio_set, sched_setaffinity, sched_setscheduler, sched_setparam, sched_setattr, migrate_pages, move_pages;
-    # then what is also refused where the user's own files are in sight, because Landlock lets it pass:
+    # then the calls that are also refused where the user's own files are visible, because Landlock allows them:
     # (chmod), fchmod, fchmodat, fchmodat2, (chown), fchown, (lchown), fchownat, (utime, utimes, futimesat), utimensat,
     # setxattr, lsetxattr, fsetxattr, removexattr, lremovexattr, fremovexattr, setxattrat, removexattrat, file_setattr, truncate
     "x86_64": (0xC000003E, 56, 435, 302, 72, 16, (
@@ -76,52 +76,46 @@ ARCHITECTURES = {
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF, LANDLOCK_RULE_PATH_BENEATH = 444, 445, 446, 1
 EXECUTE, WRITE, READ, LIST = 1, 2, 4, 8  # Landlock's access rights to files and directories
 ALL_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
-"""By version: the third covers truncation, the fifth ioctl on devices; later ones add nothing for files."""
+"""Landlock's rights by its version: the third adds truncation, the fifth ioctl on devices; later ones add none for files."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 
 def system_call_filter(machine: str, files_in_sight: bool) -> bytes:
-    """Build a BPF program that refuses what a program may not do.
+    """Build a BPF program that refuses forbidden system calls.
 
-    No network, signals, namespaces or mounts, no memory that escapes the limits, no messages or semaphores that outlive the
-    program, no new session, no control over how others are scheduled; files_in_sight: nor over a file's owner, mode, times or
-    length.
+    It forbids network, signals, namespaces, mounts, memory outside the limits, messages and semaphores that outlive the
+    program, new sessions, and changing how other processes are scheduled; with files_in_sight, also changing a file's owner,
+    mode, times or length.
     """
     audit, clone, clone3, prlimit, fcntl, ioctl, refused, of_files = ARCHITECTURES[machine]
 
     def op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
         return struct.pack("HBBI", code, if_true, if_false, value)
 
-    def refuse(number: int, error: int = EPERM) -> bytes:
-        return op(EQUAL, number, 0, 1) + op(RETURN, ERRNO | error)
+    deny, allow = op(RETURN, ERRNO | EPERM), op(RETURN, ALLOW)
 
-    def refuse_if(number: int, argument: int, *tests: bytes) -> bytes:
-        """Refuse the call `number` if a test of the argument's low half holds."""
-        return op(EQUAL, number, 0, 2 + 2 * len(tests)) + b"".join(
-            [op(LOAD, argument), *(test + op(RETURN, ERRNO | EPERM) for test in tests), op(RETURN, ALLOW)]
-        )
+    def refuse(*values: int, how: bytes = deny) -> bytes:
+        """Refuse the call if the loaded word has one of these values."""
+        return b"".join(op(EQUAL, value, 0, 1) + how for value in values)
 
-    def equal(*values: int) -> list[bytes]:
-        return [op(EQUAL, value, 0, 1) for value in values]
+    def inspect(number: int, argument: int, tests: bytes) -> bytes:
+        """Allow the call `number` unless a test of the argument's low half refuses it."""
+        code = op(LOAD, argument) + tests + allow
+        return op(EQUAL, number, 0, len(code) // len(allow)) + code
 
-    asynchronous = op(EQUAL, F_SETFL, 0, 3) + op(LOAD, THIRD) + op(ANY_BIT, O_ASYNC, 0, 1) + op(RETURN, ERRNO | EPERM)
+    owner = refuse(F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY)  # a pipe sends signals to any owner
+    asynchronous = op(EQUAL, F_SETFL, 0, 3) + op(LOAD, THIRD) + op(ANY_BIT, O_ASYNC, 0, 1) + deny
     return b"".join(
         [
             op(LOAD, 4) + op(EQUAL, audit, 1, 0) + op(RETURN, KILL),
-            op(LOAD, 0) + op(AT_LEAST, 0x40000000, 0, 1) + op(RETURN, ERRNO | EPERM),  # x32, another way to every call
-            *(refuse(number) for number in (*refused, *(of_files if files_in_sight else ()))),
-            refuse(clone3, ENOSYS),  # its flags cannot be inspected; libc falls back to clone
-            refuse_if(clone, FIRST, op(ANY_BIT, ANY_CLONE_NEW | CLONE_PARENT, 0, 1)),
-            refuse_if(prlimit, FIRST, op(EQUAL, 0, 1, 0)),  # on another process
-            refuse_if(ioctl, SECOND, *equal(FIOASYNC, FIOSETOWN, SIOCSPGRP)),
-            # A pipe with an owner sends it signals, whoever that is.
-            op(EQUAL, fcntl, 1, 0) + op(RETURN, ALLOW) + op(LOAD, SECOND),
-            *(
-                test + op(RETURN, ERRNO | EPERM)
-                for test in equal(F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY)
-            ),
-            asynchronous,
-            op(RETURN, ALLOW),
+            op(LOAD, 0) + op(AT_LEAST, 0x40000000, 0, 1) + deny,  # x32, another way to every call
+            refuse(*refused, *(of_files if files_in_sight else ())),
+            refuse(clone3, how=op(RETURN, ERRNO | ENOSYS)),  # its flags cannot be inspected; libc falls back to clone
+            inspect(clone, FIRST, op(ANY_BIT, ANY_CLONE_NEW | CLONE_PARENT, 0, 1) + deny),
+            inspect(prlimit, FIRST, op(EQUAL, 0, 1, 0) + deny),  # refused for other processes
+            inspect(ioctl, SECOND, refuse(FIOASYNC, FIOSETOWN, SIOCSPGRP)),
+            inspect(fcntl, SECOND, owner + asynchronous),
+            allow,
         ]
     )
 
@@ -132,7 +126,7 @@ def landlock_version(libc: ctypes.CDLL) -> int:
 
 
 def shut_files_out(libc: ctypes.CDLL, readable: list[str]) -> None:
-    """Allow reading only these paths, and anything in the working directory, as far as Landlock can here."""
+    """Allow reading only these paths, and everything in the working directory, as far as this kernel's Landlock can."""
     version = landlock_version(libc)
     if not version:
         return
@@ -157,7 +151,7 @@ def shut_files_out(libc: ctypes.CDLL, readable: list[str]) -> None:
 
 
 def give_up(limits: dict[str, int], readable: list[str]) -> None:
-    """Drop identity, resources and system calls for good. If `readable` is given, also all files except those."""
+    """Give up identity, resources and system calls for good; if `readable` is not empty, also all files except those."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # if memory runs out, this dies first
@@ -166,7 +160,7 @@ def give_up(limits: dict[str, int], readable: list[str]) -> None:
         os.setgid(NOBODY)
         os.setuid(NOBODY)
     processes = limits["processes"]
-    if libc.unshare(CLONE_NEWUSER):  # in its own user namespace its processes are counted apart from all others
+    if libc.unshare(CLONE_NEWUSER):  # failed: only in a user namespace of its own are its processes counted alone
         processes += limits["processes_of_others"]
     for what, limit in (
         (resource.RLIMIT_NPROC, processes),
@@ -191,7 +185,7 @@ def give_up(limits: dict[str, int], readable: list[str]) -> None:
 
 
 def unpickled(data: bytes) -> Any:
-    """Unpickle plain values; anything that names a class is refused."""
+    """Unpickle plain values. UnpicklingError if the data names a class."""
     import io
     import pickle
 
@@ -203,7 +197,7 @@ def unpickled(data: bytes) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Return the value without subclasses: a Counter becomes a dict, a named tuple a tuple. TypeError if it is not plain."""
+    """Return the value in built-in types: a Counter becomes a dict, a named tuple a tuple. TypeError if that is impossible."""
     if value is None or isinstance(value, bool):
         return value
     for kind in ALONE:
@@ -218,7 +212,7 @@ def plain(value: Any) -> Any:
 
 
 def send(to: BinaryIO, message: Any) -> None:
-    """Send a message; end this process if nobody is there."""
+    """Send a message; end this process if the receiver is gone."""
     import pickle
 
     data = pickle.dumps(message)
@@ -230,7 +224,7 @@ def send(to: BinaryIO, message: Any) -> None:
 
 
 def receive(source: BinaryIO) -> Any:
-    """Receive a message; end this process if the sender is gone, or the message too long."""
+    """Receive a message; end this process if the sender is gone or the message is too long."""
     head = source.read(8)
     if len(head) < 8 or struct.unpack("<Q", head)[0] > LONGEST:
         os._exit(1)
@@ -238,7 +232,7 @@ def receive(source: BinaryIO) -> Any:
 
 
 def serve(function: Callable[..., Any], source: BinaryIO, to: BinaryIO) -> None:
-    """Answer calls for as long as there are any."""
+    """Answer calls of the function until the caller is gone."""
     while True:
         arguments, named = receive(source)
         try:
@@ -249,7 +243,7 @@ def serve(function: Callable[..., Any], source: BinaryIO, to: BinaryIO) -> None:
 
 
 def far(source: BinaryIO, to: BinaryIO) -> Callable[..., Any]:
-    """Return a stand-in for the function that `serve` has at the other end."""
+    """Return a stand-in for the function that `serve` offers at the other end of the pipes."""
 
     def candidate(*arguments: Any, **named: Any) -> Any:
         send(to, (arguments, named))
@@ -273,13 +267,13 @@ def main() -> None:
     os.lseek(given, 0, os.SEEK_SET)
     os.dup2(given, 0)
     os.close(given)
-    answer, alone = os.dup(1), not (task["call"] or task["serves"] or task["checks"])
+    answer, alone = os.dup(1), not (task["call"] or task["pipes"])
     if not alone:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     limits, readable = json.loads(sys.argv[1]), json.loads(sys.argv[2])
     sys.argv = ["solution.py"]
     module = type(sys)("__main__" if alone else "solution")
-    sys.modules[module.__name__] = module  # where dataclasses, typing and pickle look the program's names up
+    sys.modules[module.__name__] = module  # where dataclasses, typing and pickle look up the program's names
     names = vars(module)
     give_up(limits, readable)
     os.write(answer, b"started\n")
@@ -288,13 +282,13 @@ def main() -> None:
     exec(compile(task["program"], "solution.py", "exec"), names)
     if task["call"]:
         os.write(answer, repr(plain(eval(task["call"], names))).encode())
-    if task["serves"]:
+    if task["pipes"]:
         with open(task["pipes"][0], "rb") as source, open(task["pipes"][1], "wb") as to:
-            serve(names[task["serves"]], source, to)
-    if task["checks"]:
-        with open(task["pipes"][0], "rb") as source, open(task["pipes"][1], "wb") as to:
-            names["check"](far(source, to))
-        os.write(answer, b"passed")
+            if task["serves"]:
+                serve(names[task["serves"]], source, to)
+            else:
+                names["check"](far(source, to))
+                os.write(answer, b"passed")
 
 
 if __name__ == "__main__":

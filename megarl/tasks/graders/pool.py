@@ -1,15 +1,17 @@
-"""A pool of grading processes. It survives whatever an answer does to one of them.
+"""A pool of grading processes, which survives whatever an answer does to one of them.
 
     check(submission) ─► a free worker ─► verdict            worker hangs: killed, replaced, verdict "timeout"
                                                                    worker dies:  replaced, the answer tried once more
+                                                                   `math`, after MOST_FORMULAS answers: replaced
 
-Workers are plain subprocesses that import neither torch nor the controller, and are ready within a second. pebble is
-not used: its workers are multiprocessing's, which fork the controller with all its threads or first import its main module.
+Workers are plain subprocesses that import neither torch nor the controller, and are ready within a second. pebble is not used,
+because its workers come from multiprocessing: they fork the controller with all its threads, or first import its main module.
 """
 
 import asyncio
 import logging
 import sys
+from collections import Counter
 
 import msgspec
 
@@ -20,27 +22,34 @@ from megarl.tasks.graders.functions import environment
 log = logging.getLogger(__name__)
 START_LIMIT_S = 120.0
 KILL_MARGIN_S = 2.0
-"""Grace before killing: a worker stops by itself at the limit unless it hangs inside a C call."""
+"""Grace before a worker is killed: unless it hangs inside a C call, it stops by itself at the limit."""
 TRIES = 2
+MOST_FORMULAS = 5000
+"""Answers that one process parses. Its parser keeps for ever what it has learnt of each, up to 90 KB; at the limit of its
+memory (functions.py) it would find right answers wrong.
+"""
 
 
 class Pool:
-    """`size` workers of one grader, each asked one thing at a time. Made within a running event loop."""
+    """`size` workers for one grader, each with one answer at a time. Create it within a running event loop."""
 
     def __init__(self, size: int, limit_s: float, grader: str = "math") -> None:
         self._limit_s, self._grader = limit_s, grader
         self._free: asyncio.Queue[asyncio.Task[asyncio.subprocess.Process]] = asyncio.Queue()
         self._workers: set[asyncio.Task[asyncio.subprocess.Process]] = set()
+        self._asked: Counter[asyncio.Task[asyncio.subprocess.Process]] = Counter()
         for _ in range(size):
             self._free.put_nowait(self._start())
 
     async def check(self, submission: Submission) -> Verdict:
-        """Return the grader's verdict. GraderDown if workers fail at it `TRIES` times."""
+        """Return the grader's verdict. GraderDown if workers fail `TRIES` times."""
+        why: Exception | None = None
         for attempt in range(TRIES):
-            starting, healthy = await self._free.get(), False
+            starting, stays = await self._free.get(), False
+            self._asked[starting] += 1
             try:
                 verdict = await asyncio.wait_for(_ask(await starting, submission), self._limit_s + KILL_MARGIN_S)
-                healthy = True
+                stays = self._grader != "math" or self._asked[starting] < MOST_FORMULAS
                 return verdict
             except TimeoutError:
                 log.warning(
@@ -48,12 +57,16 @@ class Pool:
                 )
                 return Verdict(WRONG, timeout=True)
             except (OSError, EOFError, GraderDown, asyncio.IncompleteReadError, ValueError) as error:
-                log.warning("a grading process failed and is replaced (attempt %d): %s", attempt + 1, error)
+                why = error
+                log.warning(
+                    "a process of the grader %s failed (attempt %d) and is replaced: %s", self._grader, attempt + 1, why
+                )
             finally:
-                if not healthy:
+                if not stays:
                     self._end(starting)
-                self._free.put_nowait(starting if healthy else self._start())
-        raise GraderDown(f"grading processes failed {TRIES} times at the answer {submission.answer[:80]!r}")
+                self._free.put_nowait(starting if stays else self._start())
+        what = f"processes of the grader {self._grader} failed {TRIES} times at the answer {submission.answer[:80]!r}"
+        raise GraderDown(f"{what}, the last time: {why}")
 
     def close(self) -> None:
         for starting in list(self._workers):
@@ -66,6 +79,7 @@ class Pool:
 
     def _end(self, starting: "asyncio.Task[asyncio.subprocess.Process]") -> None:
         self._workers.discard(starting)
+        self._asked.pop(starting, None)
         if not starting.done():
             starting.cancel()
         elif not starting.cancelled() and not starting.exception() and starting.result().returncode is None:
@@ -99,5 +113,5 @@ async def _ask(worker: asyncio.subprocess.Process, submission: Submission) -> Ve
     await worker.stdin.drain()
     line = await worker.stdout.readline()
     if not line:
-        raise EOFError("it ended")
+        raise EOFError(f"it ended with status {await worker.wait()}")
     return msgspec.json.decode(line, type=Verdict)

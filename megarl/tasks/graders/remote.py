@@ -1,13 +1,13 @@
-"""A reward service: completions go there by HTTP, many per request, and come back as numbers.
+"""A reward service: completions are sent to it by HTTP, many per request, and it returns numbers.
 
-    check(submission) ─► wait for others, BATCH of them or 20 ms ─► POST url ─► {"rewards": [0.7, -1.0, null, …]}
+    check(submission) ─► wait for BATCH submissions or 20 ms ─► POST url ─► {"rewards": [0.7, -1.0, null, …]}
 
-    {"schema_version": 1, "items": [{"task", "prompt", "completion", "answer", "expected"}, …]}        texts, of Submission
+    {"schema_version": 1, "items": [{"task", "prompt", "completion", "answer", "expected"}, …]}        Submission's fields
     {"rewards": [number or null, …]}       ServiceReply: one per item, in order; null: the service could not judge it
 
-A request that may succeed later (connection, timeout, 408, 429, 5xx) is repeated after 0.5, 1, 2, … s, RETRIES times; then,
-or at any other status, the service counts as down. The key is sent as `Authorization: Bearer …`; neither it nor a reply's text
-appears in any message.
+A request that may succeed later (connection error, timeout, 408, 429, 5xx) is repeated after 0.5, 1, 2, … s, up to RETRIES
+times. After that, or at any other status, the service counts as down. The key is sent as `Authorization: Bearer …`; neither
+it nor a reply's text appears in any message.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ SCHEMA_VERSION = 1
 type Waiting = tuple[Submission, asyncio.Future[Verdict]]
 GATHER_S = 0.02
 BATCH = 32
-"""Completions sent in one request. A service that judges fewer at a time divides them itself."""
+"""Completions sent in one request. A service that judges fewer at a time must divide the request itself."""
 AT_ONCE = 8
 """Concurrent requests."""
 LONGEST_PAUSE_S = 30.0
 RETRIES = 5
-"""Over 15 s: a service that restarts within them costs no ticket."""
+"""Together they take 15 s, so a service that restarts within that time costs no ticket."""
 BUSY = (408, 429)
 
 
@@ -44,7 +44,7 @@ class ServiceReply(msgspec.Struct, frozen=True):
 
 
 class _Again(Exception):
-    """The request may succeed later."""
+    """A request failed, but may succeed later."""
 
 
 class Remote:
@@ -60,7 +60,7 @@ class Remote:
         self._places = asyncio.Semaphore(AT_ONCE)
 
     async def check(self, submission: Submission) -> Verdict:
-        """Return the service's reward. GraderDown if there is none."""
+        """Return the service's reward as a verdict. GraderDown if the service is down."""
         loop = asyncio.get_running_loop()
         verdict: asyncio.Future[Verdict] = loop.create_future()
         self._waiting.append((submission, verdict))
@@ -72,14 +72,14 @@ class Remote:
 
     def _send_all(self) -> None:
         if not self._waiting:
-            return  # a full batch was sent before the time was over
+            return  # a full batch was sent before the time was up
         batch, self._waiting = self._waiting, []
         task = asyncio.create_task(self._answer(batch))
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
 
     async def _answer(self, batch: list[Waiting]) -> None:
-        """Give each submission of the batch its verdict, or the reason why there is none."""
+        """Set the verdict of each submission in the batch, or the error if there is none."""
         outcomes: list[Verdict | GraderDown]
         try:
             rewards = await self._rewards([submission._asdict() for submission, _ in batch])

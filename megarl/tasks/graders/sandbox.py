@@ -1,17 +1,17 @@
-"""Runs an untrusted Python program and returns what it printed.
+"""Runs an untrusted Python program and returns its output.
 
     program, input ─► bwrap ─► python -c inside.py ─► stdout, limited in size and time
                       │          user nobody, resource limits, a filter on system calls
-                      └─ namespaces (processes, network, IPC), a root of /usr and Python alone, read-only; a small /tmp
+                      └─ namespaces (processes, network, IPC), a root of /usr and Python only, read-only; a small /tmp
 
-A program may also be tested by a check that is code itself. The check runs in its own sandbox, and two pipes join them:
+A program may also be tested by a check that is code itself. The check runs in its own sandbox, and two pipes connect them:
 
-    check ─► sandbox ── calls ──► sandbox ◄─ program        what the check expects is in the first, the program in the second
+    check ─► sandbox ── calls ──► sandbox ◄─ program        the expected results are in the first, the program in the second
     `passed` ◄──┘  ◄── results ──────┘
 
-`bubblewrap` does all of this. `rlimits` leaves bwrap out: the program's resources are limited, and the kernel's Landlock keeps
-it from files; without Landlock it reads, writes and deletes whatever the user running the controller can (`remains`). Nothing
-that decides on right or wrong is where the program is.
+`bubblewrap` does all of this. `rlimits` does not use bwrap: the program's resources are limited, and the kernel's Landlock
+keeps it from files; without Landlock it can read, write and delete whatever the user running the controller can (`remains`).
+Nothing that decides right or wrong is within the program's reach.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ SandboxKind = Literal["bubblewrap", "rlimits"]
 INSIDE = Path(__file__).with_name("inside.py")
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache")
-"""What a program may read, besides its Python."""
+"""The paths that a program may read, besides its Python."""
 LANDLOCK = 3
 """The first version of Landlock that protects files from truncation."""
 CHECK_LIMIT_S = 60.0
@@ -50,15 +50,15 @@ NAMESPACES = (
     "--security-opt apparmor=unconfined), elsewhere sysctl kernel.apparmor_restrict_unprivileged_userns=0"
 )
 STARTED = b"started\n"
-"""What inside.py prints first: without it nothing is known of the program."""
+"""The first line that inside.py prints. Without it, the program has not begun."""
 
 
 @dataclass(frozen=True)
 class Limits:
     """Limits of one program, in bytes except for:
 
-    seconds: wall-clock time, start-up included. processes: threads count too; processes_of_others: added to them if a
-    program's processes cannot be counted apart from those of the user who runs it.
+    seconds: wall-clock time, start-up included. open_files: a number. processes: a number, in which threads count too;
+    processes_of_others: added to it if the program's processes cannot be counted separately from its user's.
     """
 
     seconds: int = 10
@@ -72,7 +72,8 @@ class Limits:
 
 
 class Ran(NamedTuple):
-    """A program's run. stdout: what was printed; ended: `exit` by itself (whatever the status), else the limit it met."""
+    """The outcome of a program. stdout: its output; ended: `exit` if it exited by itself (with any status), else the limit
+    that it exceeded."""
 
     stdout: str
     ended: Literal["exit", "time", "output"]
@@ -80,14 +81,14 @@ class Ran(NamedTuple):
 
 
 def places() -> int:
-    """Return how many programs may run at once: a quarter of the cores; the others are for servers and learner."""
+    """Return how many programs may run at once: a quarter of the cores, at most 32; the rest is for servers and learner."""
     return max(1, min(32, (os.cpu_count() or 1) // 4))
 
 
 def remains() -> str:
-    """Describe what programs under `rlimits` may do to files here."""
+    """Describe what programs under `rlimits` may still do with files on this machine."""
     if landlock_version(ctypes.CDLL(None)) >= LANDLOCK:
-        return "see which files there are"  # nothing checks `stat`
+        return "see which files there are"  # Landlock does not check `stat`
     return "read, write and delete what you can (this kernel has no Landlock to prevent it, or an old one)"
 
 
@@ -102,7 +103,7 @@ class Sandbox:
         self._places = asyncio.Semaphore(places)
 
     def check(self) -> None:
-        """Raise MegarlError if programs cannot be run here as the recipe asks; takes a tenth of a second."""
+        """Raise MegarlError if this kind of sandbox cannot run programs on this machine. Takes a tenth of a second."""
         if self._kind == "bubblewrap" and shutil.which("bwrap") is None:
             raise MegarlError(
                 "data.sandbox: bubblewrap is not installed, and code is graded in its sandbox; install it (apt-get install "
@@ -130,13 +131,14 @@ class Sandbox:
             log.warning("data.sandbox=rlimits: programs may %s", remains())
 
     async def run(self, program: str, given: str, call: str = "") -> Ran:
-        """Return what `program` printed for this stdin or, after it has run, the repr of the expression `call`. GraderDown."""
+        """Return the program's output for the stdin `given` or, after it has run, the repr of the expression `call`.
+        GraderDown if no sandbox can start it."""
         return await self._tried(lambda: self._run(program, input=given, call=call))
 
     async def run_checked(self, program: str, function: str, check: str) -> Ran:
         """Run `check(candidate)`, defined by the source `check`, on this function of the program.
 
-        It prints `passed` or nothing. Each has its own sandbox, both within the time of one. GraderDown as above.
+        The output is `passed` or nothing. Check and program have a sandbox each and share the time of one. GraderDown as above.
         """
         return await self._tried(lambda: self._pair(program, function, check))
 
@@ -155,15 +157,15 @@ class Sandbox:
         try:
             async with asyncio.TaskGroup() as both:
                 asked = both.create_task(self._run(program, ends, serves=function))
-                judge = both.create_task(self._run(check, others, checks=True))
-                if (await judge).stdout:  # empty output may mean that no program could be started, which is no verdict
+                judge = both.create_task(self._run(check, others))
+                if (await judge).stdout:  # without output, the program's sandbox may have failed, which is no verdict
                     asked.cancel()
         except* (OSError, GraderDown) as errors:
             raise errors.exceptions[0] from None
         return judge.result()
 
     async def _run(self, program: str, pipes: Sequence[IO[bytes]] = (), **more: Any) -> Ran:
-        """Run one process in its own place. pipes: handed over to it and closed here; more: of its task."""
+        """Run one process in its own directory. pipes: passed to it and closed here; more: further fields of its task."""
         numbers = [pipe.fileno() for pipe in pipes]
         with tempfile.TemporaryDirectory(prefix="megarl-sandbox-") as scratch:
             os.chmod(scratch, 0o777)
@@ -183,7 +185,7 @@ class Sandbox:
         out, ended = b"", "exit"
         try:
             async with asyncio.timeout(self._limits.seconds):
-                with contextlib.suppress(ConnectionError):  # it may end without having read it
+                with contextlib.suppress(ConnectionError):  # it may exit before it has read its task
                     process.stdin.write(task)
                     await process.stdin.drain()
                     process.stdin.close()
@@ -215,18 +217,17 @@ class Sandbox:
 
 def _task(program: str, **more: Any) -> bytes:
     """Encode the task for inside.py."""
-    nothing = {"input": "", "call": "", "serves": "", "checks": False, "pipes": []}
-    return json.dumps({"program": program} | nothing | more).encode()
+    return json.dumps({"program": program, "input": "", "call": "", "serves": "", "pipes": []} | more).encode()
 
 
 def _pipe() -> tuple[IO[bytes], IO[bytes]]:
-    """Return a pipe's reading and writing ends, as file objects so that none is left open whatever happens."""
+    """Return a pipe's reading and writing ends, as file objects so that they are closed whatever happens."""
     reading, writing = os.pipe()
     return os.fdopen(reading, "rb", 0), os.fdopen(writing, "wb", 0)
 
 
 async def _killed(process: asyncio.subprocess.Process) -> None:
-    """Kill the process and its children. Its last output is read and dropped: asyncio also waits for pipes to end."""
+    """Kill the process and its children. Its last output is read and dropped, because asyncio waits for pipes to end, too."""
     assert process.stdout
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -240,7 +241,7 @@ async def _killed(process: asyncio.subprocess.Process) -> None:
 
 
 def _bubblewrap(prefix: Path, limits: Limits) -> list[str]:
-    """Build the bwrap command: a root of the system's programs and the Python of `prefix`."""
+    """Build the bwrap command, with a root of only the system's programs and the Python in `prefix`."""
     command = ["bwrap", "--die-with-parent", "--new-session", "--ro-bind", "/usr", "/usr"]
     for path in SYSTEM[1:]:
         if os.path.islink(path):
@@ -248,7 +249,7 @@ def _bubblewrap(prefix: Path, limits: Limits) -> list[str]:
         else:
             command += ["--ro-bind-try", path, path]
     if not prefix.is_relative_to("/usr"):
-        for parent in reversed(prefix.parents[:-1]):  # bwrap would make them for its own user alone
+        for parent in reversed(prefix.parents[:-1]):  # bwrap by itself would make them accessible to its own user only
             command += ["--perms", "0755", "--dir", str(parent)]
         command += ["--ro-bind", str(prefix), str(prefix)]
     command += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(limits.tmp), "--tmpfs", "/tmp"]
@@ -260,8 +261,8 @@ def _bubblewrap(prefix: Path, limits: Limits) -> list[str]:
 
 
 def agent_sandbox(scratch: Path, hidden: Path) -> list[str]:
-    """Build the bwrap command for an agent: it sees all files but those of `hidden`, writes those of `scratch` alone, and sees
-    no processes but its own. The network is the machine's."""
+    """Build the bwrap command for an agent: it sees all files except those in `hidden`, can write only in `scratch`, and sees
+    only its own processes. It uses the machine's network."""
     command = ["bwrap", "--die-with-parent", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
     if hidden.is_dir():
         command += ["--tmpfs", str(hidden.absolute())]

@@ -181,6 +181,13 @@ def test_verify_compares_logits_of_megatron_and_transformers(
     assert float(out.split("differ by ")[1].split(",")[0]) < 2e-5
 
 
+def test_verify_of_other_vocabularies_compares_no_logits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, size in (("a", 131), ("b", 100)):
+        tiny_llama(tmp_path / name, vocab_size=size)
+    assert main(["verify", str(tmp_path / "a"), str(tmp_path / "b"), "--logits", "1"]) == 1
+    assert "logits cannot be compared: of 131 against 100 tokens" in capsys.readouterr().out
+
+
 def test_verify_finds_logits_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same tensors, another rotary embedding: only the logits show it."""
     tiny_llama(tmp_path / "hf")

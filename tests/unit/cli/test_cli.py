@@ -243,11 +243,11 @@ def test_a_broken_pipe_finishes_no_command_that_works(monkeypatch: pytest.Monkey
         assert getattr(ended.value, "code", 1) == 1
 
 
-def test_a_dry_run_may_be_looked_at_with_head() -> None:
+def test_a_dry_run_may_be_looked_at_with_head(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", "megarl", "sft", "quickstart", "--dry-run"]
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, cwd=tmp_path)
     os.close(write)
     assert "BrokenPipe" not in done.stderr
     assert "this can start" in done.stderr  # it goes on to what it checks: there are no data here

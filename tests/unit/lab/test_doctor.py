@@ -132,10 +132,18 @@ def test_infiniband_that_a_container_does_not_see(monkeypatch: pytest.MonkeyPatc
     assert "--device=/dev/infiniband" in found()[0].advice
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "uverbs0").touch()
+    monkeypatch.setattr(doctor, "loads", lambda library: library != "libibverbs.so.1")
+    assert "install libibverbs1 and ibverbs-providers" in found()[0].advice
+    monkeypatch.setattr(doctor, "loads", lambda _: True)
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (65536, 65536))
     assert "memlock" in found()[0].advice
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (doctor.resource.RLIM_INFINITY,) * 2)
     assert (found()[0].grade, found()[0].found) == ("good", "mlx5_0")
+
+
+def test_a_library_loads_or_not() -> None:
+    assert doctor.loads("libc.so.6")
+    assert not doctor.loads("libnowhere.so.1")
 
 
 @pytest.mark.parametrize(("version", "old"), [("570.195.03", True), ("580.65.06", False), ("", False)])

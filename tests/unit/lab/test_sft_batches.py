@@ -1,10 +1,18 @@
-"""Batches of the warm start: every trace once an epoch, tokens within the budget, weights that add up to one."""
+"""The warm start: every trace once an epoch, batches within the budget, weights that add up to one; its environment."""
 
 import itertools
+import os
+import sys
+from pathlib import Path
 
 import numpy as np
+import pytest
 
+from megarl.core.base.errors import MegarlError
+from megarl.core.recipe import load
+from megarl.lab import sft
 from megarl.lab.sft import batches
+from megarl.run import devices
 from megarl.tasks.data.traces import Trace
 
 LENGTHS = [5, 9, 7, 4, 30, 6, 8]
@@ -25,3 +33,27 @@ def test_batches_keep_to_the_budget_but_for_one_long_trace() -> None:
         assert np.isclose(weights.sum(), 1.0)
         assert len(set(weights[weights > 0].tolist())) == 1
         assert all(s.loss_weight[:2].sum() == 0 for s in batch)
+
+
+def test_a_warm_start_does_not_go_on_with_other_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its first checkpoint it may; and one that was begun before traces were noted goes on."""
+    monkeypatch.setattr(sft.dist, "get_rank", lambda: 0)
+    sft.check_same(TRACES, tmp_path, 4)
+    sft.check_same(TRACES, tmp_path, 4)
+    for other in (TRACES[:-1], TRACES[::-1], [*TRACES[:-1], TRACES[-1]._replace(learnt=np.ones(LENGTHS[-1], bool))]):
+        with pytest.raises(MegarlError, match=r"a warm start with other traces \(sft.data\) was begun there"):
+            sft.check_same(other, tmp_path, 4)
+    sft.check_same(TRACES[::-1], tmp_path, 0)
+    with pytest.raises(MegarlError, match="a warm start with other traces"):
+        sft.check_same(TRACES, tmp_path, 4)
+
+
+def test_its_ranks_have_the_environment_of_a_learner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With GPUs: in another order of kernels, tensor parallelism computes or sends; and kernels are kept on the node."""
+    monkeypatch.setattr(os, "environ", {"CUDA_VISIBLE_DEVICES": "0,1"})
+    monkeypatch.setattr(sft, "become_torchrun", lambda ranks, _port: sys.exit(ranks))
+    words = ["resources.learner_ranks=2", f"model.path={tmp_path}/made"]
+    with pytest.raises(SystemExit, match=r"^2$"):
+        sft.main(load("quickstart", words))
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert set(devices.CACHES) <= os.environ.keys()

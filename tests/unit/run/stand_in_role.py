@@ -63,6 +63,10 @@ def learner(rundir: RunDir, index: int, steps: int) -> int:
         append_jsonl(rundir.metrics, {"step": 0, "time": time.time(), "compute_hours": 0.1, "compute_unit": "core"})
         rundir.failure_file.write_text("three steps were skipped")
         return 1  # as torchrun does
+    while (rundir.path / "slow").exists():
+        if rundir.stop_file.exists():
+            return 0
+        time.sleep(0.05)
     done = len(list(read_jsonl(rundir.metrics)))
     for step in range(done, steps):
         append_jsonl(

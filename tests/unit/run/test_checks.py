@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from megarl import cli
 from megarl.core.base.architecture import CONFIGS
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import INDEX
@@ -161,6 +162,20 @@ def test_missing_graders(tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyP
         preflight.check_inputs(changed(tree, data={"tasks": tasks, "services": services}))
 
 
+@pytest.mark.parametrize(
+    ("task", "data", "words"),
+    [
+        ({"environment": "nowhere:Game", "reply_tokens": 4}, {}, r"math\.environment: nowhere:Game cannot be used"),
+        ({"agent": ["python"]}, {"sandbox": "rlimits"}, "the model has no chat template"),
+        ({}, {"curriculum": {"kind": "linear"}}, r"^data\.curriculum: all prompts of .* have one difficulty"),
+    ],
+)
+def test_what_would_end_the_controller_as_it_starts(tree: Tree, task: Tree, data: Tree, words: str) -> None:
+    tasks = {"math": tree["data"]["tasks"]["math"] | task}
+    with pytest.raises(MegarlError, match=words):
+        preflight.check_inputs(changed(tree, data={"tasks": tasks} | data))
+
+
 def test_a_loss_of_the_users(tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("my_losses.py").write_text(
@@ -229,7 +244,12 @@ def test_the_hosts_memory_holds_what_roles_copy(tree: Tree, tmp_path: Path, monk
     recipe = changed(tree, resources=resources, model={"dtype": "bf16"})
     nodes = [replace(here(20, ""), name=f"n{i}", gpus=tuple("0123"), memory=100 * 10**9) for i in range(2)]
     placed = place(recipe, nodes)
-    checks.check_placed(recipe, placed, host_bytes=25e9)
+    monkeypatch.setattr(devices, "capabilities", lambda: {"10.0"})
+    asked: list[Any] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(checks, "check_gpus", lambda *arguments: asked.append(arguments))
+        checks.check_placed(recipe, placed, host_bytes=25e9)
+    assert asked == [(recipe, {"10.0"})]
     with pytest.raises(
         MegarlError, match=r"^resources: n1 has 100 GB .* ranks for checkpoints, 4 x 26 GB need 104 GB; spread"
     ):
@@ -286,6 +306,7 @@ def test_run_is_not_overwritten(recipe: Recipe, write_run: Callable[[int], RunDi
         ("run", {"seed": 7}, r"run\.seed: 0 in .*recipe\.yaml, 7 now"),
         ("batch", {"prompts": 12}, r"batch\.prompts: 48 in .*, 12 now"),
         ("loss", {"cap": 8.0}, r"loss\.cap: 4\.0 in .*, 8\.0 now"),
+        ("agent", {"trained_tokens": 9}, r"agent\.trained_tokens: 65536 in .*, 9 now"),
         ("sampling", {"temperature": 0.7}, r"sampling\.temperature: 1\.0 in .*, 0\.7 now"),
         ("data", {"curriculum": {"kind": "linear"}}, r"data\.curriculum\.kind: 'none' in .*, 'linear' now"),
         ("data", {"tasks": {}}, r"data\.tasks\.math\.weight: 1\.0 in .*, None now"),
@@ -311,6 +332,7 @@ def test_history_is_not_altered(
         ("model", {"tensor_parallel": 1}),
         ("run", {"steps": 500}),
         ("evaluation", {"every": 5}),
+        ("agent", {"at_once": 2}),
         ("checkpoint", {"keep": 9}),
         ("pipeline", {"window": "auto"}),
     ],
@@ -318,6 +340,17 @@ def test_history_is_not_altered(
 def test_the_rest_may_change(tree: Tree, write_run: Callable[[int], RunDir], section: str, change: Tree) -> None:
     tree["run"]["resume"] = "auto"
     assert checks.check_history(changed(tree, **{section: change}), write_run(1), {}) is True
+
+
+def test_routers_may_be_frozen_but_not_thawed(tree: Tree, write_run: Callable[[int], RunDir]) -> None:
+    """Their part of the optimiser is in no checkpoint since."""
+    tree["run"]["resume"] = "auto"
+    rundir = write_run(1)
+    frozen = changed(tree, model={"moe": {"freeze_router": True}})
+    assert checks.check_history(frozen, rundir, {})
+    rundir.recipe.write_text(dump(frozen))
+    with pytest.raises(MegarlError, match=r"model\.moe\.freeze_router: True in .*, False now"):
+        checks.check_history(from_tree(tree), rundir, {})
 
 
 def test_recipe_of_another_version(tree: Tree, write_run: Callable[[int], RunDir]) -> None:
@@ -401,6 +434,20 @@ def test_contents_are_compared_with_those_the_run_began_with(tree: Tree, write_r
     rundir.fingerprints.unlink()
     with pytest.raises(MegarlError, match=r"fingerprints\.json: is gone"):
         checks.check_history(recipe, rundir, preflight.check_inputs(recipe))
+
+
+def test_a_controller_that_starts_again_takes_no_other_prompts(
+    tree: Tree, write_run: Callable[[int], RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its run lives, so nobody else compares them."""
+    rundir, train = write_run(1), Path(tree["data"]["tasks"]["math"]["train"])
+    rundir.fingerprints.write_text(json.dumps(preflight.check_inputs(from_tree(tree))))
+    monkeypatch.setattr(cli, "start_logging", lambda _: None)
+    with pytest.raises(MegarlError, match=r"endpoints\.json: no such file"):
+        cli.rollout(str(rundir.recipe), [])
+    train.write_bytes(train.read_bytes().replace(b'"answer": "3"', b'"answer": "4"'))
+    with pytest.raises(MegarlError, match=r"data\.tasks\.math\.train: prompts: not what the run began with"):
+        cli.rollout(str(rundir.recipe), [])
 
 
 def test_large_weights_are_known_by_a_sample(tree: Tree) -> None:

@@ -3,15 +3,18 @@
 import json
 import random
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megarl.core.base.contracts import TaskPrompts
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir, latest_rows, latest_scores, write_jsonl
 from megarl.core.base.types import Group, Prompt, Rollout, Segment, float32, int32
+from megarl.core.controller.draw import mixture_of
 from megarl.core.journal.journal import Journal, JournalReader
 from megarl.core.journal.records import Admitted, Evaluated, Finished, JournalRecord, PublishedVersion, Removed, Session
 from megarl.core.recipe import Recipe, dump, from_tree
@@ -205,6 +208,23 @@ def test_a_fork_of_a_fork(tmp_path: Path, parent: RunDir) -> None:
         fork.check(second)
 
 
+@pytest.mark.parametrize(
+    ("weights", "drawn"), [({"math": 1.0, "code": 1.0}, {"math": 10, "code": 10}), ({"math": 2.0}, {"math": 20})]
+)
+def test_other_shares_count_from_the_fork_on(
+    tmp_path: Path, parent: RunDir, weights: dict[str, float], drawn: dict[str, int]
+) -> None:
+    """A task that the parent did not have is not drawn until it has its share of the parent's draws, too."""
+    data = {"tasks": {name: {"train": "x", "heldout": "y", "weight": weight} for name, weight in weights.items()}}
+    parent.recipe.write_text(dump(recipe_of(tmp_path, name="parent", data={"tasks": {"math": data["tasks"]["math"]}})))
+    recipe = recipe_of(tmp_path, fork_at=4, data=data)
+    prompts = [Prompt(id=f"p{n}", tokens=int32([7]), answer="") for n in range(8)]
+    state = JournalReader(begun(recipe).rollouts).fold()
+    mixture = mixture_of(recipe, dict.fromkeys(weights, TaskPrompts(prompts, [])), state)
+    assert Counter(mixture.draw()[0] for _ in range(20)) == drawn
+    assert mixture.curricula["math"].drawn == drawn["math"] + by_hand(records(0), 4)[0]
+
+
 def test_a_crash_on_the_way_is_made_up_for(tmp_path: Path, parent: RunDir) -> None:
     recipe = recipe_of(tmp_path, fork_at=4)
     rundir = begun(recipe)
@@ -238,6 +258,10 @@ def nothing(parent: RunDir) -> None:
     pass
 
 
+def frozen(parent: RunDir) -> None:
+    parent.recipe.write_text(parent.recipe.read_text().replace("freeze_router: false", "freeze_router: true"))
+
+
 CRITIC = {"centring": "critic", "zero_variance": "keep", "positive_threshold": None}
 
 
@@ -249,6 +273,7 @@ CRITIC = {"centring": "critic", "zero_variance": "keep", "positive_threshold": N
         (nothing, 4, {"run": {"steps": 4}}, "run.steps: 4, and the fork begins after step 4"),
         (nothing, 4, {"run": {"seed": 3}}, "run.seed: 0 in .*, 3 now; a fork keeps it"),
         (nothing, 4, {"model": {"dtype": "bf16"}}, "model.dtype: 'fp32' in .*, 'bf16' now; a fork keeps it"),
+        (frozen, 4, {}, "freeze_router: True in .*, False now; a fork keeps it"),
         (nothing, 4, {"batch": CRITIC}, "batch.centring: critic, and .* has none"),
         (nothing, 5, {"resources": {"learner_ranks": 3}}, r"learner_ranks: 1 in .*, 3 now, and steps 4 to 4 .* \(there: 4\)"),
         (gone, 4, {}, "what was drawn before step 4 is not there any more"),

@@ -47,6 +47,11 @@ def each(name: str, every: int) -> Callable[[Row], Row]:
     return lambda row: {name: float(row["step"] % every == 0)}
 
 
+def backwards(share: float) -> Callable[[Row], Row]:
+    """So much of each movement goes the other way. On average .5 goes the right one."""
+    return lambda row: {"progress": row["progress"] - share * row["trained_logprob_diff"]}
+
+
 DENSE, EXPERTS, CLIPPED = "quickstart-0.8m-bf16-seed0", "quickstart-moe-0.3m-fp32-seed0", "grpo-tiny-0.8m-fp32-seed0"
 CASES: dict[str, tuple[str, Callable[[Row], Row], Callable[[Row], Row]]] = {
     # signal: (run, what it must report, what it must let pass)
@@ -60,6 +65,7 @@ CASES: dict[str, tuple[str, Callable[[Row], Row], Callable[[Row], Row]]] = {
     "not_finite": (DENSE, each("skipped", 50), now(skipped=0.0)),
     "reward_sign": (DENSE, now(reward_gap=-2.0), now(reward_gap=0.1)),
     "advantages": (DENSE, now(advantage_fit=-0.2), now(advantage_fit=0.4)),
+    "progress": (DENSE, backwards(1.0), backwards(0.4)),
     "parity": (DENSE, each("warning_parity", 2), each("warning_parity", 6)),
     "replay": (EXPERTS, now(routing_replayed=0.0), now(routing_replayed=0.9)),
     "learning_rate": (DENSE, lambda row: {"lr": row["lr"] * 30}, lambda row: {"lr": row["lr"] * 2}),
@@ -90,6 +96,7 @@ def rows_of(run: CorpusRun) -> Iterator[Row]:
             "surprise": row["entropy"] * math.exp(rng.gauss(0, 0.05)),
             "reward_gap": 2.0,
             "advantage_fit": 1.0,
+            "progress": rng.gauss(0.5, 0.35) * row["trained_logprob_diff"],
             "routing_replayed": 0.96,
             "expert_unused_share": 0.0,
             "parity_logit/kernels": 0.01 * math.exp(rng.gauss(0, 0.2)),
@@ -137,6 +144,13 @@ def test_a_slow_course_is_followed_and_a_new_one_learnt() -> None:
     back = Health({"step": step, "completion_tokens_mean": 100.0 if step < 50 else 200.0} for step in range(90))
     assert back.metrics() == {"health": 0.0, "alarm/length_rise": 1.0}
     assert level.metrics() == {"health": 1.0}
+
+
+def test_scattered_values_do_not_become_the_norm_before_they_have_proved_harmless(clean: list[CorpusRun]) -> None:
+    """A step's movement scatters: among the earlier values, the first fourfold ones would hide the others."""
+    moved = times("trained_logprob_diff", 4.0)
+    found = [Health(row | (moved(row) if row["step"] >= BEGIN else {}) for row in run.steps) for run in clean]
+    assert sum("drift" in {alarm.name for alarm in health.history} for health in found) > len(clean) / 2
 
 
 def test_nothing_is_judged_before_the_norm_is_known() -> None:
@@ -193,6 +207,10 @@ def test_what_was_not_measured_is_no_sign() -> None:
     assert Health(wild).step == 59
     zeros = {name: 0.0 for name in NAMES if name not in ("step", "epoch")}
     assert "not_finite" not in {alarm.name for alarm in Health({**zeros, "step": step} for step in range(60)).history}
+
+
+def test_groups_of_one_reward_are_no_sign_with_a_teacher(clean: list[CorpusRun]) -> None:
+    assert judged(clean, DENSE, now(zero_variance_share=1.0, kl_teacher=0.5)).history == []
 
 
 def test_the_documentation_has_all_signals() -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -25,7 +26,7 @@ from megarl.core.server import membership
 from megarl.core.server.client import ServerLost
 from megarl.core.telemetry.spans import UNRECORDED
 from megarl.run import join
-from megarl.run.launcher import LocalLauncher, RoleCommand
+from megarl.run.launcher import LocalLauncher, LocalProcess, RoleCommand
 from megarl.run.nodes import here
 from megarl.run.placement import Place
 from megarl.run.process import StopRequest, free_ports
@@ -45,9 +46,9 @@ def run(recipe: Recipe, write_run: Callable[[int], RunDir], monkeypatch: pytest.
     return rundir
 
 
-def live(rundir: RunDir, controller: str) -> Endpoints:
+def live(rundir: RunDir, controller: str, session: str = "s") -> Endpoints:
     endpoints = Endpoints(
-        session="s", controller=controller, servers=("http://127.0.0.1:1",), api_key="a", admin_key="b",
+        session=session, controller=controller, servers=("http://127.0.0.1:1",), api_key="a", admin_key="b",
         link=LinkKeys.new(), rendezvous_port=1,
     )  # fmt: skip
     rundir.write_endpoints(endpoints)
@@ -148,6 +149,7 @@ class Answering(threading.Thread):
         super().__init__(daemon=True)
         self._endpoints, self._to_join = endpoints, to_join
         self.said: list[FromServer] = []
+        self.heard_all = threading.Event()  # the second word
         self.start()
 
     def run(self) -> None:
@@ -159,8 +161,11 @@ class Answering(threading.Thread):
             peer, said = await link.receive()
             assert isinstance(said, FromServer)
             self.said.append(said)
+            to_join = self._to_join
             leaving: Reply = Ack() if self.lets_go() else Wait(reason="")
-            await link.reply(peer, leaving if isinstance(said, Leave) else self._to_join)
+            await link.reply(peer, leaving if isinstance(said, Leave) else to_join)
+            if len(self.said) == 2:
+                self.heard_all.set()
 
     def lets_go(self) -> bool:
         return [type(s) for s in self.said[-2:]] == [Leave, Leave]
@@ -235,6 +240,75 @@ def test_a_server_that_ends_by_itself(run: RunDir, monkeypatch: pytest.MonkeyPat
 def test_refused(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MegarlError, match="the run goes on without this server"):
         stays(run, monkeypatch, SERVE, told, Refused(error="the run goes on without this server"))
+
+
+class OneAnswer(Answering):
+    """Takes a server in, and tells it at its next word that the run ends."""
+
+    def __init__(self, endpoints: Endpoints) -> None:
+        super().__init__(endpoints, Joined(server=5))
+
+    def lets_go(self) -> bool:
+        self._to_join = Stop(reason="signal SIGUSR1")
+        return False
+
+
+def test_it_follows_a_run_that_made_room(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Which goes on elsewhere, with other keys, and is then stopped by hand."""
+    for limit, seconds in (("BEAT_S", 0.2), ("TICK_S", 0.05)):
+        monkeypatch.setattr(join, limit, seconds)
+    start, started = LocalLauncher.start, list[tuple[str, ...]]()
+
+    def stand_in(self: LocalLauncher, task: RoleCommand, n: int = 0) -> LocalProcess:
+        started.append(task.arguments)
+        return start(self, replace(task, arguments=("-c", SERVE)), n)
+
+    def goes_on() -> None:
+        run.summary.write_text('{"outcome": "stopped"}')
+        run.stop(signal.SIGUSR1)
+        time.sleep(1.0)
+        for file in (run.stop_file, run.status, run.summary):
+            file.unlink()
+        lives.append(OneAnswer(live(run, f"tcp://127.0.0.1:{free_ports(1)[0]}", "another")))
+        time.sleep(0.5)
+        assert len(started) == 1, "its controller has written nothing"
+        run.status.write_text("{}")
+        lives[1].heard_all.wait(30)
+        run.stop(signal.SIGINT)
+        run.summary.write_text('{"outcome": "stopped"}')
+
+    monkeypatch.setattr(LocalLauncher, "start", stand_in)
+    monkeypatch.setattr(LocalLauncher, "sweep", lambda *_: None)  # the other children are the tests'
+    lives = [OneAnswer(run.endpoints())]
+    queue = threading.Thread(target=lambda: (lives[0].heard_all.wait(30), goes_on()))
+    queue.start()
+    assert main(["serve", "--join", str(run.path)]) == 0
+    queue.join()
+    assert [[s.server for s in each.said if isinstance(s, Join)] for each in lives] == [[-1, 5], [-1, 5]]
+    assert len({s.life for each in lives for s in each.said}) == len(started) == 2
+    assert capfd.readouterr().out.count("leaving: the run is ending: signal SIGUSR1") == 2
+
+
+@pytest.mark.parametrize(
+    ("outcome", "number"), [("finished", None), ("failed", signal.SIGTERM), ("stopped", 0), ("stopped", signal.SIGINT)]
+)
+def test_it_follows_no_run_that_has_ended_for_good(run: RunDir, outcome: str, number: int | None) -> None:
+    if number is not None:
+        run.stop(number)
+    run.summary.write_text(f'{{"outcome": "{outcome}"}}')
+    assert not join.resumed(run, "s", StopRequest())
+
+
+def test_it_waits_for_no_run_longer_than_it_may(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit, seconds in (("BEAT_S", 0.1), ("FOLLOW_LIMIT_S", 1.0)):
+        monkeypatch.setattr(join, limit, seconds)
+    asked, began = StopRequest(), time.monotonic()
+    assert not join.resumed(run, "s", asked)
+    assert 1.0 <= time.monotonic() - began < 10.0
+    told(asked)
+    assert not join.resumed(run, "of an earlier one", asked)
 
 
 # The controller's side.

@@ -1,11 +1,13 @@
 """Local processes: their log, their environment, and that nothing of them outlives `kill` or the supervisor."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -234,6 +236,14 @@ def test_compiled_kernels_are_kept_on_the_node_and_by_us(tmp_path: Path, monkeyp
     assert folder.stat().st_mode & 0o077 == 0
     folder.chmod(0o777)  # others could leave their code there
     assert devices.kernel_caches() == {}
+
+
+def test_no_kernel_of_sglang_is_compiled_into_the_home_directory() -> None:
+    """Its folders are one of its variables or follow another one; unset, each of these leads to ~/.cache."""
+    variables = (Path(find_spec("sglang").origin).parent / "srt" / "environ.py").read_text()  # type: ignore[union-attr, arg-type]
+    home = re.findall(r"^    (SGLANG_\w*CACHE_DIR) = EnvStr\((?!lambda)", variables, flags=re.MULTILINE)
+    assert len(home) == 2
+    assert set(home) <= set(devices.CACHES)
 
 
 def test_shared_memory_of_roles_without_a_supervisor_is_removed_at_the_next_start(tmp_path: Path) -> None:

@@ -108,11 +108,19 @@ def test_a_node_whose_answer_is_not_whole_is_named(tmp_path: Path, monkeypatch: 
     node = Node("n1", "vm", "127.0.0.1", "lo", (), 2, 0, (1, 2, 3))
     said = b"".join([*nodes.told(node), *nodes.told(replace(node, name="n2", ports=(1, 2)))])
     (tmp_path / "said").write_bytes(said)
-    monkeypatch.setattr(srun, "command", lambda *_: ["cat", str(tmp_path / "said")])
+    asked: list[str] = []
+
+    def command(_names: object, _step: str, arguments: tuple[str, ...]) -> list[str]:
+        asked.extend(arguments)
+        return ["cat", str(tmp_path / "said")]
+
+    monkeypatch.setattr(srun, "command", command)
     monkeypatch.setattr(srun, "hosts", str.split)
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n1 n2")
     with pytest.raises(MegarlError, match="no whole answer from n2"):
-        SrunLauncher(RunDir(tmp_path), "lo").survey(3)
+        SrunLauncher(RunDir(Path("runs/a")), "lo").survey(3)
+    # From the working directory, as roles look for it: a container may see this path to it and no other.
+    assert asked[-1] == "runs/a"
 
 
 def test_nodes_must_reach_each_other_and_share_no_port() -> None:

@@ -1,6 +1,8 @@
 """A run read from another terminal, and after its end: `megarl status` and `megarl logs`."""
 
 import json
+import os
+import re
 import shutil
 import threading
 import time
@@ -12,8 +14,9 @@ import pytest
 from megarl.cli import main
 from megarl.core.base.rundir import RunDir, append_jsonl
 from megarl.core.recipe import Recipe
-from megarl.run import summary
+from megarl.run import status, summary
 from megarl.run.closing import Death, causes
+from megarl.run.observe import last_lines
 from megarl.run.restart import Role
 from megarl.run.status import roles_of
 
@@ -71,12 +74,49 @@ def test_of_a_live_run(write_run: Write, capsys: pytest.CaptureFixture[str]) -> 
     assert "nothing written for 2:01:4" in capsys.readouterr().out
 
 
-def test_of_a_finished_run(recipe: Recipe, write_run: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_problem_with_its_time(write_run: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    """The newest of what roles warned of and what became of them, whatever else is in the logs."""
+    rundir = write_run(41)
+    live(rundir)
+    logged(rundir, "controller", "n1", 0, "2026-03-01 14:05:06,789 controller INFO megarl.core: well", "Traceback: old")
+    assert main(["status", str(rundir.path)]) == 0
+    killed = next(line for line in capsys.readouterr().out.splitlines() if "last problem" in line)
+    assert re.search(r"last problem: \d{4}-\d\d-\d\d \d\d:\d\d:\d\d server-0 ended \(status -9\)", killed)
+    last = "2999-03-01 14:05:06,789 learner 3 WARNING megarl.core.learner.trainer: step 7 is skipped"
+    logged(rundir, "learner", "n3", 3, last, "2999-03-02 14:05:06,789 learner 3 WARNING torch: noise")
+    assert main(["status", str(rundir.path)]) == 0
+    assert "last problem: 2999-03-01 14:05:06 learner 3 step 7 is skipped" in capsys.readouterr().out
+
+
+def test_logs_older_than_the_last_problem_are_not_read(write_run: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of earlier lives, on other nodes, of which there may be thousands."""
+    rundir, read = write_run(3), list[str]()
+    for life in range(3):
+        said = f"2026-03-0{life + 1} 14:05:06,789 learner 0 WARNING megarl.core: life {life}"
+        logged(rundir, "learner", f"n{life}", 0, said)
+        at = time.mktime((2026, 3, life + 1, 15, 0, 0, 0, 0, -1))
+        os.utime(rundir.log("learner", f"n{life}", 0), (at, at))
+    logged(rundir, "server", "n2", 0, "2026-03-03 14:05:05,789 server 0 WARNING megarl.core: before that")
+    monkeypatch.setattr(status, "last_lines", lambda log, count: read.append(log.stem) or last_lines(log, count))
+    assert status.problem_of(rundir) == "2026-03-03 14:05:06 learner 0 life 2"
+    assert read == ["n2.0", "n2.0"]
+
+
+def test_of_a_finished_run(
+    recipe: Recipe, write_run: Write, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder with a blank in its name: the commands that are shown can be copied."""
     rundir = write_run(41)
     values = summary.summarise(recipe, rundir) | {"outcome": "finished", "reason": "all steps done"}
     rundir.summary.write_text(json.dumps(values))
-    assert main(["status", str(rundir.path)]) == 0
-    assert "finished: all steps done" in capsys.readouterr().out
+    (rundir.checkpoints / "step-0000041").mkdir()
+    shutil.move(rundir.path, rundir.path.parent / "a b")
+    monkeypatch.chdir(rundir.path.parent)
+    assert main(["status", "a b"]) == 0
+    shown = capsys.readouterr().out
+    assert "finished: all steps done" in shown
+    for command in ("rollouts show 'a b' ", "--logdir 'a b/tensorboard' ", "megatron-to-hf 'a b' 'a b/hf' "):
+        assert command in shown
 
 
 def test_of_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,6 +188,18 @@ def test_logs_are_followed_to_the_end(write_run: Write, capsys: pytest.CaptureFi
     assert sorted(capsys.readouterr().out.splitlines()) == ["learner n1.0: second", "learner n2.1: of another rank"]
 
 
+def test_of_a_log_of_weeks_that_is_followed_only_the_end_is_read(
+    write_run: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rundir = write_run(3)
+    logged(rundir, "learner", "n1", 0)
+    os.truncate(rundir.log("learner", "n1", 0), 1 << 40)  # which takes no place
+    logged(rundir, "learner", "n1", 0, "", "last but one", "last")
+    rundir.summary.write_text("{}")
+    assert main(["logs", str(rundir.path), "-f", "-n", "2"]) == 0
+    assert capsys.readouterr().out == "last but one\nlast\n"
+
+
 def test_causes(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
@@ -158,4 +210,6 @@ def test_causes(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("what died last (2 before that are in logs/supervisor.jsonl)")
     assert len(lines) == 22
-    assert lines[-1].split()[1:] == ["server-21", "n1", "was", "killed", "by", "SIGKILL", "none"]
+    date, _, *rest = lines[-1].split()  # a run lasts for weeks
+    assert date == time.strftime("%m-%d", time.localtime(1e9))
+    assert rest == ["server-21", "n1", "was", "killed", "by", "SIGKILL", "none"]

@@ -1,5 +1,6 @@
 """The supervisor over small stand-in processes: what dies is started again, and in the end nothing is left."""
 
+import errno
 import json
 import math
 import os
@@ -9,20 +10,28 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from megarl.core.base.rundir import RunDir, append_jsonl, latest_rows, read_jsonl
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, append_jsonl, latest_rows, read_jsonl
 from megarl.core.recipe import Recipe, dump
+from megarl.run import train
 from megarl.run.closing import RunEnd, closing
+from megarl.run.launcher import LocalLauncher
+from megarl.run.process import StopRequest
+from megarl.run.restart import Role
+from megarl.run.view import Screen
 from tests.processes import alive
 
 pytestmark = pytest.mark.processes
 
 TRAIN = Path(__file__).with_name("stand_in_train.py")
 LIMIT_S = 60.0
+KEYS = LinkKeys(controller="", controller_secret="", learner="", learner_secret="")
 
 
 class Life:
@@ -336,6 +345,25 @@ def test_a_job_that_loses_node_after_node_ends(
     assert ("no step was made since the run was started 6 times" in output) == (expected == 1)
 
 
+@pytest.mark.parametrize(("starts", "number", "expected"), [(4, "USR1", 138), (5, "USR1", 1), (5, "TERM", 143)])
+def test_a_job_whose_time_ends_before_each_first_step_ends(
+    live: Callable[..., Life], write_run: Callable[[int], RunDir], starts: int, number: str, expected: int
+) -> None:
+    """Slurm would requeue it for ever. A job can be preempted so often without a fault of its own."""
+    rundir = write_run(0)
+    for n in range(starts):
+        row = {"time": time.time() - 1000 + n, "session": str(n), "event": "started", "role": "learner-0"}
+        append_jsonl(rundir.logs / "supervisor.jsonl", row)
+    (rundir.path / "slow").touch()
+    life = live(resume=True)
+    life.wait_for(lambda: (rundir.path / "learner-0.pids").exists())
+    life.process.send_signal(signal.Signals[f"SIG{number}"])
+    status, output = life.end()
+    assert status == expected, output
+    said = "ahead of a time limit (--time), and no step was made since the run was started 6 times"
+    assert (said in output) == (expected == 1), output
+
+
 def test_broken_from_the_start_ends_the_run_with_its_log(live: Callable[..., Life], recipe: Recipe) -> None:
     rundir = marked(recipe, "broken")
     life = live()
@@ -373,6 +401,89 @@ def test_a_controller_that_says_the_run_has_failed_is_not_started_again(live: Ca
     assert (life.events("restart"), life.events("ended")) == ([], ["controller-0", "learner-0"])
     assert json.loads(life.rundir.summary.read_text())["outcome"] == "failed"
     assert nobody(life.all_pids())
+
+
+@contextmanager
+def in_the_way(file: Path) -> Iterator[None]:
+    """A folder in the file's place, which nobody can write to as a file."""
+    aside = file.with_name(f"{file.name}.aside")
+    file.rename(aside)
+    file.mkdir()
+    try:
+        yield
+    finally:
+        file.rmdir()
+        aside.rename(file)
+
+
+def test_a_run_directory_that_fails_for_a_moment_ends_nothing(live: Callable[..., Life]) -> None:
+    """What is to be noted or started meanwhile is noted or started later; the screen is told."""
+    life = live()
+    life.wait_for_steps(2)
+    server, controller = life.newest("server-0"), life.newest("controller-0")
+    (log,) = (life.rundir.logs / "server").glob("*.0.log")
+    with in_the_way(life.rundir.logs / "supervisor.jsonl"), in_the_way(log):
+        os.kill(server, signal.SIGKILL)
+        os.kill(controller, signal.SIGKILL)
+        life.wait_for(lambda: life.newest("controller-0") != controller)
+        time.sleep(0.5)
+        assert life.newest("server-0") == server
+    life.wait_for(lambda: life.newest("server-0") != server)
+    (life.rundir.path / "enough").touch()
+    status, output = life.end()
+    assert status == 0, output
+    assert 1 <= output.count("cannot be written: Is a directory; it has to be writable for a run; going on") <= 4
+    assert sorted(life.events("restart")) == ["controller-0", "server-0"]
+    assert sorted(life.events("started")) == sorted(["controller-0", "server-0"] * 2 + ["learner-0"])
+    assert nobody(life.all_pids())
+
+
+def test_a_request_to_stop_that_could_not_be_written_is_written_at_the_next_look(
+    recipe: Recipe,
+    write_run: Callable[[int], RunDir],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rundir, asked, stop = write_run(2), StopRequest(), RunDir.stop
+    fails = iter([True, True, False])
+
+    def evicted(self: RunDir, number: int = 0) -> None:
+        if next(fails):
+            raise MegarlError("stop: cannot be written")
+        stop(self, number)
+
+    monkeypatch.setattr(RunDir, "stop", evicted)
+    monkeypatch.setattr(train, "LOOK_S", 0.0)
+    endpoints = Endpoints(
+        session="s", controller="", servers=(), api_key="", admin_key="", link=KEYS, rendezvous_port=1
+    )
+    supervisor = train.Supervisor(recipe, rundir, endpoints, LocalLauncher(), {}, asked)
+    supervisor.screen = Screen(Console())
+    asked.heard(signal.SIGTERM, None)
+    for _ in range(2):
+        assert supervisor._tick() is None
+    outcome = supervisor._tick()
+    assert outcome is not None
+    assert outcome.kind == "stopped"
+    assert rundir.stop_signal() == signal.SIGTERM
+    assert capsys.readouterr().out.count("stop: cannot be written; going on, and trying again") == 1
+
+
+def test_what_cannot_be_read_at_the_end_leaves_the_exit_status_alone(
+    recipe: Recipe,
+    write_run: Callable[[int], RunDir],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By it the batch script tells whether the job is to go on elsewhere."""
+
+    def evicted(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("megarl.run.closing.log_of", evicted)
+    lost = RunEnd("elsewhere", "the node of learner-0 is lost", Role("learner"))
+    closing(Console(), recipe, write_run(2), lost, [], {}, 1.0, None)
+    assert "the node of learner-0 is lost; its checkpoint stands" in capsys.readouterr().err
 
 
 def test_second_supervisor_is_refused(live: Callable[..., Life], recipe: Recipe) -> None:

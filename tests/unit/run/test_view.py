@@ -17,9 +17,10 @@ from rich.console import Console
 from megarl.core.base.rundir import FORECAST, RunDir, append_jsonl
 from megarl.core.recipe import Recipe
 from megarl.core.recipe.tree import Teacher
+from megarl.run import observe
 from megarl.run.observe import Observer, last_lines, last_problem, log_of, log_sizes
 from megarl.run.restart import MESSAGE_STATUS, GiveUp, Restart, RestartPolicy, Role
-from megarl.run.view import Frame, RoleView, clock, line, phase, render, sparkline, warnings
+from megarl.run.view import Frame, RoleView, clock, line, phase, recent, render, sparkline, warnings
 
 ROLES = {Role("server", 0): RoleView("running", 60), Role("server", 1): RoleView("running", 60, 2)}
 ROLES |= {Role("controller"): RoleView("running", 60), Role("learner"): RoleView("running", 60)}
@@ -103,6 +104,38 @@ def test_rows_supersede_by_step(recipe: Recipe, write_run: Callable[[int], RunDi
     assert observer.steps_made == 0
 
 
+def test_rows_that_could_not_be_read_at_first_come_with_the_next_look(
+    recipe: Recipe, write_run: Callable[[int], RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(_: Path) -> Any:
+        raise OSError(errno.EIO, "Input/output error")
+
+    rundir = write_run(10)
+    with monkeypatch.context() as patch:
+        patch.setattr(observe, "rows_in_order", failing)
+        observer = Observer(rundir)
+    assert not observer.rows
+    observer.look()
+    assert (len(observer.rows), observer.health.step) == (10, 9)
+
+
+def test_only_what_is_shown_is_kept_of_the_rows(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+    """All rows of a long run take gigabytes. What is shown is the same with them."""
+    rundir = write_run(30)
+    append_jsonl(rundir.metrics, {"step": 30, "pass_rate_train": 1.0, "parity_rollouts": 4.0})
+    observer = Observer(rundir)
+    for step in range(31, 60):
+        append_jsonl(rundir.metrics, {"step": step, "pass_rate_train": step / 60})
+        observer.look()
+    append_jsonl(rundir.metrics, {"step": 12, "pass_rate_train": 0.5, "parity_rollouts": 3.0})  # of a replay
+    observer.look()
+    assert sorted(observer.rows) == list(range(40, 60))
+    assert sorted(observer.pass_rates) == list(range(60))
+    assert (observer.pass_rates[12], observer.pass_rates[59]) == (0.5, 59 / 60)
+    assert (observer.compared["step"], observer.health.step, observer.steps_made) == (30, 59, 29)
+    assert recent(observer, "pass_rate_train") == pytest.approx(sum(range(40, 60)) / 20 / 60)
+
+
 def test_replayed_steps_are_no_progress(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
     """Else a learner that fails at the same step again and again would never be given up."""
     rundir = write_run(10)
@@ -128,6 +161,20 @@ def test_torn_status_keeps_the_last(recipe: Recipe, write_run: Callable[[int], R
     observer.forget_status()
     observer.look()
     assert observer.status is None
+
+
+@pytest.mark.parametrize("ahead", [-3600.0, 3600.0])
+def test_a_controller_whose_clock_is_another_is_not_silent(write_run: Callable[[int], RunDir], ahead: float) -> None:
+    """`megarl train` may run on a login node (salloc). A controller that stands still is, at whatever hour."""
+    rundir = write_run(3)
+    observer = Observer(rundir)
+    for beat in range(3):
+        rundir.status.write_text(json.dumps({"time": time.time() + ahead + beat}))
+        observer.look()
+        assert 0 <= observer.status_age < 5
+    time.sleep(0.1)
+    observer.look()
+    assert observer.status_age >= 0.1
 
 
 def test_a_file_system_that_fails_for_a_moment_delays_what_is_known(
@@ -172,13 +219,13 @@ def test_logs_of_earlier_lives_are_not_read(
     log.parent.mkdir()
     log.write_text("12:00 server 0 INFO old\n")
 
-    def opened(path: Path, *mode: Any) -> object:
+    def opened(path: Path, *mode: Any, **more: Any) -> object:
         assert path != log
-        return read(path, *mode)
+        return read(path, *mode, **more)
 
     with monkeypatch.context() as patched:
         patched.setattr("pathlib.Path.open", opened)
-        Observer(rundir)
+        Observer(rundir).look()
 
 
 def test_a_problem_goes_when_its_role_is_well_again(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:

@@ -1,4 +1,4 @@
-"""Policy losses, one per file. A loss is a pure function of what is known about each trained token, and of `recipe.loss`.
+"""Policy losses, one per file. A loss is a pure function of data about each trained token (`Tokens`) and of `recipe.loss`.
 
     Tokens ──► cispo.py | clip.py | dppo.py | gmpo.py | gspo.py | reinforce.py | a user's (own.py)
                         └─► terms.py: ratio metrics, correction, sequence mask, entropy bonus, (log rho)^2, KL to a reference
@@ -23,7 +23,7 @@ from megarl.core.recipe import Loss, Reference
 
 
 def policy_loss(section: Loss, reference: Reference | None = None) -> TokenLoss:
-    """Build the loss of `recipe.loss` and `recipe.reference`."""
+    """Build the loss that `recipe.loss` and `recipe.reference` describe."""
     known: dict[str, terms.PolicyLoss] = {
         "cispo": cispo, "clip": clip, "dppo": dppo, "gmpo": gmpo, "gspo": gspo, "reinforce": reinforce,
     }  # fmt: skip
@@ -35,19 +35,19 @@ def policy_loss(section: Loss, reference: Reference | None = None) -> TokenLoss:
         if section.correction != "none":
             ratio = tokens.log_ratio.exp()
             kept = terms.kept(ratio, section.correction, section.lower, section.cap)
-            # The others' gradients contain the ratio.
+            # Only REINFORCE needs the ratio as a factor: the other losses contain it already.
             losses = losses * (kept * ratio if section.kind == "reinforce" else kept)
             metrics["corrected_share"] = (kept < 1).float()
         if section.sequence_mask is not None:
             masked = terms.sequences_outside(tokens, *section.sequence_mask)
-            losses = torch.where(masked, torch.zeros_like(losses), losses)
+            losses = losses.masked_fill(masked, 0.0)
             metrics["sequence_masked_share"] = masked.float()
         if section.log_ratio_penalty:
             losses = losses + section.log_ratio_penalty * (tokens.logp - tokens.behaviour).square()
         if section.entropy_bonus:
             losses = losses - section.entropy_bonus * tokens.entropy
         if reference is not None and reference.coefficient:
-            # Not for filler, whose log-prob may be infinite, which no weight of 0 removes.
+            # Filler tokens are left out: their log-prob may be infinite, and a weight of 0 would not remove that.
             known_logp = torch.where(tokens.counted > 0, tokens.reference, tokens.logp.detach())
             kl = terms.estimate(tokens.logp, known_logp, reference.estimator)
             if reference.in_loss:

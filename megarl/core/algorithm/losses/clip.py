@@ -15,13 +15,13 @@ from megarl.core.recipe import Loss
 
 
 def clip(tokens: Tokens, settings: Loss) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clip the ratio `settings.clip_low` below and `settings.clip_high` above 1."""
+    """Return the loss, with the ratio clipped to [1 - `settings.clip_low`, 1 + `settings.clip_high`]."""
     ratio = (tokens.logp - tokens.behaviour).exp()
     losses, clipped = surrogate(ratio, tokens.advantage, settings.clip_low, settings.clip_high)
     return losses, {"clipped_share": clipped}
 
 
 def surrogate(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Return the clipped loss [n] for these ratios, and 1 where clipping removed the gradient, else 0."""
+    """Return the clipped loss [n] for these ratios, and [n]: 1 where clipping removed the gradient, else 0."""
     free, bounded = ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage
     return -torch.minimum(free, bounded), (bounded < free).detach().float()

@@ -1,13 +1,14 @@
-"""DPPO: a trust region in the divergence of a token's distribution, where PPO has one in its ratio.
+"""DPPO: a trust region in the divergence of a token's distribution, where PPO has one in the token's ratio.
 
     loss_t = -M_t rho_t A,    M_t = 0 if A > 0, rho_t > 1, D_t > high  or  A < 0, rho_t < 1, D_t > low,  else 1
 
     tv   D_t = |mu(y_t) - pi(y_t)|
     kl   D_t = mu(y_t) log(mu(y_t) / pi(y_t)) + (1 - mu(y_t)) log((1 - mu(y_t)) / (1 - pi(y_t)))
 
-D is that of "y_t or any other token", a lower bound of the whole vocabulary's. A ratio says little of it: from 1e-5 to 1e-3 the
-distribution has hardly moved, from .99 to .8 it has. What pulls back towards mu is never masked. rho is not bounded; that is
-`loss.correction`. Qi et al. 2026 (arXiv 2602.04879), Binary-TV and Binary-KL; in the authors' recipe 0.15 for tv, 0.05 for kl.
+D is the divergence between "y_t" and "any other token", a lower bound of that over the whole vocabulary. A ratio says little
+about it: if y_t goes from 1e-5 to 1e-3, the distribution has hardly moved; if from .99 to .8, it has. A token whose gradient
+pulls back towards mu is never masked. rho is not bounded here, but by `loss.correction`. Qi et al. 2026 (arXiv 2602.04879),
+Binary-TV and Binary-KL; bounds in the authors' recipe: 0.15 for tv, 0.05 for kl.
 
 prime-rl's default loss (`default_loss_fn`, v0.8.1.dev67) is this one with tv, 0.2 and `loss.log_ratio_penalty` 1e-3.
 """
@@ -20,24 +21,24 @@ from megarl.core.recipe import Loss
 
 
 def dppo(tokens: Tokens, settings: Loss) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mask tokens that are farther than `settings.clip_low` below, or `settings.clip_high` above, and pulled farther."""
+    """Return the loss, without tokens outside the region (`settings.clip_low`, `clip_high`) that are pulled farther out."""
     logp, log_ratio = tokens.logp.detach(), tokens.log_ratio
     apart = (total_variation if settings.divergence == "tv" else binary_kl)(tokens.behaviour, logp)
     up, down = (tokens.advantage > 0) & (log_ratio > 0), (tokens.advantage < 0) & (log_ratio < 0)
     masked = (up & (apart > settings.clip_high)) | (down & (apart > settings.clip_low))
     # Masked before the exponential: an infinite ratio would leave NaN in the gradient.
-    ratio = torch.where(masked, torch.zeros_like(logp), tokens.logp - tokens.behaviour).exp()
+    ratio = (tokens.logp - tokens.behaviour).masked_fill(masked, 0.0).exp()
     losses = -ratio * tokens.advantage * ~masked
     return losses, {"clipped_share": masked.float(), "divergence_mean": apart, "divergence_max": apart}
 
 
 def total_variation(behaviour: Tensor, logp: Tensor) -> Tensor:
-    """Return |mu - pi| of the sampled tokens from their log-probs [n]."""
+    """Return |mu(y) - pi(y)| for the sampled tokens, from their log-probs [n]."""
     return (behaviour.exp() - logp.exp()).abs()
 
 
 def binary_kl(behaviour: Tensor, logp: Tensor) -> Tensor:
-    """Return KL(mu || pi) over {the sampled token, all others} from log-probs [n]. expm1 keeps 1 - p of likely tokens."""
+    """Return KL(mu || pi) over {the sampled token, all others}, from log-probs [n]. expm1 keeps 1 - p precise for p near 1."""
     others, others_now = ((-torch.expm1(x)).clamp(min=0) for x in (behaviour, logp))
     smallest = torch.finfo(logp.dtype).tiny
     return behaviour.exp() * (behaviour - logp) + torch.xlogy(others, others / others_now.clamp(min=smallest))

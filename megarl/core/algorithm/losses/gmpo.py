@@ -4,9 +4,9 @@
     s_i = exp(mean over t of log w_t)
     loss_t = -sg(s_i) w_t / sg(w_t) A
 
-Zhao et al. 2025 (arXiv 2507.20673): the value of a sequence is s_i A, and a clipped token has no gradient. As in GSPO, whose
-bounds are on s_i and not on each token, the sum of token losses under `batch.aggregation: sample` has value and gradient of the
-sequence's own loss. The paper's bounds are wide, low = high = 0.4: the mean tames what is within them.
+Zhao et al. 2025 (arXiv 2507.20673): the objective of a sequence is s_i A, and a clipped token has no gradient. GSPO instead
+bounds s_i. As there, the sum of token losses under `batch.aggregation: sample` has the value and gradient of the sequence's
+own loss. The paper's bounds are wide, low = high = 0.4, because the mean dampens single ratios.
 """
 
 import torch
@@ -17,7 +17,7 @@ from megarl.core.recipe import Loss
 
 
 def gmpo(tokens: Tokens, settings: Loss) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clip the log of each token's ratio at `settings.clip_low` below and `settings.clip_high` above 0."""
+    """Return the loss, with the log of each token's ratio clipped at -`settings.clip_low` and `settings.clip_high`."""
     log_ratio = tokens.logp - tokens.behaviour
     clipped = ((tokens.advantage > 0) & (log_ratio > settings.clip_high)) | (
         (tokens.advantage < 0) & (log_ratio < -settings.clip_low)

@@ -4,8 +4,8 @@
     loss_t = -min(s_t A, clip(s_t, 1 - low, 1 + high) A),    s_t = sg(s_i) pi(y_t) / sg(pi(y_t))
 
 arXiv 2507.18071: s_i in eq. 7; s_t, equal in value, in eq. 14. As all tokens of a sequence have the same advantage and
-weight, the sum of the token losses has the value and gradient of the sequence's own loss (eq. 5), and only numbers
-without gradient pass between the ranks that share a sequence. Bounds are those of a mean: 3e-4 and 4e-4 in the paper.
+weight, the sum of the token losses has the value and gradient of the sequence's own loss (eq. 5), and ranks that share a
+sequence exchange only numbers without gradient. The bounds apply to a mean, so they are small: 3e-4 and 4e-4 in the paper.
 """
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from megarl.core.recipe import Loss
 
 
 def gspo(tokens: Tokens, settings: Loss) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clip the ratio of the whole sequence, as `clip` does with the ratio of each token."""
+    """Return the loss, with the ratio of the whole sequence clipped as `clip` does with each token's."""
     sequence_ratio = tokens.sequence_mean(tokens.log_ratio).exp()
     ratio = sequence_ratio * (tokens.logp - tokens.logp.detach()).exp()
     losses, clipped = surrogate(ratio, tokens.advantage, settings.clip_low, settings.clip_high)

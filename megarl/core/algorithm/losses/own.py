@@ -2,7 +2,7 @@
 
     function(tokens: Tokens, settings: recipe.loss) ─► (losses [n], metrics {name: [n]})
 
-It is tried on made-up tokens when it is loaded, so a mistake is named before training starts.
+It is tried on made-up tokens when it is loaded, so a mistake is reported before training starts.
 """
 
 import importlib

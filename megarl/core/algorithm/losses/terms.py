@@ -1,32 +1,32 @@
 """What losses share: their input `Tokens`, and the terms that combine with any of them. docs/recipe.md says when to use which.
 
-Ratios. Every policy loss reports two numbers of rho_t = pi(y_t) / mu(y_t), the importance ratio of each trained token. k3 =
+Ratios. Every policy loss reports statistics of rho_t = pi(y_t) / mu(y_t), the importance ratio of each trained token. k3 =
 rho - 1 - log rho estimates KL(mu || pi) on tokens of mu (http://joschu.net/blog/kl-approx.html). The effective sample size as
-a share of the tokens, (sum rho)^2 / (n sum rho^2), is 1 where all weigh the same, 1/n where one outweighs all (Kong 1992).
-Progress is the mean of A log rho: by how much better answers have become likelier than worse ones since they were sampled, by
-training on others. To first order that is the expected gain in advantage (Kakade and Langford 2002), positive while learning
-works.
+a share of the tokens, (sum rho)^2 / (n sum rho^2), is 1 if all weigh the same, 1/n if one outweighs all others (Kong 1992).
+Progress is the mean of A log rho: how much likelier better answers have become, relative to worse ones, by training on other
+answers since these were sampled. To first order that is the expected gain in advantage (Kakade and Langford 2002), positive
+while learning works.
 
-Correction. Truncated (TIS) and masked (MIS) importance sampling bound the weight with which another policy's token learns.
+Correction. Truncated (TIS) and masked (MIS) importance sampling bound the weight of a token that another policy sampled.
 
     truncate   rho_t -> min(rho_t, cap)            mask   rho_t -> rho_t [lower <= rho_t <= cap]
 
 Truncation: Ionides 2008; between server and learner: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
-Off-Policy RL Training". Masking: Liu et al. 2025, "When Speed Kills Stability". There the learner recomputes the clip's old
-policy, and the correction is a second factor. Here the old policy is what the server recorded, so a clip loss's ratio already
-contains the mismatch: its weight is bounded, not multiplied again. REINFORCE has no ratio, so it gains one.
+Off-Policy RL Training". Masking: Liu et al. 2025, "When Speed Kills Stability". In these, the learner recomputes the clip's old
+policy, and the correction is a second factor. Here the server's log-probs are the old policy, so a clip loss's ratio already
+contains the mismatch: the correction bounds it instead of multiplying again. REINFORCE has no ratio, so it gets one.
 
 A mask with both bounds is IcePop (Ring-1T, arXiv 2510.18855, section 2.3: lower 0.5, cap 5). There the ratio is that of learner
-and server at equal weights, before a clip; here it contains the lag as well, so the mask acts on both, as on REINFORCE in
+to server at equal weights, before a clip; here it also contains the lag, so the mask acts on both, as it does for REINFORCE in
 INTELLECT-3 (arXiv 2512.16144, equation 1).
 
 Sequence mask: no token of a rollout is trained if the geometric mean of its ratios is outside [low, high].
 
     loss_t -> loss_t [low <= exp(mean over t of log rho_t) <= high]
 
-The mean does not grow with the length, as the product of ratios does, which would mask long answers (Liu et al. 2025, part 3;
-verl's "geometric" rejection sampling). It drops whole rollouts of a policy that is gone: a wrong choice of experts moves all
-tokens that follow it, each by little. Masks change no other token's weight: the aggregation counts masked tokens.
+Unlike the product of ratios, which would mask long answers, the mean does not grow with the length (Liu et al. 2025, part 3;
+verl's "geometric" rejection sampling). The mask drops whole rollouts that today's policy no longer resembles: a wrong choice of
+experts shifts all following tokens, each by little. Masks change no other token's weight: the aggregation counts masked tokens.
 
 (log rho)^2: loss_t + coefficient * (log pi(y_t) - log mu(y_t))^2 holds the policy near the one that sampled, on masked tokens
 too. Kimi K2.5 (arXiv 2602.02276); prime-rl has 1e-3.
@@ -39,17 +39,17 @@ KL to a frozen reference, estimated on each sampled token y from the policy's di
     d = log pi(y) - log pi_ref(y)        k1 = d        k2 = d^2 / 2        k3 = exp(-d) - 1 + d
 
 k3 is GRPO's (arXiv 2402.03300, eq. 4). On tokens of pi, k1 and k3 are unbiased for KL(pi || pi_ref); k3 is never negative and
-varies less; k2 is biased and as steady. A good estimate need not have a good gradient (Liu et al. 2025, arXiv 2510.01555;
-Shah et al. 2025, arXiv 2512.21852): in the loss, k1's is 0 on average, k2's that of KL(pi || pi_ref), k3's that of
-KL(pi_ref || pi); in the reward, k1's is that of KL(pi || pi_ref) and the others' are biased.
+has less variance; k2 is biased, with a variance as low. A good estimate need not have a good gradient (Liu et al. 2025, arXiv
+2510.01555; Shah et al. 2025, arXiv 2512.21852). In the loss, the expected gradient of k1 is 0, that of k2 is the gradient of
+KL(pi || pi_ref), that of k3 of KL(pi_ref || pi). In the reward, k1 gives that of KL(pi || pi_ref); the others are biased.
 
 The critic's loss: half the squared error against the return, clipped like PPO's ratio.
 
     loss_t = 1/2 max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2)
 
 V_old is the critic's value before the step, so with one epoch per step the clip never acts. It is in the code released with
-PPO; Andrychowicz et al. 2020 (arXiv 2006.05990) found that it does not help. PPO's value coefficient 0.5 is the 1/2 here: the
-critic has its own parameters and AdamW, for which another factor only means gradient clipping at another norm.
+PPO; Andrychowicz et al. 2020 (arXiv 2006.05990) found that it does not help. PPO's value coefficient 0.5 is the 1/2 here. The
+critic has its own parameters and its own AdamW, so another factor would only move the norm at which gradients are clipped.
 """
 
 from collections.abc import Callable
@@ -73,9 +73,9 @@ class Tokens:
     advantage [n]
     entropy   [n] with gradient: of the policy's distribution, nats
     counted   [n] 0 for the filler that stands in if there is no trained token, else 1
-    here      [sequences] int64: how many of the n belong to each sequence (filler to the first)
+    here      [sequences] int64: how many of the n belong to each sequence (filler belongs to the first)
     lengths   [sequences] float32: trained tokens of each, |y|, including those on other context-parallel ranks
-    group     of those ranks; None if there is only one
+    group     the process group of those ranks; None if there is only one
     """
 
     logp: Tensor
@@ -94,7 +94,7 @@ class Tokens:
         return self.logp.detach() - self.behaviour
 
     def sequence_mean(self, values: Tensor) -> Tensor:
-        """Return per token the mean of `values` [n] (no gradient) over its sequence's trained tokens. COLLECTIVE in `group`."""
+        """Return, for each token, the mean of `values` [n] (no gradient) over its sequence. COLLECTIVE in `group`."""
         sums = torch.segment_reduce(values * self.counted, "sum", lengths=self.here, initial=0)
         if self.group is not None:
             dist.all_reduce(sums, group=self.group)
@@ -102,12 +102,12 @@ class Tokens:
 
 
 type TokenLoss = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]
-"""Metrics named `…_max` are reduced by maximum, all others by the mean over trained tokens."""
+"""Maps tokens to losses and metrics [n]. Metrics named `…_max` are reduced by maximum, all others by a mean over tokens."""
 type PolicyLoss = Callable[[Tokens, Loss], tuple[Tensor, dict[str, Tensor]]]
 
 
 def made_up_tokens() -> Tokens:
-    """Make three tokens of two sequences, on which a loss is tried before training."""
+    """Make three tokens of two sequences, to try a loss on before training."""
     logp = torch.tensor([-0.5, -1.0, -2.0], requires_grad=True)
     return Tokens(
         logp=logp,
@@ -122,7 +122,7 @@ def made_up_tokens() -> Tokens:
 
 
 def metric_names(loss: TokenLoss) -> tuple[str, ...]:
-    """Return the names of a loss's metrics, which ranks that do not compute it reduce as well."""
+    """Return the names of a loss's metrics; ranks that do not compute the loss take part in their reduction, too."""
     return tuple(loss(made_up_tokens())[1])
 
 
@@ -142,7 +142,7 @@ def ratio_metrics(tokens: Tokens) -> dict[str, Tensor]:
 
 
 def with_effective_sample_size(means: dict[str, float]) -> dict[str, float]:
-    """If a loss has ratios, replace their mean square in its reduced metrics by the `effective_sample_size`."""
+    """Replace the ratios' mean square in reduced metrics, if there is one, by the `effective_sample_size`."""
     if square := means.pop("ratio_square", None):
         means["effective_sample_size"] = means["ratio_mean"] ** 2 / square
     return means
@@ -154,7 +154,7 @@ def kept(ratio: Tensor, kind: Literal["truncate", "mask"], lower: float, cap: fl
 
 
 def sequences_outside(tokens: Tokens, low: float, high: float) -> Tensor:
-    """Return for each token [n] whether its sequence's mean ratio is outside [low, high], which NaN is. COLLECTIVE."""
+    """Return for each token [n] whether its sequence's mean ratio is outside [low, high]; NaN counts as outside. COLLECTIVE."""
     ratio = tokens.sequence_mean(tokens.log_ratio).exp()
     return ~((low <= ratio) & (ratio <= high))
 
@@ -163,7 +163,7 @@ Estimator = Literal["k1", "k2", "k3"]
 
 
 def estimate(logp: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
-    """Estimate the KL of each token [n], with the gradient of `logp`. expm1 keeps precision for small d."""
+    """Estimate the KL at each token [n]; the gradient flows through `logp`. expm1 keeps precision for small d."""
     d = logp - reference
     if estimator == "k1":
         return d

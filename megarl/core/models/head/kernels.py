@@ -1,7 +1,7 @@
-"""passes.py as Triton kernels: one trip over a chunk where torch makes ten.
+"""passes.py as Triton kernels: one pass over a chunk's memory where torch makes ten.
 
-cuBLAS makes the chunk itself. A kernel that also made the product would save the trip, about a tenth of the product's time at
-8B shapes by bytes and FLOP; it would have to come that near to cuBLAS's rate to gain by it.
+cuBLAS computes the chunk itself. A kernel that also computed the product would save this pass, about a tenth of the product's
+time at 8B shapes by bytes and FLOP; to gain, it would have to come that close to cuBLAS's speed.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""The work on a chunk of logits, in torch: the reference of kernels.py, and what a CPU runs.
+"""The work on a chunk of logits, in torch: the reference for kernels.py, and the code for CPUs.
 
 For a row (a token) over the columns seen so far, with x the logits and T the temperature:
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 def reduce(logits: Tensor, labels: Tensor, sums: Tensor, temperature: float) -> None:
-    """Take the columns of a chunk, logits [rows, columns] (overwritten), into `sums` [4, rows] float32, in place.
-    labels [rows] int64: counted from the chunk's first column; others' labels lie outside."""
+    """Add the columns of a chunk, logits [rows, columns], to `sums` [4, rows] float32, in place.
+    labels [rows] int64: counted from the chunk's first column; labels in other chunks are out of range."""
     top, total, spread, label = sums
     x = logits.float()
     columns = x.shape[-1]
@@ -20,7 +20,7 @@ def reduce(logits: Tensor, labels: Tensor, sums: Tensor, temperature: float) -> 
     label.copy_(torch.where(here, x.gather(-1, labels.clamp(0, columns - 1)[:, None])[:, 0], label))
     higher = torch.maximum(top, x.amax(-1))
     shift = (top - higher) / temperature
-    z = x.sub_(higher[:, None]).div_(temperature)
+    z = (x - higher[:, None]).div_(temperature)
     exponentials = z.exp()
     spread.copy_(shift.exp() * (spread + shift * total) + z.mul_(exponentials).sum(-1))
     total.copy_(shift.exp() * total + exponentials.sum(-1))
@@ -33,7 +33,7 @@ def gradient(
     """Return the loss's gradient [rows, columns] for a chunk of logits (overwritten), rounded to `dtype`.
 
     sums [3, rows] float32: top and log of the total over all columns, and entropy. upstream [2, rows] float32: the loss's
-    gradient of log-prob and of entropy. With z = x / T, p = softmax(z), H = -sum p log p:
+    gradient with respect to log-prob and entropy. With z = x / T, p = softmax(z), H = -sum p log p:
         d log p_y / d z_j = [j = y] - p_j        d H / d z_j = -p_j (log p_j + H)
     """
     top, log_total, entropy = sums[:, :, None]

@@ -2,13 +2,13 @@
 
 Everywhere:
     loading     q_a_proj and kv_a_proj_with_mqa are one parameter, which SGLang fills only if both come in one call, and else
-                leaves as it was without a word; tensors on the host are copied by other threads, where deltas are not seen
-    norms       of narrow q, k and v: SGLang takes rms_norm_eps, transformers (and the released models' code) 1e-6
+                silently leaves as it was; it copies tensors on the host in other threads, where base/delta.py has no effect
+    norms       of compressed q, k and v: SGLang uses rms_norm_eps, transformers (and the released models' code) 1e-6
     config      moe_layer_freq, topk_method and scoring_func must be in config.json; transformers 5 does not write them
 
 Without a GPU also:
-    attention   the plain backend is handed what only the triton one computes
-    rotation    without YaRN (Moonlight) an assertion fails
+    attention   SGLang gives the plain backend work that only the triton backend can do
+    rotation    an assertion fails for models without YaRN (Moonlight)
 """
 
 from collections.abc import Iterable, Iterator
@@ -46,7 +46,7 @@ class DeepseekV3ForCausalLM(deepseek_v2.DeepseekV3ForCausalLM):
         super().load_weights(self._others(weights) if self.fuse_qkv_a_proj and not is_nextn else weights, is_nextn)
 
     def _others(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Copy narrow projections into their rows of the joint parameter; yield all else."""
+        """Copy the projections in NARROW into their rows of the joint parameter; yield all other tensors."""
         parameters = dict(self.named_parameters())
         for name, weight in weights:
             layer, _, kind = name.rpartition(".self_attn.")
@@ -64,7 +64,7 @@ _rope = deepseek_v2.get_rope_wrapper
 
 
 def rope_without_yarn(*args: Any, rope_scaling: Any = None, device: Any = None, **kwargs: Any) -> Any:
-    """Replace deepseek_v2.get_rope_wrapper, which on a CPU knows YaRN only."""
+    """Replace deepseek_v2.get_rope_wrapper, which on a CPU supports only YaRN."""
     if rope_scaling is None:
         return get_rope(*args, rope_scaling=None, **kwargs)
     return _rope(*args, rope_scaling=rope_scaling, device=device, **kwargs)

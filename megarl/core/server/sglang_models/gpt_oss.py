@@ -1,7 +1,8 @@
-"""Corrections to gpt-oss in SGLang 0.5.23: its loader takes experts only as whole stacks, gigabytes each, and writes zeros into
-what it was given where a rank has no part in a bias; its sinks are bfloat16 whatever the model is.
+"""Corrections to gpt-oss in SGLang 0.5.23. Its loader accepts experts only as whole stacks of gigabytes, and zeroes the tensor
+that it was given if a rank has no part of a bias. Its sinks are bfloat16, or FP32 for Blackwell's kernels, whatever the model's
+type, in which they are published.
 
-../served.py says how the server holds the tensors.
+../served.py describes how the server stores the tensors.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,13 +14,13 @@ from torch import Tensor
 
 
 class GptOssForCausalLM(gpt_oss.GptOssForCausalLM):
-    """gpt-oss, loaded from any of its Hugging Face tensors, or experts by names of their own."""
+    """gpt-oss, loaded from any of its Hugging Face tensors, or from single experts under names of their own."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *args: Any, **options: Any) -> None:
         super().load_weights(list(self._others(weights)), *args, **options)
 
     def _others(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that SGLang's own loader takes; load single experts, which it does not, here."""
+        """Yield the tensors that SGLang's own loader accepts; load single experts, which it does not accept, here."""
         parameters = dict(self.named_parameters())
         for name, weight in weights:
             prefix, experts, part = name.partition(".experts.")
@@ -43,10 +44,21 @@ _build_attention = gpt_oss.GptOssAttention.__init__
 
 
 def build_attention(self: Any, *args: object, **kwargs: object) -> None:
-    """Replace gpt_oss.GptOssAttention.__init__: sinks have the model's precision, unless a kernel wants FP32."""
+    """Replace gpt_oss.GptOssAttention.__init__: sinks get the model's precision, and remember whether a kernel needs FP32."""
     _build_attention(self, *args, **kwargs)
-    if self.sinks.dtype == torch.bfloat16:
-        self.sinks.data = self.sinks.data.to(torch.get_default_dtype())
+    self.fp32_sinks = self.sinks.dtype == torch.float32
+    self.sinks.data = self.sinks.data.to(torch.get_default_dtype())
+
+
+def attend(self: Any, state: tuple[Any, Any, Any]) -> Tensor:
+    """Replace gpt_oss.GptOssAttention.forward_core: sinks are converted for a kernel that needs FP32."""
+    hidden, batch, inner = state
+    if inner is None:
+        return hidden
+    sinks = self.sinks.float() if self.fp32_sinks else self.sinks
+    attended = self.attn(*inner, sinks=sinks, save_kv_cache=not gpt_oss.enable_fused_set_kv_buffer(batch))
+    return self.o_proj(attended)[0]
 
 
 gpt_oss.GptOssAttention.__init__ = build_attention
+gpt_oss.GptOssAttention.forward_core = attend

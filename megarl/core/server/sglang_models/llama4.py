@@ -8,7 +8,7 @@ Without a GPU also:
                 RoPE layers attend beyond their chunk
     experts     the router's weight on an expert's input is not implemented, and choosing experts needs a compiler
 
-../served.py says how the server holds the tensors.
+../served.py describes how the server stores the tensors.
 """
 
 import dataclasses
@@ -83,7 +83,7 @@ _native_experts = fused_moe_native.moe_forward_native
 
 
 def native_experts(layer: Any, x: Tensor, topk_output: Any, config: Any) -> Tensor:
-    """Replace fused_moe_native.moe_forward_native: the router's weight on the input, if asked for."""
+    """Replace fused_moe_native.moe_forward_native: apply the router's weight to the input if the config says so."""
     if config.apply_router_weight_on_input:
         weights, chosen, logits = topk_output
         if weights.shape[1] != 1:
@@ -107,7 +107,7 @@ _build_attention = llama4.Llama4Attention.__init__
 
 
 def build_attention(self: Any, config: Any, layer_id: int, *args: object, **kwargs: object) -> None:
-    """Replace llama4.Llama4Attention.__init__: RoPE layers know their chunk."""
+    """Replace llama4.Llama4Attention.__init__: RoPE layers get the size of their chunks."""
     _build_attention(self, config, layer_id, *args, **kwargs)
     if self.use_rope and config.attention_chunk_size:
         self.attn.sliding_window_size = config.attention_chunk_size

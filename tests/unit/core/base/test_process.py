@@ -1,5 +1,6 @@
-"""A signal that comes as Python exits, after it has restored the default handlers; a port that is taken."""
+"""A signal that comes as Python exits, after it has restored the default handlers; limits; a crash; a port that is taken."""
 
+import resource
 import signal
 import socket
 import subprocess
@@ -28,6 +29,46 @@ if sys.argv[1] == "ignored":
 @pytest.mark.parametrize(("word", "status"), [("ignored", 0), ("heard", -signal.SIGTERM)])
 def test_a_late_signal_does_not_make_a_finished_process_look_killed(word: str, status: int) -> None:
     assert subprocess.run([sys.executable, "-c", EXITS, word], timeout=60).returncode == status
+
+
+LIMITS = """
+import resource
+from megarl.cli import main
+main(["--version"])
+print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+def test_every_command_may_open_as_many_files_as_the_system_allows() -> None:
+    """A job has the limits of the shell that submitted it, and the controller of an 80-GPU run thousands of connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    low = (min(256, hard - 1), hard)
+    words = [sys.executable, "-c", LIMITS]
+    resource.setrlimit(resource.RLIMIT_NOFILE, low)
+    try:
+        said = subprocess.run(words, capture_output=True, text=True, timeout=60).stdout
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert said.splitlines()[-1] == f"{hard} {hard}"
+
+
+CRASHES = """
+import os
+from megarl.core.base.process import start_logging
+
+def deep_in_a_library():
+    os.abort()
+
+start_logging("learner 0")
+deep_in_a_library()
+"""
+
+
+def test_a_crash_in_compiled_code_leaves_the_place_in_the_log() -> None:
+    done = subprocess.run([sys.executable, "-c", CRASHES], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGABRT
+    assert "Fatal Python error: Aborted" in done.stderr
+    assert "in deep_in_a_library" in done.stderr
 
 
 def test_a_taken_port_is_said() -> None:

@@ -8,8 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from megarl.core.base import rundir
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.rundir import RunDir, append_jsonl, latest_rows, read_jsonl, write_atomically
+from megarl.core.base.rundir import (
+    RunDir,
+    append_jsonl,
+    by_step,
+    latest_rows,
+    read_jsonl,
+    rows_in_order,
+    write_atomically,
+)
 from megarl.core.journal.journal import Journal
 from megarl.core.journal.records import Admitted
 from megarl.run.observe import Observer
@@ -45,6 +54,26 @@ def test_lines_that_are_not_ours_spoil_only_themselves(tmp_path: Path) -> None:
     assert [row["step"] for row in latest_rows(path)] == [0, 1, 2]
     observer = Observer(RunDir(tmp_path))
     assert sorted(observer.rows) == [0, 1, 2]
+
+
+def test_rows_come_in_order_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latest of each step, after replays, whatever else stands in the file."""
+    path, parse, read = tmp_path / "metrics.jsonl", rundir.parsed, list[str]()
+    steps = [*range(5), *range(3, 8), *range(2, 6)]
+    lines = [f'{{"step": {step}, "at": {at}}}\n'.encode() for at, step in enumerate(steps)]
+    lines[7:7] = [
+        b'{"step": 1, "lo\n', b"[1]\n", b"\n", b'{"step": true}\n', b'{"step": -1}\n', b'{"step": 4.0}\n',
+        b'{"step": 4611686018427387904}\n', b'{"n": {"step": 1}}\n', b'{"step": 0, "at": 0, "x": "\xff", "y": 1e400}\n',
+    ]  # fmt: skip
+    path.write_bytes(b"".join(lines) + b'{"step": 9, "at": 12')
+    monkeypatch.setattr(rundir, "parsed", lambda line: read.append(line) or parse(line))
+    rows = rows_in_order(path)
+    assert next(rows)["step"] == 0
+    assert len(read) == 1
+    found = [(row["step"], row["at"]) for row in rows]
+    assert found == [(1, 1), (2, 10), (3, 11), (4, 12), (5, 13), (6, 8), (7, 9)]
+    assert [row for _, row in sorted(by_step(read_jsonl(path)).items())][1:] == latest_rows(path)[1:]
+    assert list(rows_in_order(tmp_path / "nothing")) == []
 
 
 def test_what_is_no_number_is_null_in_the_file(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megarl.core.learner.torchrun import is_rank
 from megarl.run.process import free_ports
 
 pytestmark = pytest.mark.processes
@@ -62,6 +63,18 @@ def torchrun(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     yield process
     process.kill()
     process.wait()
+
+
+def test_only_torchrun_makes_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVIDIA's images set a rank's variables for each task of Slurm, as many as there are nodes."""
+    for name, value in {"RANK": "3", "LOCAL_RANK": "0", "WORLD_SIZE": "10"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert is_rank()
+    assert os.environ["RANK"] == "3"
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert not is_rank()
+    assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & os.environ.keys()
 
 
 @pytest.mark.parametrize(("status", "expected"), [(2, 2), (-signal.SIGKILL, 137)])

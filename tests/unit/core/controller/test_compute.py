@@ -51,9 +51,9 @@ def test_startup_and_evaluations_are_told_from_training(tmp_path: Path, monkeypa
     assert life.publish(0, 0.5).row() == {"startup_hours": 5.0, "evaluation_hours": 0.0, "training_hours": 0.0}
     life.clock.hold(2)  # servers of two GPUs each, for an hour, of which the second half is one server's alone
     life.at(1.0)
-    life.clock.hold(-1)
+    life.clock.hold(1)
     life.at(1.5)
-    life.clock.hold(-1)
+    life.clock.hold(0)
     assert life.publish(1, 2.5) == Spent(25.0, 5.0, 3.0)
     life.clock.hold(1)
     assert life.publish(2, 3.0) == Spent(30.0, 5.0, 4.0), "one that is under way counts as far as it is"

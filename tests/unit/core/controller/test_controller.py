@@ -1,6 +1,8 @@
 """The controller's answers to what the learner says of publications, and its end."""
 
 import asyncio
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,9 +10,12 @@ import pytest
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import Join, Joined, Published, ServerResult
+from megarl.core.base.rundir import RunDir
+from megarl.core.controller import controller as module
 from megarl.core.controller.controller import PUBLISH_TRIES, Controller
 from megarl.core.controller.servers import Servers
 from megarl.core.server.client import ServerClient
+from megarl.core.telemetry.spans import UNRECORDED
 from megarl.run.process import free_ports
 from tests.unit.core.controller.test_servers import servers_of
 
@@ -85,6 +90,57 @@ def test_a_joined_server_misses_three_publications_and_the_last_is_told_twice() 
         await servers.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_a_status_that_cannot_be_written_for_a_moment_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "STATUS_S", 0.01)
+    rundir = RunDir(tmp_path / "run")
+    told: Any = SimpleNamespace(
+        rundir=rundir, stop_reason="", recipe=SimpleNamespace(start_limit_s=60.0), compute=SimpleNamespace(join=print),
+        conversation=SimpleNamespace(incarnation=""), servers=SimpleNamespace(seconds_without=lambda: 0.0),
+        meter=SimpleNamespace(totals=dict), spans=UNRECORDED, _counted=lambda: 0, _status=lambda: {"step": 7},
+    )  # fmt: skip
+
+    async def scenario() -> None:
+        ticking = asyncio.create_task(Controller._tick(told))
+        for _ in range(2):
+            await asyncio.sleep(0.1)
+            assert not ticking.done()
+            rundir.path.mkdir()
+            while not rundir.status.exists():
+                await asyncio.sleep(0.01)
+            shutil.rmtree(rundir.path)
+        ticking.cancel()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+    said = [record.message for record in caplog.records]
+    assert len(said) in (2, 3), "once for each time"
+    assert all("status.json: cannot be written: No such file" in message for message in said)
+
+
+def test_a_new_learner_while_a_server_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of all servers that were being published to are aborted, whatever the first of them does."""
+    aborted: list[int] = []
+
+    async def abort(client: ServerClient) -> None:
+        await asyncio.sleep(0.05 if client.address.id == 0 else 0.0)
+        aborted.append(client.address.id)
+
+    monkeypatch.setattr(ServerClient, "abort_all", abort)
+
+    async def scenario() -> None:
+        servers = servers_of(2)
+        servers.membership.publish([0, 1], 1, "a")
+        async with asyncio.TaskGroup() as tasks:
+            told: Any = SimpleNamespace(servers=servers, _tasks=tasks)
+            Controller.new_learner(told)
+            await asyncio.sleep(0.02)
+            del servers.clients[1]  # as of one that has joined and left
+        assert sorted(aborted) == [0, 1]
+
+    asyncio.run(scenario())
 
 
 def test_a_journal_that_fails_at_the_end_leaves_nothing_open() -> None:

@@ -51,7 +51,7 @@ class World:
 
     def generate(self, removed: float) -> None:
         """Admit what may be; some requests start, all get a token of their server's weights, some end."""
-        clean, newest = self.membership.clean(), self.membership.newest()
+        clean, newest = self.membership.clean(), max(self.membership.serving().values(), default=None)
         while (
             newest is not None
             and len(self.admission.queue)

@@ -1,6 +1,7 @@
 """Metrics of a task are those of its groups alone, and only there when there are several tasks."""
 
 import math
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,22 @@ def test_of_each_task() -> None:
     assert whole["groups_in_loss"] == sum(found[f"groups_in_loss/{t}"] for t in ("math", "code", "law"))
     assert all(tag(name).split("/")[0] in ("reward", "length") for name in found)
     assert {name.partition("/")[0] for name in found} == set(OF_EACH_TASK) <= set(whole)
+
+
+@pytest.mark.parametrize(
+    ("tree", "of_code"),
+    [
+        ({"batch": {"zero_variance": "keep"}}, 0),
+        ({"batch": {"zero_variance": "keep", "centring": "none"}}, 1),
+        ({"batch": {"zero_variance": "drop", "centring": "none"}}, 0),
+        ({"batch": {"zero_variance": "keep", "centring": "critic"}}, 1),
+        ({"batch": {"zero_variance": "keep"}, "teacher": {"path": "t", "weight": 1.0}}, 1),
+    ],
+)
+def test_a_group_of_equal_rewards_counts_where_it_has_a_gradient(tree: dict[str, Any], of_code: int) -> None:
+    recipe = from_tree(tree | {"data": {"tasks": {t: {"train": "", "heldout": ""} for t in ("math", "code")}}})
+    assert task_statistics(BATCH, recipe)["groups_in_loss/code"] == of_code
+    assert batch_statistics(BATCH, recipe.all_groups_teach)["groups_in_loss"] == 2 + of_code
 
 
 def test_one_task_has_none() -> None:

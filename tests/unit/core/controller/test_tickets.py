@@ -3,6 +3,7 @@ controller dies, and then from its journal as if it had not."""
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 
 from megarl.core.base.admission import Admission
 from megarl.core.base.contracts import TaskPrompts
-from megarl.core.base.messages import ServerAddress
+from megarl.core.base.messages import Next, Refused, ServerAddress
 from megarl.core.base.types import Prompt, float32, int32
+from megarl.core.controller.decision import TrainStep, decide
 from megarl.core.controller.draw import mixture_of
 from megarl.core.controller.parity import Parity
 from megarl.core.controller.pipeline import Pipeline
@@ -206,6 +208,21 @@ def test_refilled_in_stages_and_interrupted_it_draws_as_if_it_were_not(tmp_path:
     assert any(a.due > pipeline.admission.due(a.ticket) for a in admitted if a.ticket in pipeline.admission.queue), (
         "some ticket was to be trained later when it was drawn: its budget did not follow"
     )
+
+
+def test_a_learner_older_than_the_journal_is_refused(tmp_path: Path) -> None:
+    """As with `journal.keep: checkpoints`, once all checkpoints are gone or older ones were put back."""
+    pipeline, _ = asyncio.run(run(recipe_of(), tmp_path, None))
+    pipeline.admission.forget(3)
+    for step in range(4):
+        reply = decide(
+            Next(incarnation="a", step=step, version=step), replace(pipeline.view(step), published_version=8)
+        )
+        if step < 3:
+            assert isinstance(reply, Refused)
+            assert f"step {step}, and the journal has no batches before 3" in reply.error
+        else:
+            assert reply == TrainStep(step, replay=True)
 
 
 def test_solved_prompts_are_begun_again_task_by_task(tmp_path: Path) -> None:

@@ -218,6 +218,9 @@ def test_curves_of_two_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_curves_of_nothing_are_refused(tmp_path: Path) -> None:
     with pytest.raises(MegarlError, match="no answers there"):
         curve.main([tmp_path], None, None)
+    (tmp_path / "run" / "evaluations" / "step-000010").mkdir(parents=True)
+    with pytest.raises(MegarlError, match="no answers there"):
+        curve.main([tmp_path / "run"], None, None)
     for name in ("a", "b"):
         suite = SuiteDir(tmp_path / name, name)
         suite.path.mkdir(parents=True)

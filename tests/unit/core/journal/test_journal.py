@@ -1,9 +1,11 @@
 """The journal on a real file system: what is appended comes back after any crash, and damage is never passed over."""
 
+import errno
 import logging
 import multiprocessing
 import os
 import resource
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -192,7 +194,7 @@ def test_a_file_with_one_late_group_is_kept(tmp_path: Path):
     """A slow ticket of an early file is what a replay needs: its file stays, whatever else is in it."""
     journal = Journal.open(tmp_path, 1, 30, rotate_bytes=2000)
     journal.append(*(admitted(t) for t in range(30)), finished(20))
-    first = next(n for n in journal.files() if 20 in journal._groups_of(n))
+    first = next(n for n in journal.files() if 20 in journal._groups_of(n, journal.files()))
     for ticket in [*range(20), *range(21, 30)]:
         journal.append(finished(ticket))
     journal.drop(journal.forget(20))
@@ -316,8 +318,8 @@ def test_a_copied_record_of_an_earlier_session_is_refused(tmp_path: Path, rotate
 def test_a_file_that_is_gone_is_named_when_its_groups_are_asked_for(tmp_path: Path):
     written(tmp_path, 40, rotate_bytes=2000)
     reader = JournalReader(tmp_path)
-    lost = max(reader._groups_of(2))
-    kept = [t for t in range(40) if t not in reader._groups_of(2)]
+    lost = max(reader._groups_of(2, reader.files()))
+    kept = [t for t in range(40) if t not in reader._groups_of(2, reader.files())]
     (tmp_path / "000002.journal").unlink()
     journal = Journal.open(tmp_path, 2, 1)
     assert [group.ticket for group in journal.groups(kept)] == kept
@@ -379,6 +381,27 @@ def test_a_contradiction_is_not_written(tmp_path: Path):
     Journal.open(tmp_path, 2, 1).close()
 
 
+def test_a_file_system_that_fails_while_a_file_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The records that filled the last one are whole; nothing is written behind them by this writer."""
+    journal, fsync = Journal.open(tmp_path, 2, 1, rotate_bytes=1500), os.fsync
+
+    def evicted(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", evicted)
+    for _ in range(2):
+        with pytest.raises(MegarlError, match=r"000001\.journal: cannot be written: Input/output error"):
+            journal.put([journal.applied(admitted(journal.state.admission.next_ticket)) for _ in range(100)])
+    monkeypatch.undo()
+    whole = [r.ticket for r in JournalReader(tmp_path).replay() if isinstance(r, Admitted)]
+    assert 0 < len(whole) < 100
+    again = Journal.open(tmp_path, 2, 1)
+    assert again.state.admission.next_ticket == len(whole)
+    again.close()
+
+
 def hold(path: Path, ready: "multiprocessing.synchronize.Event") -> None:
     Journal.open(path, 2, 1)
     ready.set()
@@ -399,6 +422,37 @@ def test_one_writer_at_a_time(tmp_path: Path):
         other.kill()
         other.join(60)
     Journal.open(tmp_path, 2, 1).close()
+
+
+def test_a_journal_of_many_files_is_listed_once_and_searched_from_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A long run has thousands of them, and the learner waits for its batch."""
+    written(tmp_path, 40, rotate_bytes=1000)
+    files, listed = JournalReader.files, list[int]()
+    monkeypatch.setattr(JournalReader, "files", lambda self: listed.append(1) or files(self))
+    reader = JournalReader(tmp_path)
+    assert len(files(reader)) > 20
+    assert reader.finished(3) == [37, 38, 39]
+    assert len(reader._searched) < 6
+    assert [group.ticket for group in reader.groups(range(20))] == list(range(20))
+    assert reader.finished() == reader.finished(100) == list(range(40))
+    assert len(listed) == 4
+
+
+def test_a_search_for_groups_reads_headers_alone(tmp_path: Path):
+    """Not a buffer for each, which on NFS has a MiB: as much as a group of long rollouts."""
+    journal = Journal.open(tmp_path, 2, 1)
+    for ticket in range(50):
+        journal.append(admitted(ticket), finished(ticket, tokens=20_000))
+    journal.close()
+
+    def read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])  # bytes, by all read calls
+
+    before = read()
+    assert len(JournalReader(tmp_path).finished()) == 50
+    assert read() - before < 20_000
 
 
 def test_a_reader_sees_the_appends_of_a_live_writer(tmp_path: Path):

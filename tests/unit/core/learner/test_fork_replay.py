@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from megarl.core import recipe as recipes
+from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, complete, step_folder, step_of, write_jsonl
 from megarl.core.base.types import Batch
 from megarl.core.journal.journal import Journal
 from megarl.core.journal.records import Admitted, Finished
 from megarl.core.learner.checkpoint import Checkpoints, replay_parent
+from megarl.core.learner.optimizer import learning_rate
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import hf
 from megarl.core.recipe import Recipe
@@ -85,7 +87,8 @@ def test_bit_for_bit(tmp_path: Path) -> None:
     at.append(weights(trainer))
     journal.close()
     hours = {"compute_hours": 1.0, "startup_hours": 0.0, "evaluation_hours": 0.0, "compute_unit": "core"}
-    write_jsonl(parent.metrics, [{"step": step} | hours for step in range(STEPS)])
+    rates = [learning_rate(step, recipe.learner.optimizer, recipe.run.steps) for step in range(STEPS)]
+    write_jsonl(parent.metrics, [{"step": step, "lr": rates[step]} | hours for step in range(STEPS)])
     for step in (1, 3):
         shutil.rmtree(step_folder(parent.checkpoints, step))
     assert [step_of(path) for path in complete(parent.checkpoints)] == [2, 4]
@@ -110,3 +113,13 @@ def test_bit_for_bit(tmp_path: Path) -> None:
                 assert same(trained(restored, step), at[step + 1])
             else:
                 assert not same(trained(restored, step), at[step + 1]), "it has the fork's own loss"
+
+    changed = recipe_of(tmp_path, source, "parent", learner={"optimizer": {"lr": 2e-2, "warmup_steps": 3}})
+    parent.recipe.write_text(recipes.dump(changed))
+    forked = recipe_of(tmp_path, source, "later", run={"fork": f"{parent.path}@3"})
+    rundir = RunDir(forked.run.path)
+    rundir.create()
+    fork.begin(forked, rundir)
+    with pytest.raises(MegarlError, match=r"run\.fork: step 2 was trained with a learning rate of 0\.01, .* has 0\.02"):
+        replay_parent(forked, rundir, offload)
+    assert not complete(rundir.checkpoints)

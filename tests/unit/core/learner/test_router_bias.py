@@ -1,5 +1,6 @@
 """Routers' biases: frozen unless asked for, moved by a step's load, FP32 in any model, loaded, stored, exported, resumed."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,28 @@ def test_a_checkpoint_has_the_moved_biases(tmp_path: Path) -> None:
     assert Checkpoints(tmp_path / "checkpoints", 1, again, tmp_path / "hf").load_latest()
     assert biases_of(again)[BIAS.format(1)].dtype == torch.float32
     assert torch.equal(biases_of(again)[BIAS.format(1)], moved[BIAS.format(1)])
+
+
+def test_the_next_step_does_not_change_what_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither weights, which lie in one buffer, nor biases, which do not."""
+    tiny_glm4_moe(tmp_path / "hf", num_hidden_layers=2)
+    recipe = recipe_of(tmp_path / "hf", RATE)
+    trainer = started(recipe)
+    trainer.step = 1
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 1, trainer, tmp_path / "hf")
+    with monkeypatch.context() as waiting:
+        waiting.setattr(threading.Thread, "start", lambda _: None)
+        checkpoints.save()
+    assert checkpoints._writing is not None
+    for chunk in trainer.policy.chunks:
+        for _, tensor in hf.stored_tensors(chunk):
+            tensor.data.add_(1)
+    checkpoints._writing[1].start()
+    checkpoints.finish()
+    again = started(recipe)
+    as_saved = {name: tensor.clone() for name, tensor in hf.export(again.policy.chunks, again.policy.family)}
+    assert Checkpoints(tmp_path / "checkpoints", 1, again, tmp_path / "hf").load_latest()
+    assert all(torch.equal(t, as_saved[name]) for name, t in hf.export(again.policy.chunks, again.policy.family))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

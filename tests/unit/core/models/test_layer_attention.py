@@ -1,7 +1,6 @@
 """Attention within chunks is causal attention over divided sequences; what Transformer Engine is told of them."""
 
 import itertools
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +11,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
 
-from megarl.core.base.errors import MegarlError
+from megarl.core.base.architecture import read
 from megarl.core.models import parallel  # noqa: F401  makes megatron importable on a CPU
 from megarl.core.models.attention import LayerAttention, positions_of, rms_norm, segments, temperatures
+from megarl.core.models.build import own_attention
 from megarl.core.models.layers import ChunkedTEAttention, Rope
 
 # isort: split
@@ -102,8 +102,8 @@ class Kernels(torch.nn.Module):
         return torch.cat(rows).flatten(1)
 
 
-def attention(layer: LayerAttention, context_parallel: int = 1) -> ChunkedTEAttention:
-    config: Any = SimpleNamespace(context_parallel_size=context_parallel)
+def attention(layer: LayerAttention) -> ChunkedTEAttention:
+    config: Any = None
     return ChunkedTEAttention(config, 1, layers=[layer], kernels=Kernels)
 
 
@@ -144,8 +144,12 @@ def test_queries_are_scaled_and_normalised_before_transformer_engine() -> None:
     assert torch.allclose(normed, Kernels()(q, k, v, packed(20, 10)), atol=1e-6)
 
 
-def test_what_transformer_engine_cannot_do_is_refused() -> None:
-    tensors = torch.randn(3, 30, 2, 8)
-    for layer in (LayerAttention(chunk=8), LayerAttention(rotary=False, temperature=(8, 0.1))):
-        with pytest.raises(MegarlError, match=r"model.context_parallel: a sequence of 20 tokens is longer"):
-            attention(layer, context_parallel=2)(*tensors, packed_seq_params=packed(20, 10))
+@pytest.mark.parametrize(
+    ("name", "alone", "divided"),
+    [("llama-4-scout", False, True), ("llama-3.1-8b", False, False), ("gpt-oss-20b", True, True)],
+)
+def test_chunks_across_context_parallel_ranks_do_without_transformer_engine(
+    name: str, alone: bool, divided: bool
+) -> None:
+    """`megarl plan` proposes such layouts for Scout at 16k tokens, twice the chunk."""
+    assert (own_attention(read(name), 1), own_attention(read(name), 2)) == (alone, divided)

@@ -1,7 +1,9 @@
 """Bad directories and layouts end in one message that says what and where; nothing half-written stays."""
 
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -229,6 +231,14 @@ def test_saving_without_the_vision_tower_to_copy(one_rank: None, tmp_path: Path)
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_an_error_without_a_text_is_an_error_on_all_ranks(one_rank: None) -> None:
+    def fail() -> None:
+        raise TimeoutError
+
+    with pytest.raises(MegarlError, match="TimeoutError"):
+        hf.everywhere(fail)
+
+
 def test_layout_that_does_not_fit_the_ranks() -> None:
     with pytest.raises(MegarlError, match=r"1 ranks do not divide into copies of the model of 2 ranks"):
         parallel.start(Model(tensor_parallel=2), seed=0, timeout_s=5)
@@ -313,6 +323,16 @@ def test_a_broken_transformer_engine_on_a_gpu(monkeypatch: pytest.MonkeyPatch, t
         MegarlError, match=r"cannot be imported: ImportError: undefined symbol: _ZN3c104cuda\. Build it again"
     ):
         models._check_transformer_engine()
+
+
+@pytest.mark.processes
+def test_the_stack_for_gpus_where_there_is_no_driver(tmp_path: Path) -> None:
+    """A login node converts and inspects checkpoints. megatron-core imports flash_mla, which raises what it does not expect."""
+    (tmp_path / "flash_mla.py").write_text("raise OSError('libcuda.so.1: cannot open shared object file')")
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    words = [sys.executable, "-c", "import megarl.core.models.build"]
+    done = subprocess.run(words, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_broken_transformer_engine_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """What families share: rotary frequencies, precision, directories, settings of experts."""
 
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -146,18 +145,6 @@ def test_scales_of_experts_are_no_part_of_a_checkpoint(
     meta = checkpoint.CheckpointMeta(step=1, version=1, hf_source=str(tmp_path / "hf"), model=Model().model_dump())
     checkpoint.save(tmp_path / "step-1", state, meta)
     checkpoint.load_model(tmp_path / "step-1", [chunk])
-
-
-def test_as_many_sockets_as_the_system_allows() -> None:
-    """megatron's groups need thousands in large worlds."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard - 1), hard))
-    try:
-        parallel.start(Model(), seed=0, timeout_s=60)
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        parallel.stop()
 
 
 def test_fp32_products_are_fp32() -> None:

@@ -468,6 +468,24 @@ def test_a_removed_key_with_another_value_is_refused_by_name(tree: dict[str, Any
         from_tree(tree)
 
 
+def test_a_removed_key_below_a_name_that_is_a_number() -> None:
+    """YAML reads `1:` as one."""
+    with pytest.raises(MegarlError, match=r"data\.services\.1\.retries: is no longer a key: a request is repeated"):
+        from_tree({"data": {"services": {1: {"url": "http://x", "retries": 9}}}})
+
+
+def test_removed_keys_are_said_with_all_other_faults(file: Path) -> None:
+    said = refused(file, "run:\n  launcher: srun\n  sede: 1\nsampling:\n  top_p: 0.9\n").splitlines()
+    assert [line.split(": ")[1] for line in said] == ["run.launcher", "sampling.top_p", "run.sede"]
+    assert ["mine.yaml:2" in said[0], "mine.yaml:5" in said[1], "mine.yaml:3" in said[2]] == [True] * 3
+
+
+def test_overrides_leave_the_given_tree_as_it_is() -> None:
+    tree: Tree = {"run": {"steps": 5}}
+    assert from_tree(tree, ["run.seed=3"]).run.seed == 3
+    assert tree == {"run": {"steps": 5}}
+
+
 def test_a_removed_key_with_the_value_that_is_now_fixed_is_read() -> None:
     """As in the run directory of an earlier version, whose recipe.yaml has every key."""
     old = {

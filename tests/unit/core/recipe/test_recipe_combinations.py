@@ -170,6 +170,14 @@ def test_impossible_combinations(tree: Tree, said: str) -> None:
     assert said in str(error.value)
 
 
+def test_all_impossible_combinations_are_said_at_once() -> None:
+    with pytest.raises(MegarlError) as error:
+        from_tree({"loss": {"kind": "cispp"}, "model": {"tensor_parallel": 2}})
+    first, second = str(error.value).splitlines()
+    assert first.startswith("recipe: resources.learner_ranks: 1 ranks do not divide")
+    assert second.startswith("recipe: loss.kind: 'cispp' is no loss")
+
+
 def test_neighbours_of_the_impossible_are_possible() -> None:
     from_tree(
         {

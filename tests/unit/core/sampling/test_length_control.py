@@ -14,7 +14,7 @@ from megarl.core.base.types import Prompt, float32, int32
 from megarl.core.recipe import Length, from_tree
 from megarl.core.sampling import length_control
 from megarl.core.sampling.places import Places
-from megarl.core.sampling.sampler import Completion, Job, Sampler
+from megarl.core.sampling.sampler import Completion, Job, Sampler, Void
 from megarl.core.server.client import Generation, VersionSpan
 from megarl.core.server.membership import Membership
 from megarl.tasks.environments.registry import TaskEnvironments
@@ -56,8 +56,8 @@ class Nobody:
         raise AssertionError(reason)
 
 
-def complete(control: str) -> tuple[Completion, list[int]]:
-    recipe = from_tree({"length": {"control": control, "thinking_tokens": [6, 20], "answer_tokens": 4}})
+def complete(control: str, answer_tokens: int = 4, positions: int = 2048) -> tuple[Completion, list[int]]:
+    recipe = from_tree({"length": {"control": control, "thinking_tokens": [6, 20], "answer_tokens": answer_tokens}})
     server, members = EndlessServer(), Membership([ServerAddress(id=0, url="")])
     members.seen(0)
     members.publish([0], 3, "a")
@@ -65,7 +65,8 @@ def complete(control: str) -> tuple[Completion, list[int]]:
 
     async def run() -> Completion:
         places = Places(members, 1)
-        sampler = Sampler(recipe, Letters(), {0: server}, places, Nobody(), TaskEnvironments(recipe, Letters()))  # type: ignore[arg-type,dict-item]
+        environments = TaskEnvironments(recipe, Letters())  # type: ignore[arg-type]
+        sampler = Sampler(recipe, Letters(), {0: server}, places, Nobody(), environments, positions=positions)  # type: ignore[arg-type,dict-item]
         prompt = Prompt(id="", tokens=int32([7, 7]), answer="")
         job = Job(
             prompt,
@@ -95,6 +96,21 @@ def test_without_it_one_leg_has_both_budgets(control: str) -> None:
     assert not done.interrupted
     assert done.finish == "length"
     assert [(len(s.tokens), s.trained) for s in done.segments] == [(24, True)]
+
+
+@pytest.mark.parametrize(("control", "legs"), [("interruption", [20, 2]), ("overlong_penalty", [25]), ("none", [25])])
+def test_a_prompt_that_fills_the_models_context_leaves_less_to_sample(control: str, legs: list[int]) -> None:
+    """The prompt has 2 tokens, thinking 20, the answer 12, and the model no position more, of which 7 are kept."""
+    done, asked = complete(control, answer_tokens=12, positions=2 + 20 + 12)
+    assert asked == legs
+    assert done.finish == "length"
+
+
+@pytest.mark.parametrize("control", ["interruption", "none"])
+def test_a_prompt_that_leaves_no_position_is_void(control: str) -> None:
+    assert complete(control, positions=2 + 1 + 7)[1] == [1]
+    with pytest.raises(Void, match="its prompt has 2 tokens, and a server takes 1 at most"):
+        complete(control, positions=2 + 7)
 
 
 @pytest.mark.parametrize(

@@ -233,3 +233,31 @@ def test_cancelling_a_wait_for_the_first_request_gives_the_place_back() -> None:
         assert places.use[0].running == 1
 
     run(scenario)
+
+
+def test_groups_of_a_lost_server_spread_over_full_ones() -> None:
+    """Their requests wait where the fewest run and wait: all at one server they would wait long, and others stand idle."""
+
+    async def scenario() -> None:
+        members = clean(0, 0, 0)
+        places, admission = Places(members, limit=4), Admission(1, 8)
+        groups = [GroupPlaces(places, admission, admission.admit(), rollouts=2) for _ in range(6)]
+        for group in groups:
+            await group.take(0)
+            group.cached()
+            await group.take(1)
+        assert [use.running for use in places.use.values()] == [4, 4, 4]
+        moved = [group for group in groups if group.server == 0]
+        members.lost(0)
+        places.refresh()
+        for _ in range(4):
+            places.give_back(0)
+        waiting = [asyncio.create_task(group.take(n)) for group in moved for n in range(2)]
+        await settle()
+        assert sorted(group.server or 0 for group in moved) == [1, 2]
+        assert not any(task.done() for task in waiting)
+        for server in (1, 1, 2, 2):
+            places.give_back(server)
+        assert sorted(await asyncio.gather(*waiting)) == [(1, 0), (1, 0), (2, 0), (2, 0)]
+
+    run(scenario)

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable
 from types import ModuleType, SimpleNamespace
 
@@ -10,9 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from megarl.core.base.architecture import read
+from megarl.core.base.checksum import checksum, written
 from megarl.core.base.delta import SUFFIX, encode, load
 from megarl.core.server import workers
 from megarl.core.server.staging import copy_of
+from megarl.core.weights.transport import SentChecksums
 
 
 class Served(Module):
@@ -69,7 +73,9 @@ def gpt_oss(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     for name in ("sglang", "sglang.srt", "sglang.srt.models"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     models = sys.modules["sglang.srt.models"]
-    models.gpt_oss = SimpleNamespace(GptOssForCausalLM=Stock, GptOssAttention=Attention)  # type: ignore[attr-defined]
+    models.gpt_oss = SimpleNamespace(  # type: ignore[attr-defined]
+        GptOssForCausalLM=Stock, GptOssAttention=Attention, enable_fused_set_kv_buffer=lambda batch: False
+    )
     monkeypatch.delitem(sys.modules, ours, raising=False)
     module = importlib.import_module(ours)
     monkeypatch.delitem(sys.modules, ours)
@@ -120,15 +126,29 @@ def test_each_rank_takes_its_part_of_single_experts(gpt_oss: ModuleType) -> None
         assert not second["w2_weight_bias"].any()
 
 
-def test_sinks_have_the_precision_of_the_model_or_of_a_kernel_that_wants_fp32(gpt_oss: ModuleType) -> None:
-    attention = gpt_oss.gpt_oss.GptOssAttention
-    for default, made, expected in (
-        (torch.float32, torch.bfloat16, torch.float32),
-        (torch.float16, torch.bfloat16, torch.float16),
-        (torch.bfloat16, torch.float32, torch.float32),
-    ):
-        torch.set_default_dtype(default)
-        try:
-            assert attention(made).sinks.dtype == expected
-        finally:
-            torch.set_default_dtype(torch.float32)
+@pytest.mark.parametrize(
+    ("model", "kernel"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float16, torch.bfloat16),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),  # Blackwell's
+    ],
+)
+def test_sinks_are_held_as_published_and_a_kernel_gets_the_fp32_it_wants(
+    gpt_oss: ModuleType, model: torch.dtype, kernel: torch.dtype
+) -> None:
+    torch.set_default_dtype(model)
+    try:
+        attention = gpt_oss.gpt_oss.GptOssAttention(kernel)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    sums, sent = SentChecksums(read("llama-3.1-8b")), torch.tensor([0.5, -1.25]).to(model)
+    deque(sums.watch([("sinks", sent)]), maxlen=0)
+    attention.sinks.data.copy_(sent)
+    assert sums.expected() == {"sinks": written(int(checksum(attention.sinks)))}
+    attention.attn, attention.o_proj = lambda *_, sinks, save_kv_cache: sinks, lambda attended: (attended, None)
+    given = attention.forward_core((None, None, (1, 2, 3, None)))
+    assert given.dtype == (torch.float32 if kernel == torch.float32 else model)
+    assert torch.equal(given, sent.to(given.dtype))
+    assert attention.forward_core(("hidden", None, None)) == "hidden"

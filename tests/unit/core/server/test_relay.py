@@ -237,7 +237,9 @@ def test_a_gate_relays_only_what_it_lets_through_and_only_to_the_run(
     async def asked() -> int:
         call = relay.RelayedCall(path, body, [stand_ins.urls[1], *others], LIMIT_S)
         async with ServerClient(ServerAddress(id=0, url=stand_ins.urls[0]), "", "", LIMIT_S) as client:
-            return (await client.exchange(relay.ServerQuestion("/relay", call, key, LIMIT_S))).status
+            return (
+                await client.exchange(relay.ServerQuestion("/relay", msgspec.json.encode(call), key, LIMIT_S))
+            ).status
 
     assert asyncio.run(asked()) == code
     assert [number for number, _, _ in stand_ins.heard] == ([1] if code == 200 else [])

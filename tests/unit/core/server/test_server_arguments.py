@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.messages import KEPT_FROM_INPUT
 from megarl.core.recipe import Recipe, from_tree
 from megarl.core.server import checks, launch
-from megarl.core.server.checks import check
+from megarl.core.server.checks import check, check_gpus
 from megarl.core.server.launch import engine_arguments, environment, memory_arguments
 
+LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 SIZES = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 64,
@@ -47,7 +49,7 @@ def test_arguments_follow_the_recipe(tmp_path: Path) -> None:
         "skip_tokenizer_init": True,
         "incremental_streaming_output": True,
         "max_total_tokens": 4096,
-        "context_length": 400 + len(recipe.length.interruption) + 6,
+        "context_length": 400 + len(recipe.length.interruption) + KEPT_FROM_INPUT,
     }
     assert {k: arguments[k] for k in wanted} == wanted
     others = [engine_arguments(recipe, i, "127.0.0.1", 1, cuda=False)["random_seed"] for i in range(3)]
@@ -66,7 +68,13 @@ def test_context_does_not_exceed_the_model(tmp_path: Path) -> None:
 
 def test_nothing_is_patched_with_a_gpu(tmp_path: Path) -> None:
     recipe = a_recipe(tmp_path, resources={"server_tensor_parallel": 2})
-    assert not {k for k in environment(recipe, 0, [0, 1], cuda=True) if k.startswith("SGLANG")}
+    assert {k for k in environment(recipe, 0, [0, 1], cuda=True) if k.startswith("SGLANG")} == {LOGPROBS}
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_logprobs_are_at_the_sampling_temperature_whatever_the_shell_says(tmp_path: Path, cuda: bool) -> None:
+    """True would give those at temperature 1: another behaviour policy than the one that sampled."""
+    assert environment(a_recipe(tmp_path), 0, [0], cuda)[LOGPROBS] == "0"
 
 
 def test_a_shared_gpu_is_said_to_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +186,25 @@ def test_a_model_that_would_be_served_wrongly_is_refused(
     with pytest.raises(MegarlError, match=message):
         check(a_recipe(tmp_path, config=LLAMA4 | changed), cuda)
     check(a_recipe(tmp_path, config=LLAMA4), cuda=False)
+
+
+def test_llama_4_beyond_a_chunk_is_served_on_hopper_only(tmp_path: Path) -> None:
+    """SGLang's kernels for other GPUs attend to the whole sequence in every layer."""
+    whole = {
+        "architectures": ["Llama4ForConditionalGeneration"],
+        "text_config": SIZES | LLAMA4 | {"architectures": None},
+    }
+    recipe = a_recipe(tmp_path, config=whole)
+    for capabilities in (["9.0"], ["8.9", "9.0"], []):
+        check_gpus(recipe, capabilities)
+    for capability in ("8.0", "10.0", "12.0"):
+        with pytest.raises(
+            MegarlError, match=rf"length: .* is 400, but on a GPU of compute capability {capability} .*256"
+        ):
+            check_gpus(recipe, [capability])
+        check_gpus(a_recipe(tmp_path / "short", config=whole | {"text_config": SIZES | LLAMA4 | {"attention_chunk_size": 400}}),
+                   [capability])  # fmt: skip
+        check_gpus(a_recipe(tmp_path / "dense"), [capability])
 
 
 def test_ranks_of_cpu_servers_own_cores(tmp_path: Path) -> None:

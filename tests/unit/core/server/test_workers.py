@@ -4,15 +4,19 @@ import importlib.util
 import logging
 import os
 import sys
+import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from megarl.core.base import broadcast
 from megarl.core.base.checksum import checksum, written
 from megarl.core.base.process import shared_memory_mark
 from megarl.core.server import workers
+from megarl.core.server.client import JOIN, RUNNING
 
 PLACEMENT = ("tp_rank", "tp_size", "dp_rank", "dp_size", "pp_rank", "pp_size")
 
@@ -67,3 +71,56 @@ def test_scouts_loader_does_not_warn_of_each_bucket(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(owner, change, lambda *_: None)
     workers.scheduler(1.0)
     assert seen == [logging.ERROR]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_groups_of_a_lost_learner_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A learner that is killed has told nobody. Its successor has a group for each of two stages, which stay."""
+    closed: list[str] = []
+
+    class Group:
+        def __init__(self, name: str, *_: object) -> None:
+            self.name = name
+
+        def close(self, broken: str = "") -> None:
+            closed.append(f"{self.name}: {broken}")
+
+    class Manager:
+        update_weights_from_distributed: Any = None
+
+    class Updater:
+        destroy_weights_update_group: Any = None
+
+    served = "sglang.srt.managers.scheduler_components.weight_updater"
+    for module, names in (
+        ("sglang.srt.managers.io_struct", {"UpdateWeightsFromDistributedReqOutput": SimpleNamespace}),
+        (served, {"SchedulerWeightUpdaterManager": Manager}),
+        ("sglang.srt.model_executor.model_runner_components.weight_updater", {"WeightUpdater": Updater}),
+        ("sglang.srt.runtime_context", {"get_serving": None}),
+    ):
+        stand_in = ModuleType(module)  # theirs take seconds to import
+        vars(stand_in).update(names)
+        monkeypatch.setitem(sys.modules, module, stand_in)
+    monkeypatch.setattr(broadcast, "BroadcastGroup", Group)
+    workers.own_staging(1.0)
+    groups: dict[str, Group] = {}
+    updater = SimpleNamespace(_model_update_group=groups, get_model=lambda: None, tp_rank=0)
+    runner = SimpleNamespace(model_runner=SimpleNamespace(weight_updater=updater))
+    manager = SimpleNamespace(tp_worker=runner, tp_cpu_group=None)
+
+    def join(name: str) -> None:
+        rest = f'"name":"{name}","master":"127.0.0.1","port":1,"first":1,"world":2,"backend":"gloo"'
+        request = SimpleNamespace(load_format=JOIN, names=[f"{{{rest}}}"])
+        while (said := Manager.update_weights_from_distributed(manager, request)).message == RUNNING:
+            time.sleep(0.01)
+        assert said.success
+
+    for name in ("weights-a-1", "weights-a-2"):
+        join(name)
+    assert set(groups) == {"weights-a-1", "weights-a-2"}
+    for name in ("weights-b-3", "weights-b-4"):
+        join(name)
+    assert set(groups) == {"weights-b-3", "weights-b-4"}
+    while len(closed) < 2:  # in threads
+        time.sleep(0.01)
+    assert sorted(closed) == ["weights-a-1: its learner is gone", "weights-a-2: its learner is gone"]

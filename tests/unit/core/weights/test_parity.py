@@ -251,6 +251,20 @@ def test_one_server_of_two_is_found_and_named() -> None:
         verdict = one.judge(measured(version, replace(half, served=(half.served + noise).astype(np.float32))))
     assert verdict.ends
     assert "server 1 and the learner" in verdict.warning
+    assert "experts that differ" not in verdict.warning, "that is not known of one server"
+
+
+def test_a_server_is_judged_over_all_publications_in_which_it_was_compared() -> None:
+    """Also over the first ones, in which no other was. The sound one's tokens then keep both together within the limit."""
+    one = judge()
+    for version, share in enumerate((1.0, 1.0, 0.1)):
+        server = (np.arange(N) >= share * N).astype(np.int64)
+        base = scores(version, noise=0.001, server=server)
+        noise = np.where(server == 0, 0.2, 0.0) * np.sign(np.sin(np.arange(N) * 7.0))
+        verdict = one.judge(measured(version, replace(base, served=(base.served + noise).astype(np.float32))))
+    assert verdict.ends
+    assert "server 0 and the learner" in verdict.warning
+    assert "3 comparisons in a row" in verdict.warning
 
 
 def test_patterns_of_noise_alone_name_nothing() -> None:

@@ -13,10 +13,13 @@ from megarl.core.base.contracts import Grade
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
+from megarl.core.evaluation.answers import Result
 from megarl.core.recipe import Recipe, dump, from_tree, load, load_suite, shipped_suites
 from megarl.core.sampling.sampler import Sampler
 from megarl.lab.evaluation import suites
-from megarl.lab.evaluation.subject import _suite
+from megarl.lab.evaluation.main import never_thinks
+from megarl.lab.evaluation.subject import Subject, _suite
+from megarl.lab.evaluation.subject import recipe_of as asked_with
 from megarl.tasks.data.arithmetic_models import character_tokenizer
 from megarl.tasks.data.mappings import MAPPINGS
 from megarl.tasks.data.prompts import load_tasks
@@ -188,6 +191,31 @@ def test_a_suite_of_the_users(tmp_path: Path) -> None:
         assert said in str(error.value)
 
 
+def test_two_suites_of_one_name_are_refused(tmp_path: Path) -> None:
+    """The second would be asked in place of the first."""
+    (tmp_path / "gsm8k.yaml").write_text("data: mine.jsonl\ngrader: exact\n")
+    (tmp_path / "recipe.yaml").write_text(dump(load("quickstart", [])))
+    subject = Subject("run@1", tmp_path, tmp_path, RunDir(tmp_path))
+    with pytest.raises(MegarlError, match=r"--suite: two of gsm8k, .*gsm8k\.yaml have one name"):
+        asked_with(subject, ["gsm8k", str(tmp_path / "gsm8k.yaml")], [], [], tmp_path / "out")
+    assert asked_with(subject, ["gsm8k", "gsm8k"], [], [], tmp_path / "out")[1] == ["gsm8k"]
+
+
+def test_as_many_servers_as_the_gpus_allow_are_as_wide_as_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    (tmp_path / "recipe.yaml").write_text(dump(load("scalerl-17bx16", [])))
+    subject = Subject("run@1", tmp_path, tmp_path, RunDir(tmp_path))
+
+    def servers(*overrides: str) -> tuple[int, int]:
+        resources = asked_with(subject, ["gsm8k"], [], overrides, tmp_path / "out")[0].resources
+        return resources.servers, resources.server_tensor_parallel
+
+    assert servers() == (2, 4)
+    assert servers("resources.server_tensor_parallel=8") == (1, 8)
+
+
 def test_a_pickle_that_is_no_text_is_not_run(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """It would make a file."""
 
@@ -213,3 +241,16 @@ def test_a_misspelt_suite_is_told_from_one_of_the_users() -> None:
     assert load("quickstart", ["evaluation.suites={gsm8k: {samples: 4}, aime24: null}"]).evaluation.suites.keys() == {
         "gsm8k"
     }
+
+
+def test_a_model_that_never_thinks_is_told_from_one_that_is_cut_off() -> None:
+    """Qwen3's instruct models have </think> in their vocabulary and never write it: each answer would count as wrong."""
+
+    def result(format_errors: float, truncated: float) -> Result:
+        metrics = {"format_error_rate": format_errors, "truncation_rate": truncated}
+        return Result(suite="gsm8k", model="m", samples=1, settings={}, metrics=metrics, time=0.0, versions={})
+
+    good = result(0.02, 0.02)
+    assert "\"length.end_of_thinking=''\" and another --out" in never_thinks([good, result(1.0, 0.1)], "</think>")
+    assert never_thinks([good, result(0.95, 0.9)], "</think>") == ""
+    assert never_thinks([result(1.0, 0.1)], "") == ""

@@ -141,6 +141,22 @@ def test_price_of_an_answer_counts_those_to_suites(tmp_path: Path) -> None:
     assert allocate.splits(law, prices, 0.1, 500, paths) == alone
 
 
+def test_answers_of_another_task_say_nothing_of_a_suite(tmp_path: Path) -> None:
+    """The suite that is forecast has one answer a prompt; pass@4 and maj@4 are of the held-out prompts."""
+    paths = [write(tmp_path / f"r{n}", cell) for n, cell in enumerate(CORNERS)]
+    for path in paths:
+        keys = ["evaluation.suites.arc-easy={}", "evaluation.forecast=arc-easy"]
+        (path / "recipe.yaml").write_text(dump(load(str(path / "recipe.yaml"), keys)))
+        rows = [json.loads(line) for line in (path / "eval.jsonl").read_text().splitlines()]
+        for row in rows:
+            row |= {"n_prompts/arc-easy": 1000, "samples/arc-easy": 1}
+            row |= dict.fromkeys(("pass_rate/arc-easy", "pass@1/arc-easy"), row["pass_rate"])
+        (path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    runs = [read_run(path) for path in paths]
+    (split,) = allocate.splits(CellLaw(runs), measured(runs, GRID), 0.1, 500, paths)
+    assert split.n == 1
+
+
 def test_bad_input(tmp_path: Path) -> None:
     paths, recipe = [write(tmp_path / f"r{n}", cell) for n, cell in enumerate(CORNERS)], load("quickstart", [])
     for budget, runs, answers, message in (

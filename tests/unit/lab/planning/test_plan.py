@@ -1,6 +1,7 @@
 """`megarl plan` as a user meets it: quick, without torch, one line for bad input; and what its layouts must obey."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -61,6 +62,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     assert "107.77B parameters, 17.17B active" in " ".join(out.split())
     assert "refused" in out
     assert "largest allocation of a publication: the embedding, 2.1 GB" in " ".join(out.split())
+    assert "such a run is refused: length: prompt_tokens" in " ".join(out.split())  # not a Hopper GPU
     least, most = show.TAKEN_OVER_PLANNED
     assert "as written: 7,100 steps take" in " ".join(out.split())
     assert f"took {least} to {most} times what is planned" in " ".join(out.split())
@@ -98,6 +100,12 @@ def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert all(len(line) <= 80 for line in lines if not line.startswith("plan 1 is: "))
 
 
+def test_a_picture_of_no_format_is_refused_before_anything_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = "plan scalerl-8b --gpus 80 --gpu h100 --model-config llama-3.1-8b --simulate --out plan.xyz"
+    assert cli.main(arguments.split()) == 2
+    assert "--out: plan.xyz: no picture is drawn as .xyz; end the name with .png" in capsys.readouterr().err
+
+
 def test_where_nothing_fits_recomputation_and_offload_are_tried(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = "plan scalerl-8b --gpus 16 --gpu h100 --model-config qwen3-30b-a3b"
     assert cli.main(arguments.split()) == 0
@@ -111,6 +119,17 @@ def test_where_nothing_fits_recomputation_and_offload_are_tried(capsys: pytest.C
     assert search(problem("scalerl-8b", "llama-3.1-8b", "h100")).saving == {}, "what fits is left as it is"
     nothing = search(problem("scalerl-8b", "qwen3-30b-a3b", "h100", 2))
     assert (nothing.plans, nothing.saving) == ([], {})
+
+
+def test_a_learner_that_waits_for_servers_saves_memory_for_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """On 80 H100 Scout's learner fits without only on 64, beside two servers that it would wait for nine tenths of a step."""
+    arguments = "plan scalerl-17bx16 --gpus 80 --gpu h100 --model-config llama-4-scout"
+    assert cli.main(arguments.split()) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert (told := re.search(r"a step takes ([\d.]+) s without learner\.recompute=\w+, which the plans set", out))
+    best = search(problem("scalerl-17bx16", "llama-4-scout", "h100")).plans[0]
+    assert best.step_seconds < float(told[1]) / 2
+    assert best.recipe.resources.learner_ranks < 64
 
 
 def test_a_learner_needs_the_hosts_memory_too() -> None:

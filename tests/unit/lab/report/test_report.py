@@ -281,7 +281,7 @@ def test_no_run(tmp_path: Path) -> None:
         report.main(tmp_path)
 
 
-def test_rollouts_are_shown(recipe: Recipe, tmp_path: Path) -> None:
+def test_rollouts_are_shown(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from megarl.tasks.data.arithmetic_models import LLAMA, save_model
 
     save_model(tmp_path / "init", LLAMA, 0)
@@ -324,6 +324,8 @@ def test_rollouts_are_shown(recipe: Recipe, tmp_path: Path) -> None:
     (rundir.rollouts / "000001.journal").write_text("nobody has to read this one, and its records")
     shown = report._rollouts(changed, rundir)
     assert re.findall(r"ticket (\d+)", shown) == ["8", "8", "7", "7"]
+    monkeypatch.setattr(report, "MOST_CHARACTERS", 1)
+    assert '<span class="phrase">&lt;</span>' in report._rollouts(changed, rundir), "not cut within &lt;"
 
 
 def test_binned_keeps_means() -> None:

@@ -234,6 +234,13 @@ class TestRefusals:
             fit([])
 
 
+def test_scores_of_one_answer_each() -> None:
+    """A run that is scored on one answer has a noise of its own, however often it is right."""
+    rates = np.array([0.0, 0, 0, 1, 0, 1, 1, 0, 1, 1, 1, 1])
+    found = fit([Curve("x", np.linspace(2000, 16_000, 12), rates, 0.3, answers=1)])
+    assert np.ptp(found.A_interval) > 0.5, "twelve answers tell little"
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     scores=st.lists(st.floats(0, 1), min_size=4, max_size=12),

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import append_jsonl
-from megarl.lab.scaling.points import PointColumns, amount, read_points
+from megarl.lab.scaling.points import PointColumns, amount, curve_of_run, read_points
 
 
 def file(folder: Path, text: str, name: str = "points.csv") -> Path:
@@ -35,6 +35,14 @@ def test_run_directory(tmp_path: Path) -> None:
     assert curve.hours.tolist() == pytest.approx([0.11, 0.21, 0.31])
     assert curve.pass_rate.tolist() == [0.3, 0.4, 0.45]
     assert curve.first_epoch == pytest.approx(0.22)
+
+
+def test_rows_after_the_first_epoch_are_not_asked_for() -> None:
+    """Each evaluation asks for them, of a run that may have a hundred thousand."""
+    steps = ({"epoch": step // 3, "compute_hours": float(step)} for step in range(10))
+    scores = [{"step": step, "compute_hours": float(step), "pass_rate": 0.1 * step} for step in range(3)]
+    assert curve_of_run("run", scores, steps, "the run", PointColumns()).first_epoch == 3.0
+    assert next(steps)["compute_hours"] == 4.0
 
 
 def test_run_that_is_in_its_first_epoch(tmp_path: Path) -> None:
@@ -99,6 +107,11 @@ def test_csv_of_seeds(tmp_path: Path) -> None:
 def test_later_row_of_a_step_counts(tmp_path: Path) -> None:
     (curve,) = read_points(file(tmp_path, "step,compute_hours,pass_rate\n0,0.5,.1\n1,1,.2\n1,2,.3\n"))
     assert (curve.r0, curve.hours.tolist(), curve.pass_rate.tolist()) == (0.1, [2], [0.3])
+
+
+def test_a_csv_of_a_spreadsheet_begins_with_a_mark(tmp_path: Path) -> None:
+    (curve,) = read_points(file(tmp_path, "\ufeffgpu_hours,pass_rate\n10,.3\n20,.4\n"))
+    assert curve.hours.tolist() == [10, 20]
 
 
 def test_jsonl_with_other_names(tmp_path: Path) -> None:

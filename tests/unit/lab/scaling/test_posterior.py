@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from scipy import optimize, stats
+from scipy import integrate, optimize, stats
 
 from megarl.lab.scaling.forms import FORMS
 from megarl.lab.scaling.posterior import FLAT, CurvePoints, Normal, Posterior, Prior
@@ -15,7 +15,7 @@ HOURS = np.geomspace(500, 8000, 14)
 X = np.log(HOURS / 8000)
 NOISE = 0.004
 PRIOR = Prior(
-    w=Normal(math.log(1.5), 0.5), r0=Normal(0.31, 0.03), a=Normal(0.6, 0.3), misfits=(0.03,), lengths=(1.5,), seeds=0.04,
+    w=Normal(math.log(1.5), 0.5), r0=Normal(0.31, 0.03), a=Normal(0.6, 0.3), misfits=(0.03,), length=1.5, seeds=0.04,
     noises=(1.0,), beyond=(4.0, 3.0),
 )  # fmt: skip
 
@@ -74,7 +74,7 @@ def test_scores_go_on_from_the_points() -> None:
     """With the law all but given, what is left is the Gaussian process: mean and deviation by the textbook's formula."""
     data = points(1)
     held = Prior(
-        w=Normal(math.log(1.92), 1e-3), r0=Normal(0.3, 1e-6), a=Normal(0.61, 1e-6), misfits=(0.03,), lengths=(1.5,),
+        w=Normal(math.log(1.92), 1e-3), r0=Normal(0.3, 1e-6), a=Normal(0.61, 1e-6), misfits=(0.03,), length=1.5,
         seeds=0.04, noises=(1.0,), beyond=(4.0, 3.0),
     )  # fmt: skip
     posterior = Posterior(SIGMOID, data, held)
@@ -89,6 +89,11 @@ def test_scores_go_on_from_the_points() -> None:
     x, rise = np.concatenate([data.x, ahead]), np.concatenate([posterior._rise(), np.ones(3)])
     joint = in_full(posterior, x, np.zeros(len(x)), rise)
     n = len(data.x)
+    distance = 2 * (1 - np.exp(-ahead / 2))  # from the last point, at 0; levels off
+    for i, j in np.ndindex(3, 3):  # the drift of the slope: a Wiener process, integrated
+        a, b = distance[i], distance[j]
+        twice = integrate.quad(lambda t, a=a, b=b: (a - t) * (b - t), 0, min(a, b))[0]
+        joint[n + i, n + j] += (6 * 0.03 * posterior.gain) ** 2 * twice
     gain = joint[n:, :n] @ np.linalg.inv(joint[:n, :n] + np.diag(np.full(n, NOISE**2)))
     mean = curve(ahead) + gain @ (data.y - curve(data.x))
     deviation = np.sqrt(np.diag(joint[n:, n:] - gain @ joint[:n, n:]))
@@ -100,7 +105,7 @@ def test_with_nothing_but_noise_the_intervals_are_those_of_least_squares() -> No
     """No misfit, no seeds, no prior: scipy's covariance of A, B and C_mid."""
     hours = np.geomspace(300, 60_000, 40)
     scores = law(hours, 0.61, 1.92, 2542) + 0.002 * np.random.default_rng(3).standard_normal(40)
-    plain = Prior(None, Normal(0.3, 1e-6), Normal(0.6, FLAT), (0.0,), (1.0,), 0.0, (1.0,), (1.0, 0.0))
+    plain = Prior(None, Normal(0.3, 1e-6), Normal(0.6, FLAT), (0.0,), 1.0, 0.0, (1.0,), (1.0, 0.0))
     x = np.log(hours / 60_000)
     posterior = Posterior(SIGMOID, CurvePoints(x, scores, np.zeros(40), np.full(40, 0.002)), plain)
 

@@ -1,7 +1,10 @@
 """The table of alarms: what counts as noticed, named, early and false."""
 
 import json
+import os
 import random
+import subprocess
+import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -103,6 +106,39 @@ def test_every_fault_that_is_made_can_be_injected() -> None:
     assert len(set(names)) == len(names) == 3 * (len(alarm_faults.FAULTS) + 2)
 
 
+SAME_PROMPTS = """
+from megarl.core.controller.draw import PromptOrder
+order = PromptOrder("abcdef", 0, None, 2)
+assert len({order.draw().prompt_id for _ in range(6)}) == 2
+"""
+GRADER = """
+import asyncio
+import numpy as np
+from megarl.core.base.contracts import WRONG, Verdict
+from megarl.core.base.types import Prompt
+from megarl.core.controller.tickets import Tickets
+from megarl.core.recipe import from_tree
+from megarl.tasks.graders.grader import TaskGrader
+
+async def wrong(submission):
+    return Verdict(WRONG)
+
+grader = TaskGrader(wrong, {}, {}, None, "", lambda tokens: "")
+recipe = from_tree({"model": {"path": "nowhere"}})
+tickets = Tickets(recipe, {}, None, None, {"t": grader}, None, "")
+prompt = Prompt(id="p", tokens=np.zeros(1, np.int32), answer="12", task="t")
+assert asyncio.run(tickets._graders["t"].grade("17", prompt)).correct
+"""
+
+
+@pytest.mark.parametrize(("fault", "script"), [("same_prompts:2", SAME_PROMPTS), ("grader:any", GRADER)])
+def test_faults_that_know_our_classes_still_fit_them(tmp_path: Path, fault: str, script: str) -> None:
+    (tmp_path / "flag").touch()
+    path = os.pathsep.join([str(alarm_faults.INJECTED), str(alarm_faults.ROOT)])
+    environment = os.environ | {"PYTHONPATH": path, "ALARM_FAULT": f"{fault}:0:{tmp_path / 'flag'}"}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=60)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -126,5 +162,5 @@ def test_the_documentation_has_the_figures_of_the_clean_records() -> None:
     said = alarm.tables(alarm.records(root / "benchmarks" / "results" / "corpus", "open"))
     assert "False alarms: 0 (none)" in said
     page = (root / "benchmarks" / "README.md").read_text()
-    assert "2,250 steps of 15 runs" in page
-    assert "Clean steps: 2,250 of 15 runs" in said
+    assert "2,850 steps of 19 runs" in page
+    assert "Clean steps: 2,850 of 19 runs" in said

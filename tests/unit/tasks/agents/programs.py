@@ -36,6 +36,12 @@ def judged(task: Any) -> float:
     return 0.5 if ask(user(task.prompt)) == task.answer else -0.5
 
 
+def judged_by_numpy(task: Any) -> Any:
+    import numpy as np
+
+    return np.bool_(ask(user(task.prompt)) != task.answer)
+
+
 async def unjudged(task: Any) -> None:
     """Leaves the reward to the task's grader."""
     ask(user(task.prompt))
@@ -60,6 +66,15 @@ def crashes_after_a_turns_reward(task: Any) -> None:
     ask([], "reward", reward=1)
     ask(user(f"{task.prompt} again"))
     sys.exit(3)
+
+
+def posts_text(task: Any) -> None:
+    ask(user(task.prompt))
+    ask([], "reward", reward="1.0")  # and does not look at the answer
+
+
+def returns_nan(task: Any) -> float:
+    return float("nan")
 
 
 def crashes(task: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 
+from megarl.core.base.messages import KEPT_FROM_INPUT
 from megarl.core.base.types import int32, paths_of
 from megarl.tasks.agents import gateway as module
 from tests.unit.tasks.agents.serving import ADD, USER, Served, called, gateway, run
@@ -137,7 +138,8 @@ def test_fields_are_honoured_ignored_or_refused_by_name(tmp_path: Path) -> None:
             assert (await served.post("chat/completions", b"[" * 100_000))[0] == 400
             assert (await served.chat(model="gpt-5"))[0] == 404
             assert (await served.post("reward", {"reward": "much"}))[0] == 400
-            assert (await served.post("reward", b'{"reward": 1e999}'))[0] == 400
+            for number in ("1e999", "1" + "0" * 400):
+                assert (await served.post("reward", b'{"reward": %s}' % number.encode()))[0] == 400
             assert (await served.post("reward", {"reward": False})) == (200, {"reward": -1.0})
 
     run(test)
@@ -147,18 +149,22 @@ def test_a_full_context_and_a_session_that_is_over_are_400(tmp_path: Path) -> No
     """So that agents summarise on the one, and give up on the other: clients repeat 429 and 5xx."""
 
     async def test() -> None:
-        async with gateway(tmp_path, "a", "b", "c", requests=4) as served:
+        async with gateway(tmp_path, "a", "b", "c", requests=5) as served:
             status, body = await served.chat([{"role": "user", "content": "x" * 5000}])
             assert status == 400
             assert body["error"]["code"] == "context_length_exceeded"
             assert "maximum context length is 4000 tokens" in body["error"]["message"]
             assert (await served.chat([{"role": "user", "content": "x" * 3900}]))[0] == 200
             assert served.limits[-1] == 4000 - len(served.asked[-1]), "no answer grows beyond the context"
-            for n in range(2):
-                assert (await served.chat([{"role": "user", "content": f"{n}"}]))[0] == 200
+            fits = "x" * (3900 + 4000 - KEPT_FROM_INPUT - 1 - len(served.asked[-1]))
+            status, body = await served.chat([{"role": "user", "content": f"{fits}x"}])
+            assert (status, body["error"]["code"]) == (400, "context_length_exceeded"), "servers refuse such an input"
+            for text in ("0", fits):
+                assert (await served.chat([{"role": "user", "content": text}]))[0] == 200
+            assert served.limits[-1] == KEPT_FROM_INPUT + 1
             status, body = await served.chat([{"role": "user", "content": "2"}])
             assert (status, body["error"]["code"]) == (400, "session_over")
-            assert "agent.requests=4" in body["error"]["message"]
+            assert "agent.requests=5" in body["error"]["message"]
             made = served.session.rollout()
             assert (made.finish, made.text, made.verdict) == ("length", "c", None), "what there is will be graded"
 
@@ -313,7 +319,7 @@ def test_a_client_that_does_not_read_its_answer_is_let_go(tmp_path: Path, monkey
 
     async def test() -> None:
         async with gateway(tmp_path, "x", "y") as served:
-            monkeypatch.setattr(module._WireReply, "_answer", lambda *_: b"x" * (64 << 20))
+            monkeypatch.setattr(module, "_written", lambda *_: b"x" * (64 << 20))
             host, port = served.url.removeprefix("http://").split(":")
             body = json.dumps({"model": "policy", "messages": USER})
             head = f"Host: x\r\nx-api-key: {served.session.key}\r\nContent-Length: {len(body)}\r\n\r\n"

@@ -24,6 +24,7 @@ from tests.unit.tasks.agents.templates import (
 )
 
 TOOLS = (PROBE,)
+WORDS_OF_USER = CanonicalMessage("user", "c")
 
 
 def test_transformers_renders_the_same(tmp_path: Path) -> None:
@@ -57,6 +58,15 @@ def test_tails_of_the_families_that_can_be_trained(family: str, tmp_path: Path) 
     words = rendering.tail_text(CanonicalMessage("assistant", "b"), [CanonicalMessage("user", "c")], ())
     assert words is not None
     assert chat.render(asked).endswith(f"b{words}")
+
+
+@pytest.mark.parametrize(("family", "there"), [("Qwen2.5", True), ("Llama 3", True), ("DeepSeek-V3", False)])
+def test_what_the_system_says_later_is_not_lost(family: str, there: bool, tmp_path: Path) -> None:
+    """DeepSeek's template puts it at the beginning, where a tail is not."""
+    tokenizer, rendering = published(tmp_path, family)
+    answer, later = CanonicalMessage("assistant", "b"), [CanonicalMessage("system", "s <|im_end|> "), WORDS_OF_USER]
+    assert (rendering.tail_text(answer, later, ()) is not None) == there
+    assert "s <|im_end|>" in tokenizer.decode(rendering.whole(AgentRequest((WORDS_OF_USER, answer, *later))))
 
 
 @pytest.mark.parametrize("family", ["GLM-4.5", "gpt-oss"])

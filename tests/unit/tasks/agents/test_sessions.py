@@ -58,7 +58,13 @@ def play(folder: Path, agent: Any, count: int = 1, fails: bool = False, **settin
 
 
 @pytest.mark.parametrize(
-    ("agent", "verdict"), [(f"{HERE}:judged", Verdict(0.5)), (f"{HERE}:unjudged", None), (COMMAND, Verdict(0.25))]
+    ("agent", "verdict"),
+    [
+        (f"{HERE}:judged", Verdict(0.5)),
+        (f"{HERE}:judged_by_numpy", Verdict(-1.0)),
+        (f"{HERE}:unjudged", None),
+        (COMMAND, Verdict(0.25)),
+    ],
 )
 def test_functions_and_commands_are_given_the_task_and_rewarded(
     tmp_path: Path, agent: Any, verdict: Verdict | None
@@ -118,7 +124,13 @@ def test_a_crash_is_tried_once_more_and_then_void(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("CRASH_MARK", str(tmp_path / "crashed"))
     (made,) = play(tmp_path, f"{HERE}:crashes_once")
     assert made.verdict == Verdict(1.0)
-    for agent, said in (("crashes", "status 1, and said: .*a bug of mine"), ("fills_its_output", "nothing to do")):
+    failures = {
+        "crashes": "status 1, and said: .*a bug of mine",
+        "fills_its_output": "nothing to do",
+        "returns_nan": "returned nan",
+        "posts_text": "reward: should be a finite number, .* got '1.0'",
+    }
+    for agent, said in failures.items():
         with pytest.raises(AgentDown, match=rf"(?s)task t failed 2 times without a reward, the last time: .*{said}"):
             play(tmp_path, f"{HERE}:{agent}")
 
@@ -181,3 +193,12 @@ def test_what_cannot_be_run_is_refused_before_anything_starts(tmp_path: Path) ->
     with pytest.raises(MegarlError, match=r"agent\.interface: 'ib7' is no network interface"):
         agents_of(tmp_path, COMMAND, interface="ib7")
     assert registry._address("lo") == "127.0.0.1"
+
+
+def test_the_policy_is_asked_without_a_proxy_and_what_was_is_so_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    for names in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.setenv(names, "intern.example")
+        made = registry._variables("http://10.0.0.1:80", "key", "/tmp")
+        assert made["NO_PROXY"] == made["no_proxy"] == "intern.example,10.0.0.1"

@@ -168,7 +168,7 @@ def test_the_special_texts_are_one_token_each(written):
     assert tokenizer.ids("<eos>").tolist() == [tokenizer.end]
     interruption = load("quickstart").length.interruption
     assert len(tokenizer.ids(interruption)) == 4
-    assert interruption == arithmetic.INTERRUPTION
+    assert interruption == arithmetic_models.INTERRUPTION
 
 
 def test_the_model_is_a_million_parameters_and_takes_every_token(written):

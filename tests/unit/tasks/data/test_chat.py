@@ -7,11 +7,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import load_tokenizer
-from megarl.core.recipe import from_tree
+from megarl.core.recipe import Task, from_tree
 from megarl.tasks.data import arithmetic_models
 from megarl.tasks.data.chat import load_chat
-from megarl.tasks.data.prompts import load_tasks
+from megarl.tasks.data.prompts import endless, load_tasks, renderer
 from megarl.tasks.data.traces import load_traces
+from tests.unit.tasks.environments.texts import CHATML, byte_tokenizer
 
 TEMPLATES = {
     "roles": """{{- bos_token }}
@@ -31,6 +32,14 @@ S {{ m['content'] }}
   {% endif %}
 {% endfor %}
 {% if add_generation_prompt %}A {% endif %}""",
+    "tools": """{%- if tools is not none %}{{ 'Tools: ' ~ tools | length }}{% endif %}
+{%- if documents is not none %}Documents{% endif %}
+{%- for m in messages %}{{ m.content }}{% endfor %}""",
+    "generation": """{%- for m in messages %}
+    {%- if m.role == "assistant" %}
+        {%- generation -%}{% set text = m.content %}{{ loop.index ~ text }}{%- endgeneration -%}
+    {%- else %}{{ m.content ~ text }}{% endif %}
+{%- endfor %}""",
 }
 CONVERSATIONS = [
     [{"role": "user", "content": "1+1="}],
@@ -55,6 +64,12 @@ def test_it_renders_as_transformers_does(tmp_path, name):
     for messages in CONVERSATIONS:
         expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert ours.prompt(messages) == expected
+
+
+def test_todays_date_is_the_same_on_every_day(tmp_path):
+    """A run that is resumed on the next day would else be refused, because its prompts have changed."""
+    save(tmp_path, "{{ 'Today Date: ' ~ strftime_now('%d %b %Y') ~ messages[0].content }}")
+    assert load_chat(tmp_path).prompt(CONVERSATIONS[0]) == "Today Date: 26 Jul 20241+1="
 
 
 def test_a_template_within_the_tokenizers_configuration(tmp_path):
@@ -104,6 +119,45 @@ def test_a_task_puts_its_system_message_and_the_template_around_the_prompt(tmp_p
     assert texts == {f"<1/2><{n}+1>=" for n in range(8)}
 
 
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (
+            "{% for m in messages %}{% if m.role == 'human' %}{{ m.content }}{% endif %}{% endfor %}1+",
+            "the user's message out",
+        ),
+        (
+            "{% for m in messages %}{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}"
+            "{% endfor %}{% endfor %}1+",
+            "the user's message out",
+        ),
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "the system message out"),
+    ],
+)
+def test_a_template_that_leaves_a_message_out_is_refused(tmp_path, template, words):
+    save(tmp_path, template)
+    task = task_with_chat()
+    with pytest.raises(MegarlError, match=f"the chat template leaves {words}"):
+        renderer(task.model_copy(update={"system": "3"}), load_tokenizer(tmp_path))
+
+
+def test_a_template_whose_turns_end_with_another_token_than_completions(tmp_path, caplog):
+    """As in Qwen2.5's base models, whose end token ends a document. One that ends nothing, as GLM-4.5's, is left alone."""
+    wrong = CHATML.replace("<|end|>", "</think>")
+    for n, (template, warnings) in enumerate([(CHATML, 0), (wrong, 1), (CHATML.replace("<|end|>\\n", ""), 0)]):
+        caplog.clear()
+        render = renderer(task_with_chat(), byte_tokenizer(tmp_path / str(n), template))
+        assert render("5?").endswith("<|start|>assistant\n")
+        assert len(caplog.messages) == warnings, template
+    assert "a turn with '</think>', but a completion ends only at '<|end|>'" in endless(
+        load_chat(tmp_path / "1"), load_tokenizer(tmp_path / "1")
+    )
+
+
+def task_with_chat() -> Task:
+    return from_tree({"data": {"tasks": {"t": {"train": "t.jsonl", "heldout": 1, "template": "chat"}}}}).data.tasks["t"]
+
+
 def test_of_messages_the_assistants_last_is_learnt_behind_the_same_prompt(tmp_path):
     save(tmp_path, PLAIN)
     tokenizer, file = load_tokenizer(tmp_path), tmp_path / "s.jsonl"
@@ -118,6 +172,17 @@ def test_of_messages_the_assistants_last_is_learnt_behind_the_same_prompt(tmp_pa
         for t in load_traces(file, tokenizer)
     ]
     assert found == [("<1><2><3>=<think>4</think>5<eos>", "<1><2><3>="), ("<9><1>=2<eos>", "<9><1>=")]
+
+
+@pytest.mark.parametrize("said", ["<think>4</think>5", "\n<think>4</think>5", "4</think>5"])
+def test_a_tag_that_the_template_has_written_is_not_learnt_again(tmp_path, said):
+    """Templates of models that always think open the trace."""
+    save(tmp_path, PLAIN.replace("}={%", "}=<think>{%"))
+    tokenizer, file = load_tokenizer(tmp_path), tmp_path / "s.jsonl"
+    file.write_text(json.dumps({"conversations": [{"from": "human", "value": "1"}, {"from": "gpt", "value": said}]}))
+    (trace,) = load_traces(file, tokenizer)
+    assert tokenizer.decode(trace.tokens) == "<1>=<think>4</think>5<eos>"
+    assert tokenizer.decode(trace.tokens[trace.learnt]) == "4</think>5<eos>"
 
 
 @pytest.mark.parametrize(

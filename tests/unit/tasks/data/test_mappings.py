@@ -1,6 +1,7 @@
 """Each ready mapping on rows in its set's published schema (written here; sources of the schemas: mappings.py)."""
 
 import json
+import math
 from typing import get_args
 
 import pytest
@@ -147,6 +148,10 @@ def test_columns_of_a_recipe_go_before_the_mapping():
     raw = {"problem": "P", "solution": {"final": 4}, "level": "Level 3", "uid": 17}
     columns = {"prompt": "problem", "answer": "solution.final", "difficulty": "level", "id": "uid"}
     assert mapping_of("", columns)(raw) == PromptRow("17", "P", "4", 3)
+    of_floats = raw | {"solution": {"final": 4.0}, "level": 3.0}  # as pandas writes a column in which some are missing
+    assert mapping_of("", columns)(of_floats) == PromptRow("17", "P", "4", 3)
+    missing = raw | {"solution": {"final": math.nan}, "level": math.nan}
+    assert mapping_of("", columns)(missing) == PromptRow("17", "P", "", 0)
     mixed = mapping_of("gsm8k", {"prompt": "text", "answer": "", "difficulty": "", "id": ""})
     assert mixed({"text": "T", "answer": "#### 1"}).prompt == "T"
     assert mapping_of("", dict.fromkeys(columns, "")) is own

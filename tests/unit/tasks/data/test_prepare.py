@@ -93,8 +93,11 @@ def test_what_cannot_be_done_is_one_message_and_leaves_no_files(source, capsys, 
 
 def test_a_source_is_not_written_over(source, capsys):
     _, out = prepare(source)
-    assert cli.main(["data", "prepare", str(out / "train.jsonl"), str(out)]) == 2
-    assert "would be written over" in capsys.readouterr().err
+    for name in ("train.jsonl", "removed.jsonl"):
+        before = (out / name).read_text()
+        assert cli.main(["data", "prepare", str(out / name), str(out)]) == 2
+        assert "would be written over" in capsys.readouterr().err
+        assert (out / name).read_text() == before
 
 
 def test_a_source_is_shown(source, capsys):

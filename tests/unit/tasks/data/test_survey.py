@@ -95,11 +95,12 @@ def test_rows_of_an_evaluation_set_go_and_are_reported(tmp_path):
 
 
 def test_a_source_of_which_nothing_can_be_used_and_one_that_grows(tmp_path):
-    found = survey(write(tmp_path / "a.jsonl", [{"q": "", "a": "1"}, {"a": "2"}]), READ)
-    with pytest.raises(
-        MegarlError, match=r"none of its 2 rows can be used:\n.*a\.jsonl:1: the prompt of .* is empty\n.*no column"
-    ):
-        list(chosen(found))
+    source = write(tmp_path / "a.jsonl", [{"q": "", "a": "1"}, {"a": "2"}])
+    for heldout in (0, 1):
+        with pytest.raises(
+            MegarlError, match=r"none of its 2 rows can be used:\n.*a\.jsonl:1: the prompt of .* is empty\n.*no column"
+        ):
+            list(chosen(survey(source, READ, heldout)))
     found = survey(write(tmp_path / "a.jsonl", [{"q": "one", "a": "1"}]), READ)
     write(tmp_path / "a.jsonl", [{"q": "one", "a": "1"}, {"q": "two", "a": "1"}])
     with pytest.raises(MegarlError, match="has grown while it was read"):

@@ -12,9 +12,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from megarl.core.base.contracts import DONE, Environment, Observation, Verdict
 from megarl.core.base.types import Prompt, decode, encode, int32
-from megarl.tasks.environments.framing import Setting
+from megarl.environments import DONE, Environment, Observation, Setting, Verdict
 from megarl.tasks.environments.worker import EpisodeReply, EpisodeRequest, Episodes, Setup
 
 CALL = 9

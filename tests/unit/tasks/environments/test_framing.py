@@ -9,24 +9,25 @@ from transformers import AutoTokenizer
 from megarl.core.base.errors import MegarlError
 from megarl.tasks.environments.framing import Framing, Setting
 from megarl.tasks.graders.sandbox import Sandbox
-from tests.unit.tasks.environments.texts import CHATML, DEAF, NO_TOOLS, byte_tokenizer
+from tests.unit.tasks.environments.texts import CHATML, DEAF, NO_TOOLS, QUOTED, byte_tokenizer
 
 
-@pytest.mark.parametrize(("template", "role"), [(CHATML, "tool"), (NO_TOOLS, "user")])
+@pytest.mark.parametrize("told", ["42", 'a "é"\n\tb'])
+@pytest.mark.parametrize(("template", "role"), [(CHATML, "tool"), (NO_TOOLS, "user"), (QUOTED, "tool")])
 def test_turns_and_replies_are_the_conversation_that_transformers_renders(
-    tmp_path: Path, template: str, role: str
+    tmp_path: Path, template: str, role: str, told: str
 ) -> None:
     tokenizer = byte_tokenizer(tmp_path, template)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     conversation = [
         {"role": "user", "content": "6*7?"},
         {"role": "assistant", "content": "```python\nprint(6*7)\n```"},
-        {"role": role, "content": "42"},
+        {"role": role, "content": told},
     ]
     expected = theirs.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
     prompt = theirs.apply_chat_template(conversation[:1], add_generation_prompt=True, return_dict=False)
     turn = tokenizer.ids("```python\nprint(6*7)\n```<|end|>")  # as sampled
-    reply = Framing(tokenizer, "chat", 200, "t").tokens("42")
+    reply = Framing(tokenizer, "chat", 200, "t").tokens(told)
     assert np.concatenate([prompt, turn, reply]).tolist() == list(expected)
 
 

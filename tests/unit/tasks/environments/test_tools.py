@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from megarl.tasks.data.arithmetic_models import character_tokenizer
 from megarl.tasks.environments.calculator import LONGEST, Calculator, calculated
 from megarl.tasks.environments.framing import Framing, Setting
 from megarl.tasks.environments.guessing import Guessing
-from megarl.tasks.environments.python import LIMITS, Python
+from megarl.tasks.environments.python import FENCE, LIMITS, Python, last_call
 from megarl.tasks.environments.registry import TaskEnvironments
 from megarl.tasks.graders.sandbox import Sandbox
 from tests.unit.tasks.environments.texts import byte_tokenizer
@@ -116,6 +117,8 @@ RAW = "\n```output\n{}\n```\n"
         ('<tool_call>\n{"name": "python", "arguments": {"code": "print(2 ** 10)"}}\n</tool_call>', "1024"),
         ("```python\nx = 1\n```", "(nothing was printed)"),
         ("<think>```python\nprint(1)\n```</think>```python\nprint('é')\n```", "é"),
+        ("Not ```python print(1)``` but\n```python\nprint(2)\n```", "2"),
+        ("<tool_call>, as it is called:\n```python\nprint(3)\n```", "3"),
     ],
 )
 def test_the_last_program_of_a_turn_is_run(bytes_of: Tokenizer, turn: str, reply: str) -> None:
@@ -134,12 +137,34 @@ def test_the_last_program_of_a_turn_is_run(bytes_of: Tokenizer, turn: str, reply
         ("```python\nopen('/nowhere')\n```", ["FileNotFoundError"]),
         ("<tool_call>print(1)</tool_call>", ['a call is {"name": "python"']),
         ('<tool_call>{"name": "web", "arguments": {"code": "x"}}</tool_call>', ["there is no tool 'web'"]),
+        (f"<tool_call>{'[' * 200_000}</tool_call>", ['a call is {"name": "python"']),
     ],
 )
 def test_a_call_that_fails_is_told_and_counted(bytes_of: Tokenizer, turn: str, words: list[str]) -> None:
     text, done, error = step(Python(setting(bytes_of, 2000)), bytes_of, turn)
     assert (done, error) == (False, True)
     assert all(word in text for word in words), text
+
+
+PIECES = ["```python", "```", "\n", "<tool_call>", "</tool_call>", "x", "`"]
+CALLS = re.compile(r"```python[^\n`]*\n(.*?)```|<tool_call>(.*?)</tool_call>", re.DOTALL)
+"""What is a call, in words that take quadratic time."""
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=30).map("".join))
+def test_the_last_call_is_the_last_match(text: str) -> None:
+    matches = [(match[1] is not None, match[1] or match[2] or "") for match in CALLS.finditer(text)]
+    found = last_call(text)
+    assert (found and (found[0] == FENCE, found[1])) == (matches[-1] if matches else None)
+
+
+@pytest.mark.parametrize(
+    "piece", ["<tool_call>", "```python", "```python\n", "`", "<tool_call>```python\n", "```python x\n`"]
+)
+def test_a_call_is_looked_for_in_linear_time(piece: str) -> None:
+    began = time.process_time()
+    last_call(piece * 100_000)
+    assert time.process_time() - began < 2, "for some pieces a backtracking pattern takes minutes"
 
 
 def test_no_program_is_the_last_turn(bytes_of: Tokenizer) -> None:

@@ -23,6 +23,8 @@ NO_TOOLS = CHATML.replace(
     '{%- if m.role == "tool" %}',
     '{%- if m.role == "tool" %}{{- raise_exception("no tools") }}{%- endif %}{%- if false %}',
 )
+QUOTED = CHATML.replace('m.content + "\\n</tool', '(m.content | tojson) + "\\n</tool')
+"""As Llama 3's is: a tool's message is a JSON string."""
 DEAF = "{%- for m in messages %}{%- if m.role == 'assistant' %}{{- m.content + '<|end|>' }}{%- endif %}{%- endfor %}"
 
 

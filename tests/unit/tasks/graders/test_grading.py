@@ -3,10 +3,15 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+from typing import Any
 
+import numpy as np
 import pytest
 
-from megarl.core.base.contracts import WRONG, Grade, Verdict
+from megarl.core.base.contracts import WRONG, Grade, GraderDown, Verdict
+from megarl.tasks.graders import pool as pools
 from megarl.tasks.graders.answer import Submission, judged
 from megarl.tasks.graders.functions import is_equal
 from megarl.tasks.graders.pool import Pool
@@ -111,3 +116,86 @@ def test_a_worker_that_hangs_is_killed_and_replaced() -> None:
             pool.close()
 
     assert asyncio.run(run()) == (Verdict(WRONG, timeout=True), judged(True))
+
+
+@pytest.mark.parametrize(("grader", "processes"), [("math", [0, 0, 1, 1, 2]), (f"{__name__}:right", [0] * 5)])
+def test_a_process_parses_so_many_formulas(monkeypatch: pytest.MonkeyPatch, grader: str, processes: list[int]) -> None:
+    """Its parser remembers each. A function of the user's may have loaded a model, and stays."""
+    monkeypatch.setattr(pools, "MOST_FORMULAS", 2)
+
+    async def run() -> list[int]:
+        pool, seen, asked = Pool(1, limit_s=20.0, grader=grader), list[int](), list[int]()
+        try:
+            for n in range(5):
+                (starting,) = pool._workers
+                process = (await starting).pid
+                seen += [] if process in seen else [process]
+                asked.append(seen.index(process))
+                assert await pool.check(Submission(str(n), str(n))) == judged(True)
+            return asked
+        finally:
+            pool.close()
+
+    assert asyncio.run(run()) == processes
+
+
+def right(_: Submission) -> bool:
+    return True
+
+
+def numpy_bool(submission: Submission) -> Any:
+    return np.bool_(submission.answer == submission.expected)
+
+
+def forks(submission: Submission) -> bool:
+    return bool(os.fork()) and submission.answer == submission.expected  # the child's verdict is wrong
+
+
+def starts_a_program(submission: Submission) -> bool:
+    return subprocess.run(["cat"], capture_output=True, check=True).stdout == b"" and submission.answer == "5"
+
+
+@pytest.mark.parametrize("grader", [numpy_bool, forks, starts_a_program])
+def test_careless_functions_give_each_answer_its_own_verdict(grader: Any) -> None:
+    """NumPy's False is wrong as Python's is; neither a forked child nor a program comes between process and pool."""
+
+    async def run() -> list[Verdict]:
+        pool = Pool(1, limit_s=20.0, grader=f"{__name__}:{grader.__name__}")
+        try:
+            return [await pool.check(Submission(answer, "5")) for answer in ("5", "6", "5", "5")]
+        finally:
+            pool.close()
+
+    assert asyncio.run(run()) == [judged(right) for right in (True, False, True, True)]
+
+
+def exits(_: Submission) -> bool:
+    sys.exit(3)
+
+
+def test_a_process_that_ends_names_its_grader_and_how_it_ended() -> None:
+    async def run() -> None:
+        pool = Pool(1, limit_s=20.0, grader=f"{__name__}:exits")
+        try:
+            await pool.check(Submission("5", "5"))
+        finally:
+            pool.close()
+
+    with pytest.raises(GraderDown, match=f"grader {__name__}:exits failed 2 times at the answer '5', .* with status 3"):
+        asyncio.run(run())
+
+
+def fails(_: Submission) -> bool:
+    raise KeyError("no such thing")
+
+
+def test_the_log_says_why_answers_cannot_be_graded(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        graders = graders_of(f"{__name__}:fails")
+        for _ in range(5):
+            assert (await graders["task"].grade("</think>5", prompt_of("5"))).error
+        graders.close()
+
+    asyncio.run(run())
+    said = [m for m in caplog.messages if f"{__name__}:fails failed" in m and "KeyError: 'no such thing'" in m]
+    assert [m.partition("(")[2].partition(" ")[0] for m in said] == ["1", "2", "4"]

@@ -1,0 +1,83 @@
+"""Real roles for the other benchmarks: a server alone, and whole runs."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from megarl.core import recipe as recipes
+from megarl.core.base.messages import ServerAddress
+from megarl.core.base.process import die_with_parent
+from megarl.core.base.rundir import Endpoints, LinkKeys, Row, RunDir, latest_rows
+from megarl.core.recipe import Recipe
+from megarl.core.server.client import REQUEST_LIMIT_S, ServerClient
+from megarl.lab.evaluation.servers import wait_ready
+from megarl.run.process import free_ports
+
+ROOT = Path(__file__).parents[1]
+
+
+class Served(NamedTuple):
+    """A server. ready: seconds until it answered."""
+
+    process: subprocess.Popen[bytes]
+    endpoints: Endpoints
+    ready: float
+
+
+@contextmanager
+def served(recipe: Recipe, module: str = "megarl", limit_s: float | None = None) -> Iterator[Served]:
+    """Run `python -m MODULE serve` with the recipe during the block, and yield the server once it is ready. If anything fails
+    meanwhile, the end of its log is printed."""
+    rundir = RunDir(recipe.run.path)
+    rundir.create()
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    keys = {"api_key": "user", "admin_key": "admin"}
+    endpoints = Endpoints(session="", controller="", servers=(url,), link=LinkKeys.new(), rendezvous_port=0, **keys)
+    rundir.write_endpoints(endpoints)
+    rundir.recipe.write_text(recipes.dump(recipe))
+    file = rundir.logs / "server.log"
+    with file.open("wb") as log:
+        command = [sys.executable, "-m", module, "serve", str(rundir.recipe), "--index", "0", "--port", str(port)]
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=die_with_parent
+        )
+    try:
+        yield Served(process, endpoints, wait_ready(url, limit_s or recipe.start_limit_s, process.poll))
+    except Exception:
+        print(file.read_text(errors="replace")[-3000:])
+        raise
+    finally:
+        with suppress(ProcessLookupError):  # it has ended; its log says why
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def client_of(endpoints: Endpoints, limit_s: float = REQUEST_LIMIT_S) -> ServerClient:
+    address = ServerAddress(id=0, url=endpoints.servers[0])
+    return ServerClient(address, endpoints.api_key, endpoints.admin_key, limit_s)
+
+
+def trained(recipe: Recipe) -> list[Row]:
+    """Run the recipe; return the rows of its metrics."""
+    rundir = RunDir(recipe.run.path)
+    file = rundir.path.parent / f"{recipe.run.name}.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(recipes.dump(recipe))
+    output([sys.executable, "-m", "megarl", "train", str(file)], {})
+    return latest_rows(rundir.metrics)
+
+
+def output(command: list[str], environment: dict[str, str]) -> str:
+    """Return the command's output; its errors are shown if it fails."""
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=1800
+    )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return done.stdout
