@@ -3,7 +3,7 @@
     check(submission) ─► wait for BATCH submissions or 20 ms ─► POST url ─► {"rewards": [0.7, -1.0, null, …]}
 
     {"schema_version": 1, "items": [{"task", "prompt", "completion", "answer", "expected"}, …]}        Submission's fields
-    {"rewards": [number or null, …]}       ServiceReply: one per item, in order; null: the service could not judge it
+    {"rewards": [number or null, …]}       ServiceReply: one per item, in order; null or NaN: it could not judge it
 
 A request that may succeed later (connection error, timeout, 408, 429, 5xx) is repeated after 0.5, 1, 2, … s, up to RETRIES
 times. After that, or at any other status, the service counts as down. The key is sent as `Authorization: Bearer …`; neither
@@ -11,6 +11,7 @@ it nor a reply's text appears in any message.
 """
 
 import asyncio
+import json
 import logging
 import math
 import os
@@ -123,8 +124,9 @@ class Remote:
                 hint = "; is its key right?" if response.status in (401, 403) else ""
                 raise GraderDown(f"{self._what} answered with status {response.status}{hint}")
             try:
-                return msgspec.json.decode(await response.read(), type=ServiceReply)
-            except msgspec.DecodeError as error:
+                # Python's decoder, because Python's services write NaN, which is no JSON; it then is one item without a reward
+                return msgspec.convert(json.loads(await response.read()), ServiceReply)
+            except (ValueError, RecursionError) as error:
                 raise GraderDown(f'{self._what} did not answer with {{"rewards": [...]}}: {error}') from None
 
 
