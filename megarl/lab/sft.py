@@ -22,6 +22,7 @@ import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megarl.core.algorithm.batch import TrainSequence
+from megarl.core.base.architecture import in_directory
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.ranks import gathered
 from megarl.core.base.rundir import complete, write_atomically
@@ -36,7 +37,7 @@ from megarl.lab.evaluation.suites import digest_of
 from megarl.run import devices
 from megarl.run.launcher import LEARNER
 from megarl.run.process import StopRequest, free_ports, lock, outlive_screen, stop_requests
-from megarl.tasks.data.traces import Trace, load_traces
+from megarl.tasks.data.traces import MAX_TOKENS, Trace, load_traces
 
 SETTINGS, TRACES = "settings.json", "traces.digest"
 RANKS_LIMIT_S = 600.0  # for a collective; a rank waits for another at most as long as that takes to read the data
@@ -77,7 +78,8 @@ def run(recipe: Recipe, unfinished: Path) -> int:
     trainer = Trainer(recipe, init, supervised=True)
     checkpoints = Checkpoints(unfinished, 1, trainer, init)
     checkpoints.load_latest()
-    traces = load_traces(sft.data, load_tokenizer(init), recipe.data.decontaminate)
+    most = min(MAX_TOKENS, in_directory(init).context)  # a model has no trained positions beyond its context
+    traces = load_traces(sft.data, load_tokenizer(init), recipe.data.decontaminate, most)
     check_same(traces, unfinished, trainer.step)
     longest = max(len(trace.tokens) for trace in traces)
     microbatch_size.settle(trainer, longest, sft.batch_tokens, unfinished / "microbatch.json")

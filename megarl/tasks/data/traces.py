@@ -66,8 +66,10 @@ class Trace(NamedTuple):
     learnt: np.ndarray
 
 
-def load_traces(path: Path | str, tokenizer: Tokenizer, decontaminate: Sequence[str] = ()) -> list[Trace]:
-    """Load a source's traces of at most MAX_TOKENS, in order. decontaminate: the evaluation sets to compare with."""
+def load_traces(
+    path: Path | str, tokenizer: Tokenizer, decontaminate: Sequence[str] = (), longest: int = MAX_TOKENS
+) -> list[Trace]:
+    """Load a source's traces of at most `longest` tokens, in order. decontaminate: the evaluation sets to compare with."""
     surveyed = survey_of(str(path), spoken, evaluation=overlap_with(decontaminate), refuse=UNFIT, repeats=True)
     traces: list[Trace] = []
     end, rows = int32([tokenizer.end]), 0
@@ -76,10 +78,10 @@ def load_traces(path: Path | str, tokenizer: Tokenizer, decontaminate: Sequence[
         taught = [row for row, _ in part if isinstance(row, Taught)]
         pieces = iter(tokenizer.encode_all([text for row in taught for text in (row.prompt, *row.parts)]))
         made = (_trace(next(pieces), [*islice(pieces, len(row.parts)), end]) for row in taught)
-        traces += [trace for trace in made if len(trace.tokens) <= MAX_TOKENS]
+        traces += [trace for trace in made if len(trace.tokens) <= longest]
     if not traces:
-        raise MegarlError(f"{path}: all {rows} traces are longer than {MAX_TOKENS} tokens; shorten them")
-    log.info("%s: %d traces, %d left out (longer than %d tokens)", path, len(traces), rows - len(traces), MAX_TOKENS)
+        raise MegarlError(f"{path}: all {rows} traces are longer than {longest} tokens; shorten them")
+    log.info("%s: %d traces, %d left out (longer than %d tokens)", path, len(traces), rows - len(traces), longest)
     return traces
 
 

@@ -123,7 +123,7 @@ def test_no_task_holds_out_what_any_trains_on(tmp_path, tokenizer):
         load_tasks(from_tree({"data": {"tasks": tasks}}), tokenizer)
 
 
-def test_traces_end_with_the_end_token_and_know_their_prompt(tmp_path, tokenizer, monkeypatch):
+def test_traces_end_with_the_end_token_and_know_their_prompt(tmp_path, tokenizer):
     file = write(
         tmp_path / "s.jsonl",
         {"prompt": "1+1=", "completion": "<think>1+1=2</think>2"},
@@ -134,11 +134,9 @@ def test_traces_end_with_the_end_token_and_know_their_prompt(tmp_path, tokenizer
     assert tokenizer.decode(long.tokens[: long.prompt_tokens]) == "1+1="
     with pytest.raises(MegarlError, match=r"t.jsonl:1: the prompt or the completion is empty"):
         load_traces(write(tmp_path / "t.jsonl", {"prompt": "1+1=", "completion": ""}), tokenizer)
-    monkeypatch.setattr("megarl.tasks.data.traces.MAX_TOKENS", len(short.tokens))
-    assert [len(t.tokens) for t in load_traces(file, tokenizer)] == [3]
-    monkeypatch.setattr("megarl.tasks.data.traces.MAX_TOKENS", 2)
+    assert [len(t.tokens) for t in load_traces(file, tokenizer, longest=len(short.tokens))] == [3]
     with pytest.raises(MegarlError, match="all 2 traces are longer than 2 tokens"):
-        load_traces(file, tokenizer)
+        load_traces(file, tokenizer, longest=2)
 
 
 def test_many_texts_at_once_are_the_texts_one_by_one(tokenizer):
