@@ -60,6 +60,7 @@ CASES: dict[str, tuple[str, Callable[[Row], Row], Callable[[Row], Row]]] = {
     "malformed": (DENSE, plus("format_error_rate", 0.55), plus("format_error_rate", 0.4)),
     "cut_tokens": (CLIPPED, plus("clipped_share", 0.8), plus("clipped_share", 0.6)),
     "grader_errors": (DENSE, now(grader_error_rate=0.1), now(grader_error_rate=0.02)),
+    "grader_timeouts": (DENSE, now(grader_timeout_rate=0.5), now(grader_timeout_rate=0.15)),
     "void": (DENSE, now(void_groups=6.0), now(void_groups=1.0)),
     "no_variance": (DENSE, now(zero_variance_share=1.0), now(zero_variance_share=0.9)),
     "not_finite": (DENSE, each("skipped", 50), now(skipped=0.0)),
