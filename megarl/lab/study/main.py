@@ -126,7 +126,7 @@ def prepared(
         return None
     study = plan.prepare(path, recipes, seeds, rungs, branch)
     if options.task is not None and not 0 <= options.task < len(study.tasks):
-        raise MegarlError(f"--task: the study has tasks 0 to {len(study.tasks) - 1}, no {options.task}")
+        raise MegarlError(f"--task: the study has tasks 0 to {len(study.tasks) - 1}, not {options.task}")
     return study
 
 
