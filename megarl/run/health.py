@@ -53,8 +53,8 @@ class Signal(NamedTuple):
 
     meaning, remedy: for the alarm's text. rises: whether high values are bad. noise: the smallest deviation, after `scale`.
     tasks: each task is also judged by itself. prompts: after an epoch of WINDOW steps or more the norm is forgotten, because
-    the next epoch draws other prompts (no-positive-resampling). steady: learning does not change it fast, so that values that
-    add up towards an alarm do not become the norm before they have proved harmless.
+    the next epoch draws other prompts (no-positive-resampling). steady: learning does not change it fast, so that values
+    which add to the sum join the norm only once the sum is back at 0.
     """
 
     name: str

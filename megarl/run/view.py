@@ -66,7 +66,7 @@ class Frame:
     roles: dict[Role, RoleView] = field(default_factory=dict)
     stopping: str = ""
     problem: str = ""
-    foot: str = "Ctrl-C saves and stops; run.resume=auto goes on"
+    foot: str = "Ctrl-C saves and stops; run.resume=auto resumes"
 
 
 def render(frame: Frame) -> RenderableType:
