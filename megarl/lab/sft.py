@@ -123,7 +123,7 @@ def train(
                 checkpoints.save()
             if asked and trainer.step < steps:
                 checkpoints.finish()
-                say(f"warm start: saved after step {trainer.step} of {steps}; the same command goes on")
+                say(f"warm start: saved after step {trainer.step} of {steps}; the same command continues")
                 return asked
         checkpoints.finish()
         if skipped := trainer.scaler_skipped_steps:
