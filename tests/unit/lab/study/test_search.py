@@ -120,7 +120,7 @@ def test_an_array_for_each_rung_decides_the_same(tmp_path: Path) -> None:
     assert rung(array, 24) == rung(alone, 24)
     assert running.table_and_plots(array) == 0
     assert (array / "search.md").read_text() == (alone / "search.md").read_text()
-    with pytest.raises(MegarlError, match="tasks 0 to 3, no 4"):
+    with pytest.raises(MegarlError, match="tasks 0 to 3, not 4"):
         search(array, 4)
 
 
