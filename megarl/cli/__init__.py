@@ -182,25 +182,25 @@ def plan(
     gpu: Annotated[str | None, Option(help="which: a name in megarl/lab/planning/hardware.yaml, such as h100")] = None,
     model_config: p.ModelConfig = None,
     mean_tokens: Annotated[float | None, Option(help="mean length of a completion; else half of the longest")] = None,
-    spread: Annotated[float, Option(help="deviation of the lengths' logarithm")] = 0.5,
-    lengths: Annotated[Path | None, Option(metavar="RUN", help="lengths of this run's journal instead")] = None,
-    trained_share: Annotated[float, Option(help="of the groups, those with variance")] = 1.0,
+    spread: Annotated[float, Option(help="standard deviation of the lengths' logarithm")] = 0.5,
+    lengths: Annotated[Path | None, Option(metavar="RUN", help="instead: lengths from this run's journal")] = None,
+    trained_share: Annotated[float, Option(help="share of groups with variance")] = 1.0,
     simulate: Annotated[bool, Option("--simulate", help="run the pipeline in virtual time, and draw it")] = False,
-    steps: Annotated[int, Option(min=1, help="of --simulate")] = 20,
+    steps: Annotated[int, Option(min=1, help="steps of --simulate")] = 20,
     out: Annotated[Path, Option(help="picture of --simulate")] = Path("plan.png"),
     price: p.Price = None,
     as_json: p.Json = False,
     allocate: Annotated[
         float | None, Option(metavar="HOURS", help="choose batch and steps for this many device-hours")
     ] = None,
-    curves: Annotated[str, Option(metavar="RUN,RUN", help="of --allocate: short runs that differ in their batch")] = "",
-    answers: Annotated[int | None, Option(min=1, help="of --allocate: prompts that the budget also answers")] = None,
+    curves: Annotated[str, Option(metavar="RUN,RUN", help="with --allocate: short runs that differ in batch")] = "",
+    answers: Annotated[int | None, Option(min=1, help="with --allocate: prompts that the budget also answers")] = None,
 ) -> int:
     """Say what a recipe needs on N GPUs, and how fast it will be; or how to spend a budget."""
     from megarl.lab.planning.command import main, problem, work
 
     if (gpus is None) != (gpu is None) or (gpus is None and allocate is None):
-        raise MegarlError("give both --gpus N and --gpu NAME: what is planned for")
+        raise MegarlError("give both --gpus N and --gpu NAME: the GPUs to plan for")
     loaded = _load(recipe, overrides)
     posed = None
     if gpus is not None and gpu is not None:
@@ -209,12 +209,12 @@ def plan(
         from megarl.lab.planning import allocate as allocation
 
         if simulate or price is not None:
-            raise MegarlError("--allocate has no --simulate and no --price: its budget is of hours")
+            raise MegarlError("--allocate takes neither --simulate nor --price: its budget is in hours")
         if not curves:
             raise MegarlError("--allocate needs --curves RUN,RUN…: short runs of two or more batches, with evaluations")
         return allocation.main(loaded, allocate, [Path(run) for run in curves.split(",")], answers, posed, as_json)
     if curves or answers:
-        raise MegarlError(f"{'--curves' if curves else '--answers'} is of --allocate HOURS")
+        raise MegarlError(f"{'--curves' if curves else '--answers'} needs --allocate HOURS")
     assert posed is not None
     return main(posed, (steps, out) if simulate else None, as_json, price)
 
@@ -225,16 +225,16 @@ def submit(
     overrides: p.Overrides,
     nodes: Annotated[int, Option(min=1)],
     gpus_per_node: Annotated[int, Option(min=0, help="0: nodes without GPUs")] = 8,
-    gpu: Annotated[str, Option(help="a name of `megarl plan`: adds its figures, and its layout if need be")] = "",
+    gpu: Annotated[str, Option(help="a name of `megarl plan`: adds its estimates, and its layout if needed")] = "",
     model_config: p.ModelConfig = None,
-    time: Annotated[str, Option(help="limit of the job, after which it goes on as a new one")] = "24:00:00",
+    time: Annotated[str, Option(help="time limit of the job, after which it is requeued")] = "24:00:00",
     partition: str | None = None,
     account: str | None = None,
     container: Literal["none", "pyxis", "apptainer"] = "none",
-    image: Annotated[str, Option(help="of the container")] = "",
+    image: Annotated[str, Option(help="image of the container")] = "",
     mounts: Annotated[str, Option(metavar="A,B", help="folders that the container sees")] = "",
     price: p.Price = None,
-    out: Annotated[Path | None, Option(help="the script; else run.dir/run.name.sbatch")] = None,
+    out: Annotated[Path | None, Option(help="path of the script; else run.dir/run.name.sbatch")] = None,
     yes: Annotated[bool, Option("--yes", help="submit it")] = False,
 ) -> int:
     """Write a Slurm batch script for a recipe, and submit it."""
@@ -246,7 +246,7 @@ def submit(
 
 @app.command()
 def status(run: p.RunDirectory) -> int:
-    """Show how a run stands, from any terminal, also after its end."""
+    """Show the state of a run, from any terminal, also after its end."""
     from megarl.run.status import main
 
     return main(run)
@@ -254,7 +254,7 @@ def status(run: p.RunDirectory) -> int:
 
 @app.command()
 def health(run: p.RunDirectory) -> int:
-    """Judge a run by its metrics: which signals left their course, since when, and what to do. Exit status 1: one still has."""
+    """Judge a run by its metrics: which signals left their course, since when, and what to do. Exit status 1: one is off."""
     from megarl.run.status import health
 
     return health(run)
@@ -266,8 +266,8 @@ def logs(
     role: Annotated[
         str, Option(help="server, server-3, teacher, learner, learner-0, controller or supervisor")
     ] = "learner-0",
-    lines: Annotated[int, Option("-n", min=1, metavar="LINES", help="of each file")] = 20,
-    follow: Annotated[bool, Option("-f", "--follow", help="go on until the run has ended")] = False,
+    lines: Annotated[int, Option("-n", min=1, metavar="LINES", help="lines of each file")] = 20,
+    follow: Annotated[bool, Option("-f", "--follow", help="follow until the run has ended")] = False,
 ) -> int:
     """Show what the processes of a run wrote."""
     from megarl.run.logs import main
@@ -277,7 +277,7 @@ def logs(
 
 @app.command()
 def report(run: p.RunDirectory) -> int:
-    """Write report.html and reward.png of a run anew."""
+    """Write report.html and reward.png of a run again."""
     from megarl.lab.report.report import main
 
     return main(run)
@@ -299,7 +299,7 @@ def metrics(
 @app.command()
 def trace(
     run: p.RunDirectory,
-    steps: Annotated[int, Option(min=1, help="the last so many")] = 20,
+    steps: Annotated[int, Option(min=1, help="how many of the last steps")] = 20,
     output: Annotated[Path | None, Option(help="JSON, compressed if it ends in .gz; else RUN/trace.json.gz")] = None,
 ) -> int:
     """Write where the time of a run's last steps went, for Perfetto. Also while it runs."""
@@ -344,7 +344,7 @@ def serve(
     port: Annotated[int | None, Option(min=1, max=65_535)] = None,
     teacher: Annotated[bool, Option("--teacher", help="serve the recipe's teacher")] = False,
     join: Annotated[Path | None, Option(metavar="RUN", help="instead: be one more server of this run")] = None,
-    interface: Annotated[str, Option(help="of --join: network interface to listen on; else run.interface")] = "",
+    interface: Annotated[str, Option(help="with --join: network interface to listen on; else run.interface")] = "",
 ) -> int:
     """Role: one SGLang server. With --join: one more for a run that is under way, until SIGTERM or the run's end."""
     from megarl.core.server.launch import main
@@ -487,9 +487,9 @@ def search_recipes(
     vary: Annotated[list[str], p.repeated("KEY=A,B", "arms with each of these values")],
     seeds: p.Seeds = "0", directory: p.StudyDirectory = "", task: p.TaskIndex = None, dry_run: p.DryRun = False,
     rungs: Annotated[str, Option(help="steps at which half of the arms are dropped; else run.steps / 2, / 4 …")] = "",
-    branch: Annotated[int, Option(min=0, help="all arms go on from step N of the first; 0: each begins anew")] = 0,
+    branch: Annotated[int, Option(min=0, help="all arms continue from step N of the first; 0: each starts by itself")] = 0,
 ) -> int:  # fmt: skip
-    """Find the best of several recipes: the better half goes on, by the asymptote that its scores foretell."""
+    """Find the best of several recipes: the better half goes on, judged by the asymptotes predicted from scores."""
     from megarl.lab.study.main import StudyOptions
     from megarl.lab.study.search import SearchOptions, search
 
@@ -537,7 +537,7 @@ def show_rollouts(
 
 @answers.command()
 def curve(
-    out: Annotated[list[Path], Argument(help="of megarl eval, or RUN/evaluations/step-N; or RUN")],
+    out: Annotated[list[Path], Argument(help="output of megarl eval, RUN/evaluations/step-N, or RUN")],
     suite: p.SuiteName = None,
     picture: Annotated[Path | None, Option(help="a PNG; else curve-SUITE.png in the first `out`")] = None,
 ) -> int:
@@ -549,8 +549,8 @@ def curve(
 
 @answers.command("compare")
 def compare_answers(
-    out_a: Annotated[Path, Argument(help="of megarl eval, or RUN/evaluations/step-N")],
-    out_b: Annotated[Path, Argument(help="the same, of the other model")],
+    out_a: Annotated[Path, Argument(help="output of megarl eval, or RUN/evaluations/step-N")],
+    out_b: Annotated[Path, Argument(help="the same for the other model")],
     suite: p.SuiteName = None,
     page: Annotated[Path | None, Option("-o", "--page", help="HTML; else compare-SUITE.html in `out_b`")] = None,
 ) -> int:

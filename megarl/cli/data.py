@@ -17,7 +17,7 @@ def inspect(
     overrides: p.Overrides,
     column: p.Column,
     mapping: p.Mapping = "",
-    tokenizer: Annotated[Path | None, Option(help="count tokens with that of this model directory")] = None,
+    tokenizer: Annotated[Path | None, Option(help="count tokens with the tokenizer of this model")] = None,
     samples: Annotated[int, Option(min=0, help="rows shown of each set")] = 3,
 ) -> int:  # fmt: skip
     """Show lengths, difficulties, answer types and samples."""
@@ -29,12 +29,12 @@ def inspect(
 @app.command()
 def prepare(
     source: Annotated[str, Argument(metavar="SOURCE", help="JSONL, JSON, Parquet or Arrow, or hub:ORG/NAME:CONFIG:SPLIT")],
-    out: Annotated[Path, Argument(metavar="DIR", help="gets train, heldout, report.json, removed.jsonl")],
+    out: Annotated[Path, Argument(metavar="DIR", help="folder for train, heldout, report.json, removed.jsonl")],
     column: p.Column,
     against: Annotated[list[str], p.repeated("SOURCE", "evaluation set whose prompts are removed")],
     mapping: p.Mapping = "",
     heldout: Annotated[int, Option(min=0, metavar="N", help="rows to hold out, chosen by hash")] = 0,
-    form: Annotated[Literal["jsonl", "parquet", "arrow"], Option("--format", help="of the files")] = "jsonl",
+    form: Annotated[Literal["jsonl", "parquet", "arrow"], Option("--format", help="format of the files")] = "jsonl",
 ) -> int:  # fmt: skip
     """Clean, split and decontaminate a source into the project's own rows."""
     from rich.console import Console

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from typer import Argument, Option
 
 RECIPE = "name of a recipe (`megarl recipes`) or a YAML file"
-RECIPES = f"{RECIPE}, each; key=value is for all of them"
+RECIPES = f"{RECIPE}, each; key=value applies to all of them"
 
 
 def recipe_names(incomplete: str) -> list[str]:
@@ -36,7 +36,7 @@ Overrides = Annotated[
 DryRun = Annotated[bool, Option("--dry-run", help="show what would run, and start nothing")]
 RunDirectory = Annotated[Path, Argument(help="run directory")]
 Json = Annotated[bool, Option("--json", help="print JSON")]
-Price = Annotated[float | None, Option(min=0, help="money of a GPU-hour: say what all steps cost")]
+Price = Annotated[float | None, Option(min=0, help="price of a GPU-hour: also say what all steps cost")]
 ModelConfig = Annotated[str | None, Option(help="config.json, or a name such as llama-3.1-8b; else that of model.path")]
 
 SUITES = (
@@ -52,11 +52,11 @@ TaskIndex = Annotated[
 ]
 
 # For answers.
-SuiteName = Annotated[str | None, Option(help="a suite that all have; else each of those")]
+SuiteName = Annotated[str | None, Option(help="one suite that all have; else each such suite")]
 
 # For sources of prompts.
 SETS = "polaris, deepscaler, dapo-math-17k, deepcoder, gsm8k, math, livecodebench, humaneval, mbpp"
-Mapping = Annotated[str, Option(metavar="SET", help=f"published set whose columns it has: {SETS}")]
+Mapping = Annotated[str, Option(metavar="SET", help=f"published set whose schema it has: {SETS}")]
 COLUMN = "column of prompt, answer, difficulty or id, such as prompt=problem"
 Column = Annotated[list[str], repeated("FIELD=COLUMN", COLUMN)]
 
@@ -64,7 +64,7 @@ Column = Annotated[list[str], repeated("FIELD=COLUMN", COLUMN)]
 POINTS = "a run directory, or a CSV or JSONL of points"
 Points = Annotated[str, Argument(help=POINTS)]
 AllPoints = Annotated[list[Path], Argument(metavar="points", help=f"{POINTS}, each; the first is the reference")]
-SIZED = f"{POINTS}, of a policy with N active parameters, each; of RUN alone, N is its model's"
+SIZED = f"{POINTS}, each of a policy with N active parameters; for RUN alone, N is its model's"
 SizedPoints = Annotated[list[str], Argument(metavar="N=points…", help=SIZED)]
 R0 = Annotated[float | None, Option("--r0", help="pass rate before training, if the points have none")]
 FROM = "leave out points before these hours; else before 1,500 GPU-hours, or a shorter first epoch"
@@ -73,9 +73,9 @@ Until = Annotated[float | None, Option(metavar="H", help="leave out points after
 FormName = Literal["sigmoid", "logistic", "power"]
 GridName = Annotated[Literal["free", "paper"], Option(help="A in 0 … 1, or 0.450, 0.455 … 0.800")]
 Seed = Annotated[int | None, Option(min=0, help="only this seed of the file")]
-HoursColumn = Annotated[str | None, Option(help="header of the compute; else gpu_hours or compute_hours")]
-SCORE = "header of the score, such as pass_rate/math; else pass_rate, of a run what evaluation.forecast names"
+HoursColumn = Annotated[str | None, Option(help="column of the compute; else gpu_hours or compute_hours")]
+SCORE = "column of the score, such as pass_rate/math; else pass_rate, or for a run what evaluation.forecast names"
 ScoreColumn = Annotated[str | None, Option(help=SCORE)]
-PICTURE = Option("-o", "--output", metavar="BASE", help="draw BASE.png, .svg, .html and beside")
+PICTURE = Option("-o", "--output", metavar="BASE", help="draw BASE.png, .svg, .html and related pictures")
 DrawTo = Annotated[float | None, Option("--to", metavar="H", help="draw curves to this many hours")]
-PublishedNames = Annotated[list[str], repeated("NAME", "lay it over this published fit")]
+PublishedNames = Annotated[list[str], repeated("NAME", "also draw this published fit")]

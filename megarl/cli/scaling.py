@@ -108,7 +108,7 @@ def compare(
     _check_hours("--to", to)
     runs = _named(points, seed, hours_column, score_column)
     if len(runs) < 2:
-        raise MegarlError("compare needs two runs or more; for one there is `megarl scaling fit`")
+        raise MegarlError("compare needs two runs or more; for one use `megarl scaling fit`")
     comparison = compare(runs, **_how(r0, start, until, form, grid) | {"ceiling": ceiling})
     if as_json:
         print(json.dumps({"runs": comparison.rows(), "verdict": comparison.verdict.splitlines()}, allow_nan=False))
@@ -210,7 +210,7 @@ def show_published(
     as_json: p.Json = False,
     synthetic: Annotated[str | None, Option(metavar="NAME", help="print a CSV of noisy points of this fit instead")] = None,
     hours: Annotated[float, Option(help="compute of the synthetic run")] = 16_000,
-    evaluations: Annotated[int, Option(min=1, help="of the synthetic run")] = 32,
+    evaluations: Annotated[int, Option(min=1, help="evaluations of the synthetic run")] = 32,
     seeds: Annotated[int, Option(min=1, help="synthetic runs")] = 1,
 ) -> int:  # fmt: skip
     """Show the fits of ScaleRL's paper."""

@@ -90,7 +90,7 @@ def verdict(findings: Sequence[Finding], gpu_count: int) -> tuple[str, int]:
 
 def python() -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
-    advice = "the stack has wheels for Python 3.12 alone; `make setup` finds or fetches one"
+    advice = "the stack has wheels only for Python 3.12; `make setup` finds or fetches one"
     good = sys.version_info[:2] == (3, 12)
     return noted("Python", version) if good else Finding("Python", "bad", version, advice)
 
@@ -119,7 +119,7 @@ def cuda() -> Finding:
         names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}))
         return noted("CUDA", f"{torch.version.cuda}, {torch.cuda.device_count()} x {names}", old_driver())
     if count:
-        build = f"replace torch's build by one for CUDA; it is for {torch.version.cuda or 'the CPU alone'}"
+        build = f"replace torch's build by one for CUDA; it is for {torch.version.cuda or 'the CPU only'}"
         return noted("CUDA", f"{count} GPUs that torch cannot use", old_driver() or build)
     return noted("CUDA", "no GPU", "tiny models run on the CPU; for others use a machine with NVIDIA GPUs")
 
@@ -172,7 +172,7 @@ def bytecode() -> Finding:
         return noted("bytecode", "unknown: transformers is missing", SETUP)
     if any((Path(spec.origin).parent / "__pycache__").glob(f"*{sys.implementation.cache_tag}.pyc")):
         return noted("bytecode", "compiled")
-    advice = "python -m compileall -q -j 0 of site-packages, and unset PYTHONDONTWRITEBYTECODE"
+    advice = "run `python -m compileall -q -j 0` on site-packages, and unset PYTHONDONTWRITEBYTECODE"
     return noted("bytecode", "not compiled", advice)
 
 
@@ -218,7 +218,7 @@ def fabric() -> Iterator[Finding]:
     if speeds := networks():
         slowest, fastest = min(speeds.values()), max(speeds, key=speeds.__getitem__)
         interfaces = ", ".join(f"{name} {speed / 1000:g} Gb/s" for name, speed in sorted(speeds.items()))
-        advice = f"batches take the network that Slurm uses unless told otherwise; set run.interface={fastest}"
+        advice = f"by default batches go over the network that Slurm uses; set run.interface={fastest}"
         yield noted("network", interfaces, advice if slowest < min(SLOW, speeds[fastest]) else "")
     if adapters := sorted(path.name for path in INFINIBAND.glob("*")):
         advice = ""
@@ -253,7 +253,7 @@ def sandbox() -> Finding:
     """Check the sandbox in which programs are graded, for recipes with `grader: code`."""
     try:
         Sandbox("bubblewrap", 1).check()
-        return noted("bubblewrap", "runs programs apart")
+        return noted("bubblewrap", "isolates programs")
     except MegarlError as error:
         advice = f"only needed to grade code: {str(error).partition('; ')[2]}"
         return noted("bubblewrap", "no program can be run in it", advice)

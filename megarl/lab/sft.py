@@ -47,7 +47,7 @@ def main(recipe: Recipe) -> int:
     """Train the model in sft.init and write it to model.path. Return 0, or 128 + the signal that ended the training."""
     output = Path(recipe.model.path)
     if output.exists():
-        raise MegarlError(f"model.path: {output} exists already; name another, or remove it to train it anew")
+        raise MegarlError(f"model.path: {output} exists already; name another, or remove it to train it again")
     unfinished = output.with_name(f"{output.name}.unfinished")
     settings = {  # these must stay the same until the warm start ends
         "sft": recipe.sft.model_dump(mode="json"),
@@ -56,7 +56,7 @@ def main(recipe: Recipe) -> int:
     }
     begun_with = json.loads(file.read_text()) if (file := unfinished / SETTINGS).exists() else None
     if complete(unfinished) and begun_with != settings:
-        advice = "remove it to begin anew, or name another model.path"
+        advice = "remove it to start over, or name another model.path"
         raise MegarlError(f"{unfinished}: a warm start with other settings was begun there ({SETTINGS}); {advice}")
     if not is_rank() and devices.gpus():
         os.environ |= LEARNER | devices.kernel_caches()
@@ -97,7 +97,7 @@ def check_same(traces: Sequence[Trace], unfinished: Path, step: int) -> None:
     """Raise MegarlError if a warm start that goes on at `step` was begun with other traces. Else note what these are."""
     file, now = unfinished / TRACES, digest_of(part.tobytes() for t in traces for part in (t.tokens, t.learnt))
     if step and file.exists() and file.read_text() != now:
-        advice = "put back what was there, or remove the directory to begin anew"
+        advice = "put back what was there, or remove the directory to start over"
         raise MegarlError(f"{unfinished}: a warm start with other traces (sft.data) was begun there; {advice}")
     if dist.get_rank() == 0:
         write_atomically(file, now.encode())
@@ -125,7 +125,7 @@ def train(
                 checkpoints.save()
             if asked and trainer.step < steps:
                 checkpoints.finish()
-                say(f"warm start: saved after step {trainer.step} of {steps}; the same command goes on")
+                say(f"warm start: saved after step {trainer.step} of {steps}; the same command continues")
                 return asked
         checkpoints.finish()
         if skipped := trainer.scaler_skipped_steps:

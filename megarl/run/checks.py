@@ -63,7 +63,7 @@ def check_start(recipe: Recipe, fingerprints: Fingerprints, host_bytes: float) -
         unit = "GPU" if with_gpus else "core"
         if recipe.run.stop_when and unit not in recipe.run.stop_when:
             raise MegarlError(
-                f"run.stop_when: {recipe.run.stop_when!r}, but this run counts {unit}-hours; give its price in these"
+                f"run.stop_when: {recipe.run.stop_when!r}, but this run counts {unit}-hours; give the price per {unit}-hour"
             )
     else:
         with_gpus = True  # the nodes report their GPUs when the run starts
@@ -149,8 +149,8 @@ def check_allocator(recipe: Recipe) -> None:
         said = os.environ.get(name, "").replace(" ", "").lower()
         if recipe.weights.transport == "cuda_ipc" and "expandable_segments:true" in said:
             raise MegarlError(
-                f"{name}: expandable_segments:True, of whose memory weights.transport=cuda_ipc can hand nothing over; take it "
-                "out, or set weights.transport=disk"
+                f"{name}: expandable_segments:True, whose memory weights.transport=cuda_ipc cannot share; remove it, or set "
+                "weights.transport=disk"
             )
 
 
@@ -177,7 +177,7 @@ def check_history(recipe: Recipe, rundir: RunDir, fingerprints: Fingerprints) ->
         missing = "but not the recipe.yaml that the run began with"
         raise MegarlError(f"{rundir.path}: has {history} of a run, {missing}; put it back, or {other}")
     if recipe.run.resume == "never":
-        raise MegarlError(f"{rundir.path}: holds a run already; go on with it by run.resume=auto, or {other}")
+        raise MegarlError(f"{rundir.path}: already holds a run; resume it with run.resume=auto, or {other}")
     try:
         before = load(str(rundir.recipe))
     except MegarlError as error:
@@ -189,7 +189,7 @@ def check_history(recipe: Recipe, rundir: RunDir, fingerprints: Fingerprints) ->
         if (key, new) == fork.THAWED or any(key == fixed or key.startswith(f"{fixed}.") for fixed in HISTORY)
     ]
     if changed:
-        keeps = "A run that goes on keeps these, or its steps would no longer be one history; undo the change"
+        keeps = "A resumed run must keep these, because its steps are one history; undo the change"
         raise MegarlError("\n".join([*changed, f"{keeps}, or {other}"]))
     check_inputs(rundir, fingerprints, other)
     return True
@@ -206,7 +206,7 @@ def check_inputs(rundir: RunDir, fingerprints: Fingerprints, other: str) -> None
     before = read_json(file)
     changed = [key for key, now in fingerprints.items() if before.get(key, now) != now]
     if changed:
-        named = [f"{key}: not what the run began with (by {file})" for key in changed]
+        named = [f"{key}: not what the run began with (see {file})" for key in changed]
         raise MegarlError("\n".join([*named, f"Put back what was there, or {other}"]))
 
 

@@ -59,7 +59,7 @@ def closing(
     write_report: WriteReport | None,
 ) -> None:
     """Write summary and report, and show how the run ended. begins: as in `log_of`. write_report: None if there is no time for
-    it, because the job has to make room."""
+    it, because its job must end soon."""
     values: Row = {}
     with _attempt(rundir.summary):
         values = summary.summarise(recipe, rundir) | {
@@ -81,7 +81,7 @@ def closing(
     if outcome.kind == "failed":
         print(f"\nmegarl: {outcome.reason}; see {rundir.logs}", file=sys.stderr)
     elif outcome.kind == "elsewhere":
-        print(f"\nmegarl: {outcome.reason}; its checkpoint stands, start it again on other nodes", file=sys.stderr)
+        print(f"\nmegarl: {outcome.reason}; its checkpoint is kept; start it again on other nodes", file=sys.stderr)
 
 
 @contextmanager

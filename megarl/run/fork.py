@@ -31,12 +31,14 @@ def check(recipe: Recipe) -> None:
     path, step = recipe.run.forked
     parent, made = RunDir.opened(path), {row["step"] for row in latest_rows(RunDir(path).metrics)}
     if step - 1 not in made:
-        raise MegarlError(f"run.fork: {path} has made {max(made, default=-1) + 1} steps, not {step}; give one of them")
+        raise MegarlError(
+            f"run.fork: {path} has made {max(made, default=-1) + 1} steps, not {step}; give one that it made"
+        )
     if step >= recipe.run.steps:
         raise MegarlError(f"run.steps: {recipe.run.steps}, and the fork begins after step {step}; give it more steps")
     before, start, reader = load(str(parent.recipe)), _start(parent, step), JournalReader(parent.rollouts)
     if recipe.has_critic and not before.has_critic:
-        raise MegarlError(f"batch.centring: critic, and {path} has none; keep its centring, or begin a run anew")
+        raise MegarlError(f"batch.centring: critic, and {path} has none; keep its centring, or start a new run")
     there = ", ".join(str(step_of(kept)) for kept in complete(parent.checkpoints)) or "none"
     replays = f"steps {start} to {step - 1} have to be replayed; undo that, or fork at a checkpoint (there: {there})"
     for key, old, new in differences(before, recipe):
@@ -51,7 +53,7 @@ def check(recipe: Recipe) -> None:
         oldest = max(start, law.forgotten // law.prompts_per_batch)
         needed = {ticket for s in range(oldest, step) for ticket in law.batch(s) or ()}
         if start < oldest or needed.difference(reader.finished()):
-            raise MegarlError(f"run.fork: groups of them are not in {parent.rollouts} any more, and {replays}")
+            raise MegarlError(f"run.fork: {parent.rollouts} no longer has all the groups needed, and {replays}")
 
 
 def begin(recipe: Recipe, rundir: RunDir) -> None:

@@ -53,8 +53,8 @@ class Signal(NamedTuple):
 
     meaning, remedy: for the alarm's text. rises: whether high values are bad. noise: the smallest deviation, after `scale`.
     tasks: each task is also judged by itself. prompts: after an epoch of WINDOW steps or more the norm is forgotten, because
-    the next epoch draws other prompts (no-positive-resampling). steady: learning does not change it fast, so that values that
-    add up towards an alarm do not become the norm before they have proved harmless.
+    the next epoch draws other prompts (no-positive-resampling). steady: learning does not change it fast, so that values
+    which add to the sum join the norm only once the sum is back at 0.
     """
 
     name: str
@@ -101,7 +101,7 @@ def _imbalance(row: Row, _: str) -> float:
 
 LOG, LOG_LOGIT, LOG_MEDIAN, LOG_ROUTING, LOGIT = log(1e-12), log(1e-5), log(1e-6), log(1e-3), logit(0.05)
 _SIDES = "servers and learner compute different models"
-_CALMER = "lower learner.optimizer.lr or grad_clip, and fork from a step before (run.fork)"
+_CALMER = "lower learner.optimizer.lr or grad_clip, and fork from an earlier step (run.fork)"
 _READ = "read what the policy writes now (megarl rollouts show RUN --step N)"
 _LOG = "see megarl logs RUN --role controller"
 _EXPERTS = "raise model.moe.aux_loss, or model.moe.bias_update_rate where routers have biases (docs/models.md)"
@@ -111,11 +111,11 @@ SIGNALS = (
     # Against a limit.
     Signal("truncation", metric("truncation_rate"), "answers are cut off: above 10 % training destabilises",
            "raise length.answer_tokens", limit=0.1),
-    Signal("sample_size", metric("effective_sample_size"), "few tokens decide the step: the weights run away from those that "
-           "generated", "lower pipeline.k or the learning rate", rises=False, limit=0.1),
-    Signal("malformed", metric("format_error_rate"), "most answers are malformed and count as wrong: no length.end_of_thinking "
-           "with an answer behind it", "a model that was never trained to write it needs a warm start (megarl sft), or "
-           "length.end_of_thinking= with length.control=none", limit=0.5),
+    Signal("sample_size", metric("effective_sample_size"), "few tokens decide the step: the policy has moved far from the "
+           "policies that generated", "lower pipeline.k or the learning rate", rises=False, limit=0.1),
+    Signal("malformed", metric("format_error_rate"), "most answers are malformed and count as wrong: no "
+           "length.end_of_thinking with an answer after it", "a model that was never trained to write it needs a warm start "
+           "(megarl sft), or length.end_of_thinking= with length.control=none", limit=0.5),
     Signal("cut_tokens", lambda row, _: row["capped_share"] if "capped_share" in row else row["clipped_share"], "most trained "
            "tokens are cut at the cap, or have no gradient", "lower pipeline.k or the learning rate", limit=0.75),
     Signal("grader_errors", metric("grader_error_rate"), "gradings fail and count as wrong", _LOG, limit=0.05),
@@ -124,7 +124,7 @@ SIGNALS = (
     Signal("void", lambda row, _: row["void_groups"] / (row["void_groups"] + row["groups_in_loss"]),
            "groups are lost before training", _LOG, limit=0.25),
     Signal("no_variance", lambda row, _: math.nan if "kl_teacher" in row else row["zero_variance_share"], "nearly all groups "
-           "are answered alike: little is learnt", "take harder or easier prompts", limit=0.95),
+           "have equal rewards: little is learnt", "take harder or easier prompts", limit=0.95),
     Signal("not_finite", metric("skipped"), "loss or gradient is not finite, and the step skipped", "see bad-rollouts.jsonl",
            limit=0.0),
     Signal("reward_sign", metric("reward_gap"), "wrong answers get more reward than right ones", "look at the task's graders "
@@ -141,12 +141,12 @@ SIGNALS = (
            "earlier steps", limit=2.0),
     # Against their own past.
     Signal("sampled_hot", lambda row, _: row["surprise"] / row["entropy"], "tokens are less likely than entropy allows: "
-           "servers sample hotter than the policy", _SAMPLER, noise=0.15, scale=LOG),
+           "servers sample at a higher temperature", _SAMPLER, noise=0.15, scale=LOG),
     Signal("sampled_cold", lambda row, _: row["surprise"] / row["entropy"], "tokens are more likely than entropy allows: "
-           "servers sample colder than the policy", _SAMPLER, rises=False, noise=0.15, scale=LOG),
+           "servers sample at a lower temperature", _SAMPLER, rises=False, noise=0.15, scale=LOG),
     Signal("kernels", metric("parity_logit/kernels"), _SIDES, "", noise=0.2, scale=LOG_LOGIT),
     Signal("kernels_median", metric("parity_p50/kernels"), _SIDES, "", noise=0.5, scale=LOG_MEDIAN),
-    Signal("decode", metric("parity_logit/decode"), "servers sample by other log-probs than they score by",
+    Signal("decode", metric("parity_logit/decode"), "servers sample with other log-probs than they score with",
            "compare kernels and cache precision (kv_cache_dtype) of decoding and prefill", noise=0.3, scale=LOG_LOGIT),
     Signal("routing", metric("parity_routing"), "servers and learner choose different experts",
            "compare router weights, biases and their precision", noise=0.5, scale=LOG_ROUTING),
@@ -159,10 +159,10 @@ SIGNALS = (
     Signal("entropy_rise", metric("entropy"), "the policy loses what it knew", _CALMER, noise=0.15, scale=LOG, prompts=True),
     Signal("entropy_fall", metric("entropy"), "the policy collapses onto few answers", f"{_READ}; {_CALMER}", rises=False,
            noise=0.4, scale=LOG, prompts=True),
-    Signal("pass_rate_fall", metric("pass_rate_train"), "the policy gets worse, or the grader judges otherwise",
-           f"{_READ}, and fork from a step before (run.fork)", rises=False, noise=0.3, scale=LOGIT, tasks=True,
+    Signal("pass_rate_fall", metric("pass_rate_train"), "the policy gets worse, or the grader judges differently",
+           f"{_READ}, and fork from an earlier step (run.fork)", rises=False, noise=0.3, scale=LOGIT, tasks=True,
            prompts=True),
-    Signal("pass_rate_jump", metric("pass_rate_train"), "no policy learns that fast: the grader judges otherwise, or is "
+    Signal("pass_rate_jump", metric("pass_rate_train"), "no policy learns that fast: the grader judges differently, or is "
            "exploited", _READ, noise=0.6, scale=LOGIT, tasks=True, prompts=True),
     Signal("length_rise", metric("completion_tokens_mean"), "answers grow", _READ, noise=0.05, scale=LOG, prompts=True),
     Signal("length_fall", metric("completion_tokens_mean"), "answers shrink", _READ, rises=False, noise=0.05, scale=LOG,
@@ -331,5 +331,5 @@ def _overoptimised(row: Row, warning: str) -> str:
     return (
         f"{task[1:] or 'held out'}: the trusted score has fallen by {fall:.3f} since step {step:g} while the reward rose by "
         f"{rise:.3f}: the policy exploits the reward. Stop, keep the checkpoint nearest to that step, read what has changed "
-        f"(megarl answers compare) and repair the grader, or hold the policy closer to where it began (reference)"
+        f"(megarl answers compare) and repair the grader, or keep the policy closer to its start (reference)"
     )

@@ -4,7 +4,7 @@
               Join again every BEAT_S ─► Stop, or RUN/summary.json: the run has ended ──► exit 0
     SIGTERM ─► Leave, repeated ─► Ack: its requests continue elsewhere ────────────────► exit 0, within LEAVE_LIMIT_S anyway
 
-If a run ended to make room, or because it lost a node, the server joins it again once it is resumed, wherever that is: its new
+If a run was told to stop, or lost a node, the server joins it again once it is resumed, wherever that is: its new
 endpoints and keys are in the run directory.
 
 Whoever can read RUN/endpoints.json has the keys to join. The server listens on loopback, or on the network that the run names.
@@ -46,7 +46,7 @@ SILENT_LIMIT_S = 120.0
 LEAVE_LIMIT_S = 20.0
 """Time limit from the request to end to the exit. Slurm kills all processes 30 s after its SIGTERM (KillWait)."""
 FOLLOW_LIMIT_S = 1800.0
-"""How long servers, which hold GPUs, wait for a run that made room and is in the queue again."""
+"""How long servers, which hold GPUs, wait for a run that was told to stop and is in the queue again."""
 
 
 def main(run: Path, interface: str) -> int:
@@ -111,9 +111,9 @@ def opened(run: Path) -> tuple[RunDir, Recipe, Endpoints]:
     JournalReader(rundir.rollouts).begun()  # raises for another schema
     if recipe.resources.colocate or recipe.weights.transport == "cuda_ipc":
         key = "resources.colocate=true" if recipe.resources.colocate else "weights.transport=cuda_ipc"
-        raise MegarlError(f"{run}: no server joins a run with {key}, whose servers share the learner's GPUs")
+        raise MegarlError(f"{run}: no server can join a run with {key}, whose servers share the learner's GPUs")
     if not Path(recipe.model.path).exists():
-        raise MegarlError(f"model.path: {recipe.model.path} is not here; start where the run was started")
+        raise MegarlError(f"model.path: {recipe.model.path} is not here; start in the folder where the run was started")
     return rundir, recipe, endpoints
 
 
@@ -121,7 +121,7 @@ def listening(recipe: Recipe, endpoints: Endpoints, interface: str, ports: int =
     """Return this machine with its address on the run's network, and free ports there."""
     controller = str(urlsplit(endpoints.controller).hostname)
     if controller == LOOPBACK and interface not in ("", OF_SLURM):
-        raise MegarlError(f"--interface: the run listens on loopback alone; start it with run.interface={interface}")
+        raise MegarlError(f"--interface: the run listens only on loopback; start it with run.interface={interface}")
     return here(ports, interface or recipe.run.interface, controller)
 
 
@@ -226,4 +226,4 @@ class Guest:
             return f"nobody listens at {address}: the run has ended, or its controller is down{other}"
         except OSError as error:
             return f"this machine does not reach the run's controller at {address} ({error}): are they on one network?"
-        return f"the controller at {address}, does not answer: the keys there are not its own, or it hangs"
+        return f"the controller at {address}, does not answer: the keys in that file are not its own, or it hangs"

@@ -37,7 +37,7 @@ ALIKE = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 memory by its own setting and fails, or hangs, if the peer's differs; its default is 1, and SGLang sets 0 in its processes.
 """
 LEARNER = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-"""In this order alone megatron's ranks compute while tensor and sequence parallelism send. SGLang sets 8 for itself."""
+"""Only then do megatron's ranks compute while tensor and sequence parallelism send. SGLang sets 8 for itself."""
 PINNED = "pinned_max_round_threshold_mb"
 """From this size on, torch rounds pinned memory up to whole MiB; by default it rounds up to a power of two, which would make a
 server's copy of its weights up to 1.6 times as large."""

@@ -84,7 +84,7 @@ def address_of(interface: str, peer: str = "") -> str:
         if entry.family == socket.AF_INET:
             return entry.address
     raise MegarlError(
-        f"run.interface: {interface!r} is no network interface with an IPv4 address of {socket.gethostname()}, which "
+        f"run.interface: {interface!r} is not a network interface with an IPv4 address of {socket.gethostname()}, which "
         f"has {', '.join(sorted(known))}"
     )
 
@@ -119,7 +119,7 @@ def main(arguments: list[str]) -> int:
     try:
         if not (Path(run) / ".lock").exists():
             raise MegarlError(
-                f"{Path(run).absolute()} is not there; run.dir has to lie on a file system that all nodes share"
+                f"{Path(run).absolute()} is not there; run.dir must be on a file system that all nodes share"
             )
         node = here(int(count), interface)
         for line in told(node):

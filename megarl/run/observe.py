@@ -108,7 +108,7 @@ class Observer:
     all its lives, the rest from this life.
 
     compared: the row of the newest step before which servers and learner were compared; empty before the first. steps_made:
-    steps of this life that no row was written of before.
+    steps of this life that no earlier row has.
     """
 
     def __init__(self, rundir: RunDir) -> None:
@@ -123,7 +123,7 @@ class Observer:
         self.pass_rates: dict[int, float] = {}
         self.compared: Row = {}
         self.health = Health()
-        with suppress(OSError):  # not there yet; or a moment's failure: the next look reads all
+        with suppress(OSError):  # not there yet, or a brief failure: the next look reads all
             written = rundir.metrics.stat().st_size
             for row in rows_in_order(rundir.metrics):
                 self.health.add(row)
@@ -136,7 +136,7 @@ class Observer:
     def look(self) -> None:
         """Read what was added to the files."""
         new, newest = by_step(self._metrics.new()), max(self.rows, default=-1)
-        self.steps_made += sum(step > newest for step in new)  # a learner that replays steps has not come further
+        self.steps_made += sum(step > newest for step in new)  # a learner that replays steps has made no progress
         for step, row in sorted(new.items()):
             self._take(row)
             if step > self.health.step:  # a replayed step is the same again

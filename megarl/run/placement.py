@@ -86,7 +86,7 @@ def _servers(
             raise MegarlError(
                 f"resources: {kind} {i} of {resources.servers} finds no node with {resources.server_tensor_parallel} free "
                 f"GPUs (free: {', '.join(f'{node.name} {len(slots)}' for node, slots in zip(nodes, free, strict=True))}); "
-                f"it lies within a node: choose resources.{kind}_tensor_parallel so that it divides a node's GPUs"
+                f"it must lie within a node: choose resources.{kind}_tensor_parallel so that it divides a node's GPUs"
             )
         taken = [free[n].pop(0) for _ in range(resources.server_tensor_parallel)]
         placed[Role(kind, i)] = Place((nodes[n],), _named(taken))
@@ -103,7 +103,7 @@ def _learner(ranks: int, nodes: Sequence[Node], free: list[list[str]]) -> Place:
     if not count or ranks % width or any(slots != free[-1] for slots in free[-count:]):
         raise MegarlError(
             f"resources.learner_ranks: {ranks} ranks take whole nodes, and the last nodes have "
-            f"{', '.join(str(len(slots)) for slots in free)} GPUs each; use a multiple of a node's, on nodes that are alike"
+            f"{', '.join(str(len(slots)) for slots in free)} GPUs each; use a multiple of a node's, on nodes with equally many"
         )
     gpus = _named(free[-1])
     for slots in free[-count:]:
@@ -128,7 +128,7 @@ def _too_few(recipe: Recipe, nodes: Sequence[Node], free: Sequence[Sequence[str]
             f"{need}{len(nodes[0].gpus)} are visible ({visible}); {lower}, share them (resources.colocate=true "
             "weights.transport=cuda_ipc), or set CUDA_VISIBLE_DEVICES= to run a tiny model on the CPU"
         )
-    what = "GPUs" if any(node.gpus for node in nodes) else f"places of resources.threads={resources.threads} cores"
+    what = "GPUs" if any(node.gpus for node in nodes) else f"slots of resources.threads={resources.threads} cores"
     has = ", ".join(f"{node.name} {len(slots)}" for node, slots in zip(nodes, free, strict=True))
     return f"{need}the allocation has {sum(map(len, free))} {what} ({has}); ask for more nodes, or {lower}"
 

@@ -115,11 +115,11 @@ def lock(folder: Path, command: str, key: str) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            what = f"another `{command}` (process {file.read(100).decode()}) works there; end it, or give another {key}"
+            what = f"another `{command}` (process {file.read(100).decode()}) is at work there; end it, or give another {key}"
             raise MegarlError(f"{folder}: {what}") from None
         except OSError as error:
             raise MegarlError(
-                f"{folder}: cannot be locked: {error.strerror}; the file system has to have flock (Lustre: mount -o flock)"
+                f"{folder}: cannot be locked: {error.strerror}; the file system must support flock (Lustre: mount -o flock)"
             ) from None
         with writing(folder / ".lock"):
             file.truncate(0)

@@ -128,7 +128,7 @@ class RestartPolicy:
         if node == "silent":
             return self._without_node(role)
         if (steps or joined) and self._can_drop(role):
-            return Drop(role, "it dies again and again")
+            return Drop(role, "it keeps dying")
         return GiveUp(role, f"{role.name} died {count} times within {(at - earlier[0][0]) / 60:.0f} minutes")
 
     def _message(self, role: Role, steps: int) -> Reaction | None:

@@ -56,7 +56,7 @@ def chosen(recipe: Recipe, rundir: RunDir) -> Launcher:
     """Return the launcher that MEGARL_LAUNCHER asks for. MegarlError if it asks for a Slurm job and there is none."""
     kind = os.environ.get(LAUNCHER, "auto")
     if kind not in ("auto", "local", "srun"):
-        raise MegarlError(f"{LAUNCHER}: {kind!r} is no launcher; set auto, local or srun")
+        raise MegarlError(f"{LAUNCHER}: {kind!r} is not a launcher; set auto, local or srun")
     nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "0"))
     if kind == "srun" and not nodes:
         raise MegarlError(
@@ -102,7 +102,7 @@ class SrunLauncher:
         answers = gathered(done.stdout.splitlines())
         missing = [name for name in names if name not in answers or len(answers[name].ports) < ports]
         if done.returncode or missing:
-            said = f"no whole answer from {', '.join(missing) or 'none'}:\n{done.stderr.strip()}"
+            said = f"no complete answer from {', '.join(missing) or 'none'}:\n{done.stderr.strip()}"
             raise MegarlError(f"a step over the job's nodes failed; {said}")
         return checked([answers[name] for name in names])
 
@@ -242,7 +242,7 @@ def checked(nodes: Sequence[Node]) -> tuple[Node, ...]:
         for node in nodes:
             if node.address.startswith("127."):
                 raise MegarlError(
-                    f"node {node.name}: its address is {node.address}, where no other node reaches it; name the network "
+                    f"node {node.name}: its address is {node.address}, which no other node can reach; name the network "
                     "interface with run.interface (`ip -4 address` on a node lists them)"
                 )
     taken: set[tuple[str, int]] = set()

@@ -45,7 +45,7 @@ def main(run: Path) -> int:
     last = observer.status.time if observer.status else began
     foot = f"at {time.strftime('%H:%M:%S', time.localtime(now))}"
     if now - last > DEAD_S:
-        foot = f"nothing written for {clock(now - last)}: it seems dead; run.resume=auto goes on"
+        foot = f"nothing written for {clock(now - last)}: it seems dead; run.resume=auto resumes it"
     console.print(render(Frame(recipe, observer, max(0.0, now - began), roles, problem=problem_of(rundir), foot=foot)))
     return 0
 

@@ -64,7 +64,7 @@ def main(recipe: Recipe, fingerprints: checks.Fingerprints, host_bytes: float, w
     128 + signal: stopped by it.
 
     fingerprints: of the run's inputs, already computed and checked. host_bytes: see checks.check_host. write_report: called
-    when the run is over, unless its job has to make room.
+    when the run is over, unless its job must end soon.
     """
     rundir = RunDir(recipe.run.path)
     with lock(rundir.path, "megarl train", "run.name"):
@@ -78,7 +78,7 @@ def main(recipe: Recipe, fingerprints: checks.Fingerprints, host_bytes: float, w
         outlive_screen()
         console = Console()
         if resumed:
-            console.print(f"going on with {rundir.path}", highlight=False, markup=False)
+            console.print(f"resuming {rundir.path}", highlight=False, markup=False)
         if len(nodes) > 1:
             print(*described(placed, nodes), sep="\n", flush=True)
         with stop_requests() as stop_request:
@@ -266,22 +266,22 @@ class Supervisor:
 
     def _second_request(self, now: float) -> RunEnd | None:
         if self.stop_request.count > 1:
-            return RunEnd("stopped", "killed as asked; the last checkpoint stands")
+            return RunEnd("stopped", "killed as asked; the last checkpoint is kept")
         if self.stopping_since is None:
             return None
         if Role("learner") not in self.running:
-            return RunEnd("stopped", "stopped while the learner was not running; its last checkpoint stands")
+            return RunEnd("stopped", "stopped while the learner was not running; its last checkpoint is kept")
         if now - self.stopping_since > SAVE_LIMIT_S:
             return self._unsaved(f"the learner did not save and leave within {SAVE_LIMIT_S:g} s", now)
         return None
 
     def _unsaved(self, why: str, now: float) -> RunEnd | None:
-        """Return the outcome when the final checkpoint is lost; a job that must make room resumes from the previous one."""
+        """Return the outcome when the final checkpoint is lost; a job that must end soon resumes from the previous one."""
         learner = Role("learner")
         if failure := self.rundir.failure():
             return self._failed(learner, failure, now)
         if self.rundir.stop_signal() in MAKE_ROOM:
-            return RunEnd("stopped", f"{why}; the last checkpoint stands", learner)
+            return RunEnd("stopped", f"{why}; the last checkpoint is kept", learner)
         return RunEnd("failed", why, learner)
 
     def _end_hung(self, now: float) -> None:

@@ -66,7 +66,7 @@ class Frame:
     roles: dict[Role, RoleView] = field(default_factory=dict)
     stopping: str = ""
     problem: str = ""
-    foot: str = "Ctrl-C saves and stops; run.resume=auto goes on"
+    foot: str = "Ctrl-C saves and stops; run.resume=auto resumes"
 
 
 def render(frame: Frame) -> RenderableType:
@@ -119,7 +119,7 @@ def phase(frame: Frame) -> str:
         "publish": f"publishing version {status.step}",
         "score": f"comparing servers and learner at version {status.step}",
         "wait": f"the learner waits at step {status.step}",
-        "stop": "the learner saves and leaves",
+        "stop": "the learner saves and exits",
     }
     evaluating = f" · evaluating version {', '.join(map(str, status.evaluating))}" if status.evaluating else ""
     return doing.get(status.phase, status.phase) + evaluating

@@ -30,7 +30,7 @@ but no controller hangs.
 
 COMPLAINTS = {
     "stopped": "has been stopped",
-    "unheard": "has not been heard of",
+    "unheard": "has not been heard from",
     "silent": "has not written its status",
     "lost": "has not answered the controller",
     "starting": "has not come up",

@@ -94,7 +94,7 @@ def test_a_server_joins_from_another_machine_and_leaves(
         check_end(run)
         url = f"http://{there.address}:"
         assert any(server.startswith(url) for made in publications(run.rundir) for server in made.servers)
-        assert "is no network interface" in (workplace / "joined.out").read_text()
+        assert "is not a network interface" in (workplace / "joined.out").read_text()
     finally:
         run.kill()
 

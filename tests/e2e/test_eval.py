@@ -89,7 +89,7 @@ def test_nothing_is_started_where_nothing_is_to_be_asked_or_it_would_be_mixed(pl
     assert "3 × 2" in again.stdout
     other = evaluate(folder, "--samples", "2", "--out", "greedy", *GREEDY, "length.answer_tokens=9")
     assert other.returncode == 2
-    assert "has answers that were made otherwise: length changed" in other.stderr
+    assert "has answers that were made with other settings: length changed" in other.stderr
     assert logs.read_bytes() == written, "no server was started"
 
 
@@ -205,11 +205,11 @@ def test_a_runs_checkpoint_on_its_own_task(finished: LiveRun) -> None:
     ("arguments", "said"),
     [
         (("--model", "nowhere", "--suite", "gsm8k"), "neither a Hugging Face directory"),
-        (("--model", "model", "--suite", "gsm9k"), "'gsm9k' is none of"),
+        (("--model", "model", "--suite", "gsm9k"), "'gsm9k' is not one of"),
         (("--model", "model", "--suite", "mine.yaml"), "'mine.yaml' is not a file"),
         (("--model", "model", "--suite", "gsm8k", "--data", "none.jsonl"), "'none.jsonl' is not a file"),
         (("--model", "model", "--suite", "gsm8k", "--samples", "0"), "samples: input should be greater"),
-        (("--model", "model", "--suite", "gsm8k,mbpp", "--data", "gsm8k.jsonl"), "--data: belongs to one suite"),
+        (("--model", "model", "--suite", "gsm8k,mbpp", "--data", "gsm8k.jsonl"), "--data: is for one suite"),
         (
             ("--model", "model", "--suite", "gsm8k", "--data", "gsm8k.jsonl", "--out", "gsm8k.jsonl"),
             "--out: cannot write",

@@ -104,7 +104,7 @@ def test_told_to_stop_it_saves_and_the_same_command_goes_on(whole: Path, tmp_pat
     begun.send_signal(signal.SIGUSR1)
     status, output = ended(begun)
     assert status == 138, output
-    assert f"saved after step {step_of(complete(saved)[-1])} of {STEPS}; the same command goes on" in output
+    assert f"saved after step {step_of(complete(saved)[-1])} of {STEPS}; the same command continues" in output
     assert not (tmp_path / "stopped").exists()
 
     status, output = ended(sft(recipe, "sft.optimizer.lr=0.5"))

@@ -160,6 +160,6 @@ def test_with_other_keys_it_is_told_so_before_a_server_starts(run: Run) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "megarl", "serve", "--join", str(run.rundir.path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "does not answer: the keys there are not its own" in done.stderr
+    assert "does not answer: the keys in that file are not its own" in done.stderr
     assert done.stderr.count("\n") == 1
     assert not (run.rundir.logs / "server").exists()

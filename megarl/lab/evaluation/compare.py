@@ -97,7 +97,7 @@ def common_suites(out_a: Path, out_b: Path, suite: str | None) -> list[str]:
     for out, names in ((out_a, a_has), (out_b, b_has)):
         if suite not in names if suite else not names:
             wanted = f"to {suite} " if suite else ""
-            has = f"has {', '.join(names)}" if names else "is no directory of an evaluation (OUT of `megarl eval`)"
+            has = f"has {', '.join(names)}" if names else "is not a directory of an evaluation (OUT of `megarl eval`)"
             raise MegarlError(f"{out}: no answers {wanted}in it; it {has}")
     if not (both := [name for name in a_has if name in b_has and suite in (None, name)]):
         only = f"{out_a} has answers to {', '.join(a_has)}, {out_b} to {', '.join(b_has)}"
@@ -127,7 +127,7 @@ def compare(suite: str, a: Side, b: Side) -> SideBySide:
     if other := [name for name in both if a.answers[name][0].expected != b.answers[name][0].expected]:
         first, second = (side.answers[other[0]][0].expected[:60] for side in (a, b))
         another = f"{len(other)} prompts of {suite} expect another answer: {other[0]!r} expects {first!r} in one"
-        also = f"{second!r} in the other; they are not of the same set"
+        also = f"{second!r} in the other; the two sets differ"
         raise MegarlError(f"{a.folder} and {b.folder}: {another} and {also}")
     return SideBySide(suite, a, b, both, quantities(a, b, both), list(notes(a, b, both)))
 
@@ -167,7 +167,7 @@ def notes(a: Side, b: Side, prompts: Sequence[str]) -> Iterator[str]:
         a_has, b_has = (" to ".join(map(str, sorted({each[0], each[-1]}))) for each in counts)
         yield f"Answers a prompt: {a_has} of {a.name}, {b_has} of {b.name}."
     if reworded := sum(a.answers[name][0].prompt != b.answers[name][0].prompt for name in prompts):
-        yield f"In other words, or another template, on the two sides: {reworded} of {len(prompts)} prompts."
+        yield f"Worded differently, or in another template, on the two sides: {reworded} of {len(prompts)} prompts."
     if a.result and b.result:
         ours, theirs = (flat({**result.settings, "model": None}) for result in (a.result, b.result))
         for key in sorted(ours.keys() | theirs.keys()):
@@ -239,7 +239,7 @@ def _overview(comparison: SideBySide, limit: int | None) -> dict[str, object]:
         said.append("In the list a side is right where at least half of its answers are.")
     if limit is not None:
         long = f"Completions of more than {limit:,} characters"
-        said.append(f"{long} are shown by begin and end; all is in answers.jsonl.")
+        said.append(f"{long} show only their beginning and end; answers.jsonl has all.")
     return {
         "suite": comparison.suite,
         "a": {"name": comparison.a.name, "folder": str(comparison.a.folder)},

@@ -62,7 +62,7 @@ def main(outs: Sequence[Path], suite: str | None, picture: Path | None) -> int:
     if not common:
         raise MegarlError(f"{', '.join(map(str, places))}: no suite has answers in all of them; name others, or one")
     if picture is not None and suite is None and len(common) > 1:
-        raise MegarlError(f"--picture: is of one suite; say which with --suite ({', '.join(common)})")
+        raise MegarlError(f"--picture: shows one suite; choose it with --suite ({', '.join(common)})")
     if picture is not None and picture.suffix not in ("", ".png", ".svg"):
         raise MegarlError(f"--picture: {picture}: it is drawn as PNG or SVG; end the name with .png or .svg")
     console = Console()

@@ -51,9 +51,9 @@ def main(
     given = {"samples": samples, "prompts": limit, "data": json.dumps(data) if data else None}
     words = [word for word in suite.split(",") if word]
     if not words:
-        raise MegarlError("--suite: names none")
+        raise MegarlError("--suite: names no suite")
     if data and len(words) != 1:
-        raise MegarlError("--data: belongs to one suite; of several, give evaluation.suites.NAME.data=SOURCE")
+        raise MegarlError("--data: is for one suite; for several, give evaluation.suites.NAME.data=SOURCE")
     recipe, names = recipe_of(subject, words, [f"{k}={v}" for k, v in given.items() if v is not None], overrides, out)
     tokenizer = load_tokenizer(subject.hf)
     questions, results = [], []
@@ -78,7 +78,7 @@ def main(
     if said := never_thinks(results, recipe.length.end_of_thinking):
         print(f"megarl: {said}", file=sys.stderr)
     if void := any(result.metrics["void_rate"] for result in results):
-        left = "some answers could not be generated and count as wrong; the same command asks again"
+        left = "some answers could not be generated and count as wrong; the same command tries them again"
         print(f"megarl: {left}", file=sys.stderr)
     return int(void)
 
@@ -100,7 +100,7 @@ def _with_earlier(questions: SuiteQuestions, place: SuiteDir, settings: Mapping[
     if place.settings.is_file():
         before = json.loads(place.settings.read_bytes())
         if changed := [key for key in settings if before.get(key) != settings[key]]:
-            otherwise = f"made otherwise: {', '.join(changed)} changed (see {place.settings.name})"
+            otherwise = f"made with other settings: {', '.join(changed)} changed (see {place.settings.name})"
             raise MegarlError(f"{place.path}: has answers that were {otherwise}; give another --out, or remove it")
     else:
         write_atomically(place.settings, json.dumps(settings, indent=2).encode() + b"\n")
@@ -134,7 +134,7 @@ def _ask(
         except ExceptionGroup as errors:
             first = first_of(errors)
             if isinstance(first, GraderDown):
-                first = MegarlError(f"the grader is down: {first}; what is answered is kept, the same command goes on")
+                first = MegarlError(f"the grader is down: {first}; answers are kept, and the same command continues")
             raise first from None
 
 

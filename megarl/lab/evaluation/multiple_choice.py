@@ -66,8 +66,8 @@ def joined(tokenizer: Tokenizer, context: str, continuations: Sequence[str], lon
         over = max(0, len(whole) - longest)
         first = len(alone) - over
         if not 1 <= first < len(whole) - over:
-            fits = f"{len(whole) - len(alone)} tokens of its own, behind at least one other, where {longest} fit"
-            raise MegarlError(f"{text!r} cannot be scored behind {context[-60:]!r}: {fits}")
+            fits = f"{len(whole) - len(alone)} tokens of its own, after at least one other, where {longest} fit"
+            raise MegarlError(f"{text!r} cannot be scored after {context[-60:]!r}: {fits}")
         continued.append(Continuation(whole[over:], first, over > 0))
     return continued
 
@@ -86,7 +86,7 @@ def arc(raw: Raw) -> Question:
     labels, choices = column("choices.label")(raw), column("choices.text")(raw)
     key = column("answerKey")(raw)
     if key not in labels:
-        raise UnfitError(f"the answerKey {key!r} is none of the labels {', '.join(map(str, labels))}")
+        raise UnfitError(f"the answerKey {key!r} is not one of the labels {', '.join(map(str, labels))}")
     return _question(raw.get("id"), f"Question: {column('question')(raw)}\nAnswer:", choices, labels.index(key))
 
 
@@ -97,7 +97,7 @@ def hellaswag(raw: Raw) -> Question:
     """
     label, endings = str(column("label")(raw)), column("endings")(raw)
     if not label.isdecimal() or int(label) >= len(endings):
-        raise UnfitError(f"the label {label!r} is no index of its {len(endings)} endings; the test split has none")
+        raise UnfitError(f"the label {label!r} is not an index of its {len(endings)} endings; the test split has none")
     begin = f"{column('activity_label')(raw)}: {column('ctx_a')(raw)} {column('ctx_b')(raw).capitalize()}"
     return _question(raw.get("ind"), _without_brackets(begin), [_without_brackets(e) for e in endings], int(label))
 
@@ -138,7 +138,7 @@ def load_questions(source: str, mapping: str) -> tuple[list[Question], Counter[s
         left_out[reason] += 1
         faults.append(f"{source}:{number}: {fault}")
     if not questions:
-        raise MegarlError(listed(f"{source}: no question of the schema {mapping!r} in it", faults))
+        raise MegarlError(listed(f"{source}: no row fits the schema {mapping!r}", faults))
     if faults:
         log.warning("%s", listed(f"{source}: {len(faults)} rows left out:", faults))
     return list(questions.values()), left_out

@@ -84,7 +84,7 @@ def recipe_of(
     base = load(str(run.recipe), fixed) if run else from_tree({}, [*fixed, *_of_directory(subject.hf)])
     found = [_suite(word, base) for word in dict.fromkeys(suites)]
     if len(asked := dict(found)) < len(found):
-        raise MegarlError(f"--suite: two of {', '.join(suites)} have one name; ask them apart, each with its --out")
+        raise MegarlError(f"--suite: two of {', '.join(suites)} have one name; evaluate each with its own --out")
     tree = base.model_dump(mode="json")
     tree["data"]["tasks"] = {}
     tree["evaluation"]["suites"] = {name: _template(base, subject.hf) | keys for name, keys in asked.items()}
@@ -112,7 +112,7 @@ def _suite(word: str, base: Recipe) -> tuple[str, dict[str, object]]:
             raise MegarlError(f"--suite: {path} has no task {task!r}; it has {', '.join(other.data.tasks)}")
         return task, _heldout(task, other)
     known = [*shipped_suites(), *base.evaluation.suites, *base.data.tasks]
-    raise MegarlError(f"--suite: {word!r} is none of {', '.join(dict.fromkeys(known))}, no RUN:TASK and no YAML file")
+    raise MegarlError(f"--suite: {word!r} is not one of {', '.join(dict.fromkeys(known))}, nor RUN:TASK or a YAML file")
 
 
 def _heldout(name: str, base: Recipe) -> dict[str, object]:

@@ -85,7 +85,9 @@ def inspect(
     console = Console()
     if not is_source(source):
         if mapping or columns:
-            raise MegarlError("--mapping, --column: of a recipe its tasks say them (data.tasks.NAME.mapping, .columns)")
+            raise MegarlError(
+                "--mapping, --column: not with a recipe, whose tasks have them (data.tasks.NAME.mapping, .columns)"
+            )
         _inspect_recipe(load(source, overrides), tokenizer, samples, console)
         return 0
     counter = load_tokenizer(tokenizer) if tokenizer else None
@@ -100,7 +102,7 @@ def inspect(
 def reader(mapping: str, columns: Sequence[str]) -> Reader:
     """Return a function that reads rows of this published set, or with these columns, each FIELD=COLUMN."""
     if mapping and mapping not in MAPPINGS:
-        raise MegarlError(f"--mapping: {mapping!r} is none of {', '.join(MAPPINGS)}")
+        raise MegarlError(f"--mapping: {mapping!r} is not one of {', '.join(MAPPINGS)}")
     given = dict(column.partition("=")[::2] for column in columns)
     for name, path in given.items():
         if name not in get_args(ColumnName) or not path:

@@ -66,7 +66,7 @@ def _chosen(reader: JournalReader, state: State, ticket: int | None, step: int |
     if step >= oldest and (tickets := batch(step)) is not None:
         return list(tickets)[:limit]
     end = next(number for number in count(oldest) if batch(number) is None)
-    complete = f"complete are {oldest} to {end - 1}" if end > oldest else "none is complete yet"
+    complete = f"complete batches are {oldest} to {end - 1}" if end > oldest else "none is complete yet"
     raise MegarlError(f"{reader.path}: no batch of step {step} ({size} tickets) here; {complete}")
 
 
@@ -137,14 +137,14 @@ def _about(rollout: Rollout, due: int | None) -> Text:
     if (episode := rollout.episode) is not None:
         facts.append(f"{episode.turns} turns" if episode.turns > 1 else "1 turn")
         facts += [f"{len(rollout.paths)} paths"] if len(rollout.paths) > 1 else []
-        facts += [f"{episode.untrained:,} tokens made in vain"] if episode.untrained else []
+        facts += [f"{episode.untrained:,} tokens not trained"] if episode.untrained else []
         facts += [f"{episode.errors} of {episode.calls} calls failed"] if episode.errors else []
     told = {
         "out of turns": episode is not None and episode.limited,
         "interrupted": rollout.interrupted,
         "format wrong": not rollout.format_ok,
         "grader ran out of time": rollout.grader_timeout,
-        "grader failed at it": rollout.grader_error,
+        "grader failed": rollout.grader_error,
         f"{rollout.retries} retries": rollout.retries > 0,
     }
     facts += [what for what, holds in told.items() if holds]

@@ -138,7 +138,7 @@ def controller_families(status: StatusJson, totals: Totals) -> Iterator[Metric]:
     yield GaugeMetricFamily("megarl_published_version", "the newest published weights", status["version"])
     yield CounterMetricFamily("megarl_compute_seconds", "devices held x wall time of all lives", seconds)
     for name, about, value in (
-        ("weight_version", "of its weights, -1 before", "version"),
+        ("weight_version", "version of its weights, -1 before the first", "version"),
         ("running_requests", "requests on it now", "running"),
     ):
         gauge = GaugeMetricFamily(f"megarl_server_{name}", about, labels=["server"])
@@ -148,13 +148,13 @@ def controller_families(status: StatusJson, totals: Totals) -> Iterator[Metric]:
         yield _filled(counter, (([str(server["id"])], totals[server["id"]][name]) for server in status["servers"]))
     state = GaugeMetricFamily("megarl_server_state", "1 for the state it is in", labels=["server", "state"])
     yield _filled(state, (([str(server["id"]), server["state"]], 1) for server in status["servers"]))
-    now = GaugeMetricFamily("megarl_tickets", "tickets now, by what they do", labels=["state"])
+    now = GaugeMetricFamily("megarl_tickets", "tickets now, by state", labels=["state"])
     yield _filled(now, (([name], tickets[name]) for name in ("running", "waiting")))
-    done = CounterMetricFamily("megarl_tickets_done", "tickets of all lives, by what became of them", labels=["result"])
+    done = CounterMetricFamily("megarl_tickets_done", "tickets of all lives, by result", labels=["result"])
     yield _filled(done, (([name], tickets[name]) for name in ("finished", "void", "removed")))
-    yield GaugeMetricFamily("megarl_tickets_limit", "most tickets drawn and not trained", tickets["window_limit"])
+    yield GaugeMetricFamily("megarl_tickets_limit", "limit on tickets drawn and not trained", tickets["window_limit"])
     for name, about in (
-        ("malformed_requests", "messages with the right key that made no sense"),
+        ("malformed_requests", "messages with the right key that could not be decoded"),
         ("refused_connections", "connections without the learner's key"),
     ):
         yield CounterMetricFamily(f"megarl_{name}", about, max(0, status[name]))

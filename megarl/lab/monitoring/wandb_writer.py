@@ -48,13 +48,13 @@ class WandbWriter:
 
     def __init__(self, recipe: Recipe, rundir: RunDir) -> None:
         self._run: Any = None
-        with _survived("could not be begun"):
+        with _survived("could not be started"):
             self._run = _begun(recipe, rundir)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         if self._run is not None:
             run, self._run = self._run, None
-            with _survived("takes no more"):
+            with _survived("accepts no more data"):
                 run.log({**scalars, "step": step})
                 self._run = run
 
@@ -69,10 +69,10 @@ class WandbWriter:
         finishing.start()
         finishing.join(FINISH_LIMIT_S)
         if finishing.is_alive():
-            log.warning("W&B has not taken all within %g s; send the rest by `wandb sync`", FINISH_LIMIT_S)
+            log.warning("W&B has not received everything within %g s; send the rest with `wandb sync`", FINISH_LIMIT_S)
 
     def _finish(self) -> None:
-        with _survived("could not be ended"):
+        with _survived("could not be closed"):
             self._run.finish()
 
 

@@ -65,7 +65,7 @@ def read_run(path: Path) -> CellRun:
     hours = np.diff([row["training_hours"] for row in latest_rows(rundir.metrics) if "training_hours" in row])
     # The median, because steps waited while servers were reserved for an evaluation.
     if not len(hours) or not (one := float(np.median(hours))) > 0:
-        raise MegarlError(f"{path}: fewer than two steps, so what a step takes is not known; train further")
+        raise MegarlError(f"{path}: fewer than two steps, so the time of a step is unknown; train further")
     batch = recipe.batch.prompts, recipe.sampling.generations
     return CellRun(*batch, replace(curve, hours=curve.hours * batch[0] * batch[1]), one)
 
@@ -109,7 +109,7 @@ def choose(law: CellLaw, prices: Mapping[BatchSize, float], budget: float) -> tu
     scores. MegarlError if there are none."""
     steps = {batch: int(budget / hours) for batch, hours in prices.items() if hours <= budget}
     if not steps:
-        raise MegarlError(f"--allocate: {amount(budget)} hours do not pay one step of any batch; give more")
+        raise MegarlError(f"--allocate: {amount(budget)} hours do not pay for one step of any batch; give more")
     scores = law.scores(np.array([*steps]), np.array([p * g * t for (p, g), t in steps.items()]))
     first = np.bincount(scores.argmax(1), minlength=len(steps)) / len(scores)
     middle, (low, high) = scores.mean(0), np.quantile(scores, (0.025, 0.975), axis=0)
@@ -174,7 +174,7 @@ def main(
         raise MegarlError("--curves: a run is named twice, and would count twice")
     runs = [read_run(path) for path in paths]
     if len(units := {run.curve.unit for run in runs}) > 1 or (posed and units != {"gpu"}):
-        advice = "give runs of one, and --gpus for GPUs only"
+        advice = "give runs of one kind, and --gpus only with runs on GPUs"
         raise MegarlError(f"--curves: hours of CPU cores and of GPUs are different; {advice}")
     law, written = CellLaw(runs), (recipe.batch.prompts, recipe.sampling.generations)
     batches = candidates(runs, written)
@@ -216,14 +216,14 @@ def _caveats(
     of_runs = zip(*(run.batch for run in runs), strict=True)
     for what, at, own in zip(("prompts", "rollouts a prompt"), best.batch, of_runs, strict=True):
         if len(set(own)) == 1:
-            yield f"all runs have {own[0]} {what}: what another number does is a guess from other runs"
+            yield f"all runs have {own[0]} {what}: the effect of another number is a guess from other runs"
         elif not min(own) <= at <= max(own):
             yield f"the best has {at} {what}, the runs {min(own)} to {max(own)}: try it in a short run first"
     if plans:
         more = np.median([run.device_hours / plans[run.batch] for run in runs if run.batch in plans] or [math.nan])
         yield f"the runs' own steps took {more:.2g} times what is planned for them"
     elif len({math.prod(run.batch) for run in runs}) == 1:
-        yield "all runs have as many rollouts a step, so what a step costs beside its rollouts is not known"
+        yield "all runs have equally many rollouts a step, so the cost of a step without its rollouts is unknown"
     first, *others = (load(str(RunDir(path).recipe)) for path in paths)
     keys = {key for other in (*others, recipe) for key, *_ in differences(first, other) if not key.startswith(FREE)}
     if keys:

@@ -78,7 +78,7 @@ def planned(name: str, overrides: Sequence[str], gpu: str) -> Recipe:
     if recipe.resources.colocate:
         raise MegarlError(f"--plan: resources.colocate shares GPUs instead of dividing them; to divide them: {ALONE}")
     if count < 2:
-        raise MegarlError(f"--plan: divides the GPUs of this machine, and it has {count}; leave --plan away")
+        raise MegarlError(f"--plan: divides the GPUs of this machine, and it has {count}; leave out --plan")
     plans = search(problem(recipe, count, gpu, None, work(recipe))).plans
     if not plans:
         raise MegarlError(f"--plan: no layout of {name} fits {count} {gpu}; `megarl plan` says why each is refused")

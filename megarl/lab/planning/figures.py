@@ -30,8 +30,8 @@ def draw(results: Mapping[str, Simulation], plans: Sequence[Plan], told: Simulat
         _shares(axes[1], results)
         _steps(axes[2], results)
         _split(axes[3], plans, results)
-        _sweep(axes[4], told.by_lag, f"{told.swept}: what k does", "pipeline.k")
-        _sweep(axes[5], told.by_spread, f"{told.swept}: what long tails do", "deviation of the lengths' logarithm")
+        _sweep(axes[4], told.by_lag, f"{told.swept}: effect of k", "pipeline.k")
+        _sweep(axes[5], told.by_spread, f"{told.swept}: effect of long tails", "standard deviation of log length")
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, rendered(figure, path.suffix[1:] or "png", dpi=110))
 

@@ -142,7 +142,7 @@ def _search(problem: PlanningProblem, refused: Counter[str]) -> list[Plan]:
             if isinstance(memory_of, str):
                 continue
             if left % ranks:
-                refused[f"{ranks} GPUs a server do not divide the generators"] += 1
+                refused[f"{ranks} GPUs per server do not divide the generators"] += 1
             else:
                 plans.append(evaluate(problem, learner, memory_of, ranks, left // ranks))
     return sorted(plans, key=lambda p: p.step_seconds)

@@ -26,7 +26,7 @@ class Simulated:
 
 
 BEST, MOST_REASONS = 5, 12
-NEARER = "±: half of the published rows are nearer (docs/plan.md)"
+NEARER = "±: half of the published rows have a smaller error (docs/plan.md)"
 TAKEN_OVER_PLANNED = (1.2, 14)
 """GPU-hours that the ScaleRL paper's two runs took, divided by those planned for them (a table in docs/plan.md)."""
 
@@ -39,7 +39,7 @@ def tables(
     console.print(
         f"{problem.gpus} x {problem.gpu.name} ({problem.gpu.memory / GB:.0f} GB); model of {shape.parameters / 1e9:.2f}B "
         f"parameters, {shape.active_parameters / 1e9:.2f}B active; {work.prompts} x {work.generations} rollouts a step of "
-        f"{work.mean_tokens:,.0f} tokens in the mean, {work.trained_share:.0%} trained"
+        f"{work.mean_tokens:,.0f} tokens on average, {work.trained_share:.0%} trained"
     )
     plans = named(problem, written, found, BEST)
     if not found.plans and not problem.recipe.resources.colocate:
@@ -170,7 +170,7 @@ def _remarks(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
         yield (
             f"note: an evaluation ({evaluation.prompts} x {evaluation.samples} rollouts, "
             f"{recipe.evaluation_servers} servers) takes as long as {late:,.0f} steps, and evaluation.every is "
-            f"{evaluation.every}; lower evaluation.prompts or samples, or evaluate more seldom"
+            f"{evaluation.every}; lower evaluation.prompts or samples, or evaluate less often"
         )
 
 

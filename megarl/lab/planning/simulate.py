@@ -272,7 +272,7 @@ class Summary:
 def summary(steps: Sequence[SimulatedStep], servers: int, warm_up: int) -> Summary:
     """Summarise the steps after step `warm_up`; their time starts when that step ends. MegarlError if there are none."""
     if len(steps) < warm_up + 2:
-        raise MegarlError(f"--steps: {len(steps)} leave nothing behind the first {warm_up}, which fill the pipeline")
+        raise MegarlError(f"--steps: {len(steps)} leave none after the first {warm_up}, which fill the pipeline")
     before, counted = steps[warm_up], steps[warm_up + 1 :]
     last, lags = counted[-1], sum((step.lags for step in counted), Counter[int]())
     seconds, total = last.ended - before.ended, lags.total()
@@ -374,6 +374,6 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run[T](main: Coroutine[Any, Any, T]) -> T:
-    """Run the coroutine in virtual time and return its result. Raises Standstill where it would wait for ever in real time."""
+    """Run the coroutine in virtual time and return its result. Raises Standstill where it would wait forever in real time."""
     with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
         return runner.run(main)

@@ -113,7 +113,7 @@ def _rollouts(recipe: Recipe, rundir: RunDir) -> str:
     shown = "".join(_rollout(tokenizer, group, rollout, several) for group, rollout in chosen[:SAMPLES])
     legend = (
         'Newest groups. <span class="v0">Backgrounds</span> <span class="v1">change</span> with the version of the weights; '
-        '<span class="phrase">this one</span> was put in and is not trained.'
+        '<span class="phrase">this one</span> was inserted and is not trained.'
     )
     return f'<h2>Rollouts</h2><p class="sub">{legend}</p>{shown}'
 

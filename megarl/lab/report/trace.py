@@ -182,7 +182,7 @@ def main(run: Path, steps: int, output: Path | None) -> int:
     try:
         path.write_bytes(gzip.compress(data, 6) if path.suffix == ".gz" else data)
     except OSError as error:
-        raise MegarlError(f"{path}: cannot be written: {error.strerror}; name another file by --output") from None
+        raise MegarlError(f"{path}: cannot be written: {error.strerror}; name another file with --output") from None
     shown = trace["otherData"]["steps"]
     what = f"steps {shown[0]} to {shown[-1]}" if shown else "no step is complete yet"
     print(f"{path}: {what}, {len(trace['traceEvents'])} events; open it at https://ui.perfetto.dev or chrome://tracing")
@@ -193,7 +193,7 @@ def trace_of(rundir: RunDir, steps: int) -> JsonObject:
     """Build the trace from the start of the last `steps` complete steps. MegarlError if nothing is recorded yet."""
     spans, events = read(rundir.trace)
     if not spans:
-        raise MegarlError(f"{rundir.trace}: nothing is recorded there yet; try again when the run samples")
+        raise MegarlError(f"{rundir.trace}: nothing is recorded there yet; try again once the run samples")
     done = [s for s in spans if s.on == LEARNER and s.name == f"step {s.args.get('step')}"][-steps:]
     since = done[0].begin if done else spans[0].begin
     rows = _places(spans)

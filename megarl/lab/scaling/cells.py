@@ -57,7 +57,7 @@ class CellLaw:
         self.centre = batches.mean(0)
         hours, self.y, number, noise, _ = windowed(curves, 0.0, None)
         if noise is None:
-            raise MegarlError("--curves: it is not known of how many answers the scores are the mean")
+            raise MegarlError("--curves: the number of answers behind each score is unknown")
         if len(self.y) < 6:
             raise MegarlError(f"{len(self.y)} scores in all runs; the law over batches needs 6 or more: train further")
         self.scale = float(hours.max())

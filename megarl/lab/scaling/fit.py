@@ -300,7 +300,7 @@ def doubts(fit: Fit) -> Iterator[str]:
         ends = f"the window ends at {amount(fit.window[1], fit.unit)}, before C_mid = {amount(fit.C_mid)}"
         yield f"{ends}: the half of the curve that shows the ceiling has not been seen"
     if fit.n < FEW_POINTS:
-        yield f"only {fit.n} points; {FEW_POINTS} are few already"
+        yield f"only {fit.n} points; even {FEW_POINTS} are few"
     if low < high and min(fit.A - low, high - fit.A) < 1e-6:
         yield f"A = {fit.A:.3f} is at the edge of its range {low:g} … {high:g}: the points do not determine it"
     if (fall := _fall(fit.pass_rate)) > 0:

@@ -37,7 +37,7 @@ def plot_fits(
     if not len(hours):
         raise MegarlError("nothing to draw: no run has a point after its training began")
     if laws and unit == "core":
-        raise MegarlError("the published fits are in GPU-hours; a run on CPU cores cannot be laid over them")
+        raise MegarlError("the published fits are in GPU-hours; a run on CPU cores cannot be drawn with them")
     end = until or BEYOND * float(hours.max())
     bands = {  # from a little before the first point
         name: predict(fit, np.geomspace(fit.window[0] / 2, max(end, fit.window[1]), BAND_POINTS))

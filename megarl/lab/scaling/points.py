@@ -100,8 +100,8 @@ def _forecast_column(path: Path) -> str:
     if not recipe.forecast_column:
         tasks = list(recipe.data.tasks)
         if not tasks:
-            raise MegarlError(f"{path}: no task in it, so no score is known to be the one to fit; give --score-column")
-        several = f"several tasks ({', '.join(tasks)}), whose laws are different ones; say which is fitted"
+            raise MegarlError(f"{path}: no task in it, so it is unknown which score to fit; give --score-column")
+        several = f"several tasks ({', '.join(tasks)}), each with its own law; say which to fit"
         which = f"--score-column pass_rate/{tasks[0]}, or evaluation.forecast={tasks[0]} in the recipe"
         raise MegarlError(f"{path}: {several}: {which} (--score-column pass_rate: all prompts together)")
     return recipe.forecast_column
@@ -155,11 +155,11 @@ def curves_of_rows(name: str, rows: Sequence[tuple[str, Row]], columns: PointCol
     hours = columns.hours or next((name for name in ("gpu_hours", "compute_hours") if name in known), None)
     if hours is None:
         has = f"no column gpu_hours or compute_hours (it has {', '.join(known)})"
-        raise MegarlError(f"{where}: {has}; name yours by --hours-column")
+        raise MegarlError(f"{where}: {has}; name yours with --hours-column")
     for column in (hours, score):
         if column not in known:
             has = f"no column {column!r} (it has {', '.join(known)})"
-            raise MegarlError(f"{where}: {has}; name yours by --hours-column, --score-column")
+            raise MegarlError(f"{where}: {has}; name yours with --hours-column, --score-column")
     seeds: dict[int | None, dict[float, tuple[float, float, bool]]] = {}
     for n, (at, row) in enumerate(rows):
         seed, step = (None if row.get(c) in (None, "") else _number(at, row, c) for c in ("seed", "step"))

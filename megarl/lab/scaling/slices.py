@@ -88,7 +88,7 @@ def slices(run: Path, hours: str | None = None, **how: Unpack[FitOptions]) -> li
     scored = [(row, step_folder(rundir.evaluations, row["step"])) for row in latest_scores(rundir.eval)]
     scored = [(row, folder) for row, folder in scored if suites_in(folder)]
     if not scored:
-        raise MegarlError(f"{rundir.evaluations}: no answers to what eval.jsonl has; slices are made from answers")
+        raise MegarlError(f"{rundir.evaluations}: no answers of eval.jsonl's evaluations; slices are made from answers")
     metrics, tasks, columns = latest_rows(rundir.metrics), load(str(rundir.recipe)).data.tasks, PointColumns(hours)
     found = []
     for name in suites_in(scored[-1][1]):
@@ -167,7 +167,7 @@ def _with_law(
     """Return the slice with its law, or with the problem that says why it has none."""
     prompts = part.values.shape[1]
     if part.problem or prompts < 2:
-        return part if part.problem else replace(part, problem="it has one prompt, whose noise nothing tells")
+        return part if part.problem else replace(part, problem="it has one prompt, so its noise is unknown")
     means, answers = part.values.mean(1), part.answers or prompts
     noise = binomial_noise(means, answers)
     if part.answers is None:

@@ -53,8 +53,8 @@ def between_seeds(each: Sequence[Fit]) -> str:
     """Return a text on how seeds differ."""
     ceilings = [found.A for found in each]
     return (
-        f"A of the {len(each)} seeds alone: {min(ceilings):.3f} to {max(ceilings):.3f} (ScaleRL's three: ±0.015). The interval "
-        "of each holds what another seed would give."
+        f"A of the {len(each)} seeds alone: {min(ceilings):.3f} to {max(ceilings):.3f} (ScaleRL's three: ±0.015). The "
+        "interval of each includes the variation between seeds."
     )
 
 
@@ -106,7 +106,7 @@ def reached(found: Fit, score: float, when: Reached) -> str:
         if when.hours == 0:
             return f"{score:g} is not above R_0 = {found.R_0:.3f}: it takes no training."
         low, high = when.interval
-        until = f"to {amount(high)}" if math.isfinite(high) else "to never, for A may be below it"
+        until = f"to {amount(high)}" if math.isfinite(high) else "to never, because A may be below it"
         return f"{score:g} is reached after {amount(when.hours, found.unit)} (95 %: {amount(low)} {until})."
     text = f"{score:g} is never reached: the asymptote A = {found.A:.3f} is below it"
     if math.isinf(when.interval[0]):

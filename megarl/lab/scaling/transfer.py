@@ -48,7 +48,7 @@ class Transferred(NamedTuple):
 def transfer(fits: Mapping[float, Fit], size: float, r0: float | None = None) -> Transferred:
     """Predict a policy of `size` active parameters from fits by size. r0: its score before training, if measured."""
     if len(fits) < 2:
-        raise MegarlError(f"{len(fits)} size cannot show what size does; give fits of two or more")
+        raise MegarlError(f"{len(fits)} size cannot show the effect of size; give fits of two or more")
     if min(*fits, size) <= 0 or not np.isfinite([*fits, size]).all():
         raise MegarlError("a size is a number of parameters above 0")
     if r0 is not None and not 0 <= r0 < 1:
@@ -92,7 +92,8 @@ FEW_SIZES = 4
 def doubts(fits: Mapping[float, Fit], size: float) -> Iterator[str]:
     """Yield one sentence for each thing that these fits do not support."""
     if len(fits) < FEW_SIZES:
-        yield f"{len(fits)} sizes hardly show how far a size strays from a line: the intervals are mostly what is assumed of it"
+        assumed = "the intervals mostly show what is assumed about it"
+        yield f"{len(fits)} sizes hardly show how far a size strays from a line: {assumed}"
     if size > max(fits) ** 2 / min(fits):
         yield "the size is further beyond the largest than that is beyond the smallest"
     for n, fit in fits.items():
@@ -107,7 +108,7 @@ def named_size(source: str) -> tuple[float, str]:
     except ValueError:
         run = RunDir(Path(source))
     if not run.recipe.exists():
-        raise MegarlError(f"{source}: say how many parameters a token meets, such as 8e9={path or source}") from None
+        raise MegarlError(f"{source}: give the number of active parameters, such as 8e9={path or source}") from None
     from megarl.core.base import architecture  # slow to import, like the recipe
     from megarl.core.recipe import load
 

@@ -3,8 +3,8 @@
     DIR/data ─► DIR/models/SIZE ─`megarl sft`─► DIR/models/SIZE-TASK ─► a study of KINDS ─► DIR/records/NAME.jsonl.gz
 
 A kind is a shipped recipe with a policy size and a dtype. Runs are evaluated, on 4,096 answers, at steps that grow by a factor,
-so that each part of the curve has points; a run goes on until its curve has bent. All runs with the same size, task and family
-begin with one warm start.
+so that each part of the curve has points; a run continues until its curve has flattened. All runs with the same size, task and
+family begin with one warm start.
 
 A record is JSON lines: a description of the run (`CorpusRun`), its scores, and its steps with all their metrics. Compute is in
 FLOP, from the generated tokens and the active parameters, so that other work on the machine does not shift a point.

@@ -126,7 +126,7 @@ def prepared(
         return None
     study = plan.prepare(path, recipes, seeds, rungs, branch)
     if options.task is not None and not 0 <= options.task < len(study.tasks):
-        raise MegarlError(f"--task: the study has tasks 0 to {len(study.tasks) - 1}, no {options.task}")
+        raise MegarlError(f"--task: the study has tasks 0 to {len(study.tasks) - 1}, not {options.task}")
     return study
 
 
@@ -210,7 +210,7 @@ def run(study: Study, tasks: Sequence[StudyTask], console: Console, hooks: Study
             if task.state() == "done":
                 hooks.done(task)
             if stop_request.count:
-                console.print("stopped as asked; the same command goes on from here", highlight=False)
+                console.print("stopped as asked; the same command continues from here", highlight=False)
                 return 128 + stop_request.signal
     failed = [task for task in tasks if not hooks.ended(task)]
     for task in failed:

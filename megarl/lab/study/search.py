@@ -107,10 +107,10 @@ def _rungs(recipes: Mapping[str, Recipe], how: SearchOptions) -> list[int]:
     for name, recipe in recipes.items():
         if recipe.learner.optimizer.schedule != "constant" or recipe.run.stop_when:
             key = "run.stop_when" if recipe.run.stop_when else "learner.optimizer.schedule"
-            why = "an arm that ends at a rung must be as far as one that goes on"
+            why = "an arm that ends at a rung must have trained like one that goes on"
             raise MegarlError(f"{name}: {key}: {why}; take it out")
         if not recipe.forecast_column:
-            why = "of several tasks, say whose score the arms are compared by"
+            why = "with several tasks, name the one by whose score the arms are compared"
             raise MegarlError(f"{name}: evaluation.forecast: {why}")
     end, halvings = lengths.pop(), math.ceil(math.log2(len(recipes)))
     rungs = numbers("--rungs", how.rungs) if how.rungs else [end >> n for n in range(halvings, 0, -1)]
@@ -232,7 +232,7 @@ def _lines(rung: Rung) -> Iterator[str]:
     judged = rung.judgement
     means = f"A, then B at A = {judged.ceiling:.3f}"
     if not judged.ceiling:
-        means = f"the last scores and the noise of their answers, for want of a fit ({judged.why})"
+        means = f"the last scores and the noise of their answers, because there is no fit ({judged.why})"
     yield f"step {rung.step}, by {means}; the best is among the kept with probability {judged.chance(rung.kept):.2f}"
     for one in judged.standings:
         low, high = one.A_interval or (0.0, 0.0)
@@ -272,7 +272,7 @@ def report(study: Study) -> str:
     )
     likelier = (
         f"But {one.arm}, dropped at step {reached[one.arm]}, is likelier to be the best ({one.chance:.2f}): `megarl train` "
-        "of its file in recipes/ takes it on."
+        "of its file in recipes/ continues it."
         for one in final.standings
         if one.arm not in alive and one.chance > winner.chance
     )

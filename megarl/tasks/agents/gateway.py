@@ -205,7 +205,7 @@ def _asked(protocol: WireProtocol, body: JsonObject, session: AgentSession) -> A
 
 
 def _unknown(model: str | None) -> WireError:
-    return WireError(404, f"the model {model!r} does not exist; there is {MODEL!r} alone", "model_not_found")
+    return WireError(404, f"the model {model!r} does not exist; the only one is {MODEL!r}", "model_not_found")
 
 
 async def _read(request: web.Request, protocol: WireProtocol) -> tuple[bytes, JsonObject]:

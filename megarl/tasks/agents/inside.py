@@ -74,7 +74,7 @@ def _post(task: AgentTask, reward: object) -> None:
     is_bool = isinstance(reward, bool) or str(getattr(reward, "dtype", "")).endswith("bool")  # numpy's and torch's, too
     number = bool(reward) if is_bool else float(reward)  # type: ignore[arg-type]
     if not math.isfinite(number):
-        raise ValueError(f"the agent's function returned {number}, which is no reward")
+        raise ValueError(f"the agent's function returned {number}; a reward is a finite number")
     body = json.dumps({"reward": number}).encode()
     url = f"{task.base_url}/reward"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -94,7 +94,7 @@ class TaskAgents:
         if problem := tail_problem(chat, self._rendering):
             log.warning("%s", problem)
         if self._rendering.calls is None:
-            log.info("%s: no tool calls of the chat template can be read; agents find all text in `content`", chat.path)
+            log.info("%s: tool calls of the chat template cannot be read; agents get all text in `content`", chat.path)
         if recipe.data.sandbox == "bubblewrap":
             _check_sandbox()
         for name, task in self._tasks.items():
@@ -158,7 +158,7 @@ class TaskAgents:
         if session.limited or session.reward is not None:
             return ""
         if process.returncode:
-            return f"it ended with status {process.returncode}, and said: {said or 'nothing'}"
+            return f"it ended with status {process.returncode}, and printed: {said or 'nothing'}"
         if not any(node.delivered >= 0 for node in session.tree.nodes):
             return "it ended without a request and without a reward"
         return ""
@@ -208,7 +208,7 @@ async def _killed(process: asyncio.subprocess.Process) -> None:
 
 def _check_sandbox() -> None:
     """Raise MegarlError if bubblewrap cannot run an agent on this machine."""
-    advice = f"install it (apt-get install bubblewrap); {NAMESPACES}; or set data.sandbox=rlimits if agents may do what you can"
+    advice = f"install it (apt-get install bubblewrap); {NAMESPACES}; or data.sandbox=rlimits if agents may do all that you can"
     with tempfile.TemporaryDirectory() as scratch:
         try:
             command = [*agent_sandbox(Path(scratch), Path(scratch)), "true"]
@@ -239,5 +239,5 @@ def _address(interface: str) -> str:
         if entry.family.name == "AF_INET":
             return entry.address
     raise MegarlError(
-        f"agent.interface: {interface!r} is no network interface with an IPv4 address; known: {', '.join(known)}"
+        f"agent.interface: {interface!r} is not a network interface with an IPv4 address; known: {', '.join(known)}"
     )

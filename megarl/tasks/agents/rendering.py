@@ -212,7 +212,7 @@ def tail_problem(chat: ChatTemplate, rendering: Rendering) -> str:
         told, whole = True, rendering.tail_text(answer, tail, tools, before=said)
         if alone != whole:
             what = "a user's words" if tail[0].role == "user" else f"the results of {len(tail)} calls"
-            written = f"{what} are written {alone!r} behind an answer, and {whole!r} in a whole conversation"
+            written = f"{what} are written {alone!r} after an answer, and {whole!r} in a whole conversation"
             return f"{chat.path}: {written}; the policy will see the first"
         said = [*said, replace(answer, text="An answer."), *tail]
     if told:

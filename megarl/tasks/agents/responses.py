@@ -140,7 +140,7 @@ def _messages(item: Item, where: str) -> Iterator[CanonicalMessage]:
         case "function_call_output":
             yield CanonicalMessage("tool", wire.text_of(item.output, f"{where}.output"), answers=item.call_id)
         case _:
-            raise refused_field(where, f"the policy knows no {item.type}; {wire.NO_STATE}")
+            raise refused_field(where, f"the policy does not support {item.type}; {wire.NO_STATE}")
 
 
 def _items(turn: ServedTurn) -> list[JsonObject]:

@@ -16,9 +16,9 @@ from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ReadMes
 from megarl.tasks.agents.session import ServedTurn
 
 NOT_THE_POLICY = "constrains what is sampled, whose log-probs are then not the policy's; leave it out"
-NO_LOGPROBS = "log-probs are kept for training, and not told"
+NO_LOGPROBS = "log-probs are kept for training, and not returned"
 NO_STATE = "nothing is kept here by name; send the whole conversation"
-NO_PROVIDER = "there is no provider here who would run it"
+NO_PROVIDER = "no provider here can run it"
 
 
 class TextPart(msgspec.Struct):
@@ -54,9 +54,9 @@ class WireProtocol:
                 name: raw if name == self.conversation else msgspec.json.decode(raw) for name, raw in fields.items()
             }
         except msgspec.ValidationError:
-            raise WireError(400, "the body is no JSON object") from None
+            raise WireError(400, "the body is not a JSON object") from None
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            raise WireError(400, f"the body is no JSON: {error}") from None
+            raise WireError(400, f"the body is not JSON: {error}") from None
 
     def request(self, body: JsonObject, known: ReadMessages) -> tuple[str, AgentRequest]:
         """Return the name of the model, and the request. known: messages the session has sent before. WireError if a field
@@ -106,7 +106,7 @@ def asked(
     if not messages:
         raise WireError(400, "messages: there are none")
     if messages[-1].role == "assistant":
-        raise refused_field("messages", "the last one is the assistant's; going on within a message is not supported")
+        raise refused_field("messages", "the last one is the assistant's; continuing a message is not supported")
     functions = list(tools)
     for kind, function in functions:
         if kind != "function" or not isinstance(function.get("name"), str):
@@ -132,14 +132,14 @@ def text_of(content: Content, where: str, between: str = "") -> str:
         return content or ""
     for part in content:
         if part.type not in ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text"):
-            raise refused_field(where, f"a part is {part.type}; the policy reads text alone")
+            raise refused_field(where, f"a part is {part.type}; the policy reads only text")
     return between.join(part.text or part.refusal or "" for part in content)
 
 
 def role_of(role: str, where: str) -> str:
     """Return a message's role, with "developer" turned into "system". WireError if the role is unknown."""
     if role not in ("system", "developer", "user", "assistant", "tool"):
-        raise refused_field(where, f"{role!r} is none of system, developer, user, assistant, tool")
+        raise refused_field(where, f"{role!r} is not one of system, developer, user, assistant, tool")
     return "system" if role == "developer" else role
 
 

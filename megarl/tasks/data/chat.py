@@ -19,7 +19,7 @@ type Message = Mapping[str, Any]
 
 TODAY = datetime(2024, 7, 26)
 """The date for templates that write today's: with the real one, prompts would change overnight, and a run could not be resumed.
-It is the one that Llama 3.2's template writes where it is given no clock.
+It is the one that Llama 3.2's template writes when it is given no clock.
 """
 
 
@@ -36,7 +36,7 @@ class ChatTemplate:
         return self.render(messages)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), reply: bool = True) -> str:
-        """Return the text of messages, with tools that the model may call. reply: and the beginning of the assistant's."""
+        """Return the text of messages. tools: those that the model may call; reply: whether to add the start of its message."""
         given = {"messages": list(messages), "tools": list(tools) or None, "documents": None}
         try:
             return self.template.render(**self.tokens, **given, add_generation_prompt=reply)
@@ -80,7 +80,7 @@ def load_chat(hf_dir: Path | str) -> ChatTemplate:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """Write what `{% generation %}` encloses: by it transformers knows what a supervised trainer learns."""
+        """Write what `{% generation %}` encloses; with this tag transformers marks what a supervised trainer learns."""
 
         tags = {"generation"}  # noqa: RUF012
 

@@ -1,6 +1,6 @@
 """Finds prompts of evaluation sets among training prompts, by shared n-grams of words.
 
-As for GPT-3 (arXiv 2005.14165, appendix C), words are lower-cased and stripped of punctuation; a training text that shares 13
+As in GPT-3 (arXiv 2005.14165, appendix C), words are lower-cased and stripped of punctuation; a training text that shares 13
 consecutive words with an evaluation text is contaminated; and an evaluation text of 8 to 12 words is searched for as a whole.
 An even shorter one matches only if it is the entire training text. GPT-3 cut out parts of long documents; here the document is
 the prompt, so all of it is removed. N-grams in more than `COMMON` different evaluation texts belong to their instruction

@@ -50,7 +50,7 @@ def eighths(raw: Raw) -> int:
     rate = column("difficulty")(raw)
     parts = re.fullmatch(r"\s*(\d+)\s*/\s*(\d+)\s*", rate) if isinstance(rate, str) else None
     if parts is None:
-        raise UnfitError(f"the difficulty is no pass rate such as 5/8: {shown(rate)}")
+        raise UnfitError(f"the difficulty is not a pass rate such as 5/8: {shown(rate)}")
     return int(parts[2]) - int(parts[1])
 
 

@@ -54,7 +54,7 @@ def prepare(
 ) -> Prepared:
     outputs = {out / f"{side}.{form}" for side in ("train", "heldout") for form in FORMATS}
     if Path(source).resolve() in {path.resolve() for path in (*outputs, out / "removed.jsonl")}:
-        raise MegarlError(f"{out}: the source lies there and would be written over; name another directory")
+        raise MegarlError(f"{out}: the source is in this directory and would be overwritten; name another directory")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -36,7 +36,7 @@ def unit_tests(raw: Raw) -> str:
     if isinstance(tests, Mapping):  # TACO: columns of inputs and outputs
         named, inputs, outputs = tests.get("fn_name"), tests.get("inputs", []), tests.get("outputs", [])
         if len(inputs) != len(outputs):
-            raise UnfitError("the tests have not as many outputs as inputs")
+            raise UnfitError("the tests have different numbers of inputs and outputs")
         tests = [{"input": given, "output": wanted} for given, wanted in zip(inputs, outputs, strict=True)]
     return _as_json([_test(test, named, raw) for test in _checked(tests)])
 
@@ -106,13 +106,13 @@ def _is_comparison(line: str) -> bool:
 def _lines_of(raw: Raw, name: str) -> list[str]:
     lines = raw.get(name) or []
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-        raise UnfitError(f"{name} is no list of lines: {shown(lines)}")
+        raise UnfitError(f"{name} is not a list of lines: {shown(lines)}")
     return [part for line in lines for part in line.strip().splitlines()] if name == "test_imports" else lines
 
 
 def _checked(tests: Any) -> list[Raw]:
     if not isinstance(tests, list) or not all(isinstance(t, Mapping) and "input" in t and "output" in t for t in tests):
-        raise UnfitError("the tests are no list of input and output")
+        raise UnfitError("the tests are not a list of input and output")
     return tests
 
 
@@ -140,7 +140,7 @@ def _test(test: Raw, named: str | None, raw: Raw) -> dict[str, str]:
 
 def _call(function: Any, arguments: Any, result: Any, raw: Raw) -> dict[str, str]:
     if not isinstance(function, str) or not function.isidentifier() or not isinstance(arguments, list):
-        raise UnfitError("the tests call a function, and none is named, or its arguments are no list")
+        raise UnfitError("the tests call a function, but none is named, or its arguments are not a list")
     prefix = "Solution()." if "class Solution" in str(raw.get("starter_code") or "") else ""
     return {"call": f"{prefix}{function}({', '.join(map(repr, arguments))})", "result": repr(result)}
 

@@ -208,7 +208,8 @@ def _load_task(
         surveyed = survey_of(task.heldout, read, refuse=refuse)
         heldout, _ = load_set(surveyed, render, tokenizer, max_tokens, name, f"{key}.heldout")
     elif not heldout.prompts or not train.prompts:
-        raise MegarlError(f"{key}.heldout: of the rows held out of {task.train}, or of the others, all are too long")
+        what = f"all rows held out of {task.train}, or all others, are too long; raise length.prompt_tokens"
+        raise MegarlError(f"{key}.heldout: {what}")
     return train, heldout._replace(name=f"{key}.heldout")
 
 

@@ -4,7 +4,7 @@
 
 Rows are left out if they do not fit their schema, if the prompt or answer is empty, if the answer is too large, if they repeat
 an earlier prompt or id, or if the prompt is in an evaluation set. They are counted, and the first few for each reason reported.
-If a prompt is repeated with another answer, the first row is kept all the same, but the repeats are counted separately, because
+If a prompt is repeated with another answer, the first row is still kept, but the repeats are counted separately, because
 one of the answers is wrong.
 
 The held-out rows are those whose prompts have the smallest hashes: the source's order does not matter, and since all copies of
@@ -151,7 +151,7 @@ def chosen(survey: Survey) -> Iterator[tuple[PromptRow, bool]]:
         raise MegarlError(listed(f"{survey.source}: none of its {len(survey.kept)} rows can be used:", named))
     for n, (_, raw) in enumerate(stream(survey.source)):
         if n == len(survey.kept):
-            raise MegarlError(f"{survey.source}: has grown while it was read; begin again when it is whole")
+            raise MegarlError(f"{survey.source}: grew while it was read; start again when it is complete")
         if survey.kept[n]:
             yield survey.read(raw), bool(survey.heldout[n])
 

@@ -149,7 +149,7 @@ def _parts(raw: Mapping[str, Any]) -> tuple[str | list[Message], list[str]]:
             raise UnfitError("not a row of prompt and completion, of messages, or of conversations")
         if len(parts) % 2 == 0:
             raise UnfitError(
-                "the completion's texts are not the model's and a tool's in turn, the model's first and last"
+                "the completion's texts must alternate between model and tool, and begin and end with the model's"
             )
         before = raw["prompt"]
     if not before or not all(parts):
@@ -160,7 +160,7 @@ def _parts(raw: Mapping[str, Any]) -> tuple[str | list[Message], list[str]]:
 def _messages(value: Any, system: Any) -> list[Message]:
     """Convert messages to our format. UnfitError unless the last is the assistant's and another one precedes it."""
     if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
-        raise UnfitError("the messages are no list of role and content")
+        raise UnfitError("the messages are not a list of role and content")
     pairs = [(one.get("role", one.get("from")), one.get("content", one.get("value"))) for one in value]
     if not all(isinstance(role, str) and isinstance(content, str) for role, content in pairs):
         raise UnfitError("a message has no role or no content")

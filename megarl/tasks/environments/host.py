@@ -63,10 +63,10 @@ class Process:
                 if (await asyncio.wait({reply}, timeout=request.limit_s + MARGIN_S))[0]:
                     return reply.result()
                 if time.monotonic() - self._heard > MARGIN_S:
-                    blocks = f"blocked its process, {request.limit_s:g} s and more"
+                    blocks = f"blocked its process for more than {request.limit_s:g} s"
                     self.end(Died(MARK.unpack_from(self._mark)[0] or request.episode, blocks))
                     return reply.result()
-            return EpisodeReply(call=request.call, error=f"took longer than {request.limit_s:g} s, and goes on")
+            return EpisodeReply(call=request.call, error=f"took longer than {request.limit_s:g} s, and still runs")
         finally:
             self._waiting.pop(request.call, None)
 
@@ -95,7 +95,7 @@ class Process:
                 await asyncio.wait_for(self._process.wait(), MARGIN_S)
             said = f"ended its process ({_status(self._process.returncode)})"
         except (msgspec.DecodeError, ValueError) as error:
-            said = f"spoiled what its process says ({error})"
+            said = f"damaged its process's output ({error})"
         if not self.over:
             log.warning("a process of an environment ended: %s", said)
         self.end(Died(MARK.unpack_from(self._mark)[0], said))

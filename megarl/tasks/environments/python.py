@@ -75,7 +75,7 @@ def program_of(kind: str, called: str) -> str:
     except (ValueError, TypeError, KeyError, RecursionError):
         raise ValueError('error: a call is {"name": "python", "arguments": {"code": …}}') from None
     if name != "python" or not isinstance(program, str):
-        raise ValueError(f"error: there is no tool {name!r}; there is python, with its code as a text")
+        raise ValueError(f"error: there is no tool {name!r}; the only one is python, with its code as a string")
     return program
 
 

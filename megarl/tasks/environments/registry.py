@@ -95,7 +95,7 @@ class Bounded:
                 why = str(died)
                 if died.culprit == self._episode:
                     raise self._down(why) from None
-        raise self._down(f"{why}; the last of {LIVES} processes, and whose fault it was is not known")
+        raise self._down(f"{why}; the last of {LIVES} processes, and it is unknown which episode was to blame")
 
     async def _begin(self) -> None:
         """Begin the episode in the live process; an episode already in progress is replayed up to where it was."""
@@ -107,7 +107,7 @@ class Bounded:
         for tokens, before in self._past:
             reply = await self._observed(tokens)
             if reply[1:] != before[1:] or not np.array_equal(reply.tokens, before.tokens):
-                raise self._down("was begun anew, for its process had ended, and answered the same turns differently")
+                raise self._down("was replayed, because its process had ended, and answered the same turns differently")
         if again:
             log.info("%s goes on in another process after %d turns", self._where, len(self._past))
 

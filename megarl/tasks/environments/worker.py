@@ -113,7 +113,7 @@ class Episodes:
                 raise MegarlError(f"{part.key}: {setup.environment} cannot be made: {_said(error)}") from error
             if not isinstance(environment, Environment):
                 what = f"{part.key}: {setup.environment}"
-                raise MegarlError(f"{what} is no Environment; derive it from megarl.environments.Environment")
+                raise MegarlError(f"{what} is not an Environment; derive it from megarl.environments.Environment")
 
     async def answer(self, request: EpisodeRequest) -> bytes:
         """Return an encoded reply, whatever the environment does. Never returns if the environment cannot be cancelled."""
@@ -124,7 +124,7 @@ class Episodes:
                 EpisodeReply(call=request.call, error=f"answered {len(message):,} bytes, {LONGEST:,} at most")
             )
         except Exception as error:  # a number that no record holds, or text that is not Unicode
-            said = f"answered what cannot be passed on ({type(error).__name__})"
+            said = f"answered something that cannot be encoded ({type(error).__name__})"
             return encode(EpisodeReply(call=request.call, error=said))
 
     async def _reply(self, request: EpisodeRequest) -> EpisodeReply:
@@ -189,7 +189,7 @@ def _observed(answer: Any) -> Observation:
     """Validate the answer of a user's environment, which may be anything. TypeError or ValueError if it is unusable."""
     if not isinstance(answer, Observation):
         raise TypeError(f"it answered {answer!r:.80}, not an Observation")
-    tokens, wrong = np.asarray(answer.tokens), f"it answered {answer.tokens!r:.80}, which are no token ids"
+    tokens, wrong = np.asarray(answer.tokens), f"it answered {answer.tokens!r:.80}, which are not token ids"
     if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
         raise TypeError(wrong)
     if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < 1 << 31:

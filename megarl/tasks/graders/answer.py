@@ -32,7 +32,7 @@ def graded(answer: str, main: Verdict, others: Mapping[str, Verdict], weights: M
     reward = main.score + sum(weights[name] * verdict.score for name, verdict in others.items())
     if not math.isfinite(reward * reward):  # in a deviation it is squared
         scores = ", ".join(f"{name} {verdict.score:g}" for name, verdict in verdicts.items())
-        what = f"the reward is {reward}, which nothing can be learnt from"
+        what = f"the reward is {reward}, not a number of magnitude below 1e154"
         raise GraderDown(f"{what} (scores before their weights: {scores})")
     timeout, error = any(v.timeout for v in verdicts.values()), any(v.error for v in verdicts.values())
     rewards = {name: verdict.score for name, verdict in verdicts.items()} if others else {}

@@ -145,7 +145,7 @@ def _test(row: Any, number: int) -> UnitTest:
         case {"assert": str(line), **more} if not more:
             return _asserted(line, number)
     pairs = "input and output, call and result, check and entry_point, or assert"
-    raise ValueError(f"test {number}: give {pairs}, all of them texts")
+    raise ValueError(f"test {number}: give {pairs}, all of them strings")
 
 
 def _checked(source: str, number: int) -> str:
@@ -160,7 +160,7 @@ def _checked(source: str, number: int) -> str:
     imports += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     foreign = sorted({name.partition(".")[0] for name in imports} - sys.stdlib_module_names)
     if foreign:
-        raise ValueError(f"test {number}: the check imports {', '.join(foreign)}; there is the standard library alone")
+        raise ValueError(f"test {number}: the check imports {', '.join(foreign)}; only the standard library is there")
     return source
 
 

@@ -82,8 +82,8 @@ def _tasks(recipe: Recipe) -> dict[str, Rows]:
 
 @dataclass(frozen=True)
 class TaskGrader:
-    """A `Grader`. check: decides right or wrong; others, weights: further rewards, by name; trusted: if any, asked by
-    `grade_answer` alone, with weight 0; decode: maps tokens to text.
+    """A `Grader`. check: decides right or wrong; others, weights: further rewards, by name; trusted: if any, asked only by
+    `grade_answer`, with weight 0; decode: maps tokens to text.
     """
 
     check: Check

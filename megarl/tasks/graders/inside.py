@@ -160,7 +160,7 @@ def give_up(limits: dict[str, int], readable: list[str]) -> None:
         os.setgid(NOBODY)
         os.setuid(NOBODY)
     processes = limits["processes"]
-    if libc.unshare(CLONE_NEWUSER):  # failed: only in a user namespace of its own are its processes counted alone
+    if libc.unshare(CLONE_NEWUSER):  # failed: without its own user namespace the user's other processes count, too
         processes += limits["processes_of_others"]
     for what, limit in (
         (resource.RLIMIT_NPROC, processes),
@@ -191,7 +191,7 @@ def unpickled(data: bytes) -> Any:
 
     class Plain(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
-            raise pickle.UnpicklingError(f"{module}.{name} is no plain value")
+            raise pickle.UnpicklingError(f"{module}.{name} is not a plain value")
 
     return Plain(io.BytesIO(data)).load()
 
@@ -208,7 +208,7 @@ def plain(value: Any) -> Any:
             return made(map(plain, value))
     if isinstance(value, dict):
         return {plain(key): plain(item) for key, item in value.items()}
-    raise TypeError(f"{type(value).__name__} is no plain value")
+    raise TypeError(f"{type(value).__name__} is not a plain value")
 
 
 def send(to: BinaryIO, message: Any) -> None:

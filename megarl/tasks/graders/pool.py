@@ -25,8 +25,8 @@ KILL_MARGIN_S = 2.0
 """Grace before a worker is killed: unless it hangs inside a C call, it stops by itself at the limit."""
 TRIES = 2
 MOST_FORMULAS = 5000
-"""Answers that one process parses. Its parser keeps for ever what it has learnt of each, up to 90 KB; at the limit of its
-memory (functions.py) it would find right answers wrong.
+"""Answers that one process parses. Its parser caches up to 90 KB for each answer forever; at the limit of its memory
+(functions.py) it would find right answers wrong.
 """
 
 

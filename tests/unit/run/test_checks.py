@@ -295,7 +295,7 @@ def test_new_run(recipe: Recipe) -> None:
 
 
 def test_run_is_not_overwritten(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
-    with pytest.raises(MegarlError, match=r"demo: holds a run already; go on with it by run\.resume=auto"):
+    with pytest.raises(MegarlError, match=r"demo: already holds a run; resume it with run\.resume=auto"):
         checks.check_history(recipe, write_run(1), {})
 
 
@@ -378,7 +378,7 @@ def test_a_run_that_lost_its_recipe_is_not_trained_on(
     with pytest.raises(MegarlError, match=r"demo: has .* of a run, but not the recipe|nothing is in it"):
         checks.check_history(from_tree(tree), rundir, {})
     tree["run"]["resume"] = "never"
-    with pytest.raises(MegarlError, match=r"demo: has .* of a run, but not the recipe|holds a run already"):
+    with pytest.raises(MegarlError, match=r"demo: has .* of a run, but not the recipe|already holds a run"):
         checks.check_history(from_tree(tree), rundir, {})
 
 
@@ -392,7 +392,7 @@ def test_a_start_that_came_to_nothing_is_no_history(recipe: Recipe, write_run: C
     prepare(recipe, rundir, placed, {"model.path: weights": "others"}, resumed=False)
     Journal.open(rundir.rollouts, prompts_per_batch=8, max_lag=1).close()
     begin_journal(rundir, prompts_per_batch=8)
-    with pytest.raises(MegarlError, match="holds a run already"):
+    with pytest.raises(MegarlError, match="already holds a run"):
         checks.check_history(recipe, rundir, {})
 
 

@@ -91,7 +91,7 @@ def test_servers_that_share_the_learners_gpus(run: RunDir, recipe: Recipe, capsy
     serving = recipe.serving.model_copy(update={"memory_fraction": 0.4})
     sections = {"weights": weights, "resources": together, "serving": serving}
     run.recipe.write_text(dump(recipe.model_copy(update=sections)))
-    assert "no server joins a run with resources.colocate=true" in refused(capsys, run.path)
+    assert "no server can join a run with resources.colocate=true" in refused(capsys, run.path)
 
 
 def test_nobody_listens(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,11 +112,11 @@ def test_unreachable(run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatc
 def test_silent_or_other_keys(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         live(run, f"tcp://127.0.0.1:{listener.getsockname()[1]}")
-        assert "does not answer: the keys there" in refused(capsys, run.path)
+        assert "does not answer: the keys in that file" in refused(capsys, run.path)
 
 
 def test_an_interface_for_a_run_on_loopback(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--interface: the run listens on loopback alone" in refused(capsys, run.path, "--interface", "eth0")
+    assert "--interface: the run listens only on loopback" in refused(capsys, run.path, "--interface", "eth0")
 
 
 @pytest.mark.parametrize(

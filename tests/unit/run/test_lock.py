@@ -16,7 +16,9 @@ def test_one_at_a_time(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with (
         lock(folder, *COMMAND),
-        pytest.raises(MegarlError, match=r"another `megarl train` \(process \d+\) works there; .* another run\.name"),
+        pytest.raises(
+            MegarlError, match=r"another `megarl train` \(process \d+\) is at work there; .* another run\.name"
+        ),
         lock(folder, *COMMAND),
     ):
         pass

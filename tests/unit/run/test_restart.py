@@ -56,7 +56,7 @@ def test_gives_up_exactly_when_one_role_dies_too_often(deaths: list[tuple[Role, 
         recent = sum(other == role and now - then < 600 for other, then in history)
         decision = policy.died(role, status, now, steps=len(history))
         if recent > 3 and role.kind == "server" and not dropped:
-            assert decision == Drop(role, "it dies again and again")
+            assert decision == Drop(role, "it keeps dying")
             dropped.append(role)
             continue
         if recent > 3:

@@ -37,7 +37,7 @@ def test_choice(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert choice(recipe) is LocalLauncher
     with pytest.raises(MegarlError, match="MEGARL_LAUNCHER: srun works inside a Slurm job"):
         choice(recipe, "srun")
-    with pytest.raises(MegarlError, match="MEGARL_LAUNCHER: 'slurm' is no launcher; set auto, local or srun"):
+    with pytest.raises(MegarlError, match="MEGARL_LAUNCHER: 'slurm' is not a launcher; set auto, local or srun"):
         choice(recipe, "slurm")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
     assert choice(recipe) is LocalLauncher
@@ -77,12 +77,12 @@ def test_this_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary:
     monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", "fd00::1")
     with pytest.raises(MegarlError, match=r"run\.interface: slurm: no IPv4 route to fd00::1.* name an IPv4 interface"):
         here(0, "slurm")
-    with pytest.raises(MegarlError, match=r"run\.interface: 'ib7' is no network interface .* which has .*lo"):
+    with pytest.raises(MegarlError, match=r"run\.interface: 'ib7' is not a network interface .* which has .*lo"):
         here(0, "ib7")
     assert nodes.gathered(["welcome to node 1"]) == {}
     assert nodes.main(["2", "", str(tmp_path)]) == 2
     assert (
-        f"{tmp_path} is not there; run.dir has to lie on a file system that all nodes share"
+        f"{tmp_path} is not there; run.dir must be on a file system that all nodes share"
         in capfdbinary.readouterr().err.decode()
     )
     (tmp_path / ".lock").touch()
@@ -117,7 +117,7 @@ def test_a_node_whose_answer_is_not_whole_is_named(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(srun, "command", command)
     monkeypatch.setattr(srun, "hosts", str.split)
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n1 n2")
-    with pytest.raises(MegarlError, match="no whole answer from n2"):
+    with pytest.raises(MegarlError, match="no complete answer from n2"):
         SrunLauncher(RunDir(Path("runs/a")), "lo").survey(3)
     # From the working directory, as roles look for it: a container may see this path to it and no other.
     assert asked[-1] == "runs/a"
@@ -127,7 +127,7 @@ def test_nodes_must_reach_each_other_and_share_no_port() -> None:
     first = Node("n1", "vm", "127.0.0.1", "lo", (), 2, 0, (1, 2, 3))
     second = replace(first, name="n2", ports=(3, 4))
     assert [node.ports for node in checked([first, second])] == [(1, 2, 3), (4,)]
-    with pytest.raises(MegarlError, match=r"node n1: its address is 127\.0\.0\.1, where no other node reaches it"):
+    with pytest.raises(MegarlError, match=r"node n1: its address is 127\.0\.0\.1, which no other node can reach"):
         checked([first, replace(second, host="other", address="10.0.0.2")])
 
 

@@ -322,7 +322,7 @@ def test_nothing_survives_the_supervisor_and_the_run_goes_on(live: Callable[...,
     again = live(steps=steps, resume=True)
     status, output = again.end()
     assert status == 0, output
-    assert "going on with" in output
+    assert "resuming " in output
     assert len(latest_rows(again.rundir.metrics)) == steps
 
 
@@ -483,7 +483,7 @@ def test_what_cannot_be_read_at_the_end_leaves_the_exit_status_alone(
     monkeypatch.setattr("megarl.run.closing.log_of", evicted)
     lost = RunEnd("elsewhere", "the node of learner-0 is lost", Role("learner"))
     closing(Console(), recipe, write_run(2), lost, [], {}, 1.0, None)
-    assert "the node of learner-0 is lost; its checkpoint stands" in capsys.readouterr().err
+    assert "the node of learner-0 is lost; its checkpoint is kept" in capsys.readouterr().err
 
 
 def test_second_supervisor_is_refused(live: Callable[..., Life], recipe: Recipe) -> None:
@@ -492,4 +492,4 @@ def test_second_supervisor_is_refused(live: Callable[..., Life], recipe: Recipe)
     second = live(resume=True)
     status, output = second.end()
     assert status == 1
-    assert f"another `megarl train` (process {life.process.pid}) works there" in output
+    assert f"another `megarl train` (process {life.process.pid}) is at work there" in output

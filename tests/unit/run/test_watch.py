@@ -93,4 +93,4 @@ def test_started_anew_is_forgotten(watch: Watch) -> None:
 
 def test_unheard_for_long(watch: Watch) -> None:
     assert watch.hung({SERVER: "unheard"}, None, 0.0, ALL, 0.0) == {}
-    assert "not been heard of for 30 s" in watch.hung({SERVER: "unheard"}, None, 0.0, ALL, 30.0)[SERVER]
+    assert "not been heard from for 30 s" in watch.hung({SERVER: "unheard"}, None, 0.0, ALL, 30.0)[SERVER]

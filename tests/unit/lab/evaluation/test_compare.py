@@ -90,7 +90,7 @@ def test_what_differs_is_said(tmp_path: Path) -> None:
     notes = " ".join(compared(a, b).notes)
     assert f"length.answer_tokens: 5 of {tmp_path / 'a'}, 7 of {tmp_path / 'b'}." in notes
     assert f"Answers a prompt: 1 of {tmp_path / 'a'}, 2 of {tmp_path / 'b'}." in notes
-    assert "In other words, or another template, on the two sides: 1 of 1 prompts." in notes
+    assert "Worded differently, or in another template, on the two sides: 1 of 1 prompts." in notes
     assert "could not be generated and count as wrong: 1." in notes
     assert "dtype" not in notes
     assert "model:" not in notes
@@ -125,7 +125,7 @@ def test_both_verdicts_of_multiple_choice(tmp_path: Path) -> None:
 
 def test_what_is_not_of_one_set_is_refused(tmp_path: Path) -> None:
     a = write(tmp_path / "a", [answer("1", True), answer("2", True)], "a")
-    with pytest.raises(MegarlError, match="'1' expects '1' in one and '7' in the other; they are not of the same set"):
+    with pytest.raises(MegarlError, match="'1' expects '1' in one and '7' in the other; the two sets differ"):
         compared(a, write(tmp_path / "b", [answer("1", True, expected="7")], "b"))
     with pytest.raises(MegarlError, match="no prompt of math-500 in common"):
         compared(a, write(tmp_path / "c", [answer("3", True)], "c"))
@@ -134,7 +134,7 @@ def test_what_is_not_of_one_set_is_refused(tmp_path: Path) -> None:
         main(a, other, None, None)
     with pytest.raises(MegarlError, match="no answers to gsm8k in it; it has math-500"):
         main(a, other, "gsm8k", None)
-    with pytest.raises(MegarlError, match="no directory of an evaluation"):
+    with pytest.raises(MegarlError, match="not a directory of an evaluation"):
         main(a, tmp_path / "nothing", None, None)
 
 

@@ -93,11 +93,11 @@ def test_hellaswag() -> None:
 @pytest.mark.parametrize(
     ("read", "row", "said"),
     [
-        (arc, ARC | {"answerKey": "E"}, "none of the labels A, B, C"),
+        (arc, ARC | {"answerKey": "E"}, "not one of the labels A, B, C"),
         (arc, {"question": "x"}, "no column 'choices.label'"),
         (arc, ARC | {"choices": {"text": ["one"], "label": ["C"]}}, "fewer than two choices"),
         (hellaswag, HELLASWAG | {"label": ""}, "the test split has none"),
-        (hellaswag, HELLASWAG | {"label": "4"}, "no index of its 4 endings"),
+        (hellaswag, HELLASWAG | {"label": "4"}, "not an index of its 4 endings"),
         (hellaswag, HELLASWAG | {"endings": ["a", "[b]"], "label": 0}, "an empty one"),
     ],
 )
@@ -116,7 +116,7 @@ def test_rows_that_cannot_be_asked_are_left_out_and_named(tmp_path: Path, caplog
     assert left_out == {"not of the schema": 2, "the id of an earlier one": 1}
     for said in ("3 rows left out", ":2: the id 'Mercury_7175875' again", ":4: the answerKey 'X'", ":5: "):
         assert said in caplog.text
-    with pytest.raises(MegarlError, match="no question of the schema 'hellaswag'"):
+    with pytest.raises(MegarlError, match="no row fits the schema 'hellaswag'"):
         load_questions(str(path), "hellaswag")
 
 
@@ -160,7 +160,7 @@ def test_the_begin_of_the_context_gives_way(tokenizer: Tokenizer, context: str, 
 
 
 def test_a_continuation_that_fills_all_is_refused(tokenizer: Tokenizer) -> None:
-    with pytest.raises(MegarlError, match="7 tokens of its own, behind at least one other, where 7 fit"):
+    with pytest.raises(MegarlError, match="7 tokens of its own, after at least one other, where 7 fit"):
         joined(tokenizer, "ab", [" cdefgh"], 7)
 
 

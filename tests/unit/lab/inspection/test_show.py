@@ -101,7 +101,7 @@ def test_limit_takes_the_latest(run: Path):
 
 def test_a_batch(run: Path):
     assert [row.split()[1] for row in shown(run, step=6).splitlines()[2:]] == ["12", "13"]
-    with pytest.raises(MegarlError, match=r"no batch of step 7 .* complete are 0 to 6"):
+    with pytest.raises(MegarlError, match=r"no batch of step 7 .* complete batches are 0 to 6"):
         shown(run, step=7)
 
 

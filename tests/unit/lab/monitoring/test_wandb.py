@@ -128,7 +128,7 @@ def test_its_errors_do_not_stop_the_run(
     hangs = use(monkeypatch, FakeWandb())
     monkeypatch.setattr(hangs, "finish", lambda: __import__("time").sleep(5))
     WandbWriter(wanted, rundir).close()
-    assert "send the rest by `wandb sync`" in caplog.text
+    assert "send the rest with `wandb sync`" in caplog.text
 
 
 def test_what_is_missing_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

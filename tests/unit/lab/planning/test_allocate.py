@@ -161,7 +161,7 @@ def test_bad_input(tmp_path: Path) -> None:
     paths, recipe = [write(tmp_path / f"r{n}", cell) for n, cell in enumerate(CORNERS)], load("quickstart", [])
     for budget, runs, answers, message in (
         (0.1, paths[:1], None, "1 run of one batch"),
-        (1e-6, paths, None, "do not pay one step"),
+        (1e-6, paths, None, "do not pay for one step"),
         (-1.0, paths, None, "above 0"),
         (math.inf, paths, None, "below 1e12"),
         (1e300, paths, None, "below 1e12"),
@@ -180,9 +180,9 @@ def test_bad_input(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--allocate", "1"], "needs --curves"),
-        (["--allocate", "1", "--curves", "a", "--simulate"], "no --simulate"),
+        (["--allocate", "1", "--curves", "a", "--simulate"], "neither --simulate"),
         (["--allocate", "1", "--curves", "a", "--gpus", "8"], "both --gpus"),
-        (["--curves", "a", "--gpus", "8", "--gpu", "h100"], "is of --allocate"),
+        (["--curves", "a", "--gpus", "8", "--gpu", "h100"], "needs --allocate"),
         ([], "both --gpus"),
     ],
 )

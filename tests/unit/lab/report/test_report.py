@@ -130,7 +130,7 @@ def test_a_run_of_malformed_answers_says_why(recipe: Recipe, write_run: Callable
     assert "malformed (1 on average, limit 0.5): most answers are malformed" in words(summary.render(values, rundir))
     report.write_report(rundir)
     page = rundir.report.read_text()
-    assert "no length.end_of_thinking with an answer behind it" in page
+    assert "no length.end_of_thinking with an answer after it" in page
     assert "Signals off their course" in page
 
 

@@ -60,7 +60,7 @@ def test_page_opens_offline(series: Series, tmp_path: Path) -> None:
 
 def test_core_hours_are_not_laid_over_gpu_hours(tmp_path: Path) -> None:
     curve = Curve("x", HOURS, np.linspace(0.3, 0.5, 32), 0.3, "core")
-    with pytest.raises(MegarlError, match="cannot be laid over"):
+    with pytest.raises(MegarlError, match="cannot be drawn with"):
         plot_fits({"x": ([curve], None)}, tmp_path / "x", laws=[law_named("scalerl-8b")])
 
 

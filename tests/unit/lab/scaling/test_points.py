@@ -88,7 +88,7 @@ def test_several_tasks_are_not_fitted_together_unasked(tmp_path: Path) -> None:
 
 
 def test_a_recipe_without_tasks_is_one_message(tmp_path: Path) -> None:
-    with pytest.raises(MegarlError, match="no task in it, so no score is known to be the one to fit"):
+    with pytest.raises(MegarlError, match="no task in it, so it is unknown which score to fit"):
         read_points(run_of_two_tasks(tmp_path, "data: {tasks: {}}\n"))
 
 

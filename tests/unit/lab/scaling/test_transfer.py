@@ -115,6 +115,6 @@ def test_bad_input() -> None:
     power = fit([Curve("", one.hours, one.pass_rate, 0.3, "core", answers=ANSWERS)], form="power")
     with pytest.raises(MegarlError, match="sigmoid"):
         transfer({1e5: power, 2e5: power}, 1e6)
-    with pytest.raises(MegarlError, match="how many parameters"):
+    with pytest.raises(MegarlError, match="the number of active parameters"):
         named_size("points.csv")
     assert named_size("8e9=points.csv") == (8e9, "points.csv")

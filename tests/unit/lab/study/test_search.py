@@ -120,7 +120,7 @@ def test_an_array_for_each_rung_decides_the_same(tmp_path: Path) -> None:
     assert rung(array, 24) == rung(alone, 24)
     assert running.table_and_plots(array) == 0
     assert (array / "search.md").read_text() == (alone / "search.md").read_text()
-    with pytest.raises(MegarlError, match="tasks 0 to 3, no 4"):
+    with pytest.raises(MegarlError, match="tasks 0 to 3, not 4"):
         search(array, 4)
 
 
@@ -141,7 +141,7 @@ def test_a_failed_arm_is_named_and_dropped(tmp_path: Path, monkeypatch: pytest.M
 def test_too_few_scores_for_a_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train_as(monkeypatch, tmp_path, every=10)
     assert search(tmp_path / "study") == 0
-    why = "for want of a fit (quickstart-lr-1e-4-seed0: 2 points in the window"
+    why = "because there is no fit (quickstart-lr-1e-4-seed0: 2 points in the window"
     said = (tmp_path / "study" / "search.md").read_text()
     assert f"step 12, by the last scores and the noise of their answers, {why}" in said
     assert rung(tmp_path / "study", 12)["kept"] == ["quickstart-lr-1e-4", "quickstart-lr-2e-4"]

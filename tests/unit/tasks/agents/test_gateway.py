@@ -134,7 +134,7 @@ def test_fields_are_honoured_ignored_or_refused_by_name(tmp_path: Path) -> None:
             ):
                 assert (await served.chat(messages))[0] == 400
             status, body = await served.post("chat/completions", b"{")
-            assert (status, "no JSON" in body["error"]["message"]) == (400, True)
+            assert (status, "not JSON" in body["error"]["message"]) == (400, True)
             assert (await served.post("chat/completions", b"[" * 100_000))[0] == 400
             assert (await served.chat(model="gpt-5"))[0] == 404
             assert (await served.post("reward", {"reward": "much"}))[0] == 400

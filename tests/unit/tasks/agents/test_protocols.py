@@ -267,5 +267,5 @@ def test_a_message_of_another_type_is_named_by_its_place() -> None:
     for _ in range(2):  # what was refused is not known
         with pytest.raises(WireError, match=r"Expected `str`, got `int` - at `\$\.messages\[1\]\.role`"):
             asked_anthropics(known, '{"role": "user", "content": "u"}', '{"role": 3, "content": "u"}')
-        with pytest.raises(WireError, match=r"messages\[1\]\.role: 'cat' is none of"):
+        with pytest.raises(WireError, match=r"messages\[1\]\.role: 'cat' is not one of"):
             asked_anthropics(known, '{"role": "user", "content": "u"}', '{"role": "cat", "content": "u"}')

@@ -125,7 +125,7 @@ def test_a_crash_is_tried_once_more_and_then_void(tmp_path: Path, monkeypatch: p
     (made,) = play(tmp_path, f"{HERE}:crashes_once")
     assert made.verdict == Verdict(1.0)
     failures = {
-        "crashes": "status 1, and said: .*a bug of mine",
+        "crashes": "status 1, and printed: .*a bug of mine",
         "fills_its_output": "nothing to do",
         "returns_nan": "returned nan",
         "posts_text": "reward: should be a finite number, .* got '1.0'",
@@ -190,7 +190,7 @@ def test_what_cannot_be_run_is_refused_before_anything_starts(tmp_path: Path) ->
         agents_of(tmp_path, ["no-such-agent"])
     with pytest.raises(MegarlError, match=r"data\.tasks\.t\.agent: no\.such:agent cannot be used"):
         agents_of(tmp_path, "no.such:agent")
-    with pytest.raises(MegarlError, match=r"agent\.interface: 'ib7' is no network interface"):
+    with pytest.raises(MegarlError, match=r"agent\.interface: 'ib7' is not a network interface"):
         agents_of(tmp_path, COMMAND, interface="ib7")
     assert registry._address("lo") == "127.0.0.1"
 

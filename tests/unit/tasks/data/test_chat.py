@@ -189,7 +189,7 @@ def test_a_tag_that_the_template_has_written_is_not_learnt_again(tmp_path, said)
     ("row", "words"),
     [
         ({"messages": [{"role": "user", "content": "1"}]}, "the last message is not the assistant's"),
-        ({"messages": "x"}, "no list of role and content"),
+        ({"messages": "x"}, "not a list of role and content"),
         ({"messages": [{"role": "user"}]}, "no role or no content"),
         ({"text": "x"}, "not a row of prompt and completion, of messages, or of conversations"),
     ],

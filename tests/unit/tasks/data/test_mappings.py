@@ -118,15 +118,19 @@ def test_a_published_row(name, raw, prompt, answer, difficulty):
 @pytest.mark.parametrize(
     ("name", "raw", "words"),
     [
-        ("polaris", {"problem": "P", "answer": "1", "difficulty": "easy"}, "no pass rate such as 5/8"),
+        ("polaris", {"problem": "P", "answer": "1", "difficulty": "easy"}, "not a pass rate such as 5/8"),
         ("deepscaler", {"question": "P", "answer": "1"}, "no column 'problem'; the row has question, answer"),
         ("dapo-math-17k", dapo("P", "1") | {"prompt": [*user("a"), *user("b")]}, "neither text nor one message"),
         ("dapo-math-17k", dapo("P", ["1"]), "neither text nor a number"),
         ("gsm8k", {"question": "Q", "answer": "72"}, "no ####"),
         ("math", {"problem": "P", "level": "Level 1", "solution": "9"}, "no .boxed"),
         ("deepcoder", {"problem": "P", "tests": "["}, "not JSON"),
-        ("deepcoder", {"problem": "P", "tests": '[{"input": 1}]'}, "no list of input and output"),
-        ("deepcoder", {"problem": "P", "tests": '{"inputs": [1], "outputs": []}'}, "not as many outputs"),
+        ("deepcoder", {"problem": "P", "tests": '[{"input": 1}]'}, "not a list of input and output"),
+        (
+            "deepcoder",
+            {"problem": "P", "tests": '{"inputs": [1], "outputs": []}'},
+            "different numbers of inputs and outputs",
+        ),
         (
             "deepcoder",
             {"problem": "P", "tests": '[{"input": 1, "output": 2, "testtype": "functional"}]'},

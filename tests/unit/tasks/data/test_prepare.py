@@ -75,7 +75,7 @@ def test_it_is_the_same_again_and_leaves_nothing_of_another_format(source):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["--mapping", "gsm9k"], "--mapping: 'gsm9k' is none of polaris"),
+        (["--mapping", "gsm9k"], "--mapping: 'gsm9k' is not one of polaris"),
         (["--column", "promt=x"], "--column: write FIELD=COLUMN, with a field of prompt, answer"),
         (["--heldout", "20"], "20 rows to hold out of 20 that can be used leave none"),
         (["--heldout", "-1"], "'--heldout': Input should be greater than or equal to 0"),
@@ -96,7 +96,7 @@ def test_a_source_is_not_written_over(source, capsys):
     for name in ("train.jsonl", "removed.jsonl"):
         before = (out / name).read_text()
         assert cli.main(["data", "prepare", str(out / name), str(out)]) == 2
-        assert "would be written over" in capsys.readouterr().err
+        assert "would be overwritten" in capsys.readouterr().err
         assert (out / name).read_text() == before
 
 

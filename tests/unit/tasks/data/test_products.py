@@ -102,8 +102,8 @@ def test_what_a_tool_said_is_not_learnt(tmp_path):
 @pytest.mark.parametrize(
     ("completion", "words"),
     [
-        (["a", "b"], "in turn, the model's first and last"),
-        ([], "in turn"),
+        (["a", "b"], "must alternate between model and tool"),
+        ([], "must alternate"),
         (["1", "", "2"], "is empty"),
         ([1], "not a row"),
     ],

@@ -129,8 +129,8 @@ def test_scalerl_8b_batch_2048_is_the_papers_longest_run():
 def test_the_fits_that_a_recipe_names_are_the_published_ones(name, law):
     said = " ".join(shipped()[name].read_text().replace("#", "").split())
     fit, base = law_named(law), law_named("scalerl-8b")
-    assert f"C_mid {fit.C_mid:,.0f} GPU-hours for {base.C_mid:,.0f}" in said
-    assert f"an asymptote of {fit.A:.3f} for {base.A:.3f}".replace("0.", ".") in said
+    assert f"C_mid {fit.C_mid:,.0f} GPU-hours instead of {base.C_mid:,.0f}" in said
+    assert f"an asymptote of {fit.A:.3f} instead of {base.A:.3f}".replace("0.", ".") in said
 
 
 def test_math_and_code_is_scalerl_8b_with_a_second_task():

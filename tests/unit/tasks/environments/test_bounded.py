@@ -116,14 +116,14 @@ HOSTILE = {
     "await asyncio.sleep(99)": r"step took longer than 1 s",
     "os._exit(7)": r"ended its process \(status 7\)",
     "os.kill(os.getpid(), 11)": r"ended its process \(signal 11\)",
-    "time.sleep(99)": r"blocked its process, 1 s and more",
-    "scrawl()": r"spoiled what its process says \(a reply of [0-9,]+ bytes\)",
+    "time.sleep(99)": r"blocked its process for more than 1 s",
+    "scrawl()": r"damaged its process's output \(a reply of [0-9,]+ bytes\)",
     "while True: pass": "blocked its process",
     "return Observation([1, 260])": "replied token 260, which is not in the vocabulary of 260",
-    "return Observation([1, -1])": "step failed: ValueError: it answered .*, which are no token ids",
-    "return Observation([1 << 40])": "step failed: ValueError: it answered .*, which are no token ids",
-    "return Observation([1.5])": "step failed: TypeError: it answered .*, which are no token ids",
-    "return Observation('no')": "step failed: TypeError: it answered 'no', which are no token ids",
+    "return Observation([1, -1])": "step failed: ValueError: it answered .*, which are not token ids",
+    "return Observation([1 << 40])": "step failed: ValueError: it answered .*, which are not token ids",
+    "return Observation([1.5])": "step failed: TypeError: it answered .*, which are not token ids",
+    "return Observation('no')": "step failed: TypeError: it answered 'no', which are not token ids",
     "return Observation([1] * 21)": "replied 21 tokens, more than reply_tokens=20",
     "return 'no'": "step failed: TypeError: it answered 'no', not an Observation",
     "kept = bytearray(1 << 42)": "step failed: MemoryError",
@@ -197,7 +197,7 @@ def test_one_that_answers_differently_when_it_is_begun_anew(tmp_path: Path) -> N
     echo, different, _ = run(found, two_turns(""), two_turns(chance), two_turns(later))
     assert echo == [1, 2]
     with pytest.raises(
-        EnvironmentDown, match="was begun anew, for its process had ended, and answered the same turns diff"
+        EnvironmentDown, match="was replayed, because its process had ended, and answered the same turns diff"
     ):
         raise different
 

@@ -222,7 +222,7 @@ def test_what_cannot_be_had_is_said_when_the_run_starts(bytes_of: Tokenizer, mon
         "no_such_module:Class": "no_such_module:Class cannot be used: ModuleNotFoundError",
         "megarl.tasks.environments:Class": "cannot be used: AttributeError",
         "os.path:join": "os.path:join cannot be made: TypeError",
-        "builtins:str": "builtins:str is no Environment; derive it from",
+        "builtins:str": "builtins:str is not an Environment; derive it from",
     }.items():
         with pytest.raises(MegarlError, match=words):
             environments(bytes_of, name)

@@ -174,7 +174,7 @@ def test_four_kinds_of_tests() -> None:
         (written({"check": "assert f(1) == 2", "entry_point": "f"}), "test 0: the check defines no function `check`"),
         (
             written({"check": "import os.path\nfrom numpy import array\ndef check(c): pass", "entry_point": "f"}),
-            "test 0: the check imports numpy; there is the standard library alone",
+            "test 0: the check imports numpy; only the standard library is there",
         ),
     ],
 )
