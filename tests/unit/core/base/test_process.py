@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.process import check_free
+from megarl.core.base.process import check_free, raise_limits
 
 EXITS = """
 import os, signal, sys
@@ -50,6 +50,19 @@ def test_every_command_may_open_as_many_files_as_the_system_allows() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert said.splitlines()[-1] == f"{hard} {hard}"
+
+
+def test_a_limit_that_the_system_refuses_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[int] = []
+
+    def setrlimit(what: int, _: tuple[int, int]) -> None:
+        if what == resource.RLIMIT_NOFILE:
+            raise ValueError("not allowed to raise maximum limit")
+        raised.append(what)
+
+    monkeypatch.setattr(resource, "setrlimit", setrlimit)
+    raise_limits()
+    assert raised == [resource.RLIMIT_MEMLOCK, resource.RLIMIT_NPROC]
 
 
 CRASHES = """
