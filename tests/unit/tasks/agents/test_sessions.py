@@ -194,6 +194,9 @@ def test_what_cannot_be_run_is_refused_before_anything_starts(tmp_path: Path) ->
         agents_of(tmp_path, ["no-such-agent"])
     with pytest.raises(MegarlError, match=r"data\.tasks\.t\.agent: no\.such:agent cannot be used"):
         agents_of(tmp_path, "no.such:agent")
+    suite = {"evaluation": {"suites": {"s": {"data": "x", "grader": "exact", "agent": ["no-such-agent"]}}}}
+    with pytest.raises(MegarlError, match=r"evaluation\.suites\.s\.agent: there is no command 'no-such-agent'"):
+        TaskAgents(from_tree({"length": LENGTH, "data": {"sandbox": "rlimits"}} | suite), tokenizer_of(tmp_path, QWEN))
     with pytest.raises(MegarlError, match=r"agent\.interface: 'ib7' is no network interface"):
         agents_of(tmp_path, COMMAND, interface="ib7")
     assert registry._address("lo") == "127.0.0.1"
