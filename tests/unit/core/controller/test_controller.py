@@ -112,7 +112,7 @@ def test_a_status_that_cannot_be_written_for_a_moment_ends_nothing(
             rundir.path.mkdir()
             while not rundir.status.exists():
                 await asyncio.sleep(0.01)
-            rundir.path.rename(tmp_path / f"gone-{said}")  # at once: to remove it would take files that are being written
+            rundir.path.rename(tmp_path / f"gone-{said}")  # at once, though files in it are being written
         ticking.cancel()
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
