@@ -174,12 +174,13 @@ def test_a_full_context_and_a_session_that_is_over_are_400(tmp_path: Path) -> No
             status, body = await served.chat([{"role": "user", "content": "x" * 5000}])
             assert status == 400
             assert body["error"]["code"] == "context_length_exceeded"
-            assert "maximum context length is 4000 tokens" in body["error"]["message"]
+            assert "maximum context length is 3992 tokens" in body["error"]["message"]
             assert (await served.chat([{"role": "user", "content": "x" * 3900}]))[0] == 200
             assert served.limits[-1] == 4000 - len(served.asked[-1]), "no answer grows beyond the context"
             fits = "x" * (3900 + 4000 - KEPT_FROM_INPUT - 1 - len(served.asked[-1]))
             status, body = await served.chat([{"role": "user", "content": f"{fits}x"}])
             assert (status, body["error"]["code"]) == (400, "context_length_exceeded"), "servers refuse such an input"
+            assert "3992 tokens. However, your messages resulted in 3993 tokens" in body["error"]["message"]
             for text in ("0", fits):
                 assert (await served.chat([{"role": "user", "content": text}]))[0] == 200
             assert served.limits[-1] == KEPT_FROM_INPUT + 1
