@@ -14,7 +14,7 @@ decrease must take effect before the next one, and leaves no more places than th
 
 import asyncio
 import time
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
@@ -62,8 +62,7 @@ class Claim:
         if self.granted.done() and not self.granted.cancelled():
             self.places.give_back(self.granted.result()[0])
         self.granted.cancel()
-        self.places.wait(self, None)
-        self.places.claims = [c for c in self.places.claims if c is not self]
+        self.places.withdraw(self)
 
 
 @dataclass
@@ -133,6 +132,16 @@ class Places:
         if not self._grant(claim, self._serving):
             insort(self.claims, claim, key=lambda c: c.order)
         return claim
+
+    def withdraw(self, claim: Claim) -> None:
+        """Forget a claim, if it still waits."""
+        self.wait(claim, None)
+        n = bisect_left(self.claims, claim.order, key=lambda c: c.order)
+        while n < len(self.claims) and self.claims[n].order == claim.order:
+            if self.claims[n] is claim:
+                del self.claims[n]
+                return
+            n += 1
 
     async def take(self, order: Order, may_use: MayUse) -> tuple[int, int]:
         """Wait for a place and return (server, version of its weights). The caller must give it back."""
