@@ -98,7 +98,7 @@ def check(run: Run, learner: Learner, controller: subprocess.Popen[bytes]) -> No
     reply = learner.go()
     assert isinstance(reply, Stop)
     assert not reply.error, reply.reason
-    assert controller.wait(30) == 0
+    assert controller.wait(LIMIT_S) == 0
     assert_law(run, learner)
     there, here = requests(run, 1), requests(run, 0)
     moved = [name for name in there if any(r["begin"] >= there[name][-1]["end"] for r in here.get(name, []))]
@@ -120,7 +120,7 @@ def test_a_server_joins_is_used_and_leaves_and_nothing_is_lost_or_doubled(run: R
         server.send_signal(signal.SIGTERM)
         assert server.wait(LEAVE_LIMIT_S) == 0, server.communicate()[0]
         assert "server 1 is forgotten" in run.log()
-    assert psutil.wait_procs(family, timeout=10)[1] == []
+    assert psutil.wait_procs(family, timeout=60)[1] == []
     check(run, learner, controller)
     groups = [g for step in range(STEPS) for g in JournalReader(run.rundir.rollouts).groups(run.batches()[step])]
     assert {r.retries for g in groups for r in g.rollouts} == {0}, "a goodbye is no failure"
@@ -141,11 +141,11 @@ def test_a_joined_server_that_is_killed_is_forgotten(run: Run) -> None:
         family = psutil.Process(server.pid).children(recursive=True)
         server.kill()
         server.wait()
-    assert psutil.wait_procs(family, timeout=10)[1] == [], "it takes all its processes with it"
+    assert psutil.wait_procs(family, timeout=60)[1] == [], "it takes all its processes with it"
     killed = time.monotonic()
     learner.go(until=4)
     while [s["id"] for s in json.loads(run.rundir.status.read_text())["servers"]] != [0]:
-        assert time.monotonic() < killed + FORGET_S + 15
+        assert time.monotonic() < killed + FORGET_S + 60
         time.sleep(0.2)
     assert "it does not answer and has said nothing for 30 s" in run.log()
     check(run, learner, controller)

@@ -198,7 +198,7 @@ async def test_a_cancelled_request_ends_on_the_server(stack: Stack) -> None:
     async with stack.client() as client:
         task = await under_way(client, PROMPT, 1400)
         task.cancel()
-        for _ in range(100):
+        for _ in range(600):
             if await asyncio.to_thread(idle, stack):
                 return
             await asyncio.sleep(0.1)

@@ -162,7 +162,7 @@ async def test_killed_while_generating(pair: Pair) -> None:
     (reference,) = scores(pair.models["a"], [np.concatenate([prefix, rest.tokens])])
     logprobs = np.concatenate([lost.logprobs, rest.logprobs])
     np.testing.assert_allclose(logprobs, reference[len(PROMPT) - 1 :], atol=2e-5)
-    _, alive = psutil.wait_procs(tree[1:], timeout=10)
+    _, alive = psutil.wait_procs(tree[1:], timeout=60)
     pair.servers[0].process.wait()
     assert alive == []
     with socket.socket() as s:

@@ -127,7 +127,7 @@ if [ "$3" = --dry-run ]; then exec {sys.executable} -m megarl "$@"; fi
 """)
     (folder / ".venv/bin/megarl").chmod(0o755)
     variables = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "0,1"}
-    subprocess.run(["bash", folder / "launch/quickstart.sh", *words], env=variables, capture_output=True, timeout=60)
+    subprocess.run(["bash", folder / "launch/quickstart.sh", *words], env=variables, capture_output=True, timeout=240)
     return (folder / "calls").read_text().splitlines()
 
 

@@ -104,7 +104,7 @@ class Machine:
             "UV_PYTHON_INSTALL_MIRROR": mirror or f"file://{self.mirror}",
         }  # fmt: skip
         words = [str(self.path / "bash"), str(self.checkout / "launch" / "setup.sh")]
-        return subprocess.run(words, env=environment | more, capture_output=True, text=True, timeout=60)
+        return subprocess.run(words, env=environment | more, capture_output=True, text=True, timeout=240)
 
     def python(self) -> str:
         shown = [self.checkout / ".venv" / "bin" / "python", "-c", "import sys; print(*sys.version_info[:2])"]

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megarl.core.base.errors import MegarlError
@@ -31,7 +31,8 @@ def raise_limits() -> None:
     """
     for what in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_NPROC):
         _, most = resource.getrlimit(what)
-        resource.setrlimit(what, (most, most))
+        with suppress(ValueError):  # Linux sets no limit of files above fs.nr_open, even if a container began with one
+            resource.setrlimit(what, (most, most))
 
 
 @contextmanager

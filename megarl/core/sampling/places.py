@@ -14,7 +14,7 @@ decrease must take effect before the next one, and leaves no more places than th
 
 import asyncio
 import time
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
@@ -39,7 +39,7 @@ ROOM = 0.85
 class Claim:
     """A claim on a place, which counts from its creation. home: returns the only server it may use now; None: any that suits.
 
-    waits_at: the result of the latest `home()`.
+    waits_at: that server while the claim waits for a place there.
     """
 
     order: Order
@@ -62,7 +62,7 @@ class Claim:
         if self.granted.done() and not self.granted.cancelled():
             self.places.give_back(self.granted.result()[0])
         self.granted.cancel()
-        self.places.claims = [c for c in self.places.claims if c is not self]
+        self.places.withdraw(self)
 
 
 @dataclass
@@ -114,6 +114,7 @@ class Places:
         self.changed = asyncio.Event()
         self._serving: dict[int, int] = {}  # version of each server, and free places of each version, at `refresh`
         self._open: Counter[int] = Counter()
+        self._waiting: Counter[int] = Counter()  # claims that wait at each server
         self.refresh()
 
     def add(self, server: int) -> None:
@@ -131,6 +132,16 @@ class Places:
         if not self._grant(claim, self._serving):
             insort(self.claims, claim, key=lambda c: c.order)
         return claim
+
+    def withdraw(self, claim: Claim) -> None:
+        """Forget a claim, if it still waits."""
+        self.wait(claim, None)
+        n = bisect_left(self.claims, claim.order, key=lambda c: c.order)
+        while n < len(self.claims) and self.claims[n].order == claim.order:
+            if self.claims[n] is claim:
+                del self.claims[n]
+                return
+            n += 1
 
     async def take(self, order: Order, may_use: MayUse) -> tuple[int, int]:
         """Wait for a place and return (server, version of its weights). The caller must give it back."""
@@ -165,9 +176,17 @@ class Places:
         if free and self.claims:
             self.claims = [c for c in self.claims if not c.granted.cancelled() and not self._grant(c, free)]
 
+    def wait(self, claim: Claim, server: int | None) -> None:
+        """Note where the claim waits now. Counted here, because to count all claims for each would take a fleet minutes."""
+        if claim.waits_at is not None:
+            self._waiting[claim.waits_at] -= 1
+        if server is not None:
+            self._waiting[server] += 1
+        claim.waits_at = server
+
     def _grant(self, claim: Claim, servers: Collection[int]) -> bool:
         """Give the claim a place on the suitable server of these with the most free places. Return whether there was one."""
-        home = claim.waits_at = claim.home()
+        home = claim.home()
         suited = {
             s: version
             for s in (servers if home is None else (home,) if home in servers else ())
@@ -175,6 +194,7 @@ class Places:
             and (version := self.membership.serving_version(s)) is not None
             and claim.may_use(s, version)
         }
+        self.wait(claim, None if suited else home)
         if not suited:
             return False
         server = max(suited, key=lambda s: self.use[s].free)
@@ -196,10 +216,7 @@ class Places:
     def emptiest(self, version_suits: Callable[[int], bool]) -> int | None:
         """Return the server of a suitable version with the most places left after its running and waiting requests."""
         suited = [s for s, v in self.membership.serving().items() if version_suits(v)]
-        if not suited:
-            return None
-        waiting = Counter(c.waits_at for c in self.claims if not c.granted.done())
-        return max(suited, key=lambda s: self.use[s].limit - self.use[s].running - waiting[s])
+        return max(suited, key=lambda s: self.use[s].limit - self.use[s].running - self._waiting[s], default=None)
 
 
 class GroupPlaces:

@@ -98,7 +98,7 @@ class TaskAgents:
         if recipe.data.sandbox == "bubblewrap":
             _check_sandbox()
         for name, task in self._tasks.items():
-            _check(name, task.agent)
+            _check(f"{'data.tasks' if name in recipe.data.tasks else 'evaluation.suites'}.{name}.agent", task.agent)
         self._host = _address(recipe.agent.interface)
 
     def work(self, task: str) -> bool:
@@ -220,9 +220,8 @@ def _check_sandbox() -> None:
         raise MegarlError(f"data.sandbox: no agent can be run with bubblewrap here ({said}); {advice}")
 
 
-def _check(task: str, agent: str | tuple[str, ...]) -> None:
-    """Raise MegarlError if the task's command or function does not exist."""
-    key = f"data.tasks.{task}.agent"
+def _check(key: str, agent: str | tuple[str, ...]) -> None:
+    """Raise MegarlError if the command or function, the value of this key, does not exist."""
     if not isinstance(agent, str):
         if shutil.which(agent[0]) is None:
             raise MegarlError(f"{key}: there is no command {agent[0]!r} on PATH")

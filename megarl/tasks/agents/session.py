@@ -218,8 +218,8 @@ class AgentSession:
             raise self._ended(f"agent.paths={settings.paths} conversations were begun")
         if self._room <= 0:
             raise self._ended(f"the policy has written agent.trained_tokens={settings.trained_tokens}")
-        if before >= context - KEPT_FROM_INPUT:
-            raise ContextFull(before, context)
+        if before > (most := context - KEPT_FROM_INPUT - 1):
+            raise ContextFull(before, most)
         longest = self._length.completion_tokens if request.max_tokens is None else request.max_tokens
         return min(longest, self._length.completion_tokens, context - before, self._room)
 

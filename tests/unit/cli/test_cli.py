@@ -35,7 +35,7 @@ for arguments in (["recipes"], ["recipes", "show", "quickstart"]):
 imported |= heavy & set(sys.modules)
 sys.exit(f"imported {imported}" if imported else 0)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
 
 
@@ -176,7 +176,7 @@ def test_shell_completion(words: list[str], offered: list[str]) -> None:
     asked = {"COMP_WORDS": " ".join(["megarl", *words]), "COMP_CWORD": str(len(words))}
     environment = os.environ | {"_MEGARL_COMPLETE": "complete_bash"} | asked
     command = [sys.executable, "-m", "megarl"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout.split()) == (0, offered)
 
 
@@ -224,7 +224,7 @@ def test_reader_that_leaves_early() -> None:
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", "megarl", "recipes", "show", "quickstart"]
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=60)
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=240)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, b"")
 
@@ -247,7 +247,7 @@ def test_a_dry_run_may_be_looked_at_with_head(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", "megarl", "sft", "quickstart", "--dry-run"]
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, cwd=tmp_path)
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=240, cwd=tmp_path)
     os.close(write)
     assert "BrokenPipe" not in done.stderr
     assert "this can start" in done.stderr  # it goes on to what it checks: there are no data here
@@ -257,6 +257,6 @@ def test_streams_that_are_closed_cost_nothing() -> None:
     """The status is that of the command: nothing is written, and nothing is opened in the place of a stream."""
     closed = f"exec <&- >&- 2>&-; exec {sys.executable} -m megarl"
     done = [
-        subprocess.run(["sh", "-c", f"{closed} recipes show {name}"], timeout=60) for name in ("quickstart", "none")
+        subprocess.run(["sh", "-c", f"{closed} recipes show {name}"], timeout=240) for name in ("quickstart", "none")
     ]
     assert [one.returncode for one in done] == [0, 2]

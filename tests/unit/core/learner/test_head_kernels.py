@@ -46,7 +46,7 @@ def spilled(ptx: str, folder: Path) -> int:
     target = next(line.split()[1] for line in ptx.splitlines() if line.startswith(".target")).rstrip(",")
     assembler = triton.knobs.nvidia.ptxas_blackwell if target.startswith("sm_10") else triton.knobs.nvidia.ptxas
     words = [assembler.path, "-v", f"--gpu-name={target}", str(folder / "kernel.ptx"), "-o", os.devnull]
-    said = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stderr
+    said = subprocess.run(words, capture_output=True, text=True, timeout=240, check=True).stderr
     return int(re.findall(r"(\d+) bytes spill stores", said)[0])
 
 

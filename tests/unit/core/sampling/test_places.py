@@ -1,7 +1,7 @@
 """Places: the oldest claim first, never on a server that does not suit at that moment, none lost."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megarl.core.base.admission import Admission
 from megarl.core.base.messages import ServerAddress
-from megarl.core.sampling.places import GroupPlaces, Places
+from megarl.core.sampling.places import Claim, GroupPlaces, Places
 from megarl.core.server.membership import Membership
 
 
@@ -259,5 +259,54 @@ def test_groups_of_a_lost_server_spread_over_full_ones() -> None:
         for server in (1, 1, 2, 2):
             places.give_back(server)
         assert sorted(await asyncio.gather(*waiting)) == [(1, 0), (1, 0), (2, 0), (2, 0)]
+
+    run(scenario)
+
+
+class Watched(list[Claim]):
+    """Counts how often all claims are gone through. A fleet has tens of thousands, and a loop over each would hold it up."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[Claim]:
+        self.passes += 1
+        return super().__iter__()
+
+
+def test_a_group_that_chooses_a_server_does_not_go_through_all_claims() -> None:
+    """After a restart of the learner all requests of a fleet wait, and all groups choose at once."""
+
+    async def scenario() -> None:
+        members = Membership([ServerAddress(id=n, url="") for n in range(2)])
+        places, admission = Places(members, limit=100), Admission(1, 20)
+        groups = [GroupPlaces(places, admission, admission.admit(), rollouts=2) for _ in range(20)]
+        places.claims = watched = Watched(places.claims)
+        for server in range(2):
+            members.seen(server)
+            members.publish([server], 0, "a")
+            members.published(server, 0, "a", "")
+        places.refresh()
+        assert not places.claims
+        assert watched.passes == 1
+        assert sorted(group.server or 0 for group in groups) == [0] * 10 + [1] * 10
+
+    run(scenario)
+
+
+def test_a_claim_that_is_dropped_does_not_go_through_all_claims() -> None:
+    """At the end of a run all of them are."""
+
+    async def scenario() -> None:
+        members = Membership([ServerAddress(id=0, url="")])
+        places, admission = Places(members, limit=100), Admission(1, 20)
+        groups = [GroupPlaces(places, admission, admission.admit(), rollouts=2) for _ in range(20)]
+        twins = [places.claim((1, 7, 0), anywhere) for _ in range(2)]
+        places.claims = watched = Watched(places.claims)
+        for group in groups:
+            group.close()
+        for _ in range(2):
+            twins[1].drop()
+        assert watched.passes == 0
+        assert places.claims == [twins[0]]
 
     run(scenario)

@@ -66,7 +66,7 @@ def answered(*pieces: bytes, status: int = 200, text: str = "", cut: bool = Fals
         await web.TCPSite(runner, "127.0.0.1", port).start()
         try:
             address = ServerAddress(id=0, url=f"http://127.0.0.1:{port}")
-            async with ServerClient(address, "user", "admin", timeout_s=1.0) as client:
+            async with ServerClient(address, "user", "admin", timeout_s=2.0 if stall else 60.0) as client:
                 return await client.generate([1, 2], 4)
         except (ServerLost, ServerRefused) as error:
             return error

@@ -14,7 +14,7 @@ from megarl.core.server.fleet import Fleet, collect
 from megarl.lab.evaluation.servers import wait_ready
 from megarl.run.process import free_ports
 
-LIMIT_S = 1.0
+LIMIT_S = 60.0
 YES = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nnull"
 NO = b'HTTP/1.1 400 Bad Request\r\nContent-Length: 15\r\n\r\n{"message":"x"}'
 SILENCE = b""
@@ -40,28 +40,34 @@ def scripted(*answers: bytes) -> tuple[str, list[bytes]]:
     return f"http://127.0.0.1:{listener.getsockname()[1]}", heard
 
 
-def fleet_of(*urls: str) -> Fleet:
-    return Fleet([ServerClient(ServerAddress(id=i, url=u), "user", "admin", LIMIT_S) for i, u in enumerate(urls)], 7)
+def fleet_of(*urls: str, silent: int | None = None) -> Fleet:
+    """silent: the server whose limit is a second; on a busy machine the others may take longer to answer."""
+    limits = {silent: 1.0}
+    clients = (
+        ServerClient(ServerAddress(id=i, url=u), "user", "admin", limits.get(i, LIMIT_S)) for i, u in enumerate(urls)
+    )
+    return Fleet(list(clients), 7)
 
 
 def test_each_server_costs_no_more_than_its_own_limit() -> None:
     urls = [scripted(YES)[0], scripted(SILENCE)[0], f"http://127.0.0.1:{free_ports(1)[0]}", scripted(NO)[0]]
-    with closing(fleet_of(*urls)) as fleet:
-        began = time.monotonic()
-        calls = fleet.start(fleet.servers, lambda server: server.pause("in_place"))
-        until = time.monotonic() + LIMIT_S / 2
-        while not calls.errors and time.monotonic() < until:
-            time.sleep(0.01)
-        assert calls.errors
-        assert 1 not in calls.results | calls.errors, "an error is told before the silent server's limit"
-        results, errors = collect(calls)
-        assert time.monotonic() - began < 2 * LIMIT_S
+    with closing(fleet_of(*urls, silent=1)) as fleet:
+        results, errors = collect(fleet.start(fleet.servers, lambda server: server.pause("in_place")))
     assert list(results) == [0]
     said = {i: f"publishing version 7 to server {i} ({urls[i]}): pause: " for i in errors}
     assert str(errors[1]) == said[1] + "no answer within 1 s (weights.timeout_s)"
     assert str(errors[2]).startswith(said[2] + "ClientConnectorError")
     assert str(errors[3]) == said[3] + "400: x"
     assert [type(errors[i]) for i in (1, 2, 3)] == [MegarlError, MegarlError, ServerSaid]
+
+
+def test_an_error_is_told_before_a_silent_servers_limit() -> None:
+    with closing(fleet_of(scripted(NO)[0], scripted(SILENCE)[0])) as fleet:
+        calls = fleet.start(fleet.servers, lambda server: server.pause("in_place"))
+        until = time.monotonic() + LIMIT_S / 2
+        while not calls.errors and time.monotonic() < until:
+            time.sleep(0.01)
+        assert (list(calls.results), list(calls.errors)) == ([], [0])
 
 
 def test_a_call_whose_connection_ends_is_not_made_again() -> None:
@@ -71,19 +77,20 @@ def test_a_call_whose_connection_ends_is_not_made_again() -> None:
         assert fleet.each([0], lambda server: server.pause("in_place"))[1] == {}
         (error,) = fleet.each([0], lambda server: server.end())[1].values()
         assert "end: ServerDisconnectedError" in str(error)
-        time.sleep(LIMIT_S / 4)
+        time.sleep(0.25)
     assert [each.split()[1] for each in heard] == [b"/pause_generation", b"/end_weight_update"]
     assert all(b"Authorization: Bearer admin" in each for each in heard)
 
 
 def test_closing_waits_for_no_call() -> None:
-    fleet = fleet_of(scripted(SILENCE)[0])
+    url, heard = scripted(SILENCE)
+    fleet = fleet_of(url)
     call = fleet.start([0], lambda server: server.end()).over
-    time.sleep(LIMIT_S / 4)
-    began = time.monotonic()
+    while not heard:
+        time.sleep(0.01)
+    assert not call.done()
     fleet.close()
-    assert call.done()
-    assert time.monotonic() - began < LIMIT_S / 2
+    assert call.done(), "not its limit of a minute later"
     assert "publish" not in {thread.name for thread in threading.enumerate()}
 
 

@@ -178,5 +178,5 @@ main(["scaling", "compare", {str(points)!r}, {str(other)!r}])
 heavy = {{"torch", "transformers", "scipy", "matplotlib", "megarl.core.recipe"}} & set(sys.modules)
 sys.exit(f"imported {{heavy}}" if heavy else 0)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

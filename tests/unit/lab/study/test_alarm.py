@@ -136,7 +136,7 @@ def test_faults_that_know_our_classes_still_fit_them(tmp_path: Path, fault: str,
     (tmp_path / "flag").touch()
     path = os.pathsep.join([str(alarm_faults.INJECTED), str(alarm_faults.ROOT)])
     environment = os.environ | {"PYTHONPATH": path, "ALARM_FAULT": f"{fault}:0:{tmp_path / 'flag'}"}
-    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=240)
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_interruption(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     train_as(monkeypatch, tmp_path, seconds=30)
 
     def interrupt() -> None:
-        limit = time.monotonic() + 20
+        limit = time.monotonic() + 60
         while study.tasks[0].state() != "begun" and time.monotonic() < limit:
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGINT)

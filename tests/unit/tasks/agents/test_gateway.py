@@ -1,7 +1,9 @@
 """The gateway on the wire: what OpenAI's client gets, what is refused, and what an attacker with or without a key can do."""
 
 import asyncio
+import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,25 @@ WORDS = "<think>Hm.\n</think>\n\nLet me look." + called(a=1, b=2) + called(a=3)
 
 def client(served: Served) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=served.session.key, max_retries=0)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for it; `run` has the limit."""
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def waiting(served: Served) -> int:
+    """Return how many clients wait for an answer."""
+    turns = itertools.chain(*served.session._asked.values())
+    return sum(is_open() for turn in turns if not turn.done.done() for is_open in turn.clients)
+
+
+async def left(served: Served, client: asyncio.Task[Any], asked: int) -> None:
+    """End the client once the policy has been asked so many times, as the client gives up, and wait until that is known."""
+    await until(lambda: len(served.asked) == asked)
+    client.cancel()
+    await until(lambda: waiting(served) == 0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -153,12 +174,13 @@ def test_a_full_context_and_a_session_that_is_over_are_400(tmp_path: Path) -> No
             status, body = await served.chat([{"role": "user", "content": "x" * 5000}])
             assert status == 400
             assert body["error"]["code"] == "context_length_exceeded"
-            assert "maximum context length is 4000 tokens" in body["error"]["message"]
+            assert "maximum context length is 3992 tokens" in body["error"]["message"]
             assert (await served.chat([{"role": "user", "content": "x" * 3900}]))[0] == 200
             assert served.limits[-1] == 4000 - len(served.asked[-1]), "no answer grows beyond the context"
             fits = "x" * (3900 + 4000 - KEPT_FROM_INPUT - 1 - len(served.asked[-1]))
             status, body = await served.chat([{"role": "user", "content": f"{fits}x"}])
             assert (status, body["error"]["code"]) == (400, "context_length_exceeded"), "servers refuse such an input"
+            assert "3992 tokens. However, your messages resulted in 3993 tokens" in body["error"]["message"]
             for text in ("0", fits):
                 assert (await served.chat([{"role": "user", "content": text}]))[0] == 200
             assert served.limits[-1] == KEPT_FROM_INPUT + 1
@@ -192,12 +214,11 @@ def test_retries_attach_and_only_what_was_delivered_is_trained(tmp_path: Path) -
     async def test() -> None:
         async with gateway(tmp_path, "first", "second", "third") as served:
             served.hold.clear()
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(served.chat(), 0.3)
-            await asyncio.sleep(0.1)
+            await left(served, asyncio.create_task(served.chat()), asked=1)
             again = asyncio.create_task(served.chat())
+            await until(lambda: waiting(served) == 1)
             both = asyncio.create_task(served.chat())  # the first one waits: a sub-agent of the same words
-            await asyncio.sleep(0.3)
+            await until(lambda: waiting(served) == 2)
             assert len(served.asked) == 2
             served.hold.set()
             assert (await again)[1]["choices"][0]["message"]["content"] == "first"
@@ -207,10 +228,11 @@ def test_retries_attach_and_only_what_was_delivered_is_trained(tmp_path: Path) -
             _, marked = await served.post("chat/completions", body, **{"x-stainless-retry-count": "1"})
             assert marked["choices"][0]["message"]["content"] == "second", "marked as a retry, after a whole delivery"
             served.hold.clear()
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(served.chat([{"role": "user", "content": "v"}], stream=True), 0.3)
+            stream = asyncio.create_task(served.chat([{"role": "user", "content": "v"}], stream=True))
+            await left(served, stream, asked=3)
             served.hold.set()
-            await asyncio.sleep(0.2)
+            await until(lambda: served.session.tree.untrained_tokens() > 0)
+            await asyncio.sleep(0.1)
             assert len(served.session.tree.nodes) == 3
             assert len(served.session.tree.paths()[1]) == 2, "an abandoned stream is not trained"
             assert served.session.tree.untrained_tokens() == len("third") + 1
@@ -219,22 +241,29 @@ def test_retries_attach_and_only_what_was_delivered_is_trained(tmp_path: Path) -
 
 
 def test_long_waits_are_kept_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "KEEP_ALIVE_S", 0.1)
+    """By what OpenAI's client leaves out of the answer. Its time-out is for silence."""
+    monkeypatch.setattr(module, "KEEP_ALIVE_S", 0.05)
+    send, sent = module._send, list[bytes]()
 
     async def test() -> None:
-        async with gateway(tmp_path, "a", "b") as served:
+        async with gateway(tmp_path, "a", "b") as served, client(served) as api:
+
+            async def seen(request: Any, response: Any, data: bytes, last: bool = False) -> None:
+                await send(request, response, data, last)
+                sent.append(data)
+                if len(sent) == 3:
+                    served.hold.set()
+
+            monkeypatch.setattr(module, "_send", seen)
             served.hold.clear()
-            asyncio.get_running_loop().call_later(0.55, served.hold.set)
-            async with openai.AsyncOpenAI(
-                base_url=f"{served.url}/s/{served.session.key}/v1", api_key="none", max_retries=0,
-                timeout=openai.Timeout(0.3, connect=5),
-            ) as api:  # fmt: skip
-                slow = await api.chat.completions.create(model="policy", messages=USER)  # type: ignore[arg-type]
-                assert slow.choices[0].message.content == "a", "its time-out is for silence"
-                served.hold.clear()
-                asyncio.get_running_loop().call_later(0.55, served.hold.set)
-                parts = [c async for c in await api.chat.completions.create(model="policy", messages=USER, stream=True)]  # type: ignore[arg-type]
-                assert "".join(c.choices[0].delta.content or "" for c in parts) == "b"
+            slow = await api.chat.completions.create(model="policy", messages=USER)  # type: ignore[arg-type]
+            assert slow.choices[0].message.content == "a"
+            assert len(sent) > 3
+            sent.clear()
+            served.hold.clear()
+            parts = [c async for c in await api.chat.completions.create(model="policy", messages=USER, stream=True)]  # type: ignore[arg-type]
+            assert "".join(c.choices[0].delta.content or "" for c in parts) == "b"
+            assert len(sent) > 3
 
     run(test)
 
@@ -266,14 +295,13 @@ def test_a_key_opens_its_session_alone(tmp_path: Path) -> None:
 
 def test_huge_and_slow_bodies_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LARGEST_BODY", 1 << 20)
-    monkeypatch.setattr(module, "BODY_LIMIT_S", 0.3)
 
     async def raw(served: Served, key: str, body: bytes) -> bytes:
         host, port = served.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         head = f"Host: x\r\nAuthorization: Bearer {key}\r\nContent-Length: 1000000000\r\n\r\n"
         writer.write(f"POST /v1/chat/completions HTTP/1.1\r\n{head}".encode() + body)
-        said = await asyncio.wait_for(reader.read(300), 10)
+        said = await reader.read(300)
         writer.close()
         return said
 
@@ -281,7 +309,9 @@ def test_huge_and_slow_bodies_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         async with gateway(tmp_path, "a") as served:
             status, body = await served.post("chat/completions", b" " * (2 << 20))
             assert (status, body["error"]["code"]) == (413, "too_large")
-            assert b" 408 " in await raw(served, served.session.key, b"{"), "a body that does not come"
+            with monkeypatch.context() as patch:
+                patch.setattr(module, "BODY_LIMIT_S", 0.3)
+                assert b" 408 " in await raw(served, served.session.key, b"{"), "a body that does not come"
             assert b" 401 " in await raw(served, "foreign", b""), "without a key nothing of the body is read"
             assert (await served.chat())[0] == 200
 
@@ -315,21 +345,30 @@ def test_no_session_sees_what_another_was_told(tmp_path: Path) -> None:
 
 
 def test_a_client_that_does_not_read_its_answer_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BODY_LIMIT_S", 0.3)
+    send, given_up = module._send, asyncio.Event()
+
+    async def watched(*arguments: Any, **how: Any) -> None:
+        monkeypatch.setattr(module, "BODY_LIMIT_S", 0.3)  # the question has been read
+        try:
+            await send(*arguments, **how)
+        except ConnectionResetError:
+            given_up.set()
+            raise
 
     async def test() -> None:
         async with gateway(tmp_path, "x", "y") as served:
+            monkeypatch.setattr(module, "_send", watched)
             monkeypatch.setattr(module, "_written", lambda *_: b"x" * (64 << 20))
             host, port = served.url.removeprefix("http://").split(":")
             body = json.dumps({"model": "policy", "messages": USER})
             head = f"Host: x\r\nx-api-key: {served.session.key}\r\nContent-Length: {len(body)}\r\n\r\n"
             reader, writer = await asyncio.open_connection(host, int(port), limit=1)
             writer.write(f"POST /v1/chat/completions HTTP/1.1\r\n{head}{body}".encode())
-            await asyncio.sleep(1.5)
+            await given_up.wait()
             assert served.session.tree.nodes[0].delivered < 0
             assert not served.session.tree.paths()[1], "what is not taken is not trained"
             with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
-                await asyncio.wait_for(reader.readexactly(65 << 20), 10)
+                await reader.readexactly(65 << 20)
             writer.close()
             monkeypatch.undo()
             assert (await served.chat())[0] == 200

@@ -187,7 +187,7 @@ def test_errors_are_in_each_providers_words(tmp_path: Path) -> None:
             status, body = await ask(served, "messages", messages=long)
             assert (status, body["type"], body["error"]["type"]) == (400, "error", "invalid_request_error")
             assert body["error"]["message"].startswith("prompt is too long: 5")
-            assert body["error"]["message"].endswith("tokens > 4000 maximum")
+            assert body["error"]["message"].endswith("tokens > 3992 maximum")
             status, body = await ask(served, "responses", input=long)
             assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
             assert "exceeds the context window of this model" in body["error"]["message"]

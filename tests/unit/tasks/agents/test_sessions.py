@@ -164,6 +164,7 @@ def test_what_the_policy_raises_is_raised(tmp_path: Path) -> None:
 def test_so_many_run_at_once_the_oldest_first() -> None:
     async def run() -> list[int]:
         turns, begun, most, now = Turns(2), list[int](), 0, 0
+        cancelled = asyncio.Event()
 
         async def one(order: int) -> None:
             nonlocal most, now
@@ -171,12 +172,15 @@ def test_so_many_run_at_once_the_oldest_first() -> None:
                 begun.append(order)
                 now += 1
                 most = max(most, now)
-                await asyncio.sleep(0.01)
+                await cancelled.wait()
+                await asyncio.sleep(0)
                 now -= 1
 
         tasks = [asyncio.create_task(one(order)) for order in (5, 4, 9, 3, 8, 1)]
-        await asyncio.sleep(0.001)
+        while len(begun) < 2:
+            await asyncio.sleep(0)
         tasks[3].cancel()
+        cancelled.set()
         await asyncio.wait(tasks)
         assert most == 2
         assert turns._free == 2
@@ -190,6 +194,9 @@ def test_what_cannot_be_run_is_refused_before_anything_starts(tmp_path: Path) ->
         agents_of(tmp_path, ["no-such-agent"])
     with pytest.raises(MegarlError, match=r"data\.tasks\.t\.agent: no\.such:agent cannot be used"):
         agents_of(tmp_path, "no.such:agent")
+    suite = {"evaluation": {"suites": {"s": {"data": "x", "grader": "exact", "agent": ["no-such-agent"]}}}}
+    with pytest.raises(MegarlError, match=r"evaluation\.suites\.s\.agent: there is no command 'no-such-agent'"):
+        TaskAgents(from_tree({"length": LENGTH, "data": {"sandbox": "rlimits"}} | suite), tokenizer_of(tmp_path, QWEN))
     with pytest.raises(MegarlError, match=r"agent\.interface: 'ib7' is not a network interface"):
         agents_of(tmp_path, COMMAND, interface="ib7")
     assert registry._address("lo") == "127.0.0.1"

