@@ -117,7 +117,7 @@ class Supervisor:
     _looked: float = 0.0
     _watched: float = 0.0
     _unwritten: list[Row] = field(default_factory=list)  # events that are not in the file yet
-    _failing_since: float | None = None  # since when work in the run directory has failed
+    _failing_since: dict[object, float] = field(default_factory=dict)  # since when each kind of work has failed
 
     def __post_init__(self) -> None:
         self.policy = RestartPolicy(self.recipe.resources.servers)
@@ -329,15 +329,15 @@ class Supervisor:
         """Call `what`, which needs the run directory, and return whether it succeeded. A failure is shown once; it is raised
         only if failures last longer than `limit_s`.
         """
-        now = time.monotonic()
+        now, work = time.monotonic(), (what, *arguments[:1])
         try:
             what(*arguments)
         except (MegarlError, OSError) as error:
-            if self._failing_since is None:
-                self._failing_since = now
+            if work not in self._failing_since:
+                self._failing_since[work] = now
                 self.screen.say(f"{error}; going on, and trying again")
-            if now - self._failing_since > limit_s:
+            if now - self._failing_since[work] > limit_s:
                 raise
             return False
-        self._failing_since = None
+        self._failing_since.pop(work, None)
         return True

@@ -469,6 +469,26 @@ def test_a_request_to_stop_that_could_not_be_written_is_written_at_the_next_look
     assert capsys.readouterr().out.count("stop: cannot be written; going on, and trying again") == 1
 
 
+def test_a_role_that_cannot_start_ends_the_run_though_other_files_can_be_written(
+    recipe: Recipe, write_run: Callable[[int], RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(role: Role) -> None:
+        raise MegarlError(f"{role.name}.log: cannot be written")
+
+    endpoints = Endpoints(
+        session="s", controller="", servers=(), api_key="", admin_key="", link=KEYS, rendezvous_port=1
+    )
+    supervisor = train.Supervisor(recipe, write_run(2), endpoints, LocalLauncher(), {}, StopRequest())
+    supervisor.screen = Screen(Console())
+    monkeypatch.setattr(supervisor, "_start", refused)
+    supervisor.due[Role("learner")] = 0.0
+    supervisor._tick()
+    monkeypatch.setattr(train, "MOMENT_S", 0.0)
+    supervisor._note("beside it", None)
+    with pytest.raises(MegarlError, match=r"learner-0\.log: cannot be written"):
+        supervisor._tick()
+
+
 def test_what_cannot_be_read_at_the_end_leaves_the_exit_status_alone(
     recipe: Recipe,
     write_run: Callable[[int], RunDir],
