@@ -73,6 +73,8 @@ def test_servers_lie_on_the_learners_gpus_in_order() -> None:
     assert {of.gpus for of in place(shared(2, 2), nodes(1, gpus=0)).values()} == {()}
     with pytest.raises(MegarlError, match=r"resources.colocate: 16 learner ranks take 2 nodes"):
         place(shared(16, 1), nodes(2))
+    with pytest.raises(MegarlError, match=r"resources.colocate: 16 learner ranks take 2 nodes, and only GPUs of one"):
+        place(shared(1, 16), nodes(2))
 
 
 def test_two_gpus_too_few_are_told_how_to_share() -> None:
