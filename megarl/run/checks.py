@@ -128,11 +128,11 @@ def check_host(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: float) 
     offloaded = recipe.learner.optimizer_offload > 0
     for node in {node.name: node for at in placed.values() for node in at.nodes}.values():
         ranks = learner.ranks if node in learner.nodes else 0
-        servers = sum(node in at.nodes for at in copying)
+        servers = sum(1 / len(at.nodes) for at in copying if node in at.nodes)
         needed = ranks * host_bytes + servers * copy
         if needed > node.memory:
             of_ranks = f"learner ranks for checkpoints, {ranks} x {host_bytes / 1e9:.0f} GB"
-            of_servers = f"servers for copies of their weights, {servers} x {copy / 1e9:.0f} GB"
+            of_servers = f"servers for copies of their weights, {servers:g} x {copy / 1e9:.0f} GB"
             each = " and ".join(text for text, count in ((of_ranks, ranks), (of_servers, servers)) if count)
             lower = ", or lower learner.optimizer_offload" if offloaded and ranks else ""
             raise MegarlError(

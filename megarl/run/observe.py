@@ -230,13 +230,13 @@ def log_sizes(rundir: RunDir, role: Role) -> dict[Path, int]:
 
 
 def log_of(rundir: RunDir, role: Role, begins: Mapping[Path, int] = MappingProxyType({})) -> Path | None:
-    """Return the log that says why `role` ended, if any: for the learner, that of a rank with a problem, else the newest.
+    """Return the log that says why `role` ended, if any: of its logs the newest with a problem, else the newest.
 
     begins: the offsets at which its last life began in each log (`log_sizes`); logs without new lines are left out.
     """
 
     def telling(log: Path) -> tuple[bool, float]:
-        return role.kind == "learner" and bool(last_problem(log, begins.get(log, 0))), log.stat().st_mtime
+        return bool(last_problem(log, begins.get(log, 0))), log.stat().st_mtime
 
     added = (log for log in _logs(rundir, role) if log not in begins or log.stat().st_size > begins[log])
     return max(added, key=telling, default=None)

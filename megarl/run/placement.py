@@ -1,10 +1,12 @@
 """Which role runs where, and on which GPUs. Pure.
 
     node 1    server-0  server-1 … server-7      controller
-    node 2    server-8  …                        servers from the first node on, each within a node; then the teacher's
+    node 2    server-8  …                        servers from the first node on; then the teacher's
     …
     node 9    learner ranks 0 … 7                the learner on the last GPUs: part of a node, or whole nodes
     node 10   learner ranks 8 … 15
+
+A server lies within a node. If it has more GPUs than a node, it takes whole nodes.
 
 With resources.colocate the servers share the learner's GPUs, all on one node: server 0 has those of the first ranks.
 
@@ -23,7 +25,7 @@ from megarl.run.restart import Role, RoleKind
 
 @dataclass(frozen=True)
 class Place:
-    """Where a role runs. gpus: the role's GPUs on each of its nodes, empty without GPUs. ranks: its processes on each node."""
+    """Where a role runs. gpus: the role's GPUs on each of its nodes, empty without GPUs. ranks: the learner's on each node."""
 
     nodes: tuple[Node, ...]
     gpus: tuple[str, ...] = ()
@@ -34,18 +36,19 @@ def place(recipe: Recipe, nodes: Sequence[Node]) -> dict[Role, Place]:
     """Place servers from the front, the learner at the end, the controller on the first node. MegarlError if they don't fit."""
     resources = recipe.resources
     some = any(node.gpus for node in nodes)
-    free = [list(node.gpus) if some else [""] * max(1, node.cores // resources.threads) for node in nodes]
+    slots = [list(node.gpus) if some else [""] * max(1, node.cores // resources.threads) for node in nodes]
     if len(nodes) == 1 and not nodes[0].gpus:
-        free = [["" for _ in range(needed(recipe))]]
+        slots = [["" for _ in range(needed(recipe))]]
+    free = [list(of_node) for of_node in slots]
     if sum(map(len, free)) < needed(recipe):
         raise MegarlError(_too_few(recipe, nodes, free))
     learner = _learner(resources.learner_ranks, nodes, free)
     placed = {Role("learner"): learner}
     if resources.colocate:
         return placed | _colocated(recipe, learner) | {Role("controller"): Place((learner.nodes[0],))}
-    placed |= _servers(recipe, nodes, free)
+    placed |= _servers(recipe, nodes, slots, free)
     if recipe.teachers:
-        placed |= _servers(recipe.teacher_recipe, nodes, free, "teacher")
+        placed |= _servers(recipe.teacher_recipe, nodes, slots, free, "teacher")
     return placed | {Role("controller"): Place((nodes[0],))}
 
 
@@ -72,24 +75,36 @@ def place_servers(recipe: Recipe, node: Node) -> dict[Role, Place]:
             f"({','.join(node.gpus)}); lower resources.servers or resources.server_tensor_parallel, or set "
             "CUDA_VISIBLE_DEVICES= to serve a tiny model on the CPU"
         )
-    return _servers(recipe, [node], [list(node.gpus) or [""] * (count * width)])
+    slots = list(node.gpus) or [""] * (count * width)
+    return _servers(recipe, [node], [slots], [list(slots)])
 
 
 def _servers(
-    recipe: Recipe, nodes: Sequence[Node], free: list[list[str]], kind: RoleKind = "server"
+    recipe: Recipe, nodes: Sequence[Node], slots: list[list[str]], free: list[list[str]], kind: RoleKind = "server"
 ) -> dict[Role, Place]:
-    """Place servers on the first free GPUs, and remove these from `free`."""
-    resources, placed = recipe.resources, {}
-    for i in range(resources.servers):
-        n = next((n for n, slots in enumerate(free) if len(slots) >= resources.server_tensor_parallel), None)
-        if n is None:
+    """Place servers on the first free GPUs of all `slots`, and remove these from `free`."""
+    servers, width, size = recipe.resources.servers, recipe.resources.server_tensor_parallel, max(map(len, slots))
+    key, count, placed = f"resources.{kind}_tensor_parallel", max(1, width // size), {}
+    if width > size and width % size:
+        raise MegarlError(
+            f"{key}: {width} GPUs are more than the {size} of a node, and such a server takes whole nodes; use a multiple of "
+            f"{size}"
+        )
+    for i in range(servers):
+        found = [n for n, left in enumerate(free) if len(left) >= width]
+        if count > 1:
+            found = [n for n, left in enumerate(free) if len(left) == size and left == slots[n]]
+            found = [n for n in found if free[n] == free[found[0]]]
+        if len(found) < count:
             raise MegarlError(
-                f"resources: {kind} {i} of {resources.servers} finds no node with {resources.server_tensor_parallel} free "
-                f"GPUs (free: {', '.join(f'{node.name} {len(slots)}' for node, slots in zip(nodes, free, strict=True))}); "
-                f"it must lie within a node: choose resources.{kind}_tensor_parallel so that it divides a node's GPUs"
+                f"resources: {kind} {i} of {servers} finds no {'node' if count == 1 else f'{count} nodes'} with "
+                f"{width // count} free GPUs (free: {_counts(nodes, free)}); it lies within a node or on whole ones: choose "
+                f"{key} so that it divides a node's GPUs, or ask for more nodes"
             )
-        taken = [free[n].pop(0) for _ in range(resources.server_tensor_parallel)]
-        placed[Role(kind, i)] = Place((nodes[n],), _named(taken))
+        gpus = free[found[0]][: width // count]
+        for n in found[:count]:
+            del free[n][: len(gpus)]
+        placed[Role(kind, i)] = Place(tuple(nodes[n] for n in found[:count]), _named(gpus))
     return placed
 
 
@@ -129,8 +144,12 @@ def _too_few(recipe: Recipe, nodes: Sequence[Node], free: Sequence[Sequence[str]
             "weights.transport=cuda_ipc), or set CUDA_VISIBLE_DEVICES= to run a tiny model on the CPU"
         )
     what = "GPUs" if any(node.gpus for node in nodes) else f"slots of resources.threads={resources.threads} cores"
-    has = ", ".join(f"{node.name} {len(slots)}" for node, slots in zip(nodes, free, strict=True))
-    return f"{need}the allocation has {sum(map(len, free))} {what} ({has}); ask for more nodes, or {lower}"
+    has = f"{sum(map(len, free))} {what} ({_counts(nodes, free)})"
+    return f"{need}the allocation has {has}; ask for more nodes, or {lower}"
+
+
+def _counts(nodes: Sequence[Node], free: Sequence[Sequence[str]]) -> str:
+    return ", ".join(f"{node.name} {len(slots)}" for node, slots in zip(nodes, free, strict=True))
 
 
 def described(placed: Mapping[Role, Place], nodes: Sequence[Node]) -> list[str]:

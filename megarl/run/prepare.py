@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, write_atomically
+from megarl.core.base.rundir import Endpoints, LinkKeys, Meeting, RunDir, write_atomically
 from megarl.core.recipe import Recipe, dump
 from megarl.run import devices, fork
 from megarl.run.checks import Fingerprints
@@ -61,6 +61,9 @@ def endpoints_of(recipe: Recipe, placed: Mapping[Role, Place]) -> Endpoints:
         node = placed[role].nodes[0]
         return f"{node.address}:{next(free[node.name])}"
 
+    def meeting(role: Role) -> Meeting:
+        return Meeting(len(placed[role].nodes), int(address(role).rpartition(":")[2]))
+
     exports = recipe.monitor.prometheus
     rendezvous_host, _, rendezvous_port = address(learner).rpartition(":")
     return Endpoints(
@@ -68,6 +71,7 @@ def endpoints_of(recipe: Recipe, placed: Mapping[Role, Place]) -> Endpoints:
         controller=f"tcp://{address(controller)}",
         servers=tuple(f"http://{address(Role('server', i))}" for i in range(recipe.resources.servers)),
         teachers=tuple(f"http://{address(Role('teacher', i))}" for i in range(recipe.teachers)),
+        meetings={role.name: meeting(role) for role, of in placed.items() if role.serves and len(of.nodes) > 1},
         api_key=secrets.token_hex(16),
         admin_key=secrets.token_hex(16),
         link=LinkKeys.new(),

@@ -84,11 +84,18 @@ class Job:
 
     def role(self, kind: str, index: int = 0) -> psutil.Process:
         """The process that the step's agent has started."""
+        found = self.roles(kind, index)
+        assert found, f"no process of {kind} {index}"
+        return found[0]
+
+    def roles(self, kind: str, index: int = 0) -> list[psutil.Process]:
+        """Those of all nodes of the step, without their forks."""
+        found = {}
         for process in self.processes():
             words = process.info["cmdline"]
             if words[1:4] == ["-m", "megarl", kind] and (kind != "serve" or words[-3] == str(index)):
-                return process
-        raise AssertionError(f"no process of {kind} {index}")
+                found[process.pid] = process
+        return [process for process in found.values() if process.ppid() not in found]
 
     def take_down(self, node: str, down: list[str]) -> None:
         """Slurm takes it from the job, as if it had died."""

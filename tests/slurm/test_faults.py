@@ -3,6 +3,7 @@
 import psutil
 import pytest
 
+from megarl.core.base.process import NODE
 from megarl.core.base.rundir import read_jsonl
 from tests.e2e.runs import check_history
 from tests.slurm.jobs import END_LIMIT_S, START_LIMIT_S, Jobs
@@ -17,6 +18,32 @@ def test_learner_over_two_nodes(jobs: Jobs) -> None:
     logs = sorted(log.name for log in (job.rundir.logs / "learner").iterdir())
     assert logs == ["node2.0.log", "node2.1.log", "node3.2.log", "node3.3.log"]
     check_history(job.rundir, job.recipe)
+
+
+def test_a_server_over_two_nodes_ends_and_restarts_as_a_whole(jobs: Jobs) -> None:
+    """Killed is the rank on its second node, which answers nobody: that is noticed there. The first node's rank hangs, as it
+    may in NCCL."""
+    wide = ("resources.servers=1", "resources.server_tensor_parallel=2", "resources.threads=2")  # a node has one place
+    job = jobs.train("wide-server", "run.steps=8", *wide, nodes=3)
+    job.wait_for(lambda: job.steps() >= 2, "step 2", START_LIMIT_S)
+    assert job.output.read_text().splitlines()[:2] == ["node1: controller-0, server 0", "node2: server 0"]
+    logs = sorted(log.name for log in (job.rundir.logs / "server").iterdir())
+    assert logs == ["node1.0.log", "node2.0.log"]
+    others = [job.role("rollout").pid, job.role("learn").pid]
+    first, second = sorted(job.roles("serve"), key=lambda process: process.environ()[NODE])
+    hanging, dying = [first, *first.children()], second.children()
+    for process in hanging:
+        process.suspend()
+    dying[0].kill()
+    _, alive = psutil.wait_procs([*hanging, second, *dying], timeout=END_LIMIT_S)
+    assert alive == []
+    at = job.steps()
+    job.wait_for(lambda: job.steps() > at + 2, "steps by the new one")
+    assert [job.role("rollout").pid, job.role("learn").pid] == others
+    job.wait_for_state("COMPLETED")
+    assert [event["role"] for event in job.events("restart")] == ["server-0"]
+    check_history(job.rundir, job.recipe)
+    assert job.processes() == []
 
 
 def test_a_dead_step_costs_one_server(jobs: Jobs) -> None:

@@ -1,4 +1,5 @@
-"""What SGLang makes of the arguments of each shipped recipe on a Hopper and on a Blackwell GPU that a stand-in plays.
+"""What SGLang makes of the arguments of each shipped recipe, and of servers on several nodes, on a Hopper and on a Blackwell
+GPU that a stand-in plays.
 
 `python -m tests.stand_in_gpu.server_arguments` prints by recipe and compute capability, as JSON, what we asked for and what
 SGLang has resolved. The packages that only a GPU machine has are stood in for by modules without content.
@@ -29,6 +30,9 @@ MODELS = {
 }
 """By the beginning of a recipe's name; others have Llama 3.1 8B."""
 
+SPANNING = {"deepseek-v3": 32, "kimi-k2": 32, "glm-4.5": 16}
+"""GPUs of a server, on nodes of 8."""
+
 
 class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
@@ -53,7 +57,9 @@ def resolved(major: int) -> Iterator[tuple[str, dict[str, object], dict[str, obj
 
     from megarl.core import recipe as recipes
     from megarl.core.base.architecture import CONFIGS
-    from megarl.core.server.launch import engine_arguments
+    from megarl.core.base.rundir import Meeting
+    from megarl.core.recipe import Recipe
+    from megarl.core.server.launch import engine_arguments, node_arguments
 
     gpu = SimpleNamespace(
         major=major, minor=0, multi_processor_count=132, name="stand-in", uuid="stand-in", total_memory=80 << 30
@@ -64,16 +70,32 @@ def resolved(major: int) -> Iterator[tuple[str, dict[str, object], dict[str, obj
     for function in vars(common).values():
         if hasattr(function, "cache_clear"):
             function.cache_clear()
+
+    def asked_and_made(recipe: Recipe, nodes: int = 1) -> tuple[dict[str, object], dict[str, object]]:
+        asked = engine_arguments(recipe, 0, "127.0.0.1", 1, cuda=True) | node_arguments(
+            Meeting(nodes, 2), "127.0.0.1", nodes - 1
+        )
+        arguments = ServerArgs(**asked)
+        arguments.resolve_once()
+        return asked, arguments.resolved_dict()
+
     with tempfile.TemporaryDirectory() as folder:
+
+        def model(config: str) -> str:
+            """Return a directory of its own: SGLang reads each but once."""
+            path = Path(folder) / config
+            path.mkdir(exist_ok=True)
+            (path / "config.json").write_text((CONFIGS / f"{config}.json").read_text())
+            return f"model.path={path}"
+
         for name in recipes.shipped():
             if "tiny" in name or "quickstart" in name:
                 continue
             config = next((config for start, config in MODELS.items() if name.startswith(start)), "llama-3.1-8b")
-            (Path(folder) / "config.json").write_text((CONFIGS / f"{config}.json").read_text())
-            asked = engine_arguments(recipes.load(name, [f"model.path={folder}"]), 0, "127.0.0.1", 1, cuda=True)
-            arguments = ServerArgs(**asked)
-            arguments.resolve_once()
-            yield name, asked, arguments.resolved_dict()
+            yield name, *asked_and_made(recipes.load(name, [model(config)]))
+        for name, ranks in SPANNING.items():
+            wide = [model(name), f"resources.server_tensor_parallel={ranks}"]
+            yield name, *asked_and_made(recipes.load("scalerl-8b", wide), ranks // 8)
 
 
 def main() -> None:

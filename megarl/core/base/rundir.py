@@ -56,6 +56,13 @@ class LinkKeys(msgspec.Struct, frozen=True, kw_only=True):
         return LinkKeys(**dict(zip(LinkKeys.__struct_fields__, keys, strict=True)))
 
 
+class Meeting(msgspec.Struct, frozen=True):
+    """Where the ranks of a server that spans `nodes` nodes meet: at this port of its first node."""
+
+    nodes: int
+    port: int
+
+
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     """Addresses and keys of a live run's roles. session: names one life of the supervisor, within which compute is counted."""
 
@@ -66,6 +73,7 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     admin_key: str
     link: LinkKeys
     teachers: tuple[str, ...] = ()  # like servers
+    meetings: dict[str, Meeting] = {}  # of servers that span nodes, by role, such as server-0
     rendezvous_port: int  # for the learner's ranks, on its first node
     rendezvous_host: str = "127.0.0.1"
     learner_nodes: int = 1

@@ -251,7 +251,7 @@ class Model(Section):
 class Resources(Section):
     learner_ranks: int = Field(1, ge=1, description="GPUs or processes of the learner: TP x PP x CP x DP")
     servers: int = Field(1, ge=1, description="number of SGLang servers to start with; more can join later")
-    server_tensor_parallel: int = Field(1, ge=1, description="GPUs per server")
+    server_tensor_parallel: int = Field(1, ge=1, description="GPUs per server; more than a node has: whole nodes")
     colocate: bool = Field(
         False,
         description="true: servers and learner ranks share GPUs of one machine, one rank on each; where they take turns "

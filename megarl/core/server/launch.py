@@ -2,6 +2,9 @@
 
     recipe + RUN/endpoints.json ──► checks (one MegarlError) ──► environment() + engine_arguments() ──► SGLang, in this process
 
+A server that spans nodes (`Endpoints.meetings`) has such a process on each of them. The first one's handles all requests, and
+SGLang passes them on to all ranks.
+
 The server handles only token ids, no text. Only proxy.py gets the keys of RUN/endpoints.json: SGLang logs its arguments.
 
 SGLang's mem_fraction_static is a share of the memory that is free at its start, so a server that restarts beside a learner
@@ -12,6 +15,7 @@ import asyncio
 import logging
 import os
 import subprocess
+import sys
 import time
 from functools import partial
 from itertools import batched, cycle, islice
@@ -22,7 +26,7 @@ from megarl.core.base.device import here
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import KEPT_FROM_INPUT, PARITY_ROLLOUTS, ServerAddress
 from megarl.core.base.process import check_free, die_with_parent, importing, start_logging
-from megarl.core.base.rundir import Endpoints, RunDir
+from megarl.core.base.rundir import Endpoints, Meeting, RunDir
 from megarl.core.recipe import Recipe
 from megarl.core.server import workers
 from megarl.core.server.checks import OWN_EVERYWHERE, check, check_gpus, check_kernels
@@ -47,6 +51,8 @@ def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = 
     start_logging(f"{'teacher' if teacher else 'server'} {index}")
     endpoints = RunDir(recipe.run.path).endpoints()
     urls, recipe = (endpoints.teachers, recipe.teacher_recipe) if teacher else (endpoints.servers, recipe)
+    meeting = endpoints.meetings.get(f"{'teacher' if teacher else 'server'}-{index}", Meeting(1, 0))
+    node = int(os.environ["SLURM_PROCID"]) if meeting.nodes > 1 else 0
     os.environ["OMP_NUM_THREADS"] = str(recipe.resources.threads)  # before torch is imported
     with importing():
         import torch
@@ -59,8 +65,9 @@ def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = 
         if cuda:
             check_kernels()
             check_gpus(recipe, [".".join(map(str, torch.cuda.get_device_capability()))])
-        check_free(host, port)
-        os.environ.update(environment(recipe, index, sorted(os.sched_getaffinity(0)), cuda))
+        if not node:
+            check_free(host, port)
+        os.environ.update(environment(recipe, index, sorted(os.sched_getaffinity(0)), cuda, meeting.nodes))
         sglang_cpu.install()
         sglang_cpu.patch()
         if recipe.model.dtype == "fp16":
@@ -68,6 +75,7 @@ def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = 
 
         workers.own_ports()
         workers.own_requests()
+        workers.own_further_nodes()
 
         from sglang.srt.entrypoints.http_server import app, launch_server
         from sglang.srt.server_args import ServerArgs
@@ -78,7 +86,11 @@ def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = 
     app.add_middleware(Gate, endpoints=endpoints, handles=handles, vocabulary=vocabulary)  # outermost
     try:
         launch_server(
-            ServerArgs(**engine_arguments(recipe, index, host, port, cuda), **memory_arguments(recipe, cuda)),
+            ServerArgs(
+                **engine_arguments(recipe, index, host, port, cuda),
+                **memory_arguments(recipe, cuda),
+                **node_arguments(meeting, host, node),
+            ),
             run_scheduler_process_func=partial(workers.scheduler, recipe.weights.timeout_s),
             run_detokenizer_process_func=workers.no_detokenizer,
             execute_warmup_func=lambda _: asyncio.run(warm_up(f"http://{host}:{port}", endpoints)),
@@ -89,6 +101,9 @@ def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = 
         os._exit(1)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+    if node:
+        logging.getLogger(__name__).error("a rank of this node has ended, and so does the server")
+        sys.exit(1)
 
 
 async def warm_up(url: str, endpoints: Endpoints) -> bool:
@@ -124,19 +139,29 @@ def memory_arguments(recipe: Recipe, cuda: bool) -> dict[str, object]:
     return {"enable_memory_saver": recipe.lends_memory, **static}
 
 
-def environment(recipe: Recipe, index: int, cores: list[int], cuda: bool) -> dict[str, str]:
-    """Return environment variables for the server and its processes."""
+def node_arguments(meeting: Meeting, host: str, node: int) -> dict[str, object]:
+    """Return the ServerArgs of the `node`-th node of a server. host: the address of its first node."""
+    if meeting.nodes == 1:
+        return {}
+    return {"nnodes": meeting.nodes, "node_rank": node, "dist_init_addr": f"{host}:{meeting.port}"}
+
+
+def environment(recipe: Recipe, index: int, cores: list[int], cuda: bool, nodes: int = 1) -> dict[str, str]:
+    """Return environment variables for the server and its processes on one of its nodes, which has these cores."""
     common = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     # Log-probs at the sampling temperature, whatever the user's shell asks for.
     common["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "0"
+    if nodes > 1:
+        # SGLang would broadcast objects by a queue that listens on another network, instead of by the ranks' own group.
+        common["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"
     if not cuda or in_directory(recipe.model.path).name in OWN_EVERYWHERE:
         common["SGLANG_EXTERNAL_MODEL_PACKAGE"] = MODELS
     if cuda:
         return common
     # SGLang compiles the choice of experts by biases; on a CPU it would run a C++ compiler for each number of tokens.
     cpu = {"SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1"}
-    ranks, threads = recipe.resources.server_tensor_parallel, recipe.resources.threads
-    if ranks > 1:
+    ranks, threads = recipe.resources.server_tensor_parallel // nodes, recipe.resources.threads
+    if recipe.resources.server_tensor_parallel > 1:
         first = index * ranks * threads
         owned = batched(islice(cycle(map(str, cores)), first, first + ranks * threads), threads)
         cpu["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(dict.fromkeys(rank)) for rank in owned)

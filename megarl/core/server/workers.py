@@ -234,6 +234,26 @@ def own_ports() -> None:
     PortArgs.init_new = staticmethod(named)
 
 
+def own_further_nodes() -> None:
+    """On all nodes of a server but the first: open no port, and end when any rank of the node ends.
+
+    SGLang would answer /health there, without a key, and wait for the ranks' ends one after the other.
+    """
+    from multiprocessing.connection import wait
+
+    from sglang.srt.entrypoints import engine
+
+    launch = engine.Engine._launch_scheduler_processes
+
+    def launched(*args: Any, **kwargs: Any) -> Any:
+        result, ranks = launch(*args, **kwargs)
+        result.block_until_scheduler_exits = lambda: wait([rank.sentinel for rank in ranks])
+        return result, ranks
+
+    engine.Engine._launch_scheduler_processes = staticmethod(launched)
+    engine.launch_dummy_health_check_server = lambda *_: None
+
+
 def no_detokenizer(server_args: object, port_args: object) -> None:
     """Sleep in place of the detokenizer, which SGLang requires to be alive although it gets no work: there is no text."""
     die_with_parent()

@@ -25,7 +25,8 @@ from megarl.lab.planning.speed import Decoder, Packing, Publication
 from megarl.lab.planning.workload import Workload
 
 TENSOR = PIPELINE = (1, 2, 4, 8)
-CONTEXT, EXPERT = (1, 2, 4), (1, 2, 4, 8, 16)
+CONTEXT, EXPERT = (1, 2, 4), (1, 2, 4, 8, 16, 32, 64, 128, 256)
+SERVER_TENSOR = (*TENSOR, 16, 32)
 SPLITS = 40  # approximate number of generator : trainer splits tried; learner GPUs are multiples of a power of two
 MOST_PACKED = 1024
 """Most sequences packed to estimate a step's micro-batches. If there are more, a share of them is packed for a share of the
@@ -129,7 +130,7 @@ def search(problem: PlanningProblem) -> Found:
 
 def _search(problem: PlanningProblem, refused: Counter[str]) -> list[Plan]:
     """Return the plans with the recipe's learner settings, best first; count in `refused` the layouts that are refused."""
-    tried = {ranks: _server(problem, ranks) for ranks in TENSOR}
+    tried = {ranks: _server(problem, ranks) for ranks in SERVER_TENSOR}
     refused.update(reason for reason in tried.values() if isinstance(reason, str))
     plans = []
     gpus = problem.gpus - problem.recipe.teacher_gpus
@@ -252,8 +253,8 @@ def _server(problem: PlanningProblem, ranks: int) -> ServerMemory | str:
     shape, gpu, longest = problem.shape, problem.gpu, problem.recipe.length.context_tokens
     if shape.heads % ranks or (shape.groups % ranks and ranks % shape.groups):
         return f"server TP {ranks}: does not divide the heads"
-    if ranks > gpu.nvlink_gpus:
-        return f"server TP {ranks}: beyond one NVLink domain"
+    if ranks > gpu.nvlink_gpus and (gpu.nvlink_gpus < NODE_GPUS or ranks % gpu.nvlink_gpus):
+        return f"server TP {ranks}: beyond one NVLink domain, and not several whole nodes of {NODE_GPUS}"
     needed = memory.server(changed(problem.recipe, "resources", server_tensor_parallel=ranks), shape, gpu)
     room = gpu.usable - needed.weights - needed.transient
     fitting = replace(needed, kv=min(needed.kv, max(room, 0.0)))

@@ -164,7 +164,9 @@ class Decoder:
         self.exchanged = 2 * shape.layers * 2 * HALF * shape.hidden * (self.ranks - 1) / self.ranks
         self.memory_rate = gpu.memory_rate * gpu.serving
         self.flop_rate = gpu.bf16 * ASSUMED.decode_efficiency
-        self.link_rate = (gpu.nvlink if nodes == 1 else gpu.network) * ASSUMED.network_efficiency
+        # A ring over several nodes uses all network adapters of each, as for gradients (`_update_seconds`).
+        rate = gpu.nvlink if nodes == 1 else min(gpu.network * gpu.nvlink_gpus, gpu.nvlink)
+        self.link_rate = rate * ASSUMED.network_efficiency
 
     def step_seconds(self, running: float, context_tokens: float) -> float:
         """Return seconds to decode one token for each of `running` requests that hold `context_tokens` in total."""

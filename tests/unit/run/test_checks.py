@@ -230,6 +230,19 @@ def test_metrics_have_addresses_and_a_key_if_they_are_wanted(tree: Tree) -> None
     assert len({found.metrics_key, found.api_key, found.admin_key}) == 3
 
 
+def test_the_ranks_of_a_server_on_several_nodes_meet_at_a_port_of_the_first(tree: Tree) -> None:
+    recipe = changed(tree, resources={"servers": 2, "server_tensor_parallel": 8})
+    nodes = [replace(here(20, ""), name=f"n{n}", address=f"10.0.0.{n}", gpus=tuple("0123")) for n in range(5)]
+    found = endpoints_of(recipe, place(recipe, nodes))
+    assert [url.rpartition(":")[0] for url in found.servers] == ["http://10.0.0.0", "http://10.0.0.2"]
+    assert {role: meeting.nodes for role, meeting in found.meetings.items()} == {"server-0": 2, "server-1": 2}
+    for n, url in enumerate(found.servers):
+        port = found.meetings[f"server-{n}"].port
+        assert port in nodes[2 * n].ports
+        assert port != int(url.rpartition(":")[2])
+    assert endpoints_of(recipe, place(recipe, [replace(nodes[0], gpus=tuple(map(str, range(20))))])).meetings == {}
+
+
 @pytest.mark.parametrize(("key", "value"), [("microbatch_tokens", "auto"), ("optimizer_offload", 0.5)])
 def test_what_saves_a_gpus_memory_needs_one(tree: Tree, key: str, value: Any) -> None:
     model = {"dtype": "bf16"} if key == "optimizer_offload" else {}
@@ -266,6 +279,9 @@ def test_the_hosts_memory_holds_what_roles_copy(tree: Tree, tmp_path: Path, monk
         MegarlError, match=r"^resources: n0 has 16 GB .* servers for copies of their weights, 1 x 16 GB need 16 GB"
     ):
         checks.check_host(eight_b, place(recipe, small), host_bytes=1e9)
+    spanning = changed(tree, resources=resources | {"server_tensor_parallel": 8}, model={"dtype": "bf16"})
+    spanning = spanning.model_copy(update={"model": eight_b.model})
+    checks.check_host(spanning, place(spanning, [*small, replace(small[0], name="n2")]), host_bytes=1e9)  # half a copy
     scale = load("scalerl-8b", [f"model.path={CONFIGS / 'llama-3.1-8b.json'}"])
     assert 16 * preflight.host_bytes(scale) == pytest.approx((4 * (2 + 12) + 12) * 8.03e9, rel=0.01)
 

@@ -1,4 +1,4 @@
-"""Roles on nodes: every GPU is given once, servers lie within a node, the learner on whole nodes or at the end of one."""
+"""Roles on nodes: every GPU is given once; servers and learner lie within a node or on whole nodes."""
 
 import pytest
 from hypothesis import given
@@ -73,6 +73,8 @@ def test_servers_lie_on_the_learners_gpus_in_order() -> None:
     assert {of.gpus for of in place(shared(2, 2), nodes(1, gpus=0)).values()} == {()}
     with pytest.raises(MegarlError, match=r"resources.colocate: 16 learner ranks take 2 nodes"):
         place(shared(16, 1), nodes(2))
+    with pytest.raises(MegarlError, match=r"resources.colocate: 16 learner ranks take 2 nodes, and only GPUs of one"):
+        place(shared(1, 16), nodes(2))
 
 
 def test_two_gpus_too_few_are_told_how_to_share() -> None:
@@ -80,6 +82,37 @@ def test_two_gpus_too_few_are_told_how_to_share() -> None:
         place(recipe(1, 1, 1), nodes(1, gpus=1))
     with pytest.raises(MegarlError, match=r"resources: 2 learner ranks need 2 GPUs, and 1 are visible"):
         place(shared(2, 1), nodes(1, gpus=1))
+
+
+def test_a_server_wider_than_a_node_takes_whole_nodes() -> None:
+    """Also those that another server has left whole; each process sees the GPUs of its node."""
+    placed = place(recipe(2, 16, 4), nodes(5))
+    assert [[node.name for node in placed[Role("server", i)].nodes] for i in (0, 1)] == [["n1", "n2"], ["n3", "n4"]]
+    assert placed[Role("server", 1)].gpus == tuple("01234567")
+    assert described(placed, nodes(5)) == [
+        "n1: controller-0, server 0",
+        "n2: server 0",
+        "n3: server 1",
+        "n4: server 1",
+        "n5: learner ranks 0-3",
+    ]
+    taught = from_tree(
+        {
+            "resources": {"servers": 1, "teacher_tensor_parallel": 16, "learner_ranks": 8},
+            "batch": {"prompts": 8, "zero_variance": "keep"},
+            "teacher": {"weight": 1.0, "path": "teacher"},
+        }
+    )
+    placed = place(taught, nodes(4))
+    assert [node.name for node in placed[Role("teacher")].nodes] == ["n2", "n3"]
+    part = taught.model_copy(update={"resources": taught.resources.model_copy(update={"learner_ranks": 7})})
+    with pytest.raises(
+        MegarlError, match=r"teacher 0 of 1 finds no 2 nodes with 8 free GPUs \(free: n1 7, n2 8, n3 1\)"
+    ):
+        place(part, nodes(3))
+    threads = place(recipe(1, 2, 1, threads=2), nodes(3, gpus=0))
+    assert [node.name for node in threads[Role("server")].nodes] == ["n1", "n2"]
+    assert len(place(recipe(1, 4, 1), nodes(1, gpus=0))[Role("server")].nodes) == 1, "one machine without GPUs"
 
 
 def test_the_teacher_has_gpus_of_its_own() -> None:
@@ -114,7 +147,8 @@ def test_without_gpus() -> None:
             2,
             r"learner_ranks: 12 ranks take whole nodes, and the last nodes have 8, 8 GPUs each; use a multiple",
         ),
-        (2, 16, 8, 5, r"server 0 of 2 finds no node with 16 free GPUs"),
+        (2, 5, 4, 2, r"server 1 of 2 finds no node with 5 free GPUs \(free: n1 3, n2 4\); .* divides a node's"),
+        (1, 12, 4, 2, r"server_tensor_parallel: 12 GPUs are more than the 8 of a node.* use a multiple of 8"),
     ],
 )
 def test_what_does_not_fit(servers: int, width: int, ranks: int, count: int, said: str) -> None:
@@ -123,7 +157,11 @@ def test_what_does_not_fit(servers: int, width: int, ranks: int, count: int, sai
 
 
 @given(
-    st.integers(1, 20), st.sampled_from([1, 2, 4, 8]), st.integers(1, 32), st.integers(1, 8), st.sampled_from([4, 8])
+    st.integers(1, 20),
+    st.sampled_from([1, 2, 4, 8, 16]),
+    st.integers(1, 32),
+    st.integers(1, 8),
+    st.sampled_from([4, 8]),
 )
 def test_no_gpu_is_given_twice(servers: int, width: int, ranks: int, count: int, gpus: int) -> None:
     try:

@@ -348,7 +348,7 @@ def test_joined_servers_are_shown(recipe: Recipe, write_run: Callable[[int], Run
 
 
 def test_log_that_says_why(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
-    """The learner's log is that of the rank with a problem, though another wrote later; a server's is its newest."""
+    """It is that of the rank, or of the server's node, with a problem, though another wrote later; else the newest."""
     rundir = write_run(0)
     assert log_of(rundir, Role("learner")) is None
     for n, (role, host, rank, said) in enumerate(
@@ -359,6 +359,8 @@ def test_log_that_says_why(recipe: Recipe, write_run: Callable[[int], RunDir]) -
             ("server", "n1", 1, "of an earlier life"),
             ("server", "n2", 1, "of this one"),
             ("server", "n2", 11, "another"),
+            ("server", "n1", 2, "RuntimeError: out of luck"),
+            ("server", "n2", 2, "killed with the other node's"),
         ]
     ):
         log = rundir.log(role, host, rank)
@@ -367,6 +369,7 @@ def test_log_that_says_why(recipe: Recipe, write_run: Callable[[int], RunDir]) -
         os.utime(log, (n, n))
     assert log_of(rundir, Role("learner")) == rundir.log("learner", "n3", 1)
     assert log_of(rundir, Role("server", 1)) == rundir.log("server", "n2", 1)
+    assert log_of(rundir, Role("server", 2)) == rundir.log("server", "n1", 2)
 
 
 def test_what_an_earlier_life_said_is_no_cause(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:

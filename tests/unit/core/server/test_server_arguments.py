@@ -1,5 +1,6 @@
 """What SGLang is started with, and what is refused before it is."""
 
+import inspect
 import json
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,10 +10,11 @@ import pytest
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import KEPT_FROM_INPUT
+from megarl.core.base.rundir import Meeting
 from megarl.core.recipe import Recipe, from_tree
 from megarl.core.server import checks, launch
 from megarl.core.server.checks import check, check_gpus
-from megarl.core.server.launch import engine_arguments, environment, memory_arguments
+from megarl.core.server.launch import engine_arguments, environment, memory_arguments, node_arguments
 
 LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 SIZES = {
@@ -211,6 +213,24 @@ def test_ranks_of_cpu_servers_own_cores(tmp_path: Path) -> None:
     recipe = a_recipe(tmp_path, resources={"server_tensor_parallel": 2, "threads": 2})
     binds = [environment(recipe, i, list(range(6)), cuda=False)["SGLANG_CPU_OMP_THREADS_BIND"] for i in range(2)]
     assert binds == ["0,1|2,3", "4,5|0,1"]
+    second = environment(recipe, 1, list(range(6)), cuda=False, nodes=2)
+    assert second["SGLANG_CPU_OMP_THREADS_BIND"] == "2,3", "one rank on each of two nodes"
+
+
+def test_a_server_on_several_nodes(tmp_path: Path) -> None:
+    """No queue that would listen where it likes; and SGLang knows the arguments."""
+    from sglang.srt.environ import envs
+    from sglang.srt.server_args import ServerArgs
+
+    arguments = node_arguments(Meeting(2, 2345), "10.0.0.1", 1)
+    assert arguments == {"nnodes": 2, "node_rank": 1, "dist_init_addr": "10.0.0.1:2345"}
+    assert set(arguments) <= set(inspect.signature(ServerArgs).parameters)
+    assert node_arguments(Meeting(1, 0), "10.0.0.1", 0) == {}
+    variable = "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"
+    assert hasattr(envs, variable)
+    recipe = a_recipe(tmp_path, resources={"server_tensor_parallel": 16})
+    assert environment(recipe, 0, [0], cuda=True, nodes=2)[variable] == "0"
+    assert variable not in environment(recipe, 0, [0], cuda=True)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What SGLang itself makes of every shipped recipe's arguments on GPUs that are not here."""
+"""What SGLang itself makes of every shipped recipe's arguments, and of servers on several nodes, on GPUs that are not here."""
 
 import json
 import subprocess
@@ -19,6 +19,7 @@ from tests import stand_in_gpu
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[4]
 BACKENDS = {"sm90": "fa3", "sm100": "trtllm_mha"}
+LATENT = {"sm90": "fa3", "sm100": "trtllm_mla"}
 
 
 def resolved(folder: Path, **variables: str) -> dict[str, Any]:
@@ -39,8 +40,11 @@ def test_sglang_keeps_what_it_is_told(tmp_path: Path, recipe: Recipe) -> None:
     said = resolved(tmp_path, **{name: str(server[name]) for name in ALIKE})
     assert {name: said["nccl"][name] for name in ALIKE} == {name: learner[name] for name in ALIKE}
     assert len(said["found"]) >= 2 * 10
+    assert said["found"]["deepseek-v3 sm90"][1]["nnodes"] == 4
     for name, (asked, made) in said["found"].items():
         assert {key: made[key] for key in asked} == asked, name
-        assert made["attention_backend"] == BACKENDS[name.split()[-1]], name
+        config, capability = name.split()
+        backends = LATENT if config in ("deepseek-v3", "kimi-k2") else BACKENDS
+        assert made["attention_backend"] == backends[capability], name
         # By itself it takes flashinfer_trtllm on sm100, which tells nobody the experts that it chose.
         assert made["moe_runner_backend"] == ("triton" if made["enable_return_routed_experts"] else "auto"), name

@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import multiprocessing
 import os
 import sys
 import time
@@ -36,6 +37,28 @@ def test_files_in_shared_memory_are_named_by_the_session(monkeypatch: pytest.Mon
     workers.own_buffers()
     buffer = shm_broadcast.ShmRingBuffer(1, 64, 1)
     assert Path(buffer.shared_memory.name).match(pattern)
+
+
+def test_a_further_node_ends_with_the_first_of_its_ranks_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And listens for nobody."""
+    from sglang.srt.entrypoints import engine
+
+    context = multiprocessing.get_context("fork")
+    lives, ends = context.Process(target=time.sleep, args=(600,)), context.Process(target=int)
+    made = SimpleNamespace(block_until_scheduler_exits=None)
+    monkeypatch.setattr(engine.Engine, "_launch_scheduler_processes", staticmethod(lambda *_: (made, [lives, ends])))
+    monkeypatch.setattr(engine, "launch_dummy_health_check_server", engine.launch_dummy_health_check_server)
+    workers.own_further_nodes()
+    lives.start()
+    ends.start()
+    try:
+        launched, _ = engine.Engine._launch_scheduler_processes()
+        launched.block_until_scheduler_exits()
+        assert lives.is_alive()
+    finally:
+        lives.kill()
+        lives.join()
+    assert engine.launch_dummy_health_check_server("127.0.0.1", -1, False) is None
 
 
 def test_a_server_answers_with_our_checksum(monkeypatch: pytest.MonkeyPatch) -> None:

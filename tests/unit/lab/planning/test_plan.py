@@ -22,6 +22,9 @@ from megarl.lab.planning.hardware import Gpu, gpu_named
 from megarl.lab.planning.layouts import Plan, PlanningProblem, as_written, search
 from megarl.lab.planning.speed import Decoder
 from megarl.lab.planning.workload import lognormal, workload
+from megarl.run.nodes import Node
+from megarl.run.placement import place
+from megarl.run.restart import Role
 
 
 def problem(name: str, config: str, gpu: str, gpus: int = 80, mean: float = 8000, *overrides: str) -> PlanningProblem:
@@ -130,6 +133,23 @@ def test_a_learner_that_waits_for_servers_saves_memory_for_them(capsys: pytest.C
     best = search(problem("scalerl-17bx16", "llama-4-scout", "h100")).plans[0]
     assert best.step_seconds < float(told[1]) / 2
     assert best.recipe.resources.learner_ranks < 64
+
+
+@pytest.mark.parametrize(
+    ("config", "gpus", "width"), [("deepseek-v3", 512, 32), ("kimi-k2", 768, 32), ("glm-4.5", 256, 16)]
+)
+def test_models_larger_than_a_node_have_servers_on_several(config: str, gpus: int, width: int) -> None:
+    """1,342 GB of weights in bf16 are 42 GB a GPU on 32 and no rest of 80 on 16. The learner divides experts over nodes."""
+    asked = problem("scalerl-8b", config, "h100", gpus, 8000, "batch.prompts=64")
+    best = search(asked).plans[0].recipe
+    assert best.resources.server_tensor_parallel == width
+    assert best.model.expert_parallel > 16
+    names = tuple(map(str, range(8)))
+    nodes = [Node(f"n{i}", f"n{i}", f"10.0.0.{i}", "ib0", names, 96, 0, ()) for i in range(gpus // 8)]
+    placed = place(best, nodes)
+    assert len(placed[Role("server", 0)].nodes) == width // 8
+    no_nvlink = replace(asked, gpu=replace(asked.gpu, nvlink_gpus=1))
+    assert search(no_nvlink).refused[f"server TP {width}: beyond one NVLink domain, and not several whole nodes of 8"]
 
 
 def test_a_learner_needs_the_hosts_memory_too() -> None:
@@ -251,13 +271,14 @@ def test_one_request_is_limited_by_reading_the_weights() -> None:
 
 
 def test_a_server_over_two_nodes_pays_their_network() -> None:
-    """Two all-reduces a layer: a row's 16 KB there and back, 15 of 16 parts, at 40 GB/s instead of 360; a hop up and down."""
+    """Two all-reduces a layer: a row's 16 KB there and back, 15 of 16 parts, at 320 GB/s of a node's eight adapters
+    instead of 720; a hop up and down."""
     apart, together = (decoder("llama-3.1-8b", gpu, 16).step_seconds(10, 10) for gpu in ("h100", "gb200"))
     gpu = replace(gpu_named("gb200"), nvlink_gpus=8)
     recipe = load("scalerl-8b", ["resources.server_tensor_parallel=16"])
     split = Decoder(recipe, architecture.read("llama-3.1-8b"), gpu, 131072 / 16).step_seconds(10, 10)
     moved = 10 * 32 * 2 * 2 * 2 * 4096 * 15 / 16
-    slower = moved / (gpu.network * 0.8) - moved / (gpu.nvlink * 0.8) + 32 * 2 * 2 * 1e-5
+    slower = moved / (8 * gpu.network * 0.8) - moved / (gpu.nvlink * 0.8) + 32 * 2 * 2 * 1e-5
     assert split - together == pytest.approx(slower, rel=1e-6)
     assert apart > together
 
