@@ -68,6 +68,8 @@ def main(directory: Path, names: list[str]) -> None:
         for i, layout in enumerate(layouts[world]):
             if family_of(path).architecture.biases and "expert_tensor_parallel" in layout:
                 continue  # refused: megatron does not divide experts' biases
+            if "virtual_pipeline_parallel" in layout and family_of(path).architecture.layers % 4:
+                continue  # refused: all chunks have as many layers
             recompute = layout.get("recompute", "none")
             model = Model(path=str(path), dtype="fp32", **{k: v for k, v in layout.items() if k != "recompute"})
             output = directory.parent / f"{path.name}-{world}-{i}"

@@ -23,13 +23,13 @@ from tests.tiny import (
 
 MODELS = {
     "llama": tiny_llama,
-    "qwen2": tiny_qwen2,
+    "qwen2": partial(tiny_qwen2, num_hidden_layers=3),  # which no pipeline divides
     # A vocabulary that no TP divides, a tied head, norms that each TP rank applies to its own heads.
     "qwen3": partial(tiny_qwen3, vocab_size=131, tie_word_embeddings=True),
     "qwen3_moe": partial(tiny_qwen3_moe, vocab_size=131, mlp_only_layers=[1]),
     "llama4": tiny_llama4,
     "glm4_moe": tiny_glm4_moe,
-    "deepseek_v3": partial(tiny_deepseek_v3, vocab_size=131),
+    "deepseek_v3": partial(tiny_deepseek_v3, vocab_size=131, num_hidden_layers=5),
     "moonlight": partial(tiny_deepseek_v3, rope_parameters=PLAIN_ROPE, **MOONLIGHT),
     "gpt_oss": partial(tiny_gpt_oss, vocab_size=131),
 }

@@ -115,6 +115,8 @@ def transformer_config(
     for problem in impossible_for(model, architecture.megatron_sizes()):
         raise MegarlError(problem)
     layers, router, more = range(architecture.layers), architecture.router, dict(RECOMPUTE[recompute])
+    if architecture.layers % model.pipeline_parallel:
+        more["num_layers_in_last_pipeline_stage"] = model.stage_layers(architecture.layers)[1]
     if model.fp8 != "none":
         more |= {"fp8": FP8_FORMATS[model.fp8], "fp8_recipe": model.fp8, "fp8_param": False}
     if architecture.unrotated_layers:

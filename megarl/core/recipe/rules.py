@@ -224,13 +224,18 @@ def impossible_for(m: Model, sizes: Mapping[str, Any]) -> Iterator[str]:
     )  # fmt: skip
     for layout, parts, keys in (
         ("tensor_parallel", m.tensor_parallel, divided),
-        ("pipeline_parallel", m.pipeline_parallel * m.virtual_pipeline_parallel, ("num_layers",)),
         ("expert_parallel", m.expert_parallel, ("num_moe_experts",)),
         ("expert_tensor_parallel", m.expert_tensor_parallel, ("moe_ffn_hidden_size",)),
     ):
         for key in keys:
             if (sizes.get(key) or 0) % parts:
                 yield f"model.{layout}: {key}={sizes[key]} of {m.path} does not divide by {parts}"
+    layers, chunks = sizes.get("num_layers") or 0, m.pipeline_parallel * m.virtual_pipeline_parallel
+    if m.virtual_pipeline_parallel > 1 and layers % chunks:
+        yield f"model.virtual_pipeline_parallel: num_layers={layers} of {m.path} does not divide by {chunks}; set it to 1"
+    elif layers and m.stage_layers(layers)[1] < 1:
+        most, stages = m.stage_layers(layers)[0], m.pipeline_parallel
+        yield f"model.pipeline_parallel: {stages} stages of {most} are more than num_layers={layers} of {m.path}; use fewer"
     if sizes.get("add_bias_linear") and m.expert_tensor_parallel > 1:
         yield (
             f"model.expert_tensor_parallel: experts of {m.path} have biases, which megatron does not divide; set it to 1 "

@@ -247,6 +247,11 @@ class Model(Section):
         """Ranks that hold one copy of the model."""
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
 
+    def stage_layers(self, layers: int) -> tuple[int, int]:
+        """Return how many of the model's layers each pipeline stage has, and how many the last one: fewer, unless they divide."""
+        most = -(-layers // self.pipeline_parallel)
+        return most, layers - most * (self.pipeline_parallel - 1)
+
 
 class Resources(Section):
     learner_ranks: int = Field(1, ge=1, description="GPUs or processes of the learner: TP x PP x CP x DP")

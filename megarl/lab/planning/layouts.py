@@ -231,7 +231,7 @@ _RULES = {
     "batch.prompts": "does not divide by the data-parallel ranks",
     "resources.learner_ranks": "does not divide into copies of the model or of its experts",
     "model.tensor_parallel": "does not divide heads, key-value groups or inner sizes",
-    "model.pipeline_parallel": "does not divide the layers",
+    "model.pipeline_parallel": "leaves a stage without layers",
     "model.expert_parallel": "does not divide the experts",
     "model.fp8": "needs sizes on each rank that divide by 16",
 }

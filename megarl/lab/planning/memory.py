@@ -85,13 +85,19 @@ def _sharing(recipe: Recipe) -> tuple[int, int]:
 
 def _parameters(recipe: Recipe, shape: Architecture) -> tuple[float, float]:
     """Return the numbers of dense parameters and of experts' parameters on a rank, without embedding and head."""
-    dense, experts = _sharing(recipe)
-    return shape.dense_parameters / dense, shape.routed_parameters / experts
+    tensor, experts = recipe.model.tensor_parallel, recipe.model.expert_parallel * recipe.model.expert_tensor_parallel
+    share = stage_share(recipe, shape)
+    return shape.dense_parameters * share / tensor, shape.routed_parameters * share / experts
+
+
+def stage_share(recipe: Recipe, shape: Architecture) -> float:
+    """Return the share of the model's layers that a pipeline stage has. The last one may have fewer."""
+    return recipe.model.stage_layers(shape.layers)[0] / shape.layers
 
 
 def layer_parameters(recipe: Recipe, shape: Architecture) -> float:
     """Return the number of parameters in all layers on one of the ranks that share each layer, as if there were one stage."""
-    return sum(_parameters(recipe, shape)) * recipe.model.pipeline_parallel
+    return sum(_parameters(recipe, shape)) / stage_share(recipe, shape)
 
 
 def _state(recipe: Recipe, shape: Architecture, ends: float) -> float:
@@ -127,14 +133,14 @@ def activation_bytes(recipe: Recipe, shape: Architecture, recompute: str) -> tup
     dense = mlp_activation_bytes(shape.feed_forward, width, kept) / tensor
     routed = routed_activation_bytes(shape, model.expert_tensor_parallel, width, kept) / tensor
     sparse = mlp_activation_bytes(shape.shared_feed_forward, width, kept) / tensor + routed
-    layers, moe, stages = shape.layers, shape.moe_layers, model.pipeline_parallel
+    layers, moe, share = shape.layers, shape.moe_layers, stage_share(recipe, shape)
     if recompute == "none":
-        return (layers * attention + (layers - moe) * dense + moe * sparse) / stages, 0.0
+        return (layers * attention + (layers - moe) * dense + moe * sparse) * share, 0.0
     largest = max(dense if moe < layers else 0.0, sparse if moe else 0.0)
     if recompute == "selective":
-        return layers * attention / stages, largest
+        return layers * attention * share, largest
     # Each layer's input, divided like the norms': [AR] section 5
-    return layers * shape.hidden * width / tensor / stages, attention + largest
+    return layers * shape.hidden * width / tensor * share, attention + largest
 
 
 def server(recipe: Recipe, shape: Architecture, gpu: Gpu) -> ServerMemory:

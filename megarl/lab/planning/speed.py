@@ -57,7 +57,7 @@ def train_seconds(recipe: Recipe, shape: Architecture, packed: Packing, gpu: Gpu
     model, stages, microbatches = recipe.model, recipe.model.pipeline_parallel, packed.microbatches
     # Stages exchange micro-batches of one size (learner/microbatch.py), so the fullest one sets the pace.
     tokens = (packed.rank_tokens / microbatches if stages == 1 else packed.largest) / model.context_parallel
-    layers = _layer_seconds(recipe, shape, tokens, packed.positions, gpu, by_node) / stages
+    layers = _layer_seconds(recipe, shape, tokens, packed.positions, gpu, by_node) * memory.stage_share(recipe, shape)
     head = tokens * HEAD_PASSES * head_flop(shape) / (gpu.bf16 * gpu.training) / model.tensor_parallel
     bubble = (stages - 1) / (microbatches * model.virtual_pipeline_parallel)  # [PP] 2.2
     # Gradients are reduced during the last micro-batch's backward pass, two thirds of its time (learner/optimizer.py).
