@@ -248,7 +248,7 @@ class Model(Section):
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
 
     def stage_layers(self, layers: int) -> tuple[int, int]:
-        """Return how many of the model's layers each pipeline stage has, and how many the last one: fewer, unless they divide."""
+        """Return how many layers a pipeline stage has, and how many the last one: fewer, unless the stages divide them."""
         most = -(-layers // self.pipeline_parallel)
         return most, layers - most * (self.pipeline_parallel - 1)
 
