@@ -33,7 +33,7 @@ from megarl.core.recipe import Recipe
 from megarl.core.sampling import length_control
 from megarl.core.sampling.places import Order, Places
 from megarl.core.server.client import ServerClient, ServerLost, ServerRefused
-from megarl.core.telemetry.spans import UNRECORDED, Spans
+from megarl.core.telemetry.spans import spans
 
 MAX_RETRIES = 5
 """With more lost requests than this a rollout is void: it is unlikely that so many servers died by chance."""
@@ -130,7 +130,6 @@ class Sampler:
         places: Places,
         watcher: Watcher,
         environments: Environments,
-        spans: Spans = UNRECORDED,
         agents: Agents | None = None,
         positions: int = sys.maxsize,
     ) -> None:
@@ -143,7 +142,6 @@ class Sampler:
         self.clients = clients
         self._places = places
         self.watcher = watcher
-        self._spans = spans
         self._environments, self._agents = environments, agents
         self._longest = positions - KEPT_FROM_INPUT
 
@@ -237,7 +235,7 @@ class Sampler:
         while limit > 0:
             server, version = await job.take()
             begin, segments = time.monotonic(), list[Segment]()
-            self._spans.open(f"server {server}/requests", name, begin)
+            spans.open(f"server {server}/requests", name, begin)
             life = self.watcher.life(server)
             try:
                 generation = await self.clients[server].generate(
@@ -271,7 +269,7 @@ class Sampler:
                 self._places.give_back(server)
                 tokens = sum(len(s.tokens) for s in segments)
                 end = time.monotonic()
-                self._spans.span(f"server {server}/requests", name, begin, end, version=version, tokens=tokens)
+                spans.span(f"server {server}/requests", name, begin, end, version=version, tokens=tokens)
             done.write(segments)
             done.kept = len(job.prompt.tokens) + len(done.tokens) - 1  # the last token was sampled but not computed on
             self._places.use[server].tokens += tokens
