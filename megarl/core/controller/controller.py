@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megarl.core.algorithm.batch import batch_statistics
-from megarl.core.base.architecture import layers_of
+from megarl.core.base.architecture import in_directory
 from megarl.core.base.contracts import Tasks
 from megarl.core.base.errors import MegarlError, first_of
 from megarl.core.base.messages import FromServer, Next, Publish, Published, Refused, Reply, Scored, Stop, Train
@@ -111,7 +111,7 @@ class Controller:
         self.teacher = TeacherServers(recipe, endpoints) if recipe.teachers else None
         self.records = JournalWriter(journal)
         self.parity = Parity(
-            recipe, tokenizer.end, layers_of(recipe.model.path), self.servers.clients, self.servers.membership,
+            recipe, tokenizer.end, in_directory(recipe.model.path), self.servers.clients, self.servers.membership,
             self._on_change, self._fail, salt,
         )  # fmt: skip
         mixture = mixture_of(recipe, tasks.prompts, journal.state)

@@ -16,7 +16,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from megarl.core.base.architecture import RoutedLayers
+from megarl.core.base.architecture import Architecture
 from megarl.core.base.messages import PARITY_ROLLOUTS, Score, Scored, ScoredRollout, Wait
 from megarl.core.base.types import Branch, Segment, paths_of
 from megarl.core.recipe import Recipe
@@ -79,22 +79,22 @@ class Parity:
         self,
         recipe: Recipe,
         against: int,
-        routed: RoutedLayers | None,
+        architecture: Architecture,
         clients: Mapping[int, ServerClient],
         membership: Membership,
         changed: Callable[[], None],
         fail: Callable[[str], None],
         salt: str,
     ) -> None:
-        """Begin without rollouts. against: a token that is scored as well (the end token). routed: the layers with experts."""
-        self._recipe, self._against, self._routed = recipe, against, routed
+        """Begin without rollouts. against: a token that is scored as well (the end token). architecture: of the policy."""
+        self._recipe, self._against, self._architecture = recipe, against, architecture
         self._clients, self._membership = clients, membership
         self._changed, self._fail, self._salt = changed, fail, salt
         # SGLang scores at temperature 1 and over the whole vocabulary, so other samplings cannot be compared with it.
         self._comparable = recipe.sampling.temperature == 1
         head, model = recipe.model.fp32_head, recipe.model
         heads = (head in ("both", "server"), head in ("both", "learner"))
-        self._judge = ParityJudge(model.dtype, routed is not None, *heads)
+        self._judge = ParityJudge(model.dtype, architecture.experts > 0, *heads)
         self._waiting: list[Candidate] = []
         self._scoring: set[asyncio.Task[None]] = set()
         self._version = -1  # of the weights that are compared
@@ -154,7 +154,7 @@ class Parity:
     async def _prefill(self, candidate: Candidate, server: int, version: int, purpose: str) -> Prefill | None:
         """Return the server's scores of the completion; None if the server is lost, refuses or has another version."""
         salt = f"{self._salt}/parity/{purpose}/{candidate.ticket}/{candidate.sample}"
-        tokens, first, routing = candidate.tokens, len(candidate.prompt), self._routed is not None
+        tokens, first, routing = candidate.tokens, len(candidate.prompt), self._architecture.experts > 0
         try:
             (scored,) = await self._clients[server].score(
                 [tokens], [first], salt, against=self._against, routing=routing
@@ -166,7 +166,7 @@ class Parity:
 
     def request(self, version: int) -> Score | Wait | None:
         """Return the learner's next command for the comparison at its `version`; None: nothing is to be compared."""
-        serving, routed = self._serving, self._routed
+        serving, model = self._serving, self._architecture
         if serving is None or self._version != version:
             return None
         if not serving.done():
@@ -174,7 +174,7 @@ class Parity:
         rollouts = []
         for c in serving.result():
             said = c.served and c.served.routing  # empty for a dense model
-            experts = routed.joined([routed.decoded(said)]) if routed and said else None
+            experts = model.routing([model.routed_experts(said)]) if said else None
             rollouts.append(ScoredRollout(tokens=c.tokens, first=len(c.prompt), experts=experts))
         return Score(version=version, rollouts=tuple(rollouts), against=self._against) if rollouts else None
 

@@ -21,7 +21,7 @@ from megarl.core.journal.records import Admitted, Finished, Removed
 from megarl.core.recipe import Length, Recipe
 from megarl.core.sampling import length_control
 from megarl.core.sampling.places import SHORT_PROMPT, GroupPlaces
-from megarl.core.sampling.sampler import Job, Sampler, Void, routed_layers
+from megarl.core.sampling.sampler import Job, Sampler, Void, routed_model
 from megarl.core.telemetry.spans import TICKETS, spans
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Tickets:
         self._sampler, self._graders, self._parity = sampler, graders, parity
         self._teacher = teacher
         self.mixture = mixture
-        self._routed = routed_layers(recipe)
+        self._routed = routed_model(recipe)
 
     def draw(self, ticket: int, due: int) -> Admitted:
         """Draw the next prompt from the mixture and return the ticket's record."""
@@ -137,7 +137,7 @@ class Tickets:
             grader_error=grade.error,
             rewards=dict(grade.rewards),
             retries=done.retries,
-            routing=None if self._routed is None else self._routed.joined(done.routing),
+            routing=None if self._routed is None else self._routed.routing(done.routing),
             episode=done.episode,
             teacher_logprobs=scores,
             paths=done.paths,

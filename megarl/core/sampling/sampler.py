@@ -23,7 +23,7 @@ from typing import Protocol
 import numpy as np
 from msgspec import structs
 
-from megarl.core.base.architecture import RoutedLayers, layers_of
+from megarl.core.base.architecture import Architecture, in_directory
 from megarl.core.base.contracts import Agents, Environments, PlayedEnvironment, PolicyTurn, Verdict
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import KEPT_FROM_INPUT
@@ -58,7 +58,7 @@ class Job:
     thinking_tokens: int
     temperature: float
     top_p: float
-    routed: RoutedLayers | None = None  # record the experts that the servers choose
+    routed: Architecture | None = None  # record the experts of this model that the servers choose
     started: Callable[[], None] = lambda: None  # called when a request has a token, or has ended
 
 
@@ -109,14 +109,14 @@ class Watcher(Protocol):
         """Note the failure of a request that was sent in this life of the server."""
 
 
-def routed_layers(recipe: Recipe) -> RoutedLayers | None:
-    """Return the layers whose experts a run of this recipe records; None if it records none."""
+def routed_model(recipe: Recipe) -> Architecture | None:
+    """Return the model whose chosen experts a run of this recipe records; None if it records none."""
     if not recipe.model.moe.routing_replay:
         return None
-    routed = layers_of(recipe.model.path)
-    if routed is None:
+    model = in_directory(recipe.model.path)
+    if not model.experts:
         raise MegarlError(f"model.moe.routing_replay: {recipe.model.path} has no experts; leave it out")
-    return routed
+    return model
 
 
 class Sampler:
@@ -253,7 +253,7 @@ class Sampler:
                 segments = length_control.sampled(generation.tokens, generation.logprobs, generation.spans)
                 finish: FinishReason | None = generation.finish
                 if job.routed is not None:
-                    done.routing.append(job.routed.decoded(generation.routing))
+                    done.routing.append(job.routed.routed_experts(generation.routing))
             except ServerLost as lost:
                 self.watcher.server_lost(server, life, str(lost))
                 done.retries += not self._places.membership.leaves(server)  # a server that leaves is no failure

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.core.base.architecture import read
 from megarl.core.base.messages import PARITY_ROLLOUTS, Score, Scored, ServerAddress, Wait
 from megarl.core.base.types import Prompt, Segment, float32, int32
 from megarl.core.controller.parity import Candidate, Parity, chosen_slots
@@ -61,7 +62,7 @@ class Stage:
         self.parity = Parity(
             recipe,
             END,
-            None,
+            read("llama-3.1-8b"),
             self.servers,  # type: ignore[arg-type]
             self.members,
             self.changed.set,

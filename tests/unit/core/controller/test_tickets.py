@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from megarl.core.base.admission import Admission
+from megarl.core.base.architecture import read
 from megarl.core.base.contracts import TaskPrompts
 from megarl.core.base.messages import Next, Refused, ServerAddress
 from megarl.core.base.types import Prompt, float32, int32
@@ -136,7 +137,7 @@ async def run(recipe: Recipe, path: Path, until: int | None, server: type[Server
     def whole() -> bool:
         return not pipeline.running and pipeline.batches() >= recipe.run.steps
 
-    parity = Parity(recipe, END, None, {0: asked}, members, changed, pytest.fail, "")  # type: ignore[dict-item]
+    parity = Parity(recipe, END, read("llama-3.1-8b"), {0: asked}, members, changed, pytest.fail, "")  # type: ignore[dict-item]
     tickets = Tickets(recipe, PROMPTS, mixture_of(recipe, PROMPTS, journal.state), sampler, graders, parity, "")
     pipeline = Pipeline(recipe, records, places, tickets, changed, recipe.run.steps, recipe.run.steps)
     if whole():

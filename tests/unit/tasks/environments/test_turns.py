@@ -7,6 +7,7 @@ import asyncio
 import base64
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megarl.core.algorithm.batch import batch_statistics
-from megarl.core.base.architecture import RoutedLayers
+from megarl.core.base.architecture import read
 from megarl.core.base.contracts import GraderDown, Verdict
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.types import Batch, Group, Prompt, Rollout, float32, int32
@@ -35,7 +36,7 @@ END, CLOSE = 0, 1
 PHRASE = [8, 8, CLOSE]
 PROMPT = Prompt(id="p", tokens=int32([7, 7, 2]), answer="5", task="game")
 DUE, LAG = 20, 8
-ROUTED = RoutedLayers(layers=1, with_experts=(0,), experts=1000, chosen=1)
+ROUTED = replace(read("qwen3-30b-a3b"), layers=1, expert_layers=(0,), experts=1000, experts_per_token=1)
 
 
 class Letters:
@@ -235,7 +236,7 @@ def test_every_episode(
         )
 
     # The record of experts has no gap.
-    rows = ROUTED.joined(done.routing).table[:, 0, 0] if done.routing else np.zeros(0)
+    rows = ROUTED.routing(done.routing).table[:, 0, 0] if done.routing else np.zeros(0)
     np.testing.assert_array_equal(rows, np.arange(len(rows)))
     if not lossy:
         assert len(rows) == len(PROMPT.tokens) + len(done.tokens) - 1
