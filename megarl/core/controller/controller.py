@@ -97,23 +97,13 @@ class Controller:
         self.servers = Servers(recipe, endpoints, self._on_change)
         self.places = self.servers.places
         self.environments, self.agents = tasks.environments(), tasks.agents()
-        self.sampler = Sampler(
-            recipe,
-            tokenizer,
-            self.servers.clients,
-            self.places,
-            self.servers,
-            self.environments,
-            self.agents,
-            positions(recipe),
-        )
+        self.sampler = Sampler(recipe, tokenizer, self.servers, self.environments, self.agents, positions(recipe))
         self.graders = tasks.graders()
         self.teacher = TeacherServers(recipe, endpoints) if recipe.teachers else None
         self.records = JournalWriter(journal)
         self.parity = Parity(
-            recipe, tokenizer.end, in_directory(recipe.model.path), self.servers.clients, self.servers.membership,
-            self._on_change, self._fail, salt,
-        )  # fmt: skip
+            recipe, tokenizer.end, in_directory(recipe.model.path), self.servers, self._on_change, self._fail, salt
+        )
         mixture = mixture_of(recipe, tasks.prompts, journal.state)
         self.tickets = Tickets(
             recipe, tasks.prompts, mixture, self.sampler, self.graders, self.parity, salt, self.teacher
@@ -123,10 +113,7 @@ class Controller:
         )
         self.compute = ComputeClock(journal.state, recipe.resources)
         self.meter = Meter(self.places)
-        asker = Asker(
-            recipe, tokenizer, self.servers.clients, self.places, self.sampler, self.graders, servers=frozenset(), salt=salt,
-            at_once=0,
-        )  # fmt: skip
+        asker = Asker(recipe, tokenizer, self.sampler, self.graders, servers=frozenset(), salt=salt, at_once=0)
         self.evaluations = Evaluations(
             rundir, questions, forecast, watch, asker, self.pipeline, self.compute, self._fail, self._stop
         )

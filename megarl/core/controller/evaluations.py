@@ -134,7 +134,7 @@ class Evaluations:
 
         asker = replace(
             self._asker, servers=servers, salt=f"{self._asker.salt}/evaluation/{version}",
-            at_once=self._asker.places.limit * len(servers),
+            at_once=self._asker.sampler.servers.places.limit * len(servers),
         )  # fmt: skip
         await score(self._questions, asker, keep)
         for suite in self._questions:

@@ -10,7 +10,7 @@ whether it is compared. Scores that a server could not give at the requested ver
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -19,9 +19,9 @@ import numpy as np
 from megarl.core.base.architecture import Architecture
 from megarl.core.base.messages import PARITY_ROLLOUTS, Score, Scored, ScoredRollout, Wait
 from megarl.core.base.types import Branch, Segment, paths_of
+from megarl.core.controller.servers import Servers
 from megarl.core.recipe import Recipe
-from megarl.core.server.client import Prefill, ServerClient, ServerLost, ServerRefused
-from megarl.core.server.membership import Membership
+from megarl.core.server.client import Prefill, ServerLost, ServerRefused
 from megarl.core.weights.parity import Measurement, ParityJudge, RolloutScores
 
 log = logging.getLogger(__name__)
@@ -80,15 +80,14 @@ class Parity:
         recipe: Recipe,
         against: int,
         architecture: Architecture,
-        clients: Mapping[int, ServerClient],
-        membership: Membership,
+        servers: Servers,
         changed: Callable[[], None],
         fail: Callable[[str], None],
         salt: str,
     ) -> None:
         """Begin without rollouts. against: a token that is scored as well (the end token). architecture: of the policy."""
         self._recipe, self._against, self._architecture = recipe, against, architecture
-        self._clients, self._membership = clients, membership
+        self._servers = servers
         self._changed, self._fail, self._salt = changed, fail, salt
         # SGLang scores at temperature 1 and over the whole vocabulary, so other samplings cannot be compared with it.
         self._comparable = recipe.sampling.temperature == 1
@@ -112,7 +111,7 @@ class Parity:
 
     def finished(self, candidate: Candidate) -> None:
         self._waiting.append(candidate)
-        if self._comparable and self._membership.serving_version(candidate.server) == candidate.version:
+        if self._comparable and self._servers.membership.serving_version(candidate.server) == candidate.version:
             task = asyncio.create_task(self._score_again(candidate))
             self._scoring.add(task)
             task.add_done_callback(self._scoring.discard)
@@ -134,7 +133,7 @@ class Parity:
         """Have servers score the candidates, each by the server that sampled it if that has the version; then wake the held
         `Next`. Return the candidates that were scored.
         """
-        clean = sorted(s for s, v in self._membership.clean().items() if v == version)
+        clean = sorted(s for s, v in self._servers.membership.clean().items() if v == version)
         limit_s = self._recipe.weights.timeout_s
 
         async def serve(c: Candidate) -> None:
@@ -156,7 +155,7 @@ class Parity:
         salt = f"{self._salt}/parity/{purpose}/{candidate.ticket}/{candidate.sample}"
         tokens, first, routing = candidate.tokens, len(candidate.prompt), self._architecture.experts > 0
         try:
-            (scored,) = await self._clients[server].score(
+            (scored,) = await self._servers.clients[server].score(
                 [tokens], [first], salt, against=self._against, routing=routing
             )
         except (ServerLost, ServerRefused) as error:

@@ -16,7 +16,7 @@ leg, without its environment. But nothing can follow an end token: there the rol
 
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -99,8 +99,14 @@ class Completion:
         self.message += [s.tokens for s in segments]
 
 
-class Watcher(Protocol):
-    """An object that is told about lost servers."""
+class ServerPool(Protocol):
+    """The servers that requests go to, and those among them that are lost."""
+
+    @property
+    def clients(self) -> Mapping[int, ServerClient]: ...
+
+    @property
+    def places(self) -> Places: ...
 
     def life(self, server: int) -> int:
         """Return a number that changes when the server is lost or its requests are aborted."""
@@ -120,15 +126,13 @@ def routed_model(recipe: Recipe) -> Architecture | None:
 
 
 class Sampler:
-    """Samples jobs on the servers behind `places`."""
+    """Samples jobs on `servers`."""
 
     def __init__(
         self,
         recipe: Recipe,
         tokenizer: Tokenizer,
-        clients: dict[int, ServerClient],
-        places: Places,
-        watcher: Watcher,
+        servers: ServerPool,
         environments: Environments,
         agents: Agents | None = None,
         positions: int = sys.maxsize,
@@ -139,9 +143,7 @@ class Sampler:
         # Only if rollouts can be interrupted does the tokenizer have to know the phrase.
         self._phrase = tokenizer.ids(recipe.length.interruption if recipe.length.control == "interruption" else "")
         self._ends = tokenizer.ends
-        self.clients = clients
-        self._places = places
-        self.watcher = watcher
+        self.servers = servers
         self._environments, self._agents = environments, agents
         self._longest = positions - KEPT_FROM_INPUT
 
@@ -236,9 +238,9 @@ class Sampler:
             server, version = await job.take()
             begin, segments = time.monotonic(), list[Segment]()
             spans.open(f"server {server}/requests", name, begin)
-            life = self.watcher.life(server)
+            life = self.servers.life(server)
             try:
-                generation = await self.clients[server].generate(
+                generation = await self.servers.clients[server].generate(
                     np.concatenate([job.prompt.tokens, done.tokens]),
                     limit,
                     temperature=job.temperature,
@@ -255,8 +257,8 @@ class Sampler:
                 if job.routed is not None:
                     done.routing.append(job.routed.routed_experts(generation.routing))
             except ServerLost as lost:
-                self.watcher.server_lost(server, life, str(lost))
-                done.retries += not self._places.membership.leaves(server)  # a server that leaves is no failure
+                self.servers.server_lost(server, life, str(lost))
+                done.retries += not self.servers.places.membership.leaves(server)  # a server that leaves is no failure
                 if done.retries > MAX_RETRIES:
                     raise Void(f"{done.retries} requests were lost, the last: {lost}") from None
                 # The version at the start of the request: later ones are unknown, and an older one only looks staler.
@@ -266,13 +268,13 @@ class Sampler:
                 raise Void(str(refused)) from None
             finally:
                 job.started()
-                self._places.give_back(server)
+                self.servers.places.give_back(server)
                 tokens = sum(len(s.tokens) for s in segments)
                 end = time.monotonic()
                 spans.span(f"server {server}/requests", name, begin, end, version=version, tokens=tokens)
             done.write(segments)
             done.kept = len(job.prompt.tokens) + len(done.tokens) - 1  # the last token was sampled but not computed on
-            self._places.use[server].tokens += tokens
+            self.servers.places.use[server].tokens += tokens
             limit -= tokens
             if finish is not None:
                 done.finish = finish
@@ -284,5 +286,5 @@ class Sampler:
         kind, _, sample = job.order
         if kind == 1:
             first = len(job.prompt.tokens) - 1 if sample else 0  # the last token is always computed, to sample the next
-            self._places.use[server].reusable += done.kept or first
-            self._places.use[server].cached += cached
+            self.servers.places.use[server].reusable += done.kept or first
+            self.servers.places.use[server].cached += cached

@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -63,8 +64,7 @@ class Stage:
             recipe,
             END,
             read("llama-3.1-8b"),
-            self.servers,  # type: ignore[arg-type]
-            self.members,
+            SimpleNamespace(clients=self.servers, membership=self.members),  # type: ignore[arg-type]
             self.changed.set,
             self.failures.append,
             "",

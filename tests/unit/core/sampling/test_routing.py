@@ -20,6 +20,7 @@ from megarl.core.sampling.sampler import Job, Sampler, routed_model
 from megarl.core.server.client import Generation, ServerLost, VersionSpan
 from megarl.core.server.membership import Membership
 from megarl.tasks.environments.registry import TaskEnvironments
+from tests.server_pool import Pool
 from tests.tiny import tiny_qwen3_moe
 
 EVERY_SECOND = replace(read("qwen3-30b-a3b"), layers=4, expert_layers=(1, 3), experts=16, experts_per_token=1)
@@ -82,14 +83,6 @@ class OneExpertATime:
         return Generation(tokens, logprobs, (VersionSpan(0, 0, limit),), "length", reply(table))
 
 
-class Nobody:
-    def life(self, server: int) -> int:
-        return 0
-
-    def server_lost(self, server: int, life: int, reason: str) -> None:
-        pass
-
-
 class Words:
     end = 1
     ends = (1,)
@@ -116,7 +109,7 @@ class OnePlace:
 def test_every_token_but_the_last_has_a_row_over_losses_and_legs() -> None:
     server, places = OneExpertATime(), OnePlace()
     recipe = from_tree({"length": {"answer_tokens": 4}})
-    sampler = Sampler(recipe, Words(), {0: server}, places, Nobody(), TaskEnvironments(recipe, Words()))  # type: ignore[arg-type, dict-item]
+    sampler = Sampler(recipe, Words(), Pool({0: server}, places), TaskEnvironments(recipe, Words()))  # type: ignore[arg-type, dict-item]
     prompt = Prompt(id="", tokens=np.arange(6, dtype=np.int32), answer="")
     job = Job(prompt, (0, 0, 0), partial(places.take, (0, 0, 0), lambda *_: True), "", 5, 1.0, 1.0, routed=EVERY_SECOND)
     done = asyncio.run(sampler.complete(job))

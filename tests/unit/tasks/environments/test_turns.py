@@ -29,6 +29,7 @@ from megarl.core.sampling.sampler import MAX_RETRIES, Completion, Job, Sampler, 
 from megarl.core.server.client import Generation, ServerLost, VersionSpan
 from megarl.core.server.membership import Membership
 from megarl.tasks.environments.registry import TaskEnvironments
+from tests.server_pool import Pool
 from tests.unit.tasks.environments import scripted
 from tests.unit.tasks.environments.scripted import CALL, Near, Script
 
@@ -52,14 +53,6 @@ class Letters:
 
     def decode(self, tokens: np.ndarray) -> str:
         return "".join("</think>" if t == CLOSE else str(t) for t in tokens.tolist())
-
-
-class Nobody:
-    def life(self, server: int) -> int:
-        return 0
-
-    def server_lost(self, server: int, life: int, reason: str) -> None:
-        pass
 
 
 class Servers:
@@ -141,7 +134,7 @@ def play(recipe: Recipe, servers: Servers, script: Script) -> Completion | None:
     async def run() -> Completion:
         places = Places(servers.members, 4)
         clients = {n: servers.client(n) for n in range(3)}
-        sampler = Sampler(recipe, Letters(), clients, places, Nobody(), TaskEnvironments(recipe, Letters()))  # type: ignore[arg-type]
+        sampler = Sampler(recipe, Letters(), Pool(clients, places), TaskEnvironments(recipe, Letters()))  # type: ignore[arg-type]
 
         async def take() -> tuple[int, int]:
             server, version = await places.take((1, 0, 0), lambda _, version: version >= DUE - LAG)
@@ -288,7 +281,7 @@ def say(
 
     async def run() -> Completion:
         places = Places(members, 1)
-        sampler = Sampler(recipe, Letters(), {0: server}, places, Nobody(), TaskEnvironments(recipe, Letters()))  # type: ignore[arg-type,dict-item]
+        sampler = Sampler(recipe, Letters(), Pool({0: server}, places), TaskEnvironments(recipe, Letters()))  # type: ignore[arg-type,dict-item]
         return await sampler.complete(
             Job(PROMPT, (1, 0, 0), partial(places.take, (1, 0, 0), lambda *_: True), "", chosen["thinking"], 1.0, 1.0)
         )
@@ -360,7 +353,7 @@ def test_one_that_fails_ends_the_rollout_as_a_grader_that_is_down_does() -> None
     async def run() -> None:
         places = Places(members, 1)
         sampler = Sampler(
-            recipe, Letters(), {0: OneTurnEach([[4, END]])}, places, Nobody(), TaskEnvironments(recipe, Letters())
+            recipe, Letters(), Pool({0: OneTurnEach([[4, END]])}, places), TaskEnvironments(recipe, Letters())
         )  # type: ignore[arg-type,dict-item]
         prompt = Prompt(id="", tokens=PROMPT.tokens, answer="", task="step")
         with pytest.raises(GraderDown, match=r"data\.tasks\.step: environment .*: step failed: KeyError"):
