@@ -116,7 +116,7 @@ class StateTotals(msgspec.Struct, kw_only=True):
     drawn_before: dict[str, int] = {}  # by task: draws under the shares of a fork's parent
 
 
-class Snapshot(StateTotals, kw_only=True, tag="snapshot"):
+class Snapshot(StateTotals, eq=False, kw_only=True, tag="snapshot"):
     """The state at the head of a journal file, after all records of earlier files. The queue of tickets is an int32 array."""
 
     prompts_per_batch: int
