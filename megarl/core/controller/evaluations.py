@@ -63,7 +63,7 @@ class Evaluations:
 
     def begin_if_due(self, version: int, spent: Mapping[int, Spent], tasks: asyncio.TaskGroup) -> None:
         """If an evaluation is due, pin some of the servers with these weights and begin. spent: compute before each version."""
-        if not self._schedule.is_due(version, self._pipeline.final_step) or time.monotonic() < self._not_before:
+        if not self._schedule.is_due(version) or time.monotonic() < self._not_before:
             return
         if servers := self._schedule.begin(version):
             self._compute.hold(self._schedule.held)

@@ -156,10 +156,10 @@ async def scored(recipe: Recipe, down: int, stops: list[str] | None = None, vers
     begun = 0
     async with asyncio.TaskGroup() as tasks:
         writer = tasks.create_task(records.run())
-        while schedule.is_due(version, 10) and not failures:
+        while schedule.is_due(version) and not failures:
             evaluations.begin_if_due(version, {version: Spent(0.5 + version, 0.25, 0.125)}, tasks)
             assert members.members[0].pinned
-            assert not schedule.is_due(version, 10)
+            assert not schedule.is_due(version)
             await asyncio.wait_for(asyncio.shield(evaluations.tasks[version]), 10)
             begun += 1
             assert not members.members[0].pinned
