@@ -18,7 +18,7 @@ import numpy as np
 
 from megarl.core.base.architecture import Architecture
 from megarl.core.base.messages import PARITY_ROLLOUTS, Score, Scored, ScoredRollout, Wait
-from megarl.core.base.types import Branch, Segment, paths_of
+from megarl.core.base.types import Branch, PathTokens, Segment, paths_of
 from megarl.core.controller.servers import Servers
 from megarl.core.recipe import Recipe
 from megarl.core.server.client import Prefill, ServerLost, ServerRefused
@@ -43,9 +43,9 @@ class Candidate:
     scorer: int = -1
 
     @property
-    def tokens(self) -> np.ndarray:
-        """Prompt and completion, [n] int32."""
-        return np.concatenate([self.prompt, *(s.tokens for s in self.segments)])
+    def whole(self) -> PathTokens:
+        """Prompt and completion as one sequence."""
+        return paths_of(self.segments, (), self.prompt)[0]
 
     @property
     def version(self) -> int:
@@ -153,10 +153,10 @@ class Parity:
     async def _prefill(self, candidate: Candidate, server: int, version: int, purpose: str) -> Prefill | None:
         """Return the server's scores of the completion; None if the server is lost, refuses or has another version."""
         salt = f"{self._salt}/parity/{purpose}/{candidate.ticket}/{candidate.sample}"
-        tokens, first, routing = candidate.tokens, len(candidate.prompt), self._architecture.experts > 0
+        whole, routing = candidate.whole, self._architecture.experts > 0
         try:
             (scored,) = await self._servers.clients[server].score(
-                [tokens], [first], salt, against=self._against, routing=routing
+                [whole.tokens], [whole.own], salt, against=self._against, routing=routing
             )
         except (ServerLost, ServerRefused) as error:
             log.warning("parity of ticket %d.%d: %s", candidate.ticket, candidate.sample, error)
@@ -174,7 +174,7 @@ class Parity:
         for c in serving.result():
             said = c.served and c.served.routing  # empty for a dense model
             experts = model.routing([model.routed_experts(said)]) if said else None
-            rollouts.append(ScoredRollout(tokens=c.tokens, first=len(c.prompt), experts=experts))
+            rollouts.append(ScoredRollout(tokens=c.whole.tokens, first=len(c.prompt), experts=experts))
         return Score(version=version, rollouts=tuple(rollouts), against=self._against) if rollouts else None
 
     def scored(self, result: Scored) -> None:
@@ -225,11 +225,10 @@ def rollout_scores(
     learner, learner_against: [completion_len] float32. comparable: behaviour log-probs belong to the same distribution as
     scores.
     """
-    segments, served = candidate.segments, candidate.served
+    whole, served = candidate.whole, candidate.served
     assert served is not None
-    behaviour = np.concatenate([s.logprobs for s in segments])
-    versions = np.concatenate([np.full(len(s.tokens), s.weight_version) for s in segments])
-    trained = np.concatenate([np.full(len(s.tokens), s.trained) for s in segments])
+    behaviour, trained = whole.logprobs[whole.own :], whole.trained[whole.own :]
+    versions = np.concatenate([np.full(len(s.tokens), s.weight_version) for s in candidate.segments])
     sampled_at = np.full(len(behaviour), np.nan, np.float32)
     if candidate.sampled is not None:
         # Only tokens of the last version were sampled by the weights that scored them.
