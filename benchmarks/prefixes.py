@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,12 +28,9 @@ import torch
 from megarl.core import recipe as recipes
 from megarl.core.base.admission import Admission
 from megarl.core.base.contracts import Observation
-from megarl.core.base.messages import ServerAddress
 from megarl.core.base.types import Episode, Prompt
-from megarl.core.sampling.places import GroupPlaces, Places
+from megarl.core.sampling.places import GroupPlaces
 from megarl.core.sampling.sampler import Job, Sampler
-from megarl.core.server.client import ServerClient
-from megarl.core.server.membership import Membership
 from megarl.lab.evaluation.servers import OwnServers, own_servers
 from tests.tiny import tiny_llama
 
@@ -95,18 +93,11 @@ def main() -> None:
 async def share(servers: OwnServers, groups: int, seed: int, waits: bool) -> dict[str, float]:
     """Return reusable and cached tokens, their ratio, and the seconds. Groups arrive as places become free, as in a full
     pipeline."""
-    recipe, random = servers.recipe, np.random.default_rng(seed)
-    members = Membership([ServerAddress(id=n, url=url) for n, url in enumerate(servers.endpoints.servers)])
-    for n in members.members:
-        members.seen(n)
-        members.publish([n], -1, "")
-        members.published(n, -1, "", "")
-    keys = servers.endpoints.api_key, servers.endpoints.admin_key
-    clients = {n: ServerClient(m.address, *keys) for n, m in members.members.items()}
-    places, admission = Places(members, recipe.serving.max_running_requests), Admission(1000, 8)
+    servers, recipe, random = replace(servers), servers.recipe, np.random.default_rng(seed)  # with places of its own
+    places, admission = servers.places, Admission(1000, 8)
     tokenizer: Any = SimpleNamespace(ids=lambda text: np.zeros(0, np.int32), decode=lambda tokens: "", end=127)
     environments: Any = SimpleNamespace(of=lambda task: Counting())
-    sampler = Sampler(recipe, tokenizer, clients, places, servers, environments)
+    sampler = Sampler(recipe, tokenizer, servers, environments)
 
     async def group(ticket: int) -> None:
         held = GroupPlaces(places, admission, ticket, GENERATIONS)
@@ -128,7 +119,7 @@ async def share(servers: OwnServers, groups: int, seed: int, waits: bool) -> dic
         running.add(asyncio.create_task(group(admission.admit())))
         await asyncio.sleep(0)
     await asyncio.gather(*running)
-    for client in clients.values():
+    for client in servers.clients.values():
         await client.close()
     uses = places.use.values()
     reusable, cached = sum(use.reusable for use in uses), sum(use.cached for use in uses)

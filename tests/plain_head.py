@@ -2,12 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megarl.core.models import head as package
 from megarl.core.models.head import logprobs_and_entropy
 
 
@@ -108,14 +111,22 @@ def magnitude(case: Case, log_p: Tensor) -> tuple[float, float]:
     )
 
 
-def found(case: Case, head: Callable[..., tuple[Tensor, Tensor]] = logprobs_and_entropy, **settings: Any) -> Result:
-    """megarl's, with the weight's gradient as DDP holds it."""
+def found(
+    case: Case,
+    head: Callable[..., tuple[Tensor, Tensor]] = logprobs_and_entropy,
+    chunk: tuple[int, int] = package.CHUNK,
+    passes: ModuleType | None = None,
+    **settings: Any,
+) -> Result:
+    """megarl's, with the weight's gradient as DDP holds it. passes: instead of those for the device."""
     hidden, weight = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
     weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
-    logprobs, entropy = head(
-        hidden, weight, case.labels, vocab_size=case.vocabulary, temperature=case.temperature, **settings
-    )
-    (torch.stack([logprobs, entropy]) * case.upstream).sum().backward()
+    passes_on = package.passes_on if passes is None else lambda device: passes
+    with mock.patch.multiple(package, CHUNK=chunk, passes_on=passes_on):
+        logprobs, entropy = head(
+            hidden, weight, case.labels, vocab_size=case.vocabulary, temperature=case.temperature, **settings
+        )
+        (torch.stack([logprobs, entropy]) * case.upstream).sum().backward()
     assert hidden.grad is not None
     return Result(logprobs.detach(), entropy.detach(), hidden.grad, weight.main_grad)
 

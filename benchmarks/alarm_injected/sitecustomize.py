@@ -320,7 +320,7 @@ def routing() -> None:
     """DOSE late: servers report the experts of the previous token. A number: the server adds it to one expert's logits."""
     if DOSE == "late":
 
-        @replaces("megarl.core.base.architecture:RoutedLayers.decoded")
+        @replaces("megarl.core.base.architecture:Architecture.routed_experts")
         def late(decoded: Any) -> Any:
             def wrong(self: Any, reply: str) -> Any:
                 import numpy as np

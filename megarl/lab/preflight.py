@@ -114,8 +114,7 @@ def _check_sources(recipe: Recipe) -> None:
         if wrong := sources.problem(source):
             made = f" (`megarl data arithmetic {Path(source).parent}` makes the quickstart's)" if source else ""
             raise MegarlError(f"{key}: {wrong}; give prompts as JSONL, Parquet or Arrow{made}")
-    asked = [*recipe.data.tasks.values(), *recipe.evaluation.sampled.values()]
-    if any(rows.template == "chat" for rows in asked):
+    if any(rows.template == "chat" for rows in recipe.sampled.values()):
         load_chat(recipe.model.path)
 
 

@@ -11,8 +11,9 @@ Hard links survive the parent's pruning. With the snapshot, the run resumes like
 
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from megarl.core.base.admission import Admission
 from megarl.core.base.errors import MegarlError

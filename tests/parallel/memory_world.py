@@ -19,8 +19,7 @@ from megarl.core import recipe as recipes
 from megarl.core.algorithm.batch import TrainSequence
 from megarl.core.algorithm.packing import sizes_to_try
 from megarl.core.base.types import Batch, decode
-from megarl.core.learner import optimizer
-from megarl.core.learner.microbatch_size import settle
+from megarl.core.learner import microbatch_size, optimizer
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import family_of, parallel
 from megarl.core.recipe import Recipe
@@ -125,7 +124,8 @@ class FakeMemory:
 def check_agreed(recipe: Recipe, what: str) -> None:
     """Each rank has another share of its memory left: the fullest decides for all, and pipelines are filled while trying."""
     trainer = start_at(recipe, Path(recipe.model.path))
-    settle(trainer, 40, 40 * 200, None, FakeMemory(trainer))
+    microbatch_size.gpu_memory = lambda: FakeMemory(trainer)
+    microbatch_size.settle(trainer, 40, 40 * 200, None)
     worst = 0.003 + 0.001 * (dist.get_world_size() - 1)
     sizes = sizes_to_try(40, 40 * 200)
     assert trainer.policy.microbatch_tokens == max(n for n in sizes if worst * n <= 1), what

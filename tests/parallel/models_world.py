@@ -110,7 +110,8 @@ def check(path: Path, model: Model, recompute: str, what: str, output: Path, oth
         assert worst <= (4e-6 if wide else 2e-6), f"{what}: {case} gradients differ by {worst:.1e}"
         print(f"{what}: {case} gradients {worst:.1e}", flush=True)
 
-    hf.save(chunks, family, path, output / "hf", shard_bytes=1 << 15)
+    hf.SHARD_BYTES = 1 << 15
+    hf.save(chunks, family, path, output / "hf")
     saved = {name: t for file in (output / "hf").glob("*.safetensors") for name, t in load_file(file).items()}
     assert saved.keys() == stored.keys(), what
     assert all(torch.equal(saved[n], stored[n]) for n in stored), f"{what}: saved differs"

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.core.base.messages import Publish
 from megarl.core.models import build, family_of, hf, parallel
-from megarl.core.sampling.sampler import routed_layers
+from megarl.core.sampling.sampler import routed_model
 from megarl.core.weights.publisher import Publisher
 from tests.stack.conftest import POSITIONS, Stack, running, two_models, under_way
 from tests.stack.publish_world import nudge, publish_from
@@ -129,7 +129,7 @@ def experts_of(model: Any, routers: str, tokens: np.ndarray, chosen: int) -> np.
 async def test_the_server_says_which_experts_it_chose(served: Stack, request: pytest.FixtureRequest) -> None:
     """All tokens but the last, over two requests of which the second goes on from the first."""
     routers = CASES[request.node.callspec.params["served"]].routers
-    routed = routed_layers(served.recipe)
+    routed = routed_model(served.recipe)
     if not routers:
         assert routed is None
         return
@@ -138,13 +138,13 @@ async def test_the_server_says_which_experts_it_chose(served: Stack, request: py
     async with served.client() as client:
         await client.load(str(served.directory / "a"), 2)
         first = await client.generate(prompt, 20, routing_from=0)
-        tables = [routed.decoded(first.routing)]
+        tables = [routed.routed_experts(first.routing)]
         longer = np.concatenate([prompt, first.tokens, random_prompt(5)])
         second = await client.generate(longer, 20, routing_from=len(tables[0]))
-    routing = routed.joined([*tables, routed.decoded(second.routing)])
+    routing = routed.routing([*tables, routed.routed_experts(second.routing)])
     tokens = np.concatenate([longer, second.tokens])
     assert routing.table.dtype == np.uint8
-    expected = experts_of(served.models["a"], routers, tokens, routed.chosen)[:-1]
+    expected = experts_of(served.models["a"], routers, tokens, routed.experts_per_token)[:-1]
     np.testing.assert_array_equal(np.sort(routing.table, -1), expected)
 
 

@@ -77,7 +77,7 @@ SMALLEST = 60
 PLUG_INS = {
     "__main__", "core.server.sglang_models.stock",  # started or found by name
     "environments", "scaling",  # what users import
-    *(f"core.algorithm.losses.{kind}" for kind in ("cispo", "dppo", "gmpo", "gspo", "reinforce")),  # one loss a file
+    *(f"core.algorithm.losses.{kind}" for kind in ("cispo", "dppo", "gmpo", "gspo", "own", "reinforce")),  # one loss a file
     "core.models.head.passes",  # one of two, chosen by the device
     "tasks.environments.guessing",  # one environment a file
     "tasks.agents.calculator",  # started by name, as a user's

@@ -13,7 +13,7 @@ Group mean and batch deviation: ScaleRL (arXiv 2510.13786), section 3.2; group d
 leave-one-out: RLOO (arXiv 2402.14740); running: reward scaling in PPO with a critic (Engstrom et al. 2020, arXiv 2005.12729).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
 from typing import Literal
@@ -26,7 +26,6 @@ Centring = Literal["group", "leave_one_out", "none"]
 Normalisation = Literal["batch", "group", "running", "none"]
 Penalties = Mapping[tuple[int, int], float]
 """Amount subtracted from the reward of (ticket, sample) before centring. Groups of equal rewards have no gradient even so."""
-NO_PENALTIES: Penalties = {}
 
 
 @dataclass(frozen=True)
@@ -60,28 +59,16 @@ class Moments:
 NOTHING_SEEN = Moments()
 
 
-def advantages(
-    groups: Sequence[Group],
-    normalisation: Normalisation,
-    centring: Centring = "group",
-    running: Moments = NOTHING_SEEN,
-    penalties: Penalties = NO_PENALTIES,
-) -> list[np.ndarray]:
-    """Return centred rewards divided by a population deviation: one [generations] float64 per group or, if turns have credit of
-    their own, one [turns of all its rollouts] in the order of `turns_of`.
-
-    centring: subtract the group's mean, the mean of its other rollouts (n / (n - 1) times the result), or nothing.
-    normalisation: divide by the deviation of all centred rewards of these groups (batch), of each group's own (group), of those
-    of all batches including this one, which `running` must contain already (running), or not at all (none).
-    A group with equal rewards has advantage 0 throughout, unless centring is none.
+def divided(centred: list[np.ndarray], normalisation: Normalisation, running: Moments) -> list[np.ndarray]:
+    """Return each group's `centred_rewards` divided by a population deviation: of all of them (batch), of each group's own
+    (group), of those of all batches including this one, which `running` must contain already (running), or as they are (none).
     """
-    each = [centred_rewards(g, centring, penalties) for g in groups]
-    if normalisation == "none" or not groups:
-        return each
+    if normalisation == "none" or not centred:
+        return centred
     if normalisation == "group":  # "or 1": the rewards may all be equal
-        return [c / (c.std() or 1.0) for c in each]
-    deviation = running.deviation if normalisation == "running" else np.concatenate(each).std() or 1.0
-    return [c / deviation for c in each]
+        return [c / (c.std() or 1.0) for c in centred]
+    deviation = running.deviation if normalisation == "running" else np.concatenate(centred).std() or 1.0
+    return [c / deviation for c in centred]
 
 
 def turns_of(group: Group) -> list[tuple[int, int]]:
@@ -89,8 +76,13 @@ def turns_of(group: Group) -> list[tuple[int, int]]:
     return [(n, turn) for n, rollout in enumerate(group.rollouts) for turn in sorted(rollout.credits)]
 
 
-def centred_rewards(group: Group, centring: Centring, penalties: Penalties = NO_PENALTIES) -> np.ndarray:
-    """Return the group's centred returns, float64, in the order of `turns_of`: [generations] centred rewards without turns."""
+def centred_rewards(group: Group, centring: Centring, penalties: Penalties) -> np.ndarray:
+    """Return the group's centred returns, float64: [generations] centred rewards or, if turns have credit of their own, [turns
+    of all its rollouts] in the order of `turns_of`.
+
+    centring: subtract the group's mean, the mean of its other rollouts (n / (n - 1) times the result), or nothing. A group with
+    equal rewards has advantage 0 throughout, unless centring is none.
+    """
     rewards = group.rewards - [penalties.get((group.ticket, r.sample), 0.0) for r in group.rollouts]
     each = [sorted(r.credits.items()) for r in group.rollouts]
     rollouts = np.repeat(np.arange(len(each)), [len(turns) for turns in each])

@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from megarl.core.algorithm.advantages import NOTHING_SEEN, Moments, advantages, turns_of
+from megarl.core.algorithm.advantages import NOTHING_SEEN, Moments, centred_rewards, divided, turns_of
 from megarl.core.base.types import Batch, Group, PathTokens, Rollout, paths_of
 from megarl.core.recipe import Recipe
 
@@ -133,9 +133,9 @@ def with_advantages(
     penalties: dict[tuple[int, int], float] = defaultdict(float)
     for s in sequences:  # a rollout may have several sequences
         penalties[s.ticket, s.sample] += float(np.sum(s.kl_penalty))
-    centred = advantages(groups, "none", settings.centring, penalties=penalties)
+    centred = [centred_rewards(group, settings.centring, penalties) for group in groups]
     after = before.after(np.concatenate([np.zeros(0), *centred]))
-    gains = advantages(groups, settings.advantage, settings.centring, after, penalties)
+    gains = divided(centred, settings.advantage, after)
     gain_of = {
         (group.ticket, group.rollouts[n].sample, turn): float(gain)
         for group, group_gains in zip(groups, gains, strict=True)

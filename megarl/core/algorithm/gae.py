@@ -1,14 +1,15 @@
 """Generalised advantage estimation: how much more each sampled token was worth than the critic expected.
 
     values V_0 … V_{n-1} (critic) ─┐
-    rewards r_0 … r_{n-1} ─────────┴─► delta_t = r_t + gamma V_{t+1} - V_t, with V_n = 0
-                                       A_t = delta_t + gamma lambda A_{t+1}         advantage, for the policy
+    rewards r_0 … r_{n-1} ─────────┴─► delta_t = r_t + V_{t+1} - V_t, with V_n = 0
+                                       A_t = delta_t + lambda A_{t+1}               advantage, for the policy
                                        R_t = A_t + V_t                              return, what the critic learns
 
-Schulman et al. 2015 (arXiv 1506.02438), equation 16. t counts only the trained tokens of a rollout: text that the policy did
-not sample (an interruption phrase) is part of the transition from the sampled token before it to the next one, so it adds no
-discount. V_t is the critic's estimate before token t is sampled. The reward comes with the last sampled token, and V is 0
-after it, even if the answer was cut off: the budget is part of the task, and the grade reflects it.
+Schulman et al. 2015 (arXiv 1506.02438), equation 16, with gamma 1: tokens are not discounted, since the reward is for the
+answer, however long it took (as in Open-Reasoner-Zero, arXiv 2503.24290). t counts only the trained tokens of a rollout: text
+that the policy did not sample (an interruption phrase) is part of the transition from the sampled token before it to the next
+one, and no step of lambda. V_t is the critic's estimate before token t is sampled. The reward comes with the last sampled
+token, and V is 0 after it, even if the answer was cut off: the budget is part of the task, and the grade reflects it.
 """
 
 from collections.abc import Sequence
@@ -21,22 +22,19 @@ from megarl.core.algorithm.advantages import NOTHING_SEEN, Moments
 from megarl.core.algorithm.batch import TrainSequence
 
 
-def advantages_and_returns(
-    rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float
-) -> tuple[np.ndarray, np.ndarray]:
+def advantages_and_returns(rewards: np.ndarray, values: np.ndarray, lam: float) -> tuple[np.ndarray, np.ndarray]:
     """Return A and R, [n] float64 each, for one rollout's n trained tokens, from rewards [n] and values [n]."""
     from scipy.signal import lfilter  # takes a quarter of the learner's import time; only runs with a critic need it
 
     values = values.astype(np.float64)
-    deltas = rewards + gamma * np.append(values[1:], 0.0) - values
-    advantages = lfilter([1.0], [1.0, -gamma * lam], deltas[::-1])[::-1]  # the recursion, from the last token backwards
+    deltas = rewards + np.append(values[1:], 0.0) - values
+    advantages = lfilter([1.0], [1.0, -lam], deltas[::-1])[::-1]  # the recursion, from the last token backwards
     return advantages, advantages + values
 
 
 def estimated(
     sequences: Sequence[TrainSequence],
     values: Sequence[np.ndarray],
-    gamma: float,
     lam: float,
     normalisation: Literal["batch", "running", "none"],
     before: Moments = NOTHING_SEEN,
@@ -47,9 +45,7 @@ def estimated(
     normalisation: advantages are centred by the mean and divided by the deviation over all trained tokens of the batch (batch)
     or of all batches including this one (running). The second result holds the moments of all batches.
     """
-    pairs = [
-        advantages_and_returns(_rewards(s), v[s.trained], gamma, lam) for s, v in zip(sequences, values, strict=True)
-    ]
+    pairs = [advantages_and_returns(_rewards(s), v[s.trained], lam) for s, v in zip(sequences, values, strict=True)]
     advantages = [a for a, _ in pairs]
     everything = np.concatenate(advantages)
     after = before.after(everything)

@@ -1,7 +1,7 @@
 """A model's structure, read from its config.json. Only this module interprets that file; it needs no weights and no torch.
 
     config.json ──► Architecture ──┬─► models/            megatron's arguments, each layer's attention, names of tensors
-                                   ├─► RoutedLayers       decodes the experts that a server chose, for routing replay
+                                   ├─► routed_experts     decodes the experts that a server chose, for routing replay
                                    ├─► server/checks.py   models that SGLang would serve wrongly
                                    └─► algorithm/packing.py, lab/planning/   the cost of a sequence, what fits on a GPU
 
@@ -262,6 +262,22 @@ class Architecture:
             sizes |= {"q_lora_rank": low.query, "kv_lora_rank": low.shared, "v_head_dim": low.value}
             sizes |= {"qk_head_dim": low.content, "qk_pos_emb_head_dim": low.position}
         return sizes
+
+    def routed_experts(self, reply: str) -> np.ndarray:
+        """Return the experts that a server chose for tokens from `routing_from` on, except the last (model.moe.routing_replay):
+        [tokens, layers with experts, chosen] uint8, or int16 where there are more experts. reply: base64 of int32 [tokens, all
+        layers, chosen]."""
+        if not reply:
+            raise MegarlError(
+                "a server did not say which experts it chose: was it started with model.moe.routing_replay?"
+            )
+        table = np.frombuffer(base64.b64decode(reply), "<i4").reshape(-1, self.layers, self.experts_per_token)
+        return table[:, self.expert_layers].astype(np.uint8 if self.experts <= 256 else np.int16)
+
+    def routing(self, tables: Sequence[np.ndarray]) -> Routing:
+        """Join the `routed_experts` of a rollout's requests."""
+        choices = np.concatenate(tables).reshape(-1)
+        return Routing(choices=choices, layers=self.moe_layers, chosen=self.experts_per_token)
 
 
 def read(name_or_path: str) -> Architecture:
@@ -530,40 +546,3 @@ def _size(config: JsonObject, key: str, otherwise: int | None = None) -> int:
     if not 0 < value == int(value):
         raise ValueError(f"{key} is {value}")
     return int(value)
-
-
-@dataclass(frozen=True)
-class RoutedLayers:
-    """A model's layers with experts, and the formats in which a server reports its choices (model.moe.routing_replay).
-
-    reply    base64 of int32 [rows, all layers, chosen]              rows: tokens from `routing_from` on, except the last
-    rollout  Routing, layers with experts only, a byte per choice    the rows of successive requests are concatenated
-
-    layers: number of all layers; with_experts: indices of those with experts, from 0; chosen: experts per token.
-    """
-
-    layers: int
-    with_experts: tuple[int, ...]
-    experts: int
-    chosen: int
-
-    def decoded(self, reply: str) -> np.ndarray:
-        """Return a reply's choices [rows, layers with experts, chosen]: uint8, or int16 where there are more experts."""
-        if not reply:
-            raise MegarlError(
-                "a server did not say which experts it chose: was it started with model.moe.routing_replay?"
-            )
-        table = np.frombuffer(base64.b64decode(reply), "<i4").reshape(-1, self.layers, self.chosen)
-        return table[:, self.with_experts].astype(np.uint8 if self.experts <= 256 else np.int16)
-
-    def joined(self, tables: Sequence[np.ndarray]) -> Routing:
-        """Join the tables of a rollout's requests."""
-        return Routing(choices=np.concatenate(tables).reshape(-1), layers=len(self.with_experts), chosen=self.chosen)
-
-
-def layers_of(model_path: str) -> RoutedLayers | None:
-    """Return the routed layers of the model in this directory; None for a dense model."""
-    model = in_directory(model_path)
-    if not model.experts:
-        return None
-    return RoutedLayers(model.layers, model.expert_layers, model.experts, model.experts_per_token)

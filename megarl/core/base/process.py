@@ -4,6 +4,7 @@ a port."""
 import ctypes
 import faulthandler
 import gc
+import importlib
 import logging
 import os
 import resource
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from megarl.core.base.errors import MegarlError
 
@@ -46,6 +48,14 @@ def importing() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def imported(named: str) -> Any:
+    """Return the user's function or class `package.module:name`, from PYTHONPATH or the working directory."""
+    module, _, name = named.partition(":")
+    if (folder := os.getcwd()) not in sys.path:
+        sys.path.append(folder)
+    return getattr(importlib.import_module(module), name)
 
 
 def die_with_parent() -> None:

@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megarl.core.algorithm.batch import batch_statistics
-from megarl.core.base.architecture import layers_of
+from megarl.core.base.architecture import in_directory
 from megarl.core.base.contracts import Tasks
 from megarl.core.base.errors import MegarlError, first_of
 from megarl.core.base.messages import FromServer, Next, Publish, Published, Refused, Reply, Scored, Stop, Train
@@ -50,7 +50,7 @@ from megarl.core.journal.writer import JournalWriter
 from megarl.core.recipe import START_LIMIT_RULE, Recipe
 from megarl.core.sampling.sampler import Sampler
 from megarl.core.server.checks import positions
-from megarl.core.telemetry.spans import Spans
+from megarl.core.telemetry.spans import spans
 
 log = logging.getLogger(__name__)
 
@@ -93,43 +93,29 @@ class Controller:
         journal.append(session_of(rundir))
         self._address = endpoints.controller
         self.link = Link(self._address, endpoints.link)
-        self.spans = Spans(rundir.trace / "controller.jsonl")
-        self.servers = Servers(recipe, endpoints, self._on_change, self.spans)
+        spans.write_to(rundir.trace / "controller.jsonl")
+        self.servers = Servers(recipe, endpoints, self._on_change)
         self.places = self.servers.places
         self.environments, self.agents = tasks.environments(), tasks.agents()
-        self.sampler = Sampler(
-            recipe,
-            tokenizer,
-            self.servers.clients,
-            self.places,
-            self.servers,
-            self.environments,
-            self.spans,
-            self.agents,
-            positions(recipe),
-        )
+        self.sampler = Sampler(recipe, tokenizer, self.servers, self.environments, self.agents, positions(recipe))
         self.graders = tasks.graders()
         self.teacher = TeacherServers(recipe, endpoints) if recipe.teachers else None
-        self.records = JournalWriter(journal, self.spans)
+        self.records = JournalWriter(journal)
         self.parity = Parity(
-            recipe, tokenizer.end, layers_of(recipe.model.path), self.servers.clients, self.servers.membership,
-            self._on_change, self._fail, salt,
-        )  # fmt: skip
+            recipe, tokenizer.end, in_directory(recipe.model.path), self.servers, self._on_change, self._fail, salt
+        )
         mixture = mixture_of(recipe, tasks.prompts, journal.state)
         self.tickets = Tickets(
-            recipe, tasks.prompts, mixture, self.sampler, self.graders, self.parity, salt, self.spans, self.teacher
+            recipe, tasks.prompts, mixture, self.sampler, self.graders, self.parity, salt, self.teacher
         )
         self.pipeline = Pipeline(
             recipe, self.records, self.places, self.tickets, self._on_change, recipe.run.steps, recipe.run.steps
         )
         self.compute = ComputeClock(journal.state, recipe.resources)
         self.meter = Meter(self.places)
-        asker = Asker(
-            recipe, tokenizer, self.servers.clients, self.places, self.sampler, self.graders, servers=frozenset(), salt=salt,
-            at_once=0,
-        )  # fmt: skip
+        asker = Asker(recipe, tokenizer, self.sampler, self.graders, servers=frozenset(), salt=salt, at_once=0)
         self.evaluations = Evaluations(
-            rundir, questions, forecast, watch, asker, self.pipeline, self.compute, self._fail, self._stop, self.spans
+            rundir, questions, forecast, watch, asker, self.pipeline, self.compute, self._fail, self._stop
         )
         self.conversation = Conversation(self.link, self)
         self._exported: StatusAndTotals = {}, {}
@@ -263,7 +249,7 @@ class Controller:
         if not decision.replay:
             self.pipeline.window.taken(decision.step)
         step, replay, spent = decision.step, decision.replay, self.compute.spent()
-        self.spans.event("controller/batches", f"batch {step}", step=step, replay=replay, tickets=list(tickets))
+        spans.event("controller/batches", f"batch {step}", step=step, replay=replay, tickets=list(tickets))
         running, ahead = float(len(self.pipeline.running)), float(self.pipeline.ahead(step))
         stats = batch_statistics(batch, self.recipe.all_groups_teach) | spent.row() | self.meter.step()
         stats |= task_statistics(batch, self.recipe)
@@ -304,7 +290,7 @@ class Controller:
                 if written:
                     log.warning("%s; the run goes on without it", error)
                 written = False
-            await asyncio.to_thread(self.spans.flush)
+            await asyncio.to_thread(spans.flush)
 
     def _counted(self) -> int:
         """Return how many joined servers add compute. All cores of the controller's own machine are counted already."""
@@ -354,7 +340,7 @@ class Controller:
             await self.records.close()
         finally:
             self.link.close()
-            self.spans.flush()
+            spans.flush()
             self._close_metrics()
 
     def _status(self) -> dict[str, object]:

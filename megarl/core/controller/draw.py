@@ -25,8 +25,7 @@ Of the open tasks, the one that is due first is drawn. Then for every task and e
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
@@ -48,42 +47,34 @@ class Draw(NamedTuple):
     pool: int = 0
 
 
-@dataclass(frozen=True)
-class Pace:
-    """How the pool grows from the share `start` of all prompts to all of them, over `draws` draws."""
+Pace = Literal["none", "linear", "exponential"]
 
-    kind: Literal["none", "linear", "exponential"] = "none"
-    start: float = 1.0
-    draws: int = 1
 
-    def share(self, drawn: int) -> float:
-        """Return the share of prompts in the pool of an epoch that begins after `drawn` draws."""
-        done = min(1.0, drawn / self.draws)
-        curves = {"none": 1.0, "linear": self.start + (1 - self.start) * done, "exponential": self.start ** (1 - done)}
-        return curves[self.kind]
+def share(pace: Pace, drawn: int, prompts: int) -> float:
+    """Return the share of the prompts in the pool of an epoch that begins after `drawn` draws."""
+    done = min(1.0, drawn / prompts)
+    return {"none": 1.0, "linear": START + (1 - START) * done, "exponential": START ** (1 - done)}[pace]
 
 
 class PromptOrder:
-    """Draws prompts of one task.
+    """Draws prompts of one task. difficulty: of each prompt, by its id.
 
     drawn: number of draws so far. excluded: prompts that are skipped now. pool: number of prompts in the present epoch, the
-    easiest. difficulty: by prompt id, 0 where missing. `drawn` and `excluded` could be computed from the journal's state. They
-    are kept here because a draw may begin epochs before its record exists, and to avoid a scan of all pass rates per draw.
+    easiest. `drawn` and `excluded` could be computed from the journal's state. They are kept here because a draw may begin
+    epochs before its record exists, and to avoid a scan of all pass rates per draw.
     """
 
     def __init__(
         self,
-        prompt_ids: Iterable[str],
+        difficulty: Mapping[str, int],
         seed: int,
         positive_threshold: float | None,
         prompts_per_batch: int,
-        difficulty: Mapping[str, int] | None = None,
-        pace: Pace | None = None,
+        pace: Pace = "none",
     ) -> None:
-        self._ids, self._seed, self._threshold = frozenset(prompt_ids), seed, positive_threshold
-        self._prompts_per_batch, self._pace = prompts_per_batch, pace or Pace()
-        known = difficulty or {}
-        self._easiest_first = sorted(self._ids, key=lambda p: (known.get(p, 0), self._hash("difficulty", p)))
+        self._ids, self._seed, self._threshold = frozenset(difficulty), seed, positive_threshold
+        self._prompts_per_batch, self._pace = prompts_per_batch, pace
+        self._easiest_first = sorted(self._ids, key=lambda p: (difficulty[p], self._hash("difficulty", p)))
         self.drawn, self.excluded = 0, set[str]()
         self._begin(0, self._pool())
 
@@ -116,7 +107,7 @@ class PromptOrder:
 
     def _pool(self) -> int:
         """Return the pool of an epoch that begins now: the curriculum's share, enlarged if it is less than a batch."""
-        wanted, left = math.ceil(self._pace.share(self.drawn) * len(self._ids)), 0
+        wanted, left = math.ceil(share(self._pace, self.drawn, len(self._ids)) * len(self._ids)), 0
         for n, prompt_id in enumerate(self._easiest_first, 1):
             left += prompt_id not in self.excluded
             if n >= wanted and left >= self._prompts_per_batch:
@@ -171,9 +162,8 @@ def mixture_of(recipe: Recipe, prompts: Mapping[str, TaskPrompts], state: State)
 def _curriculum(recipe: Recipe, task: str, prompts: TaskPrompts) -> PromptOrder:
     """Return a task's prompt order at its start. An epoch needs at least as many prompts as the task has in a batch."""
     in_batch = math.ceil(recipe.batch.prompts * recipe.data.shares[task])
-    difficulty = difficulties(recipe, task, prompts)
-    pace = Pace(recipe.data.curriculum.kind, START, len(difficulty))
-    return PromptOrder(difficulty, recipe.run.seed, recipe.batch.positive_threshold, in_batch, difficulty, pace)
+    difficulty, pace = difficulties(recipe, task, prompts), recipe.data.curriculum.kind
+    return PromptOrder(difficulty, recipe.run.seed, recipe.batch.positive_threshold, in_batch, pace)
 
 
 def difficulties(recipe: Recipe, task: str, prompts: TaskPrompts) -> dict[str, int]:

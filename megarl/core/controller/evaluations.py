@@ -26,7 +26,7 @@ from megarl.core.evaluation.metrics import Outcome, result_of, settings_of, summ
 from megarl.core.evaluation.score import Asker, Questions, score
 from megarl.core.journal.records import Evaluated
 from megarl.core.recipe import Recipe
-from megarl.core.telemetry.spans import UNRECORDED, Spans
+from megarl.core.telemetry.spans import spans
 
 log = logging.getLogger(__name__)
 
@@ -52,19 +52,18 @@ class Evaluations:
         compute: ComputeClock,
         fail: Callable[[str], None],
         stop: Callable[[str], None],
-        spans: Spans = UNRECORDED,
     ) -> None:
         self._recipe, self._rundir, self._asker = asker.recipe, rundir, asker
         self._questions, self._forecast, self._watch = questions, forecast, watch
         self._pipeline, self._schedule, self._compute = pipeline, pipeline.evaluations, compute
-        self._fail, self._stop, self._spans = fail, stop, spans
+        self._fail, self._stop = fail, stop
         self._failures, self._not_before = 0, 0.0  # of the grader, in a row; time.monotonic() of the next try
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.latest: dict[str, object] = next(reversed(latest_scores(rundir.eval)), {})
 
     def begin_if_due(self, version: int, spent: Mapping[int, Spent], tasks: asyncio.TaskGroup) -> None:
         """If an evaluation is due, pin some of the servers with these weights and begin. spent: compute before each version."""
-        if not self._schedule.is_due(version, self._pipeline.final_step) or time.monotonic() < self._not_before:
+        if not self._schedule.is_due(version) or time.monotonic() < self._not_before:
             return
         if servers := self._schedule.begin(version):
             self._compute.hold(self._schedule.held)
@@ -81,7 +80,7 @@ class Evaluations:
 
     async def _evaluate(self, version: int, servers: set[int], spent: Spent) -> None:
         began, held = time.monotonic(), len(servers)
-        self._spans.open("controller/evaluation", f"version {version}", began, servers=sorted(servers))
+        spans.open("controller/evaluation", f"version {version}", began, servers=sorted(servers))
         folder, done = step_folder(self._rundir.evaluations, version), False
         try:
             outcomes = await self._ask(version, servers, folder)
@@ -112,7 +111,7 @@ class Evaluations:
             if not done:
                 shutil.rmtree(folder, ignore_errors=True)  # an incomplete evaluation is useless
             now = time.monotonic()
-            self._spans.span("controller/evaluation", f"version {version}", began, now, servers=sorted(servers))
+            spans.span("controller/evaluation", f"version {version}", began, now, servers=sorted(servers))
 
     def _ended(self, version: int) -> None:
         """Unpin the servers that the evaluation still has."""
@@ -135,7 +134,7 @@ class Evaluations:
 
         asker = replace(
             self._asker, servers=servers, salt=f"{self._asker.salt}/evaluation/{version}",
-            at_once=self._asker.places.limit * len(servers),
+            at_once=self._asker.sampler.servers.places.limit * len(servers),
         )  # fmt: skip
         await score(self._questions, asker, keep)
         for suite in self._questions:

@@ -10,18 +10,18 @@ whether it is compared. Scores that a server could not give at the requested ver
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from megarl.core.base.architecture import RoutedLayers
+from megarl.core.base.architecture import Architecture
 from megarl.core.base.messages import PARITY_ROLLOUTS, Score, Scored, ScoredRollout, Wait
-from megarl.core.base.types import Branch, Segment, paths_of
+from megarl.core.base.types import Branch, PathTokens, Segment, paths_of
+from megarl.core.controller.servers import Servers
 from megarl.core.recipe import Recipe
-from megarl.core.server.client import Prefill, ServerClient, ServerLost, ServerRefused
-from megarl.core.server.membership import Membership
+from megarl.core.server.client import Prefill, ServerLost, ServerRefused
 from megarl.core.weights.parity import Measurement, ParityJudge, RolloutScores
 
 log = logging.getLogger(__name__)
@@ -43,9 +43,9 @@ class Candidate:
     scorer: int = -1
 
     @property
-    def tokens(self) -> np.ndarray:
-        """Prompt and completion, [n] int32."""
-        return np.concatenate([self.prompt, *(s.tokens for s in self.segments)])
+    def whole(self) -> PathTokens:
+        """Prompt and completion as one sequence."""
+        return paths_of(self.segments, (), self.prompt)[0]
 
     @property
     def version(self) -> int:
@@ -79,22 +79,21 @@ class Parity:
         self,
         recipe: Recipe,
         against: int,
-        routed: RoutedLayers | None,
-        clients: Mapping[int, ServerClient],
-        membership: Membership,
+        architecture: Architecture,
+        servers: Servers,
         changed: Callable[[], None],
         fail: Callable[[str], None],
         salt: str,
     ) -> None:
-        """Begin without rollouts. against: a token that is scored as well (the end token). routed: the layers with experts."""
-        self._recipe, self._against, self._routed = recipe, against, routed
-        self._clients, self._membership = clients, membership
+        """Begin without rollouts. against: a token that is scored as well (the end token). architecture: of the policy."""
+        self._recipe, self._against, self._architecture = recipe, against, architecture
+        self._servers = servers
         self._changed, self._fail, self._salt = changed, fail, salt
         # SGLang scores at temperature 1 and over the whole vocabulary, so other samplings cannot be compared with it.
         self._comparable = recipe.sampling.temperature == 1
         head, model = recipe.model.fp32_head, recipe.model
         heads = (head in ("both", "server"), head in ("both", "learner"))
-        self._judge = ParityJudge(model.dtype, routed is not None, *heads)
+        self._judge = ParityJudge(model.dtype, architecture.experts > 0, *heads)
         self._waiting: list[Candidate] = []
         self._scoring: set[asyncio.Task[None]] = set()
         self._version = -1  # of the weights that are compared
@@ -112,7 +111,7 @@ class Parity:
 
     def finished(self, candidate: Candidate) -> None:
         self._waiting.append(candidate)
-        if self._comparable and self._membership.serving_version(candidate.server) == candidate.version:
+        if self._comparable and self._servers.membership.serving_version(candidate.server) == candidate.version:
             task = asyncio.create_task(self._score_again(candidate))
             self._scoring.add(task)
             task.add_done_callback(self._scoring.discard)
@@ -134,7 +133,7 @@ class Parity:
         """Have servers score the candidates, each by the server that sampled it if that has the version; then wake the held
         `Next`. Return the candidates that were scored.
         """
-        clean = sorted(s for s, v in self._membership.clean().items() if v == version)
+        clean = sorted(s for s, v in self._servers.membership.clean().items() if v == version)
         limit_s = self._recipe.weights.timeout_s
 
         async def serve(c: Candidate) -> None:
@@ -154,10 +153,10 @@ class Parity:
     async def _prefill(self, candidate: Candidate, server: int, version: int, purpose: str) -> Prefill | None:
         """Return the server's scores of the completion; None if the server is lost, refuses or has another version."""
         salt = f"{self._salt}/parity/{purpose}/{candidate.ticket}/{candidate.sample}"
-        tokens, first, routing = candidate.tokens, len(candidate.prompt), self._routed is not None
+        whole, routing = candidate.whole, self._architecture.experts > 0
         try:
-            (scored,) = await self._clients[server].score(
-                [tokens], [first], salt, against=self._against, routing=routing
+            (scored,) = await self._servers.clients[server].score(
+                [whole.tokens], [whole.own], salt, against=self._against, routing=routing
             )
         except (ServerLost, ServerRefused) as error:
             log.warning("parity of ticket %d.%d: %s", candidate.ticket, candidate.sample, error)
@@ -166,7 +165,7 @@ class Parity:
 
     def request(self, version: int) -> Score | Wait | None:
         """Return the learner's next command for the comparison at its `version`; None: nothing is to be compared."""
-        serving, routed = self._serving, self._routed
+        serving, model = self._serving, self._architecture
         if serving is None or self._version != version:
             return None
         if not serving.done():
@@ -174,8 +173,8 @@ class Parity:
         rollouts = []
         for c in serving.result():
             said = c.served and c.served.routing  # empty for a dense model
-            experts = routed.joined([routed.decoded(said)]) if routed and said else None
-            rollouts.append(ScoredRollout(tokens=c.tokens, first=len(c.prompt), experts=experts))
+            experts = model.routing([model.routed_experts(said)]) if said else None
+            rollouts.append(ScoredRollout(tokens=c.whole.tokens, first=len(c.prompt), experts=experts))
         return Score(version=version, rollouts=tuple(rollouts), against=self._against) if rollouts else None
 
     def scored(self, result: Scored) -> None:
@@ -226,11 +225,10 @@ def rollout_scores(
     learner, learner_against: [completion_len] float32. comparable: behaviour log-probs belong to the same distribution as
     scores.
     """
-    segments, served = candidate.segments, candidate.served
+    whole, served = candidate.whole, candidate.served
     assert served is not None
-    behaviour = np.concatenate([s.logprobs for s in segments])
-    versions = np.concatenate([np.full(len(s.tokens), s.weight_version) for s in segments])
-    trained = np.concatenate([np.full(len(s.tokens), s.trained) for s in segments])
+    behaviour, trained = whole.logprobs[whole.own :], whole.trained[whole.own :]
+    versions = np.concatenate([np.full(len(s.tokens), s.weight_version) for s in candidate.segments])
     sampled_at = np.full(len(behaviour), np.nan, np.float32)
     if candidate.sampled is not None:
         # Only tokens of the last version were sampled by the weights that scored them.

@@ -72,7 +72,7 @@ class Pipeline:
         self._recipe, self._places, self._source = recipe, places, source
         self.final_step, self._admit_steps = steps, admit_steps
         self.state, self.admission = records.state, records.state.admission
-        self.evaluations = EvaluationSchedule(recipe, places, self.state)
+        self.evaluations = EvaluationSchedule(recipe, places, self.state, steps)
         self.window = Window(recipe, self.state.window)
         self.running: dict[int, asyncio.Task[None]] = {}
 
@@ -115,7 +115,7 @@ class Pipeline:
             published_version=self.state.published_version,
             final_step=self.final_step,
             phase_steps=self._recipe.pipeline.phase_steps,
-            score_due=self.evaluations.is_due(version, self.final_step) or version in self.evaluations.running,
+            score_due=self.evaluations.is_due(version) or version in self.evaluations.running,
             membership=self._places.membership,
         )
 
@@ -128,7 +128,7 @@ class Pipeline:
     def published(self, version: int) -> int:
         """Adapt the window to the times measured up to this publication, and return its tickets for the record."""
         far, schedule = version + self.window.lead, self.evaluations
-        coming = (v for v in range(version, min(far, self.final_step)) if schedule.is_due(v, self.final_step))
+        coming = (v for v in range(version, min(far, self.final_step)) if schedule.is_due(v))
         self.window.published(version, 0 if schedule.running else next(coming, far) - version)
         return self.window.tickets
 
@@ -153,15 +153,15 @@ class Pipeline:
 class EvaluationSchedule:
     """Decides which versions are evaluated on which servers. running: the servers of each running evaluation, by version."""
 
-    def __init__(self, recipe: Recipe, places: Places, state: State) -> None:
-        self._settings, self._most = recipe.evaluation, recipe.evaluation_servers
+    def __init__(self, recipe: Recipe, places: Places, state: State, steps: int) -> None:
+        self._settings, self._most, self._steps = recipe.evaluation, recipe.evaluation_servers, steps
         self._membership, self._places, self._state = places.membership, places, state
         self.running: dict[int, set[int]] = {}
 
-    def is_due(self, version: int, final_version: int) -> bool:
+    def is_due(self, version: int) -> bool:
         """Return whether these weights need an evaluation that has not begun."""
         newest = max((*self._state.evaluations, *self.running), default=None)
-        return is_due(version, newest, self._settings, final_version)
+        return is_due(version, newest, self._settings, self._steps)
 
     def begin(self, version: int) -> set[int]:
         """Pin the least busy of the servers that have these weights, and return them; empty if no server has them."""

@@ -26,7 +26,7 @@ from megarl.core.sampling.places import Places
 from megarl.core.server.client import ServerClient
 from megarl.core.server.fleet import Fan
 from megarl.core.server.membership import FORGET_S, Membership, ServerLoad
-from megarl.core.telemetry.spans import Spans
+from megarl.core.telemetry.spans import spans
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ CLOSE_S = 1.0
 class Servers:
     """The servers in the endpoints, and those that join. changed: called when a server's state has changed."""
 
-    def __init__(self, recipe: Recipe, endpoints: Endpoints, changed: Callable[[], None], spans: Spans) -> None:
+    def __init__(self, recipe: Recipe, endpoints: Endpoints, changed: Callable[[], None]) -> None:
         self._width, self._start_s = recipe.resources.server_tensor_parallel, recipe.start_limit_s
         addresses = [ServerAddress(id=n, url=u, tensor_parallel=self._width) for n, u in enumerate(endpoints.servers)]
         self.membership = Membership(addresses, recipe.stages_weights)
@@ -53,7 +53,7 @@ class Servers:
         self.clients = {a.id: ServerClient(a, *self._keys) for a in addresses}
         self._lives = dict.fromkeys(self.clients, 0)
         self._refused: dict[str, str] = {}  # reasons, by the life of a joined server
-        self._changed, self._spans, self._healthy = changed, spans, time.monotonic()
+        self._changed, self._healthy = changed, time.monotonic()
         self._told_to_retract = recipe.lends_memory
 
     async def run(self) -> None:
@@ -80,7 +80,7 @@ class Servers:
             log.warning("server %d is lost: %s", server, reason)
             self._lives[server] += 1
             self.membership.lost(server)
-            self._spans.event(f"server {server}/busy", "lost", reason=reason)
+            spans.event(f"server {server}/busy", "lost", reason=reason)
             self._changed()
 
     async def answers(self, server: int) -> bool:
@@ -144,7 +144,7 @@ class Servers:
         if not obeys or member is None or not member.away:  # it may have left in between
             return
         self.membership.seen(server)
-        self._spans.event(f"server {server}/busy", "up")
+        spans.event(f"server {server}/busy", "up")
         log.info("server %d at %s is up", server, self.clients[server].address.url)
         self._changed()
 
@@ -200,7 +200,7 @@ class Servers:
         log.info("server %d leaves: %s", server, reason)
         self.membership.leave(server)
         self._lives[server] += 1
-        self._spans.event(f"server {server}/busy", "left", reason=reason)
+        spans.event(f"server {server}/busy", "left", reason=reason)
         self._tasks.create_task(self._forget(server), name=f"forget {server}")
         self._changed()
 

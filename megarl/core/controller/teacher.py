@@ -16,7 +16,7 @@ import numpy as np
 
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.rundir import Endpoints
-from megarl.core.base.types import Segment
+from megarl.core.base.types import Segment, paths_of
 from megarl.core.recipe import START_LIMIT_RULE, Recipe
 from megarl.core.sampling.sampler import Void
 from megarl.core.server.client import Prefill, ServerClient, ServerLost, ServerRefused
@@ -44,11 +44,10 @@ class TeacherServers:
     async def logprobs(self, ticket: int, prompt: np.ndarray, segments: Sequence[Segment]) -> np.ndarray:
         """Return the teacher's log-prob of each completion token, 0 where not trained: [completion_len] float32. Void if no
         teacher can compute them."""
-        tokens = np.concatenate([prompt, *(s.tokens for s in segments)])
-        trained = np.concatenate([np.full(len(s.tokens), s.trained) for s in segments])
+        (whole,) = paths_of(segments, (), prompt)
         async with self._places:
-            scored = await self._scored(ticket, tokens, len(prompt))
-        logprobs = np.where(trained, scored.logprobs, np.float32(0))
+            scored = await self._scored(ticket, whole.tokens, whole.own)
+        logprobs = np.where(whole.trained[whole.own :], scored.logprobs, np.float32(0))
         if not np.isfinite(logprobs).all():
             raise Void("the teacher has no finite log-prob for a token of the rollout")
         return logprobs

@@ -21,8 +21,8 @@ from megarl.core.journal.records import Admitted, Finished, Removed
 from megarl.core.recipe import Length, Recipe
 from megarl.core.sampling import length_control
 from megarl.core.sampling.places import SHORT_PROMPT, GroupPlaces
-from megarl.core.sampling.sampler import Job, Sampler, Void, routed_layers
-from megarl.core.telemetry.spans import TICKETS, UNRECORDED, Spans
+from megarl.core.sampling.sampler import Job, Sampler, Void, routed_model
+from megarl.core.telemetry.spans import TICKETS, spans
 
 log = logging.getLogger(__name__)
 
@@ -39,16 +39,15 @@ class Tickets:
         graders: Graders,
         parity: Parity,
         salt: str,
-        spans: Spans = UNRECORDED,
         teacher: TeacherServers | None = None,
     ) -> None:
-        self._recipe, self._salt, self._spans = recipe, salt, spans
+        self._recipe, self._salt = recipe, salt
         self._prompts = {task: of_task.train for task, of_task in prompts.items()}
         self._at = {task: {p.id: n for n, p in enumerate(of_task)} for task, of_task in self._prompts.items()}
         self._sampler, self._graders, self._parity = sampler, graders, parity
         self._teacher = teacher
         self.mixture = mixture
-        self._routed = routed_layers(recipe)
+        self._routed = routed_model(recipe)
 
     def draw(self, ticket: int, due: int) -> Admitted:
         """Draw the next prompt from the mixture and return the ticket's record."""
@@ -58,7 +57,7 @@ class Tickets:
     async def make(self, admitted: Admitted, places: GroupPlaces) -> Finished | Removed:
         """Make a ticket's group, void if one of its rollouts cannot be made or graded, and return the record that ends it."""
         ticket, begin, length = admitted.ticket, time.monotonic(), self._recipe.length.at(admitted.due)
-        self._spans.open(TICKETS, "ticket", begin, ticket=ticket)
+        spans.open(TICKETS, "ticket", begin, ticket=ticket)
         prompt, void = self._prompt(admitted), ""
         if self._sampler.has_agent(prompt.task):
             places.close()  # hold no places while agents start; each of their requests claims one
@@ -80,7 +79,7 @@ class Tickets:
         else:
             self.mixture.observe(prompt.task, prompt.id, group.pass_rate)
         record = settled(self._recipe, group, group.has_variance)
-        self._spans.span(
+        spans.span(
             TICKETS, "ticket", begin, time.monotonic(), ticket=ticket, task=prompt.task, pass_rate=group.pass_rate, void=void,
             removed=isinstance(record, Removed),
         )  # fmt: skip
@@ -119,14 +118,12 @@ class Tickets:
             server = None if done.retries else places.server
             before, segments = compared(prompt.tokens, done.segments, done.paths, ticket + sample)
             self._parity.finished(Candidate(ticket, sample, admitted.due, before, segments, server, places.began))
-        begin, name = time.monotonic(), f"ticket {ticket}.{sample}"
-        scores = None
+        name, scores = f"ticket {ticket}.{sample}", None
         if self._teacher is not None:
-            scores = await self._teacher.logprobs(ticket, prompt.tokens, done.segments)
-            self._spans.span("controller/teacher", name, begin, time.monotonic())
-            begin = time.monotonic()
-        grade = await self._graders[prompt.task].grade(done.text, prompt, done.verdict)
-        self._spans.span("controller/grading", name, begin, time.monotonic())
+            with spans.timed("controller/teacher", name):
+                scores = await self._teacher.logprobs(ticket, prompt.tokens, done.segments)
+        with spans.timed("controller/grading", name):
+            grade = await self._graders[prompt.task].grade(done.text, prompt, done.verdict)
         return Rollout(
             sample=sample,
             segments=tuple(done.segments),
@@ -140,7 +137,7 @@ class Tickets:
             grader_error=grade.error,
             rewards=dict(grade.rewards),
             retries=done.retries,
-            routing=None if self._routed is None else self._routed.joined(done.routing),
+            routing=None if self._routed is None else self._routed.routing(done.routing),
             episode=done.episode,
             teacher_logprobs=scores,
             paths=done.paths,

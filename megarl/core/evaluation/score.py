@@ -27,9 +27,8 @@ from megarl.core.evaluation.answers import Answer
 from megarl.core.evaluation.metrics import Outcome
 from megarl.core.evaluation.votes import Votes
 from megarl.core.recipe import Recipe, Reward, Rows
-from megarl.core.sampling.places import Order, Places
+from megarl.core.sampling.places import Order
 from megarl.core.sampling.sampler import Completion, Job, Sampler, Void
-from megarl.core.server.client import ServerClient
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,6 @@ class Asker:
 
     recipe: Recipe
     tokenizer: Tokenizer
-    clients: Mapping[int, ServerClient]
-    places: Places
     sampler: Sampler
     graders: Graders
     servers: Set[int]  # ids of those that may be asked now
@@ -94,7 +91,7 @@ class Sampled(Questions[Prompt]):
         grader, settings = asker.graders[self.name], asker.recipe.evaluation
         ask = grader.grade if self.rewards else grader.grade_answer
         job = Job(
-            prompt=asked, order=order, take=partial(asker.places.take, order, asker.may_use), salt=asker.salt,
+            prompt=asked, order=order, take=partial(asker.sampler.servers.places.take, order, asker.may_use), salt=asker.salt,
             thinking_tokens=asker.recipe.length.thinking_tokens[1], temperature=settings.temperature, top_p=settings.top_p,
         )  # fmt: skip
         try:

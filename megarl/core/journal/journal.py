@@ -17,9 +17,10 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
+
+from msgspec import structs
 
 from megarl.core.base.admission import Admission
 from megarl.core.base.errors import MegarlError
@@ -90,7 +91,7 @@ class JournalReader:
             if ticket < first:
                 state.apply(record)
             if state.admission.next_ticket == first and not state.unfinished:
-                return replace(state, evaluations=whole.evaluations)
+                return structs.replace(state, evaluations=whole.evaluations)
         raise MegarlError(f"{self.path}: the batches before step {step} are not complete; give an earlier step")
 
     def _snapshot(self, number: int) -> Snapshot:

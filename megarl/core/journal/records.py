@@ -6,8 +6,6 @@
 Only `apply` changes a state, so the state before a crash and the one rebuilt after it are the same.
 """
 
-from dataclasses import dataclass, field
-
 import msgspec
 import numpy as np
 
@@ -98,55 +96,10 @@ class TaskHistory(Record, frozen=True):
     pass_rates: dict[str, float]  # of each prompt's latest group since the last reset, void groups left out
 
 
-class Snapshot(Record, frozen=True, tag="snapshot"):
-    """The state at the head of a journal file, after all records of earlier files. The queue of tickets is an int32 array."""
+class StateTotals(msgspec.Struct, kw_only=True):
+    """The part of the state that a snapshot has in the same form."""
 
-    prompts_per_batch: int
-    max_lag: int
-    next_ticket: int
-    forgotten: int
-    queue: np.ndarray
-    unfinished: tuple[Admitted, ...]
-    tasks: dict[str, TaskHistory]
-    published_version: int
-    evaluations: tuple[Evaluated, ...]
-    session: Session | None
-    earlier_hours: float
-    last_time: float
-    generated_tokens: int
-    finished: int
-    void: int
-    removed: int
-    phase_steps: int = 1
-    startup_hours: float = 0.0
-    evaluation_hours: float = 0.0
-    session_published: bool = False
-    earlier_sessions: tuple[str, ...] = ()
-    joined_hours: float = 0.0
-    window: int = 0
-    drawn_before: dict[str, int] = msgspec.field(default_factory=dict)
-
-
-SHARED = (
-    "published_version", "session", "earlier_hours", "last_time", "generated_tokens", "finished", "void", "removed",
-    "startup_hours", "evaluation_hours", "session_published", "earlier_sessions", "joined_hours", "window",
-    "drawn_before",
-)  # fmt: skip
-"""Fields that are the same in `Snapshot` and `State`."""
-JournalRecord = Session | Admitted | Finished | Removed | PublishedVersion | Evaluated | Snapshot
-
-
-@dataclass
-class State:
-    """All state that the controller must not lose."""
-
-    admission: Admission
-    unfinished: dict[int, Admitted] = field(
-        default_factory=dict
-    )  # oldest first; a restarted controller makes them again
-    tasks: dict[str, TaskHistory] = field(default_factory=dict)
     published_version: int = -1  # the highest version ever published, -1 before the first
-    evaluations: dict[int, Evaluated] = field(default_factory=dict)  # by version
     session: Session | None = None
     earlier_hours: float = 0.0
     last_time: float = 0.0
@@ -160,7 +113,33 @@ class State:
     session_published: bool = False  # whether weights were published in this life of the supervisor
     earlier_sessions: tuple[str, ...] = ()  # names, except of sessions before a snapshot by an older version
     window: int = 0  # tickets, from the last publication; 0 before the first
-    drawn_before: dict[str, int] = field(default_factory=dict)  # by task: draws under the shares of a fork's parent
+    drawn_before: dict[str, int] = {}  # by task: draws under the shares of a fork's parent
+
+
+class Snapshot(StateTotals, eq=False, kw_only=True, tag="snapshot"):
+    """The state at the head of a journal file, after all records of earlier files. The queue of tickets is an int32 array."""
+
+    prompts_per_batch: int
+    max_lag: int
+    phase_steps: int = 1
+    next_ticket: int
+    forgotten: int
+    queue: np.ndarray
+    unfinished: tuple[Admitted, ...]
+    tasks: dict[str, TaskHistory]
+    evaluations: tuple[Evaluated, ...]
+
+
+JournalRecord = Session | Admitted | Finished | Removed | PublishedVersion | Evaluated | Snapshot
+
+
+class State(StateTotals):
+    """All state that the controller must not lose."""
+
+    admission: Admission
+    unfinished: dict[int, Admitted] = {}  # oldest first; a restarted controller makes them again
+    tasks: dict[str, TaskHistory] = {}
+    evaluations: dict[int, Evaluated] = {}  # by version
 
     def compute_hours(self, now: float) -> float:
         """Return devices held × wall time up to `now`, in hours; earlier sessions count up to their last record."""
@@ -230,7 +209,7 @@ class State:
             unfinished=tuple(self.unfinished.values()),
             tasks=self.tasks,
             evaluations=tuple(self.evaluations.values()),
-            **{name: getattr(self, name) for name in SHARED},
+            **{name: getattr(self, name) for name in StateTotals.__struct_fields__},
         )
 
     @staticmethod
@@ -244,5 +223,5 @@ class State:
             unfinished=unfinished,
             tasks={t: msgspec.structs.replace(h, pass_rates=dict(h.pass_rates)) for t, h in s.tasks.items()},
             evaluations={e.version: e for e in s.evaluations},
-            **{name: getattr(s, name) for name in SHARED},
+            **{name: getattr(s, name) for name in StateTotals.__struct_fields__},
         )  # fmt: skip

@@ -6,21 +6,21 @@
 """
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 from megarl.core.base.types import Group
 from megarl.core.journal.journal import Applied, Journal
 from megarl.core.journal.records import JournalRecord, State
-from megarl.core.telemetry.spans import UNRECORDED, Spans
+from megarl.core.telemetry.spans import spans
 
 
 class JournalWriter:
     """Owns `journal` while it runs. state: the state after all records, written or queued."""
 
-    def __init__(self, journal: Journal, spans: Spans = UNRECORDED) -> None:
-        self._journal, self._spans = journal, spans
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
         self.state: State = journal.state
         self._thread = ThreadPoolExecutor(1, "journal")
         self._queue: list[tuple[Applied, asyncio.Future[None]]] = []
@@ -43,10 +43,8 @@ class JournalWriter:
     async def flush(self) -> None:
         """Write the queued records. A failure is raised again by every later call, since the first caller may be gone."""
         batch, self._queue = self._queue, []
-        begin = time.monotonic()
-        await self._call(lambda: self._journal.put([applied for applied, _ in batch]))
-        if batch:
-            self._spans.span("controller/journal", "write", begin, time.monotonic(), records=len(batch))
+        with spans.timed("controller/journal", "write", records=len(batch)) if batch else nullcontext():
+            await self._call(lambda: self._journal.put([applied for applied, _ in batch]))
         for _, written in batch:
             if not written.cancelled():
                 written.set_result(None)

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from torch.profiler import record_function
 
 from megarl.core.base.messages import Published
-from megarl.core.telemetry.spans import UNRECORDED, Spans
+from megarl.core.telemetry.spans import spans
 
 PLACE = "learner/rank 0"
 StepPart = Literal["wait", "train", "publish", "parity", "checkpoint"]
@@ -21,8 +21,7 @@ StepPart = Literal["wait", "train", "publish", "parity", "checkpoint"]
 class StepClock:
     """Times one learner rank, in seconds of wall time."""
 
-    def __init__(self, spans: Spans = UNRECORDED) -> None:
-        self._spans = spans
+    def __init__(self) -> None:
         self._begin = self._part_begin = time.monotonic()
         self._spent: dict[StepPart, float] = dict.fromkeys(get_args(StepPart), 0.0)
         self._publication: dict[str, float] = {}
@@ -31,22 +30,20 @@ class StepClock:
     def spent(self, part: StepPart, step: int) -> Iterator[None]:
         """Count the time within this context as a part of the step."""
         begin = self._part_begin = time.monotonic()
-        self._spans.open(PLACE, part, begin, step=step)
-        self._spans.flush()
+        spans.open(PLACE, part, begin, step=step)
+        spans.flush()
         try:
             yield
         finally:
             end = time.monotonic()
             self._spent[part] += end - begin
-            self._spans.span(PLACE, part, begin, end, step=step)
+            spans.span(PLACE, part, begin, end, step=step)
 
     @contextmanager
     def within(self, name: str) -> Iterator[None]:
         """Record the time within this context under `name`, in our trace and in the profiler's."""
-        begin = time.monotonic()
-        with record_function(name):
+        with spans.timed(PLACE, name), record_function(name):
             yield
-        self._spans.span(PLACE, name, begin, time.monotonic())
 
     def published(self, result: Published) -> None:
         """Trace the publication that has just ended: its phases, and how long it paused each server. It counts in this step."""
@@ -60,15 +57,15 @@ class StepClock:
             paused += result.transfer_seconds
         for name, seconds in phases.items():
             begin, end = end, end + seconds
-            self._spans.span(PLACE, name, begin, end)
+            spans.span(PLACE, name, begin, end)
         for r in result.results:
             told = {"error": r.error} if r.error else {}
-            self._spans.span(f"server {r.id}/paused", f"version {result.version}", paused, end, **told)
+            spans.span(f"server {r.id}/paused", f"version {result.version}", paused, end, **told)
 
     def next_step(self, step: int) -> dict[str, float]:
         """Return the metrics of the step that ends now, and begin the next."""
         now = time.monotonic()
-        self._spans.span(PLACE, f"step {step}", self._begin, now, step=step)
+        spans.span(PLACE, f"step {step}", self._begin, now, step=step)
         total = now - self._begin
         columns = {f"{part}_seconds": seconds for part, seconds in self._spent.items()}
         columns |= self._publication | {"step_seconds": total, "learner_idle_share": columns["wait_seconds"] / total}

@@ -34,9 +34,6 @@ from megarl.core.models import Family
 from megarl.core.models.layers import ValueHead
 from megarl.core.recipe import Recipe
 
-GAMMA = 1.0
-"""Discount per token. None, since the reward is for the answer, however long it took (as in Open-Reasoner-Zero, arXiv
-2503.24290)."""
 VALUE_CLIP = 0.2
 """Distance from its old value beyond which a value learns no more: PPO's usual clip (arXiv 1707.06347), from epoch two on."""
 
@@ -64,7 +61,7 @@ class CriticModel(TrainedNetwork):
     ) -> tuple[list[TrainSequence], Moments]:
         """Return the sequences with advantages, values and returns, and the statistics `before` with this batch added."""
         assert self.normalisation != "group"  # megarl/core/recipe/rules.py
-        return gae.estimated(sequences, self.values(sequences), GAMMA, self.critic.lam, self.normalisation, before)
+        return gae.estimated(sequences, self.values(sequences), self.critic.lam, self.normalisation, before)
 
     def loss(self, micro: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return value_loss(output, micro.value, micro.value_target, VALUE_CLIP)

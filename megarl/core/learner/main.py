@@ -35,7 +35,7 @@ from megarl.core.models import build, parallel
 from megarl.core.recipe import START_LIMIT_RULE, Recipe
 from megarl.core.server.client import ServerClient
 from megarl.core.telemetry.profiler import Profiler
-from megarl.core.telemetry.spans import Spans
+from megarl.core.telemetry.spans import spans
 from megarl.core.weights.offload import Offload
 from megarl.core.weights.parity import LIMITS, ParityLimits
 from megarl.core.weights.publisher import Publisher
@@ -125,8 +125,9 @@ class LearnerRank:
         known = by_step(row for row in read_jsonl(rundir.metrics) if row.get("step") == first) if self.leader else {}
         self.recorded: tuple[int, dict[str, object]] = first, from_rank_0(known.get(first, {}))
         self.publisher = Publisher(recipe, endpoints, self.trainer.policy.chunks, self.trainer.policy.family)
-        self.spans = Spans(rundir.trace / "learner.jsonl" if self.leader else None)
-        self.clock = StepClock(self.spans)
+        if self.leader:
+            spans.write_to(rundir.trace / "learner.jsonl")
+        self.clock = StepClock()
         self.trainer.within = self.clock.within
         self.profiler = Profiler(recipe.monitor.profile_steps, rundir.profile, dist.get_rank())
         self.metrics = open_metrics(recipe, rundir, endpoints) if self.leader else None
@@ -148,7 +149,7 @@ class LearnerRank:
             self.metrics.close()
         if self.link is not None:
             self.link.close()
-        self.spans.flush()
+        spans.flush()
         self.profiler.stop()
 
     def _next(self) -> Reply:

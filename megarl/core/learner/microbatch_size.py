@@ -41,6 +41,8 @@ type Memory = Callable[[Callable[[], None]], float]
 
 def gpu_memory() -> Memory:
     """Return a `Memory` for this rank's GPU. Trials may use the memory that other processes leave free now."""
+    if not torch.cuda.is_available():
+        raise MegarlError("learner.microbatch_tokens: auto tries a GPU's memory, and there is none here; give a number")
     torch.cuda.empty_cache()
     room = SHARE * (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
 
@@ -61,21 +63,18 @@ def settle(
     longest: int,
     batch_tokens: int,
     record: Path | None,
-    memory: Memory | None = None,
     within: AbstractContextManager[None] | None = None,
 ) -> None:
     """Set the micro-batch size of the trainer's networks, if the recipe says `auto`. COLLECTIVE over all ranks. longest: tokens
     of the longest sequence; batch_tokens: the most in a step; record: a file that keeps the size; within: wraps the trials."""
     if trainer.recipe.learner.microbatch_tokens != "auto":
         return
-    if memory is None and not torch.cuda.is_available():
-        raise MegarlError("learner.microbatch_tokens: auto tries a GPU's memory, and there is none here; give a number")
     conditions = _conditions(trainer, longest)
     record = record if dist.get_rank() == 0 else None
     tokens = from_rank_0(_recorded(record, conditions) if record else None)
     if tokens is None:
         with within or nullcontext():
-            tokens = _found(trainer, longest, batch_tokens, memory or gpu_memory())
+            tokens = _found(trainer, longest, batch_tokens, gpu_memory())
         if record:
             chosen = {"microbatch_tokens": tokens, "of": conditions}
             write_atomically(record, json.dumps(chosen, indent=2).encode() + b"\n")

@@ -118,9 +118,7 @@ type _WrittenFile = tuple[Path, dict[str, int]]
 """A written file of weights, and the size in bytes of each tensor in it."""
 
 
-def save(
-    chunks: Sequence[Module], family: Family, source: Path, destination: Path, shard_bytes: int = SHARD_BYTES
-) -> None:
+def save(chunks: Sequence[Module], family: Family, source: Path, destination: Path) -> None:
     """Write the model as a Hugging Face directory. COLLECTIVE over all ranks; one data-parallel copy of the model writes.
 
     Configuration, tokenizer and tensors outside the language model (family.passthrough) come from `source`. `destination` must
@@ -130,7 +128,7 @@ def save(
     partial = begun(destination, lambda partial: copy_description(source, partial, dtype))
     writes = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank(True) == 0
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    write = functools.partial(_write, partial=partial, shard_bytes=shard_bytes)
+    write = functools.partial(_write, partial)
     written = everywhere(lambda: write(export(chunks, family), f"stage-{stage:04}", writes), partial)
     if family.elsewhere:
         others = _tensors_elsewhere(family, source)
@@ -292,10 +290,8 @@ def _tensors_elsewhere(family: Family, source: Path) -> Iterator[tuple[str, Tens
                 yield name, file.get_tensor(name)
 
 
-def _write(
-    tensors: Iterator[tuple[str, Tensor]], prefix: str, writes: bool, *, partial: Path, shard_bytes: int
-) -> list[_WrittenFile]:
-    """Write these tensors to files of at most `shard_bytes` (or one tensor). Without `writes`, only run the iterator."""
+def _write(partial: Path, tensors: Iterator[tuple[str, Tensor]], prefix: str, writes: bool) -> list[_WrittenFile]:
+    """Write these tensors to files of at most SHARD_BYTES (or one tensor). Without `writes`, only run the iterator."""
     written: list[_WrittenFile] = []
     error: Exception | None = None
     held: dict[str, Tensor] = {}
@@ -313,7 +309,7 @@ def _write(
 
     for name, tensor in tensors:
         if writes:
-            if held and sum(t.nbytes for t in held.values()) + tensor.nbytes > shard_bytes:
+            if held and sum(t.nbytes for t in held.values()) + tensor.nbytes > SHARD_BYTES:
                 flush()
             held[name] = tensor.to("cpu", copy=True)
     flush()

@@ -624,6 +624,11 @@ class Recipe(Section):
         return self.resources.learner_ranks // self.model.model_parallel_size
 
     @property
+    def sampled(self) -> dict[str, Rows]:
+        """Tasks, and suites whose answers are sampled, by name."""
+        return {**self.data.tasks, **self.evaluation.sampled}
+
+    @property
     def most_trained_tokens(self) -> int:
         """The largest possible |y|, of a completion or an agent's session."""
         agents = [self.agent.trained_tokens for task in self.data.tasks.values() if task.agent]

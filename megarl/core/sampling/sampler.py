@@ -16,14 +16,14 @@ leg, without its environment. But nothing can follow an end token: there the rol
 
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 from msgspec import structs
 
-from megarl.core.base.architecture import RoutedLayers, layers_of
+from megarl.core.base.architecture import Architecture, in_directory
 from megarl.core.base.contracts import Agents, Environments, PlayedEnvironment, PolicyTurn, Verdict
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import KEPT_FROM_INPUT
@@ -33,7 +33,7 @@ from megarl.core.recipe import Recipe
 from megarl.core.sampling import length_control
 from megarl.core.sampling.places import Order, Places
 from megarl.core.server.client import ServerClient, ServerLost, ServerRefused
-from megarl.core.telemetry.spans import UNRECORDED, Spans
+from megarl.core.telemetry.spans import spans
 
 MAX_RETRIES = 5
 """With more lost requests than this a rollout is void: it is unlikely that so many servers died by chance."""
@@ -58,7 +58,7 @@ class Job:
     thinking_tokens: int
     temperature: float
     top_p: float
-    routed: RoutedLayers | None = None  # record the experts that the servers choose
+    routed: Architecture | None = None  # record the experts of this model that the servers choose
     started: Callable[[], None] = lambda: None  # called when a request has a token, or has ended
 
 
@@ -99,8 +99,14 @@ class Completion:
         self.message += [s.tokens for s in segments]
 
 
-class Watcher(Protocol):
-    """An object that is told about lost servers."""
+class ServerPool(Protocol):
+    """The servers that requests go to, and those among them that are lost."""
+
+    @property
+    def clients(self) -> Mapping[int, ServerClient]: ...
+
+    @property
+    def places(self) -> Places: ...
 
     def life(self, server: int) -> int:
         """Return a number that changes when the server is lost or its requests are aborted."""
@@ -109,28 +115,25 @@ class Watcher(Protocol):
         """Note the failure of a request that was sent in this life of the server."""
 
 
-def routed_layers(recipe: Recipe) -> RoutedLayers | None:
-    """Return the layers whose experts a run of this recipe records; None if it records none."""
+def routed_model(recipe: Recipe) -> Architecture | None:
+    """Return the model whose chosen experts a run of this recipe records; None if it records none."""
     if not recipe.model.moe.routing_replay:
         return None
-    routed = layers_of(recipe.model.path)
-    if routed is None:
+    model = in_directory(recipe.model.path)
+    if not model.experts:
         raise MegarlError(f"model.moe.routing_replay: {recipe.model.path} has no experts; leave it out")
-    return routed
+    return model
 
 
 class Sampler:
-    """Samples jobs on the servers behind `places`."""
+    """Samples jobs on `servers`."""
 
     def __init__(
         self,
         recipe: Recipe,
         tokenizer: Tokenizer,
-        clients: dict[int, ServerClient],
-        places: Places,
-        watcher: Watcher,
+        servers: ServerPool,
         environments: Environments,
-        spans: Spans = UNRECORDED,
         agents: Agents | None = None,
         positions: int = sys.maxsize,
     ) -> None:
@@ -140,10 +143,7 @@ class Sampler:
         # Only if rollouts can be interrupted does the tokenizer have to know the phrase.
         self._phrase = tokenizer.ids(recipe.length.interruption if recipe.length.control == "interruption" else "")
         self._ends = tokenizer.ends
-        self.clients = clients
-        self._places = places
-        self.watcher = watcher
-        self._spans = spans
+        self.servers = servers
         self._environments, self._agents = environments, agents
         self._longest = positions - KEPT_FROM_INPUT
 
@@ -237,10 +237,10 @@ class Sampler:
         while limit > 0:
             server, version = await job.take()
             begin, segments = time.monotonic(), list[Segment]()
-            self._spans.open(f"server {server}/requests", name, begin)
-            life = self.watcher.life(server)
+            spans.open(f"server {server}/requests", name, begin)
+            life = self.servers.life(server)
             try:
-                generation = await self.clients[server].generate(
+                generation = await self.servers.clients[server].generate(
                     np.concatenate([job.prompt.tokens, done.tokens]),
                     limit,
                     temperature=job.temperature,
@@ -255,10 +255,10 @@ class Sampler:
                 segments = length_control.sampled(generation.tokens, generation.logprobs, generation.spans)
                 finish: FinishReason | None = generation.finish
                 if job.routed is not None:
-                    done.routing.append(job.routed.decoded(generation.routing))
+                    done.routing.append(job.routed.routed_experts(generation.routing))
             except ServerLost as lost:
-                self.watcher.server_lost(server, life, str(lost))
-                done.retries += not self._places.membership.leaves(server)  # a server that leaves is no failure
+                self.servers.server_lost(server, life, str(lost))
+                done.retries += not self.servers.places.membership.leaves(server)  # a server that leaves is no failure
                 if done.retries > MAX_RETRIES:
                     raise Void(f"{done.retries} requests were lost, the last: {lost}") from None
                 # The version at the start of the request: later ones are unknown, and an older one only looks staler.
@@ -268,13 +268,13 @@ class Sampler:
                 raise Void(str(refused)) from None
             finally:
                 job.started()
-                self._places.give_back(server)
+                self.servers.places.give_back(server)
                 tokens = sum(len(s.tokens) for s in segments)
                 end = time.monotonic()
-                self._spans.span(f"server {server}/requests", name, begin, end, version=version, tokens=tokens)
+                spans.span(f"server {server}/requests", name, begin, end, version=version, tokens=tokens)
             done.write(segments)
             done.kept = len(job.prompt.tokens) + len(done.tokens) - 1  # the last token was sampled but not computed on
-            self._places.use[server].tokens += tokens
+            self.servers.places.use[server].tokens += tokens
             limit -= tokens
             if finish is not None:
                 done.finish = finish
@@ -286,5 +286,5 @@ class Sampler:
         kind, _, sample = job.order
         if kind == 1:
             first = len(job.prompt.tokens) - 1 if sample else 0  # the last token is always computed, to sample the next
-            self._places.use[server].reusable += done.kept or first
-            self._places.use[server].cached += cached
+            self.servers.places.use[server].reusable += done.kept or first
+            self.servers.places.use[server].cached += cached

@@ -76,7 +76,7 @@ class Generation(NamedTuple):
     """A finished request.
 
     tokens [n] int32, with the stop token; logprobs [n] float32; spans cover 0 … n in order. routing: the chosen experts
-    (RoutedLayers) if they were asked for, else "". cached: tokens of the input that the server had in its cache.
+    (Architecture.routed_experts) if they were asked for, else "". cached: tokens of the input that the server had in its cache.
     """
 
     tokens: np.ndarray

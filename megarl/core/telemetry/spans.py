@@ -1,6 +1,6 @@
 """How a role spends its time, written while it runs: RUN/trace/ROLE.jsonl, read by megarl/lab/report/trace.py.
 
-    open(…), span(…), event(…) ─► queue ─► flush(): one write        nothing per token, and nothing waits for the disk
+    spans.open, span, timed, event ─► queue ─► flush: one write       nothing per token, and nothing waits for the disk
     ROLE.1.jsonl  the previous part, once ROLE.jsonl exceeds LARGEST_BYTES: at most two parts are kept
 
 Times are Unix seconds at the process's start, advanced by its monotonic clock, so that roles on several machines are aligned as
@@ -13,6 +13,8 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -71,14 +73,17 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Spans:
-    """Records the spans of one process, from all its threads; without a path, none. Times are those of time.monotonic()."""
+    """Records the spans of one process, from all its threads; before `write_to`, none. Times are those of time.monotonic()."""
 
-    def __init__(self, path: Path | None, largest_bytes: int = LARGEST_BYTES) -> None:
-        self._path, self._largest = path, largest_bytes
+    def __init__(self) -> None:
+        self._path: Path | None = None
         self._offset = time.time() - time.monotonic()
         self._rows: deque[TraceRow] = deque()
         self._failed, self._lock = False, threading.Lock()
-        self._life = Life("" if path is None else path.stem, socket.gethostname(), os.getpid(), time.time())
+
+    def write_to(self, path: Path) -> None:
+        """Record from now on, for RUN/trace/ROLE.jsonl."""
+        self._path, self._life = path, Life(path.stem, socket.gethostname(), os.getpid(), time.time())
         self._add(self._life)
 
     def open(self, on: str, name: str, begin: float, **args: Value) -> None:
@@ -87,6 +92,13 @@ class Spans:
 
     def span(self, on: str, name: str, begin: float, end: float, **args: Value) -> None:
         self._add(Span(on, name, self._offset + begin, self._offset + end, args))
+
+    @contextmanager
+    def timed(self, on: str, name: str, **args: Value) -> Iterator[None]:
+        """Record the time within this context as a span, unless it raises."""
+        begin = time.monotonic()
+        yield
+        self.span(on, name, begin, time.monotonic(), **args)
 
     def event(self, on: str, name: str, **args: Value) -> None:
         self._add(SpanEvent(on, name, self._offset + time.monotonic(), args))
@@ -103,7 +115,7 @@ class Spans:
                 path.parent.mkdir(exist_ok=True)
                 with path.open("ab") as file:
                     file.write(data)
-                    full = file.tell() > self._largest
+                    full = file.tell() > LARGEST_BYTES
                 if full:
                     path.replace(path.with_suffix(".1.jsonl"))
                     self._rows.appendleft(self._life)
@@ -117,5 +129,5 @@ class Spans:
             self._rows.append(row)
 
 
-UNRECORDED = Spans(None)
-"""A recorder that records nothing."""
+spans = Spans()
+"""This process's."""

@@ -154,19 +154,19 @@ class Choices(Questions[Question]):
     async def _answer(self, asker: Asker, asked: Question, sample: int, order: Order) -> Answer:
         """Return the answer; void if its requests are lost more than MAX_RETRIES times, or if it cannot be asked."""
         longest = asker.recipe.length.context_tokens - KEPT_FROM_INPUT
-        watcher, why = asker.sampler.watcher, ""
+        servers, why = asker.sampler.servers, ""
         for tries in range(1, MAX_RETRIES + 2):
-            server, _ = await asker.places.take(order, asker.may_use)
-            life = watcher.life(server)
+            server, _ = await servers.places.take(order, asker.may_use)
+            life = servers.life(server)
             try:
-                return await ask(asker.clients[server], asker.tokenizer, asked, self.name, longest, asker.salt)
+                return await ask(servers.clients[server], asker.tokenizer, asked, self.name, longest, asker.salt)
             except ServerLost as lost:
-                watcher.server_lost(server, life, str(lost))
+                servers.server_lost(server, life, str(lost))
                 why = f"{tries} requests were lost, the last: {lost}"
             except MegarlError as error:
                 return _void(asked, self.name, str(error))
             finally:
-                asker.places.give_back(server)
+                servers.places.give_back(server)
         return _void(asked, self.name, why)
 
 

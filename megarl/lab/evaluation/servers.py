@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import ServerAddress
@@ -37,37 +38,44 @@ UNCHANGED = -1  # the version of weights that a server has read from a directory
 
 @dataclass(frozen=True)
 class OwnServers:
-    """Servers that are running and ready. It is also the sampler's watcher."""
+    """Servers that are running and ready."""
 
     recipe: Recipe
     endpoints: Endpoints
     processes: Sequence[LocalProcess]
 
-    @asynccontextmanager
-    async def asker(self, tokenizer: Tokenizer) -> AsyncIterator[Asker]:
-        """Yield an Asker, which queries these servers and grades their answers."""
-        recipe, endpoints, width = self.recipe, self.endpoints, self.recipe.resources.server_tensor_parallel
-        addresses = [ServerAddress(id=n, url=url, tensor_parallel=width) for n, url in enumerate(endpoints.servers)]
-        members = Membership(addresses)
-        for n in (ids := {address.id for address in addresses}):
+    @cached_property
+    def clients(self) -> dict[int, ServerClient]:
+        width, keys = self.recipe.resources.server_tensor_parallel, (self.endpoints.api_key, self.endpoints.admin_key)
+        return {
+            n: ServerClient(ServerAddress(id=n, url=url, tensor_parallel=width), *keys)
+            for n, url in enumerate(self.endpoints.servers)
+        }
+
+    @cached_property
+    def places(self) -> Places:
+        members = Membership([client.address for client in self.clients.values()])
+        for n in self.clients:
             members.seen(n)
             members.publish([n], UNCHANGED, "")
             members.published(n, UNCHANGED, "", "")
-        clients = {a.id: ServerClient(a, endpoints.api_key, endpoints.admin_key) for a in addresses}
-        places = Places(members, recipe.serving.max_running_requests)
+        return Places(members, self.recipe.serving.max_running_requests)
+
+    @asynccontextmanager
+    async def asker(self, tokenizer: Tokenizer) -> AsyncIterator[Asker]:
+        """Yield an Asker, which queries these servers and grades their answers."""
+        recipe, ids = self.recipe, set(self.clients)
         graders, environments = TaskGraders(recipe, tokenizer.decode), TaskEnvironments(recipe, tokenizer)
         agents = TaskAgents(recipe, tokenizer)
-        sampler = Sampler(
-            recipe, tokenizer, clients, places, self, environments, agents=agents, positions=positions(recipe)
-        )
-        at_once, salt = places.limit * len(ids), secrets.token_hex(8)
+        sampler = Sampler(recipe, tokenizer, self, environments, agents, positions(recipe))
+        at_once, salt = self.places.limit * len(ids), secrets.token_hex(8)
         try:
-            yield Asker(recipe, tokenizer, clients, places, sampler, graders, ids, salt, at_once)
+            yield Asker(recipe, tokenizer, sampler, graders, ids, salt, at_once)
         finally:
             graders.close()
             environments.close()
             await agents.close()
-            for client in clients.values():
+            for client in self.clients.values():
                 await client.close()
 
     def life(self, server: int) -> int:

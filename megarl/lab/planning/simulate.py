@@ -169,7 +169,7 @@ class _SimulatedRun:
         kept = self.recipe.batch.zero_variance == "keep"
         while True:
             self.changed.clear()
-            if schedule.is_due(step, self.count) and (servers := schedule.begin(step)):
+            if schedule.is_due(step) and (servers := schedule.begin(step)):
                 tasks.create_task(self._evaluate(step, servers))
             decision, start = decide(Next(LEARNER, step, step), self.pipeline.view(step)), now()
             match decision:

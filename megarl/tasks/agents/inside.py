@@ -16,7 +16,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.core.base.process import die_with_parent
+from megarl.core.base.process import die_with_parent, imported
 
 REWARD_LIMIT_S = 60.0
 LARGEST_FILE = 1 << 30
@@ -46,10 +46,7 @@ def main(words: list[str]) -> None:
     if words[0] == "command":
         os.environ["PYTHONPATH"] = words[1]  # ours would make another Python import our packages
         os.execvp(words[2], words[2:])
-    sys.path.append(os.getcwd())
-    module, _, name = words[1].partition(":")
-    function = getattr(__import__(module, fromlist=[name]), name)
-    env = os.environ
+    function, env = imported(words[1]), os.environ
     task = AgentTask(
         **json.load(sys.stdin),
         base_url=env["OPENAI_BASE_URL"],

@@ -30,7 +30,7 @@ from megarl.core.base.contracts import AgentDown, AgentRollout, Policy
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Prompt
-from megarl.core.recipe import Recipe, Rows
+from megarl.core.recipe import Recipe
 from megarl.core.recipe.tree import AgentSection
 from megarl.tasks.agents.gateway import MODEL, Gateway
 from megarl.tasks.agents.rendering import Rendering, tail_problem
@@ -83,8 +83,7 @@ class TaskAgents:
 
     def __init__(self, recipe: Recipe, tokenizer: Tokenizer) -> None:
         self._recipe, self._tokenizer = recipe, tokenizer
-        rows: dict[str, Rows] = {**recipe.data.tasks, **recipe.evaluation.sampled}
-        self._tasks = {name: task for name, task in rows.items() if task.agent}
+        self._tasks = {name: task for name, task in recipe.sampled.items() if task.agent}
         self._turns = Turns(recipe.agent.at_once)
         self._gateway: asyncio.Task[Gateway] | None = None
         if not self._tasks:

@@ -139,10 +139,9 @@ class TaskEnvironments:
     """Environments by task or suite, with one process per environment. MegarlError if one of the recipe's is unusable here."""
 
     def __init__(self, recipe: Recipe, tokenizer: Tokenizer) -> None:
-        rows: dict[str, Rows] = {**recipe.data.tasks, **recipe.evaluation.sampled}
         self._keys = {name: f"data.tasks.{name}.environment" for name in recipe.data.tasks}
         self._keys |= {name: f"evaluation.suites.{name}.environment" for name in recipe.evaluation.sampled}
-        self._tasks = {name: task for name, task in rows.items() if task.environment}
+        self._tasks = {name: task for name, task in recipe.sampled.items() if task.environment}
         self._tokenizer = tokenizer
         self._hosts: dict[str, Host] = {}
         for environment in dict.fromkeys(task.environment for task in self._tasks.values()):

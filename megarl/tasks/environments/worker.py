@@ -10,13 +10,11 @@ its parent ends or its stdin is closed.
 """
 
 import asyncio
-import importlib
 import logging
 import mmap
 import os
 import resource
 import struct
-import sys
 from collections.abc import Awaitable, Callable, Generator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -25,7 +23,7 @@ import numpy as np
 
 from megarl.core.base.contracts import Environment, GraderDown, Observation, Verdict, score_of
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.process import die_with_parent, start_logging
+from megarl.core.base.process import die_with_parent, imported, start_logging
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
 from megarl.core.base.types import Prompt, Record, decode, encode
 from megarl.tasks.environments.calculator import Calculator
@@ -217,11 +215,8 @@ def _found(key: str, environment: str) -> Factory:
     """Return the class that the recipe names: a built-in one, or the user's, from PYTHONPATH or the working directory."""
     if environment in BUILT_IN:
         return BUILT_IN[environment]
-    module, _, attribute = environment.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
     try:
-        return getattr(importlib.import_module(module), attribute)
+        return imported(environment)
     except BaseException as error:  # importing may do anything
         must = f"it must be a class in a module on PYTHONPATH or in {os.getcwd()}"
         raise MegarlError(f"{key}: {environment} cannot be used: {_said(error)}; {must}") from None

@@ -3,7 +3,6 @@
 A function takes a Submission and returns a number, or a bool for right and wrong.
 """
 
-import importlib
 import logging
 import os
 import re
@@ -13,6 +12,7 @@ import sys
 from collections.abc import Callable
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.process import imported
 from megarl.tasks.graders.answer import Submission
 
 Function = Callable[[Submission], float]
@@ -61,8 +61,7 @@ def named(grader: str) -> Function:
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that nothing limits its time; we do
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
         return same_in_mathematics
-    module, _, name = grader.partition(":")
-    return getattr(importlib.import_module(module), name)
+    return imported(grader)
 
 
 def environment() -> dict[str, str]:

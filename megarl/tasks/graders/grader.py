@@ -16,7 +16,7 @@ import numpy as np
 
 from megarl.core.base.contracts import WRONG, Grade, Verdict, answer_of
 from megarl.core.base.types import Prompt
-from megarl.core.recipe import Recipe, Rows, Task
+from megarl.core.recipe import Recipe, Task
 from megarl.core.recipe.rules import GRADERS
 from megarl.tasks.graders.answer import Submission, graded, judged
 from megarl.tasks.graders.code import Code
@@ -73,11 +73,7 @@ def check_graders(recipe: Recipe) -> None:
 
 def _named(recipe: Recipe) -> list[str]:
     """Return the graders of all tasks and suites, each once."""
-    return sorted({name for task in _tasks(recipe).values() for name in task.graders})
-
-
-def _tasks(recipe: Recipe) -> dict[str, Rows]:
-    return {**recipe.data.tasks, **recipe.evaluation.sampled}
+    return sorted({name for task in recipe.sampled.values() for name in task.graders})
 
 
 @dataclass(frozen=True)
@@ -145,7 +141,7 @@ class TaskGraders:
                 recipe.length.end_of_thinking,
                 decode,
             )
-            for name, task in _tasks(recipe).items()
+            for name, task in recipe.sampled.items()
         }
 
     def __getitem__(self, task: str) -> TaskGrader:

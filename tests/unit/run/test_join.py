@@ -24,7 +24,6 @@ from megarl.core.journal.file import FILE_HEADER, MAGIC
 from megarl.core.recipe import Recipe, dump
 from megarl.core.server import membership
 from megarl.core.server.client import ServerLost
-from megarl.core.telemetry.spans import UNRECORDED
 from megarl.run import join
 from megarl.run.launcher import LocalLauncher, LocalProcess, RoleCommand
 from megarl.run.nodes import here
@@ -341,7 +340,7 @@ def test_requests_on_a_machine_that_is_gone_go_on_elsewhere(
         monkeypatch.setattr(controller_servers, limit, seconds)
 
     async def go() -> None:
-        servers = Servers(recipe, run.endpoints(), lambda: None, UNRECORDED)
+        servers = Servers(recipe, run.endpoints(), lambda: None)
         task = asyncio.create_task(servers.run())
         await asyncio.sleep(0)
         with hung() as url:
@@ -379,7 +378,7 @@ def test_requests_on_a_machine_that_is_gone_go_on_elsewhere(
 
 def test_a_server_that_is_sent_away_is_told_why(recipe: Recipe, run: RunDir) -> None:
     async def go() -> None:
-        servers = Servers(recipe, run.endpoints(), lambda: None, UNRECORDED)
+        servers = Servers(recipe, run.endpoints(), lambda: None)
         task = asyncio.create_task(servers.run())
         await asyncio.sleep(0)
         said = Join(life="x", url=f"http://127.0.0.1:{free_ports(1)[0]}")

@@ -5,41 +5,33 @@
 It is tried on made-up tokens when it is loaded, so a mistake is reported before training starts.
 """
 
-import importlib
 import os
-import sys
 
 from torch import Tensor
 
 from megarl.core.algorithm.losses.terms import PolicyLoss, Tokens, made_up_tokens, ratio_metrics
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.process import imported
 from megarl.core.recipe import Loss
 from megarl.core.telemetry.names import NAMES
 
 
 def own(section: Loss) -> PolicyLoss:
     """Return the loss that `section.kind` names, or raise a MegarlError that says what is wrong with it."""
-    function, tokens = _imported(section.kind), made_up_tokens()
+    tokens = made_up_tokens()
+    try:
+        function = imported(section.kind)
+    except Exception as error:  # importing may do anything
+        why = f"cannot be imported: {type(error).__name__}: {error} (looked for on PYTHONPATH and in {os.getcwd()})"
+        raise _refused(section.kind, why) from None
+    if not callable(function):
+        raise _refused(section.kind, f"is a {type(function).__name__} and cannot be called")
     try:
         returned = function(tokens, section)
     except Exception as error:  # a user's function may raise anything
         raise _refused(section.kind, f"fails on three made-up tokens: {type(error).__name__}: {error}") from None
     if mistake := _mistake(returned, tokens):
         raise _refused(section.kind, f"returns {mistake}")
-    return function
-
-
-def _imported(kind: str) -> PolicyLoss:
-    module, _, name = kind.partition(":")
-    if (folder := os.getcwd()) not in sys.path:
-        sys.path.append(folder)
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except Exception as error:  # importing may do anything
-        why = f"cannot be imported: {type(error).__name__}: {error} (looked for on PYTHONPATH and in {folder})"
-        raise _refused(kind, why) from None
-    if not callable(function):
-        raise _refused(kind, f"is a {type(function).__name__} and cannot be called")
     return function
 
 

@@ -44,15 +44,18 @@ class _Settings:
     temperature: float
     precision: torch.dtype
     group: dist.ProcessGroup | None
-    chunk: tuple[int, int]
-    passes: ModuleType
 
     def chunks(self, rows: int) -> Iterator[tuple[slice, slice]]:
         """Yield the rows and columns of each chunk."""
-        height, width = self.chunk
+        height, width = CHUNK
         for row in range(0, rows, height):
             for column in range(0, self.valid, width):
                 yield slice(row, min(row + height, rows)), slice(column, min(column + width, self.valid))
+
+
+def passes_on(device: torch.device) -> ModuleType:
+    """Return the module for chunks on this device, imported late: Triton looks for a GPU's driver, and takes a second."""
+    return importlib.import_module(f"{__name__}.{'passes' if device.type == 'cpu' else 'kernels'}")
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):
@@ -64,11 +67,11 @@ class _LogProbsAndEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         sums = hidden.new_zeros((4, len(hidden)), dtype=torch.float32)
         sums[0] = LOWEST
-        logits = None
+        passes, logits = passes_on(hidden.device), None
         for rows, columns in settings.chunks(len(hidden)):
             logits = None  # frees the previous chunk first
             logits = product(hidden[rows], weight[columns].T, settings.precision)
-            settings.passes.reduce(logits, labels[rows] - columns.start, sums[:, rows], settings.temperature)
+            passes.reduce(logits, labels[rows] - columns.start, sums[:, rows], settings.temperature)
         top, log_total, entropy, label = _over_ranks(sums, (labels >= 0) & (labels < settings.valid), settings)
         ctx.save_for_backward(hidden, weight, labels, torch.stack([top, log_total, entropy]))
         ctx.settings, ctx.logits = settings, logits
@@ -79,14 +82,12 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         hidden, weight, labels, sums = ctx.saved_tensors
         logits, ctx.logits = ctx.logits, None
         settings, of_loss = ctx.settings, torch.stack(upstream)
-        of_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+        passes, of_hidden = passes_on(hidden.device), torch.zeros_like(hidden, dtype=torch.float32)
         for rows, columns in reversed(list(settings.chunks(len(hidden)))):
             if logits is None:
                 logits = product(hidden[rows], weight[columns].T, settings.precision)
             place = labels[rows] - columns.start
-            d = settings.passes.gradient(
-                logits, place, sums[:, rows], of_loss[:, rows], settings.temperature, weight.dtype
-            )
+            d = passes.gradient(logits, place, sums[:, rows], of_loss[:, rows], settings.temperature, weight.dtype)
             add_product(of_hidden[rows], d, weight[columns])
             add_product(weight.main_grad[columns], d.T, hidden[rows])
             logits = d = None  # frees these before the next chunk
@@ -124,21 +125,16 @@ def logprobs_and_entropy(
     temperature: float = 1.0,
     precision: torch.dtype = torch.float32,
     group: dist.ProcessGroup | None = None,
-    chunk: tuple[int, int] = CHUNK,
-    passes: ModuleType | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-prob of each label and the entropy of each distribution, in nats: two float32 [n], equal on all ranks.
 
     hidden [n, h]; weight [V/tp, h] of the same type: this rank's rows of the head, which tensor-parallel `group` (None: one
     rank) divides evenly; rows from `vocab_size` on are padding and never used. labels [n] int64. precision: of the logits,
-    float32 or the weight's type. passes: passes.py or kernels.py; None: the one for the device.
+    float32 or the weight's type.
 
     In the backward pass each rank gets its columns' part of the gradient of `hidden`. The weight's gradient is added to
     `weight.main_grad` (float32, as in megatron's DDP); what autograd gets for it is meaningless.
     """
-    if passes is None:
-        # Imported late: Triton looks for a GPU's driver, and takes a second.
-        passes = importlib.import_module(f"{__name__}.{'passes' if hidden.device.type == 'cpu' else 'kernels'}")
     rank, size = (group.rank(), group.size()) if group is not None else (0, 1)
     first = rank * len(weight)
     settings = _Settings(
@@ -146,7 +142,5 @@ def logprobs_and_entropy(
         temperature=temperature,
         precision=precision,
         group=group if size > 1 else None,
-        chunk=chunk,
-        passes=passes,
     )
     return _LogProbsAndEntropy.apply(hidden, weight, labels - first, settings)

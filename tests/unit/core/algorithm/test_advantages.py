@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.core.algorithm.advantages import NOTHING_SEEN, Moments, advantages
+from megarl.core.algorithm.advantages import (
+    NOTHING_SEEN,
+    Centring,
+    Moments,
+    Normalisation,
+    centred_rewards,
+    divided,
+)
 from megarl.core.algorithm.batch import TrainSequence, sequences_in_loss, with_advantages
 from megarl.core.base.types import Batch, Group, Prompt, Rollout, Segment, float32, int32
 from megarl.core.recipe import Recipe, from_tree
@@ -24,6 +31,12 @@ def group(ticket: int, *rewards: float) -> Group:
         for i, reward in enumerate(rewards)
     )
     return Group(ticket=ticket, prompt=Prompt(id=f"p{ticket}", tokens=int32([1, 2, 3]), answer="4"), rollouts=rollouts)
+
+
+def advantages(
+    groups: list[Group], kind: Normalisation, centring: Centring = "group", running: Moments = NOTHING_SEEN
+) -> list[np.ndarray]:
+    return divided([centred_rewards(g, centring, {}) for g in groups], kind, running)
 
 
 GROUPS = [group(0, 1.0, -1.0), group(1, 1.0, 1.0), group(3, -1.0, 1.0, 1.0)]

@@ -221,7 +221,7 @@ def test_turns_without_credit_are_trained_as_the_whole_session() -> None:
     """With R alone the advantages before their division are those of `agent.credit: episode`, bit for bit."""
     told = credited(turns(0, 1.0, 0.0, 0.0), turns(1, -1.0, 0.0, 0.0), turns(2, -1.0, 0.0, 0.0))
     found = advantages_by_turn(told, advantage="none")
-    whole = centred_rewards(credited(*(replace_turns(r) for r in told.groups[0].rollouts)).groups[0], "group")
+    whole = centred_rewards(credited(*(replace_turns(r) for r in told.groups[0].rollouts)).groups[0], "group", {})
     assert found == {(n, t): np.float32(whole[n]) for n in range(3) for t in range(2)}
 
 

@@ -14,7 +14,6 @@ from megarl.core.controller import controller as module
 from megarl.core.controller.controller import PUBLISH_TRIES, Controller
 from megarl.core.controller.servers import Servers
 from megarl.core.server.client import ServerClient
-from megarl.core.telemetry.spans import UNRECORDED
 from megarl.run.process import free_ports
 from tests.unit.core.controller.test_servers import servers_of
 
@@ -99,7 +98,7 @@ def test_a_status_that_cannot_be_written_for_a_moment_ends_nothing(
     told: Any = SimpleNamespace(
         rundir=rundir, stop_reason="", recipe=SimpleNamespace(start_limit_s=60.0), compute=SimpleNamespace(join=print),
         conversation=SimpleNamespace(incarnation=""), servers=SimpleNamespace(seconds_without=lambda: 0.0),
-        meter=SimpleNamespace(totals=dict), spans=UNRECORDED, _counted=lambda: 0, _status=lambda: {"step": 7},
+        meter=SimpleNamespace(totals=dict), _counted=lambda: 0, _status=lambda: {"step": 7},
     )  # fmt: skip
 
     async def scenario() -> None:
@@ -144,7 +143,7 @@ def test_a_new_learner_while_a_server_leaves(monkeypatch: pytest.MonkeyPatch) ->
     asyncio.run(scenario())
 
 
-def test_a_journal_that_fails_at_the_end_leaves_nothing_open() -> None:
+def test_a_journal_that_fails_at_the_end_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[str] = []
 
     def part(name: str) -> Any:
@@ -161,9 +160,9 @@ def test_a_journal_that_fails_at_the_end_leaves_nothing_open() -> None:
     made: Any = SimpleNamespace(
         **{name: part(name) for name in ("agents", "servers", "records", "teacher")},
         **{name: SimpleNamespace(close=at_once(name)) for name in ("graders", "environments", "link")},
-        spans=SimpleNamespace(flush=at_once("spans")),
         _close_metrics=at_once("metrics"),
     )
+    monkeypatch.setattr(module.spans, "flush", at_once("spans"))
     with pytest.raises(MegarlError, match="the disk is full"):
         asyncio.run(Controller._close(made))
     assert {"records", "link", "spans", "metrics"} <= {*closed}

@@ -33,6 +33,7 @@ from megarl.lab.evaluation.suites import questions_of
 from megarl.lab.scaling.extrapolate import forecast
 from megarl.lab.scaling.overoptimisation import watch
 from megarl.tasks.data.arithmetic_models import character_tokenizer
+from tests.server_pool import Pool
 
 MADE = character_tokenizer()
 TOKENIZER = Tokenizer(MADE.backend_tokenizer, MADE.eos_token_id, Path())
@@ -94,8 +95,9 @@ class Answers:
     down below 0: so many answers end as if their task had been cancelled.
     """
 
-    clients: Mapping[int, Any] = {}
     scores: Mapping[str, float] = {}
+
+    servers: Pool
 
     def __init__(self, down: int) -> None:
         self.down, self.cancelled = down, -down
@@ -129,7 +131,8 @@ def evaluations_of(
     """Evaluations of a run of ten steps whose tasks hold out `count` prompts each."""
     records, places = JournalWriter(journal), Places(members, 1)
     pipeline = Pipeline(recipe, records, places, NoTickets(), lambda: None, 10, 10)  # type: ignore[arg-type]
-    asker = Asker(recipe, TOKENIZER, {}, places, answers, answers, frozenset(), "", 0)  # type: ignore[arg-type]
+    answers.servers = Pool({}, places)
+    asker = Asker(recipe, TOKENIZER, answers, answers, frozenset(), "", 0)  # type: ignore[arg-type]
     made = Evaluations(
         RunDir(recipe.run.path), questions(recipe, count), forecast, watch, asker, pipeline,
         ComputeClock(journal.state, recipe.resources), fail, stop,
@@ -153,10 +156,10 @@ async def scored(recipe: Recipe, down: int, stops: list[str] | None = None, vers
     begun = 0
     async with asyncio.TaskGroup() as tasks:
         writer = tasks.create_task(records.run())
-        while schedule.is_due(version, 10) and not failures:
+        while schedule.is_due(version) and not failures:
             evaluations.begin_if_due(version, {version: Spent(0.5 + version, 0.25, 0.125)}, tasks)
             assert members.members[0].pinned
-            assert not schedule.is_due(version, 10)
+            assert not schedule.is_due(version)
             await asyncio.wait_for(asyncio.shield(evaluations.tasks[version]), 10)
             begun += 1
             assert not members.members[0].pinned

@@ -50,13 +50,13 @@ def test_two_to_one() -> None:
 
 
 def test_one_task_is_its_curriculum() -> None:
-    ids = [f"p{n}" for n in range(7)]
+    ids = {f"p{n}": 0 for n in range(7)}
     alone, mixture = PromptOrder(ids, 3, 0.9, 2), Mixture({"x": PromptOrder(ids, 3, 0.9, 2)}, {"x": Fraction(1)})
     assert [("x", alone.draw()) for _ in range(30)] == [mixture.draw() for _ in range(30)]
 
 
 def test_a_task_whose_prompts_are_solved_begins_again_and_keeps_its_share() -> None:
-    curricula = {t: PromptOrder([f"{t}{n}" for n in range(4)], 0, 0.9, 2) for t in "abc"}
+    curricula = {t: PromptOrder({f"{t}{n}": 0 for n in range(4)}, 0, 0.9, 2) for t in "abc"}
     mixture = Mixture(curricula, shares({"a": 2, "b": 1, "c": 1}))
 
     def draws(count: int) -> list[tuple[str, Draw]]:
@@ -165,7 +165,7 @@ def test_metrics_are_of_each_task_when_there_are_several() -> None:
     found = draw_metrics(mixture)
     assert (found["epoch"], found["epoch/math"], found["epoch/code"]) == (1, 1, 1)
     assert (found["pool_prompts"], found["pool_prompts/math"], found["excluded_prompts"]) == (14, 9, 1)
-    one = Mixture({"x": PromptOrder(["p"], 0, None, 1)}, {"x": Fraction(1)})
+    one = Mixture({"x": PromptOrder({"p": 0}, 0, None, 1)}, {"x": Fraction(1)})
     assert draw_metrics(one) == {"epoch": 0, "pool_prompts": 1, "excluded_prompts": 0}
 
 

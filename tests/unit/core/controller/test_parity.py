@@ -3,11 +3,13 @@
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megarl.core.base.architecture import read
 from megarl.core.base.messages import PARITY_ROLLOUTS, Score, Scored, ServerAddress, Wait
 from megarl.core.base.types import Prompt, Segment, float32, int32
 from megarl.core.controller.parity import Candidate, Parity, chosen_slots
@@ -61,9 +63,8 @@ class Stage:
         self.parity = Parity(
             recipe,
             END,
-            None,
-            self.servers,  # type: ignore[arg-type]
-            self.members,
+            read("llama-3.1-8b"),
+            SimpleNamespace(clients=self.servers, membership=self.members),  # type: ignore[arg-type]
             self.changed.set,
             self.failures.append,
             "",

@@ -21,7 +21,6 @@ from megarl.core.server import client as client_module
 from megarl.core.server.client import ServerClient, ServerLost
 from megarl.core.server.membership import ServerLoad
 from megarl.core.server.relay import OK, ServerAnswer
-from megarl.core.telemetry.spans import UNRECORDED
 from megarl.run.process import free_ports
 from tests.unit.core.sampling.test_places import anywhere
 
@@ -39,7 +38,7 @@ def servers_of(count: int, url: str = "") -> Servers:
         link=LinkKeys.new(),
         rendezvous_port=1,
     )
-    servers = Servers(recipe, endpoints, lambda: None, UNRECORDED)
+    servers = Servers(recipe, endpoints, lambda: None)
     for n in servers.clients:
         servers.membership.seen(n)
         servers.membership.publish([n], 0, "a")

@@ -5,12 +5,14 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from megarl.core.base.admission import Admission
+from megarl.core.base.architecture import read
 from megarl.core.base.contracts import TaskPrompts
 from megarl.core.base.messages import Next, Refused, ServerAddress
 from megarl.core.base.types import Prompt, float32, int32
@@ -30,6 +32,7 @@ from megarl.core.server.client import Generation, ServerLost, VersionSpan
 from megarl.core.server.membership import Membership
 from megarl.tasks.environments.registry import TaskEnvironments
 from megarl.tasks.graders.grader import TaskGraders
+from tests.server_pool import Pool
 
 END, CLOSE, B = 0, 1, 4
 STAGES = [{"until_step": 2, "thinking_tokens": [4, 6]}, {"until_step": 4, "thinking_tokens": [10, 12]}]
@@ -68,14 +71,6 @@ class Server:
 
     async def score(self, *_: Any, **__: Any) -> Any:
         raise ServerLost("it only samples", int32(()), float32(()))
-
-
-class Nobody:
-    def life(self, server: int) -> int:
-        return 0
-
-    def server_lost(self, server: int, life: int, reason: str) -> None:
-        raise AssertionError(reason)
 
 
 def prompts(task: str, count: int) -> TaskPrompts:
@@ -122,7 +117,7 @@ async def run(recipe: Recipe, path: Path, until: int | None, server: type[Server
     members.publish([0], 3, "a")
     members.published(0, 3, "a", "")
     asked, places, settled = server(), Places(members, 16), 0
-    sampler = Sampler(recipe, Letters(), {0: asked}, places, Nobody(), TaskEnvironments(recipe, Letters()))  # type: ignore[arg-type,dict-item]
+    sampler = Sampler(recipe, Letters(), Pool({0: asked}, places, lossless=True), TaskEnvironments(recipe, Letters()))  # type: ignore[arg-type,dict-item]
     graders = TaskGraders(recipe, str, 1, 1.0)
     records, done = JournalWriter(journal), asyncio.Event()
 
@@ -136,7 +131,15 @@ async def run(recipe: Recipe, path: Path, until: int | None, server: type[Server
     def whole() -> bool:
         return not pipeline.running and pipeline.batches() >= recipe.run.steps
 
-    parity = Parity(recipe, END, None, {0: asked}, members, changed, pytest.fail, "")  # type: ignore[dict-item]
+    parity = Parity(
+        recipe,
+        END,
+        read("llama-3.1-8b"),
+        SimpleNamespace(clients={0: asked}, membership=members),
+        changed,
+        pytest.fail,
+        "",
+    )  # type: ignore[dict-item]
     tickets = Tickets(recipe, PROMPTS, mixture_of(recipe, PROMPTS, journal.state), sampler, graders, parity, "")
     pipeline = Pipeline(recipe, records, places, tickets, changed, recipe.run.steps, recipe.run.steps)
     if whole():

@@ -10,6 +10,7 @@ from hypothesis import given
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.core.learner.network import selected_logprobs
+from megarl.core.models import head
 from megarl.core.models.head import logprobs_and_entropy
 from tests.plain_head import CASES, CHUNKS, SHAPES, TERMS, Case, differences, exact, found, make_case
 
@@ -78,9 +79,10 @@ def test_the_weights_gradient_is_added_to_what_is_there(tied: bool) -> None:
     assert weight.grad_added_to_main_grad is True
 
 
-def test_nothing_is_kept_where_nothing_is_learned() -> None:
+def test_nothing_is_kept_where_nothing_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "CHUNK", (3, 4))
     case = make_case(1, rows=7, width=5, vocabulary=9)
-    logprobs, entropy = logprobs_and_entropy(case.hidden, case.weight, case.labels, vocab_size=9, chunk=(3, 4))
+    logprobs, entropy = logprobs_and_entropy(case.hidden, case.weight, case.labels, vocab_size=9)
     assert not logprobs.requires_grad
     assert (logprobs - exact(case).logprobs).abs().max() <= 1e-6
     assert (entropy - exact(case).entropy).abs().max() <= 1e-6

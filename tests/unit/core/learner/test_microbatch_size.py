@@ -3,9 +3,10 @@
 import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,7 +18,8 @@ from megarl.core import recipe as recipes
 from megarl.core.algorithm.batch import TrainSequence
 from megarl.core.algorithm.packing import sizes_to_try
 from megarl.core.base.errors import MegarlError
-from megarl.core.learner.microbatch_size import largest, settle
+from megarl.core.learner import microbatch_size
+from megarl.core.learner.microbatch_size import largest
 from megarl.core.learner.trainer import Trainer
 from tests.sequences import logprobs
 from tests.tiny import tiny_llama, tiny_qwen3_moe
@@ -106,6 +108,18 @@ def recipe_of(path: Path, **learner: Any) -> recipes.Recipe:
 def trainer(tmp_path: Path, one_rank: None) -> Trainer:
     tiny_qwen3_moe(tmp_path / "hf", num_hidden_layers=2)
     return Trainer(recipe_of(tmp_path / "hf"), tmp_path / "hf")
+
+
+def settle(
+    trainer: Trainer,
+    longest: int,
+    batch_tokens: int,
+    record: Path | None,
+    memory: FakeMemory,
+    within: AbstractContextManager[None] | None = None,
+) -> None:
+    with mock.patch.object(microbatch_size, "gpu_memory", return_value=memory):
+        microbatch_size.settle(trainer, longest, batch_tokens, record, within)
 
 
 def state_of(trainer: Trainer) -> list[torch.Tensor]:
@@ -198,7 +212,7 @@ def test_what_does_not_fit_is_said_in_the_words_of_the_recipe(trainer: Trainer) 
     with pytest.raises(MegarlError, match=r"longest sequence, of 60 tokens; set learner\.recompute=full"):
         settle(trainer, 60, 600, None, FakeMemory(trainer, 0.8, 0.005))
     with pytest.raises(MegarlError, match=r"microbatch_tokens: auto tries a GPU.s memory, and there is none here"):
-        settle(trainer, 60, 600, None)
+        microbatch_size.settle(trainer, 60, 600, None)
 
 
 def test_memory_that_runs_out_in_training_names_the_keys(tmp_path: Path, one_rank: None) -> None:

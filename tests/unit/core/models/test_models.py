@@ -87,12 +87,13 @@ def test_rope_as_written_before_transformers_5(tmp_path: Path) -> None:
     assert architecture.in_directory(tmp_path) == new
 
 
-def test_saved_directory_is_transformers(one_rank: None, tmp_path: Path) -> None:
+def test_saved_directory_is_transformers(one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In several files with an index; transformers loads the same weights; the tokenizer's files came along."""
+    monkeypatch.setattr(hf, "SHARD_BYTES", 50_000)
     reference = tiny_llama(tmp_path / "hf", tie_word_embeddings=True)
     (tmp_path / "hf" / "tokenizer.json").write_text("{}")
     chunk = loaded(tmp_path / "hf", dtype="fp32")
-    hf.save([chunk], family_of(tmp_path / "hf"), tmp_path / "hf", tmp_path / "copy", shard_bytes=50_000)
+    hf.save([chunk], family_of(tmp_path / "hf"), tmp_path / "hf", tmp_path / "copy")
     names = {p.name for p in (tmp_path / "copy").iterdir()}
     assert {"config.json", "generation_config.json", "tokenizer.json", hf.INDEX} < names
     assert "model-00002-of-00017.safetensors" in names
@@ -106,12 +107,13 @@ def test_saved_directory_is_transformers(one_rank: None, tmp_path: Path) -> None
     assert all(torch.equal(stored[name], exported[name]) for name in exported)
 
 
-def test_vision_tower_is_carried_along(one_rank: None, tmp_path: Path) -> None:
+def test_vision_tower_is_carried_along(one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A multimodal directory saved again has its own vision tensors bit for bit, and transformers loads all of it."""
+    monkeypatch.setattr(hf, "SHARD_BYTES", 50_000)
     reference = tiny_llama4_multimodal(tmp_path / "hf")
     (chunk,) = build.build(Model(dtype="fp32"), tmp_path / "hf")
     hf.load([chunk], family_of(tmp_path / "hf"), tmp_path / "hf")
-    hf.save([chunk], family_of(tmp_path / "hf"), tmp_path / "hf", tmp_path / "copy", shard_bytes=50_000)
+    hf.save([chunk], family_of(tmp_path / "hf"), tmp_path / "hf", tmp_path / "copy")
     copy = type(reference).from_pretrained(tmp_path / "copy")
     assert any("vision" in name for name, _ in copy.named_parameters())
     assert all(torch.equal(a, b) for a, b in zip(copy.parameters(), reference.parameters(), strict=True))

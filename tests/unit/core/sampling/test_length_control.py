@@ -18,6 +18,7 @@ from megarl.core.sampling.sampler import Completion, Job, Sampler, Void
 from megarl.core.server.client import Generation, VersionSpan
 from megarl.core.server.membership import Membership
 from megarl.tasks.environments.registry import TaskEnvironments
+from tests.server_pool import Pool
 
 END, CLOSE = 0, 1
 PHRASE = [8, 8, CLOSE]
@@ -48,14 +49,6 @@ class EndlessServer:
         return Generation(int32([5] * limit), float32([-1.0] * limit), (VersionSpan(3, 0, limit),), "length")
 
 
-class Nobody:
-    def life(self, server: int) -> int:
-        return 0
-
-    def server_lost(self, server: int, life: int, reason: str) -> None:
-        raise AssertionError(reason)
-
-
 def complete(control: str, answer_tokens: int = 4, positions: int = 2048) -> tuple[Completion, list[int]]:
     recipe = from_tree({"length": {"control": control, "thinking_tokens": [6, 20], "answer_tokens": answer_tokens}})
     server, members = EndlessServer(), Membership([ServerAddress(id=0, url="")])
@@ -66,7 +59,9 @@ def complete(control: str, answer_tokens: int = 4, positions: int = 2048) -> tup
     async def run() -> Completion:
         places = Places(members, 1)
         environments = TaskEnvironments(recipe, Letters())  # type: ignore[arg-type]
-        sampler = Sampler(recipe, Letters(), {0: server}, places, Nobody(), environments, positions=positions)  # type: ignore[arg-type,dict-item]
+        sampler = Sampler(
+            recipe, Letters(), Pool({0: server}, places, lossless=True), environments, positions=positions
+        )  # type: ignore[arg-type,dict-item]
         prompt = Prompt(id="", tokens=int32([7, 7]), answer="")
         job = Job(
             prompt,

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,19 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.core.base.architecture import CONFIGS, RoutedLayers, layers_of
+from megarl.core.base.architecture import CONFIGS, in_directory, read
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.types import Prompt, Rollout, Segment, decode, encode
 from megarl.core.recipe import from_tree
-from megarl.core.sampling.sampler import Job, Sampler, routed_layers
+from megarl.core.sampling.sampler import Job, Sampler, routed_model
 from megarl.core.server.client import Generation, ServerLost, VersionSpan
 from megarl.core.server.membership import Membership
 from megarl.tasks.environments.registry import TaskEnvironments
+from tests.server_pool import Pool
 from tests.tiny import tiny_qwen3_moe
 
-EVERY_SECOND = RoutedLayers(layers=4, with_experts=(1, 3), experts=16, chosen=1)
-MANY = RoutedLayers(layers=3, with_experts=(0, 1, 2), experts=300, chosen=2)
+EVERY_SECOND = replace(read("qwen3-30b-a3b"), layers=4, expert_layers=(1, 3), experts=16, experts_per_token=1)
+MANY = replace(EVERY_SECOND, layers=3, expert_layers=(0, 1, 2), experts=300, experts_per_token=2)
 
 
 def reply(table: np.ndarray) -> str:
@@ -31,14 +33,14 @@ def reply(table: np.ndarray) -> str:
 
 def test_layers_without_experts_are_left_out() -> None:
     table = np.arange(2 * 4).reshape(2, 4, 1)
-    decoded = EVERY_SECOND.decoded(reply(table))
+    decoded = EVERY_SECOND.routed_experts(reply(table))
     assert decoded.dtype == np.uint8
     np.testing.assert_array_equal(decoded, [[[1], [3]], [[5], [7]]])
 
 
 def test_many_experts_and_the_way_through_msgpack() -> None:
     table = np.random.default_rng(0).integers(0, 300, (5, 3, 2))
-    routing = MANY.joined([MANY.decoded(reply(table[:2])), MANY.decoded(reply(table[2:]))])
+    routing = MANY.routing([MANY.routed_experts(reply(table[:2])), MANY.routed_experts(reply(table[2:]))])
     segment = Segment(tokens=np.zeros(3, np.int32), logprobs=np.zeros(3, np.float32), weight_version=0)
     rollout = Rollout(sample=0, segments=(segment,), reward=1, correct=True, finish="stop", routing=routing)
     again = decode(encode(rollout), Rollout).routing
@@ -49,16 +51,20 @@ def test_many_experts_and_the_way_through_msgpack() -> None:
 
 def test_those_of_a_model(tmp_path: Path) -> None:
     tiny_qwen3_moe(tmp_path, decoder_sparse_step=2)
-    assert layers_of(str(tmp_path)) == RoutedLayers(layers=4, with_experts=(1, 3), experts=4, chosen=2)
+    model = in_directory(tmp_path)
+    assert (model.layers, model.expert_layers, model.experts, model.experts_per_token) == (4, (1, 3), 4, 2)
+    recipe = from_tree({"model": {"path": str(tmp_path), "moe": {"routing_replay": True}}})
+    assert routed_model(recipe) == model
+    assert routed_model(from_tree({"model": {"path": str(tmp_path)}})) is None
 
 
 def test_asked_for_of_a_model_or_server_that_has_none(tmp_path: Path) -> None:
     shutil.copyfile(CONFIGS / "llama-3.1-8b.json", tmp_path / "config.json")
     recipe = from_tree({"model": {"path": str(tmp_path), "moe": {"routing_replay": True}}})
     with pytest.raises(MegarlError, match=r"model\.moe\.routing_replay: .* has no experts"):
-        routed_layers(recipe)
+        routed_model(recipe)
     with pytest.raises(MegarlError, match="did not say which experts"):
-        MANY.decoded("")
+        MANY.routed_experts("")
 
 
 class OneExpertATime:
@@ -75,14 +81,6 @@ class OneExpertATime:
         rows = np.arange(routing_from, len(ids) + limit - 1)
         table = np.repeat(rows, 4).reshape(-1, 4, 1)
         return Generation(tokens, logprobs, (VersionSpan(0, 0, limit),), "length", reply(table))
-
-
-class Nobody:
-    def life(self, server: int) -> int:
-        return 0
-
-    def server_lost(self, server: int, life: int, reason: str) -> None:
-        pass
 
 
 class Words:
@@ -111,11 +109,11 @@ class OnePlace:
 def test_every_token_but_the_last_has_a_row_over_losses_and_legs() -> None:
     server, places = OneExpertATime(), OnePlace()
     recipe = from_tree({"length": {"answer_tokens": 4}})
-    sampler = Sampler(recipe, Words(), {0: server}, places, Nobody(), TaskEnvironments(recipe, Words()))  # type: ignore[arg-type, dict-item]
+    sampler = Sampler(recipe, Words(), Pool({0: server}, places), TaskEnvironments(recipe, Words()))  # type: ignore[arg-type, dict-item]
     prompt = Prompt(id="", tokens=np.arange(6, dtype=np.int32), answer="")
     job = Job(prompt, (0, 0, 0), partial(places.take, (0, 0, 0), lambda *_: True), "", 5, 1.0, 1.0, routed=EVERY_SECOND)
     done = asyncio.run(sampler.complete(job))
     # Lost after 2 of 5, 3 more, the phrase of 3, the answer of 4; the row of the last token of a request comes with the next.
     assert server.asked == [(6, 0), (8, 0), (14, 10)]
     assert len(done.tokens) == 12
-    np.testing.assert_array_equal(EVERY_SECOND.joined(done.routing).table[:, 0, 0], np.arange(6 + 12 - 1))
+    np.testing.assert_array_equal(EVERY_SECOND.routing(done.routing).table[:, 0, 0], np.arange(6 + 12 - 1))

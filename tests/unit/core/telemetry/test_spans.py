@@ -5,13 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from megarl.core.telemetry.spans import UNRECORDED, Spans
+from megarl.core.telemetry import spans as module
+from megarl.core.telemetry.spans import Spans
 from megarl.lab.report.trace import read
+
+
+def recorder(path: Path) -> Spans:
+    made = Spans()
+    made.write_to(path)
+    return made
 
 
 def test_what_is_written_is_read_in_the_order_of_time(tmp_path: Path) -> None:
     before, now = time.time(), time.monotonic()
-    one, other = Spans(tmp_path / "trace" / "controller.jsonl"), Spans(tmp_path / "trace" / "learner.jsonl")
+    one, other = recorder(tmp_path / "trace" / "controller.jsonl"), recorder(tmp_path / "trace" / "learner.jsonl")
     one.open("server 0/requests", "late", now + 2)
     one.span("server 0/requests", "late", now + 2, now + 3, tokens=5)
     other.span("learner/rank 0", "early", now + 1, now + 9)
@@ -27,12 +34,12 @@ def test_what_is_written_is_read_in_the_order_of_time(tmp_path: Path) -> None:
 
 def test_what_a_dead_process_left_open_ends_with_it(tmp_path: Path) -> None:
     path, now = tmp_path / "controller.jsonl", time.monotonic()
-    first = Spans(path)
+    first = recorder(path)
     first.open("server 0/requests", "lost", now)
     first.span("server 0/requests", "done", now, now + 5)
     first.flush()
     time.sleep(0.01)
-    second = Spans(path)
+    second = recorder(path)
     second.open("server 0/requests", "runs", now + 20)
     second.span("server 0/requests", "other", now + 21, now + 30)
     second.flush()
@@ -42,8 +49,9 @@ def test_what_a_dead_process_left_open_ends_with_it(tmp_path: Path) -> None:
     assert ends == {"lost": (5, True), "done": (5, False), "runs": (10, True), "other": (9, False)}
 
 
-def test_two_parts_are_kept(tmp_path: Path) -> None:
-    spans = Spans(tmp_path / "controller.jsonl", largest_bytes=10_000)
+def test_two_parts_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LARGEST_BYTES", 10_000)
+    spans = recorder(tmp_path / "controller.jsonl")
     spans.open("server 0/requests", "long", 0.0)
     for n in range(1000):
         spans.span("server 0/requests", f"{n}", float(n), n + 1.0)
@@ -57,9 +65,20 @@ def test_two_parts_are_kept(tmp_path: Path) -> None:
     assert all(file.stat().st_size < 10_200 for file in files)
 
 
+def test_what_fails_is_not_timed(tmp_path: Path) -> None:
+    spans = recorder(tmp_path / "controller.jsonl")
+    with spans.timed("controller/grading", "done", n=1):
+        pass
+    with pytest.raises(ValueError, match="no"), spans.timed("controller/grading", "failed"):
+        raise ValueError("no")
+    spans.flush()
+    (span,) = read(tmp_path)[0]
+    assert (span.name, span.args) == ("done", {"n": 1})
+
+
 def test_a_disk_that_takes_nothing_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "trace").write_text("in the way")
-    spans = Spans(tmp_path / "trace" / "controller.jsonl")
+    spans = recorder(tmp_path / "trace" / "controller.jsonl")
     for _ in range(3):
         spans.event("controller/batches", "batch")
         spans.flush()
@@ -68,6 +87,7 @@ def test_a_disk_that_takes_nothing_is_said_once(tmp_path: Path, caplog: pytest.L
 
 
 def test_nothing_is_kept_of_whom_nobody_looks_at() -> None:
-    UNRECORDED.event("nobody/nothing", "x")
-    UNRECORDED.flush()
-    assert not UNRECORDED._rows
+    spans = Spans()
+    spans.event("nobody/nothing", "x")
+    spans.flush()
+    assert not spans._rows

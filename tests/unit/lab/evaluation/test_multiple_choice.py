@@ -39,6 +39,7 @@ from megarl.lab.evaluation.multiple_choice import (
     load_questions,
 )
 from megarl.tasks.data.rows import UnfitError
+from tests.server_pool import Pool
 
 ARC = {
     "id": "Mercury_7175875",
@@ -179,8 +180,9 @@ class StandInServer:
         return [Prefill(float32([value]), float32([np.nan]), 0) for value in end]
 
 
-class StandInWatcher:
-    def __init__(self) -> None:
+class WatchedPool(Pool):
+    def __init__(self, clients: dict[int, Any]) -> None:
+        super().__init__(clients, None)
         self.lost: list[tuple[int, int]] = []
 
     def life(self, server: int) -> int:
@@ -212,13 +214,11 @@ def test_lost_requests_are_asked_again_and_places_given_back(
         members.seen(0)
         members.publish([0], -1, "")
         members.published(0, -1, "", "")
-        places = Places(members, 1)
+        places = pool.places = Places(members, 1)
         asker = Asker(
             recipe=from_tree({}),
             tokenizer=tokenizer,
-            clients={0: server},  # type: ignore[dict-item]
-            places=places,
-            sampler=SimpleNamespace(watcher=watcher),  # type: ignore[arg-type]
+            sampler=SimpleNamespace(servers=pool),  # type: ignore[arg-type]
             graders=SimpleNamespace(),  # type: ignore[arg-type]
             servers={0},
             salt="s",
@@ -229,10 +229,11 @@ def test_lost_requests_are_asked_again_and_places_given_back(
         await asyncio.wait_for(score([asked], asker, kept.append), 10)
         return kept[0], places.use[0].running
 
-    server, watcher = StandInServer(*ends), StandInWatcher()
+    server = StandInServer(*ends)
+    pool = WatchedPool({0: server})
     answer, running = asyncio.run(run())
     assert (answer.chosen, answer.void, answer.correct, running) == (chosen, void, chosen == 0, 0)
-    assert watcher.lost == [(0, 5)] * lost
+    assert pool.lost == [(0, 5)] * lost
     assert set(server.salts) == {"s/q"}
 
 

@@ -169,9 +169,9 @@ def test_where_nothing_is_interrupted_the_tokenizer_need_not_know_the_phrase() -
     tokenizer = Tokenizer(made.backend_tokenizer, made.eos_token_id, Path())
     recipe = from_tree({"length": {"interruption": "Ünknown </think>"}})
     with pytest.raises(MegarlError, match="cannot encode 'Ünknown"):
-        Sampler(recipe, tokenizer, {}, None, None, None)  # type: ignore[arg-type]
+        Sampler(recipe, tokenizer, None, None)  # type: ignore[arg-type]
     length = recipe.length.model_copy(update={"control": "none"})
-    Sampler(recipe.model_copy(update={"length": length}), tokenizer, {}, None, None, None)  # type: ignore[arg-type]
+    Sampler(recipe.model_copy(update={"length": length}), tokenizer, None, None)  # type: ignore[arg-type]
 
 
 def test_a_suite_of_the_users(tmp_path: Path) -> None:

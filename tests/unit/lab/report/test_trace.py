@@ -75,7 +75,9 @@ def recorded(path: Path, steps: list[dict[str, list[tuple[float, float]]]]) -> R
     rundir = RunDir(path)
     path.mkdir()
     rundir.recipe.write_text("")
-    learner, controller = Spans(rundir.trace / "learner.jsonl"), Spans(rundir.trace / "controller.jsonl")
+    learner, controller = Spans(), Spans()
+    learner.write_to(rundir.trace / "learner.jsonl")
+    controller.write_to(rundir.trace / "controller.jsonl")
     learner._offset = controller._offset = 0.0
     for n, step in enumerate(steps):
         for part in ("wait", "train", "publish"):

@@ -108,7 +108,7 @@ def test_every_fault_that_is_made_can_be_injected() -> None:
 
 SAME_PROMPTS = """
 from megarl.core.controller.draw import PromptOrder
-order = PromptOrder("abcdef", 0, None, 2)
+order = PromptOrder(dict.fromkeys("abcdef", 0), 0, None, 2)
 assert len({order.draw().prompt_id for _ in range(6)}) == 2
 """
 GRADER = """

@@ -7,6 +7,7 @@ import asyncio
 import base64
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megarl.core.algorithm.batch import batch_statistics
-from megarl.core.base.architecture import RoutedLayers
+from megarl.core.base.architecture import read
 from megarl.core.base.contracts import GraderDown, Verdict
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.types import Batch, Group, Prompt, Rollout, float32, int32
@@ -28,6 +29,7 @@ from megarl.core.sampling.sampler import MAX_RETRIES, Completion, Job, Sampler, 
 from megarl.core.server.client import Generation, ServerLost, VersionSpan
 from megarl.core.server.membership import Membership
 from megarl.tasks.environments.registry import TaskEnvironments
+from tests.server_pool import Pool
 from tests.unit.tasks.environments import scripted
 from tests.unit.tasks.environments.scripted import CALL, Near, Script
 
@@ -35,7 +37,7 @@ END, CLOSE = 0, 1
 PHRASE = [8, 8, CLOSE]
 PROMPT = Prompt(id="p", tokens=int32([7, 7, 2]), answer="5", task="game")
 DUE, LAG = 20, 8
-ROUTED = RoutedLayers(layers=1, with_experts=(0,), experts=1000, chosen=1)
+ROUTED = replace(read("qwen3-30b-a3b"), layers=1, expert_layers=(0,), experts=1000, experts_per_token=1)
 
 
 class Letters:
@@ -51,14 +53,6 @@ class Letters:
 
     def decode(self, tokens: np.ndarray) -> str:
         return "".join("</think>" if t == CLOSE else str(t) for t in tokens.tolist())
-
-
-class Nobody:
-    def life(self, server: int) -> int:
-        return 0
-
-    def server_lost(self, server: int, life: int, reason: str) -> None:
-        pass
 
 
 class Servers:
@@ -140,7 +134,7 @@ def play(recipe: Recipe, servers: Servers, script: Script) -> Completion | None:
     async def run() -> Completion:
         places = Places(servers.members, 4)
         clients = {n: servers.client(n) for n in range(3)}
-        sampler = Sampler(recipe, Letters(), clients, places, Nobody(), TaskEnvironments(recipe, Letters()))  # type: ignore[arg-type]
+        sampler = Sampler(recipe, Letters(), Pool(clients, places), TaskEnvironments(recipe, Letters()))  # type: ignore[arg-type]
 
         async def take() -> tuple[int, int]:
             server, version = await places.take((1, 0, 0), lambda _, version: version >= DUE - LAG)
@@ -235,7 +229,7 @@ def test_every_episode(
         )
 
     # The record of experts has no gap.
-    rows = ROUTED.joined(done.routing).table[:, 0, 0] if done.routing else np.zeros(0)
+    rows = ROUTED.routing(done.routing).table[:, 0, 0] if done.routing else np.zeros(0)
     np.testing.assert_array_equal(rows, np.arange(len(rows)))
     if not lossy:
         assert len(rows) == len(PROMPT.tokens) + len(done.tokens) - 1
@@ -287,7 +281,7 @@ def say(
 
     async def run() -> Completion:
         places = Places(members, 1)
-        sampler = Sampler(recipe, Letters(), {0: server}, places, Nobody(), TaskEnvironments(recipe, Letters()))  # type: ignore[arg-type,dict-item]
+        sampler = Sampler(recipe, Letters(), Pool({0: server}, places), TaskEnvironments(recipe, Letters()))  # type: ignore[arg-type,dict-item]
         return await sampler.complete(
             Job(PROMPT, (1, 0, 0), partial(places.take, (1, 0, 0), lambda *_: True), "", chosen["thinking"], 1.0, 1.0)
         )
@@ -359,7 +353,7 @@ def test_one_that_fails_ends_the_rollout_as_a_grader_that_is_down_does() -> None
     async def run() -> None:
         places = Places(members, 1)
         sampler = Sampler(
-            recipe, Letters(), {0: OneTurnEach([[4, END]])}, places, Nobody(), TaskEnvironments(recipe, Letters())
+            recipe, Letters(), Pool({0: OneTurnEach([[4, END]])}, places), TaskEnvironments(recipe, Letters())
         )  # type: ignore[arg-type,dict-item]
         prompt = Prompt(id="", tokens=PROMPT.tokens, answer="", task="step")
         with pytest.raises(GraderDown, match=r"data\.tasks\.step: environment .*: step failed: KeyError"):
