@@ -25,7 +25,7 @@ from megarl.core.base.types import Group
 Centring = Literal["group", "leave_one_out", "none"]
 Normalisation = Literal["batch", "group", "running", "none"]
 Penalties = Mapping[tuple[int, int], float]
-"""Amount subtracted from the reward of (ticket, sample) before centring. Groups of equal rewards have no gradient even so."""
+"""Amount subtracted from the reward of (ticket, sample) before centring. A group with equal rewards still has no gradient."""
 NO_PENALTIES: Penalties = {}
 
 
@@ -39,8 +39,8 @@ class Moments:
     squares: float = 0.0
 
     def after(self, values: np.ndarray) -> "Moments":
-        """Return the moments after one more batch [n] float64. A batch that is empty or has a value that is not finite, which
-        would cause all later steps to be skipped, changes nothing."""
+        """Return the moments after one more batch [n] float64. A batch changes nothing if it is empty, or if a value in it is
+        not finite, which would cause all later steps to be skipped."""
         if not len(values) or not np.isfinite(values).all():
             return self
         before, n = self.count, len(values)
@@ -71,8 +71,8 @@ def advantages(
     their own, one [turns of all its rollouts] in the order of `turns_of`.
 
     centring: subtract the group's mean, the mean of its other rollouts (n / (n - 1) times the result), or nothing.
-    normalisation: divide by the deviation of all centred rewards of these groups (batch), of each group's own (group), of those
-    of all batches including this one, which `running` must contain already (running), or not at all (none).
+    normalisation: divide by the deviation of the centred rewards of all these groups (batch), of each group (group), or of all
+    batches (running: the argument `running`, which must already include this one), or do not divide (none).
     A group with equal rewards has advantage 0 throughout, unless centring is none.
     """
     each = [centred_rewards(g, centring, penalties) for g in groups]
