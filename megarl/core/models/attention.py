@@ -89,7 +89,7 @@ def ranges(starts: Tensor, ends: Tensor) -> Tensor:
 class LayerAttention:
     """How a layer attends. rotary: rotate q and k. chunk: attend only within chunks of this length. l2_epsilon: normalise q
     and k after rotation. temperature: (floor, scale), see `temperatures`. sinks: each head has one. window: attend only to this
-    many positions up to a query's own; only with sinks. None: not so."""
+    many positions up to a query's own; only with sinks. None: without."""
 
     rotary: bool = True
     chunk: int | None = None
