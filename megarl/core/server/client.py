@@ -235,7 +235,7 @@ class ServerClient:
         """Drop all connections. The server aborts the requests on them; they raise ServerLost. The next call reconnects."""
         session, self._session = self._session, None
         for reply in self._replies:
-            reply.close()  # closing the session alone does not wake the reader of a reply
+            reply.close()  # closing only the session does not wake the reader of a reply
         if session is not None:
             await session.close()
 
