@@ -84,8 +84,8 @@ class Architecture:
     experts               number in each layer of expert_layers; 0: the model is dense
     shared_feed_forward   inner size of the expert that all tokens take; 0: no shared expert
     expert_step           one in this many layers has experts; config.json may have this instead of a list
-    router                weights of the experts' outputs (sigmoid: of their inputs). balanced: sigmoids of the chosen experts,
-                          normalised, times router_scale; chosen by sigmoid plus a bias, not a parameter (arXiv 2408.15664)
+    router                how experts' outputs (sigmoid: their inputs) are weighted. balanced: by the normalised sigmoids of the
+                          chosen ones times router_scale; chosen by sigmoid plus a bias without gradient (arXiv 2408.15664)
     router_groups         (all groups, groups used): a token's experts come from this many groups; None: from any
     predicting_layers     layers after the last one, for multi-token prediction; carried along, not counted here
     """

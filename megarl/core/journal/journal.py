@@ -115,7 +115,7 @@ class JournalReader:
         return newest_first[:most][::-1]
 
     def _group(self, ticket: int, there: Sequence[int]) -> Group:
-        """there: the numbers of the files."""
+        """Return the group of a ticket. there: the numbers of the files."""
         for number in reversed(there):
             offset = self._groups_of(number, there).get(ticket)
             if offset is not None:

@@ -231,8 +231,8 @@ def make_angles_for_few_lengths(rotary: RotaryEmbedding) -> None:
 
 
 def own_attention(architecture: Architecture, context_parallel: int) -> bool:
-    """Return whether CausalAttention, which also rotates, replaces Transformer Engine's attention. That divides sequences among
-    context-parallel ranks by their boundaries, so these cannot be those of Llama 4's chunks, and knows no positions."""
+    """Return whether CausalAttention, which also rotates, replaces Transformer Engine's attention. That one knows no positions,
+    and divides sequences among context-parallel ranks by boundaries that therefore cannot be those of Llama 4's chunks."""
     divided = context_parallel > 1 and architecture.name.startswith("Llama4")
     return architecture.latent is not None or architecture.sinks or divided
 

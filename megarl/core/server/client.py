@@ -435,7 +435,7 @@ class ServerClient:
         return str(said["message"])
 
     async def take(self, handles: list[str], complete: int | None) -> None:
-        """Copy a bucket from the learner's memory, with one handle per server rank. complete: the version, with the last."""
+        """Copy a bucket from the learner's memory, with one handle per server rank. complete: for the last one, the version."""
         body = {
             "serialized_named_tensors": handles,
             "load_format": "flattened_bucket",
