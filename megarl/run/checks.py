@@ -109,7 +109,7 @@ def check_placed(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: float
         check_cpu(recipe, recipe.model.path, processes, sum(nodes.values()))
         if recipe.learner.microbatch_tokens == "auto":
             raise MegarlError(
-                "learner.microbatch_tokens: auto needs a GPU to try, and this machine has none; give a number"
+                "learner.microbatch_tokens: auto tries sizes on a GPU, but this machine has none; give a number"
             )
         if recipe.learner.optimizer_offload:
             raise MegarlError(

@@ -33,7 +33,7 @@ def read_json(path: Path) -> JsonObject:
     except json.JSONDecodeError as error:
         raise MegarlError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
     except (ValueError, RecursionError) as error:  # not UTF-8, a number of thousands of digits, brackets too deep
-        raise MegarlError(f"{path}: not valid JSON: {error}") from None
+        raise MegarlError(f"{path}: not JSON: {error}") from None
     except OSError as error:
         raise MegarlError(f"{path}: cannot be read: {error.strerror}") from None
     if not isinstance(value, dict):

@@ -70,7 +70,7 @@ def settle(
         return
     if memory is None and not torch.cuda.is_available():
         raise MegarlError(
-            "learner.microbatch_tokens: auto needs a GPU to try, and this machine has none; give a number"
+            "learner.microbatch_tokens: auto tries sizes on a GPU, but this machine has none; give a number"
         )
     conditions = _conditions(trainer, longest)
     record = record if dist.get_rank() == 0 else None

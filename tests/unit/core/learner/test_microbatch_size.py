@@ -199,7 +199,7 @@ def test_what_does_not_fit_is_said_in_the_words_of_the_recipe(trainer: Trainer) 
         MegarlError, match=r"longest sequence, of 60 tokens, does not fit on a GPU; set learner\.recompute=full"
     ):
         settle(trainer, 60, 600, None, FakeMemory(trainer, 0.8, 0.005))
-    with pytest.raises(MegarlError, match=r"microbatch_tokens: auto needs a GPU to try, and this machine has none"):
+    with pytest.raises(MegarlError, match=r"microbatch_tokens: auto tries sizes on a GPU, but this machine has none"):
         settle(trainer, 60, 600, None)
 
 
