@@ -59,7 +59,8 @@ def megatron_to_hf(
     source: CheckpointPath,
     destination: Destination,
     base: Annotated[
-        Path | None, Option(help="directory with the tensors that are not trained (a vision tower); else its origin")
+        Path | None,
+        Option(help="directory with the tensors that are not trained (a vision tower); default: its origin"),
     ] = None,
 ) -> None:
     """Convert a checkpoint into a Hugging Face directory."""
@@ -76,7 +77,7 @@ def hf_to_megatron(
     tp: TensorParallel = 1,
     pp: PipelineParallel = 1,
     ep: ExpertParallel = 1,
-    dtype: Annotated[Literal["bf16", "fp16", "fp32"] | None, Option(help="else that of the source")] = None,
+    dtype: Annotated[Literal["bf16", "fp16", "fp32"] | None, Option(help="default: that of the source")] = None,
 ) -> None:
     """Convert a Hugging Face directory into a checkpoint of weights."""
     with importing():
@@ -87,7 +88,7 @@ def hf_to_megatron(
 
 @app.command()
 def dequantize(
-    source: Annotated[Path, Argument(help="Hugging Face directory in FP8 with scales of blocks, or in MXFP4")],
+    source: Annotated[Path, Argument(help="Hugging Face directory in FP8 with block scales, or in MXFP4")],
     destination: Destination,
 ) -> None:
     """Write a quantised Hugging Face directory in bf16, which learner and servers need."""
@@ -125,7 +126,8 @@ def verify(
 
 @app.command()
 def inspect(
-    directory: Path, tensors: Annotated[bool, Option("--tensors", help="a line for every tensor, no tree")] = False
+    directory: Path,
+    tensors: Annotated[bool, Option("--tensors", help="a line for every tensor instead of the tree")] = False,
 ) -> None:
     """Show what a checkpoint or a Hugging Face directory holds."""
     with importing():

@@ -65,7 +65,7 @@ def reshard(source: Path, destination: Path, layout: Parallelism, file_bytes: in
         raise MegarlError(f"{source}: a Hugging Face directory has no shards; use `convert hf-to-megatron`")
     if what.meta.critic:
         raise MegarlError(
-            f"{what.path}: has a critic, whose shards are not carried over; a run resumes it at any layout by itself"
+            f"{what.path}: has a critic, whose shards reshard cannot convert; a run can resume it at any layout"
         )
     refuse_existing(destination)
     shards, wanted = Shards(what.path), parts(what.hf_dir, layout, what.dtype)
@@ -76,7 +76,7 @@ def reshard(source: Path, destination: Path, layout: Parallelism, file_bytes: in
     }
     if lost := sorted(key for key in shards.tensors if key.startswith(OPTIMIZER) and key not in carried):
         raise MegarlError(
-            f"{what.path}: {len(lost)} tensors of the optimiser belong to no weight of the model: {lost[0]}, …"
+            f"{what.path}: {len(lost)} tensors of the optimiser do not belong to any weight of the model: {lost[0]}, …"
         )
 
     def read(part: StoredPart) -> Iterator[Shard]:
@@ -101,7 +101,7 @@ def megatron_to_hf(source: Path, destination: Path, base: Path | None = None, fi
     """
     what = stored(source)
     if what.meta is None:
-        raise MegarlError(f"{source}: a Hugging Face directory already")
+        raise MegarlError(f"{source}: already a Hugging Face directory")
     refuse_existing(destination)
     trained = HuggingFaceTensors(what)
     untouched = _untouched(base or Path(what.meta.hf_source), trained.family)
@@ -189,7 +189,7 @@ def _untouched(base: Path, family: Family) -> dict[str, Region]:
     # transformers drops layers for multi-token prediction, although config.json still mentions them.
     if not untouched and not (found and family.architecture.predicting_layers):
         raise MegarlError(
-            f"{base}: no tensors {', '.join(f'{start}*' for start in family.elsewhere)} there, which the exported model needs; "
+            f"{base}: lacks tensors {', '.join(f'{start}*' for start in family.elsewhere)}, which the exported model needs; "
             "give the original model with --base"
         )
     return untouched

@@ -39,7 +39,7 @@ def inspect(directory: Path, every_tensor: bool) -> None:
         print(f"  checkpoint    step {what.meta.step}, weights of version {what.meta.version}")
         print(f"  made from     {what.meta.hf_source}")
         print(f"  recipe        {_recipe(what)}")
-        print(f"  written at    {', '.join(f'{k}={v}' for k, v in layout.items()) or 'one rank a copy'}")
+        print(f"  written at    {', '.join(f'{k}={v}' for k, v in layout.items()) or 'one rank per copy'}")
         print(f"  optimiser     {_size(optimizer) if optimizer else 'none'}")
     print(f"  weights       {_size(tensors)}")
     described = {name: _described(tensor) for name, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""Writes a directory such that it can be continued after a kill, and is never mistaken for a complete one.
+"""Writes a directory. After a kill it can be continued, and it is never mistaken for a complete one.
 
     .DST.partial/                left by a killed conversion; the next one with the same identity continues it
         progress.jsonl           the identity, then one line per finished file, with any data that its writer wants to keep

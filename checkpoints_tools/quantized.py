@@ -1,8 +1,8 @@
-"""Rewrites Hugging Face directories in FP8 or MXFP4 in bf16. The stored tensors, and the numbers that they represent:
+"""Converts Hugging Face directories from FP8 or MXFP4 to bf16. The stored tensors, and the numbers that they represent:
 
 fp8     NAME E4M3 [rows, columns], NAME_scale_inv a scale per block of it (DeepSeek-V3, arXiv 2412.19437, section 3.3)
         E4M3 * scale
-mxfp4   NAME_blocks U8 [experts, rows, groups, 16], two E2M1 a byte, lower bits first; NAME_scales U8 [experts, rows, groups]
+mxfp4   NAME_blocks U8 [experts, rows, groups, 16], two E2M1 per byte, lower bits first; NAME_scales U8 [experts, rows, groups]
         E2M1 * 2^(scale - 127) (OCP Microscaling Formats 1.0); NAME [experts, columns, rows] is the transpose of that (gpt-oss)
 
 Products are rounded to bf16 once. All other tensors are copied bit for bit. One tensor, or one expert of a stacked tensor, is
@@ -69,15 +69,15 @@ def planned(source: Path, stored: Mapping[str, Region], quantization: dict[str, 
     if method == "fp8":
         if not (isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
             raise MegarlError(
-                f"{source}: weight_block_size {block!r} in config.json: only scales of blocks are converted"
+                f"{source}: weight_block_size {block!r} in config.json: only block scales can be converted"
             )
         pairs = {name: (name, f"{name}_scale_inv") for name, r in stored.items() if r.dtype == torch.float8_e4m3fn}
     elif method == "mxfp4":
         stacks = [name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")]
         pairs = {name: (f"{name}_blocks", f"{name}_scales") for name in stacks}
     else:
-        raise MegarlError(f"{source}: quant_method {method!r} in config.json: only fp8 and mxfp4 are converted")
-    problems = [] if pairs else [f"none of them is {method}"]
+        raise MegarlError(f"{source}: quant_method {method!r} in config.json: only fp8 and mxfp4 can be converted")
+    problems = [] if pairs else [f"no tensor is {method}"]
     made: dict[str, WrittenTensor] = {}
     for name, (numbers, scales) in pairs.items():
         if scales not in stored:

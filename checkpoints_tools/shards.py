@@ -145,7 +145,7 @@ class Shards:
         except Exception as error:  # a damaged archive can fail in any way
             raise MegarlError(f"{path}: {key} is unreadable: {error}") from None
         if damaged:
-            what = f"{key} is not as it was written ({damaged})"
+            what = f"{key} has changed since it was written ({damaged})"
             raise MegarlError(f"{path}: {what}; the checkpoint is damaged, use another")
         self._checked.add(place)
 
@@ -157,7 +157,7 @@ class Shards:
             file = self.path / name
             size = file.stat().st_size if file.is_file() else 0
             if size < end:
-                raise MegarlError(f"{file}: {size} of {end} bytes are there; the checkpoint is damaged, use another")
+                raise MegarlError(f"{file}: has only {size} of {end} bytes; the checkpoint is damaged, use another")
 
 
 class _Mapped(mmap.mmap):

@@ -61,14 +61,14 @@ def _difference(name: str, x: Tensor, y: Tensor) -> str:
 def _logits_agree(a: StoredModel, b: StoredModel, prompts: int) -> bool:
     vocabulary, other = (in_directory(side.hf_dir).vocabulary for side in (a, b))
     if vocabulary != other:
-        print(f"logits cannot be compared: of {vocabulary} against {other} tokens")
+        print(f"logits cannot be compared: the vocabularies have {vocabulary} and {other} tokens")
         return False
     tokens = torch.randint(vocabulary, (prompts, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
     x, y = _logits(a, tokens), _logits(b, tokens)
     largest = x.abs().max().item()
     difference = (x - y).abs().max().item()
     print(
-        f"logits of {prompts} random prompts of {PROMPT_TOKENS} tokens differ by {difference:.3g}, of at most {largest:.3g}"
+        f"logits of {prompts} random prompts of {PROMPT_TOKENS} tokens differ by {difference:.3g}, the largest is {largest:.3g}"
     )
     return difference <= LOGITS_TOLERANCE * max(1.0, largest)
 

@@ -2,7 +2,7 @@
 # Compiles Transformer Engine's torch extension, which PyPI has as source only, against the torch of a Python environment.
 #   launch/build_te.sh PYTHON FOLDER [SITE]
 # The wheel goes to FOLDER, and stays there for the next time. SITE becomes a folder for PYTHONPATH with all of Transformer Engine, for
-# an environment of requirements/cpu.txt, which has none of it. Versions are those of requirements/gpu.txt.
+# an environment of requirements/cpu.txt, which lacks it. Versions are those of requirements/gpu.txt.
 # It needs g++, ninja and the CUDA toolkit of the version that torch was built with (CUDA_HOME, else /usr/local/cuda), and no GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -19,7 +19,7 @@ build() {
     wanted=$("$python" -c 'import torch; print(torch.version.cuda)')
     found=$("$CUDA_HOME/bin/nvcc" --version 2>/dev/null | sed -n 's/.*release \([0-9.]*\),.*/\1/p' || true)
     if [ "$found" != "$wanted" ]; then
-        echo "build_te: torch was built with CUDA $wanted, CUDA_HOME=$CUDA_HOME has ${found:-no nvcc}: name a toolkit $wanted" >&2
+        echo "build_te: torch was built with CUDA $wanted, CUDA_HOME=$CUDA_HOME has ${found:-no nvcc}: set CUDA_HOME to a toolkit $wanted" >&2
         exit 1
     fi
     packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia

@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONDONTWRITEBYTECODE        # without .pyc files every role compiles all it imports, at each start
 
-# The sandbox in which programs are graded (`grader: code`) is no Python package.
+# The sandbox in which programs are graded (`grader: code`) is not a Python package.
 if ! command -v bwrap >/dev/null; then
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
         install=(timeout 300 apt-get install -y -qq --no-install-recommends bubblewrap)
@@ -65,7 +65,7 @@ if ! { [ -x .venv/bin/python ] && is_312 .venv/bin/python && [ -x .venv/bin/pip 
         had="None was found on PATH or under pyenv"
         [ -z "$bare" ] || had="$bare lacks venv or pip"
         find_uv || refuse "$had, and there is neither uv nor a Python that could install it."
-        echo "megarl: making .venv with uv, for there is no Python 3.12 with venv and pip (about 7 GB, a few minutes the first time)"
+        echo "megarl: making .venv with uv, because there is no Python 3.12 with venv and pip (about 7 GB, a few minutes the first time)"
         said=$("$uv" venv --python "${bare:-3.12}" .venv 2>&1) || refuse "$had, and uv could not make .venv:
 $said"
         "$uv" pip install --quiet --python .venv/bin/python pip

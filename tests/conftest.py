@@ -1,5 +1,5 @@
-"""For all tests: property tests have no deadline, for the machine may be busy, and the same examples each time; one thread a
-process, for there are many; and the policy that real runs begin with."""
+"""For all tests: property tests have no deadline, for the machine may be busy, and the same examples each time; one thread per
+process, because there are many; and the policy that real runs begin with."""
 
 import gc
 import os

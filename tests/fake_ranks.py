@@ -1,4 +1,4 @@
-"""What ranks of a learner hold, without the memory for it: torch's fake tensors, and a process group of nobody but us.
+"""What ranks of a learner hold, without the memory for it: torch's fake tensors, and a process group of only this process.
 
 `python -m tests.fake_ranks RECIPE CONFIG RANK… [key=value …]` builds what the learner builds on each of these ranks, and prints
 a line of JSON for each. CONFIG: a name in megarl/core/base/configs.

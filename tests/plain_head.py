@@ -1,4 +1,4 @@
-"""The head as a formula: all logits at once, in float64, with autograd's gradients. What megarl's is compared with."""
+"""The head as a formula: all logits at once, in float64, with autograd's gradients. The reference for megarl's head."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""From a batch to the sequences of a step, and what a trainer thinks of sequences, where nothing else has to be known."""
+"""Helpers: the sequences of a step from a batch, and a trainer's log-probs of sequences."""
 
 from collections.abc import Sequence
 

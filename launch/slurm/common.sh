@@ -25,7 +25,7 @@ JOB=${JOB:-$SLURM_JOB_ID}
 
 say() { echo "megarl: $*" >&2; }
 
-# Words in quotes, which this shell and Python's shlex take apart alike.
+# Prints its arguments in quotes that this shell and Python's shlex read alike.
 quoted() {
     local mark="'"
     printf "'%s' " "${@//$mark/$mark\\$mark$mark}"
@@ -93,7 +93,7 @@ passing_signals_on() {
 }
 
 # 138: stopped by SIGUSR1, ahead of the time limit. 143: stopped by SIGTERM; if the job is still running, it was preempted, else
-# cancelled. 75: a node is lost that the run cannot do without. 130: stopped by SIGINT, for good.
+# cancelled. 75: the run lost a node that it needs. 130: stopped by SIGINT, for good.
 until_done() {
     local status=0
     passing_signals_on "$@" || status=$?

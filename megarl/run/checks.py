@@ -109,10 +109,12 @@ def check_placed(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: float
         check_cpu(recipe, recipe.model.path, processes, sum(nodes.values()))
         if recipe.learner.microbatch_tokens == "auto":
             raise MegarlError(
-                "learner.microbatch_tokens: auto tries a GPU's memory, and there is none here; give a number"
+                "learner.microbatch_tokens: auto tries sizes on a GPU, but this machine has none; give a number"
             )
         if recipe.learner.optimizer_offload:
-            raise MegarlError("learner.optimizer_offload: takes AdamW off a GPU, and there is none here; set it to 0")
+            raise MegarlError(
+                "learner.optimizer_offload: moves AdamW off a GPU, but this machine has none; set it to 0"
+            )
     check_host(recipe, placed, host_bytes)
     check_allocator(recipe)
     check_served(recipe, placed)

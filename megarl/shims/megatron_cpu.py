@@ -39,7 +39,7 @@ def run_on_cpu() -> None:
         libc.mallopt(option, 1 << 30)
     # Transformer Engine's AdamW and norms, which megatron uses if they are installed, need a GPU ("no NVIDIA driver").
     sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]
-    # Of the stack for GPUs. megatron expects an ImportError at most, and where there is no driver it raises an OSError.
+    # This package is in the GPU stack. Without a driver it raises an OSError, where megatron expects at most an ImportError.
     sys.modules.setdefault("flash_mla", None)  # type: ignore[arg-type]
     # megatron hands small functions (fused activations, routing) to torch.compile: on a CPU a run of the C++ compiler in
     # every process, and a failure where there is none.
@@ -104,8 +104,8 @@ def after_megatron_import() -> None:
 
 
 def _logits_by(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a replacement of router_gating_linear, which passes to Transformer Engine 2.20 two kinds of input that it silently
-    computes wrongly.
+    """Return a replacement for megatron's router_gating_linear, which passes two kinds of input to Transformer Engine 2.20 that
+    Transformer Engine silently computes wrongly:
 
     a bias            has the model's type, but cuBLASLt reads it in the output's, float32: Transformer Engine sets the bias's
                       type only for FP8 and FP4. Two bf16 numbers are read as one, and other experts are chosen.

@@ -1,7 +1,7 @@
-"""Real harnesses as they are, each in its own environment, against a real run: `make test-agents`.
+"""Real, unmodified harnesses, each in its own environment, against a real run: `make test-agents`.
 
 The policy writes a word of random letters and ends: no harness gets a call that it can run. So each asks twice, or as often as
-it bears messages without a call, and what it sends back is what was written.
+it accepts messages without a call, and what it sends back is what was written.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""On-policy distillation in a real run: a tiny student comes nearer to its teacher, over a teacher and a learner that die."""
+"""On-policy distillation in a real run: a tiny student comes nearer to its teacher, although teacher and learner are killed."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A real fork: from between two checkpoints of a finished run, with another loss and batch, killed and resumed."""
+"""A real fork, at a step between two checkpoints of a finished run, with another loss and batch, killed and resumed."""
 
 from pathlib import Path
 

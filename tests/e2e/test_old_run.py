@@ -1,4 +1,4 @@
-"""What an earlier megarl left is read by this one, but for its journal, which is refused by name.
+"""This version reads an earlier version's run directory, except its journal, which it refuses with a message that names it.
 
 old_run.tar.xz is a run of six steps, with a grader and a loss of a user.
 """
@@ -47,7 +47,7 @@ def test_an_old_run_is_read_and_goes_on(workplace: Path, tmp_path: Path) -> None
     (tmp_path / "runs" / "quickstart-data").symlink_to(workplace / "runs" / "quickstart-data")
     shown = megarl("rollouts", "show", "runs/old", "--json", "--limit", "100", cwd=tmp_path)
     assert shown.returncode == 2
-    assert f"written in schema version 2, this megarl reads {SCHEMA_VERSION}" in shown.stderr + shown.stdout
+    assert f"written in schema version 2, this version of megarl reads {SCHEMA_VERSION}" in shown.stderr + shown.stdout
     renumber(tmp_path / "runs" / "old" / "rollouts")
     shown = megarl("rollouts", "show", "runs/old", "--json", "--limit", "100", cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr

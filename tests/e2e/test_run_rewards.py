@@ -1,5 +1,5 @@
 """A real run of two tasks that are not arithmetic: programs that a sandbox runs, and answers that a reward service judges, with
-further rewards beside both. The service is there late, and gone at last.
+further rewards beside both. The service starts late, and is gone at the end.
 
 The policy has random weights, and its vocabulary is made so that what it writes can be graded: a token is a whole program
 (right, wrong, or one that sleeps), or a letter. So every reward of the journal is checked against the tokens it was given for.

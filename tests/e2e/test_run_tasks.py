@@ -1,4 +1,4 @@
-"""A real run of two tasks whose few prompts are begun again: the easy ones first, its journal dropped behind checkpoints.
+"""A real run of two tasks whose few prompts are begun again: the easy ones first, its journal dropped up to the checkpoints.
 Server and learner share what they run on: weights go by handles, and the server's memory is lent to the learner for each
 step."""
 

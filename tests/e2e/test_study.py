@@ -1,4 +1,4 @@
-"""A study of real runs: interrupted, gone on with, and read."""
+"""A study of real runs: interrupted, continued, and read."""
 
 import csv
 import signal

@@ -1,6 +1,6 @@
-"""Agents by harnesses as they are, each in its own Python: `PYTHON programs.py MODE`, with the task on stdin.
+"""Agents built with unmodified harnesses, each in its own Python: `PYTHON programs.py MODE`, with the task on stdin.
 
-Every one has a tool, works on the prompt until the policy calls none, and asks once more by the harness's own history.
+Every one has a tool, works on the prompt until the policy calls none, and asks once more with the harness's own history.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""What harnesses send to the gateway when the policy says what a script has: `python -m tests.harnesses.record [MODE …]`.
+"""What harnesses send to the gateway when the policy's answers come from a script: `python -m tests.harnesses.record [MODE …]`.
 
 One file of recordings/ per mode, which tests/unit/tasks/agents/test_recordings.py replays. Texts longer than LONGEST are cut.
 """

@@ -1,4 +1,4 @@
-"""The RL step is the same at every layout, packed or not, and what transformers and autograd make of the paper's formulas."""
+"""The RL step is the same at every layout, packed or not: what transformers and autograd compute from the paper's formulas."""
 
 import shutil
 from collections.abc import Iterator

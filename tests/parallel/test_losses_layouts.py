@@ -1,6 +1,6 @@
 """GSPO and GMPO, whose ratio is a whole sequence's, masks of tokens and sequences, the clip with what can be put on it, and KL
-to a reference in loss and reward are the same at every layout: what autograd makes of the papers' formulas over transformers'
-logits in float64, a sequence at a time."""
+to a reference in loss and reward are the same at every layout: what autograd computes from the papers' formulas and
+transformers' logits in float64, a sequence at a time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

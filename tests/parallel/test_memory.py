@@ -1,4 +1,4 @@
-"""What is computed again, or reduced while the backward pass goes on, changes no bit of a step."""
+"""Recomputation, and reduction during the backward pass, change no bit of a step."""
 
 from pathlib import Path
 

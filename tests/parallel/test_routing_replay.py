@@ -1,5 +1,5 @@
-"""The learner with the experts it is told: at every layout what transformers makes of the same tokens with the same experts.
-And how far its own choices are from them, which is what parity counts.
+"""The learner with prescribed experts computes at every layout what transformers computes for the same tokens and experts.
+Also: how many of its own choices differ from them, which is what parity counts.
 """
 
 from functools import partial

@@ -2,8 +2,8 @@
 
 `python -m tests.stack.publish_world RECIPE URL FIRST_VERSION PLAN`; rank 0 prints one line of JSON a publication. PLAN (JSON)
 lists {"model": directory, "overrides": of the recipe, "backend": of its process group}. With NUDGED in place of a model's
-name the publisher before publishes again what it has published, a few of whose bits have changed; with SAME a new one
-publishes that.
+name, the previous publisher publishes its model again with a few bits changed; with SAME, a new publisher publishes the same
+model.
 """
 
 import functools

@@ -1,5 +1,5 @@
-"""Two servers, one of them killed while it is held for an evaluation, and to come back with old weights; and a prompt that no
-server takes."""
+"""Two servers: one is killed while it is held for an evaluation, and comes back with old weights. And a prompt that no server
+accepts."""
 
 import json
 import os

@@ -147,7 +147,7 @@ def test_a_joined_server_that_is_killed_is_forgotten(run: Run) -> None:
     while [s["id"] for s in json.loads(run.rundir.status.read_text())["servers"]] != [0]:
         assert time.monotonic() < killed + FORGET_S + 60
         time.sleep(0.2)
-    assert "it does not answer and has said nothing for 30 s" in run.log()
+    assert "it does not answer and has sent no sign of life for 30 s" in run.log()
     check(run, learner, controller)
 
 

@@ -1,4 +1,4 @@
-"""The teacher's scores, by a real server: transformers' log-probs, also if a teacher is lost; what none scores is void."""
+"""The teacher's scores, by a real server: transformers' log-probs, also if one is lost; a rollout without scores is void."""
 
 import time
 

@@ -1,7 +1,7 @@
 """Checkpoints of an AdamW that, as Transformer Engine's, has no state before its first step and counts steps in its group.
 
 `python -m tests.stand_in_gpu.fused_adam DIR FILE`: DIR has a Hugging Face directory `llama`; FILE gets, as JSON, for each share
-in the host's memory, what a run measured that was stored before its first step and after it, and what resumed ones did.
+in the host's memory, the metrics of a run that was saved before its first step and after it, and those of resumed runs.
 """
 
 import json

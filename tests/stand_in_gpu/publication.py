@@ -1,4 +1,4 @@
-"""Publications to one server, both sides on the stand-in for a GPU: what the server takes otherwise than it was sent is named.
+"""Publications to one server, both sides on the stand-in for a GPU: what the server holds otherwise than it was sent is named.
 
 `python -m tests.stand_in_gpu.publication DIR FILE`: DIR has a Hugging Face directory for each name in MODELS; FILE gets, as
 JSON, for each model the parameters that the server answered for, and the errors of three publications (see `errors`).

@@ -73,10 +73,10 @@ def test_the_image_compiles_transformer_engine_by_the_script(tmp_path: Path) -> 
         environment = os.environ | {"CUDA_HOME": str(tmp_path / "cuda")}
         return subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
 
-    assert "has no nvcc: name a toolkit 13.0" in run().stderr
+    assert "has no nvcc: set CUDA_HOME to a toolkit 13.0" in run().stderr
     nvcc.write_text("#!/bin/sh\necho Cuda compilation tools, release 12.4, V12.4.131\n")
     nvcc.chmod(0o755)
-    assert "has 12.4: name a toolkit 13.0" in run().stderr
+    assert "has 12.4: set CUDA_HOME to a toolkit 13.0" in run().stderr
     built_for = f"transformer-engine-torch {pinned('gpu.txt')['transformer-engine']} for torch {torch.__version__}\n"
     (tmp_path / "wheels" / "built-for").write_text(built_for)
     done = run()

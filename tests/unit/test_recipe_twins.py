@@ -1,4 +1,4 @@
-"""Every shipped recipe has a twin that differs from it in the keys of RULES alone."""
+"""Every shipped recipe has a twin that differs from it only in the keys of RULES."""
 
 from fnmatch import fnmatchcase
 from typing import Any

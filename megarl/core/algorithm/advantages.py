@@ -25,7 +25,7 @@ from megarl.core.base.types import Group
 Centring = Literal["group", "leave_one_out", "none"]
 Normalisation = Literal["batch", "group", "running", "none"]
 Penalties = Mapping[tuple[int, int], float]
-"""Amount subtracted from the reward of (ticket, sample) before centring. Groups of equal rewards have no gradient even so."""
+"""Amount subtracted from the reward of (ticket, sample) before centring. A group with equal rewards still has no gradient."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Moments:
     squares: float = 0.0
 
     def after(self, values: np.ndarray) -> "Moments":
-        """Return the moments after one more batch [n] float64. A batch that is empty or has a value that is not finite, which
-        would cause all later steps to be skipped, changes nothing."""
+        """Return the moments after one more batch [n] float64. A batch changes nothing if it is empty, or if a value in it is
+        not finite, which would cause all later steps to be skipped."""
         if not len(values) or not np.isfinite(values).all():
             return self
         before, n = self.count, len(values)
@@ -60,8 +60,10 @@ NOTHING_SEEN = Moments()
 
 
 def divided(centred: list[np.ndarray], normalisation: Normalisation, running: Moments) -> list[np.ndarray]:
-    """Return each group's `centred_rewards` divided by a population deviation: of all of them (batch), of each group's own
-    (group), of those of all batches including this one, which `running` must contain already (running), or as they are (none).
+    """Return each group's `centred_rewards` divided by a population deviation.
+
+    normalisation: by the deviation of all these groups (batch), of each group (group), or of all batches (running: the argument
+    `running`, which must already include this one); none: not divided.
     """
     if normalisation == "none" or not centred:
         return centred

@@ -243,7 +243,7 @@ def advantage_statistics(sequences: Sequence[TrainSequence]) -> dict[str, float]
     """Return statistics over the rollouts in the loss, each counted once; over trained tokens if each has its own advantage.
 
     advantage_fit: the correlation of rollouts' advantages and rewards, both less their prompt's mean; NaN if either does not
-    vary. Left out with a teacher or `agent.credit: turn`, since there advantages do not come from rewards alone.
+    vary. Left out with a teacher or `agent.credit: turn`, since there advantages do not come only from rewards.
     """
     first = {(s.ticket, s.sample): s for s in reversed(sequences)}
     each = [s for s in sequences if np.ndim(s.advantage) or first[s.ticket, s.sample] is s]

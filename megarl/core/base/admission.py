@@ -30,7 +30,7 @@ class Admission:
 
     next_ticket: the number that the next admission assigns.
     forgotten: the number of tickets that were trained and will not be replayed (`forget`); only i(g) still counts them.
-    queue: all other tickets not removed, in order. Kept for replay: 8 bytes each, 3 MB in the longest of runs.
+    queue: all other tickets not removed, in order. Kept for replay: 8 bytes each, 3 MB in the longest runs.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Admission:
         return (self.forgotten + len(self.queue)) // self.prompts_per_batch
 
     def admit(self) -> int:
-        """Admit a new ticket, behind all others."""
+        """Admit a new ticket at the end of the queue."""
         ticket = self.next_ticket
         self.next_ticket += 1
         self.queue.append(ticket)

@@ -84,8 +84,8 @@ class Architecture:
     experts               number in each layer of expert_layers; 0: the model is dense
     shared_feed_forward   inner size of the expert that all tokens take; 0: no shared expert
     expert_step           one in this many layers has experts; config.json may have this instead of a list
-    router                weights of the experts' outputs (sigmoid: of their inputs). balanced: sigmoids of the chosen experts,
-                          normalised, times router_scale; chosen by sigmoid plus a bias, not a parameter (arXiv 2408.15664)
+    router                how experts' outputs (sigmoid: their inputs) are weighted. balanced: by the normalised sigmoids of the
+                          chosen ones times router_scale; chosen by sigmoid plus a bias without gradient (arXiv 2408.15664)
     router_groups         (all groups, groups used): a token's experts come from this many groups; None: from any
     predicting_layers     layers after the last one, for multi-token prediction; carried along, not counted here
     """
@@ -300,7 +300,7 @@ def in_directory(hf_dir: Path | str) -> Architecture:
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise MegarlError(
-            f"{hf_dir}: its weights are quantised (quant_method {method}), and megarl trains and serves bf16; write it anew: "
+            f"{hf_dir}: its weights are quantised (quant_method {method}), but megarl trains and serves bf16; convert it: "
             f"python -m checkpoints_tools dequantize {hf_dir} NEW"
         )
     return of(config, Path(hf_dir) / "config.json")
@@ -319,7 +319,7 @@ def of(config: JsonObject, where: Path | str) -> Architecture:
     except MegarlError as error:
         raise MegarlError(f"{where}: {error}") from None
     except KeyError as error:
-        raise MegarlError(f"{where}: no {error.args[0]!r} there, which {name} needs") from None
+        raise MegarlError(f"{where}: {error.args[0]!r} is missing, which {name} needs") from None
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         raise MegarlError(f"{where}: not a model's configuration: {error}") from None
 
@@ -356,7 +356,7 @@ def _llama4_multimodal(config: JsonObject) -> Architecture:
 def _llama4(config: JsonObject) -> Architecture:
     layers, step = range(_size(config, "num_hidden_layers")), _size(config, "interleave_moe_layer_step", 1)
     listed, interval = config.get("moe_layers"), _size(config, "no_rope_layer_interval", 4)
-    # In spite of its name, an entry is 1 where there is rotation.
+    # Despite its name, no_rope_layers has a 1 for each layer with rotary embedding.
     rotary = config.get("no_rope_layers") or [(i + 1) % interval for i in layers]
     chunked, tuned = config.get("attention_chunk_size"), config.get("attn_temperature_tuning", True)
     inner = _size(config, "intermediate_size")  # of an expert; dense layers have intermediate_size_mlp
@@ -441,7 +441,7 @@ def _gpt_oss(config: JsonObject) -> Architecture:
     if chosen == 1:
         raise MegarlError("num_experts_per_tok=1 is not supported: the router has no effect")
     if len(kinds) != len(layers) or not {"sliding_attention", "full_attention"}.issuperset(kinds):
-        raise MegarlError("layer_types is not supported: only sliding_attention and full_attention, one a layer")
+        raise MegarlError("layer_types is not supported: only sliding_attention and full_attention, one per layer")
     windowed = tuple(i for i in layers if kinds[i] == "sliding_attention")
     return replace(
         _decoder(config, {"attention_bias": True, "swiglu_alpha": 1.702}, ("default", "yarn")),
@@ -479,8 +479,8 @@ READERS: dict[str, Callable[[JsonObject], Architecture]] = {
 def _decoder(
     config: JsonObject, only: JsonObject, ropes: Sequence[str] = ("default", "llama3"), latent: Latent | None = None
 ) -> Architecture:
-    """Read the fields that most architectures share, without the name. only: settings of which one value is implemented. ropes:
-    kinds of rotary embedding that both learner and server implement."""
+    """Read the fields that most architectures share, without the name. only: settings with
+    the one value that is implemented. ropes: kinds of rotary embedding that both learner and server implement."""
     for key, value in ({"hidden_act": "silu"} | only).items():
         if config.get(key, value) != value:
             raise MegarlError(f"{key}={config[key]!r} is not supported, only {value!r}")

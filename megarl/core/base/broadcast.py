@@ -28,7 +28,7 @@ FORM_LIMIT_S = 60.0
 LOOK_S = 0.1
 """Interval at which a waiting member checks whether another has given up."""
 CLOSE_LIMIT_S, GLOO_CLOSE_LIMIT_S = 20.0, 1.0
-"""An aborted NCCL group must release the GPU; gloo's threads, which nothing wakes, do no harm."""
+"""Time limits for leaving a group. An aborted NCCL group must release the GPU; leftover gloo threads sleep and do no harm."""
 NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 """A group reads these when it is made. With other values it would end its process when a peer is lost."""
 
@@ -111,7 +111,7 @@ class BroadcastGroup:
                 if not self._line.check([BROKEN]):
                     self._line.set(BROKEN, broken.splitlines()[0])
             except RuntimeError as error:  # the store has gone with rank 0
-                log.info("group %s: nobody is told that it is broken: %s", self.name, error)
+                log.info("group %s: cannot tell the other members that it is broken: %s", self.name, error)
         if self._group is None:
             return
         last, self._group = [self._group], None

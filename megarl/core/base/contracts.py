@@ -35,7 +35,7 @@ class Verdict(NamedTuple):
 
 
 def score_of(value: Any) -> float:
-    """Return a score that a user's code gave, a number; true and false, also NumPy's and torch's, are right and wrong."""
+    """Convert a score that a user's code gave to a float. True and False, also NumPy's and torch's, mean right and wrong."""
     if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
         return RIGHT if value else WRONG
     return float(value)
@@ -67,8 +67,8 @@ class Grader(Protocol):
         """
 
     async def grade_answer(self, text: str, prompt: Prompt, verdict: Verdict | None = None) -> Grade:
-        """Grade for an evaluation: with the task's own grader or environment alone, or, if there is a trusted grader, with all
-        graders; its score is `trusted` in `rewards` and adds nothing to the reward.
+        """Grade for an evaluation: only with the task's own grader or environment or, if there is a trusted grader, with all
+        graders; the trusted one's score is `trusted` in `rewards` and adds nothing to the reward.
         """
 
     async def agrees(self, answer: str, expected: str) -> bool:
@@ -194,8 +194,8 @@ class PolicyTurn(NamedTuple):
 
 
 type Policy = Callable[[np.ndarray, int, int], Awaitable[PolicyTurn]]
-"""Samples a turn. Arguments: the tokens before it [n], its largest length, and how many of the first of these tokens the
-servers' caches should hold already."""
+"""Samples a turn. Arguments: the tokens before it [n], its maximum length, and how many of these tokens, from the first on, the
+servers' caches should already hold."""
 
 
 class AgentRollout(NamedTuple):

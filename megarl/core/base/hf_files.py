@@ -22,7 +22,7 @@ def text_config(config: JsonObject, path: Path) -> JsonObject:
     """Return the language model's part of the config.json at `path`."""
     text = config.get("text_config", config)
     if not isinstance(text, dict):
-        raise MegarlError(f"{path}: text_config is no object")
+        raise MegarlError(f"{path}: text_config must be a JSON object")
     return text
 
 
@@ -33,11 +33,11 @@ def read_json(path: Path) -> JsonObject:
     except json.JSONDecodeError as error:
         raise MegarlError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
     except (ValueError, RecursionError) as error:  # not UTF-8, a number of thousands of digits, brackets too deep
-        raise MegarlError(f"{path}: not JSON that can be read: {error}") from None
+        raise MegarlError(f"{path}: not JSON: {error}") from None
     except OSError as error:
         raise MegarlError(f"{path}: cannot be read: {error.strerror}") from None
     if not isinstance(value, dict):
-        raise MegarlError(f"{path}: a {type(value).__name__}, not an object")
+        raise MegarlError(f"{path}: must hold a JSON object, not a {type(value).__name__}")
     return value
 
 

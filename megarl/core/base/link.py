@@ -28,7 +28,7 @@ class Interrupted(Exception):
 
 
 class ControllerLink:
-    """A connection to the controller at `address` (tcp://host:port), which must prove its identity by the key in `keys`."""
+    """A connection to the controller at `address` (tcp://host:port), which must prove its identity with the key in `keys`."""
 
     def __init__(
         self,

@@ -35,7 +35,7 @@ LARGEST_REPLY = 16 << 30
 """Bytes of a frame from the controller: a batch of long rollouts with their experts."""
 
 KEPT_FROM_INPUT = 7
-"""SGLang refuses an input that reaches into so many last positions of its context, or of its memory."""
+"""SGLang keeps this many positions of its context, and of its KV memory, free of input; it refuses a longer input."""
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Incarnation = Annotated[str, msgspec.Meta(max_length=64)]

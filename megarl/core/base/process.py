@@ -39,8 +39,8 @@ def raise_limits() -> None:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import without Python's garbage collector, which would scan thousands of modules again and again, for a fifth of a role's
-    start. Objects that exist at the end are frozen: the collector never scans them.
+    """Import without Python's garbage collector, which would take a fifth of a role's start to scan thousands of modules again
+    and again. Objects that exist at the end are frozen: the collector never scans them.
     """
     gc.disable()
     try:
@@ -78,7 +78,7 @@ def ignore_late_signals() -> None:
 
 
 def shared_memory_mark(session: int | str) -> str:
-    """Return a prefix for this session's names in /dev/shm, by which files that it left there are found after its end.
+    """Return a prefix for this session's names in /dev/shm, so that files it left there can be found after it ends.
 
     The prefix includes the PID namespace: containers number their sessions independently and may share the folder.
     """

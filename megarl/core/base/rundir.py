@@ -172,7 +172,9 @@ class RunDir:
         except FileNotFoundError:
             raise MegarlError(f"{path}: no such file; the run is not live. Start it with `megarl train`.") from None
         except msgspec.DecodeError as error:
-            raise MegarlError(f"{path}: not as this megarl writes it: {error}; use the run's version") from None
+            raise MegarlError(
+                f"{path}: this version of megarl cannot read it: {error}; use the run's version"
+            ) from None
 
     def write_endpoints(self, endpoints: Endpoints) -> None:
         write_atomically(self.endpoints_file, msgspec.json.encode(endpoints), mode=0o600)
@@ -211,7 +213,7 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        what = "make room and resume: what was written before is whole" if full else "it has to be writable for a run"
+        what = "make room and resume: what was written before is intact" if full else "make it writable for the run"
         raise MegarlError(f"{path}: cannot be written: {error.strerror}; {what}") from None
 
 
@@ -250,7 +252,7 @@ def append_jsonl(path: Path, row: Row) -> None:
 
 
 def parsed(line: str) -> Row | None:
-    """Parse a line of `append_jsonl`, with NaN for null. Return None for a line that a crash truncated or that is no object."""
+    """Parse a line of `append_jsonl`, with NaN for null. Return None for a line that is truncated or not an object."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

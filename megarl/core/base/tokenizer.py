@@ -88,7 +88,7 @@ def load_tokenizer(hf_dir: Path | str) -> Tokenizer:
     text = named.get("content") if isinstance(named, dict) else named
     end = backend.token_to_id(text) if isinstance(text, str) else None
     if end is None:
-        raise MegarlError(f"{folder / 'tokenizer_config.json'}: eos_token is missing, or no token of tokenizer.json")
+        raise MegarlError(f"{folder / 'tokenizer_config.json'}: eos_token is missing, or is not in tokenizer.json")
     ids = [id for name in ("config.json", "generation_config.json") for id in _end_ids(folder / name)]
     others = tuple(dict.fromkeys(id for id in ids if id != end and backend.id_to_token(id) is not None))
     return Tokenizer(backend, end, folder, _vocabulary(folder / "config.json"), others)
@@ -99,7 +99,7 @@ def _end_ids(file: Path) -> list[int]:
     named = read_json(file).get("eos_token_id") if file.is_file() else None
     ids = named if isinstance(named, list) else [] if named is None else [named]
     if not all(type(id) is int and id >= 0 for id in ids):
-        raise MegarlError(f"{file}: eos_token_id is {named!r}, no token's id and no list of them")
+        raise MegarlError(f"{file}: eos_token_id must be a token id or a list of them, not {named!r}")
     return ids
 
 

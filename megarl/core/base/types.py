@@ -245,7 +245,7 @@ class Group(Record, frozen=True):
         """Whether the rollouts' grades differ (for right-or-wrong grades, whether both occur) or, if they are all equal,
         whether the credits of a turn differ.
 
-        The overlong penalty does not count: a group of right answers would teach nothing but their lengths.
+        The overlong penalty does not count: a group of only right answers would teach nothing but length.
         """
         grades = {r.reward if r.graded is None else r.graded for r in self.rollouts}
         credits: dict[int, list[float]] = {}

@@ -61,7 +61,7 @@ END_LIMIT_S = 600.0
 UNMET_LIMIT_S = 5.0
 """The same limit for a learner that has never spoken to this controller."""
 PUBLISH_TRIES = 3
-"""The run fails after so many failed publications in a row on a server that answers, if no server has the weights."""
+"""The run fails after this many failed publications in a row on a server that answers, if no server has the weights."""
 
 
 type StatusAndTotals = tuple[Mapping[str, Any], Mapping[int, Mapping[str, float]]]
@@ -155,7 +155,9 @@ class Controller:
         """Note that a new learner has taken over: the earlier one is gone, and its running publications will never end."""
         broken = self.servers.membership.new_learner()
         if broken:
-            log.warning("servers %s were being published to; their requests go on from what has arrived", broken)
+            log.warning(
+                "publication to servers %s broke off; their requests continue elsewhere from their last tokens", broken
+            )
         for server in broken:
             self._tasks.create_task(self.servers.abort(server))
 
@@ -305,7 +307,7 @@ class Controller:
                 await self.records.drop_before(step_of(kept[0]))
 
     def _fail(self, reason: str) -> None:
-        """End the run as failed. RUN/failure tells the supervisor that this is no crash and that a restart would fail, too."""
+        """End the run as failed. RUN/failure tells the supervisor that this is not a crash and a restart would fail, too."""
         log.error("%s", reason)
         if not self.failure:
             self.failure = reason
@@ -319,7 +321,7 @@ class Controller:
         self._stop(f"signal {number.name}")
 
     def _stop(self, reason: str) -> None:
-        """Stop sampling, and go on answering the learner until it has left."""
+        """Stop sampling, but keep answering the learner until it has left."""
         if self.stop_reason:
             return
         log.info("stopping: %s", reason)

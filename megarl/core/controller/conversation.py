@@ -79,7 +79,7 @@ class Link:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
             self.close()
-            raise MegarlError(f"cannot listen on {endpoint}: {error}; does another controller run?") from None
+            raise MegarlError(f"cannot listen on {endpoint}: {error}; is another controller running?") from None
 
     async def receive(self) -> tuple[bytes, Request]:
         """Return the next well-formed request and its sender."""

@@ -100,16 +100,16 @@ def is_due(version: int, last_scored: int | None, settings: Evaluation, final_ve
 def _impossible(asked: Next, now: ControllerView) -> str:
     """Return why this request cannot come from a learner of this run; empty if it can."""
     if asked.version != asked.step:
-        return f"the learner asks for step {asked.step} with version {asked.version}; version v is after v steps"
+        return f"the learner asks for step {asked.step} with version {asked.version}, but step s trains version s"
     if asked.step < now.oldest:
         return (
-            f"the learner asks for step {asked.step}, and the journal has no batches before {now.oldest} any more "
-            f"(journal.keep); put back a checkpoint of step {now.oldest} or later, or give another run.name"
+            f"the learner asks for step {asked.step}, but the journal no longer has batches before {now.oldest} "
+            f"(journal.keep); restore a checkpoint of step {now.oldest} or later, or give another run.name"
         )
     if asked.step > now.batches:
         return (
             f"the learner asks for step {asked.step}, but the journal holds {now.batches} complete batches: its checkpoint "
-            "is of another run; remove the checkpoints or put back the journal"
+            "belongs to another run; remove the checkpoints or restore the journal"
         )
     return ""
 

@@ -89,7 +89,7 @@ class Evaluations:
             new |= {"compute_hours": spent.total, "compute_unit": self._compute.unit, "time": time.time()}
             new |= {"seconds": time.monotonic() - began, "servers": held, "tries": self._failures + 1}
             if missing := lacking(new):
-                raise GraderDown(f"of what came back no {missing} can be told")
+                raise GraderDown(f"the answers' grades give no valid {missing}")
             new |= await asyncio.to_thread(self._with_forecast, new)
             await asyncio.to_thread(self._write_results, version, outcomes, folder)
             new |= await asyncio.to_thread(self._watch, self._rundir, version, list(self._recipe.data.tasks))
@@ -139,7 +139,7 @@ class Evaluations:
         await score(self._questions, asker, keep)
         for suite in self._questions:
             if missing := len(suite.open) - len(outcomes[suite.name]):
-                raise GraderDown(f"{suite.name}: {missing} of {len(suite.open)} answers never came")
+                raise GraderDown(f"{suite.name}: {missing} of {len(suite.open)} answers never arrived")
         return outcomes
 
     def _write_results(self, version: int, outcomes: Mapping[str, Sequence[Outcome]], folder: Path) -> None:
@@ -163,7 +163,7 @@ class Evaluations:
         log.warning("%s (%d of %d tries)", reason, self._failures, TRIES)
         if self._failures >= TRIES:
             place = self._rundir.logs / "controller"
-            self._fail(f"{reason}; tried {TRIES} times, see {place}; then go on with run.resume=auto")
+            self._fail(f"{reason}; tried {TRIES} times; see {place}, then resume with run.resume=auto")
 
 
 def row(outcomes: Mapping[str, Sequence[Outcome]], recipe: Recipe, version: int) -> dict[str, float]:

@@ -120,7 +120,7 @@ class Pipeline:
         )
 
     def _room(self) -> bool:
-        """Return whether a step would train another ticket, the window is open, and an eligible server has unclaimed places."""
+        """Return whether a step would train another ticket, the window has room, and an eligible server has free places."""
         wanted = self.admitted < self._admit_steps * self._recipe.batch.prompts
         is_open = self.ahead(max(self.state.published_version, 0)) < self.window.tickets
         return wanted and is_open and self._places.free(self.admission.can_admit) > 0

@@ -66,7 +66,7 @@ class Servers:
                 await asyncio.sleep(POLL_S)
                 now = time.monotonic()
                 for server in self.membership.silent(now):
-                    self._part(server, f"it does not answer and has said nothing for {FORGET_S:g} s")
+                    self._part(server, f"it does not answer and has sent no sign of life for {FORGET_S:g} s")
                 for server in self.membership.stuck(now, self._start_s):
                     self.dismiss(server, f"it did not answer for {self._start_s:g} s ({START_LIMIT_RULE})")
 

@@ -90,7 +90,7 @@ class Tickets:
         if at is None:
             raise MegarlError(
                 f"data.tasks.{admitted.task}.train: ticket {admitted.ticket} of the run was given prompt "
-                f"{admitted.prompt_id!r}, which is not in the file any more; put it back, or start a run of another name"
+                f"{admitted.prompt_id!r}, which is no longer in the file; restore it, or start a run with another name"
             )
         return self._prompts[admitted.task][at]
 

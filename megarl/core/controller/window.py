@@ -7,10 +7,10 @@
 
 The law of the pipeline (`base/admission.py`) allows k + 1 batches; the window starts with k + 1 and is never larger.
 
-Hysteresis: the window opens when a batch, even an incomplete one, takes more than 0.95 (W - 1) T, and closes when even 2 L
-would fit into a smaller one. N doubles with each change, so that noise cannot make it oscillate. It closes at once, but opens
+Hysteresis: the window widens when a batch, even an incomplete one, takes more than 0.95 (W - 1) T, and narrows when even 2 L
+would fit into a smaller one. N doubles with each change, so that noise cannot make it oscillate. It narrows at once, but widens
 by only an eighth of a batch per step, since servers that are suddenly fuller would delay what the learner needs next. It starts
-early enough to be fully open when an evaluation takes servers away. Nothing is measured while it opens.
+early enough to have its full width when an evaluation takes servers away. Nothing is measured while it widens.
 
 The window changes only at publications, and their journal records contain it, so a restarted controller continues with it.
 Measured times decide when a prompt is drawn, never which one. A replay draws nothing.
@@ -23,9 +23,9 @@ from collections import deque
 from megarl.core.recipe import Recipe
 
 OPENS, CLOSES = 1 / 0.95, 2.0
-"""Factors on L in the decisions to open and to close the window."""
+"""Factors on L in the decisions to widen and to narrow the window."""
 RAMP = 1 / 8
-"""Batches by which the window opens at a publication."""
+"""Batches by which the window widens at a publication."""
 SMOOTHING = 0.1
 """Weight of a new step in the running mean T."""
 LONGEST_MEMORY = 8
@@ -43,7 +43,7 @@ class Window:
         self._auto = recipe.pipeline.window == "auto" and recipe.pipeline.kind == "pipeline-rl"
         self.tickets = tickets if tickets and self._auto else self._most * self._prompts
         self._steps = math.ceil(self.tickets / self._prompts)  # W
-        self._steady = True  # not opening, and no evaluation is running
+        self._steady = True  # not widening, and no evaluation is running
         self._drawn: dict[int, float] = {}  # by step of a measured batch: when its last prompt was drawn
         self._taken: tuple[int, float] | None = None  # the step that the learner trains, and when it began
         self._busy = 0.0  # T; 0 before the first step
@@ -56,7 +56,7 @@ class Window:
 
     @property
     def lead(self) -> int:
-        """Number of publications in which the window opens from 0. An evaluation farther away than this has no effect."""
+        """Number of publications in which the window widens from 0 to k + 1. An evaluation farther away has no effect yet."""
         return math.ceil(self._most / RAMP)
 
     def drawn(self, batches: int) -> None:

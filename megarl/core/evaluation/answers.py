@@ -104,7 +104,7 @@ class SuiteDir:
 
     def read_result(self) -> Result:
         if (result := _decoded(self.result, 1, self.result.read_bytes(), Result)) is None:
-            raise MegarlError(f"{self.result}: not of an evaluation: it is no JSON")
+            raise MegarlError(f"{self.result}: not the result of an evaluation: it is not JSON")
         return result
 
 
@@ -128,10 +128,12 @@ def _decoded[T: (Answer, Result)](path: Path, number: int, data: bytes, kind: ty
     try:
         result = msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
-        raise MegarlError(f"{path}:{number}: not of an evaluation: {error}") from None
+        raise MegarlError(f"{path}:{number}: not written by an evaluation: {error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     if result.schema_version != SCHEMA_VERSION:
         version = result.schema_version
-        raise MegarlError(f"{path}:{number}: written in schema version {version}, this megarl reads {SCHEMA_VERSION}")
+        raise MegarlError(
+            f"{path}:{number}: written in schema version {version}, this version of megarl reads {SCHEMA_VERSION}"
+        )
     return result

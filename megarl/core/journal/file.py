@@ -112,8 +112,8 @@ def _check_header(path: Path, header: bytes) -> None:
     version = FILE_HEADER.unpack(header)[1]
     if version != SCHEMA_VERSION:
         raise MegarlError(
-            f"{path}: written in schema version {version}, this megarl reads {SCHEMA_VERSION}; "
-            "go on with the version that began the run"
+            f"{path}: written in schema version {version}, this version of megarl reads {SCHEMA_VERSION}; "
+            "continue with the version that began the run"
         )
 
 
@@ -123,7 +123,7 @@ def _check_tail(path: Path, offset: int, after: bytes) -> None:
     while at >= 0:
         if _entry(after[at : at + RECORD_HEADER.size], 0) is not None:
             raise MegarlError(
-                f"{path}: damaged at offset {offset} (checksum), with sound records after it; "
+                f"{path}: damaged at offset {offset} (checksum), with intact records after it; "
                 "restore the file from a backup"
             )
         at = after.find(MARK, at + 1)
@@ -133,7 +133,9 @@ def record_of(path: Path, entry: Entry, payload: bytes) -> JournalRecord:
     try:
         return decode(payload, JournalRecord)
     except msgspec.MsgspecError as error:
-        raise MegarlError(f"{path}: offset {entry.offset}: not a record this megarl knows: {error}") from None
+        raise MegarlError(
+            f"{path}: offset {entry.offset}: not a record that this version of megarl knows: {error}"
+        ) from None
 
 
 def read(path: Path, offset: int) -> JournalRecord:

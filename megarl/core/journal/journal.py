@@ -84,7 +84,7 @@ class JournalReader:
         first = tickets.first_ticket(step)
         number = next((n for n in reversed(self.files()) if self._snapshot(n).next_ticket <= first), None)
         if number is None or wanted < tickets.forgotten:
-            raise MegarlError(f"{self.path}: what was drawn before step {step} is not there any more (journal.keep)")
+            raise MegarlError(f"{self.path}: what was drawn before step {step} is gone (journal.keep)")
         state = State.restored(self._snapshot(number))
         for record in self.replay(number) if wanted <= tickets.forgotten + len(tickets.queue) else ():
             ticket = record.group.ticket if isinstance(record, Finished) else getattr(record, "ticket", first)
@@ -106,8 +106,8 @@ class JournalReader:
         return tuple(self._group(ticket, there) for ticket in tickets)
 
     def finished(self, most: int | None = None) -> list[int]:
-        """Return the tickets of all finished groups that are still there, in the order they were finished; of the newest `most`
-        alone if it is given, for which files before theirs are not searched."""
+        """Return the tickets of all finished groups that are still there, in the order in which they were finished. most: only
+        the newest, without a search of the files before theirs."""
         there, newest_first = self.files(), list[int]()
         for number in reversed(there):
             if most is not None and len(newest_first) >= most:
@@ -116,7 +116,7 @@ class JournalReader:
         return newest_first[:most][::-1]
 
     def _group(self, ticket: int, there: Sequence[int]) -> Group:
-        """there: the numbers of the files."""
+        """Return the group of a ticket. there: the numbers of the files."""
         for number in reversed(there):
             offset = self._groups_of(number, there).get(ticket)
             if offset is not None:
@@ -125,7 +125,7 @@ class JournalReader:
                 return record.group
         gone = [self._file(n).name for n in range(max(there, default=0)) if n not in there]
         names = ", ".join(gone[:3]) + " …" * (len(gone) > 3)
-        lost = f"; {names} may have had it, and is not there" if gone else ""
+        lost = f"; {names} may have had it, but is missing" if gone else ""
         raise MegarlError(
             f"{self.path}: ticket {ticket} has no group here: it is unfinished, removed or dropped (journal.keep){lost}"
         )

@@ -189,7 +189,7 @@ class State(StateTotals):
                 self.evaluation_hours = max(self.evaluation_hours, record.evaluation_hours)
             case Session():
                 if record.session in self.earlier_sessions:
-                    raise ValueError(f"session {record.session} begins again, which a later one has ended")
+                    raise ValueError(f"session {record.session} begins again, but a later one has ended it")
                 if self.session is None or record.session != self.session.session:
                     self.earlier_sessions += () if self.session is None else (self.session.session,)
                     self.earlier_hours = self.compute_hours(self.last_time)

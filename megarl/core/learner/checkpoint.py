@@ -192,8 +192,8 @@ def replay_parent(recipe: Recipe, rundir: RunDir, offload: Offload) -> None:
         then, now = rates.get(batch.step), metrics.get("lr")
         if then is not None and now is not None and then != now:
             raise MegarlError(
-                f"run.fork: step {batch.step} was trained with a learning rate of {then:g}, and the parent's recipe, changed "
-                f"since, has {now:g}: a replay would end at other weights; fork at one of the parent's checkpoints"
+                f"run.fork: step {batch.step} was trained with a learning rate of {then:g}, but the parent's recipe now has "
+                f"{now:g}: a replay would give other weights; fork at one of the parent's checkpoints"
             )
     checkpoints = Checkpoints(rundir.checkpoints, recipe.checkpoint.keep, trainer, Path(before.model.path))
     checkpoints.save()

@@ -62,7 +62,7 @@ type OpenMetrics = Callable[[Recipe, RunDir, Endpoints], StepMetrics]
 
 
 def main(recipe: Recipe, open_metrics: OpenMetrics) -> int:
-    """Run this rank of the learner; if there are several ranks and this process is none of them, become torchrun."""
+    """Run this rank of the learner; if there are several ranks and this process is not one of them, become torchrun."""
     rundir, ranks = RunDir(recipe.run.path), recipe.resources.learner_ranks
     endpoints = rundir.endpoints()
     if ranks > 1 and not is_rank():
@@ -87,7 +87,7 @@ def main(recipe: Recipe, open_metrics: OpenMetrics) -> int:
 
 
 async def _let_servers_first(recipe: Recipe, rundir: RunDir, endpoints: Endpoints) -> None:
-    """Wait until the servers on our GPUs answer, even if a dead learner left them paused: then they have their memory."""
+    """Wait until the servers on our GPUs answer, even ones that a dead learner left paused: then they have their memory."""
     limit_s = recipe.start_limit_s
     until, keys = time.monotonic() + limit_s, (endpoints.api_key, endpoints.admin_key)
     for i, url in enumerate(endpoints.servers):
@@ -237,7 +237,7 @@ class LearnerRank:
         return Stop(reason=self._failed(reason), error=True)
 
     def _failed(self, reason: str) -> str:
-        """Write the file that tells the supervisor that the following exit is no crash; return the reason."""
+        """Write the file that tells the supervisor that the following exit is not a crash; return the reason."""
         if self.leader:
             write_atomically(self.rundir.failure_file, reason.encode())
         return reason
@@ -288,6 +288,6 @@ def contradiction(recorded: Mapping[str, object], now: Mapping[str, object], lim
         return ""
     return (
         f"{MEASURED} is {after:.3g} and was {before:.3g} when the step was trained before; rounding explains a difference of "
-        f"{limits.mean:g}. The weights are not those that the run had: put back what was changed since (model, checkpoints, "
+        f"{limits.mean:g}. The weights are not those that the run had: undo what was changed since (model, checkpoints, "
         "code), or give another run.name"
     )

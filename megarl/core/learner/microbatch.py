@@ -4,7 +4,7 @@
 
 Lengths are rounded up to multiples that the layout needs: a sequence to 2 x CP (context-parallel rank r takes the r-th chunk
 from the front and from the back), a row to TP under sequence parallelism and to the multiple for FP8 products; with pipeline
-stages, all micro-batches of a step have one size. `plan` depends on lengths alone, so every rank makes the same plan.
+stages, all micro-batches of a step have one size. `plan` depends only on lengths, so every rank makes the same plan.
 """
 
 from collections.abc import Sequence

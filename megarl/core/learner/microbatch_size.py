@@ -42,7 +42,7 @@ type Memory = Callable[[Callable[[], None]], float]
 def gpu_memory() -> Memory:
     """Return a `Memory` for this rank's GPU. Trials may use the memory that other processes leave free now."""
     if not torch.cuda.is_available():
-        raise MegarlError("learner.microbatch_tokens: auto tries a GPU's memory, and there is none here; give a number")
+        raise MegarlError("learner.microbatch_tokens: auto tries sizes on a GPU, but this machine has none; give a number")
     torch.cuda.empty_cache()
     room = SHARE * (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
 
@@ -146,19 +146,19 @@ def _found(trainer: Trainer, longest: int, batch_tokens: int, memory: Memory) ->
                 network.clear()
         if used == math.inf and dist.get_world_size() > 1:
             raise MegarlError(
-                f"learner.microbatch_tokens: rank {dist.get_rank()} ran out of memory trying {tokens}, and the others wait "
-                "for it; give a number instead of auto"
+                f"learner.microbatch_tokens: rank {dist.get_rank()} ran out of memory trying {tokens} tokens while the others "
+                "wait for it; give a number instead of auto"
             )
         most = torch.tensor(used, device=trainer.policy.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
-        log.info("micro-batches of %d tokens take %.0f %% of the memory that they may", tokens, 100 * float(most))
+        log.info("micro-batches of %d tokens take %.0f %% of the memory that they may use", tokens, 100 * float(most))
         return float(most)
 
     found = largest(sizes, tried)
     del moments
     if found is None or found < longest:
         raise MegarlError(
-            f"learner.microbatch_tokens: a GPU does not hold a step with the longest sequence, of {longest} tokens; set "
+            f"learner.microbatch_tokens: a step with the longest sequence, of {longest} tokens, does not fit on a GPU; set "
             "learner.recompute=full or learner.optimizer_offload, or divide the model further"
         )
     return found

@@ -95,7 +95,7 @@ class Network:
         """Return a context for work on micro-batches. If a GPU runs out of memory in it, the error says what to change."""
         advice = "lower it, set learner.recompute=full or learner.optimizer_offload"
         return out_of_memory_named(
-            "learner.microbatch_tokens", f"with {self.microbatch_tokens} tokens a micro-batch; {advice}"
+            "learner.microbatch_tokens", f"with {self.microbatch_tokens} tokens per micro-batch; {advice}"
         )
 
     def plan(self, sequences: Sequence[TrainSequence]) -> MicroBatchPlan:

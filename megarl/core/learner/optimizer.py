@@ -104,7 +104,7 @@ def with_optimizer(
     """Wrap the chunks for data parallelism with FP32 gradients. Make AdamW, with its state divided among the ranks, and the
     loss scale of an fp16 model. offload: share of AdamW's state in the host's memory, updated by its cores; bf16 only."""
     if offload and not torch.cuda.is_available():
-        raise MegarlError("learner.optimizer_offload: takes AdamW off a GPU, and there is none here; set it to 0")
+        raise MegarlError("learner.optimizer_offload: moves AdamW off a GPU, but this machine has none; set it to 0")
     config = chunks[0].config
     # Gradients are summed, not averaged: scaling factor 1 in DDP, and no division by a number of tokens at the end.
     config.calculate_per_token_loss = True

@@ -1,6 +1,6 @@
 """The learner as several processes: `python -m megarl.core.learner.torchrun` with torchrun's arguments.
 
-It differs from torchrun's own command. The store listens on --master-addr alone. SIGTERM, SIGINT, SIGUSR1 and SIGHUP are passed
+It differs from torchrun's own command. The store listens only on --master-addr. SIGTERM, SIGINT, SIGUSR1 and SIGHUP are passed
 on to the ranks, which have sessions of their own: they save, while torchrun goes on. When a rank dies, the others are killed at
 once, because they wait for it and cannot save. The exit status is that of the rank that ended first, instead of 1.
 """
@@ -58,7 +58,7 @@ def is_rank() -> bool:
 
 
 def become_torchrun(ranks: int, port: int, host: str = "127.0.0.1", nodes: int = 1) -> None:
-    """Replace this process by torchrun, which runs the same command as this node's share of `ranks`, meeting at `host`."""
+    """Replace this process with torchrun, which runs the same command as this node's share of `ranks`, meeting at `host`."""
     torchrun = ["-m", "megarl.core.learner.torchrun", f"--nproc-per-node={ranks // nodes}", f"--nnodes={nodes}"]
     torchrun += [f"--node-rank={os.environ.get('SLURM_PROCID', '0') if nodes > 1 else 0}"]
     torchrun += [f"--master-addr={host}", f"--master-port={port}"]

@@ -87,7 +87,7 @@ class Trainer:
     within: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     def __init__(self, recipe: Recipe, hf_dir: Path, supervised: bool = False) -> None:
-        """Load the networks. supervised: for the warm start (`recipe.sft`), which trains the policy alone, in one epoch."""
+        """Load the networks. supervised: for the warm start (`recipe.sft`), which trains only the policy, in one epoch."""
         self.recipe = recipe
         self.steps = recipe.sft.steps if supervised else recipe.run.steps
         self.policy = PolicyModel(recipe, hf_dir, supervised)
@@ -115,7 +115,7 @@ class Trainer:
         """Train step `self.step` and count it, even if nothing is trained. Return the same metrics on all ranks."""
         learning = self.trained
         if self.critic and self.step < self.recipe.critic.warmup_steps:
-            learning = [self.critic]  # the policy waits
+            learning = [self.critic]  # the policy is not trained yet
         rates = {f"{network.prefix}lr": learning_rate(self.step, network.settings, self.steps) for network in learning}
         self.step += 1
         if not sequences:
@@ -129,7 +129,9 @@ class Trainer:
             if overflowed:
                 overflows += 1
                 scales = ", ".join(f"{p.norm_name} at {metrics[f'{p.prefix}loss_scale']:g}" for p in overflowed)
-                log.info("step %d: an update was skipped, scaled gradients overflowed (%s)", self.step - 1, scales)
+                log.info(
+                    "step %d: an update was skipped because scaled gradients overflowed (%s)", self.step - 1, scales
+                )
             if broken:
                 self.skipped_steps += 1
                 what = ", ".join(f"{name} {metrics[name]}" for p in broken for name in (p.loss_name, p.norm_name))

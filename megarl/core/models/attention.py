@@ -89,7 +89,7 @@ def ranges(starts: Tensor, ends: Tensor) -> Tensor:
 class LayerAttention:
     """How a layer attends. rotary: rotate q and k. chunk: attend only within chunks of this length. l2_epsilon: normalise q
     and k after rotation. temperature: (floor, scale), see `temperatures`. sinks: each head has one. window: attend only to this
-    many positions up to a query's own; only with sinks. None: not so."""
+    many positions up to a query's own; only with sinks. None: without."""
 
     rotary: bool = True
     chunk: int | None = None
@@ -306,8 +306,8 @@ class PaddedSegments:
 
     shapes: (segments, longest) of each bucket. Slots are the places in all buckets, end to end. unpack [slots]: the query in
     each slot (0 where there is none). pack [tokens]: the slot of each query. padding: slots without a query. All three are None
-    if slots and tokens coincide. keys [slots]: like `unpack`, for the gathered keys; None if they match the queries. A segment
-    with more keys than queries has its slots without a query in front.
+    if slots and tokens coincide. keys [slots]: like `unpack`, for the gathered keys; None if they match the queries. In a
+    segment with more keys than queries, the slots without a query come first.
 
     Slots without a query get no gradient (no query attends to them as keys, and their output as queries is unused), so the
     backward pass of unpacking is packing: a gather, many times faster than the scatter-add that autograd would do.

@@ -77,7 +77,7 @@ def build(
 
     transformer_engine: whether to use its layers; None: if it can run here. recompute: a key of RECOMPUTE.
 
-    Call this after parallel.start with the same `model`. If the vocabulary is no multiple of TP, the embedding and the head
+    Call this after parallel.start with the same `model`. If the vocabulary is not a multiple of TP, the embedding and the head
     have padding rows, from architecture.vocabulary on.
     """
     architecture = in_directory(hf_dir)
@@ -177,7 +177,7 @@ def transformer_config(
         variable_seq_lengths=model.pipeline_parallel > 1,
         moe_token_dispatcher_type="alltoall",  # required for dense models too, with variable lengths
         bias_activation_fusion=fused,
-        # megatron's name for an activation that gets both halves; _chunk replaces it by ours
+        # megatron's name for an activation that gets both halves; _chunk replaces it with ours
         use_te_activation_func=not fused and architecture.glu_limit is None,
         apply_rope_fusion=fused and not latent,
     )
@@ -233,8 +233,8 @@ def make_angles_for_few_lengths(rotary: RotaryEmbedding) -> None:
 
 
 def own_attention(architecture: Architecture, context_parallel: int) -> bool:
-    """Return whether CausalAttention, which also rotates, replaces Transformer Engine's attention. That divides sequences among
-    context-parallel ranks by their boundaries, so these cannot be those of Llama 4's chunks, and knows no positions."""
+    """Return whether CausalAttention, which also rotates, replaces Transformer Engine's attention. That one knows no positions,
+    and divides sequences among context-parallel ranks by boundaries that therefore cannot be those of Llama 4's chunks."""
     divided = context_parallel > 1 and architecture.name.startswith("Llama4")
     return architecture.latent is not None or architecture.sinks or divided
 
@@ -257,8 +257,8 @@ def check(model: Model, transformer_engine: bool) -> None:
     if model.fp8 == "none":
         return
     if not transformer_engine:
-        missing = "no NVIDIA GPU here" if HAVE_TE else "it is not installed"
-        raise MegarlError(f"model.fp8: {model.fp8} needs Transformer Engine, and {missing}; set model.fp8=none")
+        missing = "this machine has no NVIDIA GPU" if HAVE_TE else "it is not installed"
+        raise MegarlError(f"model.fp8: {model.fp8} needs Transformer Engine, but {missing}; set model.fp8=none")
     engine = importlib.import_module("transformer_engine.pytorch")
     available = engine.is_fp8_block_scaling_available if model.fp8 == "blockwise" else engine.is_fp8_available
     can, reason = available(return_reason=True)

@@ -181,8 +181,8 @@ def load(path: Path, state: ShardedStateDict) -> StateDict:
             return dist_checkpointing.load(state, str(path))
         except (Exception, CheckpointException) as error:  # a foreign file can fail anywhere in the unpickling
             raise MegarlError(
-                f"{path}: its files are as they were written, but cannot be loaded: {_last_line(error)}; either storage or "
-                "memory failed, and another start helps, or it is of another model: move it away"
+                f"{path}: its files are intact, but cannot be loaded: {_last_line(error)}; start again, in case storage or "
+                "memory failed; if the checkpoint belongs to another model, move it away"
             ) from error
 
 
@@ -218,7 +218,7 @@ def read_meta(path: Path) -> CheckpointMeta:
         raise CorruptCheckpoint(f"{path / META}: unreadable: {error}") from None
     if meta.schema != SCHEMA_VERSION:
         raise MegarlError(
-            f"{path / META}: schema {meta.schema}, this megarl reads {SCHEMA_VERSION}; use the megarl that wrote it"
+            f"{path / META}: schema {meta.schema}, this version of megarl reads {SCHEMA_VERSION}; use the one that wrote it"
         )
     if meta.checksum != _own_checksum(meta):
         raise CorruptCheckpoint(f"{path / META}: not as it was written; the checkpoint is damaged, use an older one")
@@ -235,7 +235,7 @@ def prune(checkpoints: Path, keep: int) -> None:
             (path / META).unlink(missing_ok=True)  # first, so that a kill leaves nothing that looks complete
             shutil.rmtree(path)
         except OSError as error:  # NFS keeps files that are open elsewhere; somebody may have protected them
-            log.warning("%s: cannot be removed, which is tried again later: %s", path, error)
+            log.warning("%s: cannot be removed, trying again later: %s", path, error)
 
 
 def _incomplete(checkpoints: Path) -> list[Path]:
@@ -350,5 +350,5 @@ class _MetadataUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(
             f"it wants to load {module}.{name}, which no checkpoint needs and which may run anything; "
-            "do not trust where this checkpoint came from"
+            "do not trust the source of this checkpoint"
         )

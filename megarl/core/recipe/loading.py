@@ -188,7 +188,7 @@ def _read(path: Path, derived: tuple[Path, ...] = ()) -> tuple[RecipeTree, Origi
     except yaml.YAMLError as error:
         raise MegarlError(f"{path}: not YAML: {str(error).partition('\n')[0]}") from None
     if tree is None:
-        raise MegarlError(f"{path}: nothing is in it; write a recipe, or put back the one that was there")
+        raise MegarlError(f"{path}: the file is empty; write a recipe, or restore the one that was there")
     if not isinstance(tree, dict):
         raise MegarlError(f"{path}:1: a recipe is a mapping of sections; this is a {type(tree).__name__}")
     origin = {(): str(path)} | _lines(node, path)
@@ -199,7 +199,7 @@ def _read(path: Path, derived: tuple[Path, ...] = ()) -> tuple[RecipeTree, Origi
     except MegarlError as error:
         raise MegarlError(f"{origin['base',]}: base: {error}") from None
     if base in (path, *derived):
-        raise MegarlError(f"{origin['base',]}: base: {base} is derived from this recipe")
+        raise MegarlError(f"{origin['base',]}: base: {base} is itself derived from this recipe; give another")
     under, lines = _read(base, (path, *derived))
     return _merged(under, tree), lines | origin
 
@@ -210,7 +210,7 @@ def _text(path: Path) -> str:
         with path.open("rb") as file:
             data = file.read(LARGEST + 1)
         if len(data) > LARGEST:
-            raise MegarlError(f"{path}: larger than {LARGEST} bytes; this is no recipe")
+            raise MegarlError(f"{path}: larger than {LARGEST} bytes, too large for a recipe; give another file")
         return data.decode()
     except OSError as error:
         raise MegarlError(f"{path}: cannot be read: {error.strerror}") from None
@@ -227,9 +227,9 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent):
-            self._refuse(f"the alias *{event.anchor} stands for something else; write it out, or put it into a `base`")
+            self._refuse(f"the alias *{event.anchor} is not allowed; write its value out, or put it into a `base`")
         if self.depth >= DEEPEST:
-            self._refuse(f"more than {DEEPEST} mappings and lists within each other")
+            self._refuse(f"mappings and lists are nested more than {DEEPEST} deep")
         self.depth += 1
         try:
             return super().compose_node(parent, index)
@@ -248,7 +248,7 @@ def _parsed(text: str) -> tuple[Any, yaml.Node | None]:
         return (None if node is None else loader.construct_document(node)), node
     except yaml.YAMLError:
         raise
-    except Exception as error:  # PyYAML turns anything into a date, or whatever a tag says
+    except Exception as error:  # PyYAML may raise anything while it converts a date or a tagged value
         raise yaml.YAMLError(f"a value cannot be read: {error}") from None
     finally:
         loader.dispose()
@@ -294,7 +294,7 @@ def _apply(tree: RecipeTree, override: str, origin: Origin) -> None:
         raise MegarlError(f"{said}: write key=value, such as model.tensor_parallel=2")
     *parents, last = key.split(".")
     if len(parents) > DEEPEST:
-        raise MegarlError(f"{said}: more than {DEEPEST} sections within each other")
+        raise MegarlError(f"{said}: sections are nested more than {DEEPEST} deep")
     here = tree
     for parent in parents:
         here = here.setdefault(parent, {})
@@ -343,7 +343,7 @@ def _adapted(tree: Any, kind: Any) -> Any:
 
 
 def dump(recipe: Recipe) -> str:
-    # Only ASCII: PyYAML cannot read back every other character that it writes literally (U+0085).
+    # Only ASCII: PyYAML cannot read back some of the other characters that it writes literally, such as U+0085.
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, width=120)
 
 

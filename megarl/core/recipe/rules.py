@@ -11,7 +11,7 @@ GRADERS = ("math", "exact", "code", "format")
 """Built-in graders; others are services and functions."""
 RESERVED = {
     "answer": "the task's own grader", "trusted": "the trusted grader", "total": "the sum of all rewards",
-    "turns": "what an agent was rewarded after its turns",
+    "turns": "the sum of an agent's rewards after its turns",
 }  # fmt: skip
 """Names that no reward may have."""
 OF_USERS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -35,18 +35,18 @@ def _layout(r: Recipe) -> Iterator[str]:
         if ranks % size:
             yield (
                 f"resources.learner_ranks: {ranks} ranks do not divide into copies of the {copy} = {size} ranks; use a "
-                "multiple"
+                f"multiple of {size}"
             )
     if m.moe.freeze_router and m.moe.aux_loss:
-        yield "model.moe.aux_loss: balances by training the router, which model.moe.freeze_router forbids"
+        yield "model.moe.aux_loss: balances by training the router, which model.moe.freeze_router forbids; unset one of them"
     if m.virtual_pipeline_parallel > 1 and m.pipeline_parallel == 1:
         yield "model.virtual_pipeline_parallel: needs model.pipeline_parallel of 2 or more"
     if m.fp8 != "none" and m.dtype != "bf16":
-        yield "model.fp8: its weights are made of bf16 ones; set model.dtype=bf16, or model.fp8=none"
+        yield "model.fp8: needs bf16 weights; set model.dtype=bf16, or model.fp8=none"
     if not ranks % m.model_parallel_size and r.batch.prompts % r.data_parallel:
         yield (
-            f"batch.prompts: {r.batch.prompts} does not divide by the {r.data_parallel} data-parallel ranks "
-            "(resources.learner_ranks / TP x PP x CP)"
+            f"batch.prompts: {r.batch.prompts} is not divisible by the {r.data_parallel} data-parallel ranks "
+            "(resources.learner_ranks / TP x PP x CP); use a multiple"
         )
 
 
@@ -57,22 +57,22 @@ def _prompts(r: Recipe) -> Iterator[str]:
             yield f"{key}.system: a system message needs template: chat"
     for name, task in r.data.tasks.items():
         if task.mapping in MULTIPLE_CHOICE:
-            yield f"data.tasks.{name}.mapping: {task.mapping} is multiple choice, which only evaluation.suites have"
+            yield f"data.tasks.{name}.mapping: {task.mapping} is multiple choice, which only evaluation.suites can have"
     for name, suite in r.evaluation.suites.items():
         key = f"evaluation.suites.{name}"
         if name in r.data.tasks:
             yield f"{key}: a task has this name, and its held-out prompts are scored under it; choose another"
         if "{prompt}" not in suite.prompt:
-            yield f"{key}.prompt: {suite.prompt!r} has no {{prompt}}, where the row's is to stand"
+            yield f"{key}.prompt: {suite.prompt!r} has no {{prompt}}, the place of the row's prompt"
     scored = [*r.data.tasks, *r.evaluation.suites]
     if r.evaluation.forecast and r.evaluation.forecast not in scored:
         yield (
-            f"evaluation.forecast: {r.evaluation.forecast!r} is no task and no suite of this recipe; "
+            f"evaluation.forecast: {r.evaluation.forecast!r} is neither a task nor a suite of this recipe; "
             f"{_known(r.evaluation.forecast, scored)}"
         )
     if r.run.stop_when and len(r.data.tasks) > 1 and not r.forecast_column:
         yield (
-            f"run.stop_when: of several tasks ({', '.join(r.data.tasks)}) one has to decide; name it in "
+            f"run.stop_when: one of the tasks ({', '.join(r.data.tasks)}) must decide when to stop; name it in "
             "evaluation.forecast"
         )
 
@@ -87,7 +87,7 @@ def _advantages(r: Recipe) -> Iterator[str]:
     if not r.has_critic:
         return
     if r.batch.advantage == "group":
-        yield "batch.advantage: with a critic tokens have advantages, no group has; use batch, running or none"
+        yield "batch.advantage: a critic gives each token its advantage, not each group; use batch, running or none"
     yield from _keeps_all_groups(r, "a critic")
     yield from _ends_warm_up(r, "critic.warmup_steps", r.critic.warmup_steps, "to train the policy in")
 
@@ -96,27 +96,27 @@ def _keeps_all_groups(r: Recipe, beside: str) -> Iterator[str]:
     """Check that no group is dropped if the model learns from more than rewards. beside: what else it learns from."""
     given = r.batch.zero_variance
     if given != "keep":
-        yield f"batch.zero_variance: with {beside} a group of one reward has a gradient; set keep, not {given}"
+        yield f"batch.zero_variance: with {beside} a group of equal rewards has a gradient too; set keep, not {given}"
 
 
 def _ends_warm_up(r: Recipe, key: str, steps: int, use: str) -> Iterator[str]:
     if steps >= r.run.steps:
-        yield f"{key}: {steps} of run.steps={r.run.steps} leave none {use}; shorten the warm-up"
+        yield f"{key}: a warm-up of {steps} steps leaves none of run.steps={r.run.steps} {use}; shorten it"
 
 
 def _losses(r: Recipe) -> Iterator[str]:
     """Check the loss and its terms."""
     yield from _named("loss.kind", r.loss.kind, "loss", LOSSES)
     if r.loss.kind not in LOSSES and r.loss.correction != "none":
-        yield "loss.correction: a loss of your own has the weight in its hands; bound it there, and set none here"
+        yield "loss.correction: your own loss applies the importance weight itself; bound it there, and set none here"
     if r.loss.kind == "cispo" and r.loss.correction != "none":
-        yield "loss.correction: cispo is truncated importance sampling already; use loss.cap"
+        yield "loss.correction: cispo already truncates the importance weight; use loss.cap"
     if r.loss.kind in ("gmpo", "gspo") and r.loss.correction == "truncate":
-        yield f"loss.correction: the weight of {r.loss.kind} is of a sequence, its tokens cannot be truncated; use mask"
+        yield f"loss.correction: {r.loss.kind} has one weight per sequence, so no token's can be truncated; use mask"
     if r.loss.kind == "gmpo" and r.has_critic:
-        yield "loss.kind: gmpo clips towards the side of a rollout's one advantage, and a critic gives each token its own"
+        yield "loss.kind: gmpo needs one advantage per rollout, but a critic gives each token its own; use another loss"
     if r.loss.lower and (r.loss.correction != "mask" or r.loss.lower >= r.loss.cap):
-        yield f"loss.lower: is for correction: mask, below its cap ({r.loss.cap:g}); set that, or 0 here"
+        yield f"loss.lower: needs loss.correction=mask, and a value below loss.cap ({r.loss.cap:g}); set these, or 0 here"
     if r.loss.sequence_mask and not 0 <= r.loss.sequence_mask[0] < 1 < r.loss.sequence_mask[1]:
         yield f"loss.sequence_mask: give [low, high] around 1, such as [0.99, 1.01], not {list(r.loss.sequence_mask)}"
 
@@ -126,15 +126,15 @@ def _teacher(r: Recipe) -> Iterator[str]:
     if not r.teacher.weight:
         return
     if not r.teacher.path:
-        yield "teacher.path: with teacher.weight a teacher is needed; give its directory, or set teacher.weight=0"
+        yield "teacher.path: teacher.weight above 0 needs a teacher; give its directory, or set teacher.weight=0"
     yield from _keeps_all_groups(r, "a teacher")
     if r.has_critic:
         yield "teacher.weight: with batch.centring=critic the critic gives tokens their advantages; set another centring"
     if r.loss.kind == "gmpo":
-        yield "loss.kind: gmpo needs one advantage a rollout, and with a teacher each token has its own; use another loss"
+        yield "loss.kind: gmpo needs one advantage per rollout, but a teacher gives each token its own; use another loss"
     if r.sampling.temperature != 1:
         yield (
-            "sampling.temperature: the teacher scores at temperature 1, and rollouts are sampled at "
+            "sampling.temperature: the teacher scores at temperature 1, but rollouts are sampled at "
             f"{r.sampling.temperature:g}; set 1"
         )
     if r.resources.colocate:
@@ -153,7 +153,7 @@ def _learner(r: Recipe) -> Iterator[str]:
         reason = (
             "megatron-core cannot load the offloaded optimiser of FP32 weights from a checkpoint"
             if r.model.dtype == "fp32"
-            else "loss scaling (model.dtype=fp16) has never been tried with an offloaded optimiser"
+            else "loss scaling (model.dtype=fp16) has not been tested with an offloaded optimiser"
         )
         yield f"learner.optimizer_offload: {reason}; set model.dtype=bf16, or 0 here"
 
@@ -163,30 +163,30 @@ def _sharing(r: Recipe) -> Iterator[str]:
     if not r.resources.colocate:
         if r.weights.transport == "cuda_ipc":
             yield (
-                "weights.transport: cuda_ipc hands over memory of the GPU that a server is on, and the learner is on others; "
+                "weights.transport: cuda_ipc shares memory within a GPU, but learner and servers are on different GPUs; "
                 "set process_group, or resources.colocate=true"
             )
         return
     gpus = r.resources.servers * r.resources.server_tensor_parallel
     if gpus != r.resources.learner_ranks:
         yield (
-            f"resources.colocate: each GPU has a learner rank and (a part of) a server, but there are {gpus} GPUs of servers "
-            f"and {r.resources.learner_ranks} resources.learner_ranks; make them equal"
+            f"resources.colocate: each GPU has a learner rank and (a part of) a server, but the servers take {gpus} GPUs "
+            f"and resources.learner_ranks is {r.resources.learner_ranks}; make them equal"
         )
     if r.weights.transport == "process_group":
         yield (
-            "weights.transport: with resources.colocate server and learner are on one GPU, and NCCL connects no two "
-            "processes on one; set weights.transport=cuda_ipc"
+            "weights.transport: with resources.colocate server and learner share a GPU, and NCCL cannot connect two "
+            "processes on one GPU; set weights.transport=cuda_ipc"
         )
     if r.weights.transport == "cuda_ipc" and r.model.pipeline_parallel > 1:
         yield (
-            "weights.transport: cuda_ipc hands over from one GPU, and a stage of model.pipeline_parallel has a part of the "
-            "layers; set model.pipeline_parallel=1, or weights.transport=disk"
+            "weights.transport: cuda_ipc shares memory within a GPU, but with model.pipeline_parallel a GPU has only some of "
+            "the layers; set model.pipeline_parallel=1, or weights.transport=disk"
         )
     if r.serving.memory_fraction is None:
         yield (
             "serving.memory_fraction: with resources.colocate say which share of a GPU the servers may fill, such as 0.4; "
-            "the learner has the rest"
+            "the learner gets the rest"
         )
 
 
@@ -206,14 +206,14 @@ def _lengths(r: Recipe) -> Iterator[str]:
         said = ", ".join(map(str, longest))
         yield f"length.stages: budgets must not fall, up to length.thinking_tokens; the longest are {said}"
     if end and not end.strip():
-        yield f"length.end_of_thinking: {end!r} is only blanks, which every thinking trace has; give what ends one"
+        yield f"length.end_of_thinking: {end!r} is only white space, which every thinking trace contains; give what ends one"
     if not end and length.control == "interruption":
         yield (
             "length.end_of_thinking: is empty, so no thinking trace is ever interrupted; set length.control=none, or "
             "give what ends a trace"
         )
     if not length.interruption.endswith(end):
-        yield "length.interruption: must end with length.end_of_thinking, or the answer leg would go on thinking"
+        yield "length.interruption: must end with length.end_of_thinking, or the model would go on thinking in its answer"
 
 
 def impossible_for(m: Model, sizes: Mapping[str, Any]) -> Iterator[str]:
@@ -229,10 +229,10 @@ def impossible_for(m: Model, sizes: Mapping[str, Any]) -> Iterator[str]:
     ):
         for key in keys:
             if (sizes.get(key) or 0) % parts:
-                yield f"model.{layout}: {key}={sizes[key]} of {m.path} does not divide by {parts}"
+                yield f"model.{layout}: {key}={sizes[key]} of {m.path} is not divisible by {parts}"
     layers, chunks = sizes.get("num_layers") or 0, m.pipeline_parallel * m.virtual_pipeline_parallel
     if m.virtual_pipeline_parallel > 1 and layers % chunks:
-        yield f"model.virtual_pipeline_parallel: num_layers={layers} of {m.path} does not divide by {chunks}; set it to 1"
+        yield f"model.virtual_pipeline_parallel: num_layers={layers} of {m.path} is not divisible by {chunks}; set it to 1"
     elif layers and m.stage_layers(layers)[1] < 1:
         most, stages = m.stage_layers(layers)[0], m.pipeline_parallel
         yield f"model.pipeline_parallel: {stages} stages of {most} are more than num_layers={layers} of {m.path}; use fewer"
@@ -245,11 +245,11 @@ def impossible_for(m: Model, sizes: Mapping[str, Any]) -> Iterator[str]:
         yield f"model.moe.bias_update_rate: the routers of {m.path} have no bias; set it to 0"
     if m.fp8 != "none":
         if "kv_lora_rank" in sizes:
-            yield f"model.fp8: the attention of {m.path} has no FP8 products here; set model.fp8=none"
+            yield f"model.fp8: is not implemented for the attention of {m.path}; set model.fp8=none"
         for name, size in _products(m, sizes).items():
             if size % FP8_MULTIPLE:
                 yield (
-                    f"model.fp8: {name} of {m.path} is {size} on each rank, and products in FP8 need multiples of "
+                    f"model.fp8: {name} of {m.path} is {size} on each rank, but products in FP8 need multiples of "
                     f"{FP8_MULTIPLE}; use another layout, or model.fp8=none"
                 )
     if not sizes.get("num_moe_experts") and m.expert_parallel > 1:
@@ -296,21 +296,21 @@ def _agents(r: Recipe) -> Iterator[str]:
         if not rows.agent:
             continue
         if isinstance(rows.agent, str) and not OF_USERS.fullmatch(rows.agent):
-            yield f"{key}.agent: {rows.agent!r} is no package.module:function; give a command as a list: [python, agent.py]"
+            yield f"{key}.agent: {rows.agent!r} is not a package.module:function; give a command as a list: [python, agent.py]"
         if rows.environment:
             yield f"{key}.agent: a task has an environment or an agent, not both; leave one of them out"
         if rows.template != "raw" or rows.system:
             yield f"{key}.template: an agent is given the prompt as it is, and its requests get the template; leave it out"
         if r.model.moe.routing_replay:
-            yield f"{key}.agent: experts are not recorded over an agent's paths; set model.moe.routing_replay=false"
+            yield f"{key}.agent: experts are not recorded for an agent's paths; set model.moe.routing_replay=false"
         if r.teachers:
-            yield f"{key}.agent: a teacher scores no agent's paths; set teacher.weight=0"
+            yield f"{key}.agent: a teacher cannot score an agent's paths; set teacher.weight=0"
         if r.agent.credit == "turn" and r.has_critic:
             yield "agent.credit: with batch.centring=critic the critic gives turns their advantages; set episode"
         if r.agent.credit == "turn" and r.loss.kind == "gmpo":
-            yield "agent.credit: gmpo needs one advantage a rollout, and turns have their own; set episode"
+            yield "agent.credit: gmpo needs one advantage per rollout, but turns have their own; set episode"
         if r.length.control == "overlong_penalty":
-            yield f"{key}.agent: length.control=overlong_penalty is for one completion, and a session has many; set none"
+            yield f"{key}.agent: length.control=overlong_penalty is for one completion, but a session has many; set none"
 
 
 def _named(
@@ -318,7 +318,7 @@ def _named(
 ) -> Iterator[str]:
     """Check that a name is known, or has the form of a user's own function or class."""
     if name not in known and not OF_USERS.fullmatch(name):
-        yield f"{key}: {name!r} is no {what}; {_known(name, known)}, and {users}"
+        yield f"{key}: unknown {what} {name!r}; {_known(name, known)}, and {users}"
 
 
 def _known(name: str, known: Sequence[str]) -> str:
@@ -341,12 +341,12 @@ def _graders(r: Recipe) -> Iterator[str]:
         named |= {f"{key}.grader": rows.grader}
         named |= {f"{key}.rewards.{name}.grader": reward.grader for name, reward in rows.rewards.items()}
         for name in sorted(RESERVED.keys() & rows.rewards.keys()):
-            yield f"{key}.rewards.{name}: {RESERVED[name]} is logged as that; choose another name"
+            yield f"{key}.rewards.{name}: {RESERVED[name]} is logged under this name; choose another"
     for key, grader in named.items():
         yield from _named(key, grader, "grader", known)
     for name in r.data.services:
         if name in GRADERS:
-            yield f"data.services.{name}: a grader has this name; choose another"
+            yield f"data.services.{name}: a built-in grader has this name; choose another"
 
 
 RULES: tuple[Callable[[Recipe], Iterator[str]], ...] = (

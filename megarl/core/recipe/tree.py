@@ -26,7 +26,7 @@ class Curriculum(Section):
 
     kind: Literal["none", "linear", "exponential"] = Field(
         "none",
-        description="how the share of prompts in play grows, to all once as many are drawn as the task has; none: all from "
+        description="how the share of prompts in play grows, to all once the task's number has been drawn; none: all from "
         "the start",
     )
 
@@ -36,7 +36,7 @@ TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
 
 
 class Service(Section):
-    """A reward service by HTTP."""
+    """A reward service, asked over HTTP."""
 
     url: str = Field(pattern=r"^https?://[^@\s]+$", description="requests are POSTed to it")
     api_key: str = Field("", description="where its key is: env:VARIABLE or file:PATH; empty: it has none")
@@ -93,11 +93,11 @@ class Rows(Section):
     )
     agent: str | tuple[str, ...] = Field(
         "",
-        description="program of your own that works on the prompt by a model endpoint: a command as a list of words, or "
+        description="program of your own that works on the prompt through a model endpoint: a command as a list of words, or "
         "package.module:function; empty: none",
     )
-    turns: int = Field(8, ge=1, description="environment: most turns of an episode, the last one included")
-    reply_tokens: int = Field(512, ge=1, description="environment: most tokens of a reply; they count in `length`")
+    turns: int = Field(8, ge=1, description="environment: maximum turns of an episode, the last one included")
+    reply_tokens: int = Field(512, ge=1, description="environment: maximum tokens of a reply; they count in `length`")
 
     @property
     def graders(self) -> tuple[str, ...]:
@@ -137,7 +137,7 @@ class Suite(Rows):
     data: str = Field(description="the set: JSONL, JSON, Parquet or Arrow file, or hub:ORG/NAME:CONFIG:SPLIT")
     prompt: str = Field("{prompt}", description="what the model is asked; {prompt} stands for the row's prompt")
     samples: int = Field(1, ge=1, description="answers per prompt: gives mean@samples, and pass@k and maj@k up to it")
-    prompts: int | None = Field(None, ge=1, description="most prompts, chosen by hash; null: all")
+    prompts: int | None = Field(None, ge=1, description="maximum number of prompts, chosen by hash; null: all")
     heldout: int | None = Field(
         None, ge=1, description="only those rows of `data` that a task with this `heldout` holds out; null: all"
     )
@@ -150,7 +150,7 @@ class Data(Section):
     sandbox: Literal["bubblewrap", "rlimits"] = Field(
         "bubblewrap",
         description="where grader: code runs programs, and agents run; rlimits has no namespaces: agents, and on old kernels "
-        "programs, read, write and delete what you can",
+        "programs, can read, write and delete whatever you can",
     )
     decontaminate: tuple[str, ...] = Field(
         (), description="evaluation sets: a prompt that shares 13 consecutive words with one is not trained on"
@@ -178,12 +178,12 @@ class Run(Section):
     )
     fork: str = Field(
         "", pattern=r"^$|^.+@0*[1-9][0-9]*$",
-        description="RUN@STEP: begin as that run was after STEP steps: its weights, optimiser, draws and compute; empty: anew",
+        description="RUN@STEP: start with that run's weights, optimiser, draws and compute after STEP steps; empty: afresh",
     )  # fmt: skip
     interface: str = Field(
         "",
-        description="network interface all roles listen on, such as ib0; slurm: the one by which Slurm reaches the "
-        "nodes; empty: loopback",
+        description="network interface all roles listen on, such as ib0; slurm: the one through which Slurm "
+        "reaches the nodes; empty: loopback",
     )
     stop_when: str = Field(
         "", pattern=r"^$|^gain < [0-9]*\.?[0-9]+(e-?[0-9]+)? per (GPU|core)-hour$",
@@ -290,7 +290,7 @@ class Length(Section):
     answer_tokens: int = Field(
         2048,
         ge=1,
-        description="most tokens after the thinking; overlong_penalty: the last ones, over which a right answer loses up to 1",
+        description="maximum tokens after the thinking; overlong_penalty: the last ones, in which a right answer loses up to 1",
     )
     end_of_thinking: str = Field(
         "</think>", description="the answer is the text after it; empty: the model has no thinking trace"
@@ -402,7 +402,7 @@ class Loss(Section):
         "tv", description="dppo: of two distributions; tv: total variation, 0.15 in its recipe; kl: 0.05"
     )
     correction: Literal["none", "truncate", "mask"] = Field(
-        "none", description="clip, dppo, gmpo and gspo (mask only), reinforce: what becomes of a weight above `cap`"
+        "none", description="clip, dppo, gmpo and gspo (mask only), reinforce: what happens to a ratio above `cap`"
     )
     lower: float = Field(
         0.0, ge=0, description="correction: mask: smallest importance ratio that is trained; IcePop: 0.5, with cap 5"
@@ -441,8 +441,8 @@ class Teacher(Section):
         0.0,
         ge=0,
         le=1,
-        description="weight of log pi_teacher - log mu in a token's advantage, the reward's has the rest; 1: distillation "
-        "alone; 0: no teacher is served",
+        description="weight of log pi_teacher - log mu in a token's advantage; the reward has the rest; 1: only distillation; "
+        "0: no teacher is served",
     )
 
 
@@ -494,17 +494,19 @@ class AgentSection(Section):
     )
     credit: Literal["episode", "turn"] = Field(
         "episode",
-        description="what a turn is trained on: the session's reward, or that and what POST /v1/reward gave after it",
+        description="what a turn is trained on: the session's reward, or that plus what POST /v1/reward gave after it",
     )
-    at_once: int = Field(32, ge=1, description="most agents that run at once")
+    at_once: int = Field(32, ge=1, description="maximum number of agents that run at once")
     time_s: float = Field(
         1800,
         gt=0,
         description="limit of a session, in seconds; a third of it without a request ends it, too; it is graded as it is",
     )
-    requests: int = Field(200, ge=1, description="most requests of a session")
-    paths: int = Field(32, ge=1, description="most conversations of a session: sub-agents, summaries, edited histories")
-    trained_tokens: int = Field(65_536, ge=1, description="most tokens that the policy writes in a session")
+    requests: int = Field(200, ge=1, description="maximum requests of a session")
+    paths: int = Field(
+        32, ge=1, description="maximum conversations of a session: sub-agents, summaries, edited histories"
+    )
+    trained_tokens: int = Field(65_536, ge=1, description="maximum tokens that the policy writes in a session")
     interface: str = Field("", description="network interface where agents find the policy; empty: loopback")
 
     @property
@@ -519,7 +521,7 @@ class Weights(Section):
     )
     bucket_mb: int = Field(512, ge=1, description="MiB sent at a time")
     full_every: int = Field(
-        1, ge=1, description="one of so many publications brings all values, the others what changed; 1: all bring all"
+        1, ge=1, description="one publication in this many sends all values, the others only what changed; 1: all do"
     )
     timeout_s: float = Field(600, gt=0, description="limit of each call or bucket of a publication, in seconds")
 
@@ -531,13 +533,13 @@ class Serving(Section):
     memory_fraction: float | None = Field(
         None, gt=0, lt=1, description="share of a GPU's memory for weights and KV; null: SGLang's rule, nearly all"
     )
-    max_running_requests: int = Field(256, ge=1, description="most requests that a server works on at once")
+    max_running_requests: int = Field(256, ge=1, description="maximum requests that a server works on at once")
 
 
 class Evaluation(Section):
     every: int = Field(100, ge=1, description="steps between evaluations; also at step 0 and after the last")
     growth: float = Field(
-        1.0, ge=1, description="above 1: steps of evaluations grow by this factor, each time by `every` at least"
+        1.0, ge=1, description="above 1: each evaluation's step is that of the last times this, at least `every` later"
     )
     prompts: int = Field(1000, ge=1, description="held-out prompts of each task")
     samples: int = Field(16, ge=1, description="answers per prompt: mean@samples")

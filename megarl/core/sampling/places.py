@@ -28,8 +28,8 @@ MayUse = Callable[[int, int], bool]
 KEPT = 0.75
 """Share of the places that remains after a decrease."""
 SHORT_PROMPT = 32
-"""A prompt with fewer tokens is computed as fast as another request's copy could be waited for; SGLang, too, looks for common
-prefixes only from this length on."""
+"""A prompt with fewer tokens is computed in less time than the wait for another request's copy takes; SGLang, too, looks for
+common prefixes only from this length on."""
 GROWTH = 32
 ROOM = 0.85
 """A server gets more places only below this share of used KV memory: running requests grow and fill the rest."""

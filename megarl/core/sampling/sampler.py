@@ -230,7 +230,7 @@ class Sampler:
         room = self._longest - len(job.prompt.tokens) - len(done.tokens)
         if room < 1 and not done.segments:
             raise Void(
-                f"its prompt has {len(job.prompt.tokens)} tokens, and a server takes {self._longest - 1} at most"
+                f"its prompt has {len(job.prompt.tokens)} tokens, but a server takes at most {self._longest - 1}"
             )
         limit = min(limit, room)
         name = "{} {}.{}".format(("evaluation", "ticket")[job.order[0]], *job.order[1:])
@@ -258,7 +258,7 @@ class Sampler:
                     done.routing.append(job.routed.routed_experts(generation.routing))
             except ServerLost as lost:
                 self.servers.server_lost(server, life, str(lost))
-                done.retries += not self.servers.places.membership.leaves(server)  # a server that leaves is no failure
+                done.retries += not self.servers.places.membership.leaves(server)  # a server that leaves is not a failure
                 if done.retries > MAX_RETRIES:
                     raise Void(f"{done.retries} requests were lost, the last: {lost}") from None
                 # The version at the start of the request: later ones are unknown, and an older one only looks staler.

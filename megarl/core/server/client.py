@@ -235,7 +235,7 @@ class ServerClient:
         """Drop all connections. The server aborts the requests on them; they raise ServerLost. The next call reconnects."""
         session, self._session = self._session, None
         for reply in self._replies:
-            reply.close()  # closing the session alone does not wake the reader of a reply
+            reply.close()  # closing only the session does not wake the reader of a reply
         if session is not None:
             await session.close()
 
@@ -435,7 +435,7 @@ class ServerClient:
         return str(said["message"])
 
     async def take(self, handles: list[str], complete: int | None) -> None:
-        """Copy a bucket from the learner's memory, with one handle per server rank. complete: the version, with the last."""
+        """Copy a bucket from the learner's memory, with one handle per server rank. complete: for the last one, the version."""
         body = {
             "serialized_named_tensors": handles,
             "load_format": "flattened_bucket",

@@ -7,7 +7,7 @@ Equal questions to many servers are sent as one call to one of them, which relay
 one. Questions go directly if there are at most DIRECT servers, if they are for a single server, or if they are for a joined
 server, because a gate passes calls on only to the run's own servers.
 
-If a relay is lost or refuses, those of its servers that have not answered are asked directly, then and ever after. A question
+If a relay is lost or refuses, those of its servers that have not answered are asked directly from then on. A question
 that must not be asked twice raises RelayLost instead: it is unknown whether those servers got it.
 """
 
@@ -25,7 +25,7 @@ from megarl.core.server.relay import RELAY_LOST, RelayedAnswer, RelayedCall, Ser
 CLOSE_LIMIT_S = 5.0
 
 type Call[T] = Callable[[ServerClient], Coroutine[Any, Any, T]]
-"""A coroutine for one server. It may await nothing but questions to that server."""
+"""A coroutine for one server. It may await only questions to that server."""
 
 
 class Fan[T]:

@@ -118,7 +118,7 @@ def nonsense(body: bytes, vocabulary: int) -> str:
         rows: list[Any] = lists or [ids]
         for row in filter(None, rows):
             if not 0 <= min(row) <= max(row) < vocabulary:
-                return f"{name} has {min(row)} to {max(row)}, and the vocabulary only 0 to {vocabulary - 1}"
+                return f"{name} has ids {min(row)} to {max(row)}, but the vocabulary only 0 to {vocabulary - 1}"
     return ""
 
 

@@ -41,7 +41,7 @@ def scheduler(weights_limit_s: float, *args: object, **kwargs: object) -> None:
 
 
 def own_labels() -> None:
-    """Label a token whose computation was under way when a pause in place began with the version that computed it.
+    """Label each token with the version that computed it, even if that was under way when a pause in place began.
 
     SGLang's scheduler processes a result while the next one is being computed. During the pause one result is left in its
     queue, and would count as computed by the new weights. The pause also waits until the GPU has computed that result, before

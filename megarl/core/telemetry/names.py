@@ -21,11 +21,11 @@ MEANINGS = {
         "pass_rate_train": "share of right answers in the batch, with zero-variance groups, without void ones",
         "reward_mean": "mean reward of the batch",
         "reward": (
-            "reward/NAME: mean score of each of a task's rewards, before its weight; reward/answer: of its own grader; "
-            "reward/turns: of what agents were rewarded after their first turn, without the session's reward"
+            "reward/NAME: mean score of each of a task's rewards, before its weight; reward/answer: that of its own grader; "
+            "reward/turns: mean sum of an agent's rewards after its first turn, without the session's reward"
         ),
         "reward_gap": "mean reward of right answers less that of wrong ones; above 0 unless a grader is wrong",
-        "zero_variance_share": "share of the batch's groups, without void ones, whose answers were graded alike",
+        "zero_variance_share": "share of the batch's groups, without void ones, whose answers got equal grades",
         "groups_in_loss": "groups of the batch that have a gradient",
         "void_groups": "groups of the batch that could not be generated or graded",
     },
@@ -56,7 +56,7 @@ MEANINGS = {
         "loss": "the loss",
         "entropy": "mean entropy of the policy on trained tokens, nats",
         "surprise": "mean -log-prob of trained tokens, nats: about their entropy if sampled as recorded",
-        "expert_imbalance_max": "the busiest expert's tokens by the mean, in the worst layer",
+        "expert_imbalance_max": "the busiest expert's tokens divided by the mean, in the worst layer",
         "expert_unused_share": "share of all layers' experts that no token of the step reached",
         "routing_replayed": "share of routers' choices taken from servers (model.moe.routing_replay)",
         "grad_norm": "global gradient norm before clipping",
@@ -86,7 +86,7 @@ MEANINGS = {
         "sequence_ratio_max": "gspo, gmpo: largest importance ratio of a sequence",
         "divergence_mean": "dppo: mean divergence (loss.divergence) of behaviour and learner at trained tokens",
         "divergence_max": "dppo: largest divergence of a token",
-        "effective_sample_size": "(sum of ratios)^2 / (tokens x sum of squares): 1 if all tokens weigh alike",
+        "effective_sample_size": "(sum of ratios)^2 / (tokens x sum of squares): 1 if all tokens have equal weight",
         "kl_k3": "k3 estimate of KL(behaviour || learner) on trained tokens, nats",
         "kl_reference": "mean estimate of KL(learner || reference) (reference.estimator), nats",
         "kl_reference_max": "largest estimate of KL(learner || reference) of a token, nats",
@@ -95,7 +95,7 @@ MEANINGS = {
         "advantage_std": "deviation of the advantages",
         "advantage_abs_max": "largest advantage, of either sign",
         "advantage_fit": (
-            "correlation of advantages with rewards, both less their prompt's mean: 1 where rewards alone make advantages"
+            "correlation of advantages with rewards, both less their prompt's mean: 1 where only rewards make advantages"
         ),
         "trained_logprob_diff": "mean |learner - behaviour| log-prob of trained tokens (stale weights, KV)",
     },
@@ -127,7 +127,7 @@ MEANINGS = {
         "tokens_per_second": "generated_tokens / step_seconds",
         "rollout_tokens_per_second": "tokens that all servers sampled per second",
         "servers": "servers that can be sent requests",
-        "servers_joined": "those of them that the run has not started (`megarl serve --join`)",
+        "servers_joined": "those of them that the run did not start (`megarl serve --join`)",
         "server_busy_share": "share of the step's time a server had requests running, mean of servers",
         "server_running_mean": "requests running on a server, mean over the step",
         "server_places_mean": "requests that a server may have (serving.max_running_requests or fewer), mean of servers",
@@ -140,11 +140,11 @@ MEANINGS = {
     },
     "publish": {
         "publish_seconds": "all of a publication, in the step's time",
-        "pause_seconds": "part of publish_seconds: until every server stood still",
-        "transfer_seconds": "part of publish_seconds: weights on the way",
-        "resume_seconds": "part of publish_seconds: swapping staged weights in, until every server went on",
+        "pause_seconds": "part of publish_seconds: until every server was paused",
+        "transfer_seconds": "part of publish_seconds: sending the weights",
+        "resume_seconds": "part of publish_seconds: swapping staged weights in, until every server continued",
         "publish_bytes": "bytes sent by a publication",
-        "checkpoint_seconds": "the learner stood still for a checkpoint",
+        "checkpoint_seconds": "time for which a checkpoint stopped the learner",
     },
     "parity": {
         "parity_seconds": "learner's time to score rollouts that the servers scored too",
@@ -161,7 +161,7 @@ MEANINGS = {
         "parity_logit": "parity_logit/CAUSE: error of a logit: median |difference| / (1 - p), of the worst server",
         "parity_same_bits": "share of tokens that servers score with the same bits at two versions",
         "parity_line": "share of kernels' variance that a line through the log-prob explains",
-        "parity_growth": "kernels in the last third of positions by the first third",
+        "parity_growth": "mean of kernels in the last third of positions, divided by that in the first third",
         "parity_grid": "parity_grid/SIDE: logits on the grid of model.dtype, where the head should be FP32",
         "warning_parity": "1 if a limit of parity was broken; the run ends if that lasts",
     },

@@ -25,7 +25,7 @@ KEEP = 2
 
 
 class DiskTransport:
-    """Sends weights from a learner rank to the servers by a directory. `send` is collective over all ranks."""
+    """Sends weights from a learner rank to the servers through a directory. `send` is collective over all ranks."""
 
     staged = False
 

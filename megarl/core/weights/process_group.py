@@ -126,7 +126,7 @@ class ProcessGroupTransport:
             log.warning("sending version %d again: %s", version, why)
             self._leave(fleet)
             self._last.whole = True  # it is unknown which deltas a server has added
-        errors |= dict.fromkeys(alive, f"publishing version {version}: its process groups broke again and again")
+        errors |= dict.fromkeys(alive, f"publishing version {version}: its process groups broke in every attempt")
         return Sent(errors, {}, 0)
 
     def _send_all(self, fleet: Fleet, ids: tuple[int, ...]) -> _Attempt:
@@ -247,6 +247,6 @@ async def refuse_one_gpu(server: ServerClient, mine: DeviceIdentity) -> None:
     if common:
         raise server.error(
             "form a process group",
-            f"server and learner are both on GPU {min(common)}, and NCCL connects no two processes on one; set "
+            f"server and learner are both on GPU {min(common)}, and NCCL cannot connect two processes there; set "
             "resources.colocate=true and weights.transport=cuda_ipc, or give them different GPUs",
         )

@@ -21,7 +21,7 @@ Each step of staging (server/staging.py) runs in a thread on each server, which 
     begins to broadcast its names, types, shapes, bytes ─────────►  load them into the copy while the next arrive
     all-gathers bucket 1 meanwhile ◄──────────────► all-gathers
     waits for the broadcast, then sends bucket 1 in the same way; after the last bucket, the end ─►  answer
- 4  tells the result ◄──────────────────────────► waits for rank 0   (if b failed: 1 to 3 again from bucket 0, with a alone)
+ 4  tells the result ◄──────────────────────────► waits for rank 0   (if b failed: 1 to 3 again from bucket 0, with only a)
  5  checksums ───────────────────────────────────────────────────►  answer with a checksum of every parameter of the copy
     compares them with those of what was sent, and with each other: a server with a wrong checksum is not asked to swap
  6  POST /pause_generation ──────────────────────────────────────►  stop sampling, keep requests and their KV cache, answer
@@ -169,7 +169,7 @@ class Publisher:
         answers, failed = fleet.each(asked, lambda s: s.staged_checksums() if staged else s.checksums())
         errors |= failed
         wrong = {i: differing(sent.checksums, parameters or {}) for i, (_, parameters) in answers.items()}
-        said = {i: f"{len(names)} differ, as {names[0]}" for i, names in wrong.items() if names}
+        said = {i: f"{len(names)} differ, such as {names[0]}" for i, names in wrong.items() if names}
         sums = {i: whole for i, (whole, _) in answers.items() if i not in said}
         common = mode(sums.values()) if sums else ""
         said |= {i: f"{whole[:12]}, others {common[:12]}" for i, whole in sums.items() if whole != common}

@@ -202,7 +202,7 @@ def test_a_bit_that_is_not_as_it_was_written(
         "verify": ("verify", step, directory),
     }
     message = refused(capsys, *commands[tool])
-    assert "__0_0.distcp: decoder.final_layernorm.weight is not as it was written" in message
+    assert "__0_0.distcp: decoder.final_layernorm.weight has changed since it was written" in message
     assert nothing_left(tmp_path)
 
 

@@ -162,7 +162,7 @@ def without(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
 NAN = torch.full((40, 2), 255, dtype=torch.uint8).expand(3, 40, 2).contiguous()
 BAD: dict[str, tuple[Any, dict[str, Tensor], str]] = {
     "not quantised": (None, {"a": torch.ones(2)}, "not quantised"),
-    "another method": ({"quant_method": "awq"}, {"a": torch.ones(2)}, "only fp8 and mxfp4 are converted"),
+    "another method": ({"quant_method": "awq"}, {"a": torch.ones(2)}, "only fp8 and mxfp4 can be converted"),
     "a scale per tensor": ({"quant_method": "fp8"}, fp8_tensors(), "weight_block_size None in config.json"),
     "blocks of another size": (
         FP8 | {"weight_block_size": [64, 64]},
@@ -172,7 +172,7 @@ BAD: dict[str, tuple[Any, dict[str, Tensor], str]] = {
     "scales missing": (FP8, without(fp8_tensors(), "1.weight_scale_inv"), "1.weight_scale_inv is missing"),
     "numbers missing": (FP8, without(fp8_tensors(), "1.weight"), "1.weight_scale_inv has no counterpart"),
     "groups missing": (MXFP4, without(mxfp4_tensors(), "a.down_proj_blocks"), "a.down_proj_scales has no counterpart"),
-    "not of this method": (MXFP4, fp8_tensors(), "none of them is mxfp4"),
+    "not of this method": (MXFP4, fp8_tensors(), "no tensor is mxfp4"),
     "E4M3's NaN": (
         FP8,
         fp8_tensors() | {"0.weight": torch.full((300, 200), torch.nan).to(E4M3)},

@@ -139,7 +139,7 @@ def test_layers_for_multi_token_prediction_are_put_back_untouched(tmp_path: Path
     hf.save(chunks, family, tmp_path / "hf", tmp_path / "saved")
     parallel.stop()
     assert same(tmp_path / "hf", tmp_path / "saved")
-    with pytest.raises(MegarlError, match=r"nowhere: no tensors model.layers.2.\* there"):
+    with pytest.raises(MegarlError, match=r"nowhere: lacks tensors model.layers.2.\*"):
         megatron_to_hf(tmp_path / "step", tmp_path / "no", tmp_path / "nowhere")
     tiny_glm4_moe(tmp_path / "without", num_hidden_layers=2, num_nextn_predict_layers=1)
     assert same(tmp_path / "without", written(tmp_path / "step", tmp_path / "shorter", tmp_path / "without"))
@@ -185,7 +185,7 @@ def test_verify_of_other_vocabularies_compares_no_logits(tmp_path: Path, capsys:
     for name, size in (("a", 131), ("b", 100)):
         tiny_llama(tmp_path / name, vocab_size=size)
     assert main(["verify", str(tmp_path / "a"), str(tmp_path / "b"), "--logits", "1"]) == 1
-    assert "logits cannot be compared: of 131 against 100 tokens" in capsys.readouterr().out
+    assert "logits cannot be compared: the vocabularies have 131 and 100 tokens" in capsys.readouterr().out
 
 
 def test_verify_finds_logits_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Whatever stands in data, config.json and the tokenizer's files: the checks of a run read it or say one message; soon."""
+"""Whatever data, config.json and the tokenizer's files contain, the checks of a run read it or print one message, quickly."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Whatever stands in a recipe or an override: a recipe that can be written and read again, or one message; soon."""
+"""Any recipe file or override gives a recipe that can be written and read again, or one message, quickly."""
 
 import tempfile
 import time

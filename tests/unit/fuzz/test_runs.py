@@ -1,4 +1,4 @@
-"""Whatever stands in the files of a run directory: every command that reads one answers, or says one message; soon."""
+"""Whatever the files of a run directory contain, every command that reads one answers, or prints one message, quickly."""
 
 import json
 import random

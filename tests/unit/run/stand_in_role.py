@@ -1,4 +1,4 @@
-"""A small process in the place of a role: `stand_in_role.py KIND INDEX RUN STEPS`. Tells its process id in RUN/KIND-INDEX.pids.
+"""A small process in place of a role: `stand_in_role.py KIND INDEX RUN STEPS`. Tells its process id in RUN/KIND-INDEX.pids.
 
 server: starts a process that leaves its session, as a stray would; controller: writes status.json; learner: makes rows, to
 the last step, without rests once RUN/enough exists. Both do on SIGTERM as the real ones do.

@@ -199,7 +199,7 @@ def test_a_fork_of_a_fork(tmp_path: Path, parent: RunDir) -> None:
     fork.check(second)
     assert JournalReader(first.rollouts).before(5).admission.next_ticket == admission.next_ticket - PROMPTS
     early = recipe_of(tmp_path, run={"fork": f"{first.path}@3", "name": "early", "dir": str(tmp_path)})
-    with pytest.raises(MegarlError, match="what was drawn before step 3 is not there any more"):
+    with pytest.raises(MegarlError, match="what was drawn before step 3 is gone"):
         fork.check(early)
     shutil.rmtree(first.checkpoints / "step-0000004")
     with pytest.raises(MegarlError, match=r"no longer has all the groups needed, and steps 0 to 4 have to be replayed"):
@@ -274,7 +274,7 @@ CRITIC = {"centring": "critic", "zero_variance": "keep", "positive_threshold": N
         (frozen, 4, {}, "freeze_router: True in .*, False now; a fork keeps it"),
         (nothing, 4, {"batch": CRITIC}, "batch.centring: critic, and .* has none"),
         (nothing, 5, {"resources": {"learner_ranks": 3}}, r"learner_ranks: 1 in .*, 3 now, and steps 4 to 4 .* \(there: 4\)"),
-        (gone, 4, {}, "what was drawn before step 4 is not there any more"),
+        (gone, 4, {}, "what was drawn before step 4 is gone"),
     ],
 )  # fmt: skip
 def test_refused(

@@ -82,7 +82,7 @@ def test_another_schema(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None
     assert "written in schema version 99" in refused(capsys, run.path)
     run.endpoints_file.write_text('{"session": 3}')
     (run.rollouts / "000000.journal").unlink()
-    assert "not as this megarl writes it" in refused(capsys, run.path)
+    assert "this version of megarl cannot read it" in refused(capsys, run.path)
 
 
 def test_servers_that_share_the_learners_gpus(run: RunDir, recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:

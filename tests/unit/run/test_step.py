@@ -1,4 +1,4 @@
-"""The supervisor's hand on a node: what it does when it is spoken to, and when it no longer is. No Slurm is needed."""
+"""The supervisor's helper on a node: what it does when it gets messages, and when it no longer does. No Slurm is needed."""
 
 import os
 import signal

@@ -432,7 +432,7 @@ def test_a_run_directory_that_fails_for_a_moment_ends_nothing(live: Callable[...
     (life.rundir.path / "enough").touch()
     status, output = life.end()
     assert status == 0, output
-    assert 1 <= output.count("cannot be written: Is a directory; it has to be writable for a run; going on") <= 4
+    assert 1 <= output.count("cannot be written: Is a directory; make it writable for the run; going on") <= 4
     assert sorted(life.events("restart")) == ["controller-0", "server-0"]
     assert sorted(life.events("started")) == sorted(["controller-0", "server-0"] * 2 + ["learner-0"])
     assert nobody(life.all_pids())

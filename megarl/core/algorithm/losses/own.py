@@ -42,16 +42,16 @@ def _mistake(returned: object, tokens: Tokens) -> str:
         return f"a {type(returned).__name__}, not (losses, metrics)"
     losses, metrics = returned
     if not isinstance(losses, Tensor):
-        return f"losses which are a {type(losses).__name__}; one a token is needed, [n]"
+        return f"losses that are a {type(losses).__name__}, not a tensor [n] with one loss per token"
     if losses.shape != shape:
-        return f"losses of shape {tuple(losses.shape)}; one a token is needed, [n], not their sum or mean"
+        return f"losses of shape {tuple(losses.shape)}; return one loss per token, [n], not their sum or mean"
     if not losses.requires_grad:
-        return "losses without a gradient; they must depend on tokens.logp (or entropy) undetached"
+        return "losses without a gradient; they must depend on tokens.logp or tokens.entropy without .detach()"
     for name, values in metrics.items():
         if not isinstance(values, Tensor) or values.shape != shape or values.requires_grad:
-            return f"a metric {name!r} that is no tensor [n] without gradient; use .detach()"
+            return f"a metric {name!r} that is not a tensor [n], or has a gradient; use .detach()"
         if name in NAMES or name in ratio_metrics(tokens):
-            return f"a metric {name!r}, a name that is taken; choose another"
+            return f"a metric named {name!r}, but that name is taken; choose another"
     return ""
 
 

@@ -1,7 +1,7 @@
 """passes.py as Triton kernels: one pass over a chunk's memory where torch makes ten.
 
 cuBLAS computes the chunk itself. A kernel that also computed the product would save this pass, about a tenth of the product's
-time at 8B shapes by bytes and FLOP; to gain, it would have to come that close to cuBLAS's speed.
+time at 8B shapes by bytes and FLOP; it would gain only if its product came that close to cuBLAS's speed.
 """
 
 import torch

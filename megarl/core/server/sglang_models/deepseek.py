@@ -1,8 +1,8 @@
 """Corrections to DeepSeek-V3 in SGLang 0.5.23; GLM-4.5 needs none.
 
 Everywhere:
-    loading     q_a_proj and kv_a_proj_with_mqa are one parameter, which SGLang fills only if both come in one call, and else
-                silently leaves as it was; it copies tensors on the host in other threads, where base/delta.py has no effect
+    loading     q_a_proj and kv_a_proj_with_mqa are one parameter, which SGLang fills only if both come in one call; otherwise
+                it silently changes nothing. It copies tensors on the host in other threads, where base/delta.py has no effect
     norms       of compressed q, k and v: SGLang uses rms_norm_eps, transformers (and the released models' code) 1e-6
     config      moe_layer_freq, topk_method and scoring_func must be in config.json; transformers 5 does not write them
 

@@ -1,4 +1,4 @@
-"""What a sequence is taken to cost is what is counted in a forward pass of transformers' model."""
+"""The assumed cost of a sequence is what a count in a forward pass of transformers' model gives."""
 
 from functools import partial
 from pathlib import Path

@@ -219,13 +219,16 @@ def test_the_loss_of_the_docs(own_module: Callable[[str], None]) -> None:
             "fails on three made-up tokens: TypeError: mine() takes 1 positional",
         ),
         ("def mine(t, s): return t.logp", "returns a Tensor, not (losses, metrics)"),
-        ("def mine(t, s): return t.logp.mean(), {}", "returns losses of shape (); one a token is needed"),
+        ("def mine(t, s): return t.logp.mean(), {}", "returns losses of shape (); return one loss per token"),
         ("def mine(t, s): return t.logp.detach(), {}", "returns losses without a gradient"),
-        ("def mine(t, s): return t.logp, {'x': t.logp}", "returns a metric 'x' that is no tensor [n] without gradient"),
-        ("def mine(t, s): return t.logp, {'lr': t.advantage}", "returns a metric 'lr', a name that is taken"),
+        (
+            "def mine(t, s): return t.logp, {'x': t.logp}",
+            "returns a metric 'x' that is not a tensor [n], or has a gradient",
+        ),
+        ("def mine(t, s): return t.logp, {'lr': t.advantage}", "returns a metric named 'lr', but that name is taken"),
         (
             "def mine(t, s): return t.logp, {'ratio_mean': t.advantage}",
-            "returns a metric 'ratio_mean', a name that is taken",
+            "returns a metric named 'ratio_mean', but that name is taken",
         ),
     ],
 )

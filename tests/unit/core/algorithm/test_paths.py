@@ -1,4 +1,4 @@
-"""Rollouts of agents: paths as the learner sees them, how they weigh, and what is taken off their rewards."""
+"""Rollouts of agents: paths as the learner sees them, how they weigh, and what is subtracted from their rewards."""
 
 import statistics
 from dataclasses import replace

@@ -131,7 +131,7 @@ def test_a_quota_that_is_used_up_is_one_message(tmp_path: Path, monkeypatch: pyt
 
     with monkeypatch.context() as patched:
         patched.setattr("os.fsync", used_up)
-        said = r"{}: cannot be written: Disk quota exceeded; make room and resume: what was written before is whole"
+        said = r"{}: cannot be written: Disk quota exceeded; make room and resume: what was written before is intact"
         with pytest.raises(MegarlError, match=said.format(r"status\.json")):
             write_atomically(tmp_path / "status.json", b"new")
         with pytest.raises(MegarlError, match=said.format(r"000000\.journal")):

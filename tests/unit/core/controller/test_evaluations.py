@@ -211,7 +211,7 @@ def test_no_score_is_written_of_answers_that_never_came(
         assert (failures, begun, [row["pass_rate"] for row in rows]) == ([], 2, [1.0])
     else:
         assert (len(failures), begun, rows) == (1, TRIES, [])
-        assert "math: 6 of 6 answers never came" in failures[0]
+        assert "math: 6 of 6 answers never arrived" in failures[0]
 
 
 def test_it_waits_before_it_tries_again(tmp_path: Path) -> None:

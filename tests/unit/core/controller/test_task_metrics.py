@@ -1,4 +1,4 @@
-"""Metrics of a task are those of its groups alone, and only there when there are several tasks."""
+"""Metrics of a task come only from its groups, and exist only if there are several tasks."""
 
 import math
 from typing import Any

@@ -1,5 +1,5 @@
-"""Tickets of two tasks with a server that is made up: refilled, in stages of length, until all steps are done or the
-controller dies, and then from its journal as if it had not."""
+"""Tickets of two tasks with a made-up server: refilled, in stages of length, until all steps are done; if the controller dies,
+it continues from its journal as if it had not."""
 
 import asyncio
 from collections.abc import Sequence
@@ -223,7 +223,7 @@ def test_a_learner_older_than_the_journal_is_refused(tmp_path: Path) -> None:
         )
         if step < 3:
             assert isinstance(reply, Refused)
-            assert f"step {step}, and the journal has no batches before 3" in reply.error
+            assert f"step {step}, but the journal no longer has batches before 3" in reply.error
         else:
             assert reply == TrainStep(step, replay=True)
 

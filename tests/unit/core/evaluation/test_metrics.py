@@ -1,4 +1,4 @@
-"""What answers come to, what they vote for, how they are kept, and the curves made of them."""
+"""Metrics and votes of answers, how answers are stored, and the curves made from them."""
 
 import asyncio
 import json
@@ -99,10 +99,12 @@ def test_a_row_is_what_was_said_and_has_no_keys_of_other_kinds(tmp_path: Path) -
     suite.add(answer("a", 1, "1", True))
     assert len(suite.read_answers()) == 2
     suite.answers.write_text(json.dumps(row | {"schema_version": 99}) + "\n")
-    with pytest.raises(MegarlError, match=r"answers\.jsonl:1: written in schema version 99, this megarl reads 1"):
+    with pytest.raises(
+        MegarlError, match=r"answers\.jsonl:1: written in schema version 99, this version of megarl reads 1"
+    ):
         suite.read_answers()
     suite.answers.write_text(json.dumps(row | {"tokens": "many"}) + "\n")
-    with pytest.raises(MegarlError, match=r"answers\.jsonl:1: not of an evaluation: .*tokens"):
+    with pytest.raises(MegarlError, match=r"answers\.jsonl:1: not written by an evaluation: .*tokens"):
         suite.read_answers()
 
 

@@ -1,4 +1,4 @@
-"""What an update makes of gradients: AdamW as its paper has it (arXiv 1711.05101, algorithm 2), in float64 by hand."""
+"""The update from gradients: AdamW as in its paper (arXiv 1711.05101, algorithm 2), in float64 by hand."""
 
 from pathlib import Path
 from typing import Any

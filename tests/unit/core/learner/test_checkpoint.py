@@ -88,9 +88,9 @@ def full(*_: Any) -> None:
             dist_checkpointing,
             "load",
             stale,
-            f"step-0000002: its files are as they were written, but .*{os.strerror(errno.ESTALE)}",
+            f"step-0000002: its files are intact, but .*{os.strerror(errno.ESTALE)}",
         ),
-        (dist_checkpointing, "load", full, "step-0000002: its files are as they were written, but .*OutOfMemoryError"),
+        (dist_checkpointing, "load", full, "step-0000002: its files are intact, but .*OutOfMemoryError"),
     ],
 )
 def test_what_proves_no_damage_is_tried_again_and_then_ends_the_learner(
@@ -119,7 +119,9 @@ def test_what_proves_no_damage_is_tried_again_and_then_ends_the_learner(
 def test_a_checkpoint_of_another_schema_is_left(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "SCHEMA_VERSION", checkpoint.SCHEMA_VERSION + 1)
     monkeypatch.setattr("megarl.core.learner.checkpoint.AGAIN_S", ())
-    with pytest.raises(MegarlError, match=r"step-0000002/megarl.json: schema 4, this megarl reads 5; use the megarl"):
+    with pytest.raises(
+        MegarlError, match=r"step-0000002/megarl.json: schema 4, this version of megarl reads 5; use the one"
+    ):
         checkpoints.load_latest()
     assert names(checkpoints) == ["step-0000001", "step-0000002"]
 
@@ -148,7 +150,7 @@ def test_a_checkpoint_that_cannot_be_removed_is_removed_after_a_later_one(
             save(checkpoints, step)
         assert names(checkpoints) == ["step-0000001", f"step-{step:07}"]
         assert (oldest in checkpoint.complete(checkpoints.folder)) == whole
-        assert f"{oldest}: cannot be removed, which is tried again later: " in caplog.text
+        assert f"{oldest}: cannot be removed, trying again later: " in caplog.text
         caplog.clear()
     save(checkpoints, 5)
     assert names(checkpoints) == ["step-0000005"]

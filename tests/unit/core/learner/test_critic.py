@@ -217,7 +217,7 @@ def test_conversion_takes_the_policy(model: Path, tmp_path: Path) -> None:
     stored = load_file(tmp_path / "policy" / "model.safetensors")
     assert stored.keys() == expected.keys()
     assert all(torch.equal(stored[name], expected[name]) for name in stored)
-    with pytest.raises(MegarlError, match=r"has a critic, whose shards are not carried over"):
+    with pytest.raises(MegarlError, match=r"has a critic, whose shards reshard cannot convert"):
         reshard(step, tmp_path / "resharded", Parallelism(tensor=2))
 
 

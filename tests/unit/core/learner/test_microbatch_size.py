@@ -209,9 +209,11 @@ def test_a_trial_fills_micro_batches_and_running_out_steps_down(trainer: Trainer
 
 
 def test_what_does_not_fit_is_said_in_the_words_of_the_recipe(trainer: Trainer) -> None:
-    with pytest.raises(MegarlError, match=r"longest sequence, of 60 tokens; set learner\.recompute=full"):
+    with pytest.raises(
+        MegarlError, match=r"longest sequence, of 60 tokens, does not fit on a GPU; set learner\.recompute=full"
+    ):
         settle(trainer, 60, 600, None, FakeMemory(trainer, 0.8, 0.005))
-    with pytest.raises(MegarlError, match=r"microbatch_tokens: auto tries a GPU.s memory, and there is none here"):
+    with pytest.raises(MegarlError, match=r"microbatch_tokens: auto tries sizes on a GPU, but this machine has none"):
         microbatch_size.settle(trainer, 60, 600, None)
 
 

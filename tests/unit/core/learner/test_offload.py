@@ -48,7 +48,9 @@ def sequences() -> list[TrainSequence]:
 
 
 def test_without_a_gpu_it_is_refused(model: Path) -> None:
-    with pytest.raises(MegarlError, match=r"learner\.optimizer_offload: takes AdamW off a GPU, and there is none here"):
+    with pytest.raises(
+        MegarlError, match=r"learner\.optimizer_offload: moves AdamW off a GPU, but this machine has none"
+    ):
         trainer_of(model, 0.5)
 
 

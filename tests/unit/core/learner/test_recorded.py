@@ -1,4 +1,4 @@
-"""A step that is trained again against the row it left: other weights are told, another layout's rounding is not."""
+"""A step that is trained again against the row it left: other weights are noticed, another layout's rounding is not."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A bf16 step beside the same in FP32 on a CPU: loss and every gradient. On a GPU it goes through the kernels that train there.
+"""A bf16 step compared with the same in FP32 on a CPU: loss and every gradient. On a GPU it uses the kernels that train there.
 
 A gradient may be off by a tenth of its length, the loss by 0.01: three times what bf16 on a CPU was seen to be off.
 """

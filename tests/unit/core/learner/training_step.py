@@ -1,7 +1,7 @@
 """Loss and gradients of one training step, by Hugging Face names.
 
-`python -m tests.unit.core.learner.training_step MODEL DTYPE FILE`: a process of its own, which without a GPU to be seen is the
-reference of a step on one.
+`python -m tests.unit.core.learner.training_step MODEL DTYPE FILE`: a process of its own; where it sees no GPU, it computes the
+reference for a step on a GPU.
 """
 
 import sys

@@ -36,7 +36,7 @@ def test_megatron_is_told(one_rank: None, tmp_path: Path, recipe: Any, format_: 
 def test_refused_without_transformer_engine(one_rank: None, tmp_path: Path) -> None:
     tiny_llama(tmp_path)
     with pytest.raises(
-        MegarlError, match=r"^model\.fp8: blockwise needs Transformer Engine, and .*; set model\.fp8=none"
+        MegarlError, match=r"^model\.fp8: blockwise needs Transformer Engine, but .*; set model\.fp8=none"
     ):
         build.build(Model(path=str(tmp_path), fp8="blockwise"), tmp_path, transformer_engine=False)
 

@@ -188,7 +188,7 @@ def test_config_without_a_size(experts: Path) -> None:
     del config["intermediate_size_mlp"]
     (experts / "config.json").write_text(json.dumps(config))
     with pytest.raises(
-        MegarlError, match=r"config.json: no 'intermediate_size_mlp' there, which Llama4ForCausalLM needs"
+        MegarlError, match=r"config.json: 'intermediate_size_mlp' is missing, which Llama4ForCausalLM needs"
     ):
         family_of(experts)
 
@@ -203,10 +203,10 @@ def test_a_router_without_effect_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ({"expert_parallel": 3}, r"model.expert_parallel: num_moe_experts=4 .* does not divide by 3"),
+        ({"expert_parallel": 3}, r"model.expert_parallel: num_moe_experts=4 .* is not divisible by 3"),
         (
             {"expert_parallel": 2, "expert_tensor_parallel": 5},
-            r"model.expert_tensor_parallel: moe_ffn_hidden_size=48 .* does not divide by 5",
+            r"model.expert_tensor_parallel: moe_ffn_hidden_size=48 .* is not divisible by 5",
         ),
     ],
 )
@@ -245,7 +245,7 @@ def test_layout_that_does_not_fit_the_ranks() -> None:
 
 
 def test_model_that_does_not_divide(one_rank: None, directory: Path) -> None:
-    with pytest.raises(MegarlError, match=r"model.tensor_parallel: num_attention_heads=8 .* does not divide by 3"):
+    with pytest.raises(MegarlError, match=r"model.tensor_parallel: num_attention_heads=8 .* is not divisible by 3"):
         build.build(Model(path="m", tensor_parallel=3), directory)
 
 
@@ -295,7 +295,7 @@ def test_checkpoint_of_which_a_file_is_gone_or_that_is_of_another_schema(one_ran
         checkpoint.load_model(path, chunks)
     without_checksums = {"step": 1, "version": 1, "hf_source": "", "model": {}, "critic": False, "schema": 3}
     (path / checkpoint.META).write_text(json.dumps(without_checksums))
-    with pytest.raises(MegarlError, match=r"megarl.json: schema 3, this megarl reads 4"):
+    with pytest.raises(MegarlError, match=r"megarl.json: schema 3, this version of megarl reads 4"):
         checkpoint.load_model(path, chunks)
 
 

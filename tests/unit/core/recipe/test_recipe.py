@@ -113,8 +113,8 @@ def test_all_errors_are_said_at_once(file: Path) -> None:
 
 def test_impossible_combination_names_the_line(file: Path) -> None:
     text = "resources:\n  learner_ranks: 2\nbatch:\n  advantage: group\n  prompts: 7\n"
-    assert "mine.yaml:5: batch.prompts: 7 does not divide" in refused(file, text)
-    assert "override 'batch.prompts=9': batch.prompts: 9 does not divide" in refused(file, text, ("batch.prompts=9",))
+    assert "mine.yaml:5: batch.prompts: 7 is not divisible" in refused(file, text)
+    assert "override 'batch.prompts=9': batch.prompts: 9 is not divisible" in refused(file, text, ("batch.prompts=9",))
 
 
 def test_overrides(file: Path) -> None:
@@ -191,12 +191,12 @@ def test_tasks_by_name(file: Path, tmp_path: Path) -> None:
         ),
         (
             "data.tasks.math.grader=maths",
-            "data.tasks.math.grader: 'maths' is no grader; did you mean math? known: math, exact",
+            "data.tasks.math.grader: unknown grader 'maths'; did you mean math? known: math, exact",
         ),
         (
             "data.tasks.math.environment=pythn",
-            "data.tasks.math.environment: 'pythn' is no environment; did you mean python? known: python, calculator, guessing, "
-            "and package.module:Class",
+            "data.tasks.math.environment: unknown environment 'pythn'; did you mean python? known: python, calculator, guessing"
+            ", and package.module:Class",
         ),
     ],
 )
@@ -309,7 +309,7 @@ def test_a_recipe_over_another(tmp_path: Path) -> None:
     ("base", "said"),
     [
         ("nothing", r"above\.yaml:1: base: no recipe 'nothing'"),
-        ("above.yaml", r"above\.yaml:1: base: .* is derived from this"),
+        ("above.yaml", r"above\.yaml:1: base: .* is itself derived from this"),
     ],
 )
 def test_bad_bases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: str, said: str) -> None:
@@ -335,16 +335,16 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b"", "mine.yaml: nothing is in it"),
-        (b"# run:\n", "mine.yaml: nothing is in it"),
+        (b"", "mine.yaml: the file is empty"),
+        (b"# run:\n", "mine.yaml: the file is empty"),
         (b"run:\n  seed: 1\n  name: a\0b\n", "mine.yaml: not YAML: unacceptable character #x0000"),
         ("run:\n  seed: 1\n".encode("utf-16"), "mine.yaml:1: not UTF-8 text (byte 0xff)"),
         (gzip.compress(b"run:\n  seed: 1\n", mtime=0), "mine.yaml:1: not UTF-8 text (byte 0x8b)"),
-        (b"run: &a\n  seed: *a\n", "mine.yaml:2: not YAML: the alias *a stands for something else; write it out"),
+        (b"run: &a\n  seed: *a\n", "mine.yaml:2: not YAML: the alias *a is not allowed; write its value out"),
         (BOMB.encode(), "mine.yaml:2: not YAML: the alias *a"),
-        (b"[" * 5_000, "mine.yaml:1: not YAML: more than 32 mappings and lists within each other"),
-        (b"run: " + b"{a: " * 5_000, "mine.yaml:1: not YAML: more than 32 mappings and lists"),
-        (b"x: [" + b"1, " * (1 << 19) + b"1]\n", "mine.yaml: larger than 1048576 bytes; this is no recipe"),
+        (b"[" * 5_000, "mine.yaml:1: not YAML: mappings and lists are nested more than 32 deep"),
+        (b"run: " + b"{a: " * 5_000, "mine.yaml:1: not YAML: mappings and lists are nested more than 32 deep"),
+        (b"x: [" + b"1, " * (1 << 19) + b"1]\n", "mine.yaml: larger than 1048576 bytes, too large for a recipe"),
         (b"run: {seed: 2026-13-40}\n", "mine.yaml: not YAML: a value cannot be read: month must be in 1..12"),
         (b"run: {seed: " + b"9" * 5_000 + b"}\n", "mine.yaml: not YAML: a value cannot be read: Exceeds the limit"),
         (b"run: {name: " + b"n" * 300 + b"}\n", "mine.yaml:1: run.name: string should have at most 200 characters"),
@@ -387,10 +387,13 @@ def test_most_of_many_errors_are_counted(file: Path) -> None:
 @pytest.mark.parametrize(
     ("tree", "said"),
     [
-        ({"data": {"on_exhausted": "stop"}}, "data.on_exhausted: is no longer a key: with too few prompts left, all"),
+        (
+            {"data": {"on_exhausted": "stop"}},
+            "data.on_exhausted: is no longer a key: when too few prompts are left, all",
+        ),
         (
             {"data": {"curriculum": {"kind": "linear", "steps": 8}}},
-            "data.curriculum.steps: is no longer a key: all prompts are in play once as many are drawn as the task has",
+            "data.curriculum.steps: is no longer a key: all prompts are in play once as many have been drawn as the task has",
         ),
         (
             {"length": {"control": "overlong_penalty", "overlong_tokens": 4096}},
@@ -427,7 +430,10 @@ def test_most_of_many_errors_are_counted(file: Path) -> None:
             {"sampling": {"top_p": 0.95}},
             "sampling.top_p: is no longer a key: training samples from the whole vocabulary",
         ),
-        ({"weights": {"pause": "retract"}}, "weights.pause: is no longer a key: requests go on over a publication"),
+        (
+            {"weights": {"pause": "retract"}},
+            "weights.pause: is no longer a key: requests continue across a publication",
+        ),
         (
             {"monitor": {"profile": {"start": 5, "steps": 2}}},
             "monitor.profile: is no longer a key: set monitor.profile_steps",

@@ -40,54 +40,54 @@ SEVERAL = {"tasks": {name: {"train": "", "heldout": ""} for name in ("math", "co
 IMPOSSIBLE = [
     (
         {"data": SEVERAL, "run": {"stop_when": "gain < 1e-5 per GPU-hour"}},
-        "run.stop_when: of several tasks (math, code) one",
+        "run.stop_when: one of the tasks (math, code) must decide",
     ),
     (
         {"data": SEVERAL, "evaluation": {"forecast": "cod"}},
-        "evaluation.forecast: 'cod' is no task and no suite of this recipe; did you mean code? known: math, code",
+        "evaluation.forecast: 'cod' is neither a task nor a suite of this recipe; did you mean code? known: math, code",
     ),
     ({"batch": {"centring": "none", "advantage": "group"}}, "batch.advantage: a group without variance"),
     (
         {"model": {"dtype": "fp32"}, "learner": {"optimizer_offload": 0.5}},
         "learner.optimizer_offload: megatron-core cannot load",
     ),
-    ({"batch": {"centring": "critic"}}, "batch.zero_variance: with a critic a group of one reward has a gradient"),
+    ({"batch": {"centring": "critic"}}, "batch.zero_variance: with a critic a group of equal rewards has a gradient"),
     (
         {"batch": {"centring": "critic", "zero_variance": "keep", "advantage": "group"}},
-        "batch.advantage: with a critic tokens have advantages",
+        "batch.advantage: a critic gives each token its advantage",
     ),
     (
         {"batch": {"centring": "critic", "zero_variance": "keep"}, "critic": {"warmup_steps": 400}},
-        "critic.warmup_steps: 400 of run.steps=400 leave none to train the policy in",
+        "critic.warmup_steps: a warm-up of 400 steps leaves none of run.steps=400 to train the policy in",
     ),
-    ({"loss": {"correction": "mask"}}, "loss.correction: cispo is truncated importance sampling already"),
-    ({"loss": {"kind": "gspo", "correction": "truncate"}}, "loss.correction: the weight of gspo is of a sequence"),
-    ({"loss": {"kind": "gmpo", "correction": "truncate"}}, "loss.correction: the weight of gmpo is of a sequence"),
+    ({"loss": {"correction": "mask"}}, "loss.correction: cispo already truncates the importance weight"),
+    ({"loss": {"kind": "gspo", "correction": "truncate"}}, "loss.correction: gspo has one weight per sequence"),
+    ({"loss": {"kind": "gmpo", "correction": "truncate"}}, "loss.correction: gmpo has one weight per sequence"),
     (
         {"loss": {"kind": "gmpo"}, "batch": {"centring": "critic", "zero_variance": "keep"}},
-        "loss.kind: gmpo clips towards the side of a rollout's one advantage",
+        "loss.kind: gmpo needs one advantage per rollout, but a critic",
     ),
-    ({"loss": {"lower": 0.1}}, "loss.lower: is for correction: mask, below its cap (4)"),
+    ({"loss": {"lower": 0.1}}, "loss.lower: needs loss.correction=mask, and a value below loss.cap (4)"),
     (
         {"loss": {"kind": "clip", "correction": "mask", "lower": 5.0, "cap": 2.0}},
-        "loss.lower: is for correction: mask, below its cap (2)",
+        "loss.lower: needs loss.correction=mask, and a value below loss.cap (2)",
     ),
     ({"loss": {"sequence_mask": [1.0, 1.01]}}, "loss.sequence_mask: give [low, high] around 1"),
-    (distilled(teacher={"weight": 1.0}), "teacher.path: with teacher.weight a teacher is needed"),
+    (distilled(teacher={"weight": 1.0}), "teacher.path: teacher.weight above 0 needs a teacher"),
     (
         distilled(batch={}),
-        "batch.zero_variance: with a teacher a group of one reward has a gradient; set keep, not drop",
+        "batch.zero_variance: with a teacher a group of equal rewards has a gradient too; set keep, not drop",
     ),
     (
         distilled(batch={"zero_variance": "keep", "centring": "critic"}),
         "teacher.weight: with batch.centring=critic the critic gives tokens their advantages",
     ),
-    (distilled(loss={"kind": "gmpo"}), "loss.kind: gmpo needs one advantage a rollout"),
+    (distilled(loss={"kind": "gmpo"}), "loss.kind: gmpo needs one advantage per rollout, but a teacher"),
     (
         by_agent(agent={"credit": "turn"}, batch={"centring": "critic"}),
         "agent.credit: with batch.centring=critic the critic gives turns their advantages",
     ),
-    (by_agent(agent={"credit": "turn"}, loss={"kind": "gmpo"}), "agent.credit: gmpo needs one advantage a rollout"),
+    (by_agent(agent={"credit": "turn"}, loss={"kind": "gmpo"}), "agent.credit: gmpo needs one advantage per rollout"),
     (distilled(sampling={"temperature": 0.9}), "sampling.temperature: the teacher scores at temperature 1"),
     (
         shared(teacher={"path": "t", "weight": 1.0}, batch={"zero_variance": "keep"}),
@@ -95,11 +95,11 @@ IMPOSSIBLE = [
     ),
     (
         {"run": {"steps": 100}, "learner": {"optimizer": {"schedule": "cosine"}}},
-        "learner.optimizer.warmup_steps: 100 of run.steps=100 leave none",
+        "learner.optimizer.warmup_steps: a warm-up of 100 steps leaves none of run.steps=100",
     ),
     (
         {"data": {"tasks": {"math": {"train": "", "heldout": "", "mapping": "arc"}}}},
-        "data.tasks.math.mapping: arc is multiple choice, which only evaluation.suites have",
+        "data.tasks.math.mapping: arc is multiple choice, which only evaluation.suites can have",
     ),
     ({"monitor": {"profile_steps": [3, 2]}}, "monitor.profile_steps: should be [first, last]"),
     ({"model": {"tensor_parallel": 2}}, "resources.learner_ranks: 1 ranks do not divide"),
@@ -114,7 +114,7 @@ IMPOSSIBLE = [
     ),
     (
         {"batch": {"prompts": 7}, "resources": {"learner_ranks": 2}},
-        "batch.prompts: 7 does not divide by the 2 data-parallel",
+        "batch.prompts: 7 is not divisible by the 2 data-parallel",
     ),
     ({"length": {"thinking_tokens": [9, 5]}}, "length.thinking_tokens: give [shortest, longest]"),
     ({"length": {"thinking_tokens": [0, 5]}}, "length.thinking_tokens: give [shortest, longest]"),
@@ -135,30 +135,30 @@ IMPOSSIBLE = [
     ({"length": {"end_of_thinking": ""}}, "length.end_of_thinking: is empty, so no thinking trace is ever interrupted"),
     (
         {"length": {"end_of_thinking": "\n", "interruption": "\n", "control": "none"}},
-        "length.end_of_thinking: '\\n' is only blanks",
+        "length.end_of_thinking: '\\n' is only white space",
     ),
     (
         {"weights": {"transport": "cuda_ipc"}},
-        "weights.transport: cuda_ipc hands over memory of the GPU that a server is",
+        "weights.transport: cuda_ipc shares memory within a GPU, but learner",
     ),
     (
         {"resources": {"colocate": True}, "serving": {"memory_fraction": 0.4}},
-        "weights.transport: with resources.colocate server and learner are on one GPU, and NCCL connects no two processes "
-        "on one; set weights.transport=cuda_ipc",
+        "weights.transport: with resources.colocate server and learner share a GPU, and NCCL cannot connect two processes "
+        "on one GPU; set weights.transport=cuda_ipc",
     ),
     (shared(serving={}), "serving.memory_fraction: with resources.colocate say which share of a GPU"),
     (
         {"loss": {"kind": "cispp"}},
-        "loss.kind: 'cispp' is no loss; did you mean cispo? known: cispo, clip, dppo, gmpo, gspo, rei",
+        "loss.kind: unknown loss 'cispp'; did you mean cispo? known: cispo, clip, dppo, gmpo, gspo, rei",
     ),
-    ({"loss": {"kind": "mine:loss", "correction": "mask"}}, "loss.correction: a loss of your own"),
+    ({"loss": {"kind": "mine:loss", "correction": "mask"}}, "loss.correction: your own loss"),
     (shared(resources={"colocate": True, "servers": 2}), "resources.colocate: each GPU has a learner rank"),
     (
         shared(
             resources={"colocate": True, "servers": 2, "learner_ranks": 2},
             model={"pipeline_parallel": 2},
         ),
-        "weights.transport: cuda_ipc hands over from one GPU, and a stage of model.pipeline_parallel",
+        "weights.transport: cuda_ipc shares memory within a GPU, but with model.pipeline_parallel",
     ),
 ]
 
@@ -175,7 +175,7 @@ def test_all_impossible_combinations_are_said_at_once() -> None:
         from_tree({"loss": {"kind": "cispp"}, "model": {"tensor_parallel": 2}})
     first, second = str(error.value).splitlines()
     assert first.startswith("recipe: resources.learner_ranks: 1 ranks do not divide")
-    assert second.startswith("recipe: loss.kind: 'cispp' is no loss")
+    assert second.startswith("recipe: loss.kind: unknown loss 'cispp'")
 
 
 def test_neighbours_of_the_impossible_are_possible() -> None:

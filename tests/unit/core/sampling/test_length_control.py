@@ -104,7 +104,7 @@ def test_a_prompt_that_fills_the_models_context_leaves_less_to_sample(control: s
 @pytest.mark.parametrize("control", ["interruption", "none"])
 def test_a_prompt_that_leaves_no_position_is_void(control: str) -> None:
     assert complete(control, positions=2 + 1 + 7)[1] == [1]
-    with pytest.raises(Void, match="its prompt has 2 tokens, and a server takes 1 at most"):
+    with pytest.raises(Void, match="its prompt has 2 tokens, but a server takes at most 1"):
         complete(control, positions=2 + 7)
 
 

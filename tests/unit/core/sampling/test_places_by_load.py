@@ -1,4 +1,4 @@
-"""How many places a server has follows what it bears: on a queueing stand-in with a KV cache, against every fixed number."""
+"""A server's number of places follows its load: on a queueing stand-in with a KV cache, compared with every fixed number."""
 
 import asyncio
 from collections import deque

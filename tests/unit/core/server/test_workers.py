@@ -1,4 +1,4 @@
-"""What SGLang's processes do in another way than SGLang."""
+"""What a server's processes do differently from SGLang."""
 
 import importlib.util
 import logging

@@ -1,4 +1,4 @@
-"""Which servers a delta will do for, and what is sent then."""
+"""Which servers can use a delta, and what is sent then."""
 
 import torch
 

@@ -43,5 +43,7 @@ def test_what_one_server_did_not_take_is_named(found: dict[str, tuple[int, list[
     assert arrived == ""
 
     for version, error in ((2, changed), (3, lost)):
-        assert error.startswith(f"publishing version {version} to server 0: checksum: 1 differ, as model.layers.1.")
+        assert error.startswith(
+            f"publishing version {version} to server 0: checksum: 1 differ, such as model.layers.1."
+        )
         assert error.rpartition(" ")[2].split(".")[:4] == VICTIM[name].split(".")[:4]

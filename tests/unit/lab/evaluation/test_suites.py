@@ -180,7 +180,7 @@ def test_a_suite_of_the_users(tmp_path: Path) -> None:
     assert load_suite(file) == {"data": "mine.jsonl", "grader": "exact", "samples": 3, "prompt": "Q: {prompt}"}
     for text, said in {
         "grader: exact\n": "mine.yaml:1: evaluation.suites.mine.data: field required",
-        "data: x\ngrader: exakt\n": "mine.yaml:2: evaluation.suites.mine.grader: 'exakt' is no grader; did you mean exact?",
+        "data: x\ngrader: exakt\n": "mine.yaml:2: evaluation.suites.mine.grader: unknown grader 'exakt'; did you mean exact?",
         "data: x\nprompt: hello\n": "mine.yaml:2: evaluation.suites.mine.prompt: 'hello' has no {prompt}",
         "data: x\nsample: 2\n": "mine.yaml:2: evaluation.suites.mine.sample: unknown key; did you mean samples?",
         "data: [x\n": "not YAML",

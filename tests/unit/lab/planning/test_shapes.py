@@ -189,5 +189,5 @@ def test_errors_say_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(MegarlError, match=r"GPT2LMHeadModel is not supported; supported: .*LlamaForCausalLM"):
         architecture.read(str(tmp_path))
     config.write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "num_attention_heads": 4}))
-    with pytest.raises(MegarlError, match="no 'hidden_size' there"):
+    with pytest.raises(MegarlError, match="'hidden_size' is missing"):
         architecture.read(str(tmp_path))

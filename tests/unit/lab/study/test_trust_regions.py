@@ -1,4 +1,4 @@
-"""The arms of benchmarks/trust_regions differ from quickstart-moe in the loss alone, and have the papers' numbers."""
+"""The arms of benchmarks/trust_regions differ from quickstart-moe only in the loss, and have the papers' numbers."""
 
 from pathlib import Path
 

@@ -98,14 +98,14 @@ def test_a_trusted_grader_is_asked_by_evaluations_alone_and_adds_nothing() -> No
 @pytest.mark.parametrize(
     ("task", "words"),
     [
-        ({"trusted_grader": "exat"}, "data.tasks.task.trusted_grader: 'exat' is no grader; did you mean exact"),
+        ({"trusted_grader": "exat"}, "data.tasks.task.trusted_grader: unknown grader 'exat'; did you mean exact"),
         (
             {"rewards": {"trusted": {"grader": "exact", "weight": 1.0}}},
-            "rewards.trusted: the trusted grader is logged as that",
+            "rewards.trusted: the trusted grader is logged under this name",
         ),
         (
             {"rewards": {"total": {"grader": "exact", "weight": 1.0}}},
-            "rewards.total: the sum of all rewards is logged as that",
+            "rewards.total: the sum of all rewards is logged under this name",
         ),
     ],
 )
@@ -165,22 +165,22 @@ TASK = {"train": "a", "heldout": "b"}
     [
         (
             {"tasks": {"m": TASK | {"grader": "mahts"}}},
-            r"data\.tasks\.m\.grader: 'mahts' is no grader; did you mean math\?",
+            r"data\.tasks\.m\.grader: unknown grader 'mahts'; did you mean math\?",
         ),
-        ({"tasks": {"m": TASK | {"grader": "os.system"}}}, r"data\.tasks\.m\.grader: 'os\.system' is no grader"),
-        ({"tasks": {"m": TASK | {"grader": "a:b;c"}}}, r"is no grader"),
+        ({"tasks": {"m": TASK | {"grader": "os.system"}}}, r"data\.tasks\.m\.grader: unknown grader 'os\.system'"),
+        ({"tasks": {"m": TASK | {"grader": "a:b;c"}}}, r"unknown grader"),
         (
             {
                 "tasks": {"m": TASK | {"rewards": {"r": {"grader": "taste", "weight": 1}}}},
                 "services": {"tastes": {"url": "http://x"}},
             },
-            r"data\.tasks\.m\.rewards\.r\.grader: 'taste' is no grader; did you mean tastes\?",
+            r"data\.tasks\.m\.rewards\.r\.grader: unknown grader 'taste'; did you mean tastes\?",
         ),
         (
             {"tasks": {"m": TASK | {"rewards": {"answer": {"grader": "format", "weight": 1}}}}},
-            r"data\.tasks\.m\.rewards\.answer: .*choose another name",
+            r"data\.tasks\.m\.rewards\.answer: .*choose another",
         ),
-        ({"services": {"math": {"url": "http://x"}}}, r"data\.services\.math: a grader has this name"),
+        ({"services": {"math": {"url": "http://x"}}}, r"data\.services\.math: a built-in grader has this name"),
         (
             {"services": {"s": {"url": "http://x", "api_key": "sk-secret"}}},
             r"data\.services\.s\.api_key: should be env:VARIABLE or file:PATH, .*, not the key itself$",
