@@ -42,7 +42,9 @@ type Memory = Callable[[Callable[[], None]], float]
 def gpu_memory() -> Memory:
     """Return a `Memory` for this rank's GPU. Trials may use the memory that other processes leave free now."""
     if not torch.cuda.is_available():
-        raise MegarlError("learner.microbatch_tokens: auto tries sizes on a GPU, but this machine has none; give a number")
+        raise MegarlError(
+            "learner.microbatch_tokens: auto tries sizes on a GPU, but this machine has none; give a number"
+        )
     torch.cuda.empty_cache()
     room = SHARE * (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
 

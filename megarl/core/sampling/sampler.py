@@ -258,7 +258,7 @@ class Sampler:
                     done.routing.append(job.routed.routed_experts(generation.routing))
             except ServerLost as lost:
                 self.servers.server_lost(server, life, str(lost))
-                done.retries += not self.servers.places.membership.leaves(server)  # a server that leaves is not a failure
+                done.retries += not self.servers.places.membership.leaves(server)  # a leaving server is not a failure
                 if done.retries > MAX_RETRIES:
                     raise Void(f"{done.retries} requests were lost, the last: {lost}") from None
                 # The version at the start of the request: later ones are unknown, and an older one only looks staler.

@@ -68,7 +68,9 @@ def check_graders(recipe: Recipe) -> None:
         elif name in recipe.data.services:
             headers(name, recipe.data.services[name])
         elif name not in GRADERS:
-            check_importable("data.tasks: the grader", name)
+            owner = next(n for n, task in recipe.sampled.items() if name in task.graders)
+            key = "data.tasks" if owner in recipe.data.tasks else "evaluation.suites"
+            check_importable(f"{key}.{owner}: the grader", name)
 
 
 def _named(recipe: Recipe) -> list[str]:

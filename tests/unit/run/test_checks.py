@@ -148,7 +148,7 @@ def test_a_large_model_needs_a_gpu(tree: Tree, monkeypatch: pytest.MonkeyPatch) 
         ({"grader": "code"}, r"^data.sandbox: bubblewrap is not installed"),
         (
             {"grader": "nowhere:judge"},
-            r"^data.tasks: the grader nowhere:judge cannot be used: .*No module named 'nowhere'",
+            r"^data.tasks.math: the grader nowhere:judge cannot be used: .*No module named 'nowhere'",
         ),
         ({"grader": "judge"}, r"^data.services.judge.api_key: MEGARL_NO_KEY is not set"),
         ({"rewards": {"taste": {"grader": "judge", "weight": 0.1}}}, "MEGARL_NO_KEY is not set"),

@@ -15,7 +15,7 @@ from megarl.core.base.types import Batch, Group, Prompt, Rollout, decode, encode
 from megarl.core.controller.metrics import task_statistics
 from megarl.core.recipe import from_tree
 from megarl.tasks.graders.answer import graded, judged
-from megarl.tasks.graders.grader import TaskGraders
+from megarl.tasks.graders.grader import TaskGraders, check_graders
 from tests.unit.tasks.graders.asking import graders_of, prompt_of
 
 MODULE = """
@@ -155,6 +155,9 @@ def test_graders_of_the_user() -> None:
 def test_functions_that_are_none_are_refused_before_the_run(grader: str, words: str) -> None:
     with pytest.raises(MegarlError, match=rf"the grader {grader} cannot be used: .*{words}"):
         asyncio.run(made(grader))
+    suite = {"evaluation": {"suites": {"olympiad": {"data": "x", "grader": grader}}}}
+    with pytest.raises(MegarlError, match=rf"^evaluation\.suites\.olympiad: the grader {grader} cannot be used"):
+        check_graders(from_tree(suite))
 
 
 TASK = {"train": "a", "heldout": "b"}
