@@ -206,7 +206,8 @@ class Decoder:
 
 
 class Publication(NamedTuple):
-    """Seconds during which servers are paused (transfer), and during which the learner then scores tokens for parity."""
+    """Seconds in which the weights are sent (transfer), and in which the learner then scores tokens for parity. Servers that
+    stage weights generate during the transfer; `evaluate` lets all of them pause."""
 
     transfer: float
     parity: float
