@@ -438,6 +438,16 @@ def test_a_run_directory_that_fails_for_a_moment_ends_nothing(live: Callable[...
     assert nobody(life.all_pids())
 
 
+def idle_supervisor(recipe: Recipe, rundir: RunDir, asked: StopRequest) -> train.Supervisor:
+    """A supervisor that has started no role."""
+    endpoints = Endpoints(
+        session="s", controller="", servers=(), api_key="", admin_key="", link=KEYS, rendezvous_port=1
+    )
+    supervisor = train.Supervisor(recipe, rundir, endpoints, LocalLauncher(), {}, asked)
+    supervisor.screen = Screen(Console())
+    return supervisor
+
+
 def test_a_request_to_stop_that_could_not_be_written_is_written_at_the_next_look(
     recipe: Recipe,
     write_run: Callable[[int], RunDir],
@@ -454,11 +464,7 @@ def test_a_request_to_stop_that_could_not_be_written_is_written_at_the_next_look
 
     monkeypatch.setattr(RunDir, "stop", evicted)
     monkeypatch.setattr(train, "LOOK_S", 0.0)
-    endpoints = Endpoints(
-        session="s", controller="", servers=(), api_key="", admin_key="", link=KEYS, rendezvous_port=1
-    )
-    supervisor = train.Supervisor(recipe, rundir, endpoints, LocalLauncher(), {}, asked)
-    supervisor.screen = Screen(Console())
+    supervisor = idle_supervisor(recipe, rundir, asked)
     asked.heard(signal.SIGTERM, None)
     for _ in range(2):
         assert supervisor._tick() is None
@@ -475,11 +481,7 @@ def test_a_role_that_cannot_start_ends_the_run_though_other_files_can_be_written
     def refused(role: Role) -> None:
         raise MegarlError(f"{role.name}.log: cannot be written")
 
-    endpoints = Endpoints(
-        session="s", controller="", servers=(), api_key="", admin_key="", link=KEYS, rendezvous_port=1
-    )
-    supervisor = train.Supervisor(recipe, write_run(2), endpoints, LocalLauncher(), {}, StopRequest())
-    supervisor.screen = Screen(Console())
+    supervisor = idle_supervisor(recipe, write_run(2), StopRequest())
     monkeypatch.setattr(supervisor, "_start", refused)
     supervisor.due[Role("learner")] = 0.0
     supervisor._tick()
