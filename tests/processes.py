@@ -1,5 +1,6 @@
 """Processes that tests start and wait for."""
 
+import asyncio
 import math
 import multiprocessing
 import os
@@ -7,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -66,3 +68,16 @@ def wait_until_gone(pids: Iterable[int], limit_s: float = LIMIT_S) -> None:
     while left := {pid for pid in left if alive(pid)}:
         assert time.monotonic() < end, f"{sorted(left)} live after {limit_s:g} s"
         time.sleep(0.05)
+
+
+_create = asyncio.create_subprocess_exec
+
+
+async def ended_before_it_is_asked(*command: Any, **options: Any) -> asyncio.subprocess.Process:
+    """Start a process as asyncio does, but return only after its end was noticed, as on a busy machine."""
+    process = await _create(*command, **options)
+    assert process.stdin
+    await process.wait()
+    while not process.stdin.is_closing():
+        await asyncio.sleep(0.01)
+    return process

@@ -178,7 +178,7 @@ async def _started(setup: Setup) -> Process:
             os.killpg(process.pid, signal.SIGKILL)
         if isinstance(error, TimeoutError):
             raise EnvironmentDown(f"its process was not ready within {START_LIMIT_S:g} s") from None
-        if isinstance(error, asyncio.IncompleteReadError | OSError | msgspec.DecodeError | ValueError):
+        if isinstance(error, EOFError | OSError | RuntimeError | msgspec.DecodeError | ValueError):
             raise EnvironmentDown("its process ended as it started; the controller's log has the reason") from None
         raise
     return Process(process, mark)

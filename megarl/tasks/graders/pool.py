@@ -56,7 +56,7 @@ class Pool:
                     "a grading process hung and is replaced; the answer counts as wrong: %.80r", submission.answer
                 )
                 return Verdict(WRONG, timeout=True)
-            except (OSError, EOFError, GraderDown, asyncio.IncompleteReadError, ValueError) as error:
+            except (OSError, EOFError, RuntimeError, GraderDown, ValueError) as error:
                 why = error
                 log.warning(
                     "a process of the grader %s failed (attempt %d) and is replaced: %s", self._grader, attempt + 1, why

@@ -185,7 +185,7 @@ class Sandbox:
         out, ended = b"", "exit"
         try:
             async with asyncio.timeout(self._limits.seconds):
-                with contextlib.suppress(ConnectionError):  # it may exit before it has read its task
+                with contextlib.suppress(ConnectionError, RuntimeError):  # it may exit before it has read its task
                     process.stdin.write(task)
                     await process.stdin.drain()
                     process.stdin.close()

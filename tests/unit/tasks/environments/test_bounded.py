@@ -19,6 +19,7 @@ from megarl.core.base.types import Prompt, int32
 from megarl.core.recipe import from_tree
 from megarl.tasks.environments import host, registry
 from megarl.tasks.environments.registry import Bounded, TaskEnvironments
+from tests.processes import ended_before_it_is_asked
 from tests.unit.tasks.environments.scripted import Near
 from tests.unit.tasks.environments.texts import byte_tokenizer
 
@@ -157,6 +158,15 @@ def test_whatever_one_episode_does_the_others_are_played_to_their_end(
     for (program, words), error in zip(programs.items(), results[2:], strict=True):
         with pytest.raises(EnvironmentDown, match=rf"^data\.tasks\.game: environment .*Hostile:? {words}"):
             raise error if isinstance(error, BaseException) else AssertionError(f"{program}: {error}")
+
+
+def test_a_process_that_ended_before_it_was_set_up_is_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = environments(tmp_path, "game")
+    monkeypatch.setattr(host, "_COMMAND", ("/bin/false",))
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", ended_before_it_is_asked)
+    (error,) = run(found, play(found.of("game"), prompt_of("game")))
+    with pytest.raises(EnvironmentDown, match="its process ended as it started"):
+        raise error
 
 
 def test_an_answer_longer_than_a_frame(tmp_path: Path) -> None:

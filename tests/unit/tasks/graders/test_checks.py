@@ -11,6 +11,7 @@ from megarl.tasks.data.mappings import MAPPINGS
 from megarl.tasks.graders.answer import Submission, judged
 from megarl.tasks.graders.code import Code
 from megarl.tasks.graders.sandbox import Limits, Sandbox, SandboxKind
+from tests.processes import ended_before_it_is_asked
 from tests.unit.tasks.graders.asking import LIMITS, SHORT, sandbox
 
 pytestmark = pytest.mark.processes
@@ -170,6 +171,11 @@ def test_a_sandbox_that_does_not_start_is_no_wrong_answer(
     with pytest.raises(GraderDown, match="no sandbox could start a program, 2 times"):
         asyncio.run(sandbox(bubblewrap).run_checked(RIGHT, "f", SECRET + CHECK))
     assert len(begun) == 4
+
+    monkeypatch.setattr(Sandbox, "_command", lambda _: ["/bin/false"])
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", ended_before_it_is_asked)
+    with pytest.raises(GraderDown, match="no sandbox could start a program, 2 times"):
+        uvloop.run(sandbox(bubblewrap).run("print(1)", ""))
 
 
 # HumanEval's schema (github.com/openai/human-eval, arXiv 2107.03374): helpers stand in the prompt, the test calls them.

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import uvloop
 
 from megarl.core.base.contracts import WRONG, Grade, GraderDown, Verdict
 from megarl.tasks.graders import pool as pools
@@ -90,18 +91,22 @@ def test_an_answer_that_takes_too_long_is_wrong_and_the_pool_goes_on() -> None:
     assert after == judged(True)
 
 
-def test_a_worker_that_dies_is_replaced_and_the_answer_graded_again() -> None:
+@pytest.mark.parametrize("noticed", [False, True])
+@pytest.mark.parametrize("loop", [asyncio.run, uvloop.run])
+def test_a_worker_that_dies_is_replaced_and_the_answer_graded_again(loop: Any, noticed: bool) -> None:
     async def run() -> Verdict:
         pool = Pool(1, limit_s=60.0)
         try:
             (starting,) = pool._workers
             worker = await starting
             os.kill(worker.pid, signal.SIGKILL)
+            while noticed and not worker.stdin.is_closing():
+                await asyncio.sleep(0.01)
             return await pool.check(Submission("7", "7"))
         finally:
             pool.close()
 
-    assert asyncio.run(run()) == judged(True)
+    assert loop(run()) == judged(True)
 
 
 def test_a_worker_that_hangs_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
