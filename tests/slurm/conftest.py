@@ -14,13 +14,6 @@ ROOT = Path(__file__).parents[2]
 NODES = 3
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A crash of Slurm's own says nothing of us: once more."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.flaky(reruns=1, only_rerun="DaemonDied"))
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     """Whatever failed, if a daemon has died, that is why."""
