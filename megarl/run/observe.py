@@ -25,6 +25,8 @@ from megarl.run.health import Health
 from megarl.run.restart import Role
 
 PROBLEM = re.compile(r" (ERROR|CRITICAL) |^\S*(Error|Exception)\b.*:|^megarl: |CUDA out of memory")
+PEER_LOST = re.compile(r"^(?!megarl: ).*(Connection (reset|closed) by peer|ncclRemoteError|Watchdog caught collective)")
+"""What a rank says when another one has ended."""
 OF_SLURM = re.compile(r"^(srun|slurmstepd\S*): error")
 TAIL_BYTES = 64 << 10
 """How far back from its end a log is read."""
@@ -230,13 +232,15 @@ def log_sizes(rundir: RunDir, role: Role) -> dict[Path, int]:
 
 
 def log_of(rundir: RunDir, role: Role, begins: Mapping[Path, int] = MappingProxyType({})) -> Path | None:
-    """Return the log that says why `role` ended, if any: of its logs the newest with a problem, else the newest.
+    """Return the log that says why `role` ended, if any: of its logs the newest with a problem, else the newest. That another
+    rank was lost is a problem only if no log has its own.
 
     begins: the offsets at which its last life began in each log (`log_sizes`); logs without new lines are left out.
     """
 
-    def telling(log: Path) -> tuple[bool, float]:
-        return bool(last_problem(log, begins.get(log, 0))), log.stat().st_mtime
+    def telling(log: Path) -> tuple[bool, bool, float]:
+        problem = last_problem(log, begins.get(log, 0))
+        return bool(problem) and not PEER_LOST.search(problem), bool(problem), log.stat().st_mtime
 
     added = (log for log in _logs(rundir, role) if log not in begins or log.stat().st_size > begins[log])
     return max(added, key=telling, default=None)
@@ -247,12 +251,14 @@ def _logs(rundir: RunDir, role: Role) -> Iterator[Path]:
 
 
 def last_problem(log: Path, begin: int = 0) -> str:
-    """Return the last problem near the end of a log; empty if there is none. Slurm's messages count only without others.
+    """Return the last problem near the end of a log; empty if there is none. That a peer was lost counts only without others,
+    and Slurm's messages come last.
 
     begin: see `last_lines`.
     """
     lines = last_lines(log, begin=begin)[::-1]
-    problems = [line for pattern in (PROBLEM, OF_SLURM) for line in lines if pattern.search(line)]
+    problems = sorted((line for line in lines if PROBLEM.search(line)), key=lambda line: bool(PEER_LOST.search(line)))
+    problems += (line for line in lines if OF_SLURM.search(line))
     return problems[0].strip() if problems else ""
 
 

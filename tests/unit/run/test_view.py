@@ -372,6 +372,26 @@ def test_log_that_says_why(recipe: Recipe, write_run: Callable[[int], RunDir]) -
     assert log_of(rundir, Role("server", 2)) == rundir.log("server", "n1", 2)
 
 
+def test_that_a_peer_was_lost_is_no_cause(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+    """The rank that ended first says why; those that noticed wrote later. Only if it could say nothing are they shown."""
+    rundir, server = write_run(0), Role("server", 0)
+    first, second = rundir.log("server", "n1", 0), rundir.log("server", "n2", 0)
+    first.parent.mkdir()
+    lost = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:30562"
+    second.write_text("ValueError: out of luck\n")
+    first.write_text(f"{lost}\n")
+    os.utime(second, (1, 1))
+    assert log_of(rundir, server) == second
+    second.write_text(f"ValueError: out of luck\n{lost}\n")
+    assert log_of(rundir, server) == second
+    assert last_problem(second) == "ValueError: out of luck"
+    second.write_text("killed\n")
+    assert log_of(rundir, server) == first
+    assert last_problem(first) == lost
+    first.write_text(f" ERROR a grader failed\nmegarl: http://rewards: Connection reset by peer\n{lost}\n")
+    assert last_problem(first) == "megarl: http://rewards: Connection reset by peer"
+
+
 def test_what_an_earlier_life_said_is_no_cause(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
     """Neither on a node that the role has left, nor in the log of a rank that goes on in the same file."""
     rundir, learner = write_run(0), Role("learner")
