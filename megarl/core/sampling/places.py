@@ -16,7 +16,7 @@ import asyncio
 import time
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from megarl.core.base.admission import Admission
@@ -37,14 +37,15 @@ ROOM = 0.85
 
 @dataclass(eq=False)
 class Claim:
-    """A claim on a place, which counts from its creation. home: returns the only server it may use now; None: any that suits.
+    """A claim on a place, which counts from its creation. home: returns the only server it may use now; without it, the claim
+    may use any that suits. The answer changes only at a `refresh`.
 
     waits_at: that server while the claim waits for a place there.
     """
 
     order: Order
     may_use: MayUse
-    home: Callable[[], int | None]
+    home: Callable[[], int | None] | None
     granted: "asyncio.Future[tuple[int, int]]"
     places: "Places"
     waits_at: int | None = None
@@ -126,7 +127,7 @@ class Places:
         del self.use[server]
         self.refresh()
 
-    def claim(self, order: Order, may_use: MayUse, home: Callable[[], int | None] = lambda: None) -> Claim:
+    def claim(self, order: Order, may_use: MayUse, home: Callable[[], int | None] | None = None) -> Claim:
         """Return a claim on a place, to be awaited or dropped. It needs a running event loop."""
         claim = Claim(order, may_use, home, asyncio.get_running_loop().create_future(), self)
         if not self._grant(claim, self._serving):
@@ -150,7 +151,12 @@ class Places:
     def give_back(self, server: int) -> None:
         self._change(server, -1)
         self.changed.set()
-        self._give_out((server,))
+        if self.claims and self.use[server].free and self.membership.serving_version(server) is not None:
+            for claim in self.claims:
+                here = claim.home is None or claim.waits_at == server
+                if here and not claim.granted.cancelled() and self._grant(claim, (server,)):
+                    self.claims.remove(claim)
+                    return
 
     def refresh(self) -> None:
         """Give out places. Call this whenever a server's state has changed, or which servers an older claim may use."""
@@ -158,7 +164,7 @@ class Places:
         self._serving, self._open = self.membership.serving(), Counter()
         for server, version in self._serving.items():
             self._open[version] += self.use[server].free
-        self._give_out(self._serving)
+        self.claims = [c for c in self.claims if not c.granted.cancelled() and not self._grant(c, self._serving)]
 
     def observe(self, server: int, load: ServerLoad, retracted: bool) -> None:
         """Adapt a server's places to its load; `refresh` then gives them out. retracted: it retracted requests since then."""
@@ -170,12 +176,6 @@ class Places:
         elif use.running <= use.limit <= peak and load.usage < ROOM:
             use.limit = min(self.limit, use.limit + max(1, self.limit // GROWTH))
 
-    def _give_out(self, servers: Iterable[int]) -> None:
-        """Give the free places of these servers to waiting claims, the oldest claim first."""
-        free = {s for s in servers if self.use[s].free and self.membership.serving_version(s) is not None}
-        if free and self.claims:
-            self.claims = [c for c in self.claims if not c.granted.cancelled() and not self._grant(c, free)]
-
     def wait(self, claim: Claim, server: int | None) -> None:
         """Note where the claim waits now. Counted here, because to count all claims for each would take a fleet minutes."""
         if claim.waits_at is not None:
@@ -186,10 +186,10 @@ class Places:
 
     def _grant(self, claim: Claim, servers: Collection[int]) -> bool:
         """Give the claim a place on the suitable server of these with the most free places. Return whether there was one."""
-        home = claim.home()
+        home = claim.home() if claim.home else None
         suited = {
             s: version
-            for s in (servers if home is None else (home,) if home in servers else ())
+            for s in (servers if claim.home is None else (home,) if home in servers else ())
             if self.use[s].free
             and (version := self.membership.serving_version(s)) is not None
             and claim.may_use(s, version)

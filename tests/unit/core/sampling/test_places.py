@@ -310,3 +310,61 @@ def test_a_claim_that_is_dropped_does_not_go_through_all_claims() -> None:
         assert places.claims == [twins[0]]
 
     run(scenario)
+
+
+WORK = st.sampled_from(["admit", "end", "publish", "lose", "find", "close", "cancel"])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(WORK, st.integers(0, 99)), min_size=10, max_size=60), st.integers(1, 3))
+def test_no_claim_waits_for_a_place_that_is_free(work: list[tuple[str, int]], limit: int) -> None:
+    async def scenario() -> None:
+        members = clean(0, 0, 0)
+        places, admission, version = Places(members, limit), Admission(2, 2), 0
+        groups: list[GroupPlaces] = []
+        for what, n in work:
+            server = n % 3
+            taken = [s for s, use in places.use.items() if use.running]
+            if what == "admit" and admission.can_admit(version):
+                groups.append(GroupPlaces(places, admission, admission.admit(), rollouts=1 + n % 4))
+            elif what == "end" and taken:
+                places.give_back(taken[n % len(taken)])
+            elif what == "publish" and members.members[server].state != "lost":
+                version = max(version, members.members[server].version + 1)
+                members.publish([server], version, "a")
+                members.published(server, version, "a", "")
+                places.refresh()
+            elif what in ("lose", "find"):
+                members.lost(server) if what == "lose" else members.seen(server)
+                places.refresh()
+            elif what == "close" and groups:
+                groups.pop(n % len(groups)).close()
+            elif what == "cancel" and places.claims:
+                places.claims[n % len(places.claims)].granted.cancel()
+            for claim in places.claims:
+                assert claim.home is not None
+                home = claim.home()
+                held = members.serving_version(home)
+                if home is not None and held is not None and not claim.granted.cancelled():
+                    assert not (places.use[home].free and claim.may_use(home, held))
+
+    run(scenario)
+
+
+def test_a_place_given_back_is_offered_to_those_who_wait_for_it() -> None:
+    """Of hundreds of claims at other servers none is asked: a fleet gives back hundreds of places a second."""
+
+    async def scenario() -> None:
+        places, asked = Places(clean(0, 0), limit=1), list[int]()
+
+        def claim(order: int, home: int) -> Claim:
+            return places.claim((1, order, 0), anywhere, lambda: asked.append(order) or home)
+
+        claims = [claim(order, order % 2) for order in range(400)]
+        assert [n for n, each in enumerate(claims) if each.granted.done()] == [0, 1]
+        asked.clear()
+        places.give_back(1)
+        assert asked == [3]
+        assert claims[3].granted.result() == (1, 0)
+
+    run(scenario)

@@ -1,0 +1,240 @@
+"""Measures a whole controller with 16,384 requests in flight at 100,000 tokens/s, in CPU seconds a second.
+
+    python -m benchmarks.controller [--streams 16384] [--rate 100000] [--seconds 120] [--folder DIR]
+
+The controller is real, in its own process: prompts, places, streams, grader, tickets, journal, metrics. Servers and learner are
+stand-ins in this process. SERVERS addresses stream made-up tokens in SGLang's format, at a steady rate; the learner takes each
+batch, and publishes, without delay. Half the answers are right.
+
+It prints one line of JSON: `cores` are the CPU seconds a second that the controller used while all streams ran.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import psutil
+import uvloop
+from aiohttp import web
+
+from benchmarks.scale import CHUNK, address, allow_files
+from megarl.core import recipe as recipes
+from megarl.core.base.link import ControllerLink
+from megarl.core.base.messages import Next, Publish, Published, Reply, Score, Scored, ServerResult, Stop, Train
+from megarl.core.base.process import die_with_parent
+from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir
+from megarl.core.base.tokenizer import load_tokenizer
+from megarl.core.base.types import decode, int32
+from megarl.core.recipe import Recipe
+from megarl.run.process import free_ports
+from megarl.tasks.data import arithmetic
+from megarl.tasks.data.arithmetic_models import LLAMA, save_model
+
+SERVERS, GENERATIONS, K = 64, 16, 8
+CHUNKS = (4, 12)
+"""The fewest and the most chunks of a completion: 256 to 768 tokens."""
+LOGPROB = -1.2345678
+"""Of each token, by servers and learner: the controller would stop the run if they differed."""
+
+
+class StandInServers:
+    """All servers: each request gets a chunk every `every_s` seconds; the last one has an answer that half the time is right.
+
+    The first `streams` requests are shorter, as if they had been under way for a while. running: requests in flight.
+    """
+
+    def __init__(self, folder: Path, streams: int, every_s: float) -> None:
+        self._tokenizer, self._streams, self._every_s = load_tokenizer(folder), streams, every_s
+        self.streams, self.version, self.running, self.chunks = streams, 0, 0, 0
+        logprobs = [[LOGPROB, i, None] for i in range(CHUNK)]
+        self._about: dict[str, Any] = {"id": "x" * 32, "finish_reason": None, "output_token_logprobs": logprobs}
+        self._thought = _event({"output_ids": self._tokenizer.ids("7" * CHUNK).tolist(), "meta_info": self._about})
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_post("/generate", self._generate)
+        app.router.add_get("/v1/loads", self._loads)
+        app.router.add_get("/model_info", self._info)
+        app.router.add_route("*", "/{any:.*}", self._other)
+        return app
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        asked = msgspec.json.decode(await request.read())
+        if not asked.get("stream"):
+            asked_for = zip(asked["input_ids"], asked["logprob_start_len"], strict=True)
+            return web.json_response([self._scored(ids[start:]) for ids, start in asked_for])
+        left, begun, reply = random.randint(*CHUNKS), self.version, web.StreamResponse()
+        if self._streams > 0:
+            self._streams -= 1
+            left = random.randint(1, left)
+        await reply.prepare(request)
+        self.running += 1
+        try:
+            await asyncio.sleep(random.random() * self._every_s)
+            for _ in range(left - 1):
+                await reply.write(self._thought)
+                self.chunks += 1
+                await asyncio.sleep(self._every_s)
+            await reply.write(self._answer(asked["input_ids"], begun, left))
+            self.chunks += 1
+        finally:
+            self.running -= 1
+        return reply
+
+    def _answer(self, prompt: list[int], version: int, chunks: int) -> bytes:
+        a, sign, b = re.split(r"([+-])", self._tokenizer.decode(int32(prompt)).partition("=")[0])
+        sum_ = int(a) + int(sign + b) + random.randint(0, 1)
+        end = [*self._tokenizer.ids(f"</think>{sum_}").tolist(), self._tokenizer.end]
+        ids = [*self._tokenizer.ids("7" * (CHUNK - len(end))).tolist(), *end]
+        versions = [{"version": str(version), "start": 0, "end": chunks * CHUNK}]
+        finish = {"type": "stop", "matched": self._tokenizer.end}
+        return _event(
+            {"output_ids": ids, "meta_info": self._about | {"finish_reason": finish, "weight_versions": versions}}
+        )
+
+    def _scored(self, ids: list[int]) -> dict[str, Any]:
+        scores = [[None, ids[0], None], *([LOGPROB, token, None] for token in ids[1:])]
+        about = {
+            "finish_reason": {"type": "length"},
+            "input_token_logprobs": scores,
+            "weight_version": str(self.version),
+        }
+        return {"meta_info": about | {"input_token_ids_logprobs": [None, *([[LOGPROB, 0, None]] for _ in ids[1:])]}}
+
+    async def _loads(self, _: web.Request) -> web.Response:
+        return web.json_response({"timestamp": time.time(), "loads": [{"token_usage": 0.5, "num_waiting_reqs": 0}]})
+
+    async def _info(self, _: web.Request) -> web.Response:
+        return web.json_response({"weight_version": str(self.version)})
+
+    async def _other(self, request: web.Request) -> web.Response:
+        await request.read()
+        return web.json_response({"success": True, "message": ""})
+
+
+def _event(event: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(event).encode() + b"\n\n"
+
+
+async def serve(servers: StandInServers, port: int) -> None:
+    runner = web.AppRunner(servers.app())
+    await runner.setup()
+    for server in range(SERVERS):
+        await web.TCPSite(runner, address(server), port, backlog=4096).start()
+    await asyncio.Event().wait()
+
+
+def learn(rundir: RunDir, servers: StandInServers) -> None:
+    """Be the learner: take batches and publish, until the controller is gone."""
+    endpoints, step, name = rundir.endpoints(), 0, "stand-in"
+    link = ControllerLink(endpoints.controller, endpoints.link, lambda: "", resend_s=5.0, limit_s=600.0)
+    while True:
+        reply: Reply = decode(link.ask(Next(incarnation=name, step=step, version=step)), Reply)
+        match reply:
+            case Train():
+                step += 1
+            case Publish():
+                servers.version = reply.version
+                results = tuple(ServerResult(id=server.id, checksum="same") for server in reply.servers)
+                seconds = {f"{part}_seconds": 0.0 for part in ("pause", "transfer", "resume")}
+                link.ask(Published(incarnation=name, version=reply.version, results=results, bytes_sent=0, **seconds))
+            case Score():
+                scores = tuple(np.full(len(r.tokens) - r.first, LOGPROB, np.float32) for r in reply.rollouts)
+                link.ask(Scored(incarnation=name, version=reply.version, logprobs=scores, against=scores))
+            case Stop():
+                raise SystemExit(f"the controller stops: {reply.reason}")
+
+
+def recipe_in(folder: Path, streams: int) -> Recipe:
+    arithmetic.write(folder / "data", 0)
+    save_model(folder / "model", LLAMA | {"max_position_embeddings": 4096}, 0)
+    return recipes.load("quickstart", [
+        f"run.dir={folder}", "run.name=run", "run.steps=100000", f"model.path={folder / 'model'}",
+        f"data.tasks.arithmetic.train={folder / 'data' / 'train.jsonl'}",
+        f"data.tasks.arithmetic.heldout={folder / 'data' / 'heldout.jsonl'}",
+        f"sampling.generations={GENERATIONS}", f"pipeline.k={K}", f"batch.prompts={4 * streams // GENERATIONS // K}",
+        f"length.thinking_tokens=[{CHUNKS[1] * CHUNK},{CHUNKS[1] * CHUNK}]", "length.answer_tokens=64",
+        f"resources.servers={SERVERS}", f"serving.max_running_requests={streams // SERVERS}",
+        "evaluation.every=100000", "evaluation.prompts=1", "evaluation.samples=1",
+    ])  # fmt: skip
+
+
+def measure(folder: Path, streams: int, rate: float, seconds: float) -> dict[str, Any]:
+    recipe = recipe_in(folder, streams)
+    servers = StandInServers(folder / "model", streams, streams * CHUNK / rate)
+    rundir = RunDir(recipe.run.path)
+    rundir.create()
+    rundir.recipe.write_text(recipes.dump(recipe))
+    port, controller = free_ports(2)
+    keys: dict[str, Any] = {"api_key": "user", "admin_key": "admin", "link": LinkKeys.new(), "rendezvous_port": 0}
+    urls = tuple(f"http://{address(server)}:{port}" for server in range(SERVERS))
+    rundir.write_endpoints(Endpoints(session="one", controller=f"tcp://127.0.0.1:{controller}", servers=urls, **keys))
+    for target, arguments in ((lambda: uvloop.run(serve(servers, port)), ()), (learn, (rundir, servers))):
+        threading.Thread(target=target, args=arguments, daemon=True).start()
+    with (rundir.logs / "controller.log").open("wb") as log:
+        command = [sys.executable, "-W", "ignore", "-m", "megarl", "rollout", str(rundir.recipe)]
+        process = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=die_with_parent)
+    try:
+        return _measured(process, servers, rundir, seconds)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _measured(
+    process: subprocess.Popen[bytes], servers: StandInServers, rundir: RunDir, seconds: float
+) -> dict[str, Any]:
+    watched = psutil.Process(process.pid)
+
+    def used() -> float:
+        times = watched.cpu_times()
+        return times.user + times.system
+
+    while servers.version < 2:
+        if process.poll() is not None:
+            raise SystemExit(f"the controller ended: {(rundir.logs / 'controller.log').read_text()[-2000:]}")
+        print(f"version {servers.version}, {servers.running} requests in flight", file=sys.stderr)
+        time.sleep(5)
+    print(f"process {process.pid} is measured", file=sys.stderr)
+    begin, before, chunks, version, flights = time.monotonic(), used(), servers.chunks, servers.version, []
+    while time.monotonic() - begin < seconds:
+        time.sleep(1)
+        flights.append(servers.running)
+    took = time.monotonic() - begin
+    return {
+        "requests_in_flight": round(sum(flights) / len(flights)),
+        "tokens_a_second": round((servers.chunks - chunks) * CHUNK / took),
+        "cores": round((used() - before) / took, 3),
+        "resident_mib": watched.memory_info().rss >> 20,
+        "steps": servers.version - version,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--streams", type=int, default=16384)
+    parser.add_argument("--rate", type=float, default=100_000.0)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--folder", type=Path)
+    options = parser.parse_args()
+    logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # the controller is killed in the end, and its connections with it
+    allow_files(2 * options.streams)
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure((options.folder or Path(folder)).resolve(), options.streams, options.rate, options.seconds)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
