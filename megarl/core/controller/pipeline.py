@@ -90,6 +90,7 @@ class Pipeline:
                     if self.admitted % self._recipe.batch.prompts == 0:
                         self.window.drawn(self.admission.next_due())
                     self._start(tasks, drawn)
+                    await asyncio.sleep(0)  # its requests begin: all groups at once would hold the loop for seconds
 
     def batches(self) -> int:
         """Return the number of complete batches, from the first up to the first incomplete one."""

@@ -49,7 +49,9 @@ RUNNING = "running"
 """The scheduler's reply if a step has not ended yet; the call is then repeated."""
 LET_DOWN = {JOIN: "Failed to form a process group", RECEIVE: "Failed to receive weights"}
 """A server's errors if the group failed, not the server itself."""
-CONNECT_LIMIT_S = 10.0
+SYN_RETRIES = 3
+"""How often Linux asks again for a connection: it gives up after 15 to 20 s. A limit of asyncio's would end good connections when
+thousands of requests start at once, because its clock runs while this process is busy."""
 RECEIVE_LIMIT_S = 86_400.0
 """Longer than any publication: the learner has a limit for each bucket, and ends the call itself."""
 HEALTH_LIMIT_S = 5.0
@@ -329,7 +331,7 @@ class ServerClient:
     @asynccontextmanager
     async def _replying(self, request: _TokenRequest, body: dict[str, object]) -> AsyncIterator[aiohttp.ClientResponse]:
         """Yield a good reply to a request for tokens. A failure while reading it raises ServerLost with what was received."""
-        limit = aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=CONNECT_LIMIT_S)
+        limit = aiohttp.ClientTimeout(total=self._timeout_s)
         headers = {"Authorization": f"Bearer {self._api_key}", "Content-Type": "application/json"}
         url, data = f"{self.address.url}/generate", msgspec.json.encode(body)
         try:
@@ -527,6 +529,7 @@ class ServerClient:
 def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
     """Make a socket whose connection ends soon after the other machine is gone; by default Linux takes a quarter of an hour."""
     made = socket.socket(*address[:3])
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, SYN_RETRIES)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNACKNOWLEDGED_S))
     return made
 

@@ -116,3 +116,4 @@ def test_an_error_in_the_stream_is_a_refusal() -> None:
 def test_a_connection_to_a_machine_that_is_gone_ends() -> None:
     with client._socket((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 1))) as made:
         assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+        assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT) == 3
