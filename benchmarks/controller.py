@@ -46,7 +46,7 @@ SERVERS, GENERATIONS, K = 64, 16, 8
 CHUNKS = (4, 12)
 """The fewest and the most chunks of a completion: 256 to 768 tokens."""
 LOGPROB = -1.2345678
-"""Of each token, by servers and learner: the controller would stop the run if they differed."""
+"""What servers and learner say of each token. If they differed, the controller would stop the run."""
 
 
 class StandInServers:
@@ -229,7 +229,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--folder", type=Path)
     options = parser.parse_args()
-    logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # the controller is killed in the end, and its connections with it
+    logging.getLogger("aiohttp").setLevel(
+        logging.CRITICAL
+    )  # the controller is killed in the end, and its connections with it
     allow_files(2 * options.streams)
     with tempfile.TemporaryDirectory() as folder:
         found = measure((options.folder or Path(folder)).resolve(), options.streams, options.rate, options.seconds)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import Recipe
+from megarl.core.server.membership import listed
 from megarl.run.devices import needed
 from megarl.run.nodes import Node
 from megarl.run.restart import Role, RoleKind
@@ -166,6 +167,5 @@ def described(placed: Mapping[Role, Place], nodes: Sequence[Node]) -> list[str]:
                 lines[node.name].append(f"learner ranks {n * where.ranks}-{(n + 1) * where.ranks - 1}")
     for name, indices in servers.items():
         if indices:
-            last = f"-{indices[-1]}" if len(indices) > 1 else ""
-            lines[name].append(f"servers {indices[0]}{last}" if last else f"server {indices[0]}")
+            lines[name].append(listed(indices))
     return [f"{name}: {', '.join(roles) or 'nothing'}" for name, roles in lines.items()]

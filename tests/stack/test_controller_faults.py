@@ -49,7 +49,7 @@ def test_a_server_is_killed_while_it_is_held_and_comes_back(pair: tuple[Run, lis
     learner.link.limit_s = LIMIT_S
     wait_for(lambda: "server 0 at" in run.log() and "server 1 at" in run.log(), LIMIT_S)
     learner.go(until=1)
-    held = run.log().split("version 0 is evaluated on servers [")[1][0]
+    held = run.log().split("version 0 is evaluated on server ")[1][0]
     victim = servers[int(held)]
     os.killpg(victim.process.pid, signal.SIGKILL)
     victim.process.wait()

@@ -64,7 +64,7 @@ def test_a_server_that_holds_something_else_gets_everything(
     assert by.nudged(221).bytes_sent < 0.02 * whole
     stack.ask(lambda server: server.load(str(stack.directory / "b"), 221))  # the version that it was sent
     found = by.nudged(222)
-    assert "servers [0] do not hold what they were sent" in caplog.text
+    assert "server 0: not the weights that were sent" in caplog.text
     assert found.bytes_sent == whole
     assert checksum(found)
     assert by.nudged(223).bytes_sent < 0.02 * whole

@@ -50,6 +50,7 @@ from megarl.core.journal.writer import JournalWriter
 from megarl.core.recipe import START_LIMIT_RULE, Recipe
 from megarl.core.sampling.sampler import Sampler
 from megarl.core.server.checks import positions
+from megarl.core.server.membership import listed
 from megarl.core.telemetry.spans import spans
 
 log = logging.getLogger(__name__)
@@ -156,7 +157,7 @@ class Controller:
         broken = self.servers.membership.new_learner()
         if broken:
             log.warning(
-                "publication to servers %s broke off; their requests continue elsewhere from their last tokens", broken
+                "publication to %s broke off; their requests continue elsewhere from their last tokens", listed(broken)
             )
         for server in broken:
             self._tasks.create_task(self.servers.abort(server))
@@ -231,7 +232,7 @@ class Controller:
                 servers = [a.id for a in decision.servers]
                 self.servers.membership.publish(servers, decision.version, asked.incarnation)
                 self.places.refresh()
-                log.info("publish version %d to servers %s", decision.version, servers)
+                log.info("publish version %d to %s", decision.version, listed(servers))
             case Stop():
                 log.info("the learner is told to stop: %s", decision.reason)
                 self._stop(decision.reason)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from megarl.core.base.messages import Next, Publish, Refused, Score, Stop, Wait
 from megarl.core.recipe import Evaluation
-from megarl.core.server.membership import Membership
+from megarl.core.server.membership import Membership, listed
 
 
 @dataclass(frozen=True)
@@ -115,4 +115,7 @@ def _impossible(asked: Next, now: ControllerView) -> str:
 
 
 def _servers(members: Membership) -> str:
-    return ", ".join(f"server {s} {members.describe(s)}" for s in members.members)
+    states: dict[str, list[int]] = {}
+    for server in members.members:
+        states.setdefault(members.describe(server), []).append(server)
+    return ", ".join(f"{listed(ids)} {state}" for state, ids in states.items())

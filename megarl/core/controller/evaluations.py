@@ -26,6 +26,7 @@ from megarl.core.evaluation.metrics import Outcome, result_of, settings_of, summ
 from megarl.core.evaluation.score import Asker, Questions, score
 from megarl.core.journal.records import Evaluated
 from megarl.core.recipe import Recipe
+from megarl.core.server.membership import listed
 from megarl.core.telemetry.spans import spans
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class Evaluations:
             return
         if servers := self._schedule.begin(version):
             self._compute.hold(self._schedule.held)
-            log.info("version %d is evaluated on servers %s", version, sorted(servers))
+            log.info("version %d is evaluated on %s", version, listed(servers))
             self.tasks[version] = tasks.create_task(self._evaluate(version, servers, spent[version]))
             # A callback, since a task that is cancelled before its first step would not even run its `finally`.
             self.tasks[version].add_done_callback(lambda _: self._ended(version))

@@ -50,8 +50,8 @@ RUNNING = "running"
 LET_DOWN = {JOIN: "Failed to form a process group", RECEIVE: "Failed to receive weights"}
 """A server's errors if the group failed, not the server itself."""
 SYN_RETRIES = 3
-"""How often Linux asks again for a connection: it gives up after 15 to 20 s. A limit of asyncio's would end good connections when
-thousands of requests start at once, because its clock runs while this process is busy."""
+"""How often Linux asks again for a connection; it gives up after 15 to 20 s. A limit of asyncio's would end good connections
+when thousands of requests begin at once, because its clock runs while this process is busy."""
 RECEIVE_LIMIT_S = 86_400.0
 """Longer than any publication: the learner has a limit for each bucket, and ends the call itself."""
 HEALTH_LIMIT_S = 5.0

@@ -17,7 +17,7 @@ The run's own servers are members for ever. Others join and leave:
                  └ it does not answer, and sends no sign of life for FORGET_S ─► leaving
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 from typing import Literal, NamedTuple
@@ -36,6 +36,14 @@ ServerState = Literal["starting", "unknown", "publishing", "clean", "lost", "lea
 def in_a_row(servers: int) -> int:
     """Return how many calls are made one after the other to reach `servers` servers: the caller's, and a relay's."""
     return servers if servers <= DIRECT else -(-servers // GROUP) + GROUP
+
+
+def listed(servers: Collection[int]) -> str:
+    """Return ids as `servers 0-15, 40`, or `server 3`."""
+    ids = set(servers)
+    first, last = sorted(s for s in ids if s - 1 not in ids), sorted(s for s in ids if s + 1 not in ids)
+    runs = ", ".join(f"{a}-{b}" if a < b else f"{a}" for a, b in zip(first, last, strict=True))
+    return f"server{'s' * (len(ids) > 1)} {runs}"
 
 
 class ServerLoad(NamedTuple):

@@ -52,6 +52,7 @@ from megarl.core.models.families import Family
 from megarl.core.recipe import Recipe
 from megarl.core.server.client import ServerClient
 from megarl.core.server.fleet import Fleet
+from megarl.core.server.membership import listed
 from megarl.core.weights.cuda_ipc import CudaIpcTransport
 from megarl.core.weights.deltas import LastSent
 from megarl.core.weights.disk import DiskTransport
@@ -149,7 +150,7 @@ class Publisher:
         wrong = [i for i, (whole, _) in found.items() if whole != expected[i]]
         if wrong:
             log.warning(
-                "servers %s do not hold what they were sent; sending all values of version %d", wrong, fleet.version
+                "%s: not the weights that were sent; sending all values of version %d", listed(wrong), fleet.version
             )
         return bool(wrong or failed)
 

@@ -7,7 +7,7 @@ from megarl.core.controller.decision import ControllerView, TrainStep, decide, i
 from megarl.core.recipe import Evaluation
 from megarl.core.server.membership import Membership
 
-ADDRESSES = [ServerAddress(id=n, url=f"http://127.0.0.1:{n}") for n in range(2)]
+ADDRESSES = [ServerAddress(id=n, url=f"http://127.0.0.1:{n}") for n in range(5)]
 
 
 def servers(*versions: int | None) -> Membership:
@@ -51,9 +51,12 @@ def test_a_complete_batch_is_trained() -> None:
 
 
 def test_a_batch_that_is_not_complete_is_waited_for() -> None:
-    reply = told(5, servers(5), batches=5, waiting_for="3 of 8 tickets")
+    members = servers(5, 5, 5, 5, 5)
+    members.pin(1)
+    members.lost(4)
+    reply = told(5, members, batches=5, waiting_for="3 of 8 tickets")
     assert isinstance(reply, Wait)
-    assert "3 of 8 tickets" in reply.reason
+    assert reply.reason == "batch 5: 3 of 8 tickets; servers 0, 2-3 clean(5), server 1 clean(5) pinned, server 4 lost"
 
 
 def test_training_goes_on_while_an_evaluation_holds_the_only_server() -> None:

@@ -352,7 +352,7 @@ def test_no_claim_waits_for_a_place_that_is_free(work: list[tuple[str, int]], li
 
 
 def test_a_place_given_back_is_offered_to_those_who_wait_for_it() -> None:
-    """Of hundreds of claims at other servers none is asked: a fleet gives back hundreds of places a second."""
+    """None of hundreds of claims at other servers is asked: a fleet gives back hundreds of places a second."""
 
     async def scenario() -> None:
         places, asked = Places(clean(0, 0), limit=1), list[int]()
