@@ -187,9 +187,11 @@ class Places:
     def _grant(self, claim: Claim, servers: Collection[int]) -> bool:
         """Give the claim a place on the suitable server of these with the most free places. Return whether there was one."""
         home = claim.home() if claim.home else None
+        if claim.home:
+            servers = () if home is None or home not in servers else (home,)
         suited = {
             s: version
-            for s in (servers if claim.home is None else (home,) if home in servers else ())
+            for s in servers
             if self.use[s].free
             and (version := self.membership.serving_version(s)) is not None
             and claim.may_use(s, version)
