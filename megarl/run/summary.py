@@ -19,9 +19,9 @@ from megarl.core.recipe import Recipe
 from megarl.run.health import Health, overoptimised
 
 
-def summarise(recipe: Recipe, rundir: RunDir) -> Row:
-    """Compute figures over all lives of the run; None for those not measured."""
-    rows, evaluations = latest_rows(rundir.metrics), latest_scores(rundir.eval)
+def summarise(recipe: Recipe, rundir: RunDir, rows: list[Row] | None = None) -> Row:
+    """Compute figures over all lives of the run; None for those not measured. rows: of metrics.jsonl, if they are known."""
+    rows, evaluations = latest_rows(rundir.metrics) if rows is None else rows, latest_scores(rundir.eval)
     lived = steady(rows, rundir)
     events = [event.event for event in rundir.events()]
     first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
