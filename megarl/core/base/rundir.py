@@ -260,14 +260,15 @@ def parsed(line: str) -> Row | None:
             row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return {k: _number(v) for k, v in row.items()} if isinstance(row, dict) else None
+    if not isinstance(row, dict):
+        return None
+    return {k: v if type(v) is float and -LARGEST < v < LARGEST else _number(v) for k, v in row.items()}
 
 
 def _number(value: object) -> object:
     """Return NaN for null and for numbers too large for any metric; any other value as it is."""
-    if value is None or (isinstance(value, int | float) and not -LARGEST < value < LARGEST):
-        return math.nan
-    return value
+    beyond = isinstance(value, int | float) and not -LARGEST < value < LARGEST
+    return math.nan if value is None or beyond else value
 
 
 def read_jsonl(path: Path) -> Iterator[Row]:
