@@ -16,7 +16,7 @@ from megarl.core.base.admission import Admission
 from megarl.core.base.types import Group, Record
 
 
-class Clock:
+class RecordClock:
     """The time of records, in Unix seconds. It is the wall clock only at the start: setting that later does no harm."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Clock:
         return self.offset + time.monotonic()
 
 
-clock = Clock()
+clock = RecordClock()
 """This process's."""
 
 
