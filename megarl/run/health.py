@@ -31,6 +31,8 @@ WINDOW, GAP, FEWEST = 30, 5, 10
 DRIFT, CLIP, THRESHOLD = 2.0, 5.0, 7.0
 """In deviations: the distance that does not count, the largest that does, and the sum that raises an alarm."""
 RELEARN = 100
+MEMORY = 1000
+"""Number of newest rows from which a judgement is the same as from all: what is older has left every norm."""
 MOVES = 10
 """Number of newest steps by whose movement `progress` is judged."""
 OVER = "warning_overoptimisation"

@@ -21,7 +21,7 @@ from types import MappingProxyType
 import msgspec
 
 from megarl.core.base.rundir import Row, RunDir, by_step, parsed, rows_in_order, scores
-from megarl.run.health import Health
+from megarl.run.health import MEMORY, Health
 from megarl.run.restart import Role
 
 PROBLEM = re.compile(r" (ERROR|CRITICAL) |^\S*(Error|Exception)\b.*:|^megarl: |CUDA out of memory")
@@ -128,9 +128,10 @@ class Observer:
         with suppress(OSError):  # not there yet, or a brief failure: the next look reads all
             written = rundir.metrics.stat().st_size
             for row in rows_in_order(rundir.metrics):
-                self.health.add(row)
                 self._take(row)
             self._metrics.offset = written
+            for row in rows_in_order(rundir.metrics, max(self.rows, default=0) - MEMORY):
+                self.health.add(row)
         self.evaluations = scores(self._eval.new())
         self.status: Status | None = None
         self._changed = 0.0

@@ -16,12 +16,12 @@ from rich.text import Text
 from megarl.core.base.rundir import Row, RunDir, latest_rows, latest_scores
 from megarl.core.evaluation.forecast import words
 from megarl.core.recipe import Recipe
-from megarl.run.health import Health, overoptimised
+from megarl.run.health import MEMORY, Health, overoptimised
 
 
-def summarise(recipe: Recipe, rundir: RunDir) -> Row:
-    """Compute figures over all lives of the run; None for those not measured."""
-    rows, evaluations = latest_rows(rundir.metrics), latest_scores(rundir.eval)
+def summarise(recipe: Recipe, rundir: RunDir, rows: list[Row] | None = None) -> Row:
+    """Compute figures over all lives of the run; None for those not measured. rows: of metrics.jsonl, if they are known."""
+    rows, evaluations = latest_rows(rundir.metrics) if rows is None else rows, latest_scores(rundir.eval)
     lived = steady(rows, rundir)
     events = [event.event for event in rundir.events()]
     first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
@@ -58,7 +58,7 @@ def summarise(recipe: Recipe, rundir: RunDir) -> Row:
         "versions_per_rollout": mean(rows, "versions_per_rollout"),
         **{name: mean(rows[-20:], name) for name in ("truncation_rate", "interruption_rate", "format_error_rate")},
         "void_groups": _total(rows, "void_groups"),
-        "warnings": [alarm.text for alarm in Health(rows).alarms] + overoptimised(last),
+        "warnings": [alarm.text for alarm in Health(rows[-MEMORY:]).alarms] + overoptimised(last),
         "restarts": events.count("restart"),
         "tasks": _by_task(recipe, rows, first, last),
     }

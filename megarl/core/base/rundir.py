@@ -254,10 +254,15 @@ def append_jsonl(path: Path, row: Row) -> None:
 def parsed(line: str) -> Row | None:
     """Parse a line of `append_jsonl`, with NaN for null. Return None for a line that is truncated or not an object."""
     try:
-        row = json.loads(line)
+        try:
+            row = msgspec.json.decode(line)  # several times as fast, but NaN and 1e400 are errors to it
+        except msgspec.DecodeError:
+            row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return {k: _number(v) for k, v in row.items()} if isinstance(row, dict) else None
+    if not isinstance(row, dict):
+        return None
+    return {k: v if type(v) is float and -LARGEST < v < LARGEST else _number(v) for k, v in row.items()}
 
 
 def _number(value: object) -> object:
@@ -280,9 +285,9 @@ class _Stepped(msgspec.Struct):
     step: Annotated[int, msgspec.Meta(ge=0, lt=LARGEST)]
 
 
-def rows_in_order(path: Path) -> Iterator[Row]:
-    """Yield rows by step; a later row of the same step replaces the earlier one (replay after a crash). One at a time: all rows
-    of a long run take gigabytes.
+def rows_in_order(path: Path, first: int = 0) -> Iterator[Row]:
+    """Yield rows by step, from step `first` on; a later row of the same step replaces the earlier one (replay after a crash).
+    One at a time: all rows of a long run take gigabytes.
     """
     if not path.exists():
         return
@@ -293,7 +298,7 @@ def rows_in_order(path: Path) -> Iterator[Row]:
             with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 where[msgspec.json.decode(line, type=_Stepped).step] = begin
             begin += len(line)
-        for _, begin in sorted(where.items()):
+        for _, begin in sorted((step, begin) for step, begin in where.items() if step >= first):
             file.seek(begin)
             row = parsed(file.readline().decode(errors="replace"))
             yield from by_step([row] if row else []).values()

@@ -45,7 +45,7 @@ from megarl.core.controller.tickets import Tickets
 from megarl.core.evaluation.forecast import Forecast, TrustedWatch
 from megarl.core.evaluation.score import Asker, Questions
 from megarl.core.journal.journal import Journal
-from megarl.core.journal.records import PublishedVersion
+from megarl.core.journal.records import PublishedVersion, clock
 from megarl.core.journal.writer import JournalWriter
 from megarl.core.recipe import START_LIMIT_RULE, Recipe
 from megarl.core.sampling.sampler import Sampler
@@ -91,6 +91,7 @@ class Controller:
         self.recipe, self.rundir, pipeline = recipe, RunDir(recipe.run.path), recipe.pipeline
         rundir, endpoints = self.rundir, self.rundir.endpoints()
         journal = Journal.open(rundir.rollouts, recipe.batch.prompts, pipeline.max_lag, pipeline.phase_steps)
+        clock.start(rundir.rollouts / "lock")
         journal.append(session_of(rundir))
         self._address = endpoints.controller
         self.link = Link(self._address, endpoints.link)
@@ -176,7 +177,7 @@ class Controller:
             spent = self._spent.setdefault(result.version, self.compute.spent())
             self.records.write(
                 PublishedVersion(
-                    version=result.version, time=time.time(), compute_hours=spent.total, startup_hours=spent.startup,
+                    version=result.version, time=clock.now(), compute_hours=spent.total, startup_hours=spent.startup,
                     evaluation_hours=spent.evaluation, servers=tuple(clean), pause_seconds=result.pause_seconds,
                     transfer_seconds=result.transfer_seconds, resume_seconds=result.resume_seconds,
                     joined_hours=self.compute.joined_hours(),

@@ -24,7 +24,7 @@ from megarl.core.evaluation.answers import Answer, SuiteDir
 from megarl.core.evaluation.forecast import Forecast, TrustedWatch, not_worth_it
 from megarl.core.evaluation.metrics import Outcome, result_of, settings_of, summarise
 from megarl.core.evaluation.score import Asker, Questions, score
-from megarl.core.journal.records import Evaluated
+from megarl.core.journal.records import Evaluated, clock
 from megarl.core.recipe import Recipe
 from megarl.core.server.membership import listed
 from megarl.core.telemetry.spans import spans
@@ -98,7 +98,7 @@ class Evaluations:
             self.latest, self._failures, done = new, 0, True
             await self._pipeline.records.write(
                 Evaluated(
-                    version=version, time=time.time(), compute_hours=spent.total, pass_rate=scores["pass_rate"],
+                    version=version, time=clock.now(), compute_hours=spent.total, pass_rate=scores["pass_rate"],
                     evaluation_hours=self._compute.spent().evaluation, n_prompts=int(scores["n_prompts"]),
                     samples=int(scores["samples"]),
                 )

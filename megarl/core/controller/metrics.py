@@ -11,7 +11,7 @@ import numpy as np
 from megarl.core.algorithm.batch import batch_statistics
 from megarl.core.base.rundir import RunDir
 from megarl.core.base.types import Batch
-from megarl.core.journal.records import Session, State
+from megarl.core.journal.records import Session, State, clock
 from megarl.core.recipe import Recipe, Resources
 from megarl.core.sampling.places import Places
 
@@ -157,7 +157,7 @@ class ComputeClock:
         assert state.session is not None
         self._state, self.unit = state, state.session.compute_unit
         # The state counts these hours only when the next record is written.
-        self._own = _DeviceHours(state.compute_hours(time.time()), state.session.devices)
+        self._own = _DeviceHours(state.compute_hours(clock.now()), state.session.devices)
         self._joined, self._evaluation = _DeviceHours(state.joined_hours), _DeviceHours(state.evaluation_hours)
         self._server_devices = resources.server_tensor_parallel * (1 if self.unit == "gpu" else resources.threads)
 

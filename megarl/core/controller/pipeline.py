@@ -9,14 +9,13 @@ restarted controller continues with the same tickets, prompts and budgets, and l
 """
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from megarl.core.base.types import Group
 from megarl.core.controller.decision import ControllerView, is_due
 from megarl.core.controller.window import Window
-from megarl.core.journal.records import Admitted, Finished, JournalRecord, Removed, State
+from megarl.core.journal.records import Admitted, Finished, JournalRecord, Removed, State, clock
 from megarl.core.recipe import Recipe
 from megarl.core.sampling.places import GroupPlaces, Places
 
@@ -46,7 +45,7 @@ class Source(Protocol):
 def settled(recipe: Recipe, group: Group, has_gradient: bool) -> Finished | Removed:
     """Return the record that ends a ticket. With `refill`, a group without gradient gives up its slot, unless it is void."""
     if recipe.batch.zero_variance != "refill" or group.void or has_gradient:
-        return Finished(group=group, time=time.time())
+        return Finished(group=group, time=clock.now())
     tokens = sum(r.trained_tokens for r in group.rollouts)
     return Removed(ticket=group.ticket, reason="zero variance", pass_rate=group.pass_rate, generated_tokens=tokens)
 

@@ -6,11 +6,33 @@
 Only `apply` changes a state, so the state before a crash and the one rebuilt after it are the same.
 """
 
+import time
+from pathlib import Path
+
 import msgspec
 import numpy as np
 
 from megarl.core.base.admission import Admission
 from megarl.core.base.types import Group, Record
+
+
+class RecordClock:
+    """The time of records, in Unix seconds. It is the wall clock only at the start: setting that later does no harm."""
+
+    def __init__(self) -> None:
+        self.offset = time.time() - time.monotonic()
+
+    def start(self, written: Path) -> None:
+        """Begin with the time of a file that was just written: the file system's clock, which also says when a session began,
+        and not that of a node, which may be wrong."""
+        self.offset = written.stat().st_mtime - time.monotonic()
+
+    def now(self) -> float:
+        return self.offset + time.monotonic()
+
+
+clock = RecordClock()
+"""This process's."""
 
 
 class Session(Record, frozen=True, tag="session"):

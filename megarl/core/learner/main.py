@@ -25,7 +25,7 @@ from megarl.core.base.link import ControllerLink, Interrupted
 from megarl.core.base.messages import Next, Publish, Refused, Reply, Request, Score, ServerAddress, Stop, Stopped, Train
 from megarl.core.base.process import ENDING, NODE, ignore_late_signals, log_to, start_logging
 from megarl.core.base.ranks import from_rank_0
-from megarl.core.base.rundir import Endpoints, RunDir, append_jsonl, by_step, read_jsonl, write_atomically
+from megarl.core.base.rundir import Endpoints, RunDir, append_jsonl, rows_in_order, write_atomically
 from megarl.core.base.types import decode, encode
 from megarl.core.learner.checkpoint import replay_parent, resumed
 from megarl.core.learner.clock import StepClock
@@ -122,8 +122,8 @@ class LearnerRank:
         self.checkpoints = resumed(recipe, rundir.checkpoints, rundir.microbatch, self.offload)
         self.trainer = self.checkpoints.trainer
         first = self.trainer.step
-        known = by_step(row for row in read_jsonl(rundir.metrics) if row.get("step") == first) if self.leader else {}
-        self.recorded: tuple[int, dict[str, object]] = first, from_rank_0(known.get(first, {}))
+        known = next(rows_in_order(rundir.metrics, first), {}) if self.leader else {}
+        self.recorded: dict[str, object] = from_rank_0(known if known.get("step") == first else {})
         self.publisher = Publisher(recipe, endpoints, self.trainer.policy.chunks, self.trainer.policy.family)
         if self.leader:
             spans.write_to(rundir.trace / "learner.jsonl")
@@ -191,7 +191,7 @@ class LearnerRank:
             raise MegarlError(f"the controller sent batch {command.batch.step} to a learner at step {step}")
         with self.clock.spent("train", step), self.offload.released(step):
             metrics = self.trainer.train_step(self.trainer.sequences(command.batch))
-        self._check_recorded(step, metrics)
+        self._check_recorded(step, command.stats | metrics)
         with self.clock.spent("checkpoint", step):
             if self.trainer.step % self.recipe.checkpoint.every == 0:
                 self.checkpoints.save()
@@ -217,8 +217,8 @@ class LearnerRank:
     def _check_recorded(self, step: int, metrics: dict[str, float]) -> None:
         """Fail the run, before any of its files is overwritten, if the first step of this life contradicts its recorded row.
         Later steps may differ, and so may a step of several epochs whose learning rate was changed."""
-        first, row = self.recorded
-        if step != first or (self.trainer.epochs > 1 and row.get("lr") != metrics.get("lr")):
+        row = self.recorded
+        if step != row.get("step") or (self.trainer.epochs > 1 and row.get("lr") != metrics.get("lr")):
             return
         limits = LIMITS[self.recipe.model.dtype, bool(self.trainer.policy.family.architecture.experts)]
         if far := contradiction(row, metrics, limits):
@@ -270,7 +270,7 @@ class LearnerRank:
         self.rundir.stop(number)
 
 
-MEASURED = "trained_logprob_diff"
+MEASURED, OF_BATCH = "trained_logprob_diff", "generated_tokens"
 
 
 def contradiction(recorded: Mapping[str, object], now: Mapping[str, object], limits: ParityLimits) -> str:
@@ -279,8 +279,15 @@ def contradiction(recorded: Mapping[str, object], now: Mapping[str, object], lim
     A restarted learner begins with a batch that was trained before, with weights that should be the same as then. Both rows
     have the mean, over the same tokens, of |learner's log-prob - behaviour log-prob|. By the triangle inequality, two such
     means differ by at most the mean |difference| of the two learners' log-probs. At any layout, rounding makes that difference
-    no larger than the one between server and learner: the limit of parity. A larger difference means different weights.
+    no larger than the one between server and learner: the limit of parity. A larger difference means different weights, if the
+    batch is the same.
     """
+    if recorded.get(OF_BATCH, now.get(OF_BATCH)) != now.get(OF_BATCH):
+        return (
+            "it was trained before, on other rollouts: RUN/rollouts is older than RUN/metrics.jsonl, as after a restore from a "
+            "backup. Restore the newer one; or, to make these steps anew, remove the rows of this step and of later ones from "
+            "metrics.jsonl and eval.jsonl"
+        )
     before, after = recorded.get(MEASURED), now.get(MEASURED)
     if not isinstance(before, float) or not isinstance(after, float) or not math.isfinite(before):
         return ""

@@ -22,7 +22,7 @@ from megarl.core.telemetry.names import tag
 from megarl.lab.monitoring import wandb_writer
 from megarl.lab.monitoring.prometheus import LearnerMetrics, serve
 from megarl.lab.monitoring.wandb_writer import WandbWriter
-from megarl.run.health import Health
+from megarl.run.health import MEMORY, Health
 from megarl.run.observe import Tail
 
 
@@ -54,7 +54,7 @@ class MetricsWriter:
     def _health_before(self, step: int) -> Health:
         """Return the judgement on the rows before this step. Writers drop what they have from there on."""
         health, newest = Health(), -1
-        for row in rows_in_order(self._path):
+        for row in rows_in_order(self._path, step - MEMORY):
             newest = row["step"]
             if newest < step:
                 health.add(row)

@@ -35,7 +35,7 @@ def write_report(rundir: RunDir) -> None:
     """Write both files, from the current contents of the run directory."""
     recipe = load(str(rundir.recipe))
     rows, evaluations = latest_rows(rundir.metrics), latest_scores(rundir.eval)
-    values = summary.summarise(recipe, rundir)
+    values = summary.summarise(recipe, rundir, rows)
     drawn = charts.pictures(recipe, rows, summary.steady(rows, rundir), evaluations)
     pictures.write_page(
         TEMPLATE,

@@ -7,6 +7,7 @@ far the curves have strayed from it, but not the noise that a single evaluation 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import Row
 from megarl.core.evaluation.forecast import FURTHER_HOURS, PASS_RATE
-from megarl.lab.scaling.fit import Fit
+from megarl.lab.scaling.fit import EARLY_HOURS, Fit
 from megarl.lab.scaling.fit import fit as fit_curves
 from megarl.lab.scaling.forms import FORMS
 from megarl.lab.scaling.points import Curve, PointColumns, curve_of_run
@@ -91,6 +92,8 @@ def forecast(evaluations: Sequence[Row], metrics: Iterable[Row], steps: int, sco
     last = evaluations[-1]
     if not last["step"]:
         return {}
+    if last.get("compute_unit") == "gpu":  # later epochs do not matter, and of a long run there are gigabytes
+        metrics = takewhile(lambda row: row.get("compute_hours", 0.0) <= EARLY_HOURS, metrics)
     try:
         fitted = fit_curves([curve_of_run("run", evaluations, metrics, "the run", PointColumns(score=score))])
     except MegarlError:

@@ -94,9 +94,9 @@ def watch(rundir: RunDir, version: int, tasks: Sequence[str]) -> Row:
     folders = {step_of(path): path for path in sorted(rundir.evaluations.glob("step-*")) if step_of(path) <= version}
     row: Row = {}
     for name in tasks:
+        if version not in folders or not _scores(SuiteDir(folders[version], name)):
+            continue  # without a read of all earlier results
         scores = {step: found for step, folder in folders.items() if (found := _scores(SuiteDir(folder, name)))}
-        if version not in scores:
-            continue
         same = sorted(set.intersection(*(set(each) for each in scores.values())))
         proxy, trusted = np.array([[each[id] for id in same] for each in scores.values()]).transpose(2, 0, 1)
         passed, end = judge(np.array(list(scores)), proxy, trusted), f"/{name}" if len(tasks) > 1 else ""

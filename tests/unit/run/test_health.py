@@ -11,7 +11,7 @@ import pytest
 
 from megarl.core.telemetry.names import NAMES
 from megarl.lab.study.corpus import CorpusRun, read
-from megarl.run.health import FEWEST, GAP, RELEARN, SIGNALS, Health, overoptimised
+from megarl.run.health import FEWEST, GAP, MEMORY, RELEARN, SIGNALS, Health, overoptimised
 
 ROOT = Path(__file__).parents[3]
 Row = dict[str, Any]
@@ -233,3 +233,17 @@ def test_over_optimisation_says_since_when_and_what_to_do() -> None:
     (math_,) = overoptimised(of_tasks | {"warning_overoptimisation/code": 0.0})
     assert math_.startswith("math: the trusted score has fallen by 0.120")
     assert overoptimised(row | {"warning_overoptimisation": 0.0}) == overoptimised({}) == []
+
+
+def test_the_newest_rows_are_enough(clean: list[CorpusRun]) -> None:
+    """A run of weeks that is resumed is not judged from its first step on: reading that takes minutes."""
+    run = next(run for run in clean if run.name == DENSE)
+    rows = [row | {"step": step} for step, row in enumerate(run.steps[-100:] * (MEMORY // 100 + 10))]
+    disturbed = [
+        row | ({"truncation_rate": 0.3, "entropy": 9.0} if row["step"] > len(rows) - 50 else {}) for row in rows
+    ]
+    for steps in (rows, disturbed):
+        whole, newest = Health(steps), Health(steps[-MEMORY:])
+        assert (newest.metrics(), newest.step) == (whole.metrics(), whole.step)
+        assert [alarm.text for alarm in newest.alarms] == [alarm.text for alarm in whole.alarms]
+    assert whole.metrics()["health"] == 0.0

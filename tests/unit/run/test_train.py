@@ -448,6 +448,21 @@ def idle_supervisor(recipe: Recipe, rundir: RunDir, asked: StopRequest) -> train
     return supervisor
 
 
+def test_a_life_that_makes_steps_is_not_fruitless_by_a_wrong_clock(
+    recipe: Recipe, write_run: Callable[[int], RunDir]
+) -> None:
+    """The learner's node believes that it is 1970, so its rows are older than every start of the run."""
+    rundir = write_run(0)
+    for n in range(7):
+        row = {"time": time.time() - 1000 + n, "session": str(n), "event": "started", "role": "learner-0"}
+        append_jsonl(rundir.logs / "supervisor.jsonl", row)
+    supervisor = idle_supervisor(recipe, rundir, StopRequest())
+    assert supervisor.given_up("its time is up") is not None
+    append_jsonl(rundir.metrics, {"step": 0, "time": 5.0})
+    supervisor.observer.look()
+    assert supervisor.given_up("its time is up") is None
+
+
 def test_a_request_to_stop_that_could_not_be_written_is_written_at_the_next_look(
     recipe: Recipe,
     write_run: Callable[[int], RunDir],

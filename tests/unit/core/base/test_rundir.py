@@ -73,6 +73,9 @@ def test_rows_come_in_order_one_at_a_time(tmp_path: Path, monkeypatch: pytest.Mo
     found = [(row["step"], row["at"]) for row in rows]
     assert found == [(1, 1), (2, 10), (3, 11), (4, 12), (5, 13), (6, 8), (7, 9)]
     assert [row for _, row in sorted(by_step(read_jsonl(path)).items())][1:] == latest_rows(path)[1:]
+    read.clear()
+    assert [row["at"] for row in rows_in_order(path, 6)] == [8, 9]
+    assert len(read) == 2, "earlier rows are not even parsed"
     assert list(rows_in_order(tmp_path / "nothing")) == []
 
 

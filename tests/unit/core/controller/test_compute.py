@@ -1,5 +1,6 @@
 """What compute was spent on, by a clock that the test sets, over two lives of a supervisor and a controller that died."""
 
+import os
 import time
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from megarl.core.base.messages import ServerAddress
 from megarl.core.controller.metrics import ComputeClock, Meter, Spent
 from megarl.core.journal.journal import Journal
-from megarl.core.journal.records import PublishedVersion, Session
+from megarl.core.journal.records import PublishedVersion, Session, clock
 from megarl.core.recipe import Resources
 from megarl.core.sampling.places import Places
 from megarl.core.server.membership import Membership
@@ -27,6 +28,7 @@ class Life:
     def at(self, hour: float) -> None:
         self._patch.setattr(time, "time", lambda: 3600 * hour)
         self._patch.setattr(time, "monotonic", lambda: 3600 * hour + 5)
+        self._patch.setattr(clock, "offset", -5.0)
 
     def publish(self, version: int, hour: float) -> Spent:
         self.at(hour)
@@ -118,3 +120,25 @@ def test_how_busy_servers_are_while_one_joins_and_another_leaves(monkeypatch: py
     places.add(1)  # the number again, with less than it had
     now[0] = 8.0
     assert meter.second()[1] == {"running": 0, "tokens_per_second": 0.0, "busy_share": 0.0}
+
+
+def test_a_clock_that_is_wrong_or_set_changes_no_hours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session began at 1 by the clock of the file system, and now it is 2 there; the node's own says something else."""
+    hour, written = [0.0], tmp_path / "lock"
+    written.touch()
+    os.utime(written, (2 * 3600, 2 * 3600))
+    monkeypatch.setattr(clock, "offset", clock.offset)
+    monkeypatch.setattr(time, "monotonic", lambda: 3600 * hour[0])
+    for wrong in (0.0, 1e9):
+        monkeypatch.setattr(time, "time", lambda wrong=wrong: wrong)
+        hour[0] = 7.0
+        clock.start(written)
+        hour[0] = 9.0
+        assert clock.now() == 4 * 3600
+        journal = Journal.open(tmp_path / str(wrong), 1, 0)
+        journal.append(Session(session="one", time=3600.0, devices=10, compute_unit="gpu"))
+        assert ComputeClock(journal.state, Resources()).hours() == 30.0
+        journal.append(PublishedVersion(version=0, time=clock.now(), compute_hours=30.0, servers=()))
+        journal.append(Session(session="two", time=36e3, devices=10, compute_unit="gpu"))
+        assert journal.state.earlier_hours == 30.0
+        journal.close()

@@ -121,7 +121,9 @@ def test_stop_and_failure_come_first() -> None:
 
 @pytest.mark.parametrize(("step", "version"), [(5, 4), (9, 9)])
 def test_a_learner_that_is_not_of_this_run_is_refused(step: int, version: int) -> None:
-    assert isinstance(told(step, servers(5), version=version), Refused)
+    refused = told(step, servers(5), version=version)
+    assert isinstance(refused, Refused)
+    assert ("a backup?" in refused.error) == (step == version)
 
 
 @pytest.mark.parametrize(

@@ -35,3 +35,12 @@ def test_what_was_not_measured_contradicts_nothing() -> None:
         assert contradiction(recorded, {"trained_logprob_diff": 3.5}, limits) == ""
     assert contradiction({"trained_logprob_diff": 3.5}, {}, limits) == ""
     assert contradiction({"trained_logprob_diff": 0.01}, {"trained_logprob_diff": math.inf}, limits)
+
+
+def test_other_rollouts_are_an_older_journal_and_not_other_weights() -> None:
+    limits = LIMITS["fp32", False]
+    recorded = {"trained_logprob_diff": 0.01, "generated_tokens": 4035.0}
+    assert contradiction(recorded, recorded, limits) == ""
+    said = contradiction(recorded, {"trained_logprob_diff": 0.01, "generated_tokens": 4100.0}, limits)
+    assert "RUN/rollouts is older than RUN/metrics.jsonl" in said
+    assert contradiction({"trained_logprob_diff": 0.01}, recorded, limits) == "", "of a row that does not say"

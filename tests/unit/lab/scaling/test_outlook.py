@@ -1,5 +1,6 @@
 """The outlook of a run whose curve is known."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -92,3 +93,16 @@ def test_of_a_task() -> None:
     assert found == alone | {"predicted_score": "pass_rate/code"}
     assert words(of_task[-1] | found).startswith("code 0.60")
     assert forecast(of_task, [], 4000) == {}, "a constant, which is what the others make of it, has no curve"
+
+
+def test_steps_behind_the_early_hours_are_not_read() -> None:
+    """There are gigabytes of them in a long run, and each evaluation would read them all."""
+
+    def steps(epoch: float) -> Iterator[dict[str, Any]]:
+        yield {"step": 0, "epoch": 0.0, "compute_hours": 1.0}
+        yield {"step": 1, "epoch": epoch, "compute_hours": 900.0}
+        yield {"step": 2, "epoch": 0.0, "compute_hours": 1501.0}
+        pytest.fail("read on")
+
+    for epoch in (0.0, 1.0):
+        assert forecast(rows(20, 400.0), steps(epoch), steps=4000)["predicted_hours"] == 16_000

@@ -13,6 +13,7 @@ from msgspec import UNSET
 from benchmarks.overoptimisation import alarm, cases, drawn
 from megarl.core.base.rundir import RunDir, step_folder
 from megarl.core.evaluation.answers import Result, SuiteDir
+from megarl.lab.scaling import overoptimisation
 from megarl.lab.scaling.overoptimisation import judge, straying, trend, watch
 
 T = np.linspace(0, 1, 12)
@@ -98,7 +99,8 @@ def written(run: RunDir, name: str, scores: tuple[np.ndarray, np.ndarray], steps
         )  # fmt: skip
 
 
-def test_columns_of_a_row(tmp_path: Path) -> None:
+def test_columns_of_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
     rng, steps, run = np.random.default_rng(1), 20 * np.arange(12), RunDir(tmp_path)
     hacked, clean = (
         (drawn(a, 400, 0.0, rng), drawn(b, 400, 0.0, rng))
@@ -119,7 +121,10 @@ def test_columns_of_a_row(tmp_path: Path) -> None:
     assert several["warning_overoptimisation/hacked"] == 1
     assert not any(name.endswith("/plain") for name in several), "it has no trusted grader"
     assert watch(run, 60, ["hacked"]) == {"warning_overoptimisation": 0.0}, "what came later is not known then"
-    assert watch(run, 220, ["plain"]) == {}
+    with monkeypatch.context() as patch:
+        patch.setattr(overoptimisation, "_scores", lambda place: read.append(place.path))
+        assert watch(run, 220, ["plain"]) == {}
+    assert read == [step_folder(run.evaluations, 220) / "plain"], "without those of all evaluations before"
     damaged = SuiteDir(step_folder(run.evaluations, 20), "hacked").result
     damaged.write_text(json.dumps({"schema_version": 1}))
     assert watch(run, 220, ["hacked"])["warning_overoptimisation"] == 1, "judged by the others"
