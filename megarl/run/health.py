@@ -31,6 +31,8 @@ WINDOW, GAP, FEWEST = 30, 5, 10
 DRIFT, CLIP, THRESHOLD = 2.0, 5.0, 7.0
 """In deviations: the distance that does not count, the largest that does, and the sum that raises an alarm."""
 RELEARN = 100
+GROUPS = 8
+"""The fewest groups by whose tokens sampling is judged."""
 MEMORY = 1000
 """Number of newest rows from which a judgement is the same as from all: what is older has left every norm."""
 MOVES = 10
@@ -95,6 +97,12 @@ def _drift(row: Row, _: str) -> float:
     return row["trained_logprob_diff"] / row["lag_mean"] if row["lag_mean"] >= 0.5 else math.nan
 
 
+def _surprise(row: Row, _: str) -> float:
+    """Return how unlikely trained tokens are, as a multiple of their entropy: 1 if the policy sampled them and all are trained.
+    Groups with variance have the unlikely mistakes, so a mean over few of them says little."""
+    return row["surprise"] / row["entropy"] if row["groups_in_loss"] >= GROUPS else math.nan
+
+
 def _imbalance(row: Row, _: str) -> float:
     """Return the geometric mean of the layers' imbalance."""
     layers = [math.log(row[name]) for name in row if name.startswith("expert_imbalance_layer_")]
@@ -142,9 +150,9 @@ SIGNALS = (
     Signal("learning_rate", metric("lr_change"), "the learning rate has jumped", "compare learner.optimizer with the run's "
            "earlier steps", limit=2.0),
     # Against their own past.
-    Signal("sampled_hot", lambda row, _: row["surprise"] / row["entropy"], "tokens are less likely than entropy allows: "
+    Signal("sampled_hot", _surprise, "tokens are less likely than entropy allows: "
            "servers sample at a higher temperature", _SAMPLER, noise=0.15, scale=LOG),
-    Signal("sampled_cold", lambda row, _: row["surprise"] / row["entropy"], "tokens are more likely than entropy allows: "
+    Signal("sampled_cold", _surprise, "tokens are more likely than entropy allows: "
            "servers sample at a lower temperature", _SAMPLER, rises=False, noise=0.15, scale=LOG),
     Signal("kernels", metric("parity_logit/kernels"), _SIDES, "", noise=0.2, scale=LOG_LOGIT),
     Signal("kernels_median", metric("parity_p50/kernels"), _SIDES, "", noise=0.5, scale=LOG_MEDIAN),

@@ -214,6 +214,16 @@ def test_groups_of_one_reward_are_no_sign_with_a_teacher(clean: list[CorpusRun])
     assert judged(clean, DENSE, now(zero_variance_share=1.0, kl_teacher=0.5)).history == []
 
 
+def test_few_groups_are_no_sign_of_another_temperature(clean: list[CorpusRun]) -> None:
+    """Those with variance have the unlikely mistakes: once a task is nearly solved, few others are left."""
+
+    def at(groups: float) -> Callable[[Row], Row]:
+        return lambda row: times("surprise", 2.0)(row) | {"groups_in_loss": groups}
+
+    assert "sampled_hot" in {alarm.name for alarm in judged(clean, DENSE, at(24.0)).history}
+    assert "sampled_hot" not in {alarm.name for alarm in judged(clean, DENSE, at(5.0)).history}
+
+
 def test_the_documentation_has_all_signals() -> None:
     page = (ROOT / "docs" / "monitoring.md").read_text()
     section = page[page.index("## Health") :].partition("\n## ")[0]
