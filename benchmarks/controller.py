@@ -206,7 +206,7 @@ def _measured(
         if process.poll() is not None:
             raise SystemExit(f"the controller ended: {(rundir.logs / 'controller.log').read_text()[-2000:]}")
         print(f"version {servers.version}, {servers.running} requests in flight", file=sys.stderr)
-        time.sleep(5)
+        time.sleep(1)
     print(f"process {process.pid} is measured", file=sys.stderr)
     begin, before, chunks, version, flights = time.monotonic(), used(), servers.chunks, servers.version, []
     while time.monotonic() - begin < seconds:
