@@ -145,7 +145,7 @@ def transfer(
     fits = {n: fit(curves[n], start=start, end=until) for n in sorted(curves)}
     found = transferred(fits, size, r0)
     scores, unit = found.scores(np.array(to)), next(iter(fits.values())).unit
-    said = [*doubts(fits, size)]
+    said = [*doubts(fits, size, r0)]
     if as_json:
         record: dict[str, object] = {}
         for key, (middle, low, high) in zip(("A", "B", "C_mid", "R_0"), found.intervals.T.tolist(), strict=True):

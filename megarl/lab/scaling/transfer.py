@@ -87,10 +87,16 @@ def _logarithms(fit: Fit) -> Array:
 
 
 FEW_SIZES = 4
+ALIKE = 0.1
+"""How far the score before training may lie outside those of the fits."""
 
 
-def doubts(fits: Mapping[float, Fit], size: float) -> Iterator[str]:
-    """Yield one sentence for each thing that these fits do not support."""
+def doubts(fits: Mapping[float, Fit], size: float, r0: float | None = None) -> Iterator[str]:
+    """Yield one sentence for each thing that these fits do not support. r0: as for `transfer`."""
+    starts = [fit.R_0 for fit in fits.values()]
+    if r0 is not None and not min(starts) - ALIKE <= r0 <= max(starts) + ALIKE:
+        alike = "a law in size holds only between runs that begin alike"
+        yield f"the size begins at {r0:.2f}, the fits at {min(starts):.2f} to {max(starts):.2f}: {alike}"
     if len(fits) < FEW_SIZES:
         assumed = "the intervals mostly show what is assumed about it"
         yield f"{len(fits)} sizes hardly show how far a size strays from a line: {assumed}"
