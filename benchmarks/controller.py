@@ -45,6 +45,8 @@ from megarl.tasks.data.arithmetic_models import LLAMA, save_model
 SERVERS, GENERATIONS, K = 64, 16, 8
 CHUNKS = (4, 12)
 """The fewest and the most chunks of a completion: 256 to 768 tokens."""
+START_LIMIT_S = 450.0
+"""How long the first two steps may take."""
 LOGPROB = -1.2345678
 """What servers and learner say of each token. If they differed, the controller would stop the run."""
 
@@ -137,7 +139,7 @@ async def serve(servers: StandInServers, port: int) -> None:
 
 
 def learn(rundir: RunDir, servers: StandInServers) -> None:
-    """Be the learner: take batches and publish, until the controller is gone."""
+    """Be the learner: take batches and publish, until the controller stops; its log says why."""
     endpoints, step, name = rundir.endpoints(), 0, "stand-in"
     link = ControllerLink(endpoints.controller, endpoints.link, lambda: "", resend_s=5.0, limit_s=600.0)
     while True:
@@ -154,7 +156,7 @@ def learn(rundir: RunDir, servers: StandInServers) -> None:
                 scores = tuple(np.full(len(r.tokens) - r.first, LOGPROB, np.float32) for r in reply.rollouts)
                 link.ask(Scored(incarnation=name, version=reply.version, logprobs=scores, against=scores))
             case Stop():
-                raise SystemExit(f"the controller stops: {reply.reason}")
+                return
 
 
 def recipe_in(folder: Path, streams: int) -> Recipe:
@@ -202,9 +204,12 @@ def _measured(
         times = watched.cpu_times()
         return times.user + times.system
 
+    begin = time.monotonic()
     while servers.version < 2:
-        if process.poll() is not None:
-            raise SystemExit(f"the controller ended: {(rundir.logs / 'controller.log').read_text()[-2000:]}")
+        ended, late = process.poll() is not None, time.monotonic() - begin > START_LIMIT_S
+        if ended or late:
+            why = "the controller ended" if ended else f"two steps took longer than {START_LIMIT_S:g} s"
+            raise SystemExit(f"{why}: {(rundir.logs / 'controller.log').read_text()[-2000:]}")
         print(f"version {servers.version}, {servers.running} requests in flight", file=sys.stderr)
         time.sleep(1)
     print(f"process {process.pid} is measured", file=sys.stderr)
@@ -229,9 +234,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--folder", type=Path)
     options = parser.parse_args()
-    logging.getLogger("aiohttp").setLevel(
-        logging.CRITICAL
-    )  # the controller is killed in the end, and its connections with it
+    # In the end the controller is killed, and its connections with it.
+    logging.getLogger("aiohttp").setLevel(logging.CRITICAL)
     allow_files(2 * options.streams)
     with tempfile.TemporaryDirectory() as folder:
         found = measure((options.folder or Path(folder)).resolve(), options.streams, options.rate, options.seconds)

@@ -262,6 +262,7 @@ def parsed(line: str) -> Row | None:
         return None
     if not isinstance(row, dict):
         return None
+    # Nearly all values are plain floats, and need no call.
     return {k: v if type(v) is float and -LARGEST < v < LARGEST else _number(v) for k, v in row.items()}
 
 

@@ -109,7 +109,7 @@ def _impossible(asked: Next, now: ControllerView) -> str:
     if asked.step > now.batches:
         return (
             f"the learner asks for step {asked.step}, but the journal holds {now.batches} complete batches: it is older than "
-            f"the newest checkpoint (a backup?), or of another run. Restore the newer journal; or move away the checkpoints "
+            "the newest checkpoint (a backup?), or of another run. Restore the newer journal; or move away the checkpoints "
             f"after step {now.batches}, and remove the rows from there on from metrics.jsonl and eval.jsonl"
         )
     return ""
