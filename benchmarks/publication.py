@@ -159,7 +159,7 @@ def measure(recipe: Recipe, endpoints: Endpoints, server: int, repeats: int) -> 
             return sent
 
     publisher = Publisher(recipe, endpoints, chunks, family)
-    publisher._transport = Timed(chunks, family, LastSent(1), limit, recipe.weights.timeout_s)
+    publisher._transport = Timed(chunks, family, LastSent(1), limit, recipe.weights.timeout_s, links=1)
     address = ServerAddress(id=0, url=endpoints.servers[0])
 
     def exported() -> Iterator[tuple[str, Tensor]]:

@@ -24,6 +24,8 @@ from megarl.core.base.architecture import CONFIGS
 from megarl.core.learner.optimizer import with_optimizer
 from megarl.core.models import checkpoint
 from megarl.core.recipe import Recipe
+from megarl.core.weights.deltas import LastSent
+from megarl.core.weights.process_group import ProcessGroupTransport
 from megarl.core.weights.transport import buckets
 from megarl.shims.megatron_cpu import after_megatron_import
 
@@ -40,11 +42,13 @@ def held(recipe: Recipe, rank: int) -> dict[str, Any]:
     parallel_state.get_data_parallel_group_gloo = parallel_state.get_data_parallel_group
     parallel_state.get_expert_data_parallel_group_gloo = parallel_state.get_expert_data_parallel_group
     parallel.model_parallel_cuda_manual_seed(1)
+    family, limit = family_of(directory), recipe.weights.bucket_mb << 20
+    sends = ProcessGroupTransport((), family, LastSent(1), limit, 60, recipe.resources.server_tensor_parallel)
     with FakeTensorMode(allow_non_fake_inputs=True):
         chunks = build.build(model, directory)
         saved = [shard for part in checkpoint.model_state(chunks).values() for shard in part.values()]
-        sizes = [bucket.flat.nbytes for bucket in buckets(hf.export(chunks, family_of(directory), stacked=False),
-                                                          recipe.weights.bucket_mb << 20)]  # fmt: skip
+        sizes = [bucket.flat.nbytes for bucket in buckets(hf.export(chunks, family, stacked=False), limit)]
+        part = hf.export(chunks, family, stacked=False, part=sends._copy, parts=sends._copies)
         ddp, optimizer, _ = with_optimizer(chunks, recipe.learner.optimizer, recipe)
         buffers = [buffer for network in ddp for buffer in (*network.buffers, *network.expert_parallel_buffers)]
         parts = getattr(optimizer, "chained_optimizers", [optimizer])
@@ -61,6 +65,8 @@ def held(recipe: Recipe, rank: int) -> dict[str, Any]:
             "buckets": len(sizes),
             "largest_bucket": max(sizes),
             "published": sum(sizes),
+            "group": [sends._group_number, sends._groups],
+            "sent": sum(tensor.nbytes for _, tensor in part) if sends._source else 0,
         }
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
@@ -73,7 +79,7 @@ def everyone_says(values: list[Any], mine: Any, group: object = None) -> None:
 
 def main(name: str, config: str, ranks: list[int], overrides: list[str]) -> None:
     after_megatron_import()
-    dist.all_gather_object = everyone_says
+    dist.all_gather_object, dist.broadcast_object_list = everyone_says, lambda *_, **__: None
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text((CONFIGS / f"{config}.json").read_text())
         recipe = recipes.load(name, [f"model.path={folder}", *overrides])

@@ -5,7 +5,10 @@
 
 import gc
 import os
+import re
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from safetensors.torch import load_file
+from torch.nn import Module
 
 SP2 = {"tensor_parallel": 2}
 DENSE: dict[int, list[dict[str, Any]]] = {
@@ -92,6 +96,7 @@ def check(path: Path, model: Model, recompute: str, what: str, output: Path, oth
     stages = {frozenset(n) for n in names}
     assert same, f"{what}: export differs from the directory"
     assert sum(map(len, stages)) == len(stored), f"{what}: a tensor is exported by no stage or by two"
+    check_parts(chunks, family, what)
 
     reference = torch.load(path.with_suffix(".pt"))
     ddp = with_gradients(chunks)
@@ -126,6 +131,31 @@ def check(path: Path, model: Model, recompute: str, what: str, output: Path, oth
         again = dict(hf.export(chunks, family))
         assert all(torch.equal(exported[n], again[n]) for n in exported), f"{what}: {other} loads differently"
     return output / "step"
+
+
+def check_parts(chunks: Sequence[Module], family: Family, what: str) -> None:
+    """Copies of the model export different parts at once, as they do when each sends its own; together they are everything."""
+    whole = {name: tensor.clone() for name, tensor in hf.export(chunks, family, stacked=False)}
+    copy, parts, sizes = parallel_state.get_data_parallel_rank(True), dict[str, Any](), []
+    for turn in range(3):  # with the third number nothing is exported
+        part = {
+            name: tensor.clone()
+            for name, tensor in hf.export(chunks, family, stacked=False, part=(copy + turn) % 3, parts=2)
+        }
+        assert not parts.keys() & part.keys(), f"{what}: two parts have {sorted(parts.keys() & part.keys())[0]}"
+        parts |= part
+        sizes.append(sum(tensor.nbytes for tensor in part.values()))
+    assert parts.keys() == whole.keys(), (
+        f"{what}: {sorted(parts.keys() ^ whole.keys())[0]} is in one of parts and whole"
+    )
+    assert all(torch.equal(parts[name], whole[name]) for name in whole), f"{what}: parts differ from the whole"
+    least, *both = sorted(sizes)
+    layers = Counter[str]()
+    for name, tensor in whole.items():
+        layers[re.sub(r"(\.layers\.\d+\.).*", r"\1", name)] += tensor.nbytes
+    largest = max(layers.values())
+    assert least == 0, f"{what}: a part that is none has {least} bytes"
+    assert both[1] - both[0] <= largest, f"{what}: parts of {both} bytes, and nothing has more than {largest}"
 
 
 def forget_models() -> None:

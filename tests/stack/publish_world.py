@@ -2,8 +2,8 @@
 
 `python -m tests.stack.publish_world RECIPE URL FIRST_VERSION PLAN`; rank 0 prints one line of JSON a publication. PLAN (JSON)
 lists {"model": directory, "overrides": of the recipe, "backend": of its process group}. With NUDGED in place of a model's
-name, the previous publisher publishes its model again with a few bits changed; with SAME, a new publisher publishes the same
-model.
+name, the previous publisher publishes its model again with a few bits changed; with BROKEN, too, and the last rank fails to
+send the first time; with SAME, a new publisher publishes the same model.
 """
 
 import functools
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.nn import Module
 
 from megarl.core import recipe as recipes
+from megarl.core.base.broadcast import BroadcastGroup
 from megarl.core.base.delta import INTEGERS
 from megarl.core.base.messages import Publish, Published, ServerAddress
 from megarl.core.base.rundir import RunDir
@@ -30,7 +31,7 @@ from tests import pessimistic_nccl  # noqa: F401  a backend that an entry may na
 from tests.parallel.worlds import run_world
 from tests.stack.conftest import Stack
 
-NUDGED, SAME = "nudged", "same"
+NUDGED, BROKEN, SAME = "nudged", "broken", "same"
 
 
 def publish_from(
@@ -58,13 +59,15 @@ def main(path: str, url: str, first_version: int, plan: list[dict[str, Any]]) ->
         parallel.start(recipe.model, seed=0, timeout_s=60)
         directory = Path(entry["model"])
         process_group.backend = functools.partial(str, entry["backend"])
-        if directory.name == NUDGED:
+        if directory.name in (NUDGED, BROKEN):
             nudge(chunks, version)
+            if directory.name == BROKEN and dist.get_rank() == dist.get_world_size() - 1:
+                fail_to_send()
         elif directory.name != SAME:
             family = family_of(directory)
             chunks = build.build(recipe.model, directory)
             hf.load(chunks, family, directory)
-        if directory.name != NUDGED:
+        if directory.name not in (NUDGED, BROKEN):
             publisher = Publisher(recipe, RunDir(recipe.run.path).endpoints(), chunks, family)
         address = ServerAddress(id=0, url=url, tensor_parallel=recipe.resources.server_tensor_parallel)
         command = Publish(version=version, servers=(address,))
@@ -79,6 +82,16 @@ def nudge(chunks: Sequence[Module], seed: int, share: float = 0.01) -> None:
         draw = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         chosen = torch.rand(parameter.shape, generator=draw) < share
         parameter.data.view(INTEGERS[parameter.itemsize]).add_(chosen)
+
+
+def fail_to_send() -> None:
+    real = BroadcastGroup.send
+
+    def fail(self: BroadcastGroup, *what: Any) -> Any:
+        BroadcastGroup.send = real
+        raise RuntimeError("fails once, for a test")
+
+    BroadcastGroup.send = fail
 
 
 def say(published: Published | None) -> None:

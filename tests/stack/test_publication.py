@@ -183,7 +183,7 @@ async def test_what_was_checked_is_what_is_served_and_a_copy_that_was_left_is_dr
     """A learner that is lost while it sends leaves its group and its copy; the server serves on, and the next begins anew."""
     before = assert_good(await asyncio.to_thread(publish, stack, learner, "a", 34))
     chunks, family = learner("b")
-    transport = process_group.ProcessGroupTransport(chunks, family, LastSent(1), 100_000, 20)
+    transport = process_group.ProcessGroupTransport(chunks, family, LastSent(1), 100_000, 20, 1)
     real, sent = BroadcastGroup.send, itertools.count()
 
     def lost(self: BroadcastGroup, *what: Any) -> Any:

@@ -1,5 +1,6 @@
 """A server of two tensor-parallel ranks, as the 17Bx16 needs: log-probs, then weights by handles to a learner's memory, over a
-process group (gloo and the stand-in for NCCL), and from disk. The learner has two ranks, too, with a part of each tensor."""
+process group (gloo and the stand-in for NCCL), and from disk. The learner has two ranks, too, with a part of each tensor, or
+each with a copy of the model, of which it sends half."""
 
 import asyncio
 from collections.abc import Iterator
@@ -8,13 +9,15 @@ import pytest
 
 from tests.pessimistic_nccl import NAME as PESSIMISTIC_NCCL
 from tests.stack.conftest import Stack, running, two_models
-from tests.stack.publish_world import NUDGED, SAME, publish_from
+from tests.stack.publish_world import BROKEN, NUDGED, SAME, publish_from
 from tests.stack.test_server_families import CASES, ENDLESS, LLAMA4, assert_serves
 from tests.tiny import tiny_deepseek_v3, tiny_gpt_oss, tiny_llama4
 
 pytestmark = [pytest.mark.stack, pytest.mark.anyio, pytest.mark.timeout(900)]
 
 
+COPIES = "model.tensor_parallel=1"
+"""Makes two data-parallel copies of a learner's two ranks. A server of two ranks gets half of the weights from each."""
 MODELS = {
     "llama4": (tiny_llama4, LLAMA4 | {"num_key_value_heads": 2}),
     "deepseek_v3": (tiny_deepseek_v3, CASES["deepseek_v3"].overrides),
@@ -48,20 +51,42 @@ async def test_two_ranks_serve_what_is_published(served: Stack) -> None:
         ("a", by_group, "gloo"),
         ("b", ["weights.transport=disk"], ""),
         ("a", by_group, PESSIMISTIC_NCCL),
+        ("b", [*by_group, COPIES], PESSIMISTIC_NCCL),
+        ("a", [*by_group, COPIES, "model.expert_parallel=2"], "gloo"),
     ]
     found = await asyncio.to_thread(publish_from, served, 2, 0, publications)
     await assert_serves(served, "a")
+    assert [error for error, *_ in found] == [""] * len(found)
+    handed, by_gloo, loaded, by_stand_in, by_two, by_two_with_half = (checksum for _, checksum, *_ in found)
+    assert handed == loaded == by_two != by_gloo == by_stand_in == by_two_with_half
+    (sent,) = {size for *_, size in found[3:]}
+    assert sent == found[1][2]
+
+
+async def test_when_one_source_fails_all_send_again(served: Stack) -> None:
+    overrides = ["weights.transport=process_group", "weights.full_every=9", "resources.colocate=false", COPIES]
+    plan = [(name, overrides, "gloo") for name in ("a", NUDGED, BROKEN, SAME)]
+    found = await asyncio.to_thread(publish_from, served, 2, 20, plan)
     assert [error for error, *_ in found] == [""] * 4
-    handed, by_gloo, loaded, by_stand_in = (checksum for _, checksum, *_ in found)
-    assert handed == loaded != by_gloo == by_stand_in
+    (_, _, whole), (_, before, changes), (_, after, again), everything = found
+    assert (
+        changes < 0.1 * whole == 0.1 * again
+    )  # once a group is broken, it is unknown which changes a server has added
+    assert before != after
+    assert everything == ("", after, whole)
 
 
 @pytest.mark.parametrize(
-    "transport", ["process_group", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cuda_ipc", "disk"))]
+    ("transport", "layout"),
+    [
+        ("process_group", []),
+        ("process_group", [COPIES]),
+        *(pytest.param(name, [], marks=pytest.mark.slow) for name in ("cuda_ipc", "disk")),
+    ],
 )
-async def test_deltas_reach_both_ranks(served: Stack, transport: str) -> None:
+async def test_deltas_reach_both_ranks(served: Stack, transport: str, layout: list[str]) -> None:
     """Experts, fused and turned tensors too. Everything, sent again, changes nothing."""
-    overrides = [f"weights.transport={transport}", "weights.full_every=9"]
+    overrides = [f"weights.transport={transport}", "weights.full_every=9", *layout]
     if transport == "process_group":
         overrides.append("resources.colocate=false")
     plan = [(name, overrides, "gloo") for name in ("a", NUDGED, NUDGED, SAME)]

@@ -15,7 +15,7 @@ import json
 import os
 import re
 import shutil
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from operator import itemgetter
@@ -77,8 +77,13 @@ def load(chunks: Sequence[Module], family: Family, hf_dir: Path) -> None:
             parameter.copy_(value)
 
 
-def export(chunks: Sequence[Module], family: Family, stacked: bool = True) -> Iterator[tuple[str, Tensor]]:
+def export(
+    chunks: Sequence[Module], family: Family, stacked: bool = True, part: int = 0, parts: int = 1
+) -> Iterator[tuple[str, Tensor]]:
     """Yield this pipeline stage's weights as (Hugging Face name, whole tensor), one at a time, always in the same order.
+
+    part: which of `parts` parts of the stage to yield. They have about equal sizes and consist of whole layers. All ranks of a
+    tensor-parallel group take the same one; a number that no part has yields nothing.
 
     stacked: yield a layer's experts as one tensor if the family stores them so (Llama 4). Otherwise yield each under a name of
     its own, as in other families, which servers also accept: Scout's stack alone has 2.7 GB, more than any bucket. A tensor
@@ -90,8 +95,13 @@ def export(chunks: Sequence[Module], family: Family, stacked: bool = True) -> It
     """
     stacks: dict[str, Tensor] = {}  # [experts, …], filled view by view
     missing: Counter[str] = Counter()
+    part_of, experts_divided = _parts(chunks, family, parts), parallel_state.get_expert_model_parallel_world_size() > 1
     for name, parameter in named_tensors(chunks):
         if family.architecture.tied and name == "output_layer.weight":
+            continue
+        if part_of[_unit(name)] != part:
+            if experts_divided and _EXPERT.fullmatch(name):
+                deque(_gathered(name, parameter.detach(), family), maxlen=0)  # for copies of the model that yield it
             continue
         for name_there, shards in _gathered(name, parameter.detach(), family):
             weight = family.weight(name_there)
@@ -103,15 +113,37 @@ def export(chunks: Sequence[Module], family: Family, stacked: bool = True) -> It
                 elif not stacked:
                     yield source.alone, view.t().contiguous().to(weight.served or view.dtype)
                 else:
-                    part, parts = source.part or (0, 1)
+                    position, views = source.part or (0, 1)
                     if source.name not in stacks:
-                        shape = (family.architecture.experts, *view.shape[:-1], view.shape[-1] * parts)
-                        stacks[source.name], missing[source.name] = view.new_empty(shape), shape[0] * parts
-                    stacks[source.name][source.expert].chunk(parts, -1)[part].copy_(view)
+                        shape = (family.architecture.experts, *view.shape[:-1], view.shape[-1] * views)
+                        stacks[source.name], missing[source.name] = view.new_empty(shape), shape[0] * views
+                    stacks[source.name][source.expert].chunk(views, -1)[position].copy_(view)
                     missing[source.name] -= 1
                     if not missing[source.name]:
                         yield source.name, stacks.pop(source.name)
     assert not stacks, f"never filled: {', '.join(stacks)}"
+
+
+def _parts(chunks: Sequence[Module], family: Family, parts: int) -> dict[str, int]:
+    """Return the part of each layer and of each tensor outside layers. The largest comes first, each into the smallest part."""
+    sizes: Counter[str] = Counter()
+    experts = parallel_state.get_expert_tensor_and_model_parallel_group().size()
+    for name, tensor in named_tensors(chunks):
+        shards = (
+            experts if _EXPERT.fullmatch(name) else shard_of(name)[1] if family.weight(name).split is not None else 1
+        )
+        sizes[_unit(name)] += tensor.nbytes * shards
+    given, part_of = [0] * parts, {}
+    for unit, size in sizes.most_common():
+        part_of[unit] = given.index(min(given))
+        given[part_of[unit]] += size
+    return part_of
+
+
+def _unit(name: str) -> str:
+    """Return the layer of a tensor, or the name of one outside layers."""
+    match = _LAYER.fullmatch(name)
+    return f"{match[1]}{match[2]}" if match else name
 
 
 type _WrittenFile = tuple[Path, dict[str, int]]

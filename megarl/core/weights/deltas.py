@@ -30,7 +30,7 @@ class _Held(NamedTuple):
 
 class LastSent:
     """A copy of what this rank sent last, in the host's memory. With cuda_ipc it is the whole model, on each rank that has a
-    server; with other transports, a pipeline stage, on the rank that sends it.
+    server; with others, what the rank sends of a pipeline stage.
 
     whole: whether all weights are sent now.
     """

@@ -1,11 +1,16 @@
-"""Transport: all pipeline stages broadcast their weights to all servers at once, bucket by bucket, while these generate.
+"""Transport: pipeline stages and data-parallel copies broadcast weights to all servers at once, while these generate.
 
-    stage 0   source rank ──group──► server ranks       rank 0 of a group is the stage's source; the servers' ranks follow
-    stage 1   source rank ──group──► server ranks       in the order of the servers; each rank has a thread for each group
+    stage 0   copy 0   source rank ──group──► server ranks     rank 0 of a group is the source; the servers' ranks follow in
+              copy 1   source rank ──group──► server ranks     the order of the servers; each rank has a thread for each group
+    stage 1   copy 0   source rank ──group──► server ranks
+              copy 1   source rank ──group──► server ranks     each sends half of its stage's layers, by its own link
 
-No rank has the whole model. Groups are kept from one publication to the next and formed again, under a new name, when a
-server fails, comes back, or joins. When a server dies, the others fail at different buckets, so all get everything again from
-bucket 0. The source completes the export even if it cannot send, because its tensor-parallel peers take part in it.
+No rank sends the whole model. One source can fill the network link of one GPU, so there are at most as many as a server has
+GPUs; a server of one GPU has one source per stage.
+
+Groups are kept from one publication to the next and formed again, under a new name, when a server fails, comes back, or joins.
+When a server dies, the others fail at different buckets, so all get everything again from bucket 0. A source completes the
+export even if it cannot send, because its tensor-parallel peers take part in it.
 """
 
 import itertools
@@ -52,7 +57,7 @@ def backend() -> str:
 
 @dataclass
 class _Attempt:
-    """The result of one attempt, for one stage on one rank, or for all of them.
+    """The result of one attempt, for one rank, or for all of them.
 
     failed: servers that failed by themselves. interrupted: servers that only failed to receive because the group failed.
     broken: why the group can no longer be used.
@@ -79,17 +84,23 @@ class ProcessGroupTransport:
     staged = True
 
     def __init__(
-        self, chunks: Sequence[Module], family: Family, last: LastSent, bucket_bytes: int, limit_s: float
+        self, chunks: Sequence[Module], family: Family, last: LastSent, bucket_bytes: int, limit_s: float, links: int
     ) -> None:
-        """Begin without a group. limit_s: time limit for each bucket (weights.timeout_s)."""
-        self._chunks, self._family, self._last = chunks, family, last
-        self._bucket_bytes, self._limit_s = bucket_bytes, limit_s
-        pipeline = parallel_state.get_pipeline_model_parallel_group()
-        self._stage, self._stages = pipeline.rank(), pipeline.size()
-        first_copy = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-        # With expert parallelism, ranks of other data-parallel copies have a part of the weights.
-        self._exports = first_copy or parallel_state.get_expert_model_parallel_world_size() > 1
-        self._source = first_copy and parallel_state.get_tensor_model_parallel_rank() == 0
+        """Begin without a group. bucket_bytes: under way to a server at once. limit_s: time limit for each bucket
+        (weights.timeout_s). links: a server's GPUs."""
+        self._chunks, self._family, self._last, self._limit_s = chunks, family, last, limit_s
+        pipeline, copies = (
+            parallel_state.get_pipeline_model_parallel_group(),
+            parallel_state.get_data_parallel_group(True),
+        )
+        self._copy, self._copies = copies.rank(), max(1, min(copies.size(), links // pipeline.size()))
+        self._group_number = pipeline.rank() * self._copies + self._copy
+        self._groups = pipeline.size() * self._copies
+        self._bucket_bytes = bucket_bytes // self._groups
+        sends = self._copy < self._copies
+        # With expert parallelism, ranks of all data-parallel copies have a part of the weights.
+        self._exports = sends or parallel_state.get_expert_model_parallel_world_size() > 1
+        self._source = sends and parallel_state.get_tensor_model_parallel_rank() == 0
         self._learner: str = from_rank_0(f"weights-{uuid.uuid4().hex[:12]}")  # the names of its groups begin so
         self._group: BroadcastGroup | None = None
         self._members: tuple[int, ...] = ()
@@ -130,15 +141,15 @@ class ProcessGroupTransport:
         return Sent(errors, {}, 0)
 
     def _send_all(self, fleet: Fleet, ids: tuple[int, ...]) -> _Attempt:
-        """Send all stages once."""
+        """Send everything once."""
         whole, mine = _Attempt(), _Attempt()
         joined = True
-        for stage in range(self._stages):  # in turn, or servers would wait for each other in different groups
-            if stage == self._stage and self._source:
+        for number in range(self._groups):  # in turn, or servers would wait for each other in different groups
+            if number == self._group_number and self._source:
                 self._join(mine, fleet, ids)
             joined = joined and not any(gathered(mine.broken))
         if joined and self._exports:
-            self._send_stage(mine, fleet, ids)
+            self._send_part(mine, fleet, ids)
         for other in gathered(mine):
             whole.checksums |= other.checksums
             whole.bytes += other.bytes
@@ -147,9 +158,9 @@ class ProcessGroupTransport:
             whole.broken = whole.broken or other.broken
         return whole
 
-    def _send_stage(self, attempt: _Attempt, fleet: Fleet, ids: tuple[int, ...]) -> None:
-        """Send this stage's buckets from its source; the stage's other ranks take part in gathering the tensors."""
-        exported = hf.export(self._chunks, self._family, stacked=False)
+    def _send_part(self, attempt: _Attempt, fleet: Fleet, ids: tuple[int, ...]) -> None:
+        """Send this copy's part of its stage from the source; other ranks take part in gathering the tensors."""
+        exported = hf.export(self._chunks, self._family, stacked=False, part=self._copy, parts=self._copies)
         if not self._source:
             deque(exported, maxlen=0)
             return

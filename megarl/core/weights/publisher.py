@@ -31,8 +31,8 @@ Each step of staging (server/staging.py) runs in a thread on each server, which 
     returns Published(version=7, …), which the learner sends to the controller: from then on requests may rely on version 7
 
 Requests go to a and b all the time, and only experience the pause: their tokens before 6 have version 6, those after 8 version
-7. With `cuda_ipc` and `disk`, new ones wait for Published. With several pipeline stages, 2 and 3 happen for all stages at once,
-each from its own source rank.
+7. With `cuda_ipc` and `disk`, new ones wait for Published. With several pipeline stages, or data-parallel copies that
+divide the layers, each source rank has a group: 2 happens for one after the other, 3 for all at once.
 """
 
 import logging
@@ -78,7 +78,8 @@ class Publisher:
         elif weights.transport == "cuda_ipc":
             self._transport = CudaIpcTransport(chunks, family, self._last, bucket_bytes)
         else:
-            self._transport = ProcessGroupTransport(chunks, family, self._last, bucket_bytes, weights.timeout_s)
+            links = recipe.resources.server_tensor_parallel
+            self._transport = ProcessGroupTransport(chunks, family, self._last, bucket_bytes, weights.timeout_s, links)
 
     def publish(self, command: Publish, incarnation: str) -> Published | None:
         """Send the learner's present weights to the command's servers. COLLECTIVE; only rank 0 gets the result.

@@ -216,7 +216,8 @@ class Publication(NamedTuple):
 def publication(recipe: Recipe, shape: Architecture, gpu: Gpu, devices: int) -> Publication:
     """Return the cost of sending the whole model to all servers, bucket by bucket.
 
-    Every rank of a server receives the whole model through one network adapter, so stages that send at once save no time.
+    Every rank of a server is taken to receive the whole model through one network adapter, so several sources save no time.
+    NCCL may do better: its ring enters a server of several GPUs once, and each source's ring could use another adapter.
     """
     servers, ranks = recipe.resources.servers, recipe.resources.server_tensor_parallel
     size = shape.parameters * WIDTH[recipe.model.dtype]

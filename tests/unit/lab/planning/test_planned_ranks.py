@@ -96,6 +96,15 @@ def test_a_rank_holds_what_is_planned(name: str, config: str, numbers: list[int]
         assert sum(published.values()) == pytest.approx(2 * architecture.read(config).parameters, rel=ALLOWED)
 
 
+def test_copies_send_equal_parts_to_servers_of_several_gpus() -> None:
+    """17Bx16: two copies of two stages of four tensor-parallel ranks. Each of a server's four GPUs has a source."""
+    found = ranks(*SCOUT, [4, 8, 9])
+    assert [each["group"] for each in found] == [[1, 4], [2, 4], [2, 4]]
+    for source in found[:2]:
+        assert 0.45 < source["sent"] / source["published"] < 0.55
+    assert found[2]["sent"] == 0
+
+
 def test_another_layout_is_not_what_is_planned() -> None:
     (found,) = ranks(*EIGHT, [0], "model.tensor_parallel=2")
     assert max(map(abs, off(found, load(EIGHT[0]), EIGHT[1]).values())) > 0.3
