@@ -162,5 +162,5 @@ def test_the_documentation_has_the_figures_of_the_clean_records() -> None:
     said = alarm.tables(alarm.records(root / "benchmarks" / "results" / "corpus", "open"))
     assert "False alarms: 0 (none)" in said
     page = (root / "benchmarks" / "README.md").read_text()
-    assert "4,200 steps of 28 runs" in page
-    assert "Clean steps: 4,200 of 28 runs" in said
+    assert "4,500 steps of 30 runs" in page
+    assert "Clean steps: 4,500 of 30 runs" in said
