@@ -5,8 +5,8 @@
     stage 1   copy 0   source rank ──group──► server ranks
               copy 1   source rank ──group──► server ranks     each sends half of its stage's layers, by its own link
 
-No rank sends the whole model. One source can fill the network link of one GPU, so there are at most as many as a server has
-GPUs; a server of one GPU has one source per stage.
+One source can fill the network link of one GPU, so there are at most as many as a server has GPUs, and at most four, unless
+there are more stages.
 
 Groups are kept from one publication to the next and formed again, under a new name, when a server fails, comes back, or joins.
 When a server dies, the others fail at different buckets, so all get everything again from bucket 0. A source completes the
@@ -47,6 +47,8 @@ from megarl.core.weights.transport import Sent, SentChecksums, buckets
 log = logging.getLogger(__name__)
 
 
+MOST_GROUPS = 4
+"""Most groups that a server joins, unless there are more pipeline stages: a communicator takes memory on each of its GPUs."""
 VIEWS = 16
 """A tensor larger than a bucket divided by this is sent from its own memory, not copied into a bucket with others."""
 
@@ -89,11 +91,10 @@ class ProcessGroupTransport:
         """Begin without a group. bucket_bytes: under way to a server at once. limit_s: time limit for each bucket
         (weights.timeout_s). links: a server's GPUs."""
         self._chunks, self._family, self._last, self._limit_s = chunks, family, last, limit_s
-        pipeline, copies = (
-            parallel_state.get_pipeline_model_parallel_group(),
-            parallel_state.get_data_parallel_group(True),
-        )
-        self._copy, self._copies = copies.rank(), max(1, min(copies.size(), links // pipeline.size()))
+        pipeline = parallel_state.get_pipeline_model_parallel_group()
+        copies = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        sources = min(copies.size(), min(links, MOST_GROUPS) // pipeline.size())
+        self._copy, self._copies = copies.rank(), max(1, sources)
         self._group_number = pipeline.rank() * self._copies + self._copy
         self._groups = pipeline.size() * self._copies
         self._bucket_bytes = bucket_bytes // self._groups
