@@ -80,7 +80,7 @@ async def test_when_one_source_fails_all_send_again(served: Stack) -> None:
     ("transport", "layout"),
     [
         ("process_group", []),
-        ("process_group", [COPIES]),
+        pytest.param("process_group", [COPIES], marks=pytest.mark.slow),
         *(pytest.param(name, [], marks=pytest.mark.slow) for name in ("cuda_ipc", "disk")),
     ],
 )
