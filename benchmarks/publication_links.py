@@ -13,7 +13,6 @@ the seconds of a transfer, and the share of that time for which the bytes would 
 
 import argparse
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -26,17 +25,16 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.publication import make
+from benchmarks.roles import served
 from megarl.core import recipe as recipes
 from megarl.core.base.messages import Publish, ServerAddress
 from megarl.core.base.process import die_with_parent
 from megarl.core.base.ranks import bind_all
-from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir
+from megarl.core.base.rundir import RunDir
 from megarl.core.models import build, family_of, hf, parallel
-from megarl.core.recipe import Recipe
 from megarl.core.weights.deltas import LastSent
 from megarl.core.weights.process_group import ProcessGroupTransport
 from megarl.core.weights.publisher import Publisher
-from megarl.lab.evaluation.servers import wait_ready
 from megarl.run.process import free_ports
 
 RANKS = 2
@@ -54,7 +52,7 @@ def main() -> None:
         recipe = recipes.from_tree(
             {**recipe.model_dump(), "resources": {"server_tensor_parallel": RANKS, "learner_ranks": RANKS}}
         )
-        with served(recipe):
+        with served(recipe, host=SERVER, interface=BRIDGE):
             words = [str(RunDir(recipe.run.path).recipe), str(options.mbit), str(options.repeats)]
             port = str(free_ports(1)[0])
             ranks = [
@@ -101,30 +99,6 @@ def networks(mbit: int) -> Iterator[list[str]]:
         for space in spaces:
             run("ip", "netns", "delete", space, check=False)
         run("ip", "link", "delete", BRIDGE, check=False)
-
-
-@contextmanager
-def served(recipe: Recipe) -> Iterator[None]:
-    """Serve the model at the bridge's address during the block."""
-    rundir, (port,) = RunDir(recipe.run.path), free_ports(1)
-    rundir.create()
-    url = f"http://{SERVER}:{port}"
-    keys = {"api_key": "user", "admin_key": "admin"}
-    endpoints = Endpoints(session="", controller="", servers=(url,), link=LinkKeys.new(), rendezvous_port=0, **keys)
-    rundir.write_endpoints(endpoints)
-    rundir.recipe.write_text(recipes.dump(recipe))
-    command = [sys.executable, "-m", "megarl", "serve", str(rundir.recipe), "--index", "0", "--port", str(port)]
-    with (rundir.logs / "server.log").open("wb") as log:
-        server = subprocess.Popen(
-            command, env=os.environ | {"GLOO_SOCKET_IFNAME": BRIDGE}, stdout=log, stderr=subprocess.STDOUT,
-            start_new_session=True, preexec_fn=die_with_parent,
-        )  # fmt: skip
-    try:
-        wait_ready(url, recipe.start_limit_s, server.poll)
-        yield
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
 
 
 def rank(path: str, mbit: int, repeats: int) -> None:

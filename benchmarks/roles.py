@@ -30,13 +30,15 @@ class Served(NamedTuple):
 
 
 @contextmanager
-def served(recipe: Recipe, module: str = "megarl", limit_s: float | None = None) -> Iterator[Served]:
+def served(
+    recipe: Recipe, module: str = "megarl", limit_s: float | None = None, host: str = "127.0.0.1", interface: str = "lo"
+) -> Iterator[Served]:
     """Run `python -m MODULE serve` with the recipe during the block, and yield the server once it is ready. If anything fails
-    meanwhile, the end of its log is printed."""
+    meanwhile, the end of its log is printed. host, interface: the address where it listens and that network's interface."""
     rundir = RunDir(recipe.run.path)
     rundir.create()
     (port,) = free_ports(1)
-    url = f"http://127.0.0.1:{port}"
+    url = f"http://{host}:{port}"
     keys = {"api_key": "user", "admin_key": "admin"}
     endpoints = Endpoints(session="", controller="", servers=(url,), link=LinkKeys.new(), rendezvous_port=0, **keys)
     rundir.write_endpoints(endpoints)
@@ -45,8 +47,9 @@ def served(recipe: Recipe, module: str = "megarl", limit_s: float | None = None)
     with file.open("wb") as log:
         command = [sys.executable, "-m", module, "serve", str(rundir.recipe), "--index", "0", "--port", str(port)]
         process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=die_with_parent
-        )
+            command, env=os.environ | {"GLOO_SOCKET_IFNAME": interface}, stdout=log, stderr=subprocess.STDOUT,
+            start_new_session=True, preexec_fn=die_with_parent,
+        )  # fmt: skip
     try:
         yield Served(process, endpoints, wait_ready(url, limit_s or recipe.start_limit_s, process.poll))
     except Exception:
