@@ -30,7 +30,7 @@ from megarl.core.base.rundir import Endpoints, Meeting, RunDir
 from megarl.core.recipe import Recipe
 from megarl.core.server import workers
 from megarl.core.server.checks import OWN_EVERYWHERE, check, check_gpus, check_kernels
-from megarl.core.server.client import ServerClient, ServerSaid
+from megarl.core.server.client import LARGEST_SUPPORT, ServerClient, ServerSaid
 from megarl.core.server.proxy import Gate, OwnReplies
 
 WATCHDOG_MARGIN_S = 120.0
@@ -184,6 +184,7 @@ def engine_arguments(recipe: Recipe, index: int, host: str, port: int, cuda: boo
         "context_length": min(context, model.context),
         "skip_tokenizer_init": True,
         "sampling_defaults": "openai",  # every request has its own settings; generation_config.json is not used
+        "sampling_mask_max_tokens": LARGEST_SUPPORT,
         "host": host,
         "port": port,
         "tp_size": recipe.resources.server_tensor_parallel,

@@ -35,6 +35,7 @@ def scheduler(weights_limit_s: float, *args: object, **kwargs: object) -> None:
     own_labels()
     own_checksums()
     own_loading()
+    own_routing()
     # It would warn at each bucket about all parameters that are not in it: 1.7 TB of logs in a long run of Scout.
     logging.getLogger("sglang.srt.models.mllama4").setLevel(logging.ERROR)
     run_scheduler_process(*args, **kwargs)
@@ -212,6 +213,41 @@ def own_loading() -> None:
         return model
 
     loader._initialize_model = made
+
+
+def own_routing() -> None:
+    """Report the experts with which each token was sampled, even if its request was retracted since.
+
+    SGLang reports what was last chosen for a token's place in the KV cache. It computes a retracted request again, perhaps with
+    newer weights, but keeps the tokens and log-probs that it had. So the choices of these are put aside before their places are
+    freed. They are the first rows [tokens, layers, chosen] of what is reported in the end, and further retractions add to them.
+    """
+    import torch
+    from sglang.srt.managers import schedule_batch
+    from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
+    from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
+
+    release, collect = schedule_batch.release_req, SchedulerBatchResultProcessor._maybe_collect_routed_experts
+
+    def put_aside_and_release(*, req: Any, req_to_token_pool: Any, **more: Any) -> bool:
+        capturer = get_global_experts_capturer()
+        if capturer is not None and req.return_routed_experts and req.output_ids:
+            earlier = vars(req).get("experts_put_aside", ())
+            start = req.routed_experts_start_len + len(earlier)
+            length = len(req.origin_input_ids) + len(req.output_ids)
+            if start < length - 1:  # else the request has no new token since
+                new = capturer.get_topk(req.kv.req_pool_idx, length, req_to_token_pool, start)
+                req.experts_put_aside = torch.cat([earlier, new]) if len(earlier) else new
+        return bool(release(req=req, req_to_token_pool=req_to_token_pool, **more))
+
+    def collect_with_those_put_aside(self: Any, req: Any) -> None:
+        collect(self, req)
+        earlier = vars(req).get("experts_put_aside")
+        if earlier is not None and req.routed_experts is not None:
+            req.routed_experts[: len(earlier)] = earlier
+
+    schedule_batch.release_req = put_aside_and_release
+    SchedulerBatchResultProcessor._maybe_collect_routed_experts = collect_with_those_put_aside
 
 
 def own_buffers() -> None:

@@ -4,9 +4,11 @@ import inspect
 import json
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import KEPT_FROM_INPUT
@@ -14,6 +16,7 @@ from megarl.core.base.rundir import Meeting
 from megarl.core.recipe import Recipe, from_tree
 from megarl.core.server import checks, launch
 from megarl.core.server.checks import check, check_gpus
+from megarl.core.server.client import TOP_K_WITH_TOP_P
 from megarl.core.server.launch import engine_arguments, environment, memory_arguments, node_arguments
 
 LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
@@ -62,6 +65,21 @@ def test_arguments_follow_the_recipe(tmp_path: Path) -> None:
 def test_the_head_is_float32_where_the_recipe_says_the_server(tmp_path: Path, side: str, here: bool) -> None:
     recipe = a_recipe(tmp_path, model={"path": str(tmp_path), "fp32_head": side})
     assert engine_arguments(recipe, 0, "127.0.0.1", 1, cuda=True)["enable_fp32_lm_head"] is here
+
+
+def test_tokens_that_tie_with_the_last_of_the_top_k_do_not_end_a_request(tmp_path: Path) -> None:
+    """A GPU's sampler keeps them all, and SGLang aborts a request with more tokens than this."""
+    from sglang.srt.layers.sampler import Sampler, SamplingMaskStatus, _SamplingMaskCapture
+
+    most = engine_arguments(a_recipe(tmp_path), 0, "127.0.0.1", 1, cuda=True)["sampling_mask_max_tokens"]
+    kept = TOP_K_WITH_TOP_P + 500
+    weights = torch.nn.functional.pad(torch.full((1, kept), 1 / kept), (0, 10_000))
+    capture = _SamplingMaskCapture(weights, token_ids=None, selected_weight=None, batch_rows=torch.tensor([0]))
+    for limit, status in ((most, SamplingMaskStatus.OK), (TOP_K_WITH_TOP_P, SamplingMaskStatus.OVERFLOW)):
+        sampler = SimpleNamespace(sampling_mask_max_tokens=limit)
+        said = Sampler._build_sampling_mask_output(sampler, torch.tensor([7]), capture, None)
+        assert said.statuses.tolist() == [status]
+        assert said.selected_logprobs.exp().item() == pytest.approx(1 / kept)
 
 
 def test_context_does_not_exceed_the_model(tmp_path: Path) -> None:

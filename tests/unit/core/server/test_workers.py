@@ -89,11 +89,58 @@ def test_scouts_loader_does_not_warn_of_each_bucket(monkeypatch: pytest.MonkeyPa
         (workers, "own_buffers"),
         (workers, "own_staging"),
         (workers, "own_labels"),
+        (workers, "own_routing"),
         (ranks, "bind_all"),
     ):
         monkeypatch.setattr(owner, change, lambda *_: None)
     workers.scheduler(1.0)
     assert seen == [logging.ERROR]
+
+
+def test_a_retracted_request_keeps_the_experts_of_the_tokens_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is retracted twice, and again before it has another token. Places in the cache are freed and given out anew."""
+    from sglang.srt.managers import schedule_batch
+    from sglang.srt.managers.scheduler_components import batch_result_processor
+    from sglang.srt.state_capturer import base, routed_experts
+
+    places = torch.zeros(1, 16, dtype=torch.int64)  # of the only request's tokens
+    chosen = torch.full((100, 2, 1), -1, dtype=torch.int32)  # by place
+    capturer = SimpleNamespace(host_cache=SimpleNamespace(buffer=chosen))
+    capturer.get_topk = lambda *a, **k: base.BaseTopkCapturer.get_topk(capturer, *a, **k)
+    for module in (routed_experts, batch_result_processor):
+        monkeypatch.setattr(module, "get_global_experts_capturer", lambda: capturer)
+    processor = batch_result_processor.SchedulerBatchResultProcessor
+    monkeypatch.setattr(processor, "_maybe_collect_routed_experts", processor._maybe_collect_routed_experts)
+    monkeypatch.setattr(schedule_batch, "release_req", lambda **_: bool(places.fill_(99).any()))
+    workers.own_routing()
+    request = SimpleNamespace(
+        return_routed_experts=True, routed_experts_start_len=2, routed_experts=None, origin_input_ids=[7] * 4, output_ids=[],
+        output_ids_through_stop=[], kv=SimpleNamespace(req_pool_idx=0), rid="", seqlen=0, cached_tokens=0,
+    )  # fmt: skip
+    pool = SimpleNamespace(req_to_token=places)
+
+    def compute(tokens: int, first_place: int, experts: int) -> None:
+        """Compute the input and `tokens` in all, from scratch; token i chooses `experts` + i."""
+        for i in range(4 + tokens - 1):
+            places[0, i] = first_place + i
+            chosen[first_place + i] = experts + i
+        request.output_ids = request.output_ids_through_stop = [5] * tokens
+
+    def retract() -> None:
+        more = dict.fromkeys(("token_to_kv_pool_allocator", "tree_cache", "hisparse_coordinator"))
+        schedule_batch.retract_all(reqs=[request], req_to_token_pool=pool, **more)
+
+    retract()  # before it had a token
+    compute(3, 10, 10)
+    retract()
+    retract()
+    compute(5, 30, 40)
+    retract()
+    compute(6, 50, 70)
+    processor._maybe_collect_routed_experts(SimpleNamespace(req_to_token_pool=pool), request)
+    first, second, third = [12, 13, 14, 15], [46, 47], [78]  # from the third token of the input on
+    assert request.routed_experts[:, 0, 0].tolist() == first + second + third
+    assert torch.equal(request.routed_experts[:, 0], request.routed_experts[:, 1])
 
 
 @pytest.mark.usefixtures("one_rank")
