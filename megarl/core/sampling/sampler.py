@@ -257,7 +257,8 @@ class Sampler:
                 if job.routed is not None:
                     done.routing.append(job.routed.routed_experts(generation.routing))
             except ServerLost as lost:
-                self.servers.server_lost(server, life, str(lost))
+                if not lost.alone:
+                    self.servers.server_lost(server, life, str(lost))
                 done.retries += not self.servers.places.membership.leaves(server)  # a leaving server is not a failure
                 if done.retries > MAX_RETRIES:
                     raise Void(f"{done.retries} requests were lost, the last: {lost}") from None

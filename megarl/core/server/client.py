@@ -106,12 +106,14 @@ class Prefill(NamedTuple):
 
 
 class ServerLost(MegarlError):
-    """The server went away, timed out or aborted the request. tokens, logprobs: what had been received before."""
+    """The server went away, timed out or aborted the request. tokens, logprobs: what had been received before.
 
-    def __init__(self, reason: str, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+    alone: the server ended this request for a reason of its own (SGLang gives such a status), and serves the others.
+    """
+
+    def __init__(self, reason: str, tokens: np.ndarray, logprobs: np.ndarray, alone: bool = False) -> None:
         super().__init__(reason)
-        self.tokens = tokens
-        self.logprobs = logprobs
+        self.tokens, self.logprobs, self.alone = tokens, logprobs, alone
 
 
 class ServerRefused(MegarlError):
@@ -207,7 +209,8 @@ class _TokenRequest:
             return ServerRefused(f"{self._url} refused a request ({finish.status_code}): {finish.message}")
         # A request aborted while its server was paused still gets one token, from weights that may be half replaced.
         tokens, logprobs = self.received()
-        return ServerLost(f"{self._url} aborted a request: {finish.message}", tokens[:-1], logprobs[:-1])
+        reason, alone = f"{self._url} aborted a request: {finish.message}", finish.status_code is not None
+        return ServerLost(reason, tokens[:-1], logprobs[:-1], alone)
 
 
 class ServerClient:

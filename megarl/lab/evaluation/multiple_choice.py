@@ -161,7 +161,8 @@ class Choices(Questions[Question]):
             try:
                 return await ask(servers.clients[server], asker.tokenizer, asked, self.name, longest, asker.salt)
             except ServerLost as lost:
-                servers.server_lost(server, life, str(lost))
+                if not lost.alone:
+                    servers.server_lost(server, life, str(lost))
                 why = f"{tries} requests were lost, the last: {lost}"
             except MegarlError as error:
                 return _void(asked, self.name, str(error))

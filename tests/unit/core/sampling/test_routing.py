@@ -68,16 +68,17 @@ def test_asked_for_of_a_model_or_server_that_has_none(tmp_path: Path) -> None:
 
 
 class OneExpertATime:
-    """A server whose router sends token t to expert t; the first request is lost after two tokens."""
+    """A server whose router sends token t to expert t; the first request, or it alone, is lost after two tokens."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, int]] = []
+        self.alone = False
 
     async def generate(self, ids: np.ndarray, limit: int, *, routing_from: int, **_: Any) -> Generation:
         self.asked.append((len(ids), routing_from))
         tokens, logprobs = np.full(limit, 7, np.int32), np.zeros(limit, np.float32)
         if len(self.asked) == 1:
-            raise ServerLost("gone", tokens[:2], logprobs[:2])
+            raise ServerLost("gone", tokens[:2], logprobs[:2], self.alone)
         rows = np.arange(routing_from, len(ids) + limit - 1)
         table = np.repeat(rows, 4).reshape(-1, 4, 1)
         return Generation(tokens, logprobs, (VersionSpan(0, 0, limit),), "length", reply(table))
@@ -106,13 +107,19 @@ class OnePlace:
         pass
 
 
-def test_every_token_but_the_last_has_a_row_over_losses_and_legs() -> None:
-    server, places = OneExpertATime(), OnePlace()
+@pytest.mark.parametrize("alone", [False, True])
+def test_every_token_but_the_last_has_a_row_over_losses_and_legs(alone: bool) -> None:
+    """A server that ends one request alone is not taken for lost."""
+    server, places, lost = OneExpertATime(), OnePlace(), list[int]()
+    server.alone = alone
     recipe = from_tree({"length": {"answer_tokens": 4}})
-    sampler = Sampler(recipe, Words(), Pool({0: server}, places), TaskEnvironments(recipe, Words()))  # type: ignore[arg-type, dict-item]
+    pool = Pool({0: server}, places)
+    pool.server_lost = lambda number, life, reason: lost.append(number)  # type: ignore[method-assign]
+    sampler = Sampler(recipe, Words(), pool, TaskEnvironments(recipe, Words()))  # type: ignore[arg-type]
     prompt = Prompt(id="", tokens=np.arange(6, dtype=np.int32), answer="")
     job = Job(prompt, (0, 0, 0), partial(places.take, (0, 0, 0), lambda *_: True), "", 5, 1.0, 1.0, routed=EVERY_SECOND)
     done = asyncio.run(sampler.complete(job))
+    assert lost == ([] if alone else [0])
     # Lost after 2 of 5, 3 more, the phrase of 3, the answer of 4; the row of the last token of a request comes with the next.
     assert server.asked == [(6, 0), (8, 0), (14, 10)]
     assert len(done.tokens) == 12

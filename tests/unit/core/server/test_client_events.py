@@ -92,10 +92,13 @@ def test_a_lost_server_leaves_what_had_arrived(how: dict[str, bool]) -> None:
     assert lost.logprobs.tolist() == [-2.5, -3.0, -3.5]
 
 
-def test_an_aborted_request_gives_back_its_last_token() -> None:
-    lost = answered(chunk([5, 6]), chunk([7], {"type": "abort", "message": "Aborted"}))
+@pytest.mark.parametrize(("status", "alone"), [(None, False), (500, True), (503, True)])
+def test_an_aborted_request_gives_back_its_last_token(status: int | None, alone: bool) -> None:
+    """SGLang gives a status if something is wrong with the request, and none if all requests were to be aborted."""
+    lost = answered(chunk([5, 6]), chunk([7], {"type": "abort", "message": "Aborted", "status_code": status}))
     assert isinstance(lost, ServerLost)
     assert lost.tokens.tolist() == [5, 6]
+    assert lost.alone == alone
 
 
 @pytest.mark.parametrize(
