@@ -171,7 +171,7 @@ def environment(recipe: Recipe, index: int, cores: list[int], cuda: bool, nodes:
 
 
 def engine_arguments(recipe: Recipe, index: int, host: str, port: int, cuda: bool) -> dict[str, object]:
-    """Return SGLang's ServerArgs. Others keep SGLang's defaults (radix cache on, attention backend, CUDA graphs)."""
+    """Return SGLang's ServerArgs. Others keep SGLang's defaults (radix cache on, attention backend, CUDA graphs of decode steps)."""
     serving, weights = recipe.serving, recipe.weights
     model = in_directory(recipe.model.path)
     # A token of the interruption phrase is at least one byte.
@@ -195,6 +195,9 @@ def engine_arguments(recipe: Recipe, index: int, host: str, port: int, cuda: boo
         "max_running_requests": serving.max_running_requests + 2 * PARITY_ROLLOUTS,
         # By default SGLang captures graphs for up to 256 requests on an 80 GB GPU, 32 on a 40 GB one, and runs more without.
         "cuda_graph_max_bs_decode": serving.max_running_requests if cuda else None,
+        # By default prefills replay graphs, too. On some models these computed wrong tokens (SGLang's issues 37606 and 37448,
+        # open in November 2026), and the servers' time goes into decoding.
+        "cuda_graph_backend_prefill": "disabled" if cuda else None,
         "stream_interval": min(STREAM_INTERVAL, max(1, recipe.length.completion_tokens // 4)),
         "incremental_streaming_output": True,
         # A weight update may legitimately keep the scheduler busy for weights.timeout_s.
