@@ -171,7 +171,7 @@ def environment(recipe: Recipe, index: int, cores: list[int], cuda: bool, nodes:
 
 
 def engine_arguments(recipe: Recipe, index: int, host: str, port: int, cuda: bool) -> dict[str, object]:
-    """Return SGLang's ServerArgs. Others keep SGLang's defaults (radix cache on, attention backend, CUDA graphs of decode steps)."""
+    """Return SGLang's ServerArgs. Others keep its defaults (radix cache on, attention backend, CUDA graphs of decode steps)."""
     serving, weights = recipe.serving, recipe.weights
     model = in_directory(recipe.model.path)
     # A token of the interruption phrase is at least one byte.
