@@ -19,6 +19,7 @@ from megarl.core import recipe as recipes
 from megarl.core.algorithm.batch import TrainSequence
 from megarl.core.base.messages import Score, ScoredRollout
 from megarl.core.base.types import Batch, decode
+from megarl.core.learner.moe import PartialReplay
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import parallel
 from megarl.core.recipe import Recipe
@@ -107,20 +108,28 @@ def check_scores(trainer: Trainer, model: Path, expected: dict[str, Any], what: 
     assert found.differing / found.choices == expected["differing"] / expected["choices"], what
 
 
+def remembered(router: PartialReplay) -> list[torch.Tensor]:
+    """The experts that this router chooses from now on, of each call."""
+    choose, choices = router.get_replay_topk, []
+
+    def remember(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        probabilities, experts = choose(*args)
+        choices.append(experts)
+        return probabilities, experts
+
+    router.get_replay_topk = remember  # type: ignore[method-assign]
+    return choices
+
+
 def check_own(recipe: Recipe, model: Path, sequences: list[TrainSequence]) -> None:
     """Replaying what the learner chose by itself changes no bit, and differs from the forced choice."""
     free = [dataclasses.replace(s, experts=None) for s in sequences]
     without = step(start(of(recipe, model, replay=False)), free)
     trainer = start(recipe)
     assert trainer.policy.replay is not None
-    chosen: list[list[torch.Tensor]] = []  # of each layer with experts, of each micro-batch
-    end = trainer.policy.replay.close
-
-    def remember_and_end() -> None:
-        chosen.extend(router.replay_backward_list for _, router in trainer.policy.replay._columns[0])  # type: ignore[union-attr]
-        end()
-
-    trainer.policy.replay.close = remember_and_end  # type: ignore[method-assign]
+    chosen = [
+        remembered(router) for _, router in trainer.policy.replay._columns[0]
+    ]  # of each layer, of each micro-batch
     assert same(step(trainer, free), without), "a router that was told nothing does not choose by itself"
     members = trainer.policy.plan(free).members[0]
     own: dict[int, Any] = {}

@@ -40,13 +40,11 @@ type Memory = Callable[[Callable[[], None]], float]
 
 
 def gpu_memory() -> Memory:
-    """Return a `Memory` for this rank's GPU. Trials may use the memory that other processes leave free now."""
+    """Return a `Memory` for this rank's GPU. A trial may use the memory that others leave free after it."""
     if not torch.cuda.is_available():
         raise MegarlError(
             "learner.microbatch_tokens: auto tries sizes on a GPU, but this machine has none; give a number"
         )
-    torch.cuda.empty_cache()
-    room = SHARE * (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
 
     def used(trial: Callable[[], None]) -> float:
         torch.cuda.empty_cache()
@@ -55,6 +53,8 @@ def gpu_memory() -> Memory:
             trial()
         except OutOfMemory:
             return math.inf
+        # Known only now: in the first trial NCCL makes its communicators, whose buffers are not torch's.
+        room = SHARE * (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
         return torch.cuda.max_memory_reserved() / room
 
     return used

@@ -63,10 +63,14 @@ class PartialReplay(RouterReplay):
             if self._replay.counts is not None:
                 same = (own.unsqueeze(-1) == target.unsqueeze(-2)).any(-1).all(-1)
                 self._replay.counts += torch.stack([known.sum(), (known & ~same).sum()])
+                self.replay_backward_list.clear()
                 return probabilities, own
             self._replay.replayed += known.sum()
             self.target_topk_idx = torch.where(target < 0, own, target)
-            self.replay_backward_list[-1] = self.target_topk_idx
+            if self._replay.recomputes:
+                self.replay_backward_list[-1] = self.target_topk_idx
+            else:  # nothing would take them off the list: all micro-batches' choices, 8 bytes each, until the step ends
+                self.replay_backward_list.clear()
         return super().get_replay_topk(scores, topk, num_groups, group_topk, compute)
 
 
@@ -74,7 +78,8 @@ class Replay:
     """Replay for one rank's routers. `replaying` wraps a micro-batch's forward pass through a chunk; `close` ends a step.
 
     replayed [] int64: number of this step's choices that were replayed. counts [2] int64: if set, routers make their own
-    choices, and it counts the tokens compared and those with another set of experts.
+    choices, and it counts the tokens compared and those with another set of experts. recomputes: whether the backward pass runs
+    routers again.
     """
 
     def __init__(self, chunks: Sequence[GPTModel], expert_layers: Sequence[int]) -> None:
@@ -82,6 +87,7 @@ class Replay:
         config = chunks[0].config
         self.replayed = torch.zeros((), dtype=torch.int64, device=next(chunks[0].parameters()).device)
         self.counts: Tensor | None = None
+        self.recomputes = config.recompute_granularity is not None
         self._chosen, self._sharded = config.moe_router_topk, config.sequence_parallel
         self._columns: list[list[tuple[int, PartialReplay]]] = []
         for chunk in chunks:

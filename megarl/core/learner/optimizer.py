@@ -18,6 +18,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer import get_standard_config_overrides as standard_overrides
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
@@ -146,6 +147,10 @@ def with_optimizer(
     for part in optimizer.chained_optimizers:
         if not part.is_stub_optimizer and part.data_parallel_group.size() == 1:
             part.get_parameter_state_dp_zero = partial(_gathered_alone, part)
+        if not part.is_stub_optimizer and not isinstance(part.optimizer, HybridDeviceOptimizer):
+            # Transformer Engine's AdamW would load moments into new tensors, 8 bytes a parameter, while it has the old
+            # ones: it converts moments of another type than the weights. Ours are FP32, and torch keeps their tensors.
+            part.optimizer.load_state_dict = partial(torch.optim.Optimizer.load_state_dict, part.optimizer)
         # Without an installed fused AdamW, torch's is used. By default, which megatron keeps, it takes the square root of all
         # second moments at once on a GPU: 4 bytes per parameter.
         if torch.cuda.is_available() and isinstance(part.optimizer, AdamW):

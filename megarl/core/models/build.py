@@ -13,7 +13,8 @@ Norms, attention, router, embedding and head are not affected.
 
 A layer is built from megatron-core's modules, with ours where Transformer Engine is missing or does not suffice:
 
-on a GPU with Transformer Engine        its fused norms, its attention over packed rows, experts by grouped GEMM, FP8
+on a GPU with Transformer Engine        its fused norms, its attention over packed rows (Hopper or newer), experts by grouped
+                                        GEMM, FP8
 without it, in fp32, and on a CPU       layers.py: our norm, torch's kernels for attention; experts one after the other
 """
 
@@ -234,9 +235,20 @@ def make_angles_for_few_lengths(rotary: RotaryEmbedding) -> None:
 
 def own_attention(architecture: Architecture, context_parallel: int) -> bool:
     """Return whether CausalAttention, which also rotates, replaces Transformer Engine's attention. That one knows no positions,
-    and divides sequences among context-parallel ranks by boundaries that therefore cannot be those of Llama 4's chunks."""
+    and divides sequences among context-parallel ranks by boundaries that therefore cannot be those of Llama 4's chunks. It has
+    no kernels for some GPUs."""
     divided = context_parallel > 1 and architecture.name.startswith("Llama4")
-    return architecture.latent is not None or architecture.sinks or divided
+    return architecture.latent is not None or architecture.sinks or divided or not fused_takes(architecture.head_dim)
+
+
+def fused_takes(head_dim: int) -> bool:
+    """Return whether Transformer Engine has a kernel on this GPU, cuDNN's, that trains on packed rows with heads of this size
+    (its nvte_get_fused_attn_backend). Without one it makes a matrix of all scores of the longest sequence for each sequence,
+    and refuses context parallelism. True without a GPU."""
+    if not torch.cuda.is_available():
+        return True
+    capability = torch.cuda.get_device_capability()
+    return head_dim <= (0 if capability < (9, 0) else 256 if capability == (9, 0) else 128)
 
 
 def _mend_experts(chunk: GPTModel) -> None:

@@ -102,6 +102,31 @@ def test_a_checkpoint_has_the_state_of_all_buckets(
     assert all(torch.equal(a, b) for a, b in zip(state(before), state(after), strict=True))
 
 
+class AsTransformerEngine(torch.optim.AdamW):
+    """Loads its state as Transformer Engine's AdamW: into new tensors, while those that it is given still exist."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        for moments in self.state.values():
+            moments.update({name: tensor.clone() for name, tensor in moments.items()})
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_moments_are_loaded_into_the_memory_that_they_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A second copy of them, 8 bytes a parameter, may be more than a GPU has left that a run filled before."""
+    monkeypatch.setattr(torch.optim, "AdamW", AsTransformerEngine)
+    tiny_llama(tmp_path / "hf", num_hidden_layers=1)
+    trainer = Trainer(from_tree({"model": {"path": str(tmp_path / "hf"), "dtype": "bf16"}}), tmp_path / "hf")
+    (part,) = trainer.policy.optimizer.chained_optimizers
+    assert isinstance(part.optimizer, AsTransformerEngine)
+    trainer.step, before = 1, [tensor.data_ptr() for tensor in state(trainer) if tensor.dim()]
+    checkpoints = Checkpoints(tmp_path / "run", 1, trainer, tmp_path / "hf")
+    checkpoints.save()
+    checkpoints.finish()
+    assert checkpoints.load_latest()
+    assert [tensor.data_ptr() for tensor in state(trainer) if tensor.dim()] == before
+
+
 class Made(TorchDispatchMode):
     """Counts the bytes of tensors that are made."""
 

@@ -231,3 +231,23 @@ def test_memory_that_runs_out_in_training_names_the_keys(tmp_path: Path, one_ran
     ) as e:
         logprobs(trainer, [ids])
     assert "\n" not in str(e.value)
+
+
+def test_what_nccl_takes_in_the_first_trial_is_not_room_for_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 100 bytes the learner has 40 before trials, and the trial takes 20 more; NCCL then has 10."""
+    gpu = {"free": 60, "reserved": 40, "peak": 40}
+
+    def trial() -> None:
+        gpu.update(free=30, reserved=60, peak=60)
+
+    fakes = {
+        "is_available": lambda: True,
+        "empty_cache": lambda: None,
+        "reset_peak_memory_stats": lambda: None,
+        "mem_get_info": lambda: (gpu["free"], 100),
+        "memory_reserved": lambda: gpu["reserved"],
+        "max_memory_reserved": lambda: gpu["peak"],
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    assert microbatch_size.gpu_memory()(trial) == pytest.approx(60 / (microbatch_size.SHARE * 90))

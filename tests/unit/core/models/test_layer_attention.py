@@ -1,5 +1,6 @@
 """Attention within chunks is causal attention over divided sequences; what Transformer Engine is told of them."""
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -153,3 +154,17 @@ def test_chunks_across_context_parallel_ranks_do_without_transformer_engine(
 ) -> None:
     """`megarl plan` proposes such layouts for Scout at 16k tokens, twice the chunk."""
     assert (own_attention(read(name), 1), own_attention(read(name), 2)) == (alone, divided)
+
+
+@pytest.mark.parametrize(
+    ("capability", "widest"), [((8, 0), 0), ((8, 9), 0), ((9, 0), 256), ((10, 0), 128), ((12, 0), 128)]
+)
+def test_gpus_without_a_kernel_for_packed_rows_do_without_transformer_engine(
+    capability: tuple[int, int], widest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On these, Transformer Engine would choose its unfused attention: n x n scores of each sequence."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    model = read("llama-3.1-8b")
+    for head_dim in (64, 128, 256):
+        assert own_attention(dataclasses.replace(model, head_dim=head_dim), 1) == (head_dim > widest)
