@@ -83,7 +83,9 @@ def test_tokens_that_tie_with_the_last_of_the_top_k_do_not_end_a_request(tmp_pat
 
 
 def test_prefills_replay_no_graphs_on_a_gpu(tmp_path: Path) -> None:
-    assert engine_arguments(a_recipe(tmp_path), 0, "127.0.0.1", 1, cuda=True)["cuda_graph_backend_prefill"] == "disabled"
+    assert (
+        engine_arguments(a_recipe(tmp_path), 0, "127.0.0.1", 1, cuda=True)["cuda_graph_backend_prefill"] == "disabled"
+    )
 
 
 def test_context_does_not_exceed_the_model(tmp_path: Path) -> None:
