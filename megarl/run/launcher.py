@@ -41,6 +41,9 @@ LEARNER = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 PINNED = "pinned_max_round_threshold_mb"
 """From this size on, torch rounds pinned memory up to whole MiB; by default it rounds up to a power of two, which would make a
 server's copy of its weights up to 1.6 times as large."""
+EXPANDABLE = "expandable_segments"
+"""Without it, a learner's memory is soon in pieces that its next micro-batch does not fit: no two have the same size. It is not
+set with weights.transport=cuda_ipc, which cannot share such memory (checks.py)."""
 COMMANDS = {"server": "serve", "teacher": "serve", "controller": "rollout", "learner": "learn"}
 
 
@@ -108,7 +111,7 @@ def task(recipe: Recipe, rundir: RunDir, role: Role, port: int, place: Place) ->
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_VISIBLE_DEVICES": ",".join(place.gpus),
-        **(_allocator() if place.gpus else {}),
+        **(_allocator(role.kind == "learner" and recipe.weights.transport != "cuda_ipc") if place.gpus else {}),
         **(LEARNER if role.kind == "learner" else {}),
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": None,  # else every role compiles all its imports at each start
@@ -116,10 +119,13 @@ def task(recipe: Recipe, rundir: RunDir, role: Role, port: int, place: Place) ->
     return RoleCommand(role, tuple(arguments), environment, place, rundir)
 
 
-def _allocator() -> dict[str, str]:
-    """Return torch's settings for memory allocation: the user's, and `PINNED`."""
+def _allocator(expandable: bool) -> dict[str, str]:
+    """Return torch's settings for memory allocation: the user's, and `PINNED` and perhaps `EXPANDABLE` if they lack them."""
     said = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    return {"PYTORCH_ALLOC_CONF": said if PINNED in said else ",".join(filter(None, (said, f"{PINNED}:1")))}
+    ours = {PINNED: "1"} | ({EXPANDABLE: "True"} if expandable else {})
+    return {
+        "PYTORCH_ALLOC_CONF": ",".join([*filter(None, [said]), *(f"{k}:{v}" for k, v in ours.items() if k not in said)])
+    }
 
 
 class LocalLauncher:

@@ -179,6 +179,25 @@ def test_pinned_memory_is_not_rounded_up_to_a_power_of_two(
     assert "PYTORCH_ALLOC_CONF" not in task(recipe, RunDir(tmp_path), Role("server"), 1, HERE).environment
 
 
+@pytest.mark.parametrize(
+    ("transport", "said", "becomes"),
+    [
+        ("process_group", "", "pinned_max_round_threshold_mb:1,expandable_segments:True"),
+        ("disk", "expandable_segments:False", "expandable_segments:False,pinned_max_round_threshold_mb:1"),
+        ("cuda_ipc", "", "pinned_max_round_threshold_mb:1"),
+    ],
+)
+def test_a_learners_memory_grows_in_one_piece(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str, said: str, becomes: str
+) -> None:
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", said)
+    other = recipe.model_copy(update={"weights": recipe.weights.model_copy(update={"transport": transport})})
+    made = task(other, RunDir(tmp_path), Role("learner"), 0, Place(HERE.nodes, ("0",)))
+    assert made.environment["PYTORCH_ALLOC_CONF"] == becomes
+    torch._C._accelerator_setAllocatorSettings(becomes)
+
+
 def test_a_learners_kernels_start_in_the_order_of_their_calls(recipe: Recipe, tmp_path: Path) -> None:
     made = task(recipe, RunDir(tmp_path), Role("learner"), 0, Place(HERE.nodes, ("0", "1"), 2))
     assert made.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
