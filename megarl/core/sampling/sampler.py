@@ -89,6 +89,11 @@ class Completion:
         return np.concatenate([np.zeros(0, np.int32), *(s.tokens for s in self.segments)])
 
     @property
+    def message_tokens(self) -> np.ndarray:
+        """The tokens of `message`, [n] int32; n is 0 if a reply left no room for another message."""
+        return np.concatenate([np.zeros(0, np.int32), *self.message])
+
+    @property
     def version(self) -> int:
         """Version of the last sampled token; inserted segments get the same."""
         return self.segments[-1].weight_version
@@ -166,8 +171,8 @@ class Sampler:
                     await self._answer(job, done)
                 done.verdict = await environment.reward()
         done.segments = list(length_control.joined(done.segments))
-        tokens = np.concatenate(done.message)
-        ended = done.finish == "stop" or int(tokens[-1]) in self._ends
+        tokens = done.message_tokens
+        ended = done.finish == "stop" or (len(tokens) > 0 and int(tokens[-1]) in self._ends)
         done.text = self._tokenizer.decode(tokens[:-1] if ended else tokens)
         return done
 
@@ -220,7 +225,7 @@ class Sampler:
         limit = self._before_answer(job) - len(done.tokens)
         if self._length.control == "interruption":
             limit = self._length.answer_tokens
-            if self._length.end_of_thinking not in self._tokenizer.decode(np.concatenate(done.message)):
+            if self._length.end_of_thinking not in self._tokenizer.decode(done.message_tokens):
                 done.write([length_control.put_in(self._phrase, done.version)])
                 done.interrupted = True
         await self._leg(job, done, limit, self._ends)

@@ -6,6 +6,7 @@ What the servers were asked and what they sent is all that is looked at, beside 
 import asyncio
 import base64
 import random
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -266,7 +267,11 @@ class OneTurnEach:
 
 
 def say(
-    spoken: list[list[int]], script: Script, control: str = "interruption", **sizes: int
+    spoken: list[list[int]],
+    script: Script,
+    control: str = "interruption",
+    positions: int = sys.maxsize,
+    **sizes: int,
 ) -> tuple[Completion, OneTurnEach]:
     scripted.SCRIPT = script
     chosen = {"thinking": 20, "answer": 4, "turns": 3, "reply_tokens": 4} | sizes
@@ -281,7 +286,9 @@ def say(
 
     async def run() -> Completion:
         places = Places(members, 1)
-        sampler = Sampler(recipe, Letters(), Pool({0: server}, places), TaskEnvironments(recipe, Letters()))  # type: ignore[arg-type,dict-item]
+        sampler = Sampler(
+            recipe, Letters(), Pool({0: server}, places), TaskEnvironments(recipe, Letters()), positions=positions
+        )  # type: ignore[arg-type,dict-item]
         return await sampler.complete(
             Job(PROMPT, (1, 0, 0), partial(places.take, (1, 0, 0), lambda *_: True), "", chosen["thinking"], 1.0, 1.0)
         )
@@ -331,6 +338,17 @@ def test_a_reply_that_does_not_fit_is_left_out() -> None:
     done, server = say([[4] * 7 + [CALL], [6, END]], Script([4]), thinking=11)
     assert said(done) == [([4] * 7 + [CALL], True), (PHRASE, False), ([6, END], True)]
     assert [limit for limit, _ in server.asked] == [11, 4]
+
+
+@pytest.mark.parametrize("control", ["none", "overlong_penalty", "interruption"])
+def test_a_reply_that_fills_the_models_context_ends_the_rollout(control: str) -> None:
+    """Of 27 positions 7 are kept, and 3 are the prompt's. The reply fits into the budget, but no token fits behind it."""
+    done, server = say([[4] * 12 + [END]], Script([4]), control, positions=27)
+    phrase = PHRASE if control == "interruption" else []
+    assert said(done) == [([4] * 12 + [END], True), ([3] * 4 + phrase, False)]
+    assert [limit for limit, _ in server.asked] == [17]
+    assert (done.finish, done.interrupted) == ("length", bool(phrase))
+    assert done.text == ("88</think>" if phrase else ""), "nothing of the new message was sampled"
 
 
 def test_the_environment_may_judge() -> None:
