@@ -30,16 +30,19 @@ def policy_loss(section: Loss, reference: Reference | None = None) -> TokenLoss:
     bare = known.get(section.kind) or own(section)
 
     def loss(tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        losses, metrics = bare(tokens, section)
+        masked = None if section.sequence_mask is None else terms.sequences_outside(tokens, *section.sequence_mask)
+        bounded = tokens
+        if section.correction != "none" or masked is not None:
+            bounded = terms.with_finite_ratios(tokens, masked if section.correction == "none" else True)
+        losses, metrics = bare(bounded, section)
         metrics = terms.ratio_metrics(tokens) | metrics
         if section.correction != "none":
-            ratio = tokens.log_ratio.exp()
+            ratio = bounded.log_ratio.exp()
             kept = terms.kept(ratio, section.correction, section.lower, section.cap)
             # Only REINFORCE needs the ratio as a factor: the other losses contain it already.
             losses = losses * (kept * ratio if section.kind == "reinforce" else kept)
             metrics["corrected_share"] = (kept < 1).float()
-        if section.sequence_mask is not None:
-            masked = terms.sequences_outside(tokens, *section.sequence_mask)
+        if masked is not None:
             losses = losses.masked_fill(masked, 0.0)
             metrics["sequence_masked_share"] = masked.float()
         if section.log_ratio_penalty:

@@ -53,7 +53,7 @@ critic has its own parameters and its own AdamW, so another factor would only mo
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -99,6 +99,18 @@ class Tokens:
         if self.group is not None:
             dist.all_reduce(sums, group=self.group)
         return (sums / self.lengths).repeat_interleave(self.here, output_size=len(values))
+
+
+LARGEST = 80.0
+"""Bound of log rho for tokens whose weight is bounded or dropped after the exponential. An infinite rho times 0 would be NaN;
+e^80 times an advantage is finite, and its gradient too."""
+
+
+def with_finite_ratios(tokens: Tokens, where: Tensor | bool) -> Tokens:
+    """Return the tokens with log rho of at most LARGEST wherever `where` [n] is true."""
+    bounded = torch.maximum(tokens.behaviour, tokens.logp.detach() - LARGEST)
+    where = torch.as_tensor(where, device=bounded.device)
+    return replace(tokens, behaviour=torch.where(where, bounded, tokens.behaviour))
 
 
 type TokenLoss = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]

@@ -258,6 +258,47 @@ def test_correction_bounds_the_weight(kind: str) -> None:
     np.testing.assert_array_equal(metrics["corrected_share"], ratio > 2.0)
 
 
+@pytest.mark.parametrize(
+    ("section", "weight"),
+    [
+        ({"kind": "clip", "correction": "mask"}, 0),
+        ({"kind": "clip", "correction": "truncate"}, 4),
+        ({"kind": "clip", "sequence_mask": (0.5, 2)}, 0),
+        ({"kind": "dppo", "correction": "mask"}, 0),
+        ({"kind": "dppo", "sequence_mask": (0.5, 2)}, 0),
+        ({"kind": "reinforce", "correction": "mask"}, 0),
+        ({"kind": "reinforce", "correction": "truncate"}, 4),
+        ({"kind": "cispo"}, 4),
+        ({"kind": "cispo", "sequence_mask": (0.5, 2)}, 0),
+    ],
+)
+@pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
+def test_an_infinite_ratio_is_bounded_or_dropped(section: dict[str, object], weight: float, advantage: float) -> None:
+    """e^99.5 is infinite in float32. The other sequence learns as it does alone."""
+    loss = policy_loss(Loss.model_validate(section | {"cap": 4.0}))
+    if advantage > 0 and section["kind"] == "clip":
+        weight = 0
+    logp, one, none = torch.tensor([-0.5, -1.0], requires_grad=True), torch.ones(2), torch.zeros(2)
+    recorded, gains, lengths = torch.tensor([-100.0, -0.9]), torch.tensor([advantage, 1.0]), torch.tensor([1, 1])
+    losses, _ = loss(Tokens(logp, recorded, none, gains, none, one, lengths, one))
+    losses.sum().backward()
+    alone = torch.tensor([-1.0], requires_grad=True)
+    loss(Tokens(alone, recorded[1:], none[1:], one[1:], none[1:], one[1:], lengths[1:], one[1:]))[0].sum().backward()
+    assert losses.isfinite().all()
+    assert logp.grad is not None
+    assert alone.grad is not None
+    assert logp.grad.tolist() == [pytest.approx(-weight * advantage), alone.grad.item()]
+
+
+def test_a_clipped_token_of_infinite_ratio_leaves_no_nan() -> None:
+    logp, one, none = torch.tensor([-0.5], requires_grad=True), torch.ones(1), torch.zeros(1)
+    given = Tokens(logp, torch.tensor([-100.0]), none, one, none, one, torch.tensor([1]), one)
+    losses = policy_loss(Loss(kind="clip", clip_high=0.28))(given)[0]
+    losses.sum().backward()
+    assert logp.grad is not None
+    assert (losses.item(), logp.grad.item()) == (pytest.approx(-1.28), 0.0)
+
+
 def test_masked_gspo_drops_tokens_and_keeps_the_ratio_of_the_sequence() -> None:
     drawn = draw([25, 25], lag=1.0)
     kept = np.exp(drawn[0] - drawn[1]) <= 2.0
