@@ -49,6 +49,9 @@ BATCH = 1024
 """Traces encoded at once."""
 ROLES = {"human": "user", "gpt": "assistant"}
 """Our names for ShareGPT's roles."""
+CALLS = ("tool_calls", "function_call")
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Fields of a message beside its content, as chat APIs give them. Without them the rest would be another message."""
 
 
 class Taught(PromptRow, frozen=True):
@@ -167,4 +170,12 @@ def _messages(value: Any, system: Any) -> list[Message]:
     messages: list[Message] = [{"role": ROLES.get(role, role), "content": content} for role, content in pairs]
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise UnfitError("the last message is not the assistant's, with the user's before it")
+    if lost := [field for field in CALLS for one in value if one.get(field)]:
+        raise UnfitError(
+            f"a message has {lost[0]}, which would be lost; write the calls into a row of prompt and completion"
+        )
+    if lost := [field for field in REASONING if value[-1].get(field)]:
+        raise UnfitError(
+            f"the reasoning is in {lost[0]}, which would be lost; write it into the content, with its tags"
+        )
     return [{"role": "system", "content": system}, *messages] if isinstance(system, str) and system else messages

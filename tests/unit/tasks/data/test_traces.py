@@ -70,6 +70,34 @@ def test_what_the_user_says() -> None:
     assert spoken(MESSAGES).prompt == spoken(PAIR).prompt
 
 
+ASKED, ANSWERED = {"role": "user", "content": "12+1="}, {"role": "assistant", "content": "13"}
+CALLED = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
+
+
+@pytest.mark.parametrize(
+    ("messages", "lost"),
+    [
+        ([ASKED, ANSWERED | {"reasoning_content": "2+1=3"}], "the reasoning is in reasoning_content"),
+        ([ASKED, ANSWERED | {"thinking": "2+1=3"}], "the reasoning is in thinking"),
+        ([ASKED, CALLED, {"role": "tool", "content": "13"}, ANSWERED], "a message has tool_calls"),
+    ],
+)
+def test_what_stands_beside_the_content_is_not_dropped_in_silence(
+    tmp_path: Path, messages: list[dict[str, Any]], lost: str
+) -> None:
+    """Learnt without it, an answer would come without its thinking, or after a turn that says nothing."""
+    with pytest.raises(MegarlError, match=f"{lost}, which would be lost"):
+        load_traces(write(tmp_path / "s.jsonl", MESSAGES, {"messages": messages}), tokenizer())
+
+
+def test_fields_that_say_nothing_and_reasoning_of_earlier_turns_do_no_harm() -> None:
+    """Templates drop what was thought before the last question."""
+    earlier = ANSWERED | {"reasoning_content": "2+1=3"}
+    last = TURNS[1] | {"tool_calls": None, "reasoning_content": ""}
+    row = spoken({"messages": [ASKED, earlier, ASKED, last]})
+    assert row.answer == "<think>2+1=3</think>13"
+
+
 @pytest.mark.parametrize(
     ("row", "traces"),
     [
