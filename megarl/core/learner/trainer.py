@@ -113,10 +113,14 @@ class Trainer:
 
     def train_step(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """Train step `self.step` and count it, even if nothing is trained. Return the same metrics on all ranks."""
-        learning = self.trained
-        if self.critic and self.step < self.recipe.critic.warmup_steps:
+        learning, first = self.trained, self.recipe.critic.warmup_steps if self.critic else 0
+        if self.critic and self.step < first:
             learning = [self.critic]  # the policy is not trained yet
-        rates = {f"{network.prefix}lr": learning_rate(self.step, network.settings, self.steps) for network in learning}
+        begins = {network: first if network is self.policy else 0 for network in learning}
+        rates = {
+            f"{network.prefix}lr": learning_rate(self.step - begin, network.settings, self.steps - begin)
+            for network, begin in begins.items()
+        }
         self.step += 1
         if not sequences:
             return rates | {"empty": 1.0, "skipped": 0.0, "tokens_trained": 0.0}

@@ -147,8 +147,9 @@ def _learner(r: Recipe) -> Iterator[str]:
     if profiled and not 0 <= profiled[0] <= profiled[1]:
         yield f"monitor.profile_steps: should be [first, last], 0 or more, got {list(profiled)}"
     if optimizer.schedule != "constant":
-        use = f"for the schedule {optimizer.schedule}"
-        yield from _ends_warm_up(r, "learner.optimizer.warmup_steps", optimizer.warmup_steps, use)
+        use, before = f"for the schedule {optimizer.schedule}", r.critic.warmup_steps if r.has_critic else 0
+        use += " (critic.warmup_steps included)" if before else ""
+        yield from _ends_warm_up(r, "learner.optimizer.warmup_steps", before + optimizer.warmup_steps, use)
     if r.learner.optimizer_offload and r.model.dtype != "bf16":
         reason = (
             "megatron-core cannot load the offloaded optimiser of FP32 weights from a checkpoint"

@@ -131,6 +131,16 @@ def test_the_warm_up_of_a_critic_leaves_the_policy_alone(model: Path) -> None:
     assert not same(weights(trainer.policy), before)
 
 
+def test_the_policys_warm_up_begins_after_the_critics(model: Path) -> None:
+    """Otherwise the policy's first update, with moments of AdamW that are still 0, could be at the full rate."""
+    optimizer = {"lr": 1e-3, "warmup_steps": 2, "schedule": "linear"}
+    given = {"run": {"steps": 6}, "learner": {"microbatch_tokens": 96, "optimizer": optimizer}}
+    trainer = trainer_of(model, **CRITIC | given, critic={"warmup_steps": 2})
+    rows = [trainer.train_step(batch()) for _ in range(6)]
+    assert [row.get("lr") for row in rows] == [None, None, *map(pytest.approx, (5e-4, 1e-3, 1e-3, 5e-4))]
+    assert [row["critic_lr"] for row in rows] == [5e-4, 1e-3, *map(pytest.approx, (1e-3, 7.5e-4, 5e-4, 2.5e-4))]
+
+
 def test_what_was_not_sampled_has_no_gradient(model: Path) -> None:
     """Whatever is said of masked tokens, the gradients of both networks are the same bit for bit."""
     trainer = trainer_of(model, **CRITIC)

@@ -98,6 +98,15 @@ IMPOSSIBLE = [
         "learner.optimizer.warmup_steps: a warm-up of 100 steps leaves none of run.steps=100",
     ),
     (
+        {
+            "run": {"steps": 140},
+            "learner": {"optimizer": {"schedule": "cosine"}},
+            "critic": {"warmup_steps": 50},
+            "batch": {"centring": "critic", "zero_variance": "keep"},
+        },
+        "a warm-up of 150 steps leaves none of run.steps=140 for the schedule cosine (critic.warmup_steps included)",
+    ),
+    (
         {"data": {"tasks": {"math": {"train": "", "heldout": "", "mapping": "arc"}}}},
         "data.tasks.math.mapping: arc is multiple choice, which only evaluation.suites can have",
     ),
