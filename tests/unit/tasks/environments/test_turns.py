@@ -342,7 +342,7 @@ def test_a_reply_that_does_not_fit_is_left_out() -> None:
 
 @pytest.mark.parametrize("control", ["none", "overlong_penalty", "interruption"])
 def test_a_reply_that_fills_the_models_context_ends_the_rollout(control: str) -> None:
-    """Of 27 positions 7 are kept, and 3 are the prompt's. The reply fits into the budget, but no token fits behind it."""
+    """7 of 27 positions are kept, and 3 are the prompt's. The reply fits into the budget, but no token fits behind it."""
     done, server = say([[4] * 12 + [END]], Script([4]), control, positions=27)
     phrase = PHRASE if control == "interruption" else []
     assert said(done) == [([4] * 12 + [END], True), ([3] * 4 + phrase, False)]
