@@ -115,6 +115,7 @@ def test_saved_directory_is_transformers(one_rank: None, tmp_path: Path, monkeyp
     assert "model.safetensors" not in names
     assert (
         len({path.stat().st_mode for path in (tmp_path / "copy").iterdir()}) == 1
+    )  # whoever may read one may read all
     copy = AutoModelForCausalLM.from_pretrained(tmp_path / "copy")
     assert all(torch.equal(a, b) for a, b in zip(copy.parameters(), reference.parameters(), strict=True))
 
