@@ -324,7 +324,8 @@ def of(config: JsonObject, where: Path | str) -> Architecture:
         raise MegarlError(f"{where}: not a model's configuration: {error}") from None
 
 
-QWEN = {"use_sliding_window": False}
+# SGLang rotates as dual chunk attention asks (Qwen2.5's -1M) but no longer has the kernels for it.
+QWEN = {"use_sliding_window": False, "dual_chunk_attention_config": None}
 NO_BIAS = {"attention_bias": False}
 
 
@@ -360,8 +361,13 @@ def _llama4(config: JsonObject) -> Architecture:
     rotary = config.get("no_rope_layers") or [(i + 1) % interval for i in layers]
     chunked, tuned = config.get("attention_chunk_size"), config.get("attn_temperature_tuning", True)
     inner = _size(config, "intermediate_size")  # of an expert; dense layers have intermediate_size_mlp
+    if not isinstance(tuned, bool):  # the first releases have 4, with the same meaning
+        raise MegarlError(
+            f"attn_temperature_tuning={tuned!r} is not supported: transformers 5, and so a server, does not load it; set it to "
+            f"{str(bool(tuned)).lower()}"
+        )
     return replace(
-        _decoder(config, NO_BIAS | {"num_experts_per_tok": 1}),
+        _decoder({"rope_theta": 500000.0, **config}, NO_BIAS | {"num_experts_per_tok": 1}),
         feed_forward=_size(config, "intermediate_size_mlp"),
         rope_interleaved=True,
         unrotated_layers=tuple(i for i in layers if not rotary[i]),
@@ -444,7 +450,9 @@ def _gpt_oss(config: JsonObject) -> Architecture:
         raise MegarlError("layer_types is not supported: only sliding_attention and full_attention, one per layer")
     windowed = tuple(i for i in layers if kinds[i] == "sliding_attention")
     return replace(
-        _decoder(config, {"attention_bias": True, "swiglu_alpha": 1.702}, ("default", "yarn")),
+        _decoder(
+            {"rope_theta": 150000.0, **config}, {"attention_bias": True, "swiglu_alpha": 1.702}, ("default", "yarn")
+        ),
         qkv_biases=True,
         biases=True,
         sinks=True,
@@ -486,11 +494,9 @@ def _decoder(
             raise MegarlError(f"{key}={config[key]!r} is not supported, only {value!r}")
     heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
     head_dim = _size(config, "head_dim", hidden // heads)
-    # transformers 5 writes rope_parameters; earlier versions wrote rope_theta and rope_scaling.
-    rope: JsonObject = config.get("rope_parameters") or {
-        "rope_theta": config.get("rope_theta", 10000.0),
-        **(config.get("rope_scaling") or {}),
-    }
+    # transformers 5 writes rope_parameters; earlier versions wrote rope_theta and rope_scaling, which it prefers if both exist.
+    given: JsonObject = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    rope = {"rope_theta": config.get("rope_theta", 10000.0), **given}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ropes:
         raise MegarlError(f"rope_type {kind!r} is not supported; supported: {', '.join(ropes)}")

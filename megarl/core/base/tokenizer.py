@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer as Backend
+from tokenizers.processors import TemplateProcessing
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_json, text_config
@@ -84,9 +85,9 @@ def load_tokenizer(hf_dir: Path | str) -> Tokenizer:
         ) from None
     backend.no_truncation()
     backend.no_padding()
-    named = config.get("eos_token")
-    text = named.get("content") if isinstance(named, dict) else named
-    end = backend.token_to_id(text) if isinstance(text, str) else None
+    (_, end), (begin, begin_id) = (_special(backend, config.get(name)) for name in ("eos_token", "bos_token"))
+    if begin_id is not None and config.get("add_bos_token") is True:  # DeepSeek's tokenizer.json leaves it out
+        backend.post_processor = TemplateProcessing(single=[begin, "$A"], special_tokens=[(begin, begin_id)])
     if end is None:
         raise MegarlError(f"{folder / 'tokenizer_config.json'}: eos_token is missing, or is not in tokenizer.json")
     ids = [id for name in ("config.json", "generation_config.json") for id in _end_ids(folder / name)]
@@ -94,9 +95,16 @@ def load_tokenizer(hf_dir: Path | str) -> Tokenizer:
     return Tokenizer(backend, end, folder, _vocabulary(folder / "config.json"), others)
 
 
+def _special(backend: Backend, named: object) -> tuple[str, int | None]:
+    """Return text and id of a special token of tokenizer_config.json; the id is None if tokenizer.json lacks the token."""
+    text = named.get("content") if isinstance(named, dict) else named
+    return (text, backend.token_to_id(text)) if isinstance(text, str) else ("", None)
+
+
 def _end_ids(file: Path) -> list[int]:
     """Return the end-of-sequence ids in this file. A server of the model stops at them by itself."""
-    named = read_json(file).get("eos_token_id") if file.is_file() else None
+    config = read_json(file) if file.is_file() else {}
+    named = config.get("eos_token_id", text_config(config, file).get("eos_token_id"))  # Llama 4 has them in text_config
     ids = named if isinstance(named, list) else [] if named is None else [named]
     if not all(type(id) is int and id >= 0 for id in ids):
         raise MegarlError(f"{file}: eos_token_id must be a token id or a list of them, not {named!r}")

@@ -354,8 +354,10 @@ def _finish_directory(written: list[list[_WrittenFile]], partial: Path, destinat
     """Give the files their usual names, write the index if there are several, and rename the directory."""
     files = list(itertools.chain.from_iterable(written))
     weight_map, total = {}, 0
+    mode = (partial / "config.json").stat().st_mode  # by the umask; safetensors would let only the owner read weights
     for i, (file, sizes) in enumerate(files, 1):
         usual = f"model-{i:05}-of-{len(files):05}.safetensors" if len(files) > 1 else "model.safetensors"
+        file.chmod(mode)
         os.replace(file, partial / usual)
         weight_map.update(dict.fromkeys(sizes, usual))
         total += sum(sizes.values())

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
+from transformers import AutoConfig
 
 from megarl.core import models
 from megarl.core.base.architecture import in_directory
@@ -61,7 +63,13 @@ def test_unsupported_architecture_names_the_supported(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"hidden_act": "gelu"}, {"attention_bias": True}, {"rope_parameters": {"rope_type": "yarn"}}]
+    "change",
+    [
+        {"hidden_act": "gelu"},
+        {"attention_bias": True},
+        {"rope_parameters": {"rope_type": "yarn"}},
+        {"rope_scaling": {"rope_type": "yarn"}},  # beside the rope_parameters, as Qwen3's README has it
+    ],
 )
 def test_unsupported_settings_are_refused(directory: Path, change: dict[str, object]) -> None:
     edit_config(directory, **change)
@@ -129,6 +137,23 @@ def test_glm_without_plain_rotation_is_refused(tmp_path: Path) -> None:
     tiny_glm4_moe(tmp_path, num_hidden_layers=1)
     edit_config(tmp_path, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0})
     with pytest.raises(MegarlError, match="rope_type 'yarn' is not supported"):
+        family_of(tmp_path)
+
+
+def test_a_temperature_of_llama4_that_no_server_loads(tmp_path: Path) -> None:
+    """The first releases have 4, which transformers 5 refuses."""
+    tiny_llama4(tmp_path)
+    edit_config(tmp_path, attn_temperature_tuning=4)
+    with pytest.raises(MegarlError, match=r"attn_temperature_tuning=4 is not supported: .* set it to true"):
+        family_of(tmp_path)
+    with pytest.raises(StrictDataclassFieldValidationError):
+        AutoConfig.from_pretrained(tmp_path)
+
+
+def test_dual_chunk_attention_is_refused(tmp_path: Path) -> None:
+    tiny_qwen2(tmp_path, num_hidden_layers=1)
+    edit_config(tmp_path, dual_chunk_attention_config={"chunk_size": 262144, "local_size": 8192})
+    with pytest.raises(MegarlError, match=r"dual_chunk_attention_config=\{.* is not supported, only None"):
         family_of(tmp_path)
 
 

@@ -1,5 +1,6 @@
 """What families share: rotary frequencies, precision, directories, settings of experts."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megarl.core.base import architecture
@@ -16,7 +17,7 @@ from megarl.core.models import build, checkpoint, family_of, hf, parallel
 from megarl.core.models.hf import write_config
 from megarl.core.models.layers import CausalAttention, inverse_frequencies
 from megarl.core.recipe import Model, Moe
-from tests.tiny import LLAMA3_ROPE, tiny_gpt_oss, tiny_llama, tiny_llama4_multimodal, tiny_qwen3_moe
+from tests.tiny import LLAMA3_ROPE, tiny_gpt_oss, tiny_llama, tiny_llama4, tiny_llama4_multimodal, tiny_qwen3_moe
 
 # isort: split
 from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -87,6 +88,20 @@ def test_rope_as_written_before_transformers_5(tmp_path: Path) -> None:
     assert architecture.in_directory(tmp_path) == new
 
 
+@pytest.mark.parametrize("tiny", [tiny_llama, tiny_llama4, tiny_gpt_oss])
+@pytest.mark.parametrize("theta", [None, 20000.0])
+def test_the_rotary_base_where_only_its_scaling_is_given(
+    tmp_path: Path, tiny: Callable[[Path], object], theta: float | None
+) -> None:
+    """As in transformers it is the model's default, or stands beside."""
+    tiny(tmp_path)
+    config = read_config(tmp_path)
+    del config["rope_parameters"]["rope_theta"]
+    write_config(tmp_path, config | ({"rope_theta": theta} if theta else {}))
+    expected = AutoConfig.from_pretrained(tmp_path).rope_parameters["rope_theta"]
+    assert architecture.in_directory(tmp_path).rope_theta == expected
+
+
 def test_saved_directory_is_transformers(one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In several files with an index; transformers loads the same weights; the tokenizer's files came along."""
     monkeypatch.setattr(hf, "SHARD_BYTES", 50_000)
@@ -98,6 +113,9 @@ def test_saved_directory_is_transformers(one_rank: None, tmp_path: Path, monkeyp
     assert {"config.json", "generation_config.json", "tokenizer.json", hf.INDEX} < names
     assert "model-00002-of-00017.safetensors" in names
     assert "model.safetensors" not in names
+    assert (
+        len({path.stat().st_mode for path in (tmp_path / "copy").iterdir()}) == 1
+    )  # whoever may read one may read all
     copy = AutoModelForCausalLM.from_pretrained(tmp_path / "copy")
     assert all(torch.equal(a, b) for a, b in zip(copy.parameters(), reference.parameters(), strict=True))
 

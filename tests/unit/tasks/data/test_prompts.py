@@ -209,6 +209,24 @@ def test_all_ids_at_which_a_server_stops_end_a_completion(tmp_path):
     write(tmp_path / "config.json", json.dumps({"eos_token_id": end + 1}))
     write(tmp_path / "generation_config.json", json.dumps({"eos_token_id": [end + 2, end, 10**6]}))
     assert load_tokenizer(tmp_path).ends == (end, end + 1, end + 2)
+    write(tmp_path / "config.json", json.dumps({"text_config": {"eos_token_id": [end, end + 3]}}))
+    assert load_tokenizer(tmp_path).ends == (end, end + 3, end + 2)
     write(tmp_path / "generation_config.json", json.dumps({"eos_token_id": ["</s>"]}))
     with pytest.raises(MegarlError, match=r"generation_config\.json: eos_token_id must be .*, not \['</s>'\]"):
         load_tokenizer(tmp_path)
+
+
+def test_a_begin_token_that_only_tokenizer_config_asks_for(tmp_path):
+    """As in DeepSeek's models. It is framing: prompts do not get it."""
+    made = arithmetic_models.character_tokenizer()
+    made.save_pretrained(tmp_path)
+    plain = made("1+1=", add_special_tokens=False)["input_ids"]
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"add_bos_token": True}
+    begin = made.convert_ids_to_tokens(plain[:1])[0]
+    for named in (begin, {"content": begin}):
+        write(tmp_path / "tokenizer_config.json", json.dumps(config | {"bos_token": named}))
+        tokenizer = load_tokenizer(tmp_path)
+        assert tokenizer.encode_all(["1+1="], framed=True)[0].tolist() == [plain[0], *plain]
+        assert tokenizer.ids("1+1=").tolist() == plain
+    write(tmp_path / "tokenizer_config.json", json.dumps(config | {"bos_token": begin, "add_bos_token": False}))
+    assert load_tokenizer(tmp_path).encode_all(["1+1="], framed=True)[0].tolist() == plain
