@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 
 import psutil
 
-from megarl.core.base.process import NODE, SUPERVISOR
+from megarl.core.base.process import NODE, NODE_RANK, SUPERVISOR
 from megarl.core.base.rundir import RunDir, writing
 from megarl.core.recipe import Recipe
 from megarl.run import devices
@@ -140,7 +140,7 @@ class LocalLauncher:
     def start(self, task: RoleCommand, n: int = 0) -> "LocalProcess":
         """Start the role here. n: the index of this machine among the role's nodes."""
         node = task.place.nodes[n]
-        own = {SUPERVISOR: str(os.getpid()), NODE: node.name}
+        own = {SUPERVISOR: str(os.getpid()), NODE: node.name, NODE_RANK: str(n)}
         own |= {
             "GLOO_SOCKET_IFNAME": node.interface,
             "NCCL_SOCKET_IFNAME": f"={node.interface}",

@@ -20,8 +20,9 @@ from megarl.core.base.errors import MegarlError
 
 PR_SET_PDEATHSIG = 1
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-SUPERVISOR, NODE = "MEGARL_SUPERVISOR_PID", "MEGARL_NODE"
-"""Environment variables of a process that megarl started: its supervisor's pid and, for a role, the name of its node."""
+SUPERVISOR, NODE, NODE_RANK = "MEGARL_SUPERVISOR_PID", "MEGARL_NODE", "MEGARL_NODE_RANK"
+"""Environment variables of a process that megarl started: its supervisor's pid and, for a role, the name of its node and the
+node's place among those of the role."""
 
 
 def raise_limits() -> None:
