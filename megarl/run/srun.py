@@ -47,6 +47,19 @@ BROKEN_STATES = ("down", "fail", "unknown", "future", "power")
 """Prefixes of Slurm's states of nodes that run nothing."""
 
 
+OF_THE_JOB = (
+    "SLURM_CPUS_PER_GPU", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_THREADS_PER_CORE",
+    "SLURM_HINT", "SLURM_EXACT", "SLURM_EXCLUSIVE", "SLURM_DISTRIBUTION", "SLURM_DIST_PLANESIZE", "SLURM_NTASKS_PER_CORE",
+    "SLURM_NTASKS_PER_SOCKET", "SLURM_NTASKS_PER_GPU", "SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_SOCKET",
+    "SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_BIND", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU",
+    "SLURM_MEM_PER_NODE", "SLURM_MEM_BIND", "SLURM_LABELIO",
+)  # fmt: skip
+"""Options of `sbatch`, or of the job in which it was called, that srun would take from the environment; launch/slurm/common.sh
+removes the same. A step has all that its job has on a node, and some of these would give it one core (--hint=nomultithread
+implies --exact), one GPU, or end srun, such as two of SLURM_MEM_PER_…. Labels of its output would hide the reports.
+"""
+
+
 LAUNCHER = "MEGARL_LAUNCHER"
 """Environment variable. local: processes on this machine; srun: steps of a Slurm job; auto, the default: steps if the job has
 several nodes or a container."""
@@ -93,7 +106,7 @@ class SrunLauncher:
         try:
             done = subprocess.run(
                 command(names, "survey", arguments), stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                timeout=SURVEY_LIMIT_S,
+                timeout=SURVEY_LIMIT_S, env=environment(),
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             raise MegarlError(
@@ -115,7 +128,12 @@ class SrunLauncher:
         with log:
             try:
                 process = subprocess.Popen(
-                    words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True
+                    words,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    start_new_session=True,
+                    env=environment(),
                 )
             except OSError as error:
                 raise MegarlError(f"srun cannot be started: {error.strerror}") from None
@@ -234,6 +252,11 @@ def command(names: Sequence[str], step: str, arguments: Sequence[str]) -> list[s
         "--kill-on-bad-exit=1",  # for the learner's nodes; a step on one node has no other task
         *shlex.split(os.environ.get(STEP_OPTIONS, "")), *python, *arguments,
     ]  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    """Return our environment without the options that srun would take from it."""
+    return {name: value for name, value in os.environ.items() if name not in OF_THE_JOB}
 
 
 def checked(nodes: Sequence[Node]) -> tuple[Node, ...]:

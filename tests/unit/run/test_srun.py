@@ -1,5 +1,6 @@
 """Steps of a Slurm job, as far as no Slurm is needed: the choice, the command, nodes, reports. tests/slurm has the rest."""
 
+import os
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from megarl.run.launcher import LocalLauncher, RoleCommand
 from megarl.run.nodes import Node, here
 from megarl.run.placement import Place
 from megarl.run.restart import Role
-from megarl.run.srun import SrunLauncher, SrunStep, checked, chosen, command, is_broken
+from megarl.run.srun import OF_THE_JOB, SrunLauncher, SrunStep, checked, chosen, command, is_broken
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +64,22 @@ def test_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGARL_STEP_COMMAND", "python3")
     words = command(["n1"], "server-0", ["-m", "x"])
     assert words[-5:] == ["--container-image=a#b:1", "--container-mounts=/s h:/s h", "python3", "-m", "x"]
+
+
+def test_srun_is_not_told_the_options_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "srun").write_text(f"#!/bin/sh\nenv > {tmp_path}/said\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    for name in OF_THE_JOB:
+        monkeypatch.setenv(name, "1")
+    place = Place((Node("n1", "vm", "127.0.0.1", "lo", (), 2, 0, ()),), (), 1)
+    SrunLauncher(RunDir(tmp_path), "lo").start(
+        RoleCommand(Role("learner"), (), {}, place, RunDir(tmp_path))
+    ).wait_gone()
+    told = {line.partition("=")[0] for line in (tmp_path / "said").read_text().splitlines()}
+    assert "SLURM_JOB_ID" in told
+    assert not told & set(OF_THE_JOB)
 
 
 def test_this_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
