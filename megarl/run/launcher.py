@@ -111,6 +111,7 @@ def task(recipe: Recipe, rundir: RunDir, role: Role, port: int, place: Place) ->
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_VISIBLE_DEVICES": ",".join(place.gpus),
+        "CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),  # nvidia-smi's, and Slurm's
         **(_allocator(role.kind == "learner" and recipe.weights.transport != "cuda_ipc") if place.gpus else {}),
         **(LEARNER if role.kind == "learner" else {}),
         "PYTHONUNBUFFERED": "1",
@@ -146,6 +147,7 @@ class LocalLauncher:
             "NCCL_SOCKET_IFNAME": f"={node.interface}",
         }  # for its process groups
         own |= devices.kernel_caches() if task.place.gpus else {}
+        own |= devices.temporary_folder() if task.role.kind != "controller" else {}  # its prompts take a large disk
         remove_abandoned_shared_memory()
         with writing(task.log(n)):
             task.log(n).parent.mkdir(parents=True, exist_ok=True)
