@@ -235,7 +235,7 @@ class SrunStep:
         Slurm removes a lost node from the job, but not at once; until then it is silent. Even if it is up again by now, it is
         no longer ours.
         """
-        held = _output(["squeue", "-h", "-j", os.environ["SLURM_JOB_ID"], "-o", "%N"]).strip()
+        held = _output(["squeue", "-h", "-j", our_job(), "-o", "%N"]).strip()
         ours = hosts(held) if held else self.names
         states = _output(["sinfo", "-h", "-n", ",".join(self.names), "-o", "%T"]).splitlines()
         if any(map(is_broken, states)) or not set(self.names) <= set(ours):
@@ -275,6 +275,14 @@ def checked(nodes: Sequence[Node]) -> tuple[Node, ...]:
         taken |= {(node.address, port) for port in ports}
         distinct.append(replace(node, ports=ports))
     return tuple(distinct)
+
+
+def our_job() -> str:
+    """Return our job as squeue names it. One task of an array has the array's own id as SLURM_JOB_ID, with which squeue lists
+    the nodes of all tasks, in lines that are no list of hosts.
+    """
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
 
 
 def hosts(listed: str) -> list[str]:

@@ -199,6 +199,26 @@ def test_an_srun_that_ends_alone_may_have_left_its_step_behind(monkeypatch: pyte
     assert [s.status() for s in deserted] == [-9, 232]
 
 
+def test_a_task_of_an_array_looks_at_its_own_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them has the array's own id, and squeue would list all tasks; scontrol makes no sense of several lines."""
+    for name, answers in {
+        "squeue": "case $3 in 7_2) echo n1,n2 ;; *) printf 'n9\\nn1,n2\\n' ;; esac",
+        "scontrol": 'case "$3" in n1,n2) printf "n1\\nn2\\n" ;; *) exit 1 ;; esac',
+        "sinfo": "printf 'mixed\\nmixed\\n'",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{answers}\n")
+        (tmp_path / name).chmod(0o755)
+    ended = step(['{"node": "n1"}', '{"node": "n2"}'], "sys.exit(1)")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert ended.node_state() == "down"
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
+    while not ended.answered:
+        time.sleep(0.01)
+    assert ended.node_state() == "up"
+
+
 def test_a_step_that_does_not_move_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = step(['{"node": "n1", "stopped": true}'])
     end = time.monotonic() + 60
