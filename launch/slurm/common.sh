@@ -59,6 +59,8 @@ case "$CONTAINER" in
         if command -v nvidia-smi > /dev/null; then nvidia="--nv"; fi
         MEGARL_STEP_COMMAND="${APPTAINER:-apptainer} exec $nvidia $(quoted --bind "$MOUNTS" --pwd "$PWD" "$IMAGE" python)"
         export MEGARL_STEP_OPTIONS="" MEGARL_STEP_COMMAND
+        # The home directory is there, too: what `pip install --user` put into it must not hide the image's packages.
+        export APPTAINERENV_PYTHONNOUSERSITE=1 SINGULARITYENV_PYTHONNOUSERSITE=1
         ;;
     *)
         say "CONTAINER=$CONTAINER: none, pyxis or apptainer"

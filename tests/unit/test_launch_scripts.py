@@ -111,6 +111,19 @@ def test_apptainer(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_the_home_directorys_packages_do_not_hide_those_of_apptainers_image(tmp_path: Path) -> None:
+    done = run(
+        "eval.sbatch",
+        tmp_path,
+        stand_in="#!/bin/sh\nenv\n",
+        CONTAINER="apptainer",
+        IMAGE="/m.sif",
+        MODEL="m",
+        SUITE="math",
+    )
+    assert "APPTAINERENV_PYTHONNOUSERSITE=1" in done.stdout.splitlines()
+
+
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
