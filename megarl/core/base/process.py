@@ -38,6 +38,16 @@ def raise_limits() -> None:
             resource.setrlimit(what, (most, most))
 
 
+def dump_no_core() -> None:
+    """Set the soft limit of core dumps to 0, for this process and its children. Slurm takes it, too, from the submitting shell.
+
+    When NCCL ends the ranks of a learner, each would write its hundreds of gigabytes where the job runs, and be restarted only
+    then. `start_logging` has the stacks written; `prlimit --core=unlimited --pid PID` still allows a dump.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, most))
+
+
 @contextmanager
 def importing() -> Iterator[None]:
     """Import without Python's garbage collector, which would take a fifth of a role's start to scan thousands of modules again
