@@ -128,6 +128,12 @@ def check_free(host: str, port: int) -> None:
             raise MegarlError(f"--port: cannot listen on {host}:{port}: {error.strerror}; choose another") from None
 
 
+def without_proxy(host: str) -> dict[str, str]:
+    """Return the environment variables with which HTTP clients connect to `host` directly, though a node has a proxy."""
+    direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), os.environ.get("no_proxy"), host)))
+    return {"NO_PROXY": direct, "no_proxy": direct}
+
+
 @contextmanager
 def environment(variables: dict[str, str]) -> Iterator[None]:
     """Set environment variables within this context, and restore them at its end."""

@@ -25,7 +25,7 @@ from megarl.core.base.architecture import in_directory
 from megarl.core.base.device import here
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import KEPT_FROM_INPUT, PARITY_ROLLOUTS, ServerAddress
-from megarl.core.base.process import NODE_RANK, check_free, die_with_parent, importing, start_logging
+from megarl.core.base.process import NODE_RANK, check_free, die_with_parent, importing, start_logging, without_proxy
 from megarl.core.base.rundir import Endpoints, Meeting, RunDir
 from megarl.core.recipe import Recipe
 from megarl.core.server import workers
@@ -67,6 +67,7 @@ def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = 
             check_gpus(recipe, [".".join(map(str, torch.cuda.get_device_capability()))])
         if not node:
             check_free(host, port)
+        os.environ.update(without_proxy(host))  # at the end of its start SGLang calls itself
         os.environ.update(environment(recipe, index, sorted(os.sched_getaffinity(0)), cuda, meeting.nodes))
         sglang_cpu.install()
         sglang_cpu.patch()
