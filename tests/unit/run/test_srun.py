@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megarl.core.base.errors import MegarlError
@@ -107,6 +108,24 @@ def test_this_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary:
     told = nodes.gathered(capfdbinary.readouterr().out.decode().splitlines())[node.name]
     assert replace(told, ports=()) == replace(node, ports=())
     assert len(told.ports) == 2
+
+
+def test_memory_is_what_the_job_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(nodes, "CGROUPS", tmp_path)
+    whole = nodes.memory()
+    assert whole == psutil.virtual_memory().total
+    step = tmp_path / "slurm" / "job_1" / "step_0"
+    step.mkdir(parents=True)
+    (tmp_path / "cgroup").write_text("0::/slurm/job_1/step_0\n")
+    (step / "memory.max").write_text("max\n")
+    assert nodes.memory() == whole
+    (step.parent / "memory.max").write_text("64000000\n")
+    assert nodes.memory() == 64_000_000
+    (tmp_path / "cgroup").write_text("3:cpuset:/\n2:cpu,memory:/slurm/job_1\n")
+    (tmp_path / "memory" / "slurm" / "job_1").mkdir(parents=True)
+    (tmp_path / "memory" / "slurm" / "job_1" / "memory.limit_in_bytes").write_text("32000000\n")
+    assert nodes.memory() == 32_000_000
 
 
 def test_nodes_of_many_gpus_and_ports_say_so_in_short_lines() -> None:
