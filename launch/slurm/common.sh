@@ -18,6 +18,11 @@ MEGARL=${MEGARL:-$PWD/.venv/bin/megarl}           # on the host: the supervisor 
 PYTHON=$(dirname "$MEGARL")/python
 export PYTHONUNBUFFERED=1
 unset PYTHONDONTWRITEBYTECODE
+# Options of this job, or of one in which it was submitted, that srun would take over: megarl/run/srun.py says which and why.
+unset SLURM_CPUS_PER_GPU SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_THREADS_PER_CORE SLURM_HINT SLURM_EXACT
+unset SLURM_EXCLUSIVE SLURM_DISTRIBUTION SLURM_DIST_PLANESIZE SLURM_NTASKS_PER_CORE SLURM_NTASKS_PER_SOCKET SLURM_NTASKS_PER_GPU
+unset SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_SOCKET SLURM_GPUS_PER_TASK SLURM_GPU_BIND SLURM_TRES_BIND
+unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE SLURM_MEM_BIND SLURM_LABELIO
 
 # One of an array's tasks has the array's own id as SLURM_JOB_ID; with it, Slurm's commands would reach all tasks.
 JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
@@ -54,6 +59,8 @@ case "$CONTAINER" in
         if command -v nvidia-smi > /dev/null; then nvidia="--nv"; fi
         MEGARL_STEP_COMMAND="${APPTAINER:-apptainer} exec $nvidia $(quoted --bind "$MOUNTS" --pwd "$PWD" "$IMAGE" python)"
         export MEGARL_STEP_OPTIONS="" MEGARL_STEP_COMMAND
+        # The home directory is there, too: what `pip install --user` put into it must not hide the image's packages.
+        export APPTAINERENV_PYTHONNOUSERSITE=1 SINGULARITYENV_PYTHONNOUSERSITE=1
         ;;
     *)
         say "CONTAINER=$CONTAINER: none, pyxis or apptainer"

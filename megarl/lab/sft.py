@@ -59,7 +59,7 @@ def main(recipe: Recipe) -> int:
         advice = "remove it to start over, or name another model.path"
         raise MegarlError(f"{unfinished}: a warm start with other settings was begun there ({SETTINGS}); {advice}")
     if not is_rank() and devices.gpus():
-        os.environ |= LEARNER | devices.kernel_caches()
+        os.environ |= LEARNER | devices.kernel_caches() | devices.temporary_folder()
     if recipe.resources.learner_ranks > 1 and not is_rank():
         become_torchrun(recipe.resources.learner_ranks, free_ports(1)[0])
     leader = os.environ.get("RANK", "0") == "0"
@@ -72,7 +72,7 @@ def main(recipe: Recipe) -> int:
 def run(recipe: Recipe, unfinished: Path) -> int:
     outlive_screen()
     # No other role is running yet, so the learner can use all cores.
-    torch.set_num_threads(max(recipe.resources.threads, (os.cpu_count() or 1) // recipe.resources.learner_ranks))
+    torch.set_num_threads(max(recipe.resources.threads, len(os.sched_getaffinity(0)) // recipe.resources.learner_ranks))
     parallel.start(recipe.model, recipe.run.seed, RANKS_LIMIT_S)
     sft, init = recipe.sft, Path(recipe.sft.init)
     trainer = Trainer(recipe, init, supervised=True)

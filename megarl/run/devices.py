@@ -5,6 +5,7 @@ It asks `nvidia-smi` and the operating system, so the supervisor need not import
 
 import os
 import shutil
+import socket
 import stat
 import subprocess
 import tempfile
@@ -17,11 +18,18 @@ from megarl.core.recipe import Recipe
 
 
 def gpus() -> tuple[str, ...]:
-    """Return GPU names for CUDA_VISIBLE_DEVICES: its present value if set, else all of nvidia-smi's; empty without a GPU."""
+    """Return GPU names for CUDA_VISIBLE_DEVICES: its present value if set, else all of nvidia-smi's; empty without a GPU.
+
+    UUIDs of whole GPUs, which some sites set, become numbers: SGLang takes only these in a server of several GPUs.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return tuple(part.strip() for part in visible.split(",") if part.strip())
-    return _asked("index")
+    if visible is None:
+        return _asked("index")
+    names = tuple(part.strip() for part in visible.split(",") if part.strip())
+    if not any(name.startswith("GPU-") for name in names):
+        return names
+    numbers = dict(zip(_asked("uuid"), _asked("index"), strict=False))
+    return tuple(numbers[name] for name in names) if set(names) <= set(numbers) else names
 
 
 def driver() -> str:
@@ -69,14 +77,34 @@ def kernel_caches() -> dict[str, str]:
     """Return variables that keep compiled kernels in a folder of this node; those that are set already are left out.
 
     By default kernels are in the home directory. On a cluster that is one network file system, where all servers would compile
-    the same kernels at the same time. Empty if someone else can write to the folder, since we would run their code.
+    the same kernels at the same time. If nothing may be executed in the node's folder for temporary files, the node has a
+    folder of its own there. Empty if someone else can write to the folder, since we would run their code.
     """
     folder = Path(tempfile.gettempdir()) / f"megarl-kernels-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    if os.statvfs(folder.parent).f_flag & os.ST_NOEXEC:
+        folder = Path.home() / ".cache" / f"megarl-kernels-{socket.gethostname()}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:
+        return {}
     stats = folder.lstat()
     if not stat.S_ISDIR(stats.st_mode) or stats.st_uid != os.getuid() or stats.st_mode & 0o022:
         return {}
     return {name: str(folder / name.lower()) for name in CACHES if name not in os.environ}
+
+
+LONGEST_TEMPORARY = 70
+"""Sockets of SGLang and multiprocessing lie up to 37 characters deeper, and their paths have at most 107."""
+
+
+def temporary_folder() -> dict[str, str]:
+    """Return TMPDIR for a role, if the present value is of no use here: a folder that the container or the node does not have,
+    where nvcc would fail, or a path too long for sockets.
+    """
+    if "TMPDIR" not in os.environ:
+        return {}
+    usable = tempfile.gettempdir()  # the first of TMPDIR, /tmp and others in which a file can be written
+    return {"TMPDIR": usable if len(os.fsencode(usable)) <= LONGEST_TEMPORARY else "/tmp"}
 
 
 def networks() -> Mapping[str, int]:

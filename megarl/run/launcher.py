@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 
 import psutil
 
-from megarl.core.base.process import NODE, SUPERVISOR
+from megarl.core.base.process import NODE, NODE_RANK, SUPERVISOR
 from megarl.core.base.rundir import RunDir, writing
 from megarl.core.recipe import Recipe
 from megarl.run import devices
@@ -111,6 +111,7 @@ def task(recipe: Recipe, rundir: RunDir, role: Role, port: int, place: Place) ->
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_VISIBLE_DEVICES": ",".join(place.gpus),
+        "CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),  # nvidia-smi's, and Slurm's
         **(_allocator(role.kind == "learner" and recipe.weights.transport != "cuda_ipc") if place.gpus else {}),
         **(LEARNER if role.kind == "learner" else {}),
         "PYTHONUNBUFFERED": "1",
@@ -140,12 +141,13 @@ class LocalLauncher:
     def start(self, task: RoleCommand, n: int = 0) -> "LocalProcess":
         """Start the role here. n: the index of this machine among the role's nodes."""
         node = task.place.nodes[n]
-        own = {SUPERVISOR: str(os.getpid()), NODE: node.name}
+        own = {SUPERVISOR: str(os.getpid()), NODE: node.name, NODE_RANK: str(n)}
         own |= {
             "GLOO_SOCKET_IFNAME": node.interface,
             "NCCL_SOCKET_IFNAME": f"={node.interface}",
         }  # for its process groups
         own |= devices.kernel_caches() if task.place.gpus else {}
+        own |= devices.temporary_folder() if task.role.kind != "controller" else {}  # its prompts take a large disk
         remove_abandoned_shared_memory()
         with writing(task.log(n)):
             task.log(n).parent.mkdir(parents=True, exist_ok=True)

@@ -30,8 +30,8 @@ OF_SLURM = "slurm"
 class Node:
     """A node. `name` is Slurm's, or this machine's. Roles listen on `address`, which belongs to network interface `interface`.
 
-    gpus: names for CUDA_VISIBLE_DEVICES. memory: all of the host's, in bytes. ports: free ones. host: the machine's name, which
-    several nodes of a test may share.
+    gpus: names for CUDA_VISIBLE_DEVICES. memory: all that we may use, in bytes. ports: free ones. host: the machine's name,
+    which several nodes of a test may share.
     """
 
     name: str
@@ -55,9 +55,30 @@ def here(ports: int, interface: str, peer: str = "") -> Node:
         interface=next(n for n, known in psutil.net_if_addrs().items() if any(a.address == address for a in known)),
         gpus=devices.gpus(),
         cores=len(os.sched_getaffinity(0)),
-        memory=psutil.virtual_memory().total,
+        memory=memory(),
         ports=tuple(free_ports(ports, address)),
     )
+
+
+CGROUP, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+
+
+def memory() -> int:
+    """Return the bytes of memory that this process may use: the machine's, or less by a limit of its control groups. Slurm
+    kills processes of a job that exceed its --mem, and a container engine those of a container.
+    """
+    limits = [psutil.virtual_memory().total]
+    with suppress(OSError):
+        for line in CGROUP.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            group, name = ("memory", "memory.limit_in_bytes") if controllers else (".", "memory.max")
+            ours = CGROUPS / group / path.lstrip("/")
+            for folder in (ours, *ours.parents):
+                with suppress(OSError, ValueError):  # not there, or "max"
+                    limits.append(int((folder / name).read_text()))
+    return min(limits)
 
 
 def address_of(interface: str, peer: str = "") -> str:

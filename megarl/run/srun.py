@@ -47,6 +47,19 @@ BROKEN_STATES = ("down", "fail", "unknown", "future", "power")
 """Prefixes of Slurm's states of nodes that run nothing."""
 
 
+OF_THE_JOB = (
+    "SLURM_CPUS_PER_GPU", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_THREADS_PER_CORE",
+    "SLURM_HINT", "SLURM_EXACT", "SLURM_EXCLUSIVE", "SLURM_DISTRIBUTION", "SLURM_DIST_PLANESIZE", "SLURM_NTASKS_PER_CORE",
+    "SLURM_NTASKS_PER_SOCKET", "SLURM_NTASKS_PER_GPU", "SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_SOCKET",
+    "SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_BIND", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU",
+    "SLURM_MEM_PER_NODE", "SLURM_MEM_BIND", "SLURM_LABELIO",
+)  # fmt: skip
+"""Options of `sbatch`, or of the job in which it was called, that srun would take from the environment; launch/slurm/common.sh
+removes the same. A step has all that its job has on a node, and some of these would give it one core (--hint=nomultithread
+implies --exact), one GPU, or end srun, such as two of SLURM_MEM_PER_…. Labels of its output would hide the reports.
+"""
+
+
 LAUNCHER = "MEGARL_LAUNCHER"
 """Environment variable. local: processes on this machine; srun: steps of a Slurm job; auto, the default: steps if the job has
 several nodes or a container."""
@@ -93,7 +106,7 @@ class SrunLauncher:
         try:
             done = subprocess.run(
                 command(names, "survey", arguments), stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                timeout=SURVEY_LIMIT_S,
+                timeout=SURVEY_LIMIT_S, env=environment(),
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             raise MegarlError(
@@ -115,7 +128,12 @@ class SrunLauncher:
         with log:
             try:
                 process = subprocess.Popen(
-                    words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True
+                    words,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    start_new_session=True,
+                    env=environment(),
                 )
             except OSError as error:
                 raise MegarlError(f"srun cannot be started: {error.strerror}") from None
@@ -217,7 +235,7 @@ class SrunStep:
         Slurm removes a lost node from the job, but not at once; until then it is silent. Even if it is up again by now, it is
         no longer ours.
         """
-        held = _output(["squeue", "-h", "-j", os.environ["SLURM_JOB_ID"], "-o", "%N"]).strip()
+        held = _output(["squeue", "-h", "-j", our_job(), "-o", "%N"]).strip()
         ours = hosts(held) if held else self.names
         states = _output(["sinfo", "-h", "-n", ",".join(self.names), "-o", "%T"]).splitlines()
         if any(map(is_broken, states)) or not set(self.names) <= set(ours):
@@ -236,6 +254,11 @@ def command(names: Sequence[str], step: str, arguments: Sequence[str]) -> list[s
     ]  # fmt: skip
 
 
+def environment() -> dict[str, str]:
+    """Return our environment without the options that srun would take from it."""
+    return {name: value for name, value in os.environ.items() if name not in OF_THE_JOB}
+
+
 def checked(nodes: Sequence[Node]) -> tuple[Node, ...]:
     """Return the nodes, with distinct ports, after checking that they can reach each other."""
     if len({node.host for node in nodes}) > 1:
@@ -252,6 +275,14 @@ def checked(nodes: Sequence[Node]) -> tuple[Node, ...]:
         taken |= {(node.address, port) for port in ports}
         distinct.append(replace(node, ports=ports))
     return tuple(distinct)
+
+
+def our_job() -> str:
+    """Return our job as squeue names it. One task of an array has the array's own id as SLURM_JOB_ID, with which squeue lists
+    the nodes of all tasks, in lines that are no list of hosts.
+    """
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
 
 
 def hosts(listed: str) -> list[str]:

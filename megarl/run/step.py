@@ -49,6 +49,13 @@ def encoded(task: RoleCommand) -> str:
     return msgspec.json.encode(task, enc_hook=lambda rundir: str(rundir.path)).decode()
 
 
+def place_of(name: str, task: RoleCommand) -> int:
+    """Return the place of the node `name` among those of the role. SLURM_PROCID can be another number: Slurm sorts the nodes of
+    a job by name, and those of a step as its configuration or the network's topology does.
+    """
+    return [node.name for node in task.place.nodes].index(name)
+
+
 class Orders(threading.Thread):
     """A thread that reads the supervisor's words from stdin."""
 
@@ -77,7 +84,7 @@ def main(argument: str) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)  # ignores Slurm's signals; the role would inherit SIG_IGN
     task = msgspec.json.decode(argument, type=RoleCommand, dec_hook=lambda _, path: RunDir(Path(path)))
-    n = int(os.environ["SLURM_PROCID"])
+    n = place_of(os.environ["SLURMD_NODENAME"], task)
     adopt_orphans()
     launcher = LocalLauncher()
     process = launcher.start(task, n)

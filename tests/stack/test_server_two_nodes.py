@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from megarl.core.base.messages import ServerAddress
+from megarl.core.base.process import NODE_RANK
 from megarl.core.base.rundir import Endpoints, LinkKeys, Meeting, RunDir
 from megarl.core.recipe import dump
 from megarl.core.server.client import ServerLost
@@ -53,10 +54,10 @@ def nodes(networks: list[Network], tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", networks[0].interface)  # the learner's
     running = []
     for node, network in enumerate(networks):
-        monkeypatch.setenv("SLURM_PROCID", str(node))
+        monkeypatch.setenv(NODE_RANK, str(node))
         log = rundir.logs / f"node-{node}.log"
         running.append(Running(address, serve(rundir, address, log, network), log))
-    monkeypatch.delenv("SLURM_PROCID")
+    monkeypatch.delenv(NODE_RANK)
     try:
         wait_ready(address.url, START_LIMIT_S, running[0].process.poll)
         yield Stack(tmp_path, recipe, endpoints, models, running[0]), running[1]

@@ -14,6 +14,7 @@ from megarl.core.recipe import load
 from megarl.lab.planning import command
 from megarl.lab.planning.layouts import as_written
 from megarl.run.devices import needed
+from megarl.run.srun import OF_THE_JOB
 
 ROOT = Path(__file__).parents[2]
 SLURM = ROOT / "launch" / "slurm"
@@ -48,11 +49,12 @@ def test_nodes_are_as_many_as_the_recipe_needs(name: str) -> None:
     assert int(asked["nodes"]) * int(asked["gpus-per-node"]) == needed(load(name.replace("_", "-"))) == 80
 
 
-def run(script: str, tmp_path: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """With a stand-in for srun that prints its words."""
-    stand_in = tmp_path / "srun"
-    stand_in.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    stand_in.chmod(0o755)
+def run(
+    script: str, tmp_path: Path, *words: str, stand_in: str = '#!/bin/sh\nprintf "%s\\n" "$@"\n', **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """With a stand-in for srun, which prints its words."""
+    (tmp_path / "srun").write_text(stand_in)
+    (tmp_path / "srun").chmod(0o755)
     variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "1"}
     return subprocess.run(
         ["bash", SLURM / script, *words], cwd=ROOT, env=variables | environment, capture_output=True, text=True
@@ -70,6 +72,23 @@ def test_servers_that_join(tmp_path: Path) -> None:
     words = ["/v/bin/python", "-m", "megarl", "serve", "--join", "runs/a", "--interface", "slurm"]
     assert done.stdout.splitlines()[-8:] == words
     assert "RUN: the directory of a run" in run("servers.sbatch", tmp_path).stderr
+
+
+def test_no_step_takes_over_an_option_of_the_job(tmp_path: Path) -> None:
+    """Two of SLURM_MEM_PER_… end srun, and a hint against hyper-threads would leave the step one core."""
+    removed = re.findall(r"^unset (SLURM_.*)$", (SLURM / "common.sh").read_text(), flags=re.MULTILINE)
+    assert sorted(" ".join(removed).split()) == sorted(OF_THE_JOB)
+    variables = {
+        "SLURM_MEM_PER_CPU": "1",
+        "SLURM_MEM_PER_NODE": "2",
+        "SLURM_HINT": "nomultithread",
+        "FROM": "a",
+        "TO": "b",
+    }
+    stand_in = "#!/bin/sh\nenv | grep ^SLURM_\n"
+    assert run("convert.sbatch", tmp_path, stand_in=stand_in, **variables).stdout.splitlines() == [
+        "SLURM_JOB_ID=1", f"SLURM_SUBMIT_DIR={ROOT}",
+    ]  # fmt: skip
 
 
 def test_pyxis(tmp_path: Path) -> None:
@@ -90,6 +109,19 @@ def test_apptainer(tmp_path: Path) -> None:
         "apptainer", "exec", "--bind", "/my dàta's", "--pwd", str(ROOT), "/m.sif", "python",
         "-m", "megarl", "eval", "--model", "m", "--suite", "math",
     ]  # fmt: skip
+
+
+def test_the_home_directorys_packages_do_not_hide_those_of_apptainers_image(tmp_path: Path) -> None:
+    done = run(
+        "eval.sbatch",
+        tmp_path,
+        stand_in="#!/bin/sh\nenv\n",
+        CONTAINER="apptainer",
+        IMAGE="/m.sif",
+        MODEL="m",
+        SUITE="math",
+    )
+    assert "APPTAINERENV_PYTHONNOUSERSITE=1" in done.stdout.splitlines()
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,9 @@ from megarl.core.base.errors import MegarlError
 
 PR_SET_PDEATHSIG = 1
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-SUPERVISOR, NODE = "MEGARL_SUPERVISOR_PID", "MEGARL_NODE"
-"""Environment variables of a process that megarl started: its supervisor's pid and, for a role, the name of its node."""
+SUPERVISOR, NODE, NODE_RANK = "MEGARL_SUPERVISOR_PID", "MEGARL_NODE", "MEGARL_NODE_RANK"
+"""Environment variables of a process that megarl started: its supervisor's pid and, for a role, the name of its node and the
+node's place among those of the role."""
 
 
 def raise_limits() -> None:
@@ -35,6 +36,16 @@ def raise_limits() -> None:
         _, most = resource.getrlimit(what)
         with suppress(ValueError):  # Linux sets no limit of files above fs.nr_open, even if a container began with one
             resource.setrlimit(what, (most, most))
+
+
+def dump_no_core() -> None:
+    """Set the soft limit of core dumps to 0, for this process and its children. Slurm takes it, too, from the submitting shell.
+
+    When NCCL ends the ranks of a learner, each would write its hundreds of gigabytes where the job runs, and be restarted only
+    then. `start_logging` has the stacks written; `prlimit --core=unlimited --pid PID` still allows a dump.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, most))
 
 
 @contextmanager
@@ -115,6 +126,12 @@ def check_free(host: str, port: int) -> None:
             s.bind((host, port))
         except OSError as error:
             raise MegarlError(f"--port: cannot listen on {host}:{port}: {error.strerror}; choose another") from None
+
+
+def without_proxy(host: str) -> dict[str, str]:
+    """Return the environment variables with which HTTP clients connect to `host` directly, though a node has a proxy."""
+    direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), os.environ.get("no_proxy"), host)))
+    return {"NO_PROXY": direct, "no_proxy": direct}
 
 
 @contextmanager

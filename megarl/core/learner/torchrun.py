@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
 from megarl.core.base import ranks
-from megarl.core.base.process import ENDING, SUPERVISOR, ignore_late_signals
+from megarl.core.base.process import ENDING, NODE_RANK, SUPERVISOR, ignore_late_signals
 
 OURS = "SIGQUIT"
 
@@ -60,7 +60,7 @@ def is_rank() -> bool:
 def become_torchrun(ranks: int, port: int, host: str = "127.0.0.1", nodes: int = 1) -> None:
     """Replace this process with torchrun, which runs the same command as this node's share of `ranks`, meeting at `host`."""
     torchrun = ["-m", "megarl.core.learner.torchrun", f"--nproc-per-node={ranks // nodes}", f"--nnodes={nodes}"]
-    torchrun += [f"--node-rank={os.environ.get('SLURM_PROCID', '0') if nodes > 1 else 0}"]
+    torchrun += [f"--node-rank={os.environ[NODE_RANK] if nodes > 1 else 0}"]
     torchrun += [f"--master-addr={host}", f"--master-port={port}"]
     os.execv(sys.executable, [sys.executable, *torchrun, "-m", "megarl", *sys.argv[1:]])
 

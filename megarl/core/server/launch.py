@@ -25,7 +25,7 @@ from megarl.core.base.architecture import in_directory
 from megarl.core.base.device import here
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import KEPT_FROM_INPUT, PARITY_ROLLOUTS, ServerAddress
-from megarl.core.base.process import check_free, die_with_parent, importing, start_logging
+from megarl.core.base.process import NODE_RANK, check_free, die_with_parent, importing, start_logging, without_proxy
 from megarl.core.base.rundir import Endpoints, Meeting, RunDir
 from megarl.core.recipe import Recipe
 from megarl.core.server import workers
@@ -52,7 +52,7 @@ def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = 
     endpoints = RunDir(recipe.run.path).endpoints()
     urls, recipe = (endpoints.teachers, recipe.teacher_recipe) if teacher else (endpoints.servers, recipe)
     meeting = endpoints.meetings.get(f"{'teacher' if teacher else 'server'}-{index}", Meeting(1, 0))
-    node = int(os.environ["SLURM_PROCID"]) if meeting.nodes > 1 else 0
+    node = int(os.environ[NODE_RANK]) if meeting.nodes > 1 else 0
     os.environ["OMP_NUM_THREADS"] = str(recipe.resources.threads)  # before torch is imported
     with importing():
         import torch
@@ -67,6 +67,7 @@ def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = 
             check_gpus(recipe, [".".join(map(str, torch.cuda.get_device_capability()))])
         if not node:
             check_free(host, port)
+        os.environ.update(without_proxy(host))  # at the end of its start SGLang calls itself
         os.environ.update(environment(recipe, index, sorted(os.sched_getaffinity(0)), cuda, meeting.nodes))
         sglang_cpu.install()
         sglang_cpu.patch()

@@ -28,6 +28,7 @@ import psutil
 
 from megarl.core.base.contracts import AgentDown, AgentRollout, Policy
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.process import without_proxy
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Prompt
 from megarl.core.recipe import Recipe
@@ -186,12 +187,11 @@ async def _ended(process: asyncio.subprocess.Process, session: AgentSession, lim
 
 def _variables(url: str, key: str, scratch: str) -> dict[str, str]:
     """Return the environment variables that give an agent its session's address (used without a proxy) and a scratch folder."""
-    host = url.removeprefix("http://").partition(":")[0]
-    direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), os.environ.get("no_proxy"), host)))
     return {
         "OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key, "OPENAI_MODEL": MODEL,
         "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key, "ANTHROPIC_MODEL": MODEL,
-        "ANTHROPIC_SMALL_FAST_MODEL": MODEL, "TMPDIR": scratch, "NO_PROXY": direct, "no_proxy": direct,
+        "ANTHROPIC_SMALL_FAST_MODEL": MODEL, "TMPDIR": scratch,
+        **without_proxy(url.removeprefix("http://").partition(":")[0]),
     }  # fmt: skip
 
 

@@ -257,6 +257,55 @@ def test_compiled_kernels_are_kept_on_the_node_and_by_us(tmp_path: Path, monkeyp
     assert devices.kernel_caches() == {}
 
 
+def test_no_kernel_is_kept_where_none_may_be_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hardened nodes mount /tmp so: then each has a folder in the home directory, if that can be written."""
+    hardened = os.statvfs_result((*os.statvfs(tmp_path)[:8], os.ST_NOEXEC, *os.statvfs(tmp_path)[9:]))
+    monkeypatch.setattr(os, "statvfs", lambda _: hardened)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    for name in devices.CACHES:
+        monkeypatch.delenv(name, raising=False)
+    assert set(devices.kernel_caches()) == set(devices.CACHES)
+    (folder,) = (tmp_path / "home" / ".cache").iterdir()
+    assert folder.name.startswith("megarl-kernels-")
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "file")
+    assert devices.kernel_caches() == {}
+
+
+def test_temporary_files_of_a_role_have_a_folder_that_it_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container does not have the job's folder, and a socket's path has at most 107 characters."""
+    monkeypatch.delenv("TMPDIR", raising=False)
+    assert devices.temporary_folder() == {}
+    for name in ("TMPDIR", "TEMP", "TMP"):
+        monkeypatch.setenv(name, "/nowhere/job-1")
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    assert devices.temporary_folder() == {"TMPDIR": "/tmp"}
+    monkeypatch.setattr(tempfile, "tempdir", "/scratch/of/mine")
+    assert devices.temporary_folder() == {"TMPDIR": "/scratch/of/mine"}
+    monkeypatch.setattr(tempfile, "tempdir", f"/{'s' * devices.LONGEST_TEMPORARY}")
+    assert devices.temporary_folder() == {"TMPDIR": "/tmp"}
+
+
+def test_gpus_have_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang reads the names as integers when it sets up the all-reduce of a server of several GPUs."""
+    (tmp_path / "nvidia-smi").write_text("""#!/bin/sh
+case "$1" in *uuid) printf 'GPU-aa\nGPU-bb\n' ;; *index) printf '0\n1\n' ;; esac
+""")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for visible, names in {
+        "GPU-bb,GPU-aa": ("1", "0"),
+        "3, 2": ("3", "2"),
+        "MIG-aa": ("MIG-aa",),
+        "GPU-b": ("GPU-b",),  # CUDA takes the beginning of a UUID, too
+        "": (),
+    }.items():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert devices.gpus() == names
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert devices.gpus() == ("0", "1")
+
+
 def test_no_kernel_of_sglang_is_compiled_into_the_home_directory() -> None:
     """Its folders are one of its variables or follow another one; unset, each of these leads to ~/.cache."""
     variables = (Path(find_spec("sglang").origin).parent / "srt" / "environ.py").read_text()  # type: ignore[union-attr, arg-type]

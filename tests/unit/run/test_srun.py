@@ -1,5 +1,6 @@
 """Steps of a Slurm job, as far as no Slurm is needed: the choice, the command, nodes, reports. tests/slurm has the rest."""
 
+import os
 import subprocess
 import sys
 import time
@@ -7,6 +8,7 @@ from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megarl.core.base.errors import MegarlError
@@ -17,7 +19,7 @@ from megarl.run.launcher import LocalLauncher, RoleCommand
 from megarl.run.nodes import Node, here
 from megarl.run.placement import Place
 from megarl.run.restart import Role
-from megarl.run.srun import SrunLauncher, SrunStep, checked, chosen, command, is_broken
+from megarl.run.srun import OF_THE_JOB, SrunLauncher, SrunStep, checked, chosen, command, is_broken
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +67,22 @@ def test_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert words[-5:] == ["--container-image=a#b:1", "--container-mounts=/s h:/s h", "python3", "-m", "x"]
 
 
+def test_srun_is_not_told_the_options_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "srun").write_text(f"#!/bin/sh\nenv > {tmp_path}/said\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    for name in OF_THE_JOB:
+        monkeypatch.setenv(name, "1")
+    place = Place((Node("n1", "vm", "127.0.0.1", "lo", (), 2, 0, ()),), (), 1)
+    SrunLauncher(RunDir(tmp_path), "lo").start(
+        RoleCommand(Role("learner"), (), {}, place, RunDir(tmp_path))
+    ).wait_gone()
+    told = {line.partition("=")[0] for line in (tmp_path / "said").read_text().splitlines()}
+    assert "SLURM_JOB_ID" in told
+    assert not told & set(OF_THE_JOB)
+
+
 def test_this_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     node = here(3, "")
     assert (node.address, node.interface, node.gpus) == ("127.0.0.1", "lo", ())
@@ -90,6 +108,24 @@ def test_this_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary:
     told = nodes.gathered(capfdbinary.readouterr().out.decode().splitlines())[node.name]
     assert replace(told, ports=()) == replace(node, ports=())
     assert len(told.ports) == 2
+
+
+def test_memory_is_what_the_job_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(nodes, "CGROUPS", tmp_path)
+    whole = nodes.memory()
+    assert whole == psutil.virtual_memory().total
+    step = tmp_path / "slurm" / "job_1" / "step_0"
+    step.mkdir(parents=True)
+    (tmp_path / "cgroup").write_text("0::/slurm/job_1/step_0\n")
+    (step / "memory.max").write_text("max\n")
+    assert nodes.memory() == whole
+    (step.parent / "memory.max").write_text("64000000\n")
+    assert nodes.memory() == 64_000_000
+    (tmp_path / "cgroup").write_text("3:cpuset:/\n2:cpu,memory:/slurm/job_1\n")
+    (tmp_path / "memory" / "slurm" / "job_1").mkdir(parents=True)
+    (tmp_path / "memory" / "slurm" / "job_1" / "memory.limit_in_bytes").write_text("32000000\n")
+    assert nodes.memory() == 32_000_000
 
 
 def test_nodes_of_many_gpus_and_ports_say_so_in_short_lines() -> None:
@@ -180,6 +216,26 @@ def test_an_srun_that_ends_alone_may_have_left_its_step_behind(monkeypatch: pyte
     assert [(s.status(), s.still()) for s in deserted] == [(None, None)] * 2
     monkeypatch.setattr(srun, "DESERTED_S", 0.0)
     assert [s.status() for s in deserted] == [-9, 232]
+
+
+def test_a_task_of_an_array_looks_at_its_own_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them has the array's own id, and squeue would list all tasks; scontrol makes no sense of several lines."""
+    for name, answers in {
+        "squeue": "case $3 in 7_2) echo n1,n2 ;; *) printf 'n9\\nn1,n2\\n' ;; esac",
+        "scontrol": 'case "$3" in n1,n2) printf "n1\\nn2\\n" ;; *) exit 1 ;; esac',
+        "sinfo": "printf 'mixed\\nmixed\\n'",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{answers}\n")
+        (tmp_path / name).chmod(0o755)
+    ended = step(['{"node": "n1"}', '{"node": "n2"}'], "sys.exit(1)")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert ended.node_state() == "down"
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
+    while not ended.answered:
+        time.sleep(0.01)
+    assert ended.node_state() == "up"
 
 
 def test_a_step_that_does_not_move_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,7 @@ from megarl.run.nodes import Node
 from megarl.run.placement import Place
 from megarl.run.restart import Role
 from megarl.run.srun import SrunStep
-from megarl.run.step import UNANSWERED, Report, encoded
+from megarl.run.step import UNANSWERED, Report, encoded, place_of
 
 pytestmark = pytest.mark.processes
 
@@ -45,12 +46,20 @@ def start(tmp_path: Path) -> Start:
         order = encoded(task)
         return subprocess.Popen(
             [sys.executable, "-c", QUICK, order, str(unanswered)],
-            env=os.environ | {"SLURM_PROCID": "0"},
+            env=os.environ | {"SLURMD_NODENAME": NODE.name},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
 
     return started
+
+
+def test_a_node_knows_its_place_by_its_name(tmp_path: Path) -> None:
+    """Not by SLURM_PROCID: Slurm may order the nodes of a step otherwise than those of its job."""
+    names = ["a10", "a9", "b1"]
+    place = Place(tuple(replace(NODE, name=name) for name in names), (), 1)
+    task = RoleCommand(LEARNER, (), {}, place, RunDir(tmp_path))
+    assert [place_of(name, task) for name in ("b1", "a10", "a9")] == [2, 0, 1]
 
 
 def reports(process: subprocess.Popen[bytes]) -> list[Report]:

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.process import check_free, raise_limits
+from megarl.core.base.process import check_free, dump_no_core, raise_limits
 
 EXITS = """
 import os, signal, sys
@@ -63,6 +63,16 @@ def test_a_limit_that_the_system_refuses_stays_as_it_is(monkeypatch: pytest.Monk
     monkeypatch.setattr(resource, "setrlimit", setrlimit)
     raise_limits()
     assert raised == [resource.RLIMIT_MEMLOCK, resource.RLIMIT_NPROC]
+
+
+def test_a_crash_writes_no_core_dump() -> None:
+    """A rank's would have hundreds of gigabytes. The hard limit stays, for who wants one after all."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    try:
+        dump_no_core()
+        assert resource.getrlimit(resource.RLIMIT_CORE) == (0, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_CORE, (soft, hard))
 
 
 CRASHES = """
