@@ -59,6 +59,10 @@ class Moments:
 NOTHING_SEEN = Moments()
 
 
+LEAST_DEVIATION = 1e-6
+"""The smallest deviation of a group. Below it, equal answers that a reward model scores apart by a rounding would become a signal."""
+
+
 def divided(centred: list[np.ndarray], normalisation: Normalisation, running: Moments) -> list[np.ndarray]:
     """Return each group's `centred_rewards` divided by a population deviation.
 
@@ -67,8 +71,8 @@ def divided(centred: list[np.ndarray], normalisation: Normalisation, running: Mo
     """
     if normalisation == "none" or not centred:
         return centred
-    if normalisation == "group":  # "or 1": the rewards may all be equal
-        return [c / (c.std() or 1.0) for c in centred]
+    if normalisation == "group":
+        return [c / max(c.std(), LEAST_DEVIATION) for c in centred]
     deviation = running.deviation if normalisation == "running" else np.concatenate(centred).std() or 1.0
     return [c / deviation for c in centred]
 

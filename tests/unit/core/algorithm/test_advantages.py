@@ -87,6 +87,14 @@ def penalised_group(ticket: int, *rewards: float) -> Group:
     return msgspec.structs.replace(made, rollouts=tuple(rollouts))
 
 
+def test_a_rounding_of_a_reward_model_is_no_signal():
+    """The same answer, scored in different batches. By the paper's formula one of them would have an advantage of 1.7."""
+    (found,) = advantages([group(0, 0.5, 0.5 + 1e-7, 0.5, 0.5)], "group")
+    assert np.abs(found).max() < 0.1
+    (found,) = advantages([group(0, 0.5, 0.5 + 1e-4, 0.5, 0.5)], "group")
+    assert found[1] == pytest.approx(3**0.5)
+
+
 def test_advantages_of_the_group_and_undivided():
     found = advantages(GROUPS, "group")
     np.testing.assert_allclose(found[0], [1, -1])

@@ -234,7 +234,7 @@ def test_memory_that_runs_out_in_training_names_the_keys(tmp_path: Path, one_ran
 
 
 def test_what_nccl_takes_in_the_first_trial_is_not_room_for_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 100 bytes the learner has 40 before trials, and the trial takes 20 more; NCCL then has 10."""
+    """The learner has 40 of 100 bytes before trials, and a trial takes 20 more; NCCL then has 10."""
     gpu = {"free": 60, "reserved": 40, "peak": 40}
 
     def trial() -> None:
