@@ -60,7 +60,7 @@ NOTHING_SEEN = Moments()
 
 
 LEAST_DEVIATION = 1e-6
-"""The smallest deviation of a group. Below it, equal answers that a reward model scores apart by a rounding would become a signal."""
+"""The smallest deviation of a group. Below it, roundings of a reward model would make a signal of equal answers."""
 
 
 def divided(centred: list[np.ndarray], normalisation: Normalisation, running: Moments) -> list[np.ndarray]:
