@@ -95,12 +95,12 @@ def export(
     """
     stacks: dict[str, Tensor] = {}  # [experts, …], filled view by view
     missing: Counter[str] = Counter()
-    part_of, experts_divided = _parts(chunks, family, parts), parallel_state.get_expert_model_parallel_world_size() > 1
+    part_of, divided = _parts(chunks, family, parts), experts_divided()
     for name, parameter in named_tensors(chunks):
         if family.architecture.tied and name == "output_layer.weight":
             continue
         if part_of[_unit(name)] != part:
-            if experts_divided and _EXPERT.fullmatch(name):
+            if divided and _EXPERT.fullmatch(name):
                 deque(_gathered(name, parameter.detach(), family), maxlen=0)  # for copies of the model that yield it
             continue
         for name_there, shards in _gathered(name, parameter.detach(), family):
@@ -122,6 +122,13 @@ def export(
                     if not missing[source.name]:
                         yield source.name, stacks.pop(source.name)
     assert not stacks, f"never filled: {', '.join(stacks)}"
+
+
+def experts_divided() -> bool:
+    """Return whether ranks of other data-parallel copies have parts of this rank's experts, so that all must gather these."""
+    with_experts = parallel_state.get_expert_tensor_and_model_parallel_group()
+    own_copy = dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
+    return not set(dist.get_process_group_ranks(with_experts)) <= set(own_copy)
 
 
 def _parts(chunks: Sequence[Module], family: Family, parts: int) -> dict[str, int]:

@@ -99,8 +99,7 @@ class ProcessGroupTransport:
         self._groups = pipeline.size() * self._copies
         self._bucket_bytes = bucket_bytes // self._groups
         sends = self._copy < self._copies
-        # With expert parallelism, ranks of all data-parallel copies have a part of the weights.
-        self._exports = sends or parallel_state.get_expert_model_parallel_world_size() > 1
+        self._exports = sends or hf.experts_divided()
         self._source = sends and parallel_state.get_tensor_model_parallel_rank() == 0
         self._learner: str = from_rank_0(f"weights-{uuid.uuid4().hex[:12]}")  # the names of its groups begin so
         self._group: BroadcastGroup | None = None
