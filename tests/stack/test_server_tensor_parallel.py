@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from megarl.core.base.architecture import in_directory
 from tests.pessimistic_nccl import NAME as PESSIMISTIC_NCCL
 from tests.stack.conftest import Stack, running, two_models
 from tests.stack.publish_world import BROKEN, NUDGED, SAME, publish_from
@@ -53,14 +54,15 @@ async def test_two_ranks_serve_what_is_published(served: Stack) -> None:
         ("a", by_group, PESSIMISTIC_NCCL),
         ("b", [*by_group, COPIES], PESSIMISTIC_NCCL),
         ("a", [*by_group, COPIES, "model.expert_parallel=2"], "gloo"),
-        ("b", [*by_group, COPIES, "model.expert_tensor_parallel=2"], "gloo"),
     ]
+    if not in_directory(served.directory / "a").biases:  # megatron does not divide experts' biases
+        publications += [("b", [*by_group, COPIES, "model.expert_tensor_parallel=2"], "gloo")]
     found = await asyncio.to_thread(publish_from, served, 2, 0, publications)
-    await assert_serves(served, "b")
+    await assert_serves(served, publications[-1][0])
     assert [error for error, *_ in found] == [""] * len(found)
-    first, second, *others = [checksum for _, checksum, *_ in found]
-    assert first != second
-    assert others == [first, second, first, second, first]
+    by_name = {name: checksum for (name, *_), (_, checksum, _) in zip(publications[:2], found[:2], strict=True)}
+    assert by_name["a"] != by_name["b"]
+    assert [checksum for _, checksum, _ in found] == [by_name[name] for name, *_ in publications]
     (sent,) = {size for *_, size in found[3:]}
     assert sent == found[1][2]
 
@@ -71,9 +73,9 @@ async def test_when_one_source_fails_all_send_again(served: Stack) -> None:
     found = await asyncio.to_thread(publish_from, served, 2, 20, plan)
     assert [error for error, *_ in found] == [""] * 4
     (_, _, whole), (_, before, changes), (_, after, again), everything = found
-    assert (
-        changes < 0.1 * whole == 0.1 * again
-    )  # once a group is broken, it is unknown which changes a server has added
+    # Once a group is broken, it is unknown which changes a server has added.
+    assert changes < 0.1 * whole
+    assert again == whole
     assert before != after
     assert everything == ("", after, whole)
 
