@@ -60,7 +60,7 @@ NOTHING_SEEN = Moments()
 
 
 LEAST_DEVIATION = 1e-6
-"""The smallest deviation of a group. Below it, roundings of a reward model would make a signal of equal answers."""
+"""A group is divided by this at least. Else the roundings of a reward model would turn equal answers into a signal."""
 
 
 def divided(centred: list[np.ndarray], normalisation: Normalisation, running: Moments) -> list[np.ndarray]:
