@@ -148,6 +148,33 @@ async def test_the_server_says_which_experts_it_chose(served: Stack, request: py
     np.testing.assert_array_equal(np.sort(routing.table, -1), expected)
 
 
+async def test_a_retracted_request_says_which_experts_sampled_its_tokens(
+    served: Stack, request: pytest.FixtureRequest
+) -> None:
+    """It is computed again with the weights of model b, by which its tokens so far were not sampled."""
+    routers, routed = CASES[request.node.callspec.params["served"]].routers, routed_model(served.recipe)
+    if routed is None:
+        return
+    prompt, began = random_prompt(30), asyncio.Event()
+    async with served.client() as client:
+        await client.load(str(served.directory / "a"), 3)
+        sampling = client.generate(prompt, 400, cache_salt="retracted", routing_from=0, started=began.set)
+        task = asyncio.create_task(sampling)
+        await asyncio.wait_for(began.wait(), 60)
+        await client.pause("retract")
+        await client.load(str(served.directory / "b"), 4)
+        await client.resume()
+        generation = await task
+    tokens = np.concatenate([prompt, generation.tokens])
+    sampled = next(span.end for span in generation.spans if span.version == 3)
+    assert 0 < sampled < 400
+    rows = len(prompt) + sampled - 1
+    table = np.sort(routed.routing([routed.routed_experts(generation.routing)]).table, -1)
+    by = {name: experts_of(served.models[name], routers, tokens, routed.experts_per_token)[:-1] for name in "ab"}
+    np.testing.assert_array_equal(table[:rows], by["a"][:rows])
+    assert (by["a"][:rows] != by["b"][:rows]).any()
+
+
 LAYOUTS = [["model.tensor_parallel=2"], ["model.pipeline_parallel=2"]]
 EXPERT_LAYOUTS = [[*layout, "model.expert_parallel=2"] for layout in LAYOUTS]
 DIVIDED = {"qwen2": LAYOUTS} | dict.fromkeys(("qwen3_moe", "llama4_multimodal", "gpt_oss", *SLOW), EXPERT_LAYOUTS)
