@@ -1,10 +1,10 @@
 """Tests `pipeline.window`: real runs limited by their learner, with a full window and with `auto`, in alternating pairs.
 
-    python -m benchmarks.window [--pairs 5] [--steps 80] [--json FILE]     ten runs of a minute or so on two quiet cores
+    python -m benchmarks.window [--pairs 5] [--steps 80] [--json FILE]     ten runs of two minutes on two quiet cores
     python -m benchmarks.window --simulate                                 scalerl-8b on 80 H100, two minutes of a core
 
-The workload is that of `workload.py` with answers about as long as prompts: a server reads a prompt once per group, the learner
-with every answer, so the learner is the bottleneck. Steps count after `WARM_UP`, during which the window fills and shrinks, up
+The workload is that of `workload.py` with prompts four times as long as answers: a server reads a prompt once per group, the
+learner with every answer, so the learner is the bottleneck. Steps count after `WARM_UP`, during which the window fills and shrinks, up
 to the last step for which a full window still draws. The interval is Student's t for the pairs' logarithms; one pair has none.
 """
 
@@ -30,7 +30,7 @@ from megarl.lab.planning.layouts import PlanningProblem, as_written
 from megarl.lab.planning.simulate import simulated
 from megarl.lab.planning.workload import lognormal, workload
 
-WORK = GrpoStepSizes(prompts=8, generations=8, mean_tokens=16, max_tokens=48)
+WORK = GrpoStepSizes(prompts=8, generations=8, prompt_tokens=64, mean_tokens=16, max_tokens=48)
 WARM_UP = 30
 WINDOWS = ("full", "auto")
 FIGURES = ("tokens_per_second", "lag_mean", "learner_idle_share", "window")

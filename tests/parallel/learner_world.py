@@ -51,6 +51,7 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
     4: [
         PP2_TP2,
         {"pipeline_parallel": 2},
+        {"pipeline_parallel": 4, "virtual_pipeline_parallel": 2},
         {"pipeline_parallel": 2, "context_parallel": 2},
         {"tensor_parallel": 2, "context_parallel": 2},
     ],

@@ -124,7 +124,11 @@ def counted_experts(model: Any, routed: dict[int, torch.Tensor]) -> Iterator[Non
         hook.remove()
 
 
-MODELS = {"llama": tiny_llama, "qwen3_moe": partial(tiny_qwen3_moe, mlp_only_layers=[1]), "llama4": tiny_llama4}
+MODELS = {
+    "llama": partial(tiny_llama, num_hidden_layers=8),
+    "qwen3_moe": partial(tiny_qwen3_moe, mlp_only_layers=[1]),
+    "llama4": tiny_llama4,
+}
 
 
 @pytest.fixture(scope="module")

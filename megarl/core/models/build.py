@@ -141,6 +141,7 @@ def transformer_config(
         more["moe_router_num_groups"], more["moe_router_group_topk"] = architecture.router_groups
     if architecture.glu_limit is not None:
         more |= {"glu_linear_offset": 1.0, "activation_func_clamp_value": architecture.glu_limit}
+    one_by_one = model.pipeline_parallel == 2 and model.virtual_pipeline_parallel > 1
     latent, scaling = architecture.latent is not None, architecture.rope_scaling
     if latent:
         # Rotation and the scale of attention's scores are ours, so megatron's YaRN is switched off.
@@ -172,9 +173,11 @@ def transformer_config(
         context_parallel_size=model.context_parallel,
         expert_model_parallel_size=model.expert_parallel,
         expert_tensor_parallel_size=model.expert_tensor_parallel,
-        # Without overlap, two pipeline stages mix up the sends of two chunks, and gradients are wrong.
-        overlap_p2p_comm=model.virtual_pipeline_parallel > 1,
-        batch_p2p_comm=model.virtual_pipeline_parallel == 1,
+        # Two stages that send in batches mix up the sends of two chunks, and gradients are wrong. More stages that send one
+        # by one may hang: over NCCL each pair makes its communicator at its first send, in no order that all ranks share
+        # (github.com/NVIDIA/Megatron-LM/pull/5240).
+        overlap_p2p_comm=one_by_one,
+        batch_p2p_comm=not one_by_one,
         variable_seq_lengths=model.pipeline_parallel > 1,
         moe_token_dispatcher_type="alltoall",  # required for dense models too, with variable lengths
         bias_activation_fusion=fused,
