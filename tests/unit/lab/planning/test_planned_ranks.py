@@ -62,11 +62,17 @@ def off(found: dict[str, Any], recipe: Recipe, config: str) -> dict[str, float]:
     [
         pytest.param(*EIGHT, [0, 15], [], id="8b-16"),
         pytest.param(*EIGHT, [1, 7], [], id="8b-16, others", marks=pytest.mark.slow),
-        pytest.param(*EIGHT, [0, 255], ["resources.learner_ranks=256", "batch.prompts=64"], id="8b-256"),
+        pytest.param(
+            *EIGHT,
+            [0, 255],
+            ["resources.learner_ranks=256", "batch.prompts=64"],
+            id="8b-256",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             *EIGHT, [0, 79], ["resources.learner_ranks=80", "batch.prompts=40"], id="8b-80", marks=pytest.mark.slow
         ),
-        pytest.param(*SCOUT, [0, 15], [], id="17bx16-16"),
+        pytest.param(*SCOUT, [0, 15], [], id="17bx16-16", marks=pytest.mark.slow),
         pytest.param(*SCOUT, [0, 7, 8, 15], [], id="17bx16-16, others", marks=pytest.mark.slow),
         pytest.param(*SCOUT, [0, 79], ["resources.learner_ranks=80", "batch.prompts=50"], id="17bx16-80"),
         pytest.param(
