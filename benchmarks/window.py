@@ -4,8 +4,9 @@
     python -m benchmarks.window --simulate                                 scalerl-8b on 80 H100, two minutes of a core
 
 The workload is that of `workload.py` with prompts four times as long as answers: a server reads a prompt once per group, the
-learner with every answer, so the learner is the bottleneck. Steps count after `WARM_UP`, during which the window fills and shrinks, up
-to the last step for which a full window still draws. The interval is Student's t for the pairs' logarithms; one pair has none.
+learner with every answer, so the learner is the bottleneck. Steps count after `WARM_UP`, during which the window fills and
+shrinks, up to the last step for which a full window still draws. The interval is Student's t for the pairs' logarithms; one
+pair has none.
 """
 
 import argparse
