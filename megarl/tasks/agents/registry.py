@@ -39,6 +39,7 @@ from megarl.tasks.agents.session import AgentSession
 from megarl.tasks.data.chat import load_chat
 from megarl.tasks.graders.functions import check_importable, environment
 from megarl.tasks.graders.sandbox import CHECK_LIMIT_S, NAMESPACES, agent_sandbox
+from megarl.tasks.graders.scratch import scratch
 
 log = logging.getLogger(__name__)
 TRIES = 2
@@ -132,13 +133,10 @@ class TaskAgents:
         task = {
             "prompt": self._tokenizer.decode(prompt.tokens), "id": prompt.id, "task": prompt.task, "answer": prompt.answer,
         }  # fmt: skip
-        with (
-            tempfile.TemporaryDirectory(prefix="megarl-agent-", ignore_cleanup_errors=True) as scratch,
-            tempfile.TemporaryFile() as output,
-        ):
-            variables, around = _variables(url, session.key, scratch), list[str]()
+        with scratch() as folder, tempfile.TemporaryFile() as output:
+            variables, around = _variables(url, session.key, str(folder)), list[str]()
             if recipe.data.sandbox == "bubblewrap":
-                variables["HOME"], around = scratch, agent_sandbox(Path(scratch), recipe.run.path)
+                variables["HOME"], around = str(folder), agent_sandbox(folder, recipe.run.path)
             process = await asyncio.create_subprocess_exec(
                 *around, sys.executable, "-c", _CODE, *words, env=environment() | variables, start_new_session=True,
                 stdin=asyncio.subprocess.PIPE, stdout=output, stderr=output,
@@ -185,12 +183,12 @@ async def _ended(process: asyncio.subprocess.Process, session: AgentSession, lim
                 return
 
 
-def _variables(url: str, key: str, scratch: str) -> dict[str, str]:
-    """Return the environment variables that give an agent its session's address (used without a proxy) and a scratch folder."""
+def _variables(url: str, key: str, folder: str) -> dict[str, str]:
+    """Return the environment variables that give an agent its session's address (used without a proxy) and its own folder."""
     return {
         "OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key, "OPENAI_MODEL": MODEL,
         "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key, "ANTHROPIC_MODEL": MODEL,
-        "ANTHROPIC_SMALL_FAST_MODEL": MODEL, "TMPDIR": scratch,
+        "ANTHROPIC_SMALL_FAST_MODEL": MODEL, "TMPDIR": folder,
         **without_proxy(url.removeprefix("http://").partition(":")[0]),
     }  # fmt: skip
 
@@ -207,15 +205,16 @@ async def _killed(process: asyncio.subprocess.Process) -> None:
 
 def _check_sandbox() -> None:
     """Raise MegarlError if bubblewrap cannot run an agent on this machine."""
-    advice = f"install it (apt-get install bubblewrap); {NAMESPACES}; or data.sandbox=rlimits if agents may do all that you can"
-    with tempfile.TemporaryDirectory() as scratch:
+    advice = NAMESPACES if shutil.which("bwrap") else "install it (apt-get install bubblewrap)"
+    with scratch() as folder:
         try:
-            command = [*agent_sandbox(Path(scratch), Path(scratch)), "true"]
+            command = [*agent_sandbox(folder, folder), "true"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_LIMIT_S)
             said = done.stderr.strip() or f"status {done.returncode}" if done.returncode else ""
         except (OSError, subprocess.TimeoutExpired) as error:
             said = str(error)
     if said:
+        advice += "; or set data.sandbox=rlimits if agents may do all that you can"
         raise MegarlError(f"data.sandbox: no agent can be run with bubblewrap here ({said}); {advice}")
 
 

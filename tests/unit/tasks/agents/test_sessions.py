@@ -114,7 +114,10 @@ def test_an_agent_in_bubblewrap_has_its_own_files_alone(tmp_path: Path, monkeypa
 def test_a_sandbox_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bwrap").write_text("#!/bin/sh\necho no namespaces >&2; exit 1")
     (tmp_path / "bwrap").chmod(0o755)
-    for path, said in ((str(tmp_path), "no namespaces"), ("/nowhere", "No such file or directory")):
+    for path, said in (
+        (str(tmp_path), r"no namespaces\); in a container"),
+        ("/nowhere", r"No such file.*\); install it"),
+    ):
         monkeypatch.setenv("PATH", path)
         with pytest.raises(MegarlError, match=rf"^data.sandbox: no agent can be run .*{said}.*data.sandbox=rlimits"):
             agents_of(tmp_path, COMMAND, sandbox="bubblewrap")
