@@ -149,6 +149,8 @@ class TaskAgents:
                 await _ended(process, session, recipe.agent)
             finally:
                 await _killed(process)
+                if not around:
+                    await asyncio.to_thread(_kill_others, folder)
             output.seek(max(0, output.seek(0, os.SEEK_END) - SAID))
             said = output.read().decode(errors="replace").strip()
         if session.refused and session.reward is None:  # the agent may not have looked at the answer
@@ -171,13 +173,11 @@ async def _ended(process: asyncio.subprocess.Process, session: AgentSession, lim
         now = time.monotonic()
         if now - session.began > limits.time_s:
             session.end(f"its time is up (agent.time_s={limits.time_s:g})", limited=True)
-            return
         if session.idle_since is not None and now - session.idle_since > limits.idle_s:
             session.end(f"there was no request for {limits.idle_s:g} s, a third of agent.time_s", limited=True)
-            return
         if session.failure is not None:
             return
-        if session.over:  # the agent learns of it at its next request, and may still post a reward
+        if session.over:  # the agent learns of it at its next request, and may still clean up and post a reward
             over_since = over_since or now
             if now - over_since > KILL_LIMIT_S:
                 return
@@ -194,13 +194,30 @@ def _variables(url: str, key: str, folder: str) -> dict[str, str]:
 
 
 async def _killed(process: asyncio.subprocess.Process) -> None:
-    """Kill the agent and the processes that it started, and wait until it has exited."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    """Kill the agent and the processes that it started, and wait until it has exited. If it still runs, SIGTERM comes first: it
+    may have begun what no signal reaches, such as containers."""
+    try:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            await asyncio.wait_for(process.wait(), KILL_LIMIT_S)
+    except (ProcessLookupError, TimeoutError):
+        pass
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     try:
         await asyncio.wait_for(process.wait(), KILL_LIMIT_S)
     except TimeoutError:
         log.warning("process %d of an agent did not end %g s after SIGKILL", process.pid, KILL_LIMIT_S)
+
+
+def _kill_others(folder: Path) -> None:
+    """Kill processes that left the agent's process group, as browsers and tmux do: their TMPDIR is the agent's folder."""
+    for _ in range(2):  # one may be starting another
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):  # another user's, or it has ended
+                if os.fsencode(folder) in path.read_bytes():
+                    os.kill(int(path.parent.name), signal.SIGKILL)
 
 
 def _check_sandbox() -> None:
