@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -105,14 +105,16 @@ class TaskAgents:
     def work(self, task: str) -> bool:
         return task in self._tasks
 
-    async def session(self, prompt: Prompt, order: tuple[int, int, int], policy: Policy) -> AgentRollout:
+    async def session(
+        self, prompt: Prompt, order: tuple[int, int, int], policy: Policy, waited: Callable[[], float]
+    ) -> AgentRollout:
         if self._gateway is None:
             self._gateway = asyncio.create_task(Gateway(self._host).start())
         gateway, why = await asyncio.shield(self._gateway), ""
         async with self._turns.turn(order):
             for _ in range(TRIES):
                 async with gateway.session(self._recipe, self._tokenizer, self._rendering, policy) as session:
-                    why = await self._run(prompt, session, gateway.url)
+                    why = await self._run(prompt, session, gateway.url, waited)
                     if session.failure is not None:
                         raise session.failure
                     rollout = session.rollout()
@@ -126,7 +128,7 @@ class TaskAgents:
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await (await self._gateway).close()
 
-    async def _run(self, prompt: Prompt, session: AgentSession, url: str) -> str:
+    async def _run(self, prompt: Prompt, session: AgentSession, url: str, waited: Callable[[], float]) -> str:
         """Run the agent's process until it ends or reaches a limit; return why there is nothing to grade, or ""."""
         agent, recipe = self._tasks[prompt.task].agent, self._recipe
         words = ["function", agent] if isinstance(agent, str) else ["command", os.environ.get("PYTHONPATH", ""), *agent]
@@ -146,7 +148,7 @@ class TaskAgents:
                 with contextlib.suppress(OSError, RuntimeError):  # it may exit before it has read its task
                     process.stdin.write(json.dumps(task).encode())
                     process.stdin.close()
-                await _ended(process, session, recipe.agent)
+                await _ended(process, session, recipe.agent, waited)
             finally:
                 await _killed(process)
                 if not around:
@@ -164,14 +166,16 @@ class TaskAgents:
         return ""
 
 
-async def _ended(process: asyncio.subprocess.Process, session: AgentSession, limits: AgentSection) -> None:
+async def _ended(
+    process: asyncio.subprocess.Process, session: AgentSession, limits: AgentSection, waited: Callable[[], float]
+) -> None:
     """Wait until the process has exited or must be stopped."""
-    over_since = None
+    over_since, before = None, waited()
     while process.returncode is None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), POLL_S)
         now = time.monotonic()
-        if now - session.began > limits.time_s:
+        if now - session.began - (waited() - before) > limits.time_s:
             session.end(f"its time is up (agent.time_s={limits.time_s:g})", limited=True)
         if session.idle_since is not None and now - session.idle_since > limits.idle_s:
             session.end(f"there was no request for {limits.idle_s:g} s, a third of agent.time_s", limited=True)

@@ -16,7 +16,7 @@ from megarl.core.base.types import Prompt, Segment, float32, int32
 from megarl.core.recipe import from_tree
 from megarl.tasks.agents import registry
 from megarl.tasks.agents.registry import TaskAgents, Turns
-from tests.unit.tasks.agents.serving import LENGTH
+from tests.unit.tasks.agents.serving import LENGTH, gateway
 from tests.unit.tasks.agents.templates import QWEN, tokenizer_of
 
 pytestmark = pytest.mark.processes
@@ -50,7 +50,7 @@ def play(folder: Path, agent: Any, count: int = 1, fails: bool = False, **settin
     async def run() -> list[AgentRollout]:
         prompt = Prompt(id="p", tokens=tokenizer.ids("3+4="), answer="7", task="t")
         try:
-            return await asyncio.gather(*(agents.session(prompt, (1, 0, n), policy) for n in range(count)))
+            return await asyncio.gather(*(agents.session(prompt, (1, 0, n), policy, float) for n in range(count)))
         finally:
             await agents.close()
 
@@ -154,6 +154,21 @@ def test_out_of_time_is_graded_and_nothing_is_left(tmp_path: Path, monkeypatch: 
                 time.sleep(0.05)
     (made,) = play(tmp_path, f"{HERE}:speaks_on", time_s=9.0, requests=1_000_000)
     assert (made.finish, made.episode.limited) == ("length", True)
+
+
+def test_time_for_which_no_server_answers_does_not_count(tmp_path: Path) -> None:
+    """While servers restart, or the learner does, agents can do nothing."""
+    limits = from_tree({"agent": {"time_s": 1.0}}).agent
+
+    async def run(waits: bool) -> tuple[str, int | None]:
+        async with gateway(tmp_path) as served:
+            served.session.idle_since = None  # it waits for an answer
+            process, began = await asyncio.create_subprocess_exec("sleep", "2.5"), time.monotonic()
+            await registry._ended(process, served.session, limits, lambda: waits * (time.monotonic() - began))
+            return served.session.over, process.returncode
+
+    assert asyncio.run(run(True)) == ("", 0)
+    assert asyncio.run(run(False))[0] == "its time is up (agent.time_s=1)"
 
 
 def test_a_limit_of_requests_ends_an_agent_that_is_told(tmp_path: Path) -> None:
