@@ -192,7 +192,8 @@ def _variables(url: str, key: str, folder: str) -> dict[str, str]:
     return {
         "OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key, "OPENAI_MODEL": MODEL,
         "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key, "ANTHROPIC_MODEL": MODEL,
-        "ANTHROPIC_SMALL_FAST_MODEL": MODEL, "TMPDIR": folder,
+        "TMPDIR": folder,
+        **{f"ANTHROPIC_DEFAULT_{size}_MODEL": MODEL for size in ("HAIKU", "SONNET", "OPUS")},  # of Claude Code's sub-agents
         **without_proxy(url.removeprefix("http://").partition(":")[0]),
     }  # fmt: skip
 

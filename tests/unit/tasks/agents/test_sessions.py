@@ -229,3 +229,4 @@ def test_the_policy_is_asked_without_a_proxy_and_what_was_is_so_still(monkeypatc
         monkeypatch.setenv(names, "intern.example")
         made = registry._variables("http://10.0.0.1:80", "key", "/tmp")
         assert made["NO_PROXY"] == made["no_proxy"] == "intern.example,10.0.0.1"
+    assert {made[name] for name in made if name.endswith("_MODEL")} == {"policy"}
