@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import psutil
 
@@ -39,7 +38,7 @@ from megarl.tasks.agents.session import AgentSession
 from megarl.tasks.data.chat import load_chat
 from megarl.tasks.graders.functions import check_importable, environment
 from megarl.tasks.graders.sandbox import CHECK_LIMIT_S, NAMESPACES, agent_sandbox
-from megarl.tasks.graders.scratch import scratch
+from megarl.tasks.graders.scratch import kill_users, scratch
 
 log = logging.getLogger(__name__)
 TRIES = 2
@@ -151,8 +150,8 @@ class TaskAgents:
                 await _ended(process, session, recipe.agent, waited)
             finally:
                 await _killed(process)
-                if not around:
-                    await asyncio.to_thread(_kill_others, folder)
+                if not around:  # what left its process group
+                    await asyncio.to_thread(kill_users, folder)
             output.seek(max(0, output.seek(0, os.SEEK_END) - SAID))
             said = output.read().decode(errors="replace").strip()
         if session.refused and session.reward is None:  # the agent may not have looked at the answer
@@ -214,15 +213,6 @@ async def _killed(process: asyncio.subprocess.Process) -> None:
         await asyncio.wait_for(process.wait(), KILL_LIMIT_S)
     except TimeoutError:
         log.warning("process %d of an agent did not end %g s after SIGKILL", process.pid, KILL_LIMIT_S)
-
-
-def _kill_others(folder: Path) -> None:
-    """Kill processes that left the agent's process group, as browsers and tmux do: their TMPDIR is the agent's folder."""
-    for _ in range(2):  # one may be starting another
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):  # another user's, or it has ended
-                if os.fsencode(folder) in path.read_bytes():
-                    os.kill(int(path.parent.name), signal.SIGKILL)
 
 
 def _check_sandbox() -> None:

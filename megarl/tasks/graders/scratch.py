@@ -1,5 +1,7 @@
 """Temporary folders of agents and programs, which a later process removes if ours is killed before it could.
 
+An agent's folder is its TMPDIR, too, so it also tells which processes are the agent's, in whatever group or session they are.
+
     scratch() ─► TMPDIR/megarl-scratch-… , locked ─► removed at the end of the block
                                             └─ SIGKILL: the kernel drops the lock ─► removed by the next process that needs one
 
@@ -9,6 +11,7 @@ A lock says that a folder is in use. A process's id would not: it is used again,
 import fcntl
 import os
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -51,6 +54,16 @@ def remove_abandoned(temporary: Path) -> None:
                 about = os.fstat(held)
                 if about.st_uid == os.getuid() and time.time() - about.st_mtime > YOUNG_S:
                     fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    kill_users(folder)
                     shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(held)
+
+
+def kill_users(folder: Path) -> None:
+    """Kill the processes whose TMPDIR this is, such as browsers, tmux and what it runs."""
+    for _ in range(2):  # one may be starting another
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):  # another user's, or it has ended
+                if b"TMPDIR=%s\0" % os.fsencode(folder) in path.read_bytes():
+                    os.kill(int(path.parent.name), signal.SIGKILL)

@@ -6,30 +6,36 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megarl.tasks.graders.scratch import PREFIX, remove_abandoned, scratch
 
 pytestmark = pytest.mark.processes
 HOLDS = """
-import time
+import os, subprocess, time
 from megarl.tasks.graders.scratch import scratch
 with scratch() as folder:
     (folder / "left").touch()
-    print(folder, flush=True)
+    environment = os.environ | {"TMPDIR": str(folder)}
+    child = subprocess.Popen(["sleep", "600"], env=environment, start_new_session=True, stdout=subprocess.DEVNULL)
+    print(folder, child.pid, flush=True)
     time.sleep(600)
 """
 
 
 def test_a_folder_is_removed_once_nobody_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is young, linked or held by a living process stays."""
+    """And the processes end that have it as TMPDIR. What is young, linked or held by a living process stays."""
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     holders = [
         subprocess.Popen([sys.executable, "-c", HOLDS], env=environment, stdout=subprocess.PIPE, text=True)
         for _ in "ab"
     ]
+    children: list[psutil.Process] = []
     try:
-        killed, held = (Path(process.stdout.readline().strip()) for process in holders if process.stdout)
+        told = [process.stdout.readline().split() for process in holders if process.stdout]
+        killed, held = (Path(folder) for folder, _ in told)
+        children += [psutil.Process(int(pid)) for _, pid in told]
         holders[0].kill()
         holders[0].wait()
         young, link, another = (tmp_path / name for name in (f"{PREFIX}young", f"{PREFIX}link", "another"))
@@ -46,9 +52,13 @@ def test_a_folder_is_removed_once_nobody_holds_it(tmp_path: Path, monkeypatch: p
                 time.sleep(0.01)
             remove_abandoned(tmp_path)
             assert set(tmp_path.iterdir()) == {held, young, link, another, ours}
+        psutil.wait_procs(children[:1], timeout=10)
+        assert [child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children] == [False, True]
         assert (held / "left").exists()
         assert not ours.exists()
     finally:
         for process in holders:
             process.kill()
             process.communicate()
+        for child in children[1:]:
+            child.kill()
