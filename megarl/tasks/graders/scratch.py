@@ -2,8 +2,8 @@
 
 An agent's folder is its TMPDIR, too, so it also tells which processes are the agent's, in whatever group or session they are.
 
-    scratch() ─► TMPDIR/megarl-scratch-… , locked ─► removed at the end of the block
-                                            └─ SIGKILL: the kernel drops the lock ─► removed by the next process that needs one
+    scratch() ─► TMPDIR/megarl-BOOT-… , locked ─► removed at the end of the block
+                                          └─ SIGKILL: the kernel drops the lock ─► removed by the next process that needs one
 
 A lock says that a folder is in use. A process's id would not: it is used again, and each container has its own.
 """
@@ -20,7 +20,8 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-PREFIX = "megarl-scratch-"
+PREFIX = f"megarl-{Path('/proc/sys/kernel/random/boot_id').read_text()[:8]}-"
+"""Says whose kernel has the locks: nodes may share TMPDIR on a file system that does not (Lustre with `localflock`)."""
 YOUNG_S = 60.0
 """A folder that was changed since then may have been made by a process that is about to lock it."""
 
