@@ -250,10 +250,10 @@ def chat_template(model: Path) -> Finding:
 
 
 def sandbox() -> Finding:
-    """Check the sandbox in which programs are graded, for recipes with `grader: code`."""
+    """Check the sandbox in which agents and the policy's programs run."""
     try:
         Sandbox("bubblewrap", 1).check()
         return noted("bubblewrap", "isolates programs")
     except MegarlError as error:
-        advice = f"only needed to grade code: {str(error).partition('; ')[2]}"
+        advice = f"only needed by the grader code, the environment python and agents: {str(error).partition('; ')[2]}"
         return noted("bubblewrap", "no program can be run in it", advice)

@@ -216,8 +216,11 @@ class Agents(Protocol):
     def work(self, task: str) -> bool:
         """Return whether an agent does the rollouts of this task."""
 
-    async def session(self, prompt: Prompt, order: tuple[int, int, int], policy: Policy) -> AgentRollout:
-        """Run the agent of the prompt's task on the prompt. order: the smallest goes first. Raises AgentDown, or what `policy`
+    async def session(
+        self, prompt: Prompt, order: tuple[int, int, int], policy: Policy, waited: Callable[[], float]
+    ) -> AgentRollout:
+        """Run the agent of the prompt's task on the prompt. order: the smallest goes first. waited: for how many seconds the
+        policy has waited for servers, which the limit on the session's time leaves out. Raises AgentDown, or what `policy`
         raises."""
 
     async def close(self) -> None:

@@ -500,7 +500,7 @@ class AgentSection(Section):
     time_s: float = Field(
         1800,
         gt=0,
-        description="limit of a session, in seconds; a third of it without a request ends it, too; it is graded as it is",
+        description="limit of a session, in seconds, without waits for a server; a third of it without a request ends it, too",
     )
     requests: int = Field(200, ge=1, description="maximum requests of a session")
     paths: int = Field(

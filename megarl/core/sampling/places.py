@@ -16,7 +16,7 @@ import asyncio
 import time
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 
 from megarl.core.base.admission import Admission
@@ -274,3 +274,25 @@ class GroupPlaces:
         if held is None or not self._admission.eligible(self._ticket, held):
             self.server = self._places.emptiest(lambda version: self._admission.eligible(self._ticket, version))
         return self.server
+
+
+class Waits:
+    """Adds up the seconds in which at least one request of a session waits for a place on a server."""
+
+    def __init__(self) -> None:
+        self._waiting, self._since, self._before = 0, 0.0, 0.0
+
+    async def taken(self, take: Callable[[], Awaitable[tuple[int, int]]]) -> tuple[int, int]:
+        """Wait for a place as `take` does, and count the time."""
+        if not self._waiting:
+            self._since = time.monotonic()
+        self._waiting += 1
+        try:
+            return await take()
+        finally:
+            self._waiting -= 1
+            if not self._waiting:
+                self._before += time.monotonic() - self._since
+
+    def seconds(self) -> float:
+        return self._before + (time.monotonic() - self._since if self._waiting else 0.0)

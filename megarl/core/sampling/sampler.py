@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -31,7 +32,7 @@ from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Branch, Episode, FinishReason, Prompt, Segment
 from megarl.core.recipe import Recipe
 from megarl.core.sampling import length_control
-from megarl.core.sampling.places import Order, Places
+from megarl.core.sampling.places import Order, Places, Waits
 from megarl.core.server.client import ServerClient, ServerLost, ServerRefused
 from megarl.core.telemetry.spans import spans
 
@@ -178,17 +179,18 @@ class Sampler:
 
     async def _session(self, job: Job, agents: Agents) -> Completion:
         """Run a session of the task's agent, which asks for turns; each is one leg, without a thinking budget."""
-        retries = 0
+        retries, waits = 0, Waits()
 
         async def policy(tokens: np.ndarray, limit: int, kept: int) -> PolicyTurn:
             nonlocal retries
             turn = Completion(kept=kept)
-            asked = replace(job, prompt=structs.replace(job.prompt, tokens=tokens))
+            prompt = structs.replace(job.prompt, tokens=tokens)
+            asked = replace(job, prompt=prompt, take=partial(waits.taken, job.take))
             ended = await self._leg(asked, turn, limit, self._ends)
             retries += turn.retries
             return PolicyTurn(length_control.joined(turn.segments), ended)
 
-        made = await agents.session(job.prompt, job.order, policy)
+        made = await agents.session(job.prompt, job.order, policy, waits.seconds)
         return Completion(
             segments=list(made.segments), paths=made.paths, finish=made.finish, retries=retries, text=made.text,
             verdict=made.verdict, episode=made.episode,

@@ -88,8 +88,8 @@ class AnthropicMessages(wire.WireProtocol):
         finish = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}[turn.finish]
         return {
             "id": f"msg_{turn.node.number}", "type": "message", "role": "assistant", "model": body.get("model", ""),
-            "content": blocks, "stop_reason": "stop_sequence" if finish == "end_turn" and turn.stopped else finish,
-            "stop_sequence": turn.stopped or None,
+            "content": blocks, "stop_reason": "stop_sequence" if finish == "end_turn" and turn.node.stopped else finish,
+            "stop_sequence": turn.node.stopped or None,
             "usage": {"input_tokens": turn.prompt_tokens, "output_tokens": turn.completion_tokens},
         }  # fmt: skip
 

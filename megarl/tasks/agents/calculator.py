@@ -34,4 +34,4 @@ def ask(task: Any, messages: list[dict[str, str]]) -> str:
     headers = {"Authorization": f"Bearer {task.api_key}", "Content-Type": "application/json"}
     body = json.dumps({"model": task.model, "messages": messages}).encode()
     with urllib.request.urlopen(urllib.request.Request(f"{task.base_url}/chat/completions", body, headers)) as reply:
-        return json.load(reply)["choices"][0]["message"]["content"] or ""
+        return json.load(reply)["choices"][0]["message"]["content"]

@@ -6,7 +6,7 @@
     <calls><call>function<sep>N\\n```json\\n{"K": "V"}\\n```</call>\\n<call>…</calls>     the name, and a JSON object
     <tool_call>N\\n<key>K</key>\\n<value>V</value>\\n</tool_call>                         the name, and key by key
 
-    text ─► reasoning, up to the end of thinking ─► calls ─► content: all the rest
+    text ─► reasoning, up to the end of thinking, or to where a limit cut it ─► calls ─► content: all the rest
 
 Text that is not a well-formed call stays in the content: if a malformed call vanished, the agent would see a final answer.
 """
@@ -254,16 +254,25 @@ def _span(text: str, at: int, what: str, name: str, given: dict[str, str]) -> tu
 
 
 def read_turn(
-    text: str, format: CallFormat | None, end_of_thinking: str, number: int, tools: Iterable[JsonObject] = ()
+    text: str,
+    format: CallFormat | None,
+    end_of_thinking: str,
+    number: int,
+    tools: Iterable[JsonObject] = (),
+    cut: bool = False,
+    prompt: str = "",
 ) -> CanonicalMessage:
     """Return the message that the agent is served for a turn. number: its node's, part of every opaque id that we create.
 
-    The text before `end_of_thinking` becomes reasoning, without its opening tag (`<think>` for `</think>`).
+    The text before `end_of_thinking` becomes reasoning, without its opening tag (`<think>` for `</think>`). cut: the policy did
+    not end the turn itself, so all of it is reasoning if its thinking was opened, by itself or by the end of its prompt.
     """
-    reasoning = ""
-    if end_of_thinking and end_of_thinking in text:
+    reasoning, opening = "", end_of_thinking.strip().replace("/", "", 1)
+    closed = bool(end_of_thinking) and end_of_thinking in text
+    opened = opening != end_of_thinking.strip() and (text.lstrip().startswith(opening) or prompt.endswith(opening))
+    if closed or (cut and opened):
         reasoning, _, text = text.partition(end_of_thinking)
-        reasoning = reasoning.lstrip().removeprefix(end_of_thinking.strip().replace("/", "", 1))
+        reasoning = reasoning.lstrip().removeprefix(opening)
     content, found = (text, []) if format is None else format.read(text, tools)
     if found:
         content = content.strip("\n") if content.strip() else ""

@@ -82,7 +82,8 @@ class ChatCompletions(wire.WireProtocol):
         )
 
     def reply(self, body: JsonObject, turn: ServedTurn) -> JsonObject:
-        message: JsonObject = {"role": "assistant", "content": turn.message.text or None}
+        text = turn.message.text or (None if turn.message.calls else "")  # agents strip it without a look
+        message: JsonObject = {"role": "assistant", "content": text}
         if turn.message.reasoning:
             message["reasoning_content"] = turn.message.reasoning
         if turn.message.calls:

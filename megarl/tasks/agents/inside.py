@@ -10,6 +10,7 @@ import json
 import math
 import os
 import resource
+import signal
 import sys
 import urllib.request
 from collections.abc import Awaitable
@@ -46,6 +47,7 @@ def main(words: list[str]) -> None:
     if words[0] == "command":
         os.environ["PYTHONPATH"] = words[1]  # ours would make another Python import our packages
         os.execvp(words[2], words[2:])
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that `finally` and `atexit` clean up
     function, env = imported(words[1]), os.environ
     task = AgentTask(
         **json.load(sys.stdin),

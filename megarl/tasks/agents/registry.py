@@ -20,9 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import psutil
 
@@ -39,6 +38,7 @@ from megarl.tasks.agents.session import AgentSession
 from megarl.tasks.data.chat import load_chat
 from megarl.tasks.graders.functions import check_importable, environment
 from megarl.tasks.graders.sandbox import CHECK_LIMIT_S, NAMESPACES, agent_sandbox
+from megarl.tasks.graders.scratch import kill_users, scratch
 
 log = logging.getLogger(__name__)
 TRIES = 2
@@ -104,14 +104,16 @@ class TaskAgents:
     def work(self, task: str) -> bool:
         return task in self._tasks
 
-    async def session(self, prompt: Prompt, order: tuple[int, int, int], policy: Policy) -> AgentRollout:
+    async def session(
+        self, prompt: Prompt, order: tuple[int, int, int], policy: Policy, waited: Callable[[], float]
+    ) -> AgentRollout:
         if self._gateway is None:
             self._gateway = asyncio.create_task(Gateway(self._host).start())
         gateway, why = await asyncio.shield(self._gateway), ""
         async with self._turns.turn(order):
             for _ in range(TRIES):
                 async with gateway.session(self._recipe, self._tokenizer, self._rendering, policy) as session:
-                    why = await self._run(prompt, session, gateway.url)
+                    why = await self._run(prompt, session, gateway.url, waited)
                     if session.failure is not None:
                         raise session.failure
                     rollout = session.rollout()
@@ -125,20 +127,17 @@ class TaskAgents:
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await (await self._gateway).close()
 
-    async def _run(self, prompt: Prompt, session: AgentSession, url: str) -> str:
+    async def _run(self, prompt: Prompt, session: AgentSession, url: str, waited: Callable[[], float]) -> str:
         """Run the agent's process until it ends or reaches a limit; return why there is nothing to grade, or ""."""
         agent, recipe = self._tasks[prompt.task].agent, self._recipe
         words = ["function", agent] if isinstance(agent, str) else ["command", os.environ.get("PYTHONPATH", ""), *agent]
         task = {
             "prompt": self._tokenizer.decode(prompt.tokens), "id": prompt.id, "task": prompt.task, "answer": prompt.answer,
         }  # fmt: skip
-        with (
-            tempfile.TemporaryDirectory(prefix="megarl-agent-", ignore_cleanup_errors=True) as scratch,
-            tempfile.TemporaryFile() as output,
-        ):
-            variables, around = _variables(url, session.key, scratch), list[str]()
+        with scratch() as folder, tempfile.TemporaryFile() as output:
+            variables, around = _variables(url, session.key, str(folder)), list[str]()
             if recipe.data.sandbox == "bubblewrap":
-                variables["HOME"], around = scratch, agent_sandbox(Path(scratch), recipe.run.path)
+                variables["HOME"], around = str(folder), agent_sandbox(folder, recipe.run.path)
             process = await asyncio.create_subprocess_exec(
                 *around, sys.executable, "-c", _CODE, *words, env=environment() | variables, start_new_session=True,
                 stdin=asyncio.subprocess.PIPE, stdout=output, stderr=output,
@@ -148,9 +147,11 @@ class TaskAgents:
                 with contextlib.suppress(OSError, RuntimeError):  # it may exit before it has read its task
                     process.stdin.write(json.dumps(task).encode())
                     process.stdin.close()
-                await _ended(process, session, recipe.agent)
+                await _ended(process, session, recipe.agent, waited)
             finally:
                 await _killed(process)
+                if not around:  # what left its process group
+                    await asyncio.to_thread(kill_users, folder)
             output.seek(max(0, output.seek(0, os.SEEK_END) - SAID))
             said = output.read().decode(errors="replace").strip()
         if session.refused and session.reward is None:  # the agent may not have looked at the answer
@@ -164,41 +165,50 @@ class TaskAgents:
         return ""
 
 
-async def _ended(process: asyncio.subprocess.Process, session: AgentSession, limits: AgentSection) -> None:
+async def _ended(
+    process: asyncio.subprocess.Process, session: AgentSession, limits: AgentSection, waited: Callable[[], float]
+) -> None:
     """Wait until the process has exited or must be stopped."""
-    over_since = None
+    over_since, before = None, waited()
     while process.returncode is None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), POLL_S)
         now = time.monotonic()
-        if now - session.began > limits.time_s:
+        if now - session.began - (waited() - before) > limits.time_s:
             session.end(f"its time is up (agent.time_s={limits.time_s:g})", limited=True)
-            return
         if session.idle_since is not None and now - session.idle_since > limits.idle_s:
             session.end(f"there was no request for {limits.idle_s:g} s, a third of agent.time_s", limited=True)
-            return
         if session.failure is not None:
             return
-        if session.over:  # the agent learns of it at its next request, and may still post a reward
+        if session.over:  # the agent learns of it at its next request, and may still clean up and post a reward
             over_since = over_since or now
             if now - over_since > KILL_LIMIT_S:
                 return
 
 
-def _variables(url: str, key: str, scratch: str) -> dict[str, str]:
-    """Return the environment variables that give an agent its session's address (used without a proxy) and a scratch folder."""
+def _variables(url: str, key: str, folder: str) -> dict[str, str]:
+    """Return the environment variables that give an agent its session's address (used without a proxy) and its own folder."""
     return {
         "OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key, "OPENAI_MODEL": MODEL,
         "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key, "ANTHROPIC_MODEL": MODEL,
-        "ANTHROPIC_SMALL_FAST_MODEL": MODEL, "TMPDIR": scratch,
+        "TMPDIR": folder,
+        **{f"ANTHROPIC_DEFAULT_{size}_MODEL": MODEL for size in ("HAIKU", "SONNET", "OPUS")},  # of Claude Code's sub-agents
         **without_proxy(url.removeprefix("http://").partition(":")[0]),
     }  # fmt: skip
 
 
 async def _killed(process: asyncio.subprocess.Process) -> None:
-    """Kill the agent and the processes that it started, and wait until it has exited."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    """Kill the agent and the processes that it started, and wait until it has exited. If it still runs, SIGTERM comes first: it
+    may have begun what no signal reaches, such as containers."""
+    try:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            await asyncio.wait_for(process.wait(), KILL_LIMIT_S)
+    except (ProcessLookupError, TimeoutError):
+        pass
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     try:
         await asyncio.wait_for(process.wait(), KILL_LIMIT_S)
     except TimeoutError:
@@ -207,15 +217,16 @@ async def _killed(process: asyncio.subprocess.Process) -> None:
 
 def _check_sandbox() -> None:
     """Raise MegarlError if bubblewrap cannot run an agent on this machine."""
-    advice = f"install it (apt-get install bubblewrap); {NAMESPACES}; or data.sandbox=rlimits if agents may do all that you can"
-    with tempfile.TemporaryDirectory() as scratch:
+    advice = NAMESPACES if shutil.which("bwrap") else "install it (apt-get install bubblewrap)"
+    with scratch() as folder:
         try:
-            command = [*agent_sandbox(Path(scratch), Path(scratch)), "true"]
+            command = [*agent_sandbox(folder, folder), "true"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_LIMIT_S)
             said = done.stderr.strip() or f"status {done.returncode}" if done.returncode else ""
         except (OSError, subprocess.TimeoutExpired) as error:
             said = str(error)
     if said:
+        advice += "; or set data.sandbox=rlimits if agents may do all that you can"
         raise MegarlError(f"data.sandbox: no agent can be run with bubblewrap here ({said}); {advice}")
 
 

@@ -57,7 +57,13 @@ class Rendering:
             text = self._behind(node.tokens[:-1] if ended else node.tokens, request)
         else:
             known = (*node.history, node.served)
-            text = self.tail_text(node.served, request.messages[len(known) :], request.tools, known=known)
+            ours = {
+                theirs.id: call.id
+                for sent, had in zip(request.messages, known, strict=False)
+                for theirs, call in zip(sent.calls, had.calls, strict=False)
+            }  # the agent may have given the calls other ids
+            tail = [replace(m, answers=ours.get(m.answers, m.answers)) for m in request.messages[len(known) :]]
+            text = self.tail_text(node.served, tail, request.tools, known=known)
         if text is None:
             return None
         tokens = self._tokens(text)

@@ -60,15 +60,13 @@ class PendingTurn:
 
 @dataclass(frozen=True)
 class ServedTurn:
-    """An answer. prompt_tokens, completion_tokens: the usage reported to the client; stopped: the stop text that ended it,
-    or ""."""
+    """An answer. prompt_tokens, completion_tokens: the usage reported to the client."""
 
     node: TreeNode
     message: CanonicalMessage
     finish: Literal["stop", "length", "tool_calls"]
     prompt_tokens: int
     completion_tokens: int
-    stopped: str
 
 
 class AgentSession:
@@ -149,7 +147,7 @@ class AgentSession:
             turns=len(served), calls=calls, errors=0, seconds=self._alone, limited=self.limited,
             untrained=self.tree.untrained_tokens(),
         )  # fmt: skip
-        text = "" if last is None else self._text(last.segments)
+        text = "" if last is None else self._text(last.segments, last.stopped)
         verdict = None if final is None else Verdict(final)
         return AgentRollout(segments, paths, text, "length" if self.limited else "stop", verdict, episode)
 
@@ -185,19 +183,15 @@ class AgentSession:
         except Exception as error:  # no server could answer; TaskAgents.session raises this error again
             self.failure = error
             raise self._ended(f"the policy cannot be asked: {error}", limited=False) from None
-        segments, stopped = self._stopped(turn, request.stop)
+        segments, node.stopped = self._stopped(turn, request.stop)
         self._room, self._lent = self._room + limit - sum(len(s.tokens) for s in segments), self._lent - limit
         self._returned.set()
-        text = self._text(segments)
-        if stopped:
-            text = text.partition(stopped)[0]
-        form = self._rendering.calls if request.tools else None
-        served = read_turn(text, form, self._length.end_of_thinking, node.number, request.tools)
+        text, cut = self._text(segments, node.stopped), bool(node.stopped) or not turn.ended
+        form, prompt = self._rendering.calls if request.tools else None, self._tokenizer.decode(before[-8:]).rstrip()
+        served = read_turn(text, form, self._length.end_of_thinking, node.number, request.tools, cut, prompt)
         self.tree.answer(node, segments, served)
-        finish: Literal["stop", "length", "tool_calls"] = "stop" if turn.ended or stopped else "length"
-        return ServedTurn(
-            node, served, "tool_calls" if served.calls else finish, len(before), len(node.sampled), stopped
-        )
+        finish: Literal["stop", "length", "tool_calls"] = "stop" if turn.ended or node.stopped else "length"
+        return ServedTurn(node, served, "tool_calls" if served.calls else finish, len(before), len(node.sampled))
 
     async def _placed(self, request: AgentRequest) -> tuple[TreeNode | None, "hashlib._Hash", np.ndarray]:
         """Return the node that the request continues (None: a new root), the request's hash, and the tokens to append."""
@@ -246,9 +240,10 @@ class AgentSession:
             left = max(0, left - len(s.tokens))
         return tuple(kept), found(count)
 
-    def _text(self, segments: tuple[Segment, ...]) -> str:
-        """Return the sampled text, without the end token."""
+    def _text(self, segments: tuple[Segment, ...], stopped: str) -> str:
+        """Return the sampled text, without the end token, up to the stop text that ended it."""
         tokens = tokens_of(segments)
         if len(tokens) and int(tokens[-1]) in self._tokenizer.ends:
             tokens = tokens[:-1]
-        return self._tokenizer.decode(tokens)
+        text = self._tokenizer.decode(tokens)
+        return text.partition(stopped)[0] if stopped else text

@@ -101,7 +101,7 @@ def load_chat(hf_dir: Path | str) -> ChatTemplate:
     if not source or not isinstance(source, str):
         raise MegarlError(
             f"{folder}: the model has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); "
-            "use template: raw, or a model that has one"
+            "`template: chat` and agents need one"
         )
     given = {key: value for key, value in config.items() if key.endswith("_token") and value}
     tokens = {key: value["content"] if isinstance(value, dict) else value for key, value in given.items()

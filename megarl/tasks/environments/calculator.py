@@ -42,7 +42,7 @@ class Calculator(Environment):
         self._tokenizer, self._reply_tokens = setting.tokenizer, setting.reply_tokens
         closing = self._tokenizer.ids(CLOSE)
         if len(closing) != 1:
-            raise MegarlError(f"data.tasks.{setting.task}.environment: calculator needs {CLOSE!r} as one token")
+            raise MegarlError(f"calculator needs {CLOSE!r} as one token")
         self.stop_tokens = (int(closing[0]),)
 
     async def step(self, tokens: np.ndarray) -> Observation:

@@ -25,8 +25,8 @@ CUT = "\n…\n"
 class Framing:
     """Frames a task's replies. limit: the most tokens in a framed reply."""
 
-    def __init__(self, tokenizer: Tokenizer, template: str, limit: int, task: str) -> None:
-        self._tokenizer, self._template, self._limit, self._task = tokenizer, template, limit, task
+    def __init__(self, tokenizer: Tokenizer, template: str, limit: int) -> None:
+        self._tokenizer, self._template, self._limit = tokenizer, template, limit
         self._parts: tuple[np.ndarray, np.ndarray, np.ndarray, Tokenizer] | None = None
         self._in_json = False
 
@@ -53,8 +53,8 @@ class Framing:
             parts = (self._tokenizer.ids(before), self._tokenizer.ids(after), literal.ids(self._written(CUT)), literal)
             needed = sum(len(part) for part in parts[:3])
             if needed + 2 > self._limit:
-                what = f"leave no room for a reply in the model's markers, which take {needed}; raise it"
-                raise MegarlError(f"data.tasks.{self._task}.reply_tokens: {self._limit} {what}")
+                what = f"leaves no room for a reply in the model's markers, which take {needed}; raise it"
+                raise MegarlError(f"reply_tokens={self._limit} {what}")
             self._parts = parts
         return self._parts
 

@@ -100,13 +100,13 @@ class Episodes:
         self._settings: dict[str, Setting] = {}
         self._factory = _found(next(iter(setup.parts.values())).key, setup.environment)
         for name, part in setup.parts.items():
-            framing = Framing(tokenizer, part.template, part.reply_tokens, name)
+            framing = Framing(tokenizer, part.template, part.reply_tokens)
             setting = Setting(name, tokenizer, framing, sandbox, setup.end_of_thinking, part.reply_tokens)
             self._settings[name] = setting
             try:
                 environment = self._factory(setting)
-            except MegarlError:
-                raise
+            except MegarlError as error:
+                raise MegarlError(f"{part.key}: {error}") from None
             except BaseException as error:  # a user's class may raise anything
                 raise MegarlError(f"{part.key}: {setup.environment} cannot be made: {_said(error)}") from error
             if not isinstance(environment, Environment):

@@ -14,4 +14,5 @@ worker.py   the code of those processes; functions.py: the functions they run
 code.py     runs a program's tests, and compares results outside the sandbox
 sandbox.py  bubblewrap, or resource limits alone
 inside.py   the program that runs inside the sandbox
+scratch.py  temporary folders of programs and agents, removed even after SIGKILL
 """

@@ -24,7 +24,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,6 +32,7 @@ from typing import IO, Any, Literal, NamedTuple
 from megarl.core.base.contracts import GraderDown
 from megarl.core.base.errors import MegarlError
 from megarl.tasks.graders.inside import landlock_version
+from megarl.tasks.graders.scratch import scratch
 
 log = logging.getLogger(__name__)
 SandboxKind = Literal["bubblewrap", "rlimits"]
@@ -106,14 +106,14 @@ class Sandbox:
         """Raise MegarlError if this kind of sandbox cannot run programs on this machine. Takes a tenth of a second."""
         if self._kind == "bubblewrap" and shutil.which("bwrap") is None:
             raise MegarlError(
-                "data.sandbox: bubblewrap is not installed, and code is graded in its sandbox; install it (apt-get install "
-                f"bubblewrap), or set data.sandbox=rlimits if the programs may {remains()}"
+                "data.sandbox: bubblewrap is not installed, and the policy's programs run in its sandbox; install it (apt-get "
+                f"install bubblewrap), or set data.sandbox=rlimits if the programs may {remains()}"
             )
-        with tempfile.TemporaryDirectory() as scratch:
-            os.chmod(scratch, 0o777)
+        with scratch() as folder:
+            folder.chmod(0o777)
             try:
                 done = subprocess.run(
-                    self._command(), input=_task("import heapq\nprint(6 * 7)"), cwd=scratch, env=ENVIRONMENT,
+                    self._command(), input=_task("import heapq\nprint(6 * 7)"), cwd=folder, env=ENVIRONMENT,
                     capture_output=True, timeout=CHECK_LIMIT_S, check=False,
                 )  # fmt: skip
                 said, out = done.stderr.decode().strip().splitlines()[-1:], done.stdout.removeprefix(STARTED)
@@ -167,11 +167,11 @@ class Sandbox:
     async def _run(self, program: str, pipes: Sequence[IO[bytes]] = (), **more: Any) -> Ran:
         """Run one process in its own directory. pipes: passed to it and closed here; more: further fields of its task."""
         numbers = [pipe.fileno() for pipe in pipes]
-        with tempfile.TemporaryDirectory(prefix="megarl-sandbox-") as scratch:
-            os.chmod(scratch, 0o777)
+        with scratch() as folder:
+            folder.chmod(0o777)
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *self._command(), cwd=scratch, env=ENVIRONMENT, start_new_session=True, pass_fds=numbers,
+                    *self._command(), cwd=folder, env=ENVIRONMENT, start_new_session=True, pass_fds=numbers,
                     stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
                 )  # fmt: skip
             finally:
@@ -260,12 +260,12 @@ def _bubblewrap(prefix: Path, limits: Limits) -> list[str]:
     return [*command, "--unshare-user"]
 
 
-def agent_sandbox(scratch: Path, hidden: Path) -> list[str]:
-    """Build the bwrap command for an agent: it sees all files except those in `hidden`, can write only in `scratch`, and sees
+def agent_sandbox(own: Path, hidden: Path) -> list[str]:
+    """Build the bwrap command for an agent: it sees all files except those in `hidden`, can write only in `own`, and sees
     only its own processes. It uses the machine's network."""
     command = ["bwrap", "--die-with-parent", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
     if hidden.is_dir():
         command += ["--tmpfs", str(hidden.absolute())]
-    command += ["--bind", str(scratch), str(scratch), "--cap-drop", "ALL"]
+    command += ["--bind", str(own), str(own), "--cap-drop", "ALL"]
     command += ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     return command if os.getuid() == 0 else [*command, "--unshare-user"]

@@ -1,6 +1,7 @@
 """Places: the oldest claim first, never on a server that does not suit at that moment, none lost."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from megarl.core.base.admission import Admission
 from megarl.core.base.messages import ServerAddress
-from megarl.core.sampling.places import Claim, GroupPlaces, Places
+from megarl.core.sampling.places import Claim, GroupPlaces, Places, Waits
 from megarl.core.server.membership import Membership
 
 
@@ -366,5 +367,26 @@ def test_a_place_given_back_is_offered_to_those_who_wait_for_it() -> None:
         places.give_back(1)
         assert asked == [3]
         assert claims[3].granted.result() == (1, 0)
+
+    run(scenario)
+
+
+def test_waits_that_overlap_are_counted_once() -> None:
+    async def scenario() -> None:
+        waits, free, began = Waits(), asyncio.Event(), time.monotonic()
+
+        async def take() -> tuple[int, int]:
+            await free.wait()
+            return 0, 7
+
+        taken = [asyncio.create_task(waits.taken(take)) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        assert 0.04 < waits.seconds() <= time.monotonic() - began, "also while they last"
+        free.set()
+        assert await asyncio.gather(*taken) == [(0, 7)] * 2
+        whole = waits.seconds()
+        assert whole <= time.monotonic() - began
+        await asyncio.sleep(0.01)
+        assert waits.seconds() == whole
 
     run(scenario)

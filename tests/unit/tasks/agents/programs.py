@@ -91,11 +91,17 @@ def crashes_once(task: Any) -> bool:
 
 
 def sleeps(task: Any) -> None:
-    """Leaves a child behind, whose id it tells in a file, and waits for ever."""
+    """Leaves two children behind, one of them in a session of its own, and waits for ever. It tells their ids in a file, and
+    that it was told to end in another."""
     ask(user(task.prompt))
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    Path(os.environ["CHILD_MARK"]).write_text(str(child.pid))
-    time.sleep(600)
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    children = [subprocess.Popen(command, start_new_session=alone) for alone in (False, True)]
+    mark = Path(os.environ["CHILD_MARK"])
+    mark.write_text(" ".join(str(child.pid) for child in children))
+    try:
+        time.sleep(600)
+    finally:
+        mark.with_suffix(".ended").touch()
 
 
 def speaks_on(task: Any) -> None:

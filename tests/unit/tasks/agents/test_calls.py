@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,11 @@ def test_kimis_results_name_the_call_that_the_policy_wrote(tmp_path: Path) -> No
         "<|im_end|><|im_system|>tool<|im_middle|>## Return of functions.f:0",
         "r<|im_end|><|im_system|>tool<|im_middle|>## Return of functions.g:7",
     ]
+    named = {call.id: f"mine_{call.id}" for call in said.calls}
+    other = tuple(replace(m, answers=named[m.answers]) for m in results)
+    theirs = replace(back[-1], calls=tuple(c._replace(id=named[c.id]) for c in back[-1].calls))
+    renamed = AgentRequest((*request.messages, theirs, *other), tools)
+    assert rendering.tail(node, renamed).tolist() == put.tolist(), "whatever ids the agent gives them"  # type: ignore[union-attr]
     whole = tokenizer.decode(rendering.whole(again))
     assert whole.count("functions.f:0") == whole.count("functions.g:1") == 2, "the agent's own history is numbered"
 

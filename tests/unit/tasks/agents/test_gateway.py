@@ -14,6 +14,7 @@ from megarl.core.base.messages import KEPT_FROM_INPUT
 from megarl.core.base.types import int32, paths_of
 from megarl.tasks.agents import gateway as module
 from tests.unit.tasks.agents.serving import ADD, USER, Served, called, gateway, run
+from tests.unit.tasks.agents.templates import FAMILIES
 
 TOOLS = [ADD]
 WORDS = "<think>Hm.\n</think>\n\nLet me look." + called(a=1, b=2) + called(a=3)
@@ -147,6 +148,7 @@ def test_fields_are_honoured_ignored_or_refused_by_name(tmp_path: Path) -> None:
             assert body["choices"][0]["finish_reason"] == "stop"
             text = served.tokenizer.decode(served.session.tree.nodes[-1].sampled)
             assert text == "stop here, not", "up to the token that completes the stop text"
+            assert served.session.rollout().text == "stop here", "what is graded is what the agent got"
             for messages in (
                 [],
                 [*USER, {"role": "assistant", "content": "so"}],
@@ -164,6 +166,31 @@ def test_fields_are_honoured_ignored_or_refused_by_name(tmp_path: Path) -> None:
             assert (await served.post("reward", {"reward": False})) == (200, {"reward": -1.0})
 
     run(test)
+
+
+def test_thinking_that_a_limit_cut_is_no_answer_and_an_answer_without_words_is_a_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Agents take a call in it for one to make; those that strip what they get fail at null."""
+    opens = FAMILIES["qwen"] + "{%- if add_generation_prompt %}{{- '<think>\\n' }}{%- endif %}"
+    monkeypatch.setitem(FAMILIES, "opens", opens)
+    thought = "Hm. I may" + called(a=1)
+    for family, said, thinks in (
+        ("qwen", f"<think>{thought}…", True), ("opens", f"{thought}…", True), ("qwen", f"{thought}…", False),
+        ("opens", thought, False),
+    ):  # fmt: skip
+
+        async def test(family: str = family, said: str = said, thinks: bool = thinks) -> None:
+            async with gateway(tmp_path / family, said, "", family=family) as served:
+                choice = (await served.chat(tools=TOOLS))[1]["choices"][0]
+                message = choice["message"]
+                if thinks:
+                    assert (message["content"], choice["finish_reason"]) == ("", "length")
+                    assert message["reasoning_content"] == thought
+                assert ("tool_calls" in message) == (not thinks)
+                assert (await served.chat(USER * 2))[1]["choices"][0]["message"]["content"] == ""
+
+        run(test)
 
 
 def test_a_full_context_and_a_session_that_is_over_are_400(tmp_path: Path) -> None:

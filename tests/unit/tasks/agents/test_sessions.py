@@ -16,7 +16,7 @@ from megarl.core.base.types import Prompt, Segment, float32, int32
 from megarl.core.recipe import from_tree
 from megarl.tasks.agents import registry
 from megarl.tasks.agents.registry import TaskAgents, Turns
-from tests.unit.tasks.agents.serving import LENGTH
+from tests.unit.tasks.agents.serving import LENGTH, gateway
 from tests.unit.tasks.agents.templates import QWEN, tokenizer_of
 
 pytestmark = pytest.mark.processes
@@ -50,7 +50,7 @@ def play(folder: Path, agent: Any, count: int = 1, fails: bool = False, **settin
     async def run() -> list[AgentRollout]:
         prompt = Prompt(id="p", tokens=tokenizer.ids("3+4="), answer="7", task="t")
         try:
-            return await asyncio.gather(*(agents.session(prompt, (1, 0, n), policy) for n in range(count)))
+            return await asyncio.gather(*(agents.session(prompt, (1, 0, n), policy, float) for n in range(count)))
         finally:
             await agents.close()
 
@@ -114,7 +114,10 @@ def test_an_agent_in_bubblewrap_has_its_own_files_alone(tmp_path: Path, monkeypa
 def test_a_sandbox_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bwrap").write_text("#!/bin/sh\necho no namespaces >&2; exit 1")
     (tmp_path / "bwrap").chmod(0o755)
-    for path, said in ((str(tmp_path), "no namespaces"), ("/nowhere", "No such file or directory")):
+    for path, said in (
+        (str(tmp_path), r"no namespaces\); in a container"),
+        ("/nowhere", r"No such file.*\); install it"),
+    ):
         monkeypatch.setenv("PATH", path)
         with pytest.raises(MegarlError, match=rf"^data.sandbox: no agent can be run .*{said}.*data.sandbox=rlimits"):
             agents_of(tmp_path, COMMAND, sandbox="bubblewrap")
@@ -137,18 +140,35 @@ def test_a_crash_is_tried_once_more_and_then_void(tmp_path: Path, monkeypatch: p
 
 def test_out_of_time_is_graded_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHILD_MARK", str(tmp_path / "child"))
+    monkeypatch.setattr(registry, "KILL_LIMIT_S", 2.0)
     began = time.monotonic()
     (made,) = play(tmp_path, f"{HERE}:sleeps", time_s=18.0)
     assert 6 < time.monotonic() - began < 18, "a third of its time without a request"
     assert (made.text, made.finish, made.verdict, made.episode.limited) == ("7", "length", None, True)
-    child = int((tmp_path / "child").read_text())
+    assert (tmp_path / "child.ended").exists(), "it could clean up"
     until = time.monotonic() + 10  # a killed process takes a moment to end
-    with suppress(psutil.NoSuchProcess):
-        while psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < until, "the agent's child lives on"
-            time.sleep(0.05)
+    for child in map(int, (tmp_path / "child").read_text().split()):
+        with suppress(psutil.NoSuchProcess):
+            while psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+                assert time.monotonic() < until, "the agent's child lives on"
+                time.sleep(0.05)
     (made,) = play(tmp_path, f"{HERE}:speaks_on", time_s=9.0, requests=1_000_000)
     assert (made.finish, made.episode.limited) == ("length", True)
+
+
+def test_time_for_which_no_server_answers_does_not_count(tmp_path: Path) -> None:
+    """While servers restart, or the learner does, agents can do nothing."""
+    limits = from_tree({"agent": {"time_s": 1.0}}).agent
+
+    async def run(waits: bool) -> tuple[str, int | None]:
+        async with gateway(tmp_path) as served:
+            served.session.idle_since = None  # it waits for an answer
+            process, began = await asyncio.create_subprocess_exec("sleep", "2.5"), time.monotonic()
+            await registry._ended(process, served.session, limits, lambda: waits * (time.monotonic() - began))
+            return served.session.over, process.returncode
+
+    assert asyncio.run(run(True)) == ("", 0)
+    assert asyncio.run(run(False))[0] == "its time is up (agent.time_s=1)"
 
 
 def test_a_limit_of_requests_ends_an_agent_that_is_told(tmp_path: Path) -> None:
@@ -209,3 +229,4 @@ def test_the_policy_is_asked_without_a_proxy_and_what_was_is_so_still(monkeypatc
         monkeypatch.setenv(names, "intern.example")
         made = registry._variables("http://10.0.0.1:80", "key", "/tmp")
         assert made["NO_PROXY"] == made["no_proxy"] == "intern.example,10.0.0.1"
+    assert {made[name] for name in made if name.endswith("_MODEL")} == {"policy"}

@@ -35,7 +35,7 @@ def bytes_of(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def setting(tokenizer: Tokenizer, limit: int = 200) -> Setting:
-    framing = Framing(tokenizer, "raw", limit, "t")
+    framing = Framing(tokenizer, "raw", limit)
     return Setting("t", tokenizer, framing, Sandbox("bubblewrap", 2, LIMITS), "</think>", limit)
 
 
@@ -174,7 +174,7 @@ def test_no_program_is_the_last_turn(bytes_of: Tokenizer) -> None:
 
 def test_a_program_without_end_and_one_that_prints_without_end(bytes_of: Tokenizer) -> None:
     limits = LIMITS.__class__(seconds=1, output=LIMITS.output)
-    framing = Framing(bytes_of, "raw", 120, "t")
+    framing = Framing(bytes_of, "raw", 120)
     short = Python(Setting("t", bytes_of, framing, Sandbox("bubblewrap", 2, limits), "</think>", 120))
     text, _, error = step(short, bytes_of, "```python\nwhile True: pass\n```")
     assert error
@@ -226,9 +226,10 @@ def test_what_cannot_be_had_is_said_when_the_run_starts(bytes_of: Tokenizer, mon
     }.items():
         with pytest.raises(MegarlError, match=words):
             environments(bytes_of, name)
-    with pytest.raises(MegarlError, match="calculator needs ']' as one token"):
-        environments(byte_pair(bytes_of), "calculator")
-    with pytest.raises(MegarlError, match=r"data\.tasks\.t\.reply_tokens: 10 leave no room"):
+    suite = {"evaluation": {"suites": {"s": {"data": "x", "grader": "exact", "environment": "calculator"}}}}
+    with pytest.raises(MegarlError, match=r"^evaluation\.suites\.s\.environment: calculator needs ']' as one token"):
+        TaskEnvironments(from_tree(suite), byte_pair(bytes_of))
+    with pytest.raises(MegarlError, match=r"^data\.tasks\.t\.environment: reply_tokens=10 leaves no room"):
         environments(bytes_of, "python", reply_tokens=10)
     with pytest.raises(MegarlError, match="cannot encode"):
         environments(CHARACTERS, "guessing")

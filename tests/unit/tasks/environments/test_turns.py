@@ -7,7 +7,7 @@ import asyncio
 import base64
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 from megarl.core.algorithm.batch import batch_statistics
 from megarl.core.base.architecture import read
-from megarl.core.base.contracts import GraderDown, Verdict
+from megarl.core.base.contracts import AgentRollout, GraderDown, Policy, Verdict
 from megarl.core.base.messages import ServerAddress
-from megarl.core.base.types import Batch, Group, Prompt, Rollout, float32, int32
+from megarl.core.base.types import Batch, Episode, Group, Prompt, Rollout, float32, int32
 from megarl.core.controller.metrics import task_statistics
 from megarl.core.recipe import Recipe, from_tree
 from megarl.core.sampling.places import Places
@@ -398,3 +398,44 @@ def test_metrics_of_turns() -> None:
         )
         == {}
     )
+
+
+class Asks:
+    """An agent that asks once, and lets a place be had when it has been told of the wait."""
+
+    def __init__(self) -> None:
+        self.gate, self.told = asyncio.Event(), 0.0
+
+    def work(self, task: str) -> bool:
+        return True
+
+    async def session(
+        self, prompt: Prompt, order: tuple[int, int, int], policy: Policy, waited: Callable[[], float]
+    ) -> AgentRollout:
+        asked = asyncio.create_task(policy(prompt.tokens, 5, 0))  # type: ignore[arg-type]
+        while (told := waited()) < 0.02:
+            await asyncio.sleep(0.005)
+        self.gate.set()
+        turn = await asked
+        self.told = waited()
+        assert told <= self.told
+        return AgentRollout(
+            turn.segments, (), "", "stop", None, Episode(turns=1, calls=0, errors=0, seconds=0.0, limited=False)
+        )
+
+
+def test_an_agent_is_told_how_long_its_requests_wait_for_a_server() -> None:
+    async def run() -> None:
+        servers, agent = Servers(random.Random(0), lossy=0.0), Asks()
+        pool = Pool({n: servers.client(n) for n in range(3)}, Places(servers.members, 4))
+        sampler = Sampler(recipe_of("none", 5, 5, 1, 1), Letters(), pool, {}, agent)  # type: ignore[arg-type]
+
+        async def take() -> tuple[int, int]:
+            await agent.gate.wait()
+            return await pool.places.take((1, 0, 0), lambda _, version: version >= DUE - LAG)
+
+        done = await sampler.complete(Job(PROMPT, (1, 0, 0), take, "", 5, 1.0, 1.0, ROUTED))
+        assert len(done.tokens) > 0
+        assert agent.told >= 0.02
+
+    asyncio.run(asyncio.wait_for(run(), 10))
