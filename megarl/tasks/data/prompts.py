@@ -154,6 +154,8 @@ def load_set(
     sets = PromptSet(name, Stored(), array("Q")), PromptSet(name, Stored(), array("Q"))
     rows = 0
     for part in batched(chosen(source), BATCH):
+        if not rows:
+            tokenizer.warn_of_beginning(source.source, render(part[0][0].prompt))
         rows += len(part)
         for (row, held), tokens in zip(part, _encoded(source.source, part, render, tokenizer), strict=True):
             if len(tokens) <= max_tokens:

@@ -85,6 +85,8 @@ def _dataset(source: str) -> Iterator[JsonObject]:
             builder, files = BUILDERS[Path(source).suffix], sorted(glob.glob(source))
             yield from datasets.load_dataset(builder, data_files=files, split="train", streaming=True)
     except (OSError, ValueError, TypeError, LookupError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        if isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__ is not None:
+            error = error.__cause__  # its own text says only that the set could not be generated
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         away = "; without a network, copy its files here and name them instead" if source.startswith(HUB) else ""
         raise MegarlError(f"{source}: cannot be read: {first}{away}") from error

@@ -77,6 +77,8 @@ def load_traces(
     traces: list[Trace] = []
     end, rows = int32([tokenizer.end]), 0
     for part in batched(chosen(templated(surveyed, tokenizer)), BATCH):
+        if not rows:
+            tokenizer.warn_of_beginning(str(path), part[0][0].prompt)
         rows += len(part)
         taught = [row for row, _ in part if isinstance(row, Taught)]
         pieces = iter(tokenizer.encode_all([text for row in taught for text in (row.prompt, *row.parts)]))

@@ -63,6 +63,22 @@ def test_a_file_of_another_kind_and_a_broken_one(tmp_path):
         list(stream(str(tmp_path / "a.parquet")))
 
 
+def test_why_a_set_could_not_be_generated_is_said(monkeypatch):
+    """`datasets` itself says only that an error occurred, and keeps the reason as its cause."""
+
+    def fails(*_, **__):
+        try:
+            raise ValueError("Couldn't cast array of type string to null")
+        except ValueError as error:
+            raise datasets.exceptions.DatasetGenerationError(
+                "An error occurred while generating the dataset"
+            ) from error
+
+    monkeypatch.setattr(datasets, "load_dataset", fails)
+    with pytest.raises(MegarlError, match="hub:a/b: cannot be read: Couldn't cast array of type string to null"):
+        list(stream("hub:a/b"))
+
+
 def test_a_hub_name_is_asked_of_datasets_and_its_failure_says_what_to_do(monkeypatch):
     asked = []
 
