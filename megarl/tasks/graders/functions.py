@@ -21,14 +21,24 @@ Function = Callable[[Submission], float | None]
 SPACE = re.compile(r"\\[,;: ]|\{\\,\}|[~ \u00a0\u2009\u202f]")
 GROUPED = re.compile(rf"(?<![\d.,])\d{{1,3}}(?:(?:{SPACE.pattern})\d{{3}})+(?!\d)")
 """A number with spaces between groups of three digits. To math-verify it is a product: 10 · 000 = 0."""
-UPRIGHT = re.compile(r"\\(?:mathrm|text|rm)\{([ei])\}")
-"""The numbers e and i in upright letters. math-verify takes them for units: 5i would be 5, and 1/e nothing."""
-ROOT = re.compile(r"\\sqrt\s*\(([^()]*)\)")
-"""A root in parentheses, no LaTeX: 4√(2) would be 4."""
 MIXED = re.compile(r"(?<![\w.,/^])(\d{1,9}) (\d{1,9})/(\d{1,9})(?![\w/^]|[.,]\d)")
 """A mixed number without LaTeX: 1 1/4."""
 REPEATING = re.compile(r"(?<![\w.,])(\d{0,9})\.(\d{0,9})\\(?:overline|bar|dot)\{(\d{1,9})\}")
 """A repeating decimal: 0.3 with a line above the 3 would be 0."""
+REWRITTEN = (
+    # Upright letters are units to it: 5i would be 5, and 1/e nothing.
+    (re.compile(r"\\(?:mathrm|text|rm)\{([ei])\}"), r"\1"),
+    (re.compile(r"\\sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),  # 4√(2) would be 4
+    (re.compile(r"\\varnothing"), r"\\emptyset"),
+    (re.compile(r"\\\$(?=\s*[\d.])"), ""),  # a price
+    (re.compile(r"(?<=[\d}])(?:\\[,;: ]|\s)+(?=\\?%)"), ""),
+    (re.compile(r"(?<=\d)\.(?=\s*\})"), ""),  # a full stop in a box
+    (re.compile(r"\\(?:text|mathrm|textbf|mathbf)\{\s*(-?\d[^{}]*)\}"), r"\1"),
+)
+"""Other things that math-verify does not read: patterns, and what they become."""
+EAST_ASIAN = re.compile("[\u3001\u3002\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uff0c\uff1a]+")
+MAGNITUDES = frozenset("\u5341\u767e\u5343\u4e07\u842c\u4ebf\u5104\u5206")
+"""Kana, Han and Hangul without spaces hide numbers from math-verify; but ten, hundred, … belong to a number."""
 LABEL = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{\(([A-J])\)[ ~]*\}(?:\\[ ,;]|[ ~:])*(?=.)", re.DOTALL)
 CHOICE = re.compile(r"(?:\\\w+\{)?\(?[A-J]\)?\}?")
 """A label before the value of the choice, `\\textbf{(C)}\\ 12`; an expected answer that is a label."""
@@ -59,6 +69,8 @@ def is_equal(answer: str, expected: str) -> bool | None:
     """
     from math_verify import parse, verify
 
+    if "<answer>" in answer:
+        answer = answer.rpartition("<answer>")[2].partition("</answer>")[0]
     answer, expected = normal(answer), normal(expected)
     if (box := last_box(answer)) and (label := LABEL.match(box)):
         answer = rf"\boxed{{{label[1] if CHOICE.fullmatch(expected) else box[label.end() :]}}}"
@@ -89,8 +101,12 @@ def normal(text: str) -> str:
         return rf"\frac{{{above}}}{{{10 ** len(once) * (10 ** len(again) - 1)}}}"
 
     text = GROUPED.sub(lambda number: SPACE.sub("", number[0]), text)
-    text = ROOT.sub(r"\\sqrt{\1}", UPRIGHT.sub(r"\1", text).replace("\\varnothing", "\\emptyset"))
-    return REPEATING.sub(fraction, MIXED.sub(improper, text))
+    for pattern, written in REWRITTEN:
+        text = pattern.sub(written, text)
+    plain = EAST_ASIAN.sub(" ", text)
+    if any(map(str.isalnum, plain)) and MAGNITUDES.isdisjoint(text):
+        text = plain
+    return REPEATING.sub(fraction, MIXED.sub(improper, text)).strip()
 
 
 def _close(gold: Sequence[Any], found: Sequence[Any]) -> bool:
