@@ -77,11 +77,11 @@ def load_traces(
     traces: list[Trace] = []
     end, rows = int32([tokenizer.end]), 0
     for part in batched(chosen(templated(surveyed, tokenizer)), BATCH):
-        if not rows:
-            tokenizer.warn_of_beginning(str(path), part[0][0].prompt)
         rows += len(part)
         taught = [row for row, _ in part if isinstance(row, Taught)]
         pieces = iter(tokenizer.encode_all([text for row in taught for text in (row.prompt, *row.parts)]))
+        if rows == len(part):
+            tokenizer.warn_of_beginning(str(path), part[0][0].prompt)
         made = (_trace(next(pieces), [*islice(pieces, len(row.parts)), end]) for row in taught)
         traces += [trace for trace in made if len(trace.tokens) <= longest]
     if not traces:
