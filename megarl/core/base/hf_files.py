@@ -67,10 +67,15 @@ def check_head(model: Path) -> None:
     if not config.get("tie_word_embeddings", text_config(config, model).get("tie_word_embeddings", False)):
         return
     stored: dict[str, np.ndarray] = {}  # the bytes of both
-    for file in weight_files(model):
+    for file in sorted(model.glob("*.safetensors")):
         with file.open("rb") as opened:
             begin = 8 + int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(begin - 8))
+            try:
+                header = json.loads(opened.read(begin - 8))
+            except (ValueError, MemoryError, OverflowError) as error:
+                raise MegarlError(
+                    f"{file}: weights unreadable or incomplete ({error}); fetch this file again"
+                ) from None
         for name in header:
             if name.endswith(("lm_head.weight", "embed_tokens.weight")):
                 first, end = header[name]["data_offsets"]

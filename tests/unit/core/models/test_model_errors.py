@@ -191,6 +191,9 @@ def test_a_tied_head_that_is_another_matrix(directory: Path) -> None:
     del tensors["lm_head.weight"]
     save_file(tensors, directory / "model.safetensors")
     check_head(directory)
+    (directory / "model.safetensors").write_bytes(b"<html>not found</html>")
+    with pytest.raises(MegarlError, match=r"model.safetensors: weights unreadable or incomplete"):
+        check_head(directory)
 
 
 @pytest.mark.parametrize("names", [("dtype",), ("torch_dtype",), ("dtype", "torch_dtype"), ()])
