@@ -42,6 +42,7 @@ MAGNITUDES = frozenset("\u5341\u767e\u5343\u4e07\u842c\u4ebf\u5104\u5206")
 LABEL = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{\(([A-J])\)[ ~]*\}(?:\\[ ,;]|[ ~:])*(?=.)", re.DOTALL)
 CHOICE = re.compile(r"(?:\\\w+\{)?\(?[A-J]\)?\}?")
 """A label before the value of the choice, `\\textbf{(C)}\\ 12`; an expected answer that is a label."""
+PLUS_MINUS = r"\pm"
 FAR = 1e-3
 """Equal numbers differ by at most this share of the larger. math-verify compares absolute differences: 1e-20 would be 1e-30."""
 BELONGING = re.compile(
@@ -74,9 +75,13 @@ def is_equal(answer: str, expected: str) -> bool | None:
     answer, expected = normal(answer), normal(expected)
     if (box := last_box(answer)) and (label := LABEL.match(box)):
         answer = rf"\boxed{{{label[1] if CHOICE.fullmatch(expected) else box[label.end() :]}}}"
+    elif box and PLUS_MINUS in box:
+        answer = rf"\boxed{{{_both(box)}}}"
     gold = parse(f"${expected}$", parsing_timeout=None) or parse(expected, parsing_timeout=None)
     if not gold:
         return None
+    if PLUS_MINUS in expected:
+        gold += parse(f"${_both(expected)}$", parsing_timeout=None)[:1]
     bare = "\n" not in answer and "$" not in answer.replace("\\$", "") and "\\boxed" not in answer
     formula = answer.lstrip("*_` ").rstrip("*_` .")
     *prose, last = PROSE.split(formula) if PROSE.search(BELONGING.sub("", formula)) else [formula]
@@ -107,6 +112,11 @@ def normal(text: str) -> str:
     if any(map(str.isalnum, plain)) and MAGNITUDES.isdisjoint(text):
         text = plain
     return REPEATING.sub(fraction, MIXED.sub(improper, text)).strip()
+
+
+def _both(formula: str) -> str:
+    """Return the two values of a formula with ±, which math-verify knows only at the beginning, and of a sum."""
+    return f"{formula.replace(PLUS_MINUS, '+')},{formula.replace(PLUS_MINUS, '-')}"
 
 
 def _close(gold: Sequence[Any], found: Sequence[Any]) -> bool:
