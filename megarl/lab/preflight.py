@@ -15,7 +15,7 @@ from pathlib import Path
 from megarl.core.base import architecture
 from megarl.core.base.contracts import TaskPrompts
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.hf_files import parameters
+from megarl.core.base.hf_files import check_head, parameters
 from megarl.core.base.rundir import RunDir
 from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.base.types import encode
@@ -98,6 +98,7 @@ def _check_model(key: str, path: str, advice: str = "") -> None:
         raise MegarlError(f"{text}; {advice}" if advice else text)
     try:
         parameters(Path(path))
+        check_head(Path(path))
         load_tokenizer(path)
     except MegarlError as error:
         raise MegarlError(f"{key}: {error}") from None

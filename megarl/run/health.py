@@ -128,7 +128,7 @@ SIGNALS = (
            "(megarl sft), or length.end_of_thinking= with length.control=none", limit=0.5),
     Signal("cut_tokens", lambda row, _: row["capped_share"] if "capped_share" in row else row["clipped_share"], "most trained "
            "tokens are cut at the cap, or have no gradient", "lower pipeline.k or the learning rate", limit=0.75),
-    Signal("grader_errors", metric("grader_error_rate"), "gradings fail and count as wrong", _LOG, limit=0.05),
+    Signal("grader_errors", metric("grader_error_rate"), "graders fail, or cannot judge", _LOG, limit=0.05),
     Signal("grader_timeouts", metric("grader_timeout_rate"), "gradings run out of time and count as wrong",
            "read which answers do (megarl rollouts show RUN --step N): endless programs, or a slow grader", limit=0.25),
     Signal("void", lambda row, _: row["void_groups"] / (row["void_groups"] + row["groups_in_loss"]),

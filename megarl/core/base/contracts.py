@@ -24,9 +24,10 @@ class GraderDown(Exception):
 
 
 class Verdict(NamedTuple):
-    """One grader's judgement. An answer is right if its score is above 0.
+    """One grader's judgement. An answer is right if its score is above 0. NaN: the grader could not judge it.
 
-    timeout: the grader ran out of time. error: the text of its failure on the answer. Either way the score is a wrong answer's.
+    timeout: the grader ran out of time. error: the text of its failure on the answer. Either way the score is a wrong answer's,
+    or NaN.
     """
 
     score: float
@@ -44,9 +45,10 @@ def score_of(value: Any) -> float:
 class Grade(NamedTuple):
     """The grade of a completion.
 
-    reward: the task grader's score, ±1 unless the grader is the user's own, plus the others' weighted scores.
+    reward: the task grader's score, ±1 unless the grader is the user's own, plus the others' weighted scores; NaN if one
+    of them could not judge.
     format_ok: the thinking was closed and an answer follows it. timeout, error: true if any grader had one.
-    rewards: each grader's score by name, if there are several; the task grader's is `answer`.
+    rewards: each grader's score by name, if there are several and all could judge; the task grader's is `answer`.
     """
 
     reward: float

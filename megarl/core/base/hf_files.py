@@ -4,6 +4,8 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
+
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import JsonObject
 
@@ -56,6 +58,34 @@ def parameters(model: Path) -> int:
         except (SafetensorError, OSError) as error:
             raise MegarlError(f"{file}: weights unreadable or incomplete ({error}); fetch this file again") from None
     return total
+
+
+def check_head(model: Path) -> None:
+    """Raise MegarlError if the embedding is also the head (tie_word_embeddings), but the weights have another head:
+    transformers would use that one, and servers and learner the embedding."""
+    config = read_config(model)
+    if not config.get("tie_word_embeddings", text_config(config, model).get("tie_word_embeddings", False)):
+        return
+    stored: dict[str, np.ndarray] = {}  # the bytes of both
+    for file in sorted(model.glob("*.safetensors")):
+        with file.open("rb") as opened:
+            begin = 8 + int.from_bytes(opened.read(8), "little")
+            try:
+                header = json.loads(opened.read(begin - 8))
+            except (ValueError, MemoryError, OverflowError) as error:
+                raise MegarlError(
+                    f"{file}: weights unreadable or incomplete ({error}); fetch this file again"
+                ) from None
+        for name in header:
+            if name.endswith(("lm_head.weight", "embed_tokens.weight")):
+                first, end = header[name]["data_offsets"]
+                stored[name] = np.memmap(file, np.uint8, "r", begin + first, (end - first,))
+    both = list(stored.values())
+    if len(both) == 2 and not np.array_equal(both[0], both[1]):
+        raise MegarlError(
+            f"{model}: {' and '.join(sorted(stored))} differ, but by tie_word_embeddings in config.json they are the same; "
+            "set it to false to keep the head"
+        )
 
 
 def weight_files(model: Path) -> list[Path]:

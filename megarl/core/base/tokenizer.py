@@ -4,6 +4,7 @@ The `tokenizers` library runs `tokenizer.json`, as in transformers' fast tokeniz
 a role starts five seconds faster and takes 700 MB less.
 """
 
+import logging
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from tokenizers.processors import TemplateProcessing
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_json, text_config
 from megarl.core.base.types import int32
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,15 @@ class Tokenizer:
                     "(vocab_size in config.json): the tokenizer is not this model's"
                 )
         return encoded
+
+    def warn_of_beginning(self, source: str, text: str) -> None:
+        """Log it if the tokenizer puts tokens before every text with which this text, of a source, does not begin."""
+        plain, framed = (self.encode_all([text], framed)[0].tolist() for framed in (False, True))
+        begin = next((n for n in range(len(framed)) if framed[n : n + len(plain)] == plain), 0)
+        if framed[:begin] != plain[:begin]:
+            named = self.decode(int32(framed[:begin]))
+            what = "its texts do not begin with %s, which the tokenizer puts before a text; write it there unless the model was"
+            log.warning(f"%s: {what} trained without", source, named)
 
     def decode(self, tokens: np.ndarray) -> str:
         """Return the text of ids [n]; special tokens are kept, since `</think>` may be one."""

@@ -6,9 +6,13 @@ Mixture ─► draw ─► Admitted ═► make: generations x (Sampler ─► t
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
+from statistics import fmean
+
+from msgspec.structs import replace
 
 from megarl.core.base.contracts import GraderDown, Graders, TaskPrompts
 from megarl.core.base.errors import MegarlError
@@ -25,6 +29,18 @@ from megarl.core.sampling.sampler import Job, Sampler, Void, routed_model
 from megarl.core.telemetry.spans import TICKETS, spans
 
 log = logging.getLogger(__name__)
+
+
+def with_means(rollouts: Iterable[Rollout]) -> tuple[Rollout, ...]:
+    """Return the rollouts of a group; one without a reward (NaN), because no grader could judge it, gets the others' mean. So
+    it moves neither that mean nor the policy. GraderDown if none has a reward."""
+    group = tuple(rollouts)
+    judged = [rollout for rollout in group if not math.isnan(rollout.reward)]
+    if not judged:
+        raise GraderDown("no answer could be judged; the log has the reason")
+    rewards = [rollout.reward for rollout in judged]
+    mean = rewards[0] if len(set(rewards)) == 1 else fmean(rewards)  # of equal rewards it must be the same number
+    return tuple(replace(r, reward=mean, graded=judged[0].graded) if math.isnan(r.reward) else r for r in group)
 
 
 class Tickets:
@@ -70,7 +86,7 @@ class Tickets:
                     tasks.create_task(self._rollout(admitted, prompt, places, sample, length))
                     for sample in range(self._recipe.sampling.generations)
                 ]
-            rollouts = tuple(task.result() for task in each)
+            rollouts = with_means(task.result() for task in each)
         except* (Void, GraderDown) as reasons:
             void = str(reasons.exceptions[0])
         group = Group(ticket=ticket, prompt=prompt.shown, rollouts=rollouts, void=void, epoch=admitted.epoch)

@@ -11,6 +11,7 @@ scores of all versions are comparable.
 
 import asyncio
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -73,7 +74,7 @@ class Questions[Asked: Named](ABC):
     @abstractmethod
     def answerer(self, asker: Asker) -> Callable[[Asked, int, Order], Awaitable[Answer]]:
         """Return a function that answers one question, given the sample's number and the order of the request. The answer is
-        void if nothing can be generated; the function raises GraderDown if it cannot be graded.
+        void if nothing can be generated, or it cannot be judged; the function raises GraderDown if no answer can be graded.
         """
 
 
@@ -97,9 +98,11 @@ class Sampled(Questions[Prompt]):
         try:
             done = await asker.sampler.complete(job)
             grade = await ask(done.text, asked, done.verdict)
+            if math.isnan(grade.reward) and not grade.correct:
+                void = "no grader could judge it"
         except Void as why:
             void = str(why)
-        weighted = [] if void else [one.weight * grade.rewards[name] for name, one in self.rewards.items()]
+        weighted = [one.weight * grade.rewards[name] for name, one in self.rewards.items() if grade.rewards]
         text = answer_of(done.text, asker.recipe.length.end_of_thinking)
         return Answer(
             suite=self.name,

@@ -317,7 +317,8 @@ def copy_description(source: Path, destination: Path, dtype: torch.dtype | None 
     if dtype is not None:
         config.pop("quantization_config", None)
         for part in (config, config.get("text_config", config)):
-            part["torch_dtype" if "torch_dtype" in part else "dtype"] = str(dtype).removeprefix("torch.")
+            names = {"dtype", "torch_dtype"} & part.keys()  # readers prefer `dtype` if there are both
+            part |= dict.fromkeys(names or {"dtype"}, str(dtype).removeprefix("torch."))
         write_config(destination, config)
 
 

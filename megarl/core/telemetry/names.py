@@ -36,7 +36,7 @@ MEANINGS = {
             "rollouts without a closed thinking trace and an answer after it; above 0.5 the live view names the cause"
         ),
         "grader_timeout_rate": "rollouts whose grading ran out of time; they count as wrong",
-        "grader_error_rate": "rollouts whose grading failed; they count as wrong",
+        "grader_error_rate": "rollouts whose grading failed (they count as wrong), or that no grader could judge",
         "completion_tokens_mean": "tokens of a completion",
         "completion_tokens_right_mean": "tokens of a right completion",
         "completion_tokens_wrong_mean": "tokens of a wrong completion",

@@ -161,7 +161,7 @@ def notes(a: Side, b: Side, prompts: Sequence[str]) -> Iterator[str]:
         if side.result is None:
             yield f"{side.name}: the evaluation has not ended; these are its answers so far."
         if void := sum(bool(answer.void) for name in prompts for answer in side.answers[name]):
-            yield f"{side.name}: void answers, which could not be generated and count as wrong: {void}."
+            yield f"{side.name}: void answers, which could not be generated or judged and count as wrong: {void}."
     counts = [sorted({len(side.answers[name]) for name in prompts}) for side in (a, b)]
     if counts[0] != counts[1] or len(counts[0]) > 1:
         a_has, b_has = (" to ".join(map(str, sorted({each[0], each[-1]}))) for each in counts)

@@ -78,7 +78,7 @@ def main(
     if said := never_thinks(results, recipe.length.end_of_thinking):
         print(f"megarl: {said}", file=sys.stderr)
     if void := any(result.metrics["void_rate"] for result in results):
-        left = "some answers could not be generated and count as wrong; the same command tries them again"
+        left = "some answers could not be generated or judged and count as wrong; the same command tries them again"
         print(f"megarl: {left}", file=sys.stderr)
     return int(void)
 
@@ -186,7 +186,7 @@ def counted(questions: Sequence[SuiteQuestions], console: Console) -> Iterator[C
 RATES = {
     "truncated": "truncation_rate", "interrupted": "interruption_rate", "no answer": "format_error_rate",
     "grader ran out of time": "grader_timeout_rate", "grader failed": "grader_error_rate",
-    "could not be generated": "void_rate",
+    "not generated or judged": "void_rate",
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.hf_files import read_config, text_config
+from megarl.core.base.hf_files import check_head, read_config, text_config
 from megarl.core.base.rundir import RunDir, complete, step_folder, step_of
 from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.recipe import Recipe, from_tree, load, load_suite, shipped_suites
@@ -52,6 +52,7 @@ def subject_of(model: str) -> Subject:
     asks_step = bool(at) and step.isdigit()
     path = Path(whole if asks_step else model)
     if path.is_dir() and (path / "config.json").is_file():
+        check_head(path)
         return Subject(str(path), path, path)
     rundir = RunDir(path)
     if not rundir.recipe.is_file():

@@ -154,8 +154,11 @@ def load_set(
     sets = PromptSet(name, Stored(), array("Q")), PromptSet(name, Stored(), array("Q"))
     rows = 0
     for part in batched(chosen(source), BATCH):
+        encoded = _encoded(source.source, part, render, tokenizer)
+        if not rows:
+            tokenizer.warn_of_beginning(source.source, render(part[0][0].prompt))
         rows += len(part)
-        for (row, held), tokens in zip(part, _encoded(source.source, part, render, tokenizer), strict=True):
+        for (row, held), tokens in zip(part, encoded, strict=True):
             if len(tokens) <= max_tokens:
                 prompt = Prompt(id=row.id, tokens=tokens, answer=row.answer, task=task, difficulty=row.difficulty)
                 sets[held].prompts.append(prompt)

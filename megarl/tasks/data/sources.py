@@ -1,7 +1,8 @@
 """Reads rows from a source one at a time; a whole file is never in memory.
 
     data/math.jsonl                one JSON object per line; faults are reported with their line
-    data/math.json, .parquet, .arrow     read by Hugging Face `datasets`; `data/part-*.parquet` means all these files in order
+    data/math.json                 an array of objects, which is in memory as text, or one per line
+    data/math.parquet, .arrow      read by Hugging Face `datasets`; `data/part-*.parquet` means all these files in order
     hub:openai/gsm8k:main:train    a Hugging Face hub set: name, configuration (may be omitted), split (train by default)
 
 A hub set is downloaded once into the cache of `datasets` and memory-mapped from there.
@@ -10,6 +11,7 @@ A hub set is downloaded once into the cache of `datasets` and memory-mapped from
 import glob
 import os
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,10 +21,10 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import JsonObject
 
 HUB = "hub:"
-BUILDERS = {".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
-"""The loader of `datasets` for each file suffix. JSONL is read here, because `datasets` reports no line numbers and allows
-only one type per column."""
-SUFFIXES = (".jsonl", *BUILDERS)
+BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}
+"""The loader of `datasets` for each file suffix. JSON is read here: `datasets` reports no line numbers, and gives a column one
+type, so that texts become dates, whole numbers are rounded, and texts beside numbers get quotes and second backslashes."""
+SUFFIXES = (".jsonl", ".json", *BUILDERS)
 
 
 class Unreadable(NamedTuple):
@@ -45,7 +47,7 @@ def problem(source: str) -> str | None:
         wrong = f"{source!r} is not hub:ORG/NAME, hub:ORG/NAME:SPLIT or hub:ORG/NAME:CONFIG:SPLIT"
         return None if _hub(source) else wrong
     suffix = Path(source).suffix
-    if not os.path.isfile(source) and not (suffix in BUILDERS and glob.glob(source)):
+    if not os.path.isfile(source) and not (suffix in SUFFIXES[1:] and glob.glob(source)):
         return f"{source!r} is not a file"
     return None if suffix in SUFFIXES else f"{source!r} ends in none of {', '.join(SUFFIXES)}"
 
@@ -56,21 +58,38 @@ def stream(source: str) -> Iterator[Numbered]:
         raise MegarlError(wrong)
     if Path(source).suffix == ".jsonl" and not source.startswith(HUB):
         return _lines(Path(source))
+    if Path(source).suffix == ".json" and not source.startswith(HUB):
+        return enumerate(chain.from_iterable(_rows(Path(path)) for path in sorted(glob.glob(source))), 1)
     return enumerate(_dataset(source), 1)
 
 
 def _lines(path: Path) -> Iterator[Numbered]:
-    decoder = msgspec.json.Decoder()
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = decoder.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                yield number, Unreadable(str(error))
-                continue
-            yield number, row if isinstance(row, dict) else Unreadable(f"{type(row).__name__}, not an object")
+            if line.strip():
+                yield number, _row(line)
+
+
+def _rows(path: Path) -> Iterator[JsonObject | Unreadable]:
+    """Yield the rows of a JSON file: an array of objects, or one per line."""
+    with path.open("rb") as file:
+        is_array = next((line for line in file if line.strip()), b"").lstrip().startswith(b"[")
+    if not is_array:
+        yield from (row for _, row in _lines(path))
+        return
+    try:
+        rows = msgspec.json.decode(path.read_bytes(), type=list[msgspec.Raw])
+    except msgspec.DecodeError as error:
+        raise MegarlError(f"{path}: cannot be read: {error}") from None
+    yield from map(_row, rows)
+
+
+def _row(text: bytes | msgspec.Raw) -> JsonObject | Unreadable:
+    try:
+        row = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return Unreadable(str(error))
+    return row if isinstance(row, dict) else Unreadable(f"{type(row).__name__}, not an object")
 
 
 def _dataset(source: str) -> Iterator[JsonObject]:
@@ -85,6 +104,8 @@ def _dataset(source: str) -> Iterator[JsonObject]:
             builder, files = BUILDERS[Path(source).suffix], sorted(glob.glob(source))
             yield from datasets.load_dataset(builder, data_files=files, split="train", streaming=True)
     except (OSError, ValueError, TypeError, LookupError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        if isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__ is not None:
+            error = error.__cause__  # its own text says only that the set could not be generated
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         away = "; without a network, copy its files here and name them instead" if source.startswith(HUB) else ""
         raise MegarlError(f"{source}: cannot be read: {first}{away}") from error

@@ -12,6 +12,7 @@ a prompt have the same hash, no prompt is on both sides.
 """
 
 import logging
+import re
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +30,9 @@ log = logging.getLogger(__name__)
 
 BLOCK = 1 << 16
 """Rows examined at once."""
+
+EATEN = re.compile(r"[\x08\x0c][a-z]+")
+"""What JSON makes of `\\boxed` and `\\frac` with a single backslash: a backspace or a form feed, and the rest of the word."""
 
 type Reader = Callable[[Any], PromptRow]
 
@@ -169,6 +173,9 @@ def _row(raw: Any, read: Reader, number: int, left_out: LeftOut, largest: float)
         left_out.add(EMPTY_PROMPT, number, f"the prompt of {row.id!r} is empty")
     elif not row.answer.strip():
         left_out.add(EMPTY_ANSWER, number, f"the answer of {row.id!r} is empty")
+    elif eaten := EATEN.search(f"{row.prompt} {row.answer}"):
+        what = f"{row.id!r} has {eaten[0]!r}; in JSON a command of LaTeX has two backslashes"
+        left_out.add(MALFORMED, number, what)
     elif len(row.answer) > largest:
         left_out.add(LARGE_ANSWER, number, f"the answer of {row.id!r} is too large")
     else:

@@ -35,7 +35,7 @@ from msgspec.structs import replace
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import int32
-from megarl.tasks.data.chat import Message, load_chat
+from megarl.tasks.data.chat import ChatTemplate, Message, load_chat
 from megarl.tasks.data.contamination import overlap_with
 from megarl.tasks.data.rows import PromptRow, UnfitError, fingerprint
 from megarl.tasks.data.sources import Unreadable, stream
@@ -80,6 +80,8 @@ def load_traces(
         rows += len(part)
         taught = [row for row, _ in part if isinstance(row, Taught)]
         pieces = iter(tokenizer.encode_all([text for row in taught for text in (row.prompt, *row.parts)]))
+        if rows == len(part):
+            tokenizer.warn_of_beginning(str(path), part[0][0].prompt)
         made = (_trace(next(pieces), [*islice(pieces, len(row.parts)), end]) for row in taught)
         traces += [trace for trace in made if len(trace.tokens) <= longest]
     if not traces:
@@ -117,16 +119,29 @@ def spoken(raw: Mapping[str, Any]) -> Taught:
 def templated(source: Survey, tokenizer: Tokenizer) -> Survey:
     """Return the same survey with a reader whose prompts and completions are exactly what the model sees."""
 
-    chat = cache(partial(load_chat, tokenizer.path))
+    chat, is_first = cache(partial(load_chat, tokenizer.path)), iter([True])
 
     def read(raw: Mapping[str, Any]) -> Taught:
         before, (first, *rest) = _parts(raw)
         if isinstance(before, str):
             return replace(spoken(raw), prompt=before)
         prompt = chat().prompt(before)
+        if next(is_first, False) and (lacks := _unwritten(chat(), before, first)):
+            what = "its template writes %r before an answer like the first, which lacks it; write it into the content"
+            log.warning(f"%s: {what}", source.source, lacks)
         return replace(spoken(raw), prompt=prompt, parts=(_behind(prompt, first), *rest))
 
     return source._replace(read=read)
+
+
+def _unwritten(chat: ChatTemplate, before: Sequence[Message], text: str) -> str:
+    """Return what the template writes between the start of the assistant's turn and this text, as gpt-oss's does a channel."""
+    try:
+        whole = chat.render([*before, {"role": "assistant", "content": text}], reply=False)
+    except MegarlError:  # the text may have it, and the template not take that
+        return ""
+    between, found, _ = whole.removeprefix(prompt := chat.prompt(before)).partition(text.strip())
+    return between.strip() if found and whole.startswith(prompt) else ""
 
 
 def _behind(prompt: str, text: str) -> str:

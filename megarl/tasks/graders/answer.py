@@ -27,13 +27,15 @@ def judged(correct: bool, timeout: bool = False) -> Verdict:
 
 
 def graded(answer: str, main: Verdict, others: Mapping[str, Verdict], weights: Mapping[str, float]) -> Grade:
-    """Combine the main grader's verdict with the others', by name, into a grade. GraderDown if its square is not finite."""
+    """Combine the main grader's verdict with the others', by name, into a grade. GraderDown if all of them judged, but the
+    square of the sum is not finite."""
     verdicts = {"answer": main, **others}
     reward = main.score + sum(weights[name] * verdict.score for name, verdict in others.items())
-    if not math.isfinite(reward * reward):  # in a deviation it is squared
+    judged = not any(math.isnan(verdict.score) for verdict in verdicts.values())
+    if judged and not math.isfinite(reward * reward):  # in a deviation it is squared
         scores = ", ".join(f"{name} {verdict.score:g}" for name, verdict in verdicts.items())
         what = f"the reward is {reward}, not a number of magnitude below 1e154"
         raise GraderDown(f"{what} (scores before their weights: {scores})")
     timeout, error = any(v.timeout for v in verdicts.values()), any(v.error for v in verdicts.values())
-    rewards = {name: verdict.score for name, verdict in verdicts.items()} if others else {}
-    return Grade(reward, main.score > 0, bool(answer), timeout, error, rewards)
+    rewards = {name: verdict.score for name, verdict in verdicts.items()} if others and judged else {}
+    return Grade(reward if judged else math.nan, main.score > 0, bool(answer), timeout, error or not judged, rewards)

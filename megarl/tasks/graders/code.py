@@ -1,6 +1,6 @@
 """Grades a program by tests: each runs in the sandbox, its result is compared outside, and the first failure ends the grading.
 
-    answer ─► last fenced block ─► for each test ─► Sandbox ─► printed result  ═?═  the test's expected result
+    answer ─► last block of Python ─► for each test ─► Sandbox ─► printed result  ═?═  the test's expected result
 
 The prompt's `answer` is the JSON text of the tests, of four kinds, which may be mixed:
 
@@ -34,7 +34,7 @@ PASSED = "passed"
 UNREADABLE = (ValueError, SyntaxError, TypeError, KeyError, MemoryError, RecursionError, OverflowError)
 """The exceptions from parsing a text that is malformed, or made to break its parser."""
 FLOATS_AGREE = 1e-6
-"""Tolerance for float results, both relative and absolute. Numbers printed to stdout must be equal."""
+"""Tolerance for float results, and for printed numbers with a decimal point: relative or absolute, as most judges have it."""
 
 
 class UnitTest(NamedTuple):
@@ -63,26 +63,27 @@ class Code:
             if test.check:
                 ran = await self._sandbox.run_checked(program, test.entry_point, test.check)
             else:
-                ran = await self._sandbox.run(program, test.given, test.call)
+                ran = await self._sandbox.run(program, test.given, test.call, expected=4 * len(test.printed))
             if not passed(test, ran):
                 return judged(False, timeout=ran.ended == "time")
         return judged(True)
 
 
 def program_of(answer: str) -> str | None:
-    """Return the content of the last closed fenced block, or None."""
-    program: str | None = None
+    """Return the content of the last closed fenced block marked as Python, else of the last one, else None."""
+    programs: dict[bool, str] = {}  # by whether it is marked
     block: list[str] | None = None
+    marked = False
     for line in answer.split("\n"):
         mark = line.strip(" \t")
         if block is None:
             if mark.startswith(FENCE) and "`" not in mark.removeprefix(FENCE):
-                block = []
+                block, marked = [], mark.removeprefix(FENCE).lstrip().lower().startswith("py")
         elif mark == FENCE:
-            program, block = "".join(f"{part}\n" for part in block), None
+            programs[marked], block = "".join(f"{part}\n" for part in block), None
         else:
             block.append(line)
-    return program
+    return programs.get(True, programs.get(False))
 
 
 def passed(test: UnitTest, ran: Ran) -> bool:
@@ -102,8 +103,8 @@ def passed(test: UnitTest, ran: Ran) -> bool:
 
 
 def same_text(printed: str, expected: str) -> bool:
-    """Compare word by word within each line, and ignore trailing empty lines; equal numbers may be written differently."""
-    ours, theirs = ([line.split() for line in text.rstrip().splitlines()] for text in (printed, expected))
+    """Compare word by word within each line, and ignore empty lines around all; equal numbers may be written differently."""
+    ours, theirs = ([line.split() for line in text.strip().splitlines()] for text in (printed, expected))
     if [len(line) for line in ours] != [len(line) for line in theirs]:
         return False
     words = zip(itertools.chain(*ours), itertools.chain(*theirs), strict=True)
@@ -182,8 +183,10 @@ def _literal(text: str, number: int) -> Any:
         raise ValueError(f"test {number}: the result {text[:80]!r} is not a Python literal") from None
 
 
-def _same_number(a: str, b: str) -> bool:
+def _same_number(printed: str, expected: str) -> bool:
+    """Compare two numbers; only one with a decimal point may be rounded otherwise."""
     try:
-        return Decimal(a) == Decimal(b)
+        a, b = Decimal(printed), Decimal(expected)
+        return a == b or ("." in expected and abs(a - b) <= Decimal(FLOATS_AGREE) * max(Decimal(1), abs(b)))
     except InvalidOperation:
         return False

@@ -9,6 +9,7 @@ recipe ─► a Check for each distinct name      ─┬─ exact, format       
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
@@ -53,8 +54,9 @@ def _logged(name: str, check: Check) -> Check:
         if why := verdict.error or ("out of time" if verdict.timeout else ""):
             failures += 1
             if not failures & (failures - 1):
-                said = "the grader %s failed, and the answer counts as wrong (%d so far): %s; the answer: %.80r"
-                log.warning(said, name, failures, why, submission.answer)
+                counts = "has no verdict" if math.isnan(verdict.score) else "counts as wrong"
+                said = "the grader %s failed, and the answer %s (%d so far): %s; the answer: %.80r"
+                log.warning(said, name, counts, failures, why, submission.answer)
         return verdict
 
     return logged

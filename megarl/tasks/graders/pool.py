@@ -10,6 +10,7 @@ because its workers come from multiprocessing: they fork the controller with all
 
 import asyncio
 import logging
+import math
 import sys
 from collections import Counter
 
@@ -114,4 +115,5 @@ async def _ask(worker: asyncio.subprocess.Process, submission: Submission) -> Ve
     line = await worker.stdout.readline()
     if not line:
         raise EOFError(f"it ended with status {await worker.wait()}")
-    return msgspec.json.decode(line, type=Verdict)
+    score, timeout, error = msgspec.json.decode(line, type=tuple[float | None, bool, str])
+    return Verdict(math.nan if score is None else score, timeout, error)

@@ -21,7 +21,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from megarl.core.base.contracts import WRONG, GraderDown, Verdict
+from megarl.core.base.contracts import GraderDown, Verdict
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import Service
 from megarl.tasks.graders.answer import Submission
@@ -84,7 +84,7 @@ class Remote:
         outcomes: list[Verdict | GraderDown]
         try:
             rewards = await self._rewards([submission._asdict() for submission, _ in batch])
-            unknown = Verdict(WRONG, error="the service could not judge it")
+            unknown = Verdict(math.nan, error="the service could not judge it")
             outcomes = [unknown if r is None or not math.isfinite(r) else Verdict(r) for r in rewards]
         except GraderDown as down:
             outcomes = [GraderDown(str(down)) for _ in batch]

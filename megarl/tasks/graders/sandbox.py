@@ -20,6 +20,7 @@ import ctypes
 import json
 import logging
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -129,11 +130,14 @@ class Sandbox:
             raise MegarlError(f"data.sandbox: no program can be run with {self._kind} here ({why}); {advice}")
         if self._kind == "rlimits":
             log.warning("data.sandbox=rlimits: programs may %s", remains())
+        if sys.version_info < (3, 12, 2):
+            what = "functions with functools.cache recur at most 498 deep, and right programs fail; use 3.12.2 or later"
+            log.warning("programs are graded by Python %s, where %s", platform.python_version(), what)
 
-    async def run(self, program: str, given: str, call: str = "") -> Ran:
+    async def run(self, program: str, given: str, call: str = "", expected: int = 0) -> Ran:
         """Return the program's output for the stdin `given` or, after it has run, the repr of the expression `call`.
-        GraderDown if no sandbox can start it."""
-        return await self._tried(lambda: self._run(program, input=given, call=call))
+        expected: bytes by which the output may exceed the limit. GraderDown if no sandbox can start it."""
+        return await self._tried(lambda: self._run(program, expected=expected, input=given, call=call))
 
     async def run_checked(self, program: str, function: str, check: str) -> Ran:
         """Run `check(candidate)`, defined by the source `check`, on this function of the program.
@@ -164,7 +168,7 @@ class Sandbox:
             raise errors.exceptions[0] from None
         return judge.result()
 
-    async def _run(self, program: str, pipes: Sequence[IO[bytes]] = (), **more: Any) -> Ran:
+    async def _run(self, program: str, pipes: Sequence[IO[bytes]] = (), expected: int = 0, **more: Any) -> Ran:
         """Run one process in its own directory. pipes: passed to it and closed here; more: further fields of its task."""
         numbers = [pipe.fileno() for pipe in pipes]
         with scratch() as folder:
@@ -177,9 +181,10 @@ class Sandbox:
             finally:
                 for pipe in pipes:
                     pipe.close()
-            return await self._finished(process, _task(program, pipes=numbers, **more))
+            task = _task(program, pipes=numbers, **more)
+            return await self._finished(process, task, self._limits.output + expected)
 
-    async def _finished(self, process: asyncio.subprocess.Process, task: bytes) -> Ran:
+    async def _finished(self, process: asyncio.subprocess.Process, task: bytes, most: int) -> Ran:
         assert process.stdin
         assert process.stdout
         out, ended = b"", "exit"
@@ -189,9 +194,9 @@ class Sandbox:
                     process.stdin.write(task)
                     await process.stdin.drain()
                     process.stdin.close()
-                while len(out) <= self._limits.output and (more := await process.stdout.read(1 << 16)):
+                while len(out) <= most and (more := await process.stdout.read(1 << 16)):
                     out += more
-                if len(out) > self._limits.output:
+                if len(out) > most:
                     ended = "output"
                 else:
                     await process.wait()

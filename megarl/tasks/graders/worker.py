@@ -1,7 +1,7 @@
 """A grading process: JSON lines on stdin, one verdict per line on stdout.
 
     python -m megarl.tasks.graders.worker LIMIT_S GRADER
-    ["\\\\frac{2}{4}", "1/2", …]: a Submission   ──►   [1.0, false, ""]: a Verdict
+    ["\\\\frac{2}{4}", "1/2", …]: a Submission   ──►   [1.0, false, ""]: a Verdict; null instead of a number is NaN
 
 It prints `ready` first, because importing math-verify takes longer than grading. It ends when its parent ends or its stdin is
 closed. The time and memory of a `math` answer are limited, because an answer can be a huge power or factorial.
@@ -29,9 +29,12 @@ def judge(function: Function, submission: Submission, limit_s: float) -> Verdict
     """Return the verdict within `limit_s`, unless a single C call hangs (then the pool kills this process)."""
     signal.setitimer(signal.ITIMER_REAL, limit_s)
     try:
-        return Verdict(_score(function(submission)))
+        score = _score(function(submission))
+        return Verdict(score, error="it cannot judge this answer" if math.isnan(score) else "")
     except TimeUp:
         return Verdict(WRONG, timeout=True)
+    except OSError as error:  # of a connection or a file, for which no answer is to blame
+        return Verdict(math.nan, error=f"{type(error).__name__}: {error}"[:200])
     except Exception as error:  # sympy on nonsense, or a user's function, may raise almost anything
         return Verdict(WRONG, error=f"{type(error).__name__}: {error}"[:200])
     finally:
@@ -58,9 +61,9 @@ def main(limit_s: float, grader: str) -> None:
         print(msgspec.json.encode(verdict).decode(), file=verdicts, flush=True)
 
 
-def _score(value: float) -> float:
-    score = score_of(value)
-    if not math.isfinite(score):
+def _score(value: float | None) -> float:
+    score = math.nan if value is None else score_of(value)
+    if math.isinf(score):
         raise ValueError(f"the grader returned {score}")
     return score
 

@@ -1,6 +1,7 @@
 """An evaluation whose grader is down is tried again and ends the run in the end; its row speaks of every task."""
 
 import asyncio
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import UNSET
 
 from megarl.core.base.contracts import Grade, GraderDown, TaskPrompts
 from megarl.core.base.messages import ServerAddress
@@ -19,9 +21,9 @@ from megarl.core.controller import evaluations as module
 from megarl.core.controller.evaluations import TRIES, Evaluations, row
 from megarl.core.controller.metrics import ComputeClock, Spent
 from megarl.core.controller.pipeline import EvaluationSchedule, Pipeline
-from megarl.core.evaluation.answers import SuiteDir, read_answers
+from megarl.core.evaluation.answers import Answer, SuiteDir, read_answers
 from megarl.core.evaluation.metrics import Outcome
-from megarl.core.evaluation.score import Asker, Sampled, choose
+from megarl.core.evaluation.score import Asker, Sampled, choose, score
 from megarl.core.journal.journal import Journal
 from megarl.core.journal.records import Session
 from megarl.core.journal.writer import JournalWriter
@@ -212,6 +214,22 @@ def test_no_score_is_written_of_answers_that_never_came(
     else:
         assert (len(failures), begun, rows) == (1, TRIES, [])
         assert "math: 6 of 6 answers never arrived" in failures[0]
+
+
+@pytest.mark.parametrize(("correct", "void"), [(False, "no grader could judge it"), (True, "")])
+def test_an_answer_that_no_grader_can_judge_is_void(tmp_path: Path, correct: bool, void: str) -> None:
+    """Unless it is only another grader than the task's that cannot."""
+
+    class Doubtful(Answers):
+        async def grade_answer(self, text: str, prompt: Prompt, verdict: None) -> Grade:
+            return Grade(math.nan, correct, True, error=True)
+
+    recipe, answers, kept = recipe_of(tmp_path, one=1.0), Doubtful(0), list[Answer]()
+    answers.servers = Pool({}, Places(Membership([ServerAddress(id=0, url="")]), 1))
+    asyncio.run(
+        score(questions(recipe, 1), Asker(recipe, TOKENIZER, answers, answers, frozenset(), "", 1), kept.append)
+    )  # type: ignore[arg-type]
+    assert {(a.void, a.correct, a.grader_error, a.scores) for a in kept} == {(void, correct, True, UNSET)}
 
 
 def test_it_waits_before_it_tries_again(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 it continues from its journal as if it had not."""
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,16 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.core.algorithm.advantages import centred_rewards
 from megarl.core.base.admission import Admission
 from megarl.core.base.architecture import read
-from megarl.core.base.contracts import TaskPrompts
+from megarl.core.base.contracts import GraderDown, TaskPrompts
 from megarl.core.base.messages import Next, Refused, ServerAddress
-from megarl.core.base.types import Prompt, float32, int32
+from megarl.core.base.types import Group, Prompt, Rollout, Segment, float32, int32
 from megarl.core.controller.decision import TrainStep, decide
 from megarl.core.controller.draw import mixture_of
 from megarl.core.controller.parity import Parity
 from megarl.core.controller.pipeline import Pipeline
-from megarl.core.controller.tickets import Tickets
+from megarl.core.controller.tickets import Tickets, with_means
 from megarl.core.journal.journal import Journal, JournalReader
 from megarl.core.journal.records import Admitted, Finished, JournalRecord, Removed, State
 from megarl.core.journal.writer import JournalWriter
@@ -251,6 +253,37 @@ def test_solved_prompts_are_begun_again_task_by_task(tmp_path: Path) -> None:
     for task, of in kept.items():
         first = [a.prompt_id for a in admitted if a.task == task][: len(of.train)]
         assert sorted(first) == sorted(p.id for p in of.train), "each once before any is drawn again"
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected", "variance"),
+    [
+        ([1.0, math.nan, -1.0, -1.0], [1.0, -1 / 3, -1.0, -1.0], True),
+        ([0.1, 0.1, 0.1, math.nan], [0.1, 0.1, 0.1, 0.1], False),
+        ([math.nan, math.nan, -1.0], [-1.0, -1.0, -1.0], False),
+    ],
+)
+def test_an_answer_that_no_grader_could_judge_has_no_part_in_what_is_learnt(
+    rewards: list[float], expected: list[float], variance: bool
+) -> None:
+    segment = Segment(tokens=int32([5]), logprobs=float32([-1.0]), weight_version=0)
+    made = [
+        Rollout(sample=n, segments=(segment,), reward=r, graded=r, correct=r > 0, finish="stop", grader_error=r != r)
+        for n, r in enumerate(rewards)
+    ]
+    group = Group(ticket=0, prompt=PROMPTS["math"].train[0], rollouts=with_means(made))
+    assert group.rewards.tolist() == expected
+    assert group.has_variance is variance
+    centred = centred_rewards(group, "group", {})
+    assert np.abs(centred[np.isnan(rewards)]).max() < 1e-15
+    known = np.array([r for r in rewards if r == r])
+    assert centred[~np.isnan(rewards)] == pytest.approx(known - known.mean() if variance else 0 * known)
+
+
+def test_a_group_of_which_no_answer_could_be_judged_is_void() -> None:
+    unknown = Rollout(sample=0, segments=(), reward=math.nan, correct=False, finish="stop")
+    with pytest.raises(GraderDown, match="no answer could be judged"):
+        with_means([unknown, unknown])
 
 
 def test_refill_keeps_a_prompt_if_some_of_its_answers_are_right_and_some_wrong(tmp_path: Path) -> None:

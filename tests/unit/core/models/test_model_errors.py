@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from megarl.core import models
 from megarl.core.base.architecture import in_directory
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.hf_files import check_head
 from megarl.core.models import build, checkpoint, family_of, hf, parallel
 from megarl.core.recipe import Model
 from tests.damage import flip_a_bit
@@ -175,6 +176,33 @@ def test_missing_and_extra_tensors_in_one_message(one_rank: None, directory: Pat
         MegarlError, match=r"missing 1 tensors \(model.layers.0.mlp.up_proj.weight\); .*\(model.layers.9.x\)"
     ):
         hf.load(build.build(Model(dtype="fp32"), directory), family_of(directory), directory)
+
+
+def test_a_tied_head_that_is_another_matrix(directory: Path) -> None:
+    """transformers 5 keeps both; megarl and SGLang would drop the head and say nothing."""
+    check_head(directory)  # not tied
+    edit_config(directory, tie_word_embeddings=True)
+    with pytest.raises(MegarlError, match=r"lm_head.weight and model.embed_tokens.weight differ, .* set it to false"):
+        check_head(directory)
+    tensors = load_file(directory / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, directory / "model.safetensors")
+    check_head(directory)
+    del tensors["lm_head.weight"]
+    save_file(tensors, directory / "model.safetensors")
+    check_head(directory)
+    (directory / "model.safetensors").write_bytes(b"<html>not found</html>")
+    with pytest.raises(MegarlError, match=r"model.safetensors: weights unreadable or incomplete"):
+        check_head(directory)
+
+
+@pytest.mark.parametrize("names", [("dtype",), ("torch_dtype",), ("dtype", "torch_dtype"), ()])
+def test_the_type_in_a_copied_description(tmp_path: Path, names: tuple[str, ...]) -> None:
+    (tmp_path / "from").mkdir()
+    (tmp_path / "from/config.json").write_text(json.dumps(dict.fromkeys(names, "float32")))
+    hf.copy_description(tmp_path / "from", tmp_path / "to", torch.bfloat16)
+    assert json.loads((tmp_path / "to/config.json").read_text()) == dict.fromkeys(names or ("dtype",), "bfloat16")
+    assert AutoConfig.for_model("llama", **dict.fromkeys(names or ("dtype",), "bfloat16")).dtype == torch.bfloat16
 
 
 def test_wrong_shapes(one_rank: None, directory: Path) -> None:

@@ -91,7 +91,7 @@ def test_what_differs_is_said(tmp_path: Path) -> None:
     assert f"length.answer_tokens: 5 of {tmp_path / 'a'}, 7 of {tmp_path / 'b'}." in notes
     assert f"Answers a prompt: 1 of {tmp_path / 'a'}, 2 of {tmp_path / 'b'}." in notes
     assert "Worded differently, or in another template, on the two sides: 1 of 1 prompts." in notes
-    assert "could not be generated and count as wrong: 1." in notes
+    assert "could not be generated or judged and count as wrong: 1." in notes
     assert "dtype" not in notes
     assert "model:" not in notes
 

@@ -174,6 +174,19 @@ def test_of_messages_the_assistants_last_is_learnt_behind_the_same_prompt(tmp_pa
     assert found == [("<1><2><3>=<think>4</think>5<eos>", "<1><2><3>="), ("<9><1>=2<eos>", "<9><1>=")]
 
 
+@pytest.mark.parametrize(("said", "lacks"), [("5", True), ("[*]5", False)])
+def test_what_the_template_writes_before_an_answer_and_a_trace_lacks_is_said(tmp_path, caplog, said, lacks):
+    """As gpt-oss's channel: without it the policy would learn to answer in a form that the model never had."""
+    refuses = "{% if '[*]' in m.content %}{{ raise_exception('it has a channel') }}{% endif %}"
+    message = refuses + "={% if m.role == 'assistant' %}[*]{% endif %}{{ m.content }}"
+    save(tmp_path, f"{{% for m in messages %}}{message}{{% endfor %}}{{% if add_generation_prompt %}}={{% endif %}}")
+    tokenizer, file = load_tokenizer(tmp_path), tmp_path / "s.jsonl"
+    row = {"conversations": [{"from": "human", "value": "1"}, {"from": "gpt", "value": said}]}
+    file.write_text(f"{json.dumps(row)}\n{json.dumps(row)}")
+    assert [tokenizer.decode(trace.tokens) for trace in load_traces(file, tokenizer)] == [f"=1={said}<eos>"] * 2
+    assert sum("its template writes '[*]' before an answer" in message for message in caplog.messages) == lacks
+
+
 @pytest.mark.parametrize("said", ["<think>4</think>5", "\n<think>4</think>5", "4</think>5"])
 def test_a_tag_that_the_template_has_written_is_not_learnt_again(tmp_path, said):
     """Templates of models that always think open the trace."""

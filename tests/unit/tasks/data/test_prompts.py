@@ -230,3 +230,19 @@ def test_a_begin_token_that_only_tokenizer_config_asks_for(tmp_path):
         assert tokenizer.ids("1+1=").tolist() == plain
     write(tmp_path / "tokenizer_config.json", json.dumps(config | {"bos_token": begin, "add_bos_token": False}))
     assert load_tokenizer(tmp_path).encode_all(["1+1="], framed=True)[0].tolist() == plain
+
+
+def test_prompts_without_the_begin_token_are_noticed(tmp_path, caplog):
+    """As in raw prompts for a Llama 3."""
+    made = arithmetic_models.character_tokenizer()
+    made.save_pretrained(tmp_path)
+    plain = load_tokenizer(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    write(tmp_path / "tokenizer_config.json", json.dumps(config | {"add_bos_token": True, "bos_token": "<think>"}))
+    begins = load_tokenizer(tmp_path)
+    for tokenizer, text, warned in ((plain, "1+1=", 0), (begins, "<think>1+1=", 0), (begins, "1+1=", 1)):
+        tokenizer.warn_of_beginning("a.jsonl", text)
+        assert len(caplog.messages) == warned
+    assert caplog.messages[0].startswith(
+        "a.jsonl: its texts do not begin with <think>, which the tokenizer puts before"
+    )

@@ -63,6 +63,38 @@ def test_a_file_of_another_kind_and_a_broken_one(tmp_path):
         list(stream(str(tmp_path / "a.parquet")))
 
 
+def test_json_keeps_each_value_as_it_is(tmp_path):
+    """`datasets` reads these two columns as quoted texts and numbers, as rounded numbers, and as dates."""
+    file, rows = tmp_path / "a.json", [
+        {"a": r"\frac{1}{2}", "n": 9007199254740993, "day": "2024-01-01"}, {"a": 2, "n": None, "day": "2024-01-02"},
+    ]  # fmt: skip
+    for text in (json.dumps(rows, indent=2), "\n".join(map(json.dumps, rows))):
+        file.write_text(text)
+        assert [row for _, row in stream(str(file))] == rows
+        assert [row for _, row in stream(str(tmp_path / "*.json"))] == rows
+    file.write_text('[{"a": 1}, 2, {"b"}]')
+    with pytest.raises(MegarlError, match=r"a\.json: cannot be read: JSON is malformed"):
+        list(stream(str(file)))
+    file.write_text('[{"a": 1}, 2]')
+    assert [row for _, row in stream(str(file))] == [{"a": 1}, Unreadable("int, not an object")]
+
+
+def test_why_a_set_could_not_be_generated_is_said(monkeypatch):
+    """`datasets` itself says only that an error occurred, and keeps the reason as its cause."""
+
+    def fails(*_, **__):
+        try:
+            raise ValueError("Couldn't cast array of type string to null")
+        except ValueError as error:
+            raise datasets.exceptions.DatasetGenerationError(
+                "An error occurred while generating the dataset"
+            ) from error
+
+    monkeypatch.setattr(datasets, "load_dataset", fails)
+    with pytest.raises(MegarlError, match="hub:a/b: cannot be read: Couldn't cast array of type string to null"):
+        list(stream("hub:a/b"))
+
+
 def test_a_hub_name_is_asked_of_datasets_and_its_failure_says_what_to_do(monkeypatch):
     asked = []
 

@@ -35,6 +35,21 @@ def test_reasons_are_counted_and_the_first_are_named(tmp_path):
     assert found.left_out.named()[0] == "2: its prompt was on line 1; leave one out"
 
 
+def test_latex_that_json_has_eaten_is_left_out(tmp_path):
+    """`"\\frac"` is a form feed and `rac`, `"\\boxed"` a backspace and `oxed`: valid texts, and answers that nobody gives."""
+    rows = [
+        r'{"q": "half", "a": "\frac{1}{2}"}',
+        r'{"q": "\boxed{}", "a": "1"}',
+        r'{"q": "two\f", "a": "\\frac{4}{2}"}',
+    ]
+    found = survey(write(tmp_path / "a.jsonl", rows), READ)
+    assert [row.answer for row, _ in chosen(found)] == [r"\frac{4}{2}"]
+    assert [said.partition(" has ")[2] for said in found.left_out.named()] == [
+        r"'\x0crac'; in JSON a command of LaTeX has two backslashes",
+        r"'\x08oxed'; in JSON a command of LaTeX has two backslashes",
+    ]
+
+
 def test_of_a_thousand_repeats_ten_are_named(tmp_path):
     found = survey(write(tmp_path / "a.jsonl", [{"q": "one", "a": "1"}] * 1001), READ)
     assert found.left_out.counts == {under_test.REPEATED: 1000}

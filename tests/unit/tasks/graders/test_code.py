@@ -33,12 +33,14 @@ from tests.unit.tasks.graders.asking import graders_of, prompt_of
         ("```python\nprint(1)", None),
         ("`print(1)`", None),
         ("```print(1)```", None),
-        ("```py\n1\n \t``` \n2\n```\n3\n```\n4", "3\n"),
+        ("```\n1\n \t``` \n2\n```\n3\n```\n4", "3\n"),
+        ("```python\nprint(1)\n```\nIt prints\n```\n1\n```", "print(1)\n"),
+        ("```python3\nprint(1)\n```\nRun it:\n```bash\npython solution.py\n```", "print(1)\n"),
         ("```py `1`\n```\n2\n```", "2\n"),
         ("```py\n1\n```py\n2\n```", "1\n```py\n2\n"),
     ],
 )
-def test_the_program_is_the_last_closed_block(answer: str, program: str | None) -> None:
+def test_the_program_is_the_last_closed_block_of_python(answer: str, program: str | None) -> None:
     assert program_of(answer) == program
 
 
@@ -59,7 +61,17 @@ def test_blocks_that_are_never_closed_take_no_longer_than_others() -> None:
         ("1e3", "1000", True),
         ("1\n2", "1 2", False),
         ("1 2", "1\n2", False),
+        ("\n3", "3", True),
         ("0.5001", "0.5", False),
+        # LiveCodeBench, issues 129 and 133; judges allow this much. A whole number is exact.
+        ("0.333333", "0.333333333333", True),
+        ("6.000000000000001", "6.0", True),
+        ("1000000.4", "1000000.0", True),
+        ("0.33333", "0.333333333333", False),
+        ("50000000000000001", "50000000000000000", False),
+        ("3.0000001", "3", False),
+        ("inf", "1.5", False),
+        ("nan", "1.5", False),
         ("3 4", "3", False),
         ("", "3", False),
         ("", "", True),
@@ -216,6 +228,12 @@ def test_answers_are_graded() -> None:
         ("```python\nprint(3)\n```", sums, wrong),
         ("```python\nprint(sum(map(int, input().split())))\nraise SystemExit(1)\n```", sums, wrong),
         ("the sum", sums, wrong),
+        (
+            f"```python\nprint('7' * {(1 << 20) + 7})\n```",
+            written({"input": "", "output": "7" * ((1 << 20) + 7)}),
+            right,
+        ),
+        ("```python\nprint('7' * (1 << 22))\n```", written({"input": "", "output": "7" * 7}), wrong),
     ]
 
     async def run() -> list[Grade]:

@@ -1,6 +1,7 @@
 """The math grader against a table of answers written by hand; hostile ones cost their time limit and nothing else."""
 
 import asyncio
+import itertools
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -48,6 +49,17 @@ def test_the_table(pairs: tuple[tuple[str, str], ...], expected: bool) -> None:
 def test_what_math_verify_is_known_to_get_wrong(answer: str, expected: str, verdict: bool, why: str) -> None:
     found = judge(same_in_mathematics, Submission(answer, expected), 20.0)
     assert (found.score > 0) is verdict, f"not so any more: {why}"
+
+
+@pytest.mark.usefixtures("alarm")
+def test_an_answer_of_two_numbers_is_right_for_one_at_most() -> None:
+    """Else a policy would give several in the hope that one is right."""
+    ways = ["N", "$N$", r"\frac{N}{1}", r"N\%", "N cm", "**N**", r"\boxed{N}", r"\(N\)", r"\fbox{N}", r"\sqrt{N^2}"]
+    between = [" or ", r" \approx ", " is wrong. ", ". The answer is ", r"\text{ but } "]
+    for first, middle, last in itertools.product(ways, between, ways):
+        answer = first.replace("N", "5") + middle + last.replace("N", "7")
+        verdicts = [judge(same_in_mathematics, Submission(answer, number), 20.0) for number in ("5", "7")]
+        assert sum(verdict.score > 0 for verdict in verdicts) <= 1, answer
 
 
 def test_hostile_answers_are_wrong_in_time_and_the_pool_goes_on(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,14 +95,16 @@ def test_batches_are_full_and_verdicts_go_to_whom_they_belong() -> None:
     assert sorted(len(request["items"]) for request in stub.requests) == [6, 32, 32]
 
 
-def test_one_it_cannot_judge_is_an_error_of_the_answer_and_the_others_are_judged() -> None:
+def test_one_it_cannot_judge_has_no_verdict_and_the_others_are_judged() -> None:
     """NaN is no JSON, but services in Python write it."""
 
     async def four(remote: Remote) -> list[Verdict]:
         return await asyncio.gather(*(remote.check(Submission("4", "")) for _ in range(4)))
 
     *unknown, judged = asked(Stub({"rewards": [None, math.nan, -math.inf, 0.5]}), four)
-    assert [(found.score, bool(found.error)) for found in unknown] == [(-1.0, True)] * 3
+    assert [(math.isnan(found.score), found.error) for found in unknown] == [
+        (True, "the service could not judge it")
+    ] * 3
     assert judged == Verdict(0.5)
 
 

@@ -31,6 +31,12 @@ def fails(submission):
     return {}["no such key"]
 def not_a_number(submission):
     return float("nan")
+def none(submission):
+    return None
+def away(submission):
+    raise ConnectionRefusedError("no judge listens")
+def infinite(submission):
+    return float("inf")
 def sleeps(submission):
     time.sleep(100)
 def dies(submission):
@@ -120,7 +126,7 @@ def test_graders_of_the_user() -> None:
 
     async def run() -> dict[str, Any]:
         rewards = {"length": {"grader": "my_graders:length", "weight": -0.1}}
-        limits = {"fails": 30.0, "not_a_number": 30.0, "sleeps": 1.0}
+        limits = {"fails": 30.0, "infinite": 30.0, "sleeps": 1.0}
         graders = graders_of("my_graders:everything", task={"rewards": rewards}, limit_s=30.0)
         others = {name: graders_of(f"my_graders:{name}", limit_s=limit_s) for name, limit_s in limits.items()}
         try:
@@ -138,9 +144,31 @@ def test_graders_of_the_user() -> None:
         "right": Grade(1.0 - 0.1 * 1.6, True, True, rewards={"answer": 1.0, "length": 1.6}),
         "none": Grade(-1.0 - 0.1 * 0.7, False, False, rewards={"answer": -1.0, "length": 0.7}),
         "fails": Grade(-1.0, False, True, error=True),
-        "not_a_number": Grade(-1.0, False, True, error=True),
+        "infinite": Grade(-1.0, False, True, error=True),
         "sleeps": Grade(-1.0, False, True, timeout=True),
     }
+
+
+@pytest.mark.usefixtures("mine")
+def test_functions_that_cannot_judge(caplog: pytest.LogCaptureFixture) -> None:
+    """They say so with None or NaN; a connection that fails is not the answer's fault."""
+
+    async def run(name: str, as_reward: bool) -> Grade:
+        own = {"task": {"rewards": {"own": {"grader": f"my_graders:{name}", "weight": 1.0}}}} if as_reward else {}
+        graders = graders_of("exact" if as_reward else f"my_graders:{name}", limit_s=30.0, **own)
+        try:
+            return await graders["task"].grade("</think>5", prompt_of("5"))
+        finally:
+            graders.close()
+
+    for name in ("not_a_number", "none", "away"):
+        for as_reward in (False, True):
+            grade = asyncio.run(run(name, as_reward))
+            assert math.isnan(grade.reward)
+            assert grade[1:] == (as_reward, True, False, True, {}), (
+                "the task's own grader, if it could judge, still counts"
+            )
+    assert sum("has no verdict" in message for message in caplog.messages) == 6
 
 
 @pytest.mark.usefixtures("mine")
@@ -230,10 +258,8 @@ def test_each_reward_is_a_metric_of_its_own() -> None:
     assert [name for name in of_tasks if name.startswith("reward/")] == ["reward/answer/m", "reward/form/m"]
 
 
-@pytest.mark.parametrize(("score", "weight"), [(math.nan, 1.0), (math.inf, -1.0), (1e308, 1e10), (1e155, 1.0)])
+@pytest.mark.parametrize(("score", "weight"), [(math.inf, -1.0), (1e308, 1e10), (1e155, 1.0)])
 def test_a_sum_that_is_no_number_is_no_grade(score: float, weight: float) -> None:
-    with pytest.raises(
-        GraderDown, match=r"the reward is (nan|-?inf|1e\+155), .*answer 1, taste (nan|inf|1e\+308|1e\+155)\)"
-    ):
+    with pytest.raises(GraderDown, match=r"the reward is (-?inf|1e\+155), .*answer 1, taste (inf|1e\+308|1e\+155)\)"):
         graded("a", judged(True), {"taste": Verdict(score)}, {"taste": weight})
     assert graded("a", judged(True), {"taste": Verdict(2.0)}, {"taste": weight}).reward == 1 + 2 * weight

@@ -77,6 +77,17 @@ print(len(ATTEMPTS), open("d/mine").read(), fcntl.fcntl(0, fcntl.F_GETFL) >= 0)
 MINE = "20 x True"
 
 
+SOLUTION = """
+class Solution:
+    @cache
+    def power(self, word: str) -> int:
+        return pow(gcd(Counter(word)["a"], 4), 2, 5)
+
+    def depth(self, n: int) -> int:
+        return self.power("aab") if n == 0 else self.depth(n - 1)
+"""
+
+
 def run(kind: SandboxKind, program: str, given: str = "", call: str = "", limits: Limits = LIMITS) -> Ran:
     """What the program did; a good one runs after it."""
 
@@ -130,6 +141,12 @@ def test_annotations_are_not_evaluated(kind: SandboxKind) -> None:
     program = "class Solution:\n    def total(self, nums: List[int]) -> int:\n        return sum(nums)\n"
     assert run(kind, program, call="Solution().total([1, 2])").stdout == "3"
     assert run(kind, program + "print(Solution().total([1, 2]))").stdout == "3\n"
+
+
+def test_a_solution_has_the_names_and_the_depth_that_leetcode_gives_it(kind: SandboxKind) -> None:
+    """Any other program must import what it uses."""
+    assert run(kind, SOLUTION, call="Solution().depth(3000)").stdout == "4"
+    assert run(kind, SOLUTION.replace("Solution", "Own"), call="Own().depth(1)").status == 1
 
 
 def test_fork_bomb(bubblewrap: SandboxKind) -> None:
