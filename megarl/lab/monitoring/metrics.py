@@ -52,14 +52,18 @@ class MetricsWriter:
         self._mirror_evaluations()
 
     def _health_before(self, step: int) -> Health:
-        """Return the judgement on the rows before this step. Writers drop what they have from there on."""
+        """Return the judgement on the rows before this step. Writers drop what they have from there on, and get again the
+        evaluations among it, which are not made again."""
         health, newest = Health(), -1
         for row in rows_in_order(self._path, step - MEMORY):
             newest = row["step"]
             if newest < step:
                 health.add(row)
-        for writer in self._writers if newest >= step else ():
-            writer.begin_again(step)
+        if newest >= step:
+            for writer in self._writers:
+                writer.begin_again(step)
+            self._evaluations = Tail(self._evaluations.path)
+            self._mirror_evaluations(step)
         return health
 
     def close(self) -> None:
@@ -69,9 +73,11 @@ class MetricsWriter:
             writer.close()
         self._close_exporter()
 
-    def _mirror_evaluations(self) -> None:
+    def _mirror_evaluations(self, first: int = 0) -> None:
+        """Show new evaluations of version `first` or later."""
         for step, row in by_step(self._evaluations.new()).items():
-            self._show(step, {f"eval/{name}": row[name] for name in row if name != "step"})
+            if step >= first:
+                self._show(step, {f"eval/{name}": row[name] for name in row if name != "step"})
 
     def _show(self, step: int, values: Row) -> None:
         scalars = {n: float(v) for n, v in values.items() if isinstance(v, int | float) and math.isfinite(v)}
@@ -93,7 +99,8 @@ class Board:
     def begin_again(self, step: int) -> None:
         """Make TensorBoard drop its values from this step on, before they are replayed."""
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._add(event_pb2.Event(wall_time=time.time(), step=step, session_log=start))
+        for _ in range(2):  # it takes the first one of a run for the run's begin, and drops nothing
+            self._add(event_pb2.Event(wall_time=time.time(), step=step, session_log=start))
 
     def close(self) -> None:
         with writing(self._folder):

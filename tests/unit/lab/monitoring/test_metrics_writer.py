@@ -5,7 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_accumulator import TENSORS, EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
 
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, append_jsonl, latest_rows
 from megarl.core.recipe import Recipe, dump
@@ -27,9 +28,13 @@ def rundir(tmp_path: Path) -> RunDir:
 
 
 def board(rundir: RunDir) -> dict[str, list[tuple[int, float]]]:
-    events = EventAccumulator(str(rundir.tensorboard), size_guidance={"scalars": 0})
+    """What TensorBoard shows."""
+    events = EventAccumulator(str(rundir.tensorboard), size_guidance={TENSORS: 0})
     events.Reload()
-    return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    return {
+        name: [(e.step, float(make_ndarray(e.tensor_proto))) for e in events.Tensors(name)]
+        for name in events.Tags()[TENSORS]
+    }
 
 
 def test_rows_reach_both(recipe: Recipe, rundir: RunDir) -> None:
@@ -59,6 +64,21 @@ def test_replay_supersedes(recipe: Recipe, rundir: RunDir) -> None:
     second.close()
     assert [row["loss"] for row in latest_rows(rundir.metrics)] == [1, 1, 2, 2, 2]
     assert board(rundir)["learner/loss"] == [(0, 1), (1, 1), (2, 2), (3, 2), (4, 2)]
+
+
+def test_evaluations_that_a_replay_does_not_make_again_stay(recipe: Recipe, rundir: RunDir) -> None:
+    first = MetricsWriter(recipe, rundir, ENDPOINTS)
+    for step in range(4):
+        append_jsonl(rundir.eval, {"step": step, "pass_rate": step / 4})
+        first.row({"step": step, "loss": 1.0})
+    first.close()
+    append_jsonl(rundir.eval, {"step": 4, "pass_rate": 1.0})  # while no learner is alive
+    for begin in (2, 3):
+        again = MetricsWriter(recipe, rundir, ENDPOINTS)
+        for step in range(begin, 5):
+            again.row({"step": step, "loss": 2.0})
+        again.close()
+        assert board(rundir)["eval/pass_rate"] == [(step, step / 4) for step in range(5)]
 
 
 def test_alarms_are_the_same_live_after_a_restart_and_afterwards(
