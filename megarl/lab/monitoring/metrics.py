@@ -8,9 +8,11 @@
 If a step appears twice, the last row counts: after a crash the replayed steps are written again.
 """
 
+import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -24,6 +26,8 @@ from megarl.lab.monitoring.prometheus import LearnerMetrics, serve
 from megarl.lab.monitoring.wandb_writer import WandbWriter
 from megarl.run.health import MEMORY, Health
 from megarl.run.observe import Tail
+
+log = logging.getLogger(__name__)
 
 
 class MetricsWriter:
@@ -86,11 +90,12 @@ class MetricsWriter:
 
 
 class Board:
-    """Writes scalars to TensorBoard."""
+    """Writes scalars to TensorBoard. If its file cannot be written, the run goes on, and a new one is begun."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._events = EventFileWriter(str(folder))
+        with writing(folder):
+            self._events: EventFileWriter | None = EventFileWriter(str(folder))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         values = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
@@ -103,9 +108,21 @@ class Board:
             self._add(event_pb2.Event(wall_time=time.time(), step=step, session_log=start))
 
     def close(self) -> None:
-        with writing(self._folder):
-            self._events.close()
+        if self._events is not None:
+            with self._survived():
+                self._events.close()
 
     def _add(self, event: event_pb2.Event) -> None:
-        with writing(self._folder):
+        with self._survived():
+            self._events = self._events or EventFileWriter(str(self._folder))
             self._events.add_event(event)
+
+    @contextmanager
+    def _survived(self) -> Iterator[None]:
+        """Log a failure to write. A learner that ended by it would train all steps since its checkpoint again."""
+        try:
+            yield
+        except OSError as error:
+            if self._events is not None:
+                log.warning("%s: cannot be written, values are lost: %s", self._folder, error.strerror)
+            self._events = None

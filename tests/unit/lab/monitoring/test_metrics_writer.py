@@ -1,6 +1,7 @@
 """metrics.jsonl and TensorBoard, read back with TensorBoard's own reader."""
 
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,6 +80,29 @@ def test_evaluations_that_a_replay_does_not_make_again_stay(recipe: Recipe, rund
             again.row({"step": step, "loss": 2.0})
         again.close()
         assert board(rundir)["eval/pass_rate"] == [(step, step / 4) for step in range(5)]
+
+
+def test_tensorboard_ends_no_step_and_is_written_again(
+    recipe: Recipe, rundir: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its folder is gone for a moment, as on an evicted client of a network's file system."""
+    writer, away = MetricsWriter(recipe, rundir, ENDPOINTS), rundir.path / "away"
+    writer.row({"step": 0, "loss": 1.0})
+    rundir.tensorboard.rename(away)
+    rundir.tensorboard.touch()
+    for step in range(1, 2000):
+        writer.row({"step": step, "loss": 1.0})
+        if "values are lost" in caplog.text:
+            break
+        time.sleep(0.01)
+    rundir.tensorboard.unlink()
+    away.rename(rundir.tensorboard)
+    for more in range(step + 1, step + 4):
+        writer.row({"step": more, "loss": 1.0})
+    writer.close()
+    assert len(latest_rows(rundir.metrics)) == step + 4
+    assert [at for at, _ in board(rundir)["learner/loss"]][-3:] == [step + 1, step + 2, step + 3]
+    assert caplog.text.count("values are lost") == 1
 
 
 def test_alarms_are_the_same_live_after_a_restart_and_afterwards(
