@@ -18,6 +18,7 @@ from pathlib import Path
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import Endpoints, Row, RunDir, append_jsonl, by_step, rows_in_order, writing
 from megarl.core.recipe import Recipe
 from megarl.core.telemetry.names import tag
@@ -28,6 +29,9 @@ from megarl.run.health import MEMORY, Health
 from megarl.run.observe import Tail
 
 log = logging.getLogger(__name__)
+
+MOMENT_S = 30.0
+"""How long writing metrics.jsonl may fail before the learner ends and trains all steps since its checkpoint again."""
 
 
 class MetricsWriter:
@@ -50,10 +54,22 @@ class MetricsWriter:
             health = self._health = self._health_before(row["step"])
         health.add(row)
         row = row | health.metrics()
-        append_jsonl(self._path, row)
+        self._append(row)
         self._latest.add(row)
         self._show(row["step"], {tag(name): value for name, value in row.items()})
         self._mirror_evaluations()
+
+    def _append(self, row: Row) -> None:
+        """Append the row to metrics.jsonl; if that fails, try again until MOMENT_S have passed."""
+        until = time.monotonic() + MOMENT_S
+        while True:
+            try:
+                return append_jsonl(self._path, row)
+            except MegarlError as error:
+                if time.monotonic() > until:
+                    raise
+                log.warning("%s; trying again", error)
+            time.sleep(1.0)
 
     def _health_before(self, step: int) -> Health:
         """Return the judgement on the rows before this step. Writers drop what they have from there on, and get again the

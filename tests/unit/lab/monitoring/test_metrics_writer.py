@@ -1,17 +1,21 @@
 """metrics.jsonl and TensorBoard, read back with TensorBoard's own reader."""
 
 import math
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.plugin_event_accumulator import TENSORS, EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 from tensorboard.util.tensor_util import make_ndarray
 
+from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, append_jsonl, latest_rows
 from megarl.core.recipe import Recipe, dump
 from megarl.core.telemetry.names import tag
+from megarl.lab.monitoring import metrics
 from megarl.lab.monitoring.metrics import MetricsWriter
 from megarl.run import status
 from megarl.run.observe import Observer, Tail
@@ -19,6 +23,12 @@ from megarl.run.observe import Observer, Tail
 ENDPOINTS = Endpoints(
     session="s", controller="", servers=(), api_key="u", admin_key="a", link=LinkKeys.new(), rendezvous_port=1
 )
+
+
+@pytest.fixture(autouse=True)
+def files_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard reads files by name: second, process, and a number in the process, of which 10 comes before 9."""
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
 @pytest.fixture
@@ -103,6 +113,31 @@ def test_tensorboard_ends_no_step_and_is_written_again(
     assert len(latest_rows(rundir.metrics)) == step + 4
     assert [at for at, _ in board(rundir)["learner/loss"]][-3:] == [step + 1, step + 2, step + 3]
     assert caplog.text.count("values are lost") == 1
+
+
+def test_a_file_system_that_fails_for_a_moment_ends_no_step(
+    recipe: Recipe, rundir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, away = MetricsWriter(recipe, rundir, ENDPOINTS), rundir.path / "away"
+    writer.row({"step": 0, "loss": 1.0})
+    rundir.metrics.rename(away)
+    rundir.metrics.mkdir()  # so it cannot be opened
+
+    def recover() -> None:
+        rundir.metrics.rmdir()
+        away.rename(rundir.metrics)
+
+    well = threading.Timer(1.5, recover)
+    well.start()
+    writer.row({"step": 1, "loss": 1.0})
+    well.join()
+    assert [row["step"] for row in latest_rows(rundir.metrics)] == [0, 1]
+    rundir.metrics.rename(away)
+    rundir.metrics.mkdir()
+    monkeypatch.setattr(metrics, "MOMENT_S", 0.5)
+    with pytest.raises(MegarlError, match=r"metrics\.jsonl: cannot be written: Is a directory"):
+        writer.row({"step": 2, "loss": 1.0})
+    writer.close()
 
 
 def test_alarms_are_the_same_live_after_a_restart_and_afterwards(
