@@ -1,30 +1,25 @@
 """Tiny models in Hugging Face directories, made by transformers: the reference side of the model tests."""
 
+from __future__ import annotations
+
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    Llama4Config,
-    Llama4ForCausalLM,
-    Llama4ForConditionalGeneration,
-    Llama4TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+
+if TYPE_CHECKING:  # _saved imports it: processes that make no model start four seconds sooner
+    from transformers import (
+        DeepseekV3ForCausalLM,
+        Glm4MoeForCausalLM,
+        GptOssForCausalLM,
+        Llama4ForCausalLM,
+        Llama4ForConditionalGeneration,
+        LlamaForCausalLM,
+        Qwen2ForCausalLM,
+        Qwen3ForCausalLM,
+        Qwen3MoeForCausalLM,
+    )
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -58,17 +53,17 @@ def tiny_llama(path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **
 
     llama3 rope scaling, grouped queries and a head_dim other than hidden / heads unless overridden.
     """
-    return _saved(LlamaForCausalLM(LlamaConfig(**COMMON | overrides)), path, dtype, seed)
+    return _saved("LlamaForCausalLM", "LlamaConfig", COMMON | overrides, path, dtype, seed)
 
 
 def tiny_qwen2(path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> Qwen2ForCausalLM:
     """Likewise a Qwen2, with random biases on q, k and v."""
-    return _saved(Qwen2ForCausalLM(Qwen2Config(**COMMON | overrides)), path, dtype, seed)
+    return _saved("Qwen2ForCausalLM", "Qwen2Config", COMMON | overrides, path, dtype, seed)
 
 
 def tiny_qwen3(path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> Qwen3ForCausalLM:
     """Likewise a dense Qwen3."""
-    return _saved(Qwen3ForCausalLM(Qwen3Config(**COMMON | overrides)), path, dtype, seed)
+    return _saved("Qwen3ForCausalLM", "Qwen3Config", COMMON | overrides, path, dtype, seed)
 
 
 def tiny_qwen3_moe(
@@ -76,14 +71,13 @@ def tiny_qwen3_moe(
 ) -> Qwen3MoeForCausalLM:
     """Likewise a Qwen3-MoE: 2 of 4 experts, their weights normalised."""
     moe = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
-    return _saved(Qwen3MoeForCausalLM(Qwen3MoeConfig(**COMMON | moe | overrides)), path, dtype, seed)
+    return _saved("Qwen3MoeForCausalLM", "Qwen3MoeConfig", COMMON | moe | overrides, path, dtype, seed)
 
 
 def tiny_llama4(path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> Llama4ForCausalLM:
     """Likewise a Llama 4 text model: 1 of 4 experts, a dense layer first, no rotation in the last, chunks of 16 positions, a
     temperature that grows every 8, queries grouped 8:1."""
-    config = Llama4TextConfig(**COMMON | LLAMA4 | overrides)
-    return _saved(Llama4ForCausalLM(config), path, dtype, seed)
+    return _saved("Llama4ForCausalLM", "Llama4TextConfig", COMMON | LLAMA4 | overrides, path, dtype, seed)
 
 
 def tiny_llama4_multimodal(path: Path, seed: int = 0, **overrides: Any) -> Llama4ForConditionalGeneration:
@@ -99,8 +93,8 @@ def tiny_llama4_multimodal(path: Path, seed: int = 0, **overrides: Any) -> Llama
         "projector_input_dim": 16,
         "projector_output_dim": 16,
     }
-    config = Llama4Config(text_config=COMMON | LLAMA4 | overrides, vision_config=vision)
-    return _saved(Llama4ForConditionalGeneration(config), path, torch.float32, seed)
+    config = {"text_config": COMMON | LLAMA4 | overrides, "vision_config": vision}
+    return _saved("Llama4ForConditionalGeneration", "Llama4Config", config, path, torch.float32, seed)
 
 
 LLAMA4: dict[str, Any] = {
@@ -130,7 +124,7 @@ def tiny_glm4_moe(
         | {"rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.5}, "n_group": 1, "topk_group": 1}
     )
     config |= {"use_qk_norm": True, "attention_bias": True}
-    return _saved(Glm4MoeForCausalLM(Glm4MoeConfig(**config | overrides)), path, dtype, seed)
+    return _saved("Glm4MoeForCausalLM", "Glm4MoeConfig", config | overrides, path, dtype, seed)
 
 
 def tiny_deepseek_v3(
@@ -140,7 +134,7 @@ def tiny_deepseek_v3(
     config = (
         COMMON | BALANCED | LATENT | {"num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "rope_parameters": YARN}
     )
-    return _saved(DeepseekV3ForCausalLM(DeepseekV3Config(**config | overrides)), path, dtype, seed)
+    return _saved("DeepseekV3ForCausalLM", "DeepseekV3Config", config | overrides, path, dtype, seed)
 
 
 def tiny_gpt_oss(path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> GptOssForCausalLM:
@@ -155,7 +149,7 @@ def tiny_gpt_oss(path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, 
     }
     yarn = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
     oss["rope_parameters"] = yarn | {"truncate": False, "original_max_position_embeddings": 64}
-    return _saved(GptOssForCausalLM(GptOssConfig(**COMMON | oss | overrides)), path, dtype, seed)
+    return _saved("GptOssForCausalLM", "GptOssConfig", COMMON | oss | overrides, path, dtype, seed)
 
 
 MOONLIGHT: dict[str, Any] = {
@@ -198,7 +192,11 @@ LATENT: dict[str, Any] = {
 }
 
 
-def _saved[Model: torch.nn.Module](model: Model, path: Path, dtype: torch.dtype, seed: int) -> Model:
+def _saved(name: str, config_name: str, config: dict[str, Any], path: Path, dtype: torch.dtype, seed: int) -> Any:
+    """A model of transformers' class `name`, saved in `path`."""
+    import transformers
+
+    model = getattr(transformers, name)(getattr(transformers, config_name)(**config))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

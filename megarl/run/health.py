@@ -26,6 +26,9 @@ from megarl.core.weights import parity
 
 RECENT, FIRST = 5, 3
 """A limit judges the mean of this many newest values; the second number is enough for the first judgement."""
+QUIET = 20
+"""An alarm of a limit ends when this many values in a row are within it: where values stay near the limit, the mean crosses it
+again and again, which would be dozens of alarms."""
 WINDOW, GAP, FEWEST = 30, 5, 10
 """Number of earlier values that form the norm, of newest values not yet among them, and of values needed to judge."""
 DRIFT, CLIP, THRESHOLD = 2.0, 5.0, 7.0
@@ -187,16 +190,24 @@ class _Limited:
     def __init__(self, signal: Signal) -> None:
         self._signal = signal
         self._newest: deque[float] = deque(maxlen=RECENT)
+        self._off, self._quiet = False, 0  # quiet: how many of the newest values in a row are within the limit
         self.since, self.seen = 0, ""
 
     def add(self, step: int, value: float) -> bool:
-        """Add a value and return whether the signal is beyond its limit now."""
+        """Add a value and return whether the signal is abnormal now."""
         limit = self._signal.limit
         assert limit is not None
+
+        def beyond(value: float) -> bool:
+            return value > limit if self._signal.rises else value < limit
+
         self._newest.append(value)
         mean = math.fsum(self._newest) / len(self._newest)
         self.since, self.seen = step, f"{mean:.3g} on average, limit {limit:g}"
-        return len(self._newest) >= FIRST and (mean > limit if self._signal.rises else mean < limit)
+        self._quiet = 0 if beyond(value) else self._quiet + 1
+        raised = len(self._newest) >= FIRST and beyond(mean)
+        self._off = raised or (self._off and self._quiet < QUIET)
+        return self._off
 
     def forget(self) -> None: ...
 

@@ -9,6 +9,7 @@ import dataclasses
 import math
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from megarl.core.learner.trained import TrainedNetwork
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import family_of, hf, parallel
 from megarl.core.recipe import Recipe
+from tests.full_disk import files_no_larger_than
 from tests.parallel.models_world import forget_models
 from tests.sequences import logprobs, training_sequences
 from tests.unit.core.learner.test_expert_load import COEFFICIENT
@@ -178,6 +180,7 @@ def check_checkpoint(directory: Path, batch: Batch, recipe: Recipe, what: str) -
     checkpoints.save()
     went_on = [trainer.train_step(sequences) for _ in range(3)]
     checkpoints.finish()
+    check_failed_write(directory, folder.with_name(f"{folder.name} on a full disk"), trainer)
     assert resume(directory, folder, recipe) == went_on, what
     if alone:
         torch.save(went_on, directory / "went_on.pt")
@@ -190,6 +193,24 @@ def check_checkpoint(directory: Path, batch: Batch, recipe: Recipe, what: str) -
     worst = max(abs(a[n] - b[n]) / scale[n] for a, b in zip(again, expected, strict=True) for n in scale)
     say(f"{what}: resumed from one rank's checkpoint: {worst:.1e}")
     assert worst <= 1e-6, (what, again, expected)
+
+
+def check_failed_write(directory: Path, folder: Path, trainer: Trainer) -> None:
+    """One rank, which is not the first where others write, cannot write its part: all ranks know that, nothing is left, and the
+    next write is like any other."""
+    checkpoints = Checkpoints(folder, 2, trainer, directory / "model")
+    unable = dist.get_rank() == parallel_state.get_pipeline_model_parallel_world_size() - 1
+    with files_no_larger_than(100) if unable else nullcontext():
+        checkpoints.save()
+        checkpoints.poll(blocking=True)
+    dist.barrier()  # after rank 0 has removed the rest
+    assert checkpoints.failures == 1
+    assert list(folder.iterdir()) == []
+    trainer.step += 1
+    checkpoints.save()
+    checkpoints.finish()
+    dist.barrier()
+    assert [path.name for path in folder.iterdir()] == [f"step-{trainer.step:07}"]
 
 
 def check_skipped(directory: Path, batch: Batch, recipe: Recipe) -> None:

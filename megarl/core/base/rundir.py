@@ -24,7 +24,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
 
@@ -241,14 +241,24 @@ def append_jsonl(path: Path, row: Row) -> None:
 
     A non-finite number becomes null, since JSON has none.
     """
+    with writing(path), opened_jsonl(path) as file:
+        file.write(line_of(row))
+
+
+def opened_jsonl(path: Path) -> BinaryIO:
+    """Open a file for lines at its end, as `append_jsonl` does."""
+    file = path.open("ab+")
+    if file.tell():
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":
+            file.write(b"\n")
+    return file
+
+
+def line_of(row: Row) -> bytes:
+    """Return the row's line, as in `append_jsonl`."""
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-    data = json.dumps(finite, allow_nan=False).encode() + b"\n"
-    with writing(path), path.open("ab+") as file:
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                data = b"\n" + data
-        file.write(data)
+    return json.dumps(finite, allow_nan=False).encode() + b"\n"
 
 
 def parsed(line: str) -> Row | None:

@@ -137,7 +137,11 @@ class Evaluations:
             self._asker, servers=servers, salt=f"{self._asker.salt}/evaluation/{version}",
             at_once=self._asker.sampler.servers.places.limit * len(servers),
         )  # fmt: skip
-        await score(self._questions, asker, keep)
+        try:
+            await score(self._questions, asker, keep)
+        finally:
+            for place in places.values():
+                place.close()
         for suite in self._questions:
             if missing := len(suite.open) - len(outcomes[suite.name]):
                 raise GraderDown(f"{suite.name}: {missing} of {len(suite.open)} answers never arrived")

@@ -11,12 +11,13 @@ could be generated).
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.rundir import append_jsonl, write_atomically
+from megarl.core.base.rundir import line_of, opened_jsonl, write_atomically, writing
 from megarl.core.base.types import JsonObject
 
 SCHEMA_VERSION = 1
@@ -82,17 +83,29 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SuiteDir:
-    """The files of one suite's answers."""
+    """The files of one suite's answers. `add` keeps its file open until `close`: to open and close it for each answer takes
+    milliseconds on a network's file system, for which the whole controller would wait."""
 
     def __init__(self, out: Path, suite: str) -> None:
         self.path = out / suite
         self.answers = self.path / "answers.jsonl"
         self.settings = self.path / "settings.json"
         self.result = self.path / "result.json"
+        self._added: BinaryIO | None = None
 
     def add(self, answer: Answer) -> None:
         """Append one line. A line that a crash left incomplete is lost, but no other. MegarlError if the disk is full."""
-        append_jsonl(self.answers, msgspec.to_builtins(answer))
+        with writing(self.answers):
+            self._added = self._added or opened_jsonl(self.answers)
+            self._added.write(line_of(msgspec.to_builtins(answer)))
+            self._added.flush()
+
+    def close(self) -> None:
+        """Close the file of answers. Some file systems report only now that the disk is full."""
+        added, self._added = self._added, None
+        if added is not None:
+            with writing(self.answers):
+                added.close()
 
     def read_answers(self) -> list[Answer]:
         """Return the newest answer of each id and sample. MegarlError, naming the line, if a line is not an answer."""

@@ -149,15 +149,19 @@ def read(path: Path, offset: int) -> JournalRecord:
     return record_of(path, entry, payload)
 
 
+def snapshot(path: Path) -> Snapshot:
+    """Return the state at the head of a file. MegarlError if it is damaged."""
+    head = next(scan(path), None)
+    found = record_of(path, *head) if head else None
+    if not isinstance(found, Snapshot):
+        raise MegarlError(f"{path}: damaged at offset {FILE_HEADER.size}: no snapshot there; restore it from a backup")
+    return found
+
+
 def fold(path: Path) -> tuple[State, GroupOffsets, int]:
     """Replay a file: return the resulting state, an index of its groups, and the offset after its last intact record."""
-    records = scan(path)
-    head = next(records, None)
-    snapshot = record_of(path, *head) if head else None
-    if not head or not isinstance(snapshot, Snapshot):
-        raise MegarlError(f"{path}: damaged at offset {FILE_HEADER.size}: no snapshot there; restore it from a backup")
-    state, groups, end = State.restored(snapshot), GroupOffsets(), head[0].end
-    for entry, payload in records:
+    state, groups, end = State.restored(snapshot(path)), GroupOffsets(), 0
+    for entry, payload in scan(path):
         try:
             state.apply(record_of(path, entry, payload))
         except ValueError as error:

@@ -9,13 +9,15 @@
     replay of a batch ── groups(tickets) ──► read back from disk; groups are not kept in memory
 
 A record that a crash left incomplete is cut off, with a message. Opening reads only the last file, because its snapshot is the
-state after all earlier ones; these are searched for groups by the tickets in their records' headers.
+state after all earlier ones. The snapshots also say in which file a ticket was finished; that one is searched by the tickets in
+its records' headers.
 """
 
 import fcntl
 import logging
 import os
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +35,8 @@ log = logging.getLogger(__name__)
 
 ROTATE_BYTES = 256 << 20
 """Size of a file. Snapshots (1 to 3 MB in a long run) are about a hundredth of it, and it is read in a second or two."""
+REMEMBERED = 16
+"""Number of newest files of which the writer keeps in memory where their groups are: batches that are yet to come are there."""
 LOCK_TIMEOUT_S = 10.0
 """How long to wait for a killed writer to release the lock."""
 
@@ -51,6 +55,8 @@ class JournalReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._searched: dict[int, GroupOffsets] = {}  # by number of the file
+        self._heads: dict[int, tuple[int, frozenset[int]]] = {}  # the same: `_tickets_at`
+        self._last = -1
 
     def files(self) -> list[int]:
         """Return the numbers of the files, oldest first."""
@@ -82,10 +88,12 @@ class JournalReader:
         whole = self.fold()
         tickets, wanted = whole.admission, step * whole.admission.prompts_per_batch
         first = tickets.first_ticket(step)
-        number = next((n for n in reversed(self.files()) if self._snapshot(n).next_ticket <= first), None)
-        if number is None or wanted < tickets.forgotten:
+        there = self.files()
+        later = bisect_right(there, first, key=lambda number: self._tickets_at(number)[0])
+        if not later or wanted < tickets.forgotten:
             raise MegarlError(f"{self.path}: what was drawn before step {step} is gone (journal.keep)")
-        state = State.restored(self._snapshot(number))
+        number = there[later - 1]
+        state = State.restored(file.snapshot(self._file(number)))
         for record in self.replay(number) if wanted <= tickets.forgotten + len(tickets.queue) else ():
             ticket = record.group.ticket if isinstance(record, Finished) else getattr(record, "ticket", first)
             if ticket < first:
@@ -94,31 +102,29 @@ class JournalReader:
                 return structs.replace(state, evaluations=whole.evaluations)
         raise MegarlError(f"{self.path}: the batches before step {step} are not complete; give an earlier step")
 
-    def _snapshot(self, number: int) -> Snapshot:
-        """Return the state at the head of a file."""
-        record = file.record_of(self._file(number), *next(file.scan(self._file(number))))
-        assert isinstance(record, Snapshot)
-        return record
-
     def groups(self, tickets: Iterable[int]) -> tuple[Group, ...]:
         """Return the finished groups of these tickets, in this order, from disk."""
-        there = self.files()
+        there = self._files_now()
         return tuple(self._group(ticket, there) for ticket in tickets)
 
     def finished(self, most: int | None = None) -> list[int]:
         """Return the tickets of all finished groups that are still there, in the order in which they were finished. most: only
         the newest, without a search of the files before theirs."""
-        there, newest_first = self.files(), list[int]()
-        for number in reversed(there):
+        newest_first = list[int]()
+        for number in reversed(self._files_now()):
             if most is not None and len(newest_first) >= most:
                 break
-            newest_first += reversed(self._groups_of(number, there))
+            newest_first += reversed(self._groups_of(number))
         return newest_first[:most][::-1]
 
     def _group(self, ticket: int, there: Sequence[int]) -> Group:
         """Return the group of a ticket. there: the numbers of the files."""
-        for number in reversed(there):
-            offset = self._groups_of(number, there).get(ticket)
+        numbers = [number for number in self._searched if ticket in self._searched[number]]
+        if not numbers:
+            after = bisect_left(there, True, key=lambda number: self._finished_before(number, ticket))
+            numbers = list(there[max(after - 1, 0) : after])
+        for number in numbers:
+            offset = self._groups_of(number).get(ticket)
             if offset is not None:
                 record = file.read(self._file(number), offset)
                 assert isinstance(record, Finished)
@@ -130,15 +136,31 @@ class JournalReader:
             f"{self.path}: ticket {ticket} has no group here: it is unfinished, removed or dropped (journal.keep){lost}"
         )
 
-    def _groups_of(self, number: int, there: Sequence[int]) -> GroupOffsets:
-        """Return where the groups of a file are. The last one that is there grows, so it is searched each time."""
-        if number in self._searched:
-            return self._searched[number]
-        entries = (entry for entry, _ in file.scan(self._file(number), payloads=False))
-        offsets = {entry.ticket: entry.offset for entry in entries if entry.ticket >= 0}
-        if number != there[-1]:
-            self._searched[number] = offsets
-        return offsets
+    def _finished_before(self, number: int, ticket: int) -> bool:
+        """Return whether the ticket was finished or removed before this file was begun."""
+        next_ticket, unfinished = self._tickets_at(number)
+        return ticket < next_ticket and ticket not in unfinished
+
+    def _tickets_at(self, number: int) -> tuple[int, frozenset[int]]:
+        """Return the next ticket and the unfinished ones when this file was begun."""
+        if number not in self._heads:
+            head = file.snapshot(self._file(number))
+            self._heads[number] = head.next_ticket, frozenset(admitted.ticket for admitted in head.unfinished)
+        return self._heads[number]
+
+    def _groups_of(self, number: int) -> GroupOffsets:
+        """Return where the groups of a file are."""
+        if number not in self._searched:
+            entries = (entry for entry, _ in file.scan(self._file(number), payloads=False))
+            self._searched[number] = {entry.ticket: entry.offset for entry in entries if entry.ticket >= 0}
+        return self._searched[number]
+
+    def _files_now(self) -> list[int]:
+        """Return the numbers of the files. The last one of the previous call has grown since, so it is searched again."""
+        there = self.files()
+        self._searched.pop(self._last, None)
+        self._last = max(there, default=-1)
+        return there
 
     def _file(self, number: int) -> Path:
         return self.path / f"{number:06}.journal"
@@ -241,12 +263,14 @@ class Journal(JournalReader):
 
     def drop(self, first_needed: int) -> None:
         """Delete the files without a group of this ticket or a later one."""
-        there = self.files()
-        for number in there[:-1]:
-            if max(self._groups_of(number, there), default=-1) < first_needed:
+        for number in self.files()[:-1]:
+            if max(self._groups_of(number), default=-1) < first_needed:
                 self._file(number).unlink()
                 self._searched.pop(number, None)
                 log.info("%s: dropped, all its groups were trained", self._file(number))
+
+    def _files_now(self) -> list[int]:
+        return self.files()  # it knows what it has written
 
     def close(self) -> None:
         """Release the lock. A second call does nothing."""
@@ -264,6 +288,7 @@ class Journal(JournalReader):
         self._fd = os.open(self._file(self._number), os.O_WRONLY | os.O_APPEND)
         self._size = os.fstat(self._fd).st_size
         self._searched[self._number] = {}
+        self._searched.pop(self._number - REMEMBERED, None)
 
     def _cut_off_tail(self) -> None:
         """Cut off a write that a crash left incomplete; no process has used it."""

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import StateDict
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.core.algorithm.advantages import Moments
 from megarl.core.base.errors import MegarlError
@@ -53,16 +54,23 @@ AGAIN_S = (2.0, 20.0)
 """Pauses before reading a checkpoint again that could not be read but is not known to be damaged."""
 
 
+MOST_FAILURES = 3
+"""Failed writes in a row after which the learner ends. Before that training goes on, since the file system may fail only for a
+moment, and the steps since the last checkpoint would be trained again."""
+
+
 class Checkpoints:
-    """A trainer's RUN/checkpoints. Every method is collective over all ranks."""
+    """A trainer's RUN/checkpoints. Every method is collective over all ranks. failures: how many writes failed in a row; then
+    call `save` again soon."""
 
     def __init__(self, folder: Path, keep: int, trainer: Trainer, hf_source: Path) -> None:
         self.folder, self.keep, self.trainer, self.hf_source = folder, keep, trainer, hf_source
         self._writing: tuple[Path, threading.Thread, list[Callable[[], None]]] | None = None
+        self.failures = 0
 
     def save(self) -> None:
         """Begin to write the present state, unless it is on disk already. First wait for an earlier write to end."""
-        self.finish()
+        self.poll(blocking=True)
         trainer = self.trainer
         step, path = trainer.step, step_folder(self.folder, trainer.step)
         if step == 0 or from_rank_0(path in checkpoint.complete(self.folder)):
@@ -85,7 +93,8 @@ class Checkpoints:
         log.info("checkpoint %s: the step stopped for %.2f s", path.name, time.monotonic() - begin)
 
     def poll(self, blocking: bool = False) -> None:
-        """Complete a write that all ranks have finished. blocking: wait until they have."""
+        """Complete a write that all ranks have finished. blocking: wait until they have. If a rank could not write its part,
+        all ranks count that in `failures`, or raise at the last one."""
         if self._writing is None:
             return
         path, thread, steps = self._writing
@@ -94,15 +103,26 @@ class Checkpoints:
         if any(gathered(thread.is_alive())):
             return
         self._writing = None
-        with checkpoint.whole_or_gone(path):
-            for step in steps:  # megatron's, which raise a thread's error on all ranks, then ours
-                step()
+        try:
+            with checkpoint.whole_or_gone(path):
+                for step in steps:  # megatron's, which raise a thread's error on all ranks, then ours
+                    step()
+        except MegarlError as error:
+            self.failures += 1
+            if self.failures == MOST_FAILURES or not isinstance(error.__cause__, CheckpointException):
+                raise
+            if dist.get_rank() == 0:
+                log.error("%s; training goes on, and the checkpoint of the next step is written", error)
+            return
+        self.failures = 0
         if dist.get_rank() == 0:
             checkpoint.prune(self.folder, self.keep)
 
     def finish(self) -> None:
-        """Wait for an unfinished write."""
+        """Wait for an unfinished write. MegarlError if it failed."""
         self.poll(blocking=True)
+        if self.failures:
+            raise MegarlError(f"{self.folder}: the newest checkpoint could not be written; see the errors above")
 
     def load_latest(self) -> bool:
         """Continue from the newest intact checkpoint and put damaged newer ones aside. Return False if there is no checkpoint.

@@ -193,7 +193,7 @@ class LearnerRank:
             metrics = self.trainer.train_step(self.trainer.sequences(command.batch))
         self._check_recorded(step, command.stats | metrics)
         with self.clock.spent("checkpoint", step):
-            if self.trainer.step % self.recipe.checkpoint.every == 0:
+            if self.trainer.step % self.recipe.checkpoint.every == 0 or self.checkpoints.failures:
                 self.checkpoints.save()
         seconds = self.clock.next_step(step)
         self.profiler.step(self.trainer.step)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from itertools import batched
 from pathlib import Path
@@ -118,9 +118,10 @@ def _ask(
         with console.status(f"starting {recipe.resources.servers} server{'s' * (recipe.resources.servers > 1)}"):
             servers = stack.enter_context(own_servers(recipe))
         count = stack.enter_context(counted(questions, console))
+        places = {q.name: stack.enter_context(closing(SuiteDir(out, q.name))) for q in questions}
 
         def keep(answer: Answer) -> None:
-            SuiteDir(out, answer.suite).add(answer)
+            places[answer.suite].add(answer)
             count(answer)
 
         async def ask() -> None:

@@ -8,14 +8,17 @@
 If a step appears twice, the last row counts: after a crash the replayed steps are written again.
 """
 
+import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import Endpoints, Row, RunDir, append_jsonl, by_step, rows_in_order, writing
 from megarl.core.recipe import Recipe
 from megarl.core.telemetry.names import tag
@@ -24,6 +27,11 @@ from megarl.lab.monitoring.prometheus import LearnerMetrics, serve
 from megarl.lab.monitoring.wandb_writer import WandbWriter
 from megarl.run.health import MEMORY, Health
 from megarl.run.observe import Tail
+
+log = logging.getLogger(__name__)
+
+MOMENT_S = 30.0
+"""How long writing metrics.jsonl may fail before the learner ends and trains all steps since its checkpoint again."""
 
 
 class MetricsWriter:
@@ -46,20 +54,36 @@ class MetricsWriter:
             health = self._health = self._health_before(row["step"])
         health.add(row)
         row = row | health.metrics()
-        append_jsonl(self._path, row)
+        self._append(row)
         self._latest.add(row)
         self._show(row["step"], {tag(name): value for name, value in row.items()})
         self._mirror_evaluations()
 
+    def _append(self, row: Row) -> None:
+        """Append the row to metrics.jsonl; if that fails, try again until MOMENT_S have passed."""
+        until = time.monotonic() + MOMENT_S
+        while True:
+            try:
+                return append_jsonl(self._path, row)
+            except MegarlError as error:
+                if time.monotonic() > until:
+                    raise
+                log.warning("%s; trying again", error)
+            time.sleep(1.0)
+
     def _health_before(self, step: int) -> Health:
-        """Return the judgement on the rows before this step. Writers drop what they have from there on."""
+        """Return the judgement on the rows before this step. Writers drop what they have from there on, and get again the
+        evaluations among it, which are not made again."""
         health, newest = Health(), -1
         for row in rows_in_order(self._path, step - MEMORY):
             newest = row["step"]
             if newest < step:
                 health.add(row)
-        for writer in self._writers if newest >= step else ():
-            writer.begin_again(step)
+        if newest >= step:
+            for writer in self._writers:
+                writer.begin_again(step)
+            self._evaluations = Tail(self._evaluations.path)
+            self._mirror_evaluations(step)
         return health
 
     def close(self) -> None:
@@ -69,9 +93,11 @@ class MetricsWriter:
             writer.close()
         self._close_exporter()
 
-    def _mirror_evaluations(self) -> None:
+    def _mirror_evaluations(self, first: int = 0) -> None:
+        """Show new evaluations of version `first` or later."""
         for step, row in by_step(self._evaluations.new()).items():
-            self._show(step, {f"eval/{name}": row[name] for name in row if name != "step"})
+            if step >= first:
+                self._show(step, {f"eval/{name}": row[name] for name in row if name != "step"})
 
     def _show(self, step: int, values: Row) -> None:
         scalars = {n: float(v) for n, v in values.items() if isinstance(v, int | float) and math.isfinite(v)}
@@ -80,11 +106,12 @@ class MetricsWriter:
 
 
 class Board:
-    """Writes scalars to TensorBoard."""
+    """Writes scalars to TensorBoard. If its file cannot be written, the run goes on, and a new one is begun."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._events = EventFileWriter(str(folder))
+        with writing(folder):
+            self._events: EventFileWriter | None = EventFileWriter(str(folder))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         values = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
@@ -93,12 +120,25 @@ class Board:
     def begin_again(self, step: int) -> None:
         """Make TensorBoard drop its values from this step on, before they are replayed."""
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._add(event_pb2.Event(wall_time=time.time(), step=step, session_log=start))
+        for _ in range(2):  # it takes the first one of a run for the run's begin, and drops nothing
+            self._add(event_pb2.Event(wall_time=time.time(), step=step, session_log=start))
 
     def close(self) -> None:
-        with writing(self._folder):
-            self._events.close()
+        if self._events is not None:
+            with self._survived():
+                self._events.close()
 
     def _add(self, event: event_pb2.Event) -> None:
-        with writing(self._folder):
+        with self._survived():
+            self._events = self._events or EventFileWriter(str(self._folder))
             self._events.add_event(event)
+
+    @contextmanager
+    def _survived(self) -> Iterator[None]:
+        """Log a failure to write. A learner that ended by it would train all steps since its checkpoint again."""
+        try:
+            yield
+        except OSError as error:
+            if self._events is not None:
+                log.warning("%s: cannot be written, values are lost: %s", self._folder, error.strerror)
+            self._events = None

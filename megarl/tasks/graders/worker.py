@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -43,6 +44,7 @@ def judge(function: Function, submission: Submission, limit_s: float) -> Verdict
 
 def main(limit_s: float, grader: str) -> None:
     die_with_parent()
+    Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, this dies first, and is replaced
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is meant for the parent
     submissions, verdicts, process = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w"), os.getpid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a program that a grader starts must not read the submissions

@@ -11,7 +11,7 @@ import pytest
 
 from megarl.core.telemetry.names import NAMES
 from megarl.lab.study.corpus import CorpusRun, read
-from megarl.run.health import FEWEST, GAP, MEMORY, RELEARN, SIGNALS, Health, overoptimised
+from megarl.run.health import FEWEST, GAP, MEMORY, QUIET, RELEARN, SIGNALS, Health, overoptimised
 
 ROOT = Path(__file__).parents[3]
 Row = dict[str, Any]
@@ -198,6 +198,17 @@ def test_each_task_is_judged() -> None:
 def test_an_alarm_of_parity_names_the_cause(clean: list[CorpusRun], signs: dict[str, float], cause: str) -> None:
     health = judged(clean, DENSE, lambda row: times("parity_logit/kernels", 20.0)(row) | signs)
     assert f"likely cause: {cause}" in health.history[0].text
+
+
+def test_a_task_that_is_nearly_solved_is_one_alarm_until_it_clearly_is_not() -> None:
+    """In most steps 22 or 23 of 24 groups have equal rewards: the mean of five steps crosses .95 again and again."""
+    rng = random.Random(0)
+    shares = [sum(rng.random() < (0.945 if step < 1600 else 0.7) for _ in range(24)) / 24 for step in range(1700)]
+    (alarm,) = Health({"step": step, "zero_variance_share": share} for step, share in enumerate(shares)).history
+    assert alarm.name == "no_variance"
+    assert alarm.raised < 50
+    assert alarm.until is not None
+    assert 1600 + QUIET / 2 < alarm.until < 1600 + 2 * QUIET
 
 
 def test_what_was_not_measured_is_no_sign() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import Segment, float32, int32
-from megarl.core.evaluation.answers import Answer, SuiteDir, suites_in
+from megarl.core.evaluation.answers import Answer, SuiteDir, read_answers, suites_in
 from megarl.core.evaluation.metrics import Outcome, maj_at_k, pass_at_k, summarise
 from megarl.core.evaluation.score import _entropy
 from megarl.core.evaluation.votes import Votes, extracted
@@ -93,6 +93,7 @@ def test_a_row_is_what_was_said_and_has_no_keys_of_other_kinds(tmp_path: Path) -
         "interrupted", "format_ok", "grader_timeout", "grader_error", "tokens", "entropy", "void",
     ]  # fmt: skip
     assert suite.read_answers()[0].answer == "é\u2028\n"
+    suite.close()
     with suite.answers.open("a") as file:
         file.write('{"suite": "s", "id"')  # a kill
     assert len(suite.read_answers()) == 1
@@ -236,6 +237,20 @@ def test_curves_of_nothing_are_refused(tmp_path: Path) -> None:
     with pytest.raises(MegarlError, match=r"--picture: x\.html: it is drawn as PNG or SVG"):
         curve.main([tmp_path / "a"], None, Path("x.html"))
     assert not math.isnan(summarise([Outcome.of(answer("p", 0, "1", True))])["pass_rate_low"])
+
+
+def test_the_file_of_answers_is_opened_once(tmp_path: Path) -> None:
+    """For each of 16,000 answers, that would hold the controller for a minute where the run directory is on NFS."""
+    suite = SuiteDir(tmp_path, "s")
+    suite.path.mkdir()
+    suite.add(answer("a", 0, "1", True))
+    moved = suite.answers.rename(tmp_path / "moved.jsonl")
+    suite.add(answer("a", 1, "2", False))
+    assert [a.sample for a in read_answers(moved)] == [0, 1]
+    suite.close()
+    suite.add(answer("a", 2, "3", False))
+    suite.close()
+    assert [a.sample for a in suite.read_answers()] == [2]
 
 
 def test_a_full_disk_is_said() -> None:

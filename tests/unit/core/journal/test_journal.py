@@ -4,6 +4,7 @@ import errno
 import logging
 import multiprocessing
 import os
+import random
 import resource
 import stat
 import subprocess
@@ -19,7 +20,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import Group, Prompt, Rollout, Segment, encode, float32, int32
 from megarl.core.journal import journal as journal_module
 from megarl.core.journal.file import record_of, scan
-from megarl.core.journal.journal import Journal, JournalReader
+from megarl.core.journal.journal import REMEMBERED, Journal, JournalReader
 from megarl.core.journal.records import (
     Admitted,
     Evaluated,
@@ -194,7 +195,7 @@ def test_a_file_with_one_late_group_is_kept(tmp_path: Path):
     """A slow ticket of an early file is what a replay needs: its file stays, whatever else is in it."""
     journal = Journal.open(tmp_path, 1, 30, rotate_bytes=2000)
     journal.append(*(admitted(t) for t in range(30)), finished(20))
-    first = next(n for n in journal.files() if 20 in journal._groups_of(n, journal.files()))
+    first = next(n for n in journal.files() if 20 in journal._groups_of(n))
     for ticket in [*range(20), *range(21, 30)]:
         journal.append(finished(ticket))
     journal.drop(journal.forget(20))
@@ -318,8 +319,8 @@ def test_a_copied_record_of_an_earlier_session_is_refused(tmp_path: Path, rotate
 def test_a_file_that_is_gone_is_named_when_its_groups_are_asked_for(tmp_path: Path):
     written(tmp_path, 40, rotate_bytes=2000)
     reader = JournalReader(tmp_path)
-    lost = max(reader._groups_of(2, reader.files()))
-    kept = [t for t in range(40) if t not in reader._groups_of(2, reader.files())]
+    lost = max(reader._groups_of(2))
+    kept = [t for t in range(40) if t not in reader._groups_of(2)]
     (tmp_path / "000002.journal").unlink()
     journal = Journal.open(tmp_path, 2, 1)
     assert [group.ticket for group in journal.groups(kept)] == kept
@@ -440,19 +441,72 @@ def test_a_journal_of_many_files_is_listed_once_and_searched_from_its_end(
     assert len(listed) == 4
 
 
+def io_counts() -> dict[str, int]:
+    """This process's, so far: rchar, bytes read; syscr, calls to read."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return {name: int(value) for name, value in (line.split(": ") for line in lines)}
+
+
+def bytes_read() -> int:
+    return io_counts()["rchar"]
+
+
 def test_a_search_for_groups_reads_headers_alone(tmp_path: Path):
     """Not a buffer for each, which on NFS has a MiB: as much as a group of long rollouts."""
     journal = Journal.open(tmp_path, 2, 1)
     for ticket in range(50):
         journal.append(admitted(ticket), finished(ticket, tokens=20_000))
     journal.close()
-
-    def read() -> int:
-        return int(Path("/proc/self/io").read_text().split()[1])  # bytes, by all read calls
-
-    before = read()
+    before = bytes_read()
     assert len(JournalReader(tmp_path).finished()) == 50
-    assert read() - before < 20_000
+    assert bytes_read() - before < 20_000
+
+
+def test_an_old_batch_is_found_by_the_snapshots_of_few_files(tmp_path: Path):
+    """After a month there are thousands of files, with a thousand headers each."""
+    written(tmp_path, 600, rotate_bytes=6000)
+    reader, before = JournalReader(tmp_path), bytes_read()
+    assert len(reader.files()) > 30
+    assert [group.ticket for group in reader.groups(range(20, 30))] == list(range(20, 30))
+    assert bytes_read() - before < sum(file.stat().st_size for file in tmp_path.glob("*.journal")) / 4
+
+
+def test_the_last_file_is_searched_once_for_all_groups_of_a_batch(tmp_path: Path):
+    written(tmp_path, 200)
+    before = io_counts()
+    assert len(JournalReader(tmp_path).groups(range(100, 200))) == 100
+    assert io_counts()["syscr"] - before["syscr"] < 3000
+
+
+def test_a_group_is_found_whenever_it_was_finished(tmp_path: Path):
+    rng, journal = random.Random(0), Journal.open(tmp_path, 4, 30, rotate_bytes=2500)
+    running, removed = list[int](), set[int]()
+    for ticket in range(120):
+        journal.append(admitted(ticket))
+        running.append(ticket)
+        while running and (len(running) > 20 or ticket == 119):
+            one = running.pop(rng.randrange(len(running)))
+            journal.append(finished(one) if one % 7 else Removed(ticket=one, reason="zero variance"))
+            removed |= {one} if one % 7 == 0 else set()
+    assert len(journal.files()) > 15
+    for ticket in range(120):
+        for of in (JournalReader(tmp_path), journal):
+            if ticket in removed:
+                with pytest.raises(MegarlError, match=f"ticket {ticket} has no group here"):
+                    of.groups([ticket])
+            else:
+                assert of.groups([ticket])[0].ticket == ticket
+    journal.close()
+
+
+def test_a_writer_does_not_remember_where_all_groups_of_a_long_run_are(tmp_path: Path):
+    journal = Journal.open(tmp_path, 2, 1, rotate_bytes=1000)
+    for ticket in range(60):
+        journal.append(admitted(ticket), finished(ticket))
+    assert len(journal.files()) > 2 * REMEMBERED
+    assert sum(map(len, journal._searched.values())) < 40
+    assert [group.ticket for group in journal.groups(range(60))] == list(range(60))
+    journal.close()
 
 
 def test_a_reader_sees_the_appends_of_a_live_writer(tmp_path: Path):

@@ -18,6 +18,7 @@ from megarl.core.learner.trainer import Trainer
 from megarl.core.models import checkpoint
 from megarl.core.recipe import from_tree
 from tests.damage import cut_in_half, flip_a_bit
+from tests.full_disk import files_no_larger_than
 from tests.tiny import tiny_llama
 
 
@@ -170,3 +171,29 @@ def test_what_killed_writers_left_is_removed_before_anything_is_saved(checkpoint
     left.mkdir(parents=True)  # by one that was killed in its first checkpoint
     assert not checkpoints.load_latest()
     assert names(checkpoints) == []
+
+
+def test_a_write_that_fails_is_repeated_with_the_next_step_and_ends_the_learner_at_the_third(
+    checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A moment's failure of the file system would otherwise cost all steps since the last checkpoint."""
+
+    def fails(step: int) -> None:
+        checkpoints.trainer.step = step
+        with files_no_larger_than(2000):
+            checkpoints.save()
+            checkpoints.poll(blocking=True)
+
+    fails(3)
+    fails(4)
+    assert (checkpoints.failures, names(checkpoints)) == (2, ["step-0000001", "step-0000002"])
+    assert "step-0000003: the checkpoint could not be written (is the disk full?)" in caplog.text
+    save(checkpoints, 5)
+    assert (checkpoints.failures, names(checkpoints)) == (0, ["step-0000001", "step-0000002", "step-0000005"])
+    fails(6)
+    with pytest.raises(MegarlError, match="checkpoint could not be written"):
+        checkpoints.finish()
+    fails(7)
+    with pytest.raises(MegarlError, match="step-0000008: the checkpoint could not be written"):
+        fails(8)
+    assert names(checkpoints) == ["step-0000001", "step-0000002", "step-0000005"]

@@ -1,15 +1,21 @@
 """metrics.jsonl and TensorBoard, read back with TensorBoard's own reader."""
 
 import math
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_accumulator import TENSORS, EventAccumulator
+from tensorboard.summary.writer import event_file_writer
+from tensorboard.util.tensor_util import make_ndarray
 
+from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, append_jsonl, latest_rows
 from megarl.core.recipe import Recipe, dump
 from megarl.core.telemetry.names import tag
+from megarl.lab.monitoring import metrics
 from megarl.lab.monitoring.metrics import MetricsWriter
 from megarl.run import status
 from megarl.run.observe import Observer, Tail
@@ -17,6 +23,12 @@ from megarl.run.observe import Observer, Tail
 ENDPOINTS = Endpoints(
     session="s", controller="", servers=(), api_key="u", admin_key="a", link=LinkKeys.new(), rendezvous_port=1
 )
+
+
+@pytest.fixture(autouse=True)
+def files_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard reads files by name: second, process, and a number in the process, of which 10 comes before 9."""
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
 @pytest.fixture
@@ -27,9 +39,13 @@ def rundir(tmp_path: Path) -> RunDir:
 
 
 def board(rundir: RunDir) -> dict[str, list[tuple[int, float]]]:
-    events = EventAccumulator(str(rundir.tensorboard), size_guidance={"scalars": 0})
+    """What TensorBoard shows."""
+    events = EventAccumulator(str(rundir.tensorboard), size_guidance={TENSORS: 0})
     events.Reload()
-    return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    return {
+        name: [(e.step, float(make_ndarray(e.tensor_proto))) for e in events.Tensors(name)]
+        for name in events.Tags()[TENSORS]
+    }
 
 
 def test_rows_reach_both(recipe: Recipe, rundir: RunDir) -> None:
@@ -59,6 +75,69 @@ def test_replay_supersedes(recipe: Recipe, rundir: RunDir) -> None:
     second.close()
     assert [row["loss"] for row in latest_rows(rundir.metrics)] == [1, 1, 2, 2, 2]
     assert board(rundir)["learner/loss"] == [(0, 1), (1, 1), (2, 2), (3, 2), (4, 2)]
+
+
+def test_evaluations_that_a_replay_does_not_make_again_stay(recipe: Recipe, rundir: RunDir) -> None:
+    first = MetricsWriter(recipe, rundir, ENDPOINTS)
+    for step in range(4):
+        append_jsonl(rundir.eval, {"step": step, "pass_rate": step / 4})
+        first.row({"step": step, "loss": 1.0})
+    first.close()
+    append_jsonl(rundir.eval, {"step": 4, "pass_rate": 1.0})  # while no learner is alive
+    for begin in (2, 3):
+        again = MetricsWriter(recipe, rundir, ENDPOINTS)
+        for step in range(begin, 5):
+            again.row({"step": step, "loss": 2.0})
+        again.close()
+        assert board(rundir)["eval/pass_rate"] == [(step, step / 4) for step in range(5)]
+
+
+def test_tensorboard_ends_no_step_and_is_written_again(
+    recipe: Recipe, rundir: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its folder is gone for a moment, as on an evicted client of a network's file system."""
+    writer, away = MetricsWriter(recipe, rundir, ENDPOINTS), rundir.path / "away"
+    writer.row({"step": 0, "loss": 1.0})
+    rundir.tensorboard.rename(away)
+    rundir.tensorboard.touch()
+    for step in range(1, 2000):
+        writer.row({"step": step, "loss": 1.0})
+        if "values are lost" in caplog.text:
+            break
+        time.sleep(0.01)
+    rundir.tensorboard.unlink()
+    away.rename(rundir.tensorboard)
+    for more in range(step + 1, step + 4):
+        writer.row({"step": more, "loss": 1.0})
+    writer.close()
+    assert len(latest_rows(rundir.metrics)) == step + 4
+    assert [at for at, _ in board(rundir)["learner/loss"]][-3:] == [step + 1, step + 2, step + 3]
+    assert caplog.text.count("values are lost") == 1
+
+
+def test_a_file_system_that_fails_for_a_moment_ends_no_step(
+    recipe: Recipe, rundir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, away = MetricsWriter(recipe, rundir, ENDPOINTS), rundir.path / "away"
+    writer.row({"step": 0, "loss": 1.0})
+    rundir.metrics.rename(away)
+    rundir.metrics.mkdir()  # so it cannot be opened
+
+    def recover() -> None:
+        rundir.metrics.rmdir()
+        away.rename(rundir.metrics)
+
+    well = threading.Timer(1.5, recover)
+    well.start()
+    writer.row({"step": 1, "loss": 1.0})
+    well.join()
+    assert [row["step"] for row in latest_rows(rundir.metrics)] == [0, 1]
+    rundir.metrics.rename(away)
+    rundir.metrics.mkdir()
+    monkeypatch.setattr(metrics, "MOMENT_S", 0.5)
+    with pytest.raises(MegarlError, match=r"metrics\.jsonl: cannot be written: Is a directory"):
+        writer.row({"step": 2, "loss": 1.0})
+    writer.close()
 
 
 def test_alarms_are_the_same_live_after_a_restart_and_afterwards(

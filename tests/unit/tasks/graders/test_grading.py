@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -149,6 +150,24 @@ def test_a_process_parses_so_many_formulas(monkeypatch: pytest.MonkeyPatch, grad
 
 def right(_: Submission) -> bool:
     return True
+
+
+def how_soon_it_dies(_: Submission) -> float:
+    """How much sooner than others the kernel ends this process if memory runs out."""
+    return float(Path("/proc/self/oom_score_adj").read_text())
+
+
+def test_if_memory_runs_out_a_grader_dies_before_the_controller() -> None:
+    """A function of the user's may lose memory with each of a month's millions of answers; its process is replaced."""
+
+    async def run() -> Verdict:
+        pool = Pool(1, limit_s=20.0, grader=f"{__name__}:how_soon_it_dies")
+        try:
+            return await pool.check(Submission("1", "1"))
+        finally:
+            pool.close()
+
+    assert asyncio.run(run()) == Verdict(1000.0)
 
 
 def numpy_bool(submission: Submission) -> Any:
