@@ -198,9 +198,9 @@ def test_no_family_is_left_out(place: str) -> None:
 
 
 def made_by(entry: Any) -> str:
-    """The architecture that an entry's function of tests/tiny.py makes."""
+    """The architecture that an entry's function of tests/tiny.py makes, whose annotations are texts."""
     make = getattr(entry, "make", entry[0] if isinstance(entry, tuple) else entry)
-    return inspect.signature(getattr(make, "func", make)).return_annotation.__name__
+    return str(inspect.signature(getattr(make, "func", make)).return_annotation)
 
 
 def test_experts_in_turn_are_sent_one_by_one_as_servers_hold_them(one_rank: None, tmp_path: Path) -> None:
