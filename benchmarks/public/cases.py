@@ -226,13 +226,12 @@ def serve(row: CaseRow, name: str, kind: str) -> list[Case]:
         raise RowLeftOut("an engine, speculation, data or 4-bit weights that the planner has not")
     ranks, requests, most = whole(row, "gen_tp"), number(row, "num_prompts"), number(row, "max_concurrency")
     prompt, tokens = number(row, "mean_input_len"), number(row, "mean_output_len")
-    recipe, running = changed(resources={"server_tensor_parallel": ranks}), min(requests, most)
-    held = running * (prompt + tokens * 2 / 3)  # uniform lengths: E[n^2] / 2 E[n] = 2/3 E[n]
+    recipe, running = changed(resources={"server_tensor_parallel": ranks}), int(min(requests, most))
+    # Uniform lengths. Those that run at the end are the expected ones in order: the longest of n has 2 n / (n + 1) means.
+    lengths = 2 * tokens * np.arange(1, running + 1) / (running + 1)
 
     def seconds(gpu: Gpu) -> float:
-        decoder = decoder_of(recipe, shape, gpu)
-        step = decoder.step_seconds(running, held)
-        return requests / running * (tokens * step + running * decoder.prefill_seconds(prompt))
+        return decoder_of(recipe, shape, gpu).batch_seconds(lengths, prompt, requests, running)
 
     value = requests * tokens / number(row, "output_tok_s")
     fitted, layout = ("serving", "decode_expert_layer_s"), (ranks, running, prompt, tokens)

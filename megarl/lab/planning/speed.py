@@ -192,17 +192,21 @@ class Decoder:
     def batch_seconds(self, lengths: np.ndarray, prompt: float, requests: float, limit: float) -> float:
         """Return seconds until the last of `requests` ends. Completions are like `lengths`; at most `limit` run at once.
 
-        While requests wait, `limit` run; then ever fewer run until the longest ends. prompt: tokens of each prompt.
+        While requests wait, `limit` run, and a prompt is read alone when another request ends; then ever fewer run until the
+        longest ends. prompt: tokens of each prompt.
         """
         last, mean = min(requests, limit), float(lengths.mean())
-        waiting = (requests - last) * mean * self.step_seconds(last, last * (prompt + mean / 2)) / last
+        held = prompt + float((lengths**2).mean()) / (2 * mean)  # as in Workload.live_context
+        waiting = (requests - last) * (
+            mean * self.step_seconds(last, last * held) / last + self.prefill_seconds(prompt)
+        )
         ends = np.quantile(lengths, np.arange(1, TAIL_PARTS + 1) / TAIL_PARTS)
         begins = np.concatenate([[0.0], ends[:-1]])
         tail = 0.0
         for part, (begin, end) in enumerate(zip(begins, ends, strict=True)):
             running = max(1.0, last * (1 - part / TAIL_PARTS))
             tail += (end - begin) * self.step_seconds(running, running * (prompt + (begin + end) / 2))
-        return self.prefill_seconds(prompt, requests) + waiting + tail
+        return self.prefill_seconds(prompt, last) + waiting + tail
 
 
 class Publication(NamedTuple):
