@@ -307,7 +307,7 @@ def step(row: CaseRow, name: str, kind: str) -> list[Case]:
             recipe, memory.learner(recipe, shape, packed.largest, packed.microbatches),
             2 * scored - speed.train_seconds(alone, shape, packed, gpu),
         )  # fmt: skip
-        server = replace(memory.server(recipe, shape, gpu), kv_token=memory.kv_bytes(shape, ranks, 2))
+        server = replace(memory.server(recipe, shape, gpu.memory), kv_token=memory.kv_bytes(shape, ranks, 2))
         return layouts.evaluate(problem, learner, server, ranks, servers).step_seconds
 
     engine = "colocated" if shared else f"{whole(row, 'async_lag', 0)} step ahead"

@@ -60,7 +60,7 @@ def tables(
     if isinstance(written, str):
         console.print(f"as written: {written}")
     for plan in list(plans.values())[:1]:
-        console.print(largest_allocation(plan, shape), *_remarks(problem, plan), sep="\n")
+        console.print(largest_allocation(plan, shape), host_memory(plan), *_remarks(problem, plan), sep="\n")
     if found.refused:
         console.print("\nrefused", style="bold")
         for reason, count in found.refused.most_common(MOST_REASONS):
@@ -127,6 +127,14 @@ def largest_allocation(plan: Plan, shape: Architecture) -> str:
     return (
         f"largest allocation of a publication: {what}, {size / GB:.1f} GB, on a server's GPU beside weights and KV; "
         f"a learner's rank holds {plan.learner.publication / GB:.1f} GB of buckets"
+    )
+
+
+def host_memory(plan: Plan) -> str:
+    """Describe what roles keep in the host's memory, which `megarl train` checks."""
+    return (
+        f"host memory: {plan.learner.host / GB:.0f} GB for a learner's rank (a checkpoint, offloaded AdamW), "
+        f"{plan.server.host / GB:.0f} GB for a server's GPU (new weights, tokens' experts)"
     )
 
 

@@ -144,12 +144,15 @@ def test_models_larger_than_a_node_have_servers_on_several(config: str, gpus: in
     best = search(asked).plans[0].recipe
     assert best.resources.server_tensor_parallel == width
     assert best.model.expert_parallel > 16
-    names = tuple(map(str, range(8)))
-    nodes = [Node(f"n{i}", f"n{i}", f"10.0.0.{i}", "ib0", names, 96, 0, ()) for i in range(gpus // 8)]
-    placed = place(best, nodes)
+    placed = place(best, nodes(gpus, 8))
     assert len(placed[Role("server", 0)].nodes) == width // 8
     no_nvlink = replace(asked, gpu=replace(asked.gpu, nvlink_gpus=1))
     assert search(no_nvlink).refused[f"server TP {width}: beyond one NVLink domain, and not several whole nodes of 8"]
+
+
+def nodes(gpus: int, each: int) -> list[Node]:
+    names = tuple(map(str, range(each)))
+    return [Node(f"n{i}", f"n{i}", f"10.0.0.{i}", "ib0", names, 96, 0, ()) for i in range(gpus // each)]
 
 
 def test_a_learner_needs_the_hosts_memory_too() -> None:
@@ -208,8 +211,9 @@ def test_every_plan_obeys_the_rules_and_fits(name: str, config: str, gpu: str) -
     asked = problem(name, config, gpu)
     found = search(asked)
     assert found.plans
-    room = asked.gpu.usable
+    room, machines = asked.gpu.usable, nodes(80, asked.gpu.node_gpus)
     for plan in found.plans:
+        place(plan.recipe, machines)
         r = plan.recipe.resources
         assert r.servers * r.server_tensor_parallel + r.learner_ranks == 80
         assert not list(impossible(plan.recipe))
