@@ -36,6 +36,9 @@ UNTRUSTED = (
 """Words in `notes` or the source which say that a row is not a measurement of performance."""
 BROADCASTS = ("NCCL", "NCCL broadcast", "nccl full broadcast")  # the method of megarl's process groups
 BUCKETS = {"1 GB": 954, "4096 MiB": 4096}
+PAUSED = "disk"
+"""A transport without staging, which the planner takes for one source while servers stand still: Miles sends one pipeline stage
+after the other (a lock in its broadcast.py), NeMo-RL from rank 0."""
 SPREAD = 0.5  # of the lengths' logarithm, as in `megarl plan`; no source states it
 
 
@@ -252,7 +255,7 @@ def sync(row: CaseRow, name: str, kind: str) -> list[Case]:
         raise RowLeftOut("another method than a broadcast of all weights between GPUs")
     ranks, gpus = whole(row, "gen_tp"), whole(row, "gpus_total")
     resources = {"server_tensor_parallel": ranks, "servers": whole(row, "gpus_gen") // ranks}
-    weights = {"bucket_mb": BUCKETS.get(row["bucket"], 512)}
+    weights = {"bucket_mb": BUCKETS.get(row["bucket"], 512), "transport": PAUSED}
     recipe, shape = (
         changed(resources=resources, model={"pipeline_parallel": whole(row, "pp", 1)}, weights=weights),
         shape_of(name),
@@ -287,10 +290,10 @@ def step(row: CaseRow, name: str, kind: str) -> list[Case]:
     recipe = changed(
         model=keys, resources=resources, batch={"prompts": prompts}, sampling={"generations": generations},
         pipeline={"k": whole(row, "async_lag", 0)}, reference={"coefficient": 0.01},
-        serving={"memory_fraction": number(row, "recipe_vllm_gpu_mem_util")},
+        serving={"memory_fraction": number(row, "recipe_vllm_gpu_mem_util")}, weights={"transport": PAUSED},
         learner={"recompute": "full" if full else "none", "microbatch_tokens": packed_tokens},
     )  # fmt: skip
-    if copies(recipe, kind) > prompts * generations or not memory.server(recipe, shape, GPUS[kind]).kv_tokens:
+    if copies(recipe, kind) > prompts * generations or not memory.server(recipe, shape, GPUS[kind].memory).kv_tokens:
         raise RowLeftOut("weights do not fit the GPUs as the planner counts them")
     alone = recipe.model_copy(update={"reference": recipe.reference.model_copy(update={"coefficient": 0.0})})
     lengths = LogNormal(tokens, SPREAD, longest)

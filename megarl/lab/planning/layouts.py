@@ -290,15 +290,15 @@ def evaluate(problem: PlanningProblem, learner: LearnerChoice, server: ServerMem
     prefill = decoder.prefill_seconds(work.prompt_tokens)
     seconds = decoder.step_seconds(running, running * work.live_context) + running * prefill / work.mean_tokens
     tokens, longest = work.rollouts * work.mean_tokens, most_tokens * seconds
-    transfers = published.transfer / pipeline.phase_steps
-    busy = learner.train_seconds + transfers + published.parity / pipeline.phase_steps
+    paused = published.pause / pipeline.phase_steps
+    busy = learner.train_seconds + sum(published) / pipeline.phase_steps
     if k := float(pipeline.max_lag):
         decode = tokens / (servers * running / seconds)
-        # Learner and servers that share a GPU take turns; both stand still for a publication.
-        step = decode + busy if shared else max(decode + transfers, busy)
+        # Learner and servers that share a GPU take turns.
+        step = decode + busy if shared else max(decode + paused, busy)
         # If the learner is the bottleneck, the window is full: k steps' tickets are ahead of it. If not, tokens wait for the
         # last of their group, and half of them are sampled in the first half of that time.
-        lag = k if busy > decode + transfers else min(k, 0.5 + longest / 2 / step)
+        lag = k if busy > decode + paused else min(k, 0.5 + longest / 2 / step)
     else:  # nothing is made ahead: the halves alternate, each phase waits for its last rollout; lag is half a phase
         requests = pipeline.phase_steps * work.rollouts / servers
         decode = decoder.batch_seconds(work.sample, work.prompt_tokens, requests, limit) / pipeline.phase_steps
@@ -307,6 +307,6 @@ def evaluate(problem: PlanningProblem, learner: LearnerChoice, server: ServerMem
     evaluated = recipe.evaluation.prompts * recipe.evaluation.samples * work.mean_tokens / scoring
     return Plan(
         recipe=recipe, gpus=gpus, learner=learner.memory, server=server, decoder=decoder, publication=published,
-        running=running, train_seconds=learner.train_seconds, generate_seconds=decode + transfers, step_seconds=step,
+        running=running, train_seconds=learner.train_seconds, generate_seconds=decode + paused, step_seconds=step,
         tokens_per_second=tokens / step, lag=lag, evaluation_seconds=evaluated,
     )  # fmt: skip

@@ -425,6 +425,44 @@ def test_a_batch_ends_with_its_longest_request() -> None:
     assert server.batch_seconds(np.full(64, 1000), 1, 64, 32) > 1.5 * server.batch_seconds(np.full(64, 1000), 1, 32, 32)
 
 
+def test_prompts_that_wait_are_read_one_by_one() -> None:
+    """64 prompts of 100 tokens are one chunk, however few layers' kernels it takes; of 128 the second 64 are read alone."""
+    server = decoder("llama-3.1-8b")
+    lengths = np.full(64, 1000)
+    first = server.batch_seconds(lengths, 100, 64, 64)
+    held = server.step_seconds(64, 64 * (100 + 500))
+    waiting = server.batch_seconds(lengths, 100, 128, 64) - first
+    assert waiting == pytest.approx(1000 * held + 64 * server.prefill_seconds(100))
+
+
+def test_each_source_of_a_publication_has_a_link() -> None:
+    """Scout, TP 4 and PP 2, to servers of four GPUs: a stage sends from two copies if there are two, so by four adapters of
+    40 GB/s in place of two. A server's rank copies a quarter of the model to the host and reads it again, at 51 GB/s."""
+    shape = architecture.read("llama-4-scout")
+    four, two, disk = (
+        speed.publication(load("scalerl-17bx16", keys), shape, H100, 80)
+        for keys in ([], ["resources.learner_ranks=8", "model.expert_parallel=4"], ["weights.transport=disk"])
+    )
+    size = 2 * shape.parameters
+    assert two.transfer - four.transfer == pytest.approx(size / 80e9 - size / 160e9)
+    assert four.pause == four.swap == pytest.approx(size / 4 / 51.2e9)
+    assert disk.transfer - two.transfer == pytest.approx(size / 40e9 - size / 80e9 - two.swap)
+    assert disk.pause == disk.transfer
+    together = speed.publication(load("scalerl-17bx16"), shape, replace(H100, nvlink_gpus=80), 80)
+    assert together.transfer == pytest.approx(2 * four.swap, rel=0.2), "by NVLink, it is the host that limits"
+
+
+def test_servers_pause_for_the_swap_alone() -> None:
+    """Where they limit, a step ends sooner by what they generate while weights are staged."""
+    few = ("resources.servers=4",)
+    staged, disk = (
+        written(problem("scalerl-17bx16", "llama-4-scout", "gb200", 32, 6000, *few, f"weights.transport={transport}"))
+        for transport in ("process_group", "disk")
+    )
+    assert disk.server_idle == staged.server_idle == 0
+    assert disk.step_seconds - staged.step_seconds == pytest.approx(disk.publication.transfer - staged.publication.swap)
+
+
 def test_fp8_is_refused_where_there_is_none() -> None:
     refused = as_written(problem("scalerl-8b", "llama-3.1-8b", "a100", 80, 8000, "model.fp8=tensorwise"))
     assert refused == "model.fp8: a100 has no FP8 products"
