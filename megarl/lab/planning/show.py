@@ -43,7 +43,8 @@ def tables(
     )
     plans = named(problem, written, found, BEST)
     if not found.plans and not problem.recipe.resources.colocate:
-        console.print("nothing fits, not even with learner.recompute=full learner.optimizer_offload=1")
+        tried = "not even with learner.recompute=full learner.optimizer_offload=1"
+        console.print(f"nothing fits {problem.gpus} GPUs, {tried}; the reasons are below")
     if found.saving:
         saving = " and ".join(f"learner.{key}={value}" for key, value in found.saving.items())
         otherwise = f"a step takes {seconds:.1f} s" if (seconds := found.seconds_without) else "nothing fits"
@@ -51,15 +52,20 @@ def tables(
     table, figures = narrow("", *plans), [_figures(plan) for plan in plans.values()]  # a column a plan: it is narrow
     for label in figures[0] if figures else ():
         table.add_row(label, *(texts[label] for texts in figures))
-    console.print(table)
-    for name, plan in list(plans.items())[:1]:
+    # Details are those of the first plan that has as many GPUs as were asked for.
+    name = next((name for name, plan in plans.items() if plan.gpus == problem.gpus), next(iter(plans), ""))
+    if plans:
+        console.print(table)
         console.print(NEARER)
-        console.print(f"{name}: {cost(plan, price)}")
+        console.print(f"{name}: {cost(plans[name], price)}")
     if found.plans:
         console.print(f"plan 1 is: {' '.join(overrides(found.plans[0]))}", soft_wrap=True)
     if isinstance(written, str):
         console.print(f"as written: {written}")
-    for plan in list(plans.values())[:1]:
+    elif written.gpus != problem.gpus:
+        console.print(f"note: the recipe's resources use {written.gpus} GPUs, not {problem.gpus}")
+    if plans:
+        plan = plans[name]
         console.print(largest_allocation(plan, shape), host_memory(plan), *_remarks(problem, plan), sep="\n")
     if found.refused:
         console.print("\nrefused", style="bold")
@@ -163,8 +169,6 @@ def _figures(plan: Plan) -> dict[str, str]:
 
 def _remarks(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     recipe, evaluation = plan.recipe, plan.recipe.evaluation
-    if plan.gpus != problem.gpus:
-        yield f"note: the recipe's resources use {plan.gpus} GPUs, not {problem.gpus}"
     if refused := attention_problem(problem.shape, recipe.length.context_tokens, [problem.gpu.capability]):
         yield f"note: such a run is refused: {refused}"
     if taught := recipe.teacher_gpus:

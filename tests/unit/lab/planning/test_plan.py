@@ -124,6 +124,20 @@ def test_where_nothing_fits_recomputation_and_offload_are_tried(capsys: pytest.C
     assert (nothing.plans, nothing.saving) == ([], {})
 
 
+def test_details_are_those_of_as_many_gpus_as_were_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """The recipe's own 80 GPUs have a column, and a note. If nothing fits there is neither table nor detail."""
+    asked = "plan scalerl-8b --gpu h100 --mean-tokens 8000 --gpus"
+    assert cli.main([*asked.split(), "32", "--model-config", "llama-3.1-8b"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "written (80)" in out
+    assert "plan 1: 3,200 steps take" in out
+    assert "note: the recipe's resources use 80 GPUs, not 32" in out
+    assert cli.main([*asked.split(), "32", "--model-config", "deepseek-v3"]) == 1
+    out = capsys.readouterr().out
+    assert "nothing fits 32 GPUs" in out
+    assert "steps take" not in out
+
+
 def test_a_learner_that_waits_for_servers_saves_memory_for_them(capsys: pytest.CaptureFixture[str]) -> None:
     """On 80 H100 Scout's learner fits without only on 64, beside two servers that it would wait for nine tenths of a step."""
     arguments = "plan scalerl-17bx16 --gpus 80 --gpu h100 --model-config llama-4-scout"
