@@ -35,8 +35,8 @@ from megarl.core.base.messages import ServerAddress
 from megarl.core.base.types import Batch, Group, Prompt, Rollout, Segment, encode
 from megarl.core.journal.journal import Admitted, Finished, Journal
 from megarl.core.sampling.places import GroupPlaces, Places
-from megarl.core.server.client import ServerClient
-from megarl.core.server.fleet import Fan, Fleet
+from megarl.core.server.client import CHECKSUMS, ServerClient
+from megarl.core.server.fleet import Call, Fan, Fleet
 from megarl.core.server.membership import Membership, ServerLoad
 from megarl.core.server.relay import RelayedCall, relayed
 
@@ -47,9 +47,8 @@ TOKENS = 8192
 GENERATIONS = 16
 SERVERS = 1024
 RATE = 100_000.0
-BUCKETS = 30
 PARAMETERS = 291
-"""The number of tensors in a Llama 3.1 8B; its 16 GB are 30 buckets of 512 MiB."""
+"""The number of tensors in a Llama 3.1 8B."""
 
 
 def main() -> None:
@@ -126,7 +125,8 @@ def chunks() -> list[bytes]:
 
 def serve(port: Any) -> None:
     """Be the stand-ins: stream TOKENS tokens in chunks, as SGLang writes them, relay calls, and answer others at once."""
-    table = {f"model.layers.{i}.weight": f"{i:064x}" for i in range(PARAMETERS)}
+    table = {f"model.layers.{i}.weight": f"{i:016x}" for i in range(PARAMETERS)}
+    checksums = json.dumps([{"per_gpu_checksum": "0" * 16, "checksums": table}])
     lines = chunks()
 
     async def generate(request: web.Request) -> web.StreamResponse:
@@ -139,16 +139,12 @@ def serve(port: Any) -> None:
         return reply
 
     async def other(request: web.Request) -> web.Response:
-        await request.read()
-        return web.json_response({"success": True, "message": ""})
+        message = checksums if CHECKSUMS in await request.text() else ""
+        return web.json_response({"success": True, "message": message, "weight_version": "0"})
 
     async def loads(request: web.Request) -> web.Response:
         load = {"token_usage": zlib.crc32(request.host.encode()) / 2**32, "num_waiting_reqs": 0}
         return web.json_response({"timestamp": time.time(), "loads": [load]})
-
-    async def checksums(request: web.Request) -> web.Response:
-        await request.read()
-        return web.json_response({"per_engine_checksum": "0" * 64, "ranks": [{"checksums": table}]})
 
     async def relay(request: web.Request) -> web.StreamResponse:
         call = msgspec.json.decode(await request.read(), type=RelayedCall)
@@ -165,7 +161,6 @@ def serve(port: Any) -> None:
         app.router.add_post("/generate", generate)
         app.router.add_post("/relay", relay)
         app.router.add_get("/v1/loads", loads)
-        app.router.add_post("/weights_checker", checksums)
         app.router.add_route("*", "/{any:.*}", other)
         runner = web.AppRunner(app)
         await runner.setup()
@@ -277,16 +272,14 @@ def allow_files(count: int) -> None:
 
 
 def publication(url: str, servers: int) -> float:
-    """Return the CPU seconds of the calls of a publication in BUCKETS buckets, each of which names 20 tensors."""
+    """Return the CPU seconds of the calls of a publication to servers that stage its weights."""
     port = int(url.rpartition(":")[2])
     clients = [ServerClient(ServerAddress(i, f"http://{address(i)}:{port}"), "", "", 60.0) for i in range(servers)]
-    names = [f"model.layers.{i}.self_attn.q_proj.weight" for i in range(20)]
-    dtypes, shapes = ["bfloat16"] * len(names), [[4096, 4096]] * len(names)
+    calls: list[Call[Any]] = [lambda s: s.served_version(), lambda s: s.stage(1), lambda s: s.receive("group")]
+    calls += [lambda s: s.staged_checksums(), lambda s: s.pause("in_place"), lambda s: s.swap(1), lambda s: s.resume()]
     begin = time.process_time()
     with closing(Fleet(clients, 0)) as fleet:
-        before = [lambda s: s.pause("in_place"), lambda s: s.begin()]
-        buckets = [lambda s: s.receive(names, dtypes, shapes, "group", None)] * BUCKETS
-        for call in [*before, *buckets, lambda s: s.end(), lambda s: s.checksums(), lambda s: s.resume()]:
+        for call in calls:
             results, errors = fleet.each(fleet.servers, call)
             assert len(results) == servers, next(iter(errors.values()))
         return time.process_time() - begin

@@ -36,6 +36,9 @@ UNTRUSTED = (
 """Words in `notes` or the source which say that a row is not a measurement of performance."""
 BROADCASTS = ("NCCL", "NCCL broadcast", "nccl full broadcast")  # the method of megarl's process groups
 BUCKETS = {"1 GB": 954, "4096 MiB": 4096}
+PAUSED = "disk"
+"""A transport without staging, which the planner takes for one source while servers stand still: Miles sends one pipeline stage
+after the other (a lock in its broadcast.py), NeMo-RL from rank 0."""
 SPREAD = 0.5  # of the lengths' logarithm, as in `megarl plan`; no source states it
 
 
@@ -226,13 +229,12 @@ def serve(row: CaseRow, name: str, kind: str) -> list[Case]:
         raise RowLeftOut("an engine, speculation, data or 4-bit weights that the planner has not")
     ranks, requests, most = whole(row, "gen_tp"), number(row, "num_prompts"), number(row, "max_concurrency")
     prompt, tokens = number(row, "mean_input_len"), number(row, "mean_output_len")
-    recipe, running = changed(resources={"server_tensor_parallel": ranks}), min(requests, most)
-    held = running * (prompt + tokens * 2 / 3)  # uniform lengths: E[n^2] / 2 E[n] = 2/3 E[n]
+    recipe, running = changed(resources={"server_tensor_parallel": ranks}), int(min(requests, most))
+    # Uniform lengths. Those that run at the end are the expected ones in order: the longest of n has 2 n / (n + 1) means.
+    lengths = 2 * tokens * np.arange(1, running + 1) / (running + 1)
 
     def seconds(gpu: Gpu) -> float:
-        decoder = decoder_of(recipe, shape, gpu)
-        step = decoder.step_seconds(running, held)
-        return requests / running * (tokens * step + running * decoder.prefill_seconds(prompt))
+        return decoder_of(recipe, shape, gpu).batch_seconds(lengths, prompt, requests, running)
 
     value = requests * tokens / number(row, "output_tok_s")
     fitted, layout = ("serving", "decode_expert_layer_s"), (ranks, running, prompt, tokens)
@@ -253,7 +255,7 @@ def sync(row: CaseRow, name: str, kind: str) -> list[Case]:
         raise RowLeftOut("another method than a broadcast of all weights between GPUs")
     ranks, gpus = whole(row, "gen_tp"), whole(row, "gpus_total")
     resources = {"server_tensor_parallel": ranks, "servers": whole(row, "gpus_gen") // ranks}
-    weights = {"bucket_mb": BUCKETS.get(row["bucket"], 512)}
+    weights = {"bucket_mb": BUCKETS.get(row["bucket"], 512), "transport": PAUSED}
     recipe, shape = (
         changed(resources=resources, model={"pipeline_parallel": whole(row, "pp", 1)}, weights=weights),
         shape_of(name),
@@ -288,10 +290,10 @@ def step(row: CaseRow, name: str, kind: str) -> list[Case]:
     recipe = changed(
         model=keys, resources=resources, batch={"prompts": prompts}, sampling={"generations": generations},
         pipeline={"k": whole(row, "async_lag", 0)}, reference={"coefficient": 0.01},
-        serving={"memory_fraction": number(row, "recipe_vllm_gpu_mem_util")},
+        serving={"memory_fraction": number(row, "recipe_vllm_gpu_mem_util")}, weights={"transport": PAUSED},
         learner={"recompute": "full" if full else "none", "microbatch_tokens": packed_tokens},
     )  # fmt: skip
-    if copies(recipe, kind) > prompts * generations or not memory.server(recipe, shape, GPUS[kind]).kv_tokens:
+    if copies(recipe, kind) > prompts * generations or not memory.server(recipe, shape, GPUS[kind].memory).kv_tokens:
         raise RowLeftOut("weights do not fit the GPUs as the planner counts them")
     alone = recipe.model_copy(update={"reference": recipe.reference.model_copy(update={"coefficient": 0.0})})
     lengths = LogNormal(tokens, SPREAD, longest)
@@ -308,7 +310,7 @@ def step(row: CaseRow, name: str, kind: str) -> list[Case]:
             recipe, memory.learner(recipe, shape, packed.largest, packed.microbatches),
             2 * scored - speed.train_seconds(alone, shape, packed, gpu),
         )  # fmt: skip
-        server = replace(memory.server(recipe, shape, gpu), kv_token=memory.kv_bytes(shape, ranks, 2))
+        server = replace(memory.server(recipe, shape, gpu.memory), kv_token=memory.kv_bytes(shape, ranks, 2))
         return layouts.evaluate(problem, learner, server, ranks, servers).step_seconds
 
     engine = "colocated" if shared else f"{whole(row, 'async_lag', 0)} step ahead"

@@ -26,7 +26,7 @@ from megarl.lab.evaluation import suites
 from megarl.lab.monitoring import wandb_writer
 from megarl.lab.planning import memory
 from megarl.run import checks, devices
-from megarl.run.checks import Fingerprints
+from megarl.run.checks import Fingerprints, HostBytes
 from megarl.tasks.data import sources
 from megarl.tasks.data.chat import load_chat
 from megarl.tasks.data.prompts import load_tasks
@@ -67,9 +67,11 @@ def check_all(recipe: Recipe) -> str:
     return checks.check_start(recipe, check_inputs(recipe), host_bytes(recipe))
 
 
-def host_bytes(recipe: Recipe) -> float:
-    """Return the bytes of host memory that each learner rank uses, according to `megarl plan`."""
-    return memory.learner(recipe, architecture.read(recipe.model.path), microbatch_tokens=1, microbatches=1).host
+def host_bytes(recipe: Recipe) -> HostBytes:
+    """Return the host memory that a learner rank and a server on GPUs like this machine's use, according to `megarl plan`."""
+    shape, ranks = architecture.read(recipe.model.path), recipe.resources.server_tensor_parallel
+    of_gpu = memory.server(recipe, shape, devices.memory())
+    return HostBytes(memory.learner(recipe, shape, microbatch_tokens=1, microbatches=1).host, of_gpu.host * ranks)
 
 
 def check_sft(recipe: Recipe) -> str:

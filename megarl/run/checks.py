@@ -2,7 +2,7 @@
 
 check_start(recipe, …)      history, a writable directory, and that the roles fit; returns what would start
 check_cpu(recipe, …)        on a machine without a GPU: the run is small enough for its cores
-check_host(recipe, …)       nodes have enough memory for writing checkpoints and for servers' copies of new weights
+check_host(recipe, …)       nodes have enough memory for writing checkpoints and for what servers keep there
 check_history(recipe, …)    an existing run may be resumed, with the settings and inputs that it began with
 
 A resumed run compares fingerprints of its inputs (computed by lab/preflight.py): other contents under the same path would lead
@@ -12,8 +12,8 @@ to other steps.
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
-from megarl.core.base.architecture import in_directory
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import parameters, read_json
 from megarl.core.base.rundir import RunDir
@@ -33,8 +33,6 @@ LARGE = 10**9
 """A bf16 or fp16 model with more parameters than this trains so slowly on a CPU that it must be a mistake."""
 LARGE_ON_CPU = "MEGARL_LARGE_ON_CPU"
 """If this environment variable is 1, such a run starts anyway. It is not in the recipe, since it concerns the machine."""
-HALF = 2
-"""Bytes per weight on a server with a GPU: bf16 or fp16."""
 type Fingerprints = Mapping[str, str]
 """Fingerprints by recipe key and part of the input: `model.path: weights`."""
 HISTORY = (
@@ -45,7 +43,14 @@ HISTORY = (
 """Keys and sections that determine a run's steps. Layout, servers, learning rate and intervals may change when resuming."""
 
 
-def check_start(recipe: Recipe, fingerprints: Fingerprints, host_bytes: float) -> str:
+class HostBytes(NamedTuple):
+    """Bytes of host memory, as planned (lab/planning/memory.py). rank: a learner's rank. server: a whole server with GPUs."""
+
+    rank: float
+    server: float
+
+
+def check_start(recipe: Recipe, fingerprints: Fingerprints, host_bytes: HostBytes) -> str:
     """Check all that `megarl train` needs, except its inputs and other nodes of a job; return a text of what it would start.
 
     host_bytes: see check_host.
@@ -95,7 +100,7 @@ def check_cpu(recipe: Recipe, model: str, processes: Mapping[str, int], cores: i
         )
 
 
-def check_placed(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: float) -> None:
+def check_placed(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: HostBytes) -> None:
     """Check that settings which need GPUs have them, that servers can serve these lengths, and that nodes have enough memory.
     host_bytes: see check_host.
     """
@@ -120,22 +125,23 @@ def check_placed(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: float
     check_served(recipe, placed)
 
 
-def check_host(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: float) -> None:
-    """Raise MegarlError if a node has less memory than its roles need: `host_bytes` for each learner rank, from the plan (for
-    writing checkpoints, and AdamW's offloaded share), and for each server with GPUs its copy of new weights.
+def check_host(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: HostBytes) -> None:
+    """Raise MegarlError if a node has less memory than its roles need: learner ranks for writing checkpoints and for AdamW's
+    offloaded share, servers for new weights that wait for their swap and for the experts of each token of KV.
     """
     learner = placed[Role("learner")]
-    copying = [at for role, at in placed.items() if role.kind == "server" and at.gpus and recipe.stages_weights]
-    copy = in_directory(recipe.model.path).parameters * HALF if copying else 0
+    serving = [at for role, at in placed.items() if role.kind == "server" and at.gpus]
     offloaded = recipe.learner.optimizer_offload > 0
     for node in {node.name: node for at in placed.values() for node in at.nodes}.values():
         ranks = learner.ranks if node in learner.nodes else 0
-        servers = sum(1 / len(at.nodes) for at in copying if node in at.nodes)
-        needed = ranks * host_bytes + servers * copy
+        servers = sum(1 / len(at.nodes) for at in serving if node in at.nodes)
+        needed = ranks * host_bytes.rank + servers * host_bytes.server
         if needed > node.memory:
-            of_ranks = f"learner ranks for checkpoints, {ranks} x {host_bytes / 1e9:.0f} GB"
-            of_servers = f"servers for copies of their weights, {servers:g} x {copy / 1e9:.0f} GB"
-            each = " and ".join(text for text, count in ((of_ranks, ranks), (of_servers, servers)) if count)
+            of_ranks = f"learner ranks for checkpoints, {ranks} x {host_bytes.rank / 1e9:.0f} GB"
+            of_servers = f"servers for new weights and tokens' experts, {servers:g} x {host_bytes.server / 1e9:.0f} GB"
+            each = " and ".join(
+                text for text, count in ((of_ranks, ranks), (of_servers, servers * host_bytes.server)) if count
+            )
             lower = ", or lower learner.optimizer_offload" if offloaded and ranks else ""
             raise MegarlError(
                 f"resources: {node.name} has {node.memory / 1e9:.0f} GB of memory, and {each} need {needed / 1e9:.0f} GB; "

@@ -43,6 +43,11 @@ def capabilities() -> frozenset[str]:
     return frozenset(_asked("compute_cap"))
 
 
+def memory() -> float:
+    """Return the bytes of this machine's smallest GPU; 0 where there is none."""
+    return min((float(size.split()[0]) * 2**20 for size in _asked("memory.total")), default=0.0)
+
+
 def _asked(what: str) -> tuple[str, ...]:
     """Return nvidia-smi's answer for each GPU; empty if it is missing or fails."""
     if shutil.which("nvidia-smi") is None:

@@ -59,7 +59,9 @@ MOST_FRUITLESS_STARTS = 5
 """If a run loses a node or comes to its time limit after more starts than this without a new step, it fails."""
 
 
-def main(recipe: Recipe, fingerprints: checks.Fingerprints, host_bytes: float, write_report: WriteReport) -> int:
+def main(
+    recipe: Recipe, fingerprints: checks.Fingerprints, host_bytes: checks.HostBytes, write_report: WriteReport
+) -> int:
     """Run to the end. Return 0: all steps done, or stopped without a signal; 1: failed; 75: to be started again elsewhere;
     128 + signal: stopped by it.
 

@@ -67,7 +67,7 @@ def test_every_command_works(folder: Path, capsys: pytest.CaptureFixture[str]) -
     (script,) = [text for command, text in printed.items() if "submit" in command and "run.name" not in command]
     assert script.strip() == (folder / "runs/qwen3-8b-2nodes.sbatch").read_text().strip()
     assert "# node 1: controller-0, servers 0-7\n# node 2: learner ranks 0-3, servers 8-11\n" in script
-    assert "381 GPU-hours" in script
+    assert "360 GPU-hours" in script
 
 
 PLAN = ("--gpus", "16", "--gpu", "h100")

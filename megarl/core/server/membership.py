@@ -30,12 +30,20 @@ GROUP = 64
 """Servers per relay. Larger groups take less of the caller's time but make each call slower: a gate needs 0.3 ms per server."""
 FORGET_S = 30.0
 """A joined server that does not answer is forgotten after this time without its sign of life, sent every two seconds."""
+MOST_GROUPS = 4
+"""Most groups that a server joins, unless there are more pipeline stages: a communicator takes memory on each of its GPUs."""
 ServerState = Literal["starting", "unknown", "publishing", "clean", "lost", "leaving"]
 
 
 def in_a_row(servers: int) -> int:
     """Return how many calls are made one after the other to reach `servers` servers: the caller's, and a relay's."""
     return servers if servers <= DIRECT else -(-servers // GROUP) + GROUP
+
+
+def sending_copies(copies: int, stages: int, links: int) -> int:
+    """Return how many of the learner's data-parallel copies send weights at once, each some layers of every pipeline stage.
+    links: a server's GPUs."""
+    return max(1, min(copies, min(links, MOST_GROUPS) // stages))
 
 
 def listed(servers: Collection[int]) -> str:

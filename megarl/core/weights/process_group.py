@@ -39,6 +39,7 @@ from megarl.core.models import hf
 from megarl.core.models.families import Family
 from megarl.core.server.client import LET_DOWN, ServerClient, ServerSaid
 from megarl.core.server.fleet import Calls, Fleet, collect
+from megarl.core.server.membership import sending_copies
 from megarl.core.server.relay import RelayLost
 from megarl.core.server.staging import BucketHead
 from megarl.core.weights.deltas import LastSent
@@ -47,8 +48,6 @@ from megarl.core.weights.transport import Sent, SentChecksums, buckets
 log = logging.getLogger(__name__)
 
 
-MOST_GROUPS = 4
-"""Most groups that a server joins, unless there are more pipeline stages: a communicator takes memory on each of its GPUs."""
 VIEWS = 16
 """A tensor larger than a bucket divided by this is sent from its own memory, not copied into a bucket with others."""
 
@@ -93,8 +92,8 @@ class ProcessGroupTransport:
         self._chunks, self._family, self._last, self._limit_s = chunks, family, last, limit_s
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         copies = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        sources = min(copies.size(), min(links, MOST_GROUPS) // pipeline.size())
-        self._copy, self._copies = copies.rank(), max(1, sources)
+        self._copy = copies.rank()
+        self._copies = sending_copies(copies.size(), pipeline.size(), links)
         self._group_number = pipeline.rank() * self._copies + self._copy
         self._groups = pipeline.size() * self._copies
         self._bucket_bytes = bucket_bytes // self._groups

@@ -33,6 +33,11 @@ class Gpu:
     decode_expert_layer_s: float
 
     @property
+    def node_gpus(self) -> int:
+        """Most GPUs of one machine: a compute tray of an NVL72 has four."""
+        return 4 if self.nvlink_gpus > 8 else 8
+
+    @property
     def usable(self) -> float:
         """Bytes that tensors can use."""
         return self.memory * (1 - ASSUMED.fragmentation) - ASSUMED.reserved_gb * GB

@@ -136,6 +136,9 @@ def _search(problem: PlanningProblem, refused: Counter[str]) -> list[Plan]:
     gpus = problem.gpus - problem.recipe.teacher_gpus
     step = 1 << max(0, (gpus // SPLITS).bit_length() - 1)
     for learner_gpus in range(step, gpus, step):
+        if learner_gpus > (node := problem.gpu.node_gpus) and learner_gpus % node:
+            refused[f"learner: more GPUs than a node has, and not whole nodes of {node}"] += 1
+            continue
         if (learner := _quickest(problem, learner_gpus, refused)) is None:
             continue
         left = gpus - learner_gpus
@@ -206,7 +209,8 @@ def _learner(problem: PlanningProblem, recipe: Recipe) -> LearnerChoice | str:
         parts["the head's logits are"] = need.head
         largest = max(parts, key=parts.__getitem__)
         return f"learner: does not fit {room / GB:.0f} GB a GPU; {largest} the largest part"
-    node = min(problem.gpu.nvlink_gpus, NODE_GPUS)
+    # Ranks that do not fill a machine may use the host memory of its other GPUs.
+    node = min(problem.gpu.nvlink_gpus, problem.gpu.node_gpus)
     if need.host * min(recipe.resources.learner_ranks, node) > problem.gpu.host_memory * node:
         has = f"{problem.gpu.host_memory / GB:.0f} GB of host memory a GPU"
         return f"learner: {has} do not hold a checkpoint's copy and what of AdamW is offloaded; more ranks share them"
@@ -225,8 +229,6 @@ def _with_microbatch_tokens(problem: PlanningProblem, recipe: Recipe) -> Recipe:
     return changed(recipe, "learner", microbatch_tokens=max(fitting, default=longest))
 
 
-NODE_GPUS = 8
-"""Most GPUs in one machine. Learner ranks that do not fill a machine may use the host memory of its other GPUs."""
 _RULES = {
     "batch.prompts": "does not divide by the data-parallel ranks",
     "resources.learner_ranks": "does not divide into copies of the model or of its experts",
@@ -253,9 +255,9 @@ def _server(problem: PlanningProblem, ranks: int) -> ServerMemory | str:
     shape, gpu, longest = problem.shape, problem.gpu, problem.recipe.length.context_tokens
     if shape.heads % ranks or (shape.groups % ranks and ranks % shape.groups):
         return f"server TP {ranks}: does not divide the heads"
-    if ranks > gpu.nvlink_gpus and (gpu.nvlink_gpus < NODE_GPUS or ranks % gpu.nvlink_gpus):
-        return f"server TP {ranks}: beyond one NVLink domain, and not several whole nodes of {NODE_GPUS}"
-    needed = memory.server(changed(problem.recipe, "resources", server_tensor_parallel=ranks), shape, gpu)
+    if ranks > gpu.nvlink_gpus and (gpu.nvlink_gpus < gpu.node_gpus or ranks % gpu.nvlink_gpus):
+        return f"server TP {ranks}: beyond one NVLink domain, and not several whole nodes of {gpu.node_gpus}"
+    needed = memory.server(changed(problem.recipe, "resources", server_tensor_parallel=ranks), shape, gpu.memory)
     room = gpu.usable - needed.weights - needed.transient
     fitting = replace(needed, kv=min(needed.kv, max(room, 0.0)))
     if fitting.kv_tokens < longest:
@@ -288,15 +290,15 @@ def evaluate(problem: PlanningProblem, learner: LearnerChoice, server: ServerMem
     prefill = decoder.prefill_seconds(work.prompt_tokens)
     seconds = decoder.step_seconds(running, running * work.live_context) + running * prefill / work.mean_tokens
     tokens, longest = work.rollouts * work.mean_tokens, most_tokens * seconds
-    transfers = published.transfer / pipeline.phase_steps
-    busy = learner.train_seconds + transfers + published.parity / pipeline.phase_steps
+    paused = published.pause / pipeline.phase_steps
+    busy = learner.train_seconds + sum(published) / pipeline.phase_steps
     if k := float(pipeline.max_lag):
         decode = tokens / (servers * running / seconds)
-        # Learner and servers that share a GPU take turns; both stand still for a publication.
-        step = decode + busy if shared else max(decode + transfers, busy)
+        # Learner and servers that share a GPU take turns.
+        step = decode + busy if shared else max(decode + paused, busy)
         # If the learner is the bottleneck, the window is full: k steps' tickets are ahead of it. If not, tokens wait for the
         # last of their group, and half of them are sampled in the first half of that time.
-        lag = k if busy > decode + transfers else min(k, 0.5 + longest / 2 / step)
+        lag = k if busy > decode + paused else min(k, 0.5 + longest / 2 / step)
     else:  # nothing is made ahead: the halves alternate, each phase waits for its last rollout; lag is half a phase
         requests = pipeline.phase_steps * work.rollouts / servers
         decode = decoder.batch_seconds(work.sample, work.prompt_tokens, requests, limit) / pipeline.phase_steps
@@ -305,6 +307,6 @@ def evaluate(problem: PlanningProblem, learner: LearnerChoice, server: ServerMem
     evaluated = recipe.evaluation.prompts * recipe.evaluation.samples * work.mean_tokens / scoring
     return Plan(
         recipe=recipe, gpus=gpus, learner=learner.memory, server=server, decoder=decoder, publication=published,
-        running=running, train_seconds=learner.train_seconds, generate_seconds=decode + transfers, step_seconds=step,
+        running=running, train_seconds=learner.train_seconds, generate_seconds=decode + paused, step_seconds=step,
         tokens_per_second=tokens / step, lag=lag, evaluation_seconds=evaluated,
     )  # fmt: skip

@@ -10,13 +10,14 @@ In a pipeline the first stage has the embedding and the most activations in flig
 micro-batch in flight; the larger of the two counts.
 """
 
+import math
 from dataclasses import dataclass
 
 from megarl.core.base.architecture import Architecture
 from megarl.core.recipe import Recipe
-from megarl.lab.planning.hardware import ASSUMED, Gpu
+from megarl.lab.planning.hardware import ASSUMED
 
-HALF, FP32, FP8 = 2, 4, 1
+HALF, FP32, FP8, INT32 = 2, 4, 1, 4
 WIDTH = {"bf16": HALF, "fp16": HALF, "fp32": FP32}  # bytes of a number, by `model.dtype`
 
 SCORED_AT_ONCE = 2048
@@ -42,16 +43,24 @@ class LearnerMemory:
 
 @dataclass(frozen=True)
 class ServerMemory:
-    """Bytes on each GPU of a server. kv: the static part without the weights. transient: peak use outside the static part."""
+    """Bytes on each GPU of a server. kv: the static part without the weights. transient: peak use outside the static part. In
+    the host's memory: new weights that wait for their swap (staged), and for each token of KV the experts that were chosen.
+    """
 
     weights: float
     kv: float
     kv_token: float
     transient: float
+    staged: float
+    routed_token: float
 
     @property
     def kv_tokens(self) -> int:
         return max(0, int(self.kv / self.kv_token))
+
+    @property
+    def host(self) -> float:
+        return self.staged + self.routed_token * self.kv_tokens
 
 
 def learner(recipe: Recipe, shape: Architecture, microbatch_tokens: float, microbatches: int) -> LearnerMemory:
@@ -143,18 +152,25 @@ def activation_bytes(recipe: Recipe, shape: Architecture, recompute: str) -> tup
     return layers * shape.hidden * width / tensor * share, attention + largest
 
 
-def server(recipe: Recipe, shape: Architecture, gpu: Gpu) -> ServerMemory:
-    """Return the memory of a server with resources.server_tensor_parallel GPUs."""
+def server(recipe: Recipe, shape: Architecture, gpu_memory: float) -> ServerMemory:
+    """Return the memory of a server with resources.server_tensor_parallel GPUs of this size.
+
+    If the model has experts, each rank of SGLang keeps those of every layer as int32, in pinned memory: [tokens of KV, layers,
+    chosen] (BaseHostCache in its state_capturer/base.py).
+    """
     ranks, running = recipe.resources.server_tensor_parallel, recipe.serving.max_running_requests
     width = WIDTH[recipe.model.dtype]
     weights = shape.parameters * width / ranks
     logits = FP32 * max(running / ranks, SCORED_AT_ONCE) * shape.vocabulary
     landings = 2 if recipe.stages_weights else 1
+    kv_token, share = kv_bytes(shape, ranks, width), recipe.serving.memory_fraction or ASSUMED.static_share
     return ServerMemory(
         weights=weights,
-        kv=max(0.0, (recipe.serving.memory_fraction or ASSUMED.static_share) * gpu.memory - weights),
-        kv_token=kv_bytes(shape, ranks, width),
+        kv=max(0.0, min(share * gpu_memory - weights, (recipe.serving.kv_tokens or math.inf) * kv_token)),
+        kv_token=kv_token,
         transient=logits + landings * largest_bucket(recipe, shape),
+        staged=weights if recipe.stages_weights else 0.0,
+        routed_token=INT32 * shape.layers * shape.experts_per_token,
     )
 
 

@@ -43,7 +43,8 @@ def tables(
     )
     plans = named(problem, written, found, BEST)
     if not found.plans and not problem.recipe.resources.colocate:
-        console.print("nothing fits, not even with learner.recompute=full learner.optimizer_offload=1")
+        tried = "not even with learner.recompute=full learner.optimizer_offload=1"
+        console.print(f"nothing fits {problem.gpus} GPUs, {tried}; the reasons are below")
     if found.saving:
         saving = " and ".join(f"learner.{key}={value}" for key, value in found.saving.items())
         otherwise = f"a step takes {seconds:.1f} s" if (seconds := found.seconds_without) else "nothing fits"
@@ -51,16 +52,21 @@ def tables(
     table, figures = narrow("", *plans), [_figures(plan) for plan in plans.values()]  # a column a plan: it is narrow
     for label in figures[0] if figures else ():
         table.add_row(label, *(texts[label] for texts in figures))
-    console.print(table)
-    for name, plan in list(plans.items())[:1]:
+    # Details are those of the first plan that has as many GPUs as were asked for.
+    name = next((name for name, plan in plans.items() if plan.gpus == problem.gpus), next(iter(plans), ""))
+    if plans:
+        console.print(table)
         console.print(NEARER)
-        console.print(f"{name}: {cost(plan, price)}")
+        console.print(f"{name}: {cost(plans[name], price)}")
     if found.plans:
         console.print(f"plan 1 is: {' '.join(overrides(found.plans[0]))}", soft_wrap=True)
     if isinstance(written, str):
         console.print(f"as written: {written}")
-    for plan in list(plans.values())[:1]:
-        console.print(largest_allocation(plan, shape), *_remarks(problem, plan), sep="\n")
+    elif written.gpus != problem.gpus:
+        console.print(f"note: the recipe's resources use {written.gpus} GPUs, not {problem.gpus}")
+    if plans:
+        plan = plans[name]
+        console.print(largest_allocation(plan, shape), host_memory(plan), *_remarks(problem, plan), sep="\n")
     if found.refused:
         console.print("\nrefused", style="bold")
         for reason, count in found.refused.most_common(MOST_REASONS):
@@ -130,6 +136,14 @@ def largest_allocation(plan: Plan, shape: Architecture) -> str:
     )
 
 
+def host_memory(plan: Plan) -> str:
+    """Describe what roles keep in the host's memory, which `megarl train` checks."""
+    return (
+        f"host memory: {plan.learner.host / GB:.0f} GB for a learner's rank (a checkpoint, offloaded AdamW), "
+        f"{plan.server.host / GB:.0f} GB for a server's GPU (new weights, tokens' experts)"
+    )
+
+
 def _figures(plan: Plan) -> dict[str, str]:
     m, r = plan.recipe.model, plan.recipe.resources
     return {
@@ -145,6 +159,7 @@ def _figures(plan: Plan) -> dict[str, str]:
         f"training, s {error('training')}": f"{plan.train_seconds:.1f}",
         f"generation, s {error('generation')}": f"{plan.generate_seconds:.1f}",
         f"publication, s {error('publication')}": f"{plan.publication.transfer:.1f}",
+        "servers pause, s": f"{plan.publication.pause:.1f}",
         "lag": f"{plan.lag:.1f}",
         "learner idle": f"{plan.learner_idle:.0%}",
         "servers idle": f"{plan.server_idle:.0%}",
@@ -154,8 +169,6 @@ def _figures(plan: Plan) -> dict[str, str]:
 
 def _remarks(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     recipe, evaluation = plan.recipe, plan.recipe.evaluation
-    if plan.gpus != problem.gpus:
-        yield f"note: the recipe's resources use {plan.gpus} GPUs, not {problem.gpus}"
     if refused := attention_problem(problem.shape, recipe.length.context_tokens, [problem.gpu.capability]):
         yield f"note: such a run is refused: {refused}"
     if taught := recipe.teacher_gpus:
@@ -218,9 +231,10 @@ def _plan(plan: Plan, price: float | None) -> dict[str, object]:
         **{key.partition(".")[2]: attrgetter(key)(plan.recipe) for key in layout},
         "data_parallel": plan.recipe.data_parallel,
         "learner_bytes": asdict(plan.learner) | {"total": plan.learner.total},
-        "server_bytes": asdict(plan.server),
+        "server_bytes": asdict(plan.server) | {"host": plan.server.host},
         "kv_tokens": plan.server.kv_tokens,
         "sync_seconds": plan.publication.transfer,
+        "pause_seconds": plan.publication.pause,
         "evaluation_steps": plan.evaluation_seconds / plan.step_seconds,
         **{key: getattr(plan, key) for key in FIGURES},
         "cost_of_1000_steps": None if price is None else plan.gpu_hours_per_1000_steps * price,

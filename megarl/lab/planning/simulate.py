@@ -48,9 +48,10 @@ class Costs:
 
     step_seconds: StepSeconds
     train_seconds: Callable[[Sequence[int]], float]  # for sequences of these lengths
-    transfer: float  # of a publication, during which servers stand still unless they stage weights
-    parity: float  # after the transfer, while new requests wait
+    transfer: float  # of a publication; servers that do not stage weights stand still
+    parity: float  # after transfer and swap, while new requests wait
     limit: int
+    swap: float = 0.0  # of staged weights; servers stand still
 
 
 @dataclass(frozen=True)
@@ -211,9 +212,13 @@ class _SimulatedRun:
         ids = [address.id for address in command.servers]
         self.membership.publish(ids, command.version, LEARNER)
         self.places.refresh()
-        for i in ids if not self.recipe.stages_weights else ():
+        pause = self.costs.transfer
+        if self.recipe.stages_weights:
+            await asyncio.sleep(self.costs.transfer)
+            pause = self.costs.swap
+        for i in ids:
             self.servers[i].pause()
-        await asyncio.sleep(self.costs.transfer)
+        await asyncio.sleep(pause)
         for i in ids:
             self.servers[i].resume(command.version)
         await asyncio.sleep(self.costs.parity)
@@ -321,7 +326,7 @@ def costs(problem: PlanningProblem, plan: Plan) -> Costs:
         return decoder.step_seconds(running, held) + running * prefill
 
     limit = min(recipe.serving.max_running_requests, plan.server.kv_tokens / problem.work.live_context)
-    return Costs(step_seconds, train_seconds, *plan.publication, limit=max(1, int(limit)))
+    return Costs(step_seconds, train_seconds, limit=max(1, int(limit)), **plan.publication._asdict())
 
 
 def simulated(problem: PlanningProblem, plan: Plan, steps: int) -> Simulation:

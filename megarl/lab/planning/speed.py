@@ -15,13 +15,14 @@ import numpy as np
 from megarl.core.algorithm.packing import HEAD_PASSES, LAYER_PASSES, Cost, pack
 from megarl.core.base.architecture import Architecture
 from megarl.core.recipe import Recipe
-from megarl.core.server.membership import in_a_row
+from megarl.core.server.membership import in_a_row, sending_copies
 from megarl.lab.planning import memory
 from megarl.lab.planning.hardware import ASSUMED, GB, Gpu
 from megarl.lab.planning.memory import FP32, HALF, WIDTH
 
-CONTROL_CALLS = 5
-"""HTTP calls to one server during a publication: pause, begin, end, checksums, continue (megarl/core/weights/publisher.py)."""
+CONTROL_CALLS = 7
+"""HTTP calls to one server during a publication: its version, begin, receive, checksums, pause, swap, continue
+(megarl/core/weights/publisher.py)."""
 TAIL_PARTS = 32
 """Number of quantiles of the lengths. Requests of a batch between two of them are treated as ending together."""
 PREFILL_CHUNK = 8192
@@ -192,43 +193,60 @@ class Decoder:
     def batch_seconds(self, lengths: np.ndarray, prompt: float, requests: float, limit: float) -> float:
         """Return seconds until the last of `requests` ends. Completions are like `lengths`; at most `limit` run at once.
 
-        While requests wait, `limit` run; then ever fewer run until the longest ends. prompt: tokens of each prompt.
+        While requests wait, `limit` run, and a prompt is read alone when another request ends; then ever fewer run until the
+        longest ends. prompt: tokens of each prompt.
         """
         last, mean = min(requests, limit), float(lengths.mean())
-        waiting = (requests - last) * mean * self.step_seconds(last, last * (prompt + mean / 2)) / last
+        held = prompt + float((lengths**2).mean()) / (2 * mean)  # as in Workload.live_context
+        waiting = (requests - last) * (
+            mean * self.step_seconds(last, last * held) / last + self.prefill_seconds(prompt)
+        )
         ends = np.quantile(lengths, np.arange(1, TAIL_PARTS + 1) / TAIL_PARTS)
         begins = np.concatenate([[0.0], ends[:-1]])
         tail = 0.0
         for part, (begin, end) in enumerate(zip(begins, ends, strict=True)):
             running = max(1.0, last * (1 - part / TAIL_PARTS))
             tail += (end - begin) * self.step_seconds(running, running * (prompt + (begin + end) / 2))
-        return self.prefill_seconds(prompt, requests) + waiting + tail
+        return self.prefill_seconds(prompt, last) + waiting + tail
 
 
 class Publication(NamedTuple):
-    """Seconds in which the weights are sent (transfer), and in which the learner then scores tokens for parity. Servers that
-    stage weights generate during the transfer; `evaluate` lets all of them pause."""
+    """Seconds for which the learner waits: the weights are sent (transfer); servers that staged them swap them in; tokens are
+    scored for parity."""
 
     transfer: float
+    swap: float
     parity: float
+
+    @property
+    def pause(self) -> float:
+        """Seconds in which servers generate nothing: the swap or, where nothing is staged, the transfer."""
+        return self.swap or self.transfer
 
 
 def publication(recipe: Recipe, shape: Architecture, gpu: Gpu, devices: int) -> Publication:
-    """Return the cost of sending the whole model to all servers, bucket by bucket.
+    """Return the cost of sending the whole model to all servers, in buckets.
 
-    Every rank of a server is taken to receive the whole model through one network adapter, so several sources save no time.
-    NCCL may do better: its ring enters a server of several GPUs once, and each source's ring could use another adapter.
+    Each source of `process_group` is taken to use another network adapter of a server, as long as there are some. A rank of a
+    server copies its part to the host's memory as it arrives, and reads it there for the checksums and for the swap.
     """
     servers, ranks = recipe.resources.servers, recipe.resources.server_tensor_parallel
     size = shape.parameters * WIDTH[recipe.model.dtype]
     bucket = recipe.weights.bucket_mb * 2**20
     buckets = max(recipe.model.pipeline_parallel, -(-int(size) // bucket))
-    rate = (gpu.nvlink if devices <= gpu.nvlink_gpus else gpu.network) * ASSUMED.network_efficiency
+    sources, part = 1, 0.0
+    if recipe.stages_weights:
+        stages = recipe.model.pipeline_parallel
+        copies = recipe.resources.learner_ranks // (recipe.model.tensor_parallel * stages)
+        sources = min(ranks, stages * sending_copies(copies, stages, ranks))
+        part = size / ranks / (gpu.host * ASSUMED.network_efficiency)
+    rate = gpu.nvlink if devices <= gpu.nvlink_gpus else min(sources * gpu.network, gpu.nvlink)
+    arriving = max(size / (rate * ASSUMED.network_efficiency), part)
     # A pipelined ring: bytes cross each link once, and the last rank is as many hops away as there are receivers: [Ring]
-    wire = size / buckets / rate + servers * ranks * ASSUMED.hop_latency_s
-    calls = in_a_row(servers) * ASSUMED.call_seconds
-    transfer = buckets * max(wire, calls) + CONTROL_CALLS * calls + ASSUMED.control_seconds
-    return Publication(transfer, ASSUMED.parity_seconds)
+    hops = buckets * servers * ranks * ASSUMED.hop_latency_s
+    calls = CONTROL_CALLS * in_a_row(servers) * ASSUMED.call_seconds
+    transfer = arriving + hops + part + calls + ASSUMED.control_seconds
+    return Publication(transfer, swap=part, parity=ASSUMED.parity_seconds)
 
 
 def layer_flop(shape: Architecture) -> float:

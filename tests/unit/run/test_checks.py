@@ -23,6 +23,7 @@ from megarl.core.journal.records import Admitted
 from megarl.core.recipe import Recipe, dump, from_tree, load
 from megarl.lab import preflight
 from megarl.run import checks, devices
+from megarl.run.checks import HostBytes
 from megarl.run.nodes import here
 from megarl.run.placement import place
 from megarl.run.prepare import endpoints_of, prepare
@@ -261,29 +262,35 @@ def test_the_hosts_memory_holds_what_roles_copy(tree: Tree, tmp_path: Path, monk
     asked: list[Any] = []
     with monkeypatch.context() as patched:
         patched.setattr(checks, "check_gpus", lambda *arguments: asked.append(arguments))
-        checks.check_placed(recipe, placed, host_bytes=25e9)
+        checks.check_placed(recipe, placed, HostBytes(25e9, 0))
     assert asked == [(recipe, {"10.0"})]
     with pytest.raises(
         MegarlError, match=r"^resources: n1 has 100 GB .* ranks for checkpoints, 4 x 26 GB need 104 GB; spread"
     ):
-        checks.check_placed(recipe, placed, host_bytes=26e9)
+        checks.check_placed(recipe, placed, HostBytes(26e9, 0))
     with monkeypatch.context() as patched:
-        patched.setattr(preflight, "host_bytes", lambda _: 1e15)
+        patched.setattr(preflight, "host_bytes", lambda _: HostBytes(1e15, 0))
         with pytest.raises(MegarlError, match=r"4 x 1000000 GB need 4000000 GB"):
             preflight.check_all(changed(tree, resources=resources))
-    eight_b = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(tmp_path)})})
-    (tmp_path / "config.json").write_text((CONFIGS / "llama-3.1-8b.json").read_text())
-    checks.check_host(eight_b, placed, host_bytes=20e9)
+    checks.check_host(recipe, placed, HostBytes(20e9, 16e9))
     small = [replace(node, memory=16 * 10**9) for node in nodes]
     with pytest.raises(
-        MegarlError, match=r"^resources: n0 has 16 GB .* servers for copies of their weights, 1 x 16 GB need 16 GB"
+        MegarlError,
+        match=r"^resources: n0 has 16 GB .* servers for new weights and tokens' experts, 1 x 17 GB need 17 GB",
     ):
-        checks.check_host(eight_b, place(recipe, small), host_bytes=1e9)
+        checks.check_host(recipe, place(recipe, small), HostBytes(1e9, 17e9))
     spanning = changed(tree, resources=resources | {"server_tensor_parallel": 8}, model={"dtype": "bf16"})
-    spanning = spanning.model_copy(update={"model": eight_b.model})
-    checks.check_host(spanning, place(spanning, [*small, replace(small[0], name="n2")]), host_bytes=1e9)  # half a copy
+    third = replace(small[0], name="n2")
+    checks.check_host(spanning, place(spanning, [*small, third]), HostBytes(1e9, 17e9))  # half of it on each node
     scale = load("scalerl-8b", [f"model.path={CONFIGS / 'llama-3.1-8b.json'}"])
-    assert 16 * preflight.host_bytes(scale) == pytest.approx((4 * (2 + 12) + 12) * 8.03e9, rel=0.01)
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nprintf '81559 MiB\\n76294 MiB\\n'\n")  # 80 GB
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert 16 * preflight.host_bytes(scale).rank == pytest.approx((4 * (2 + 12) + 12) * 8.03e9, rel=0.01)
+    assert preflight.host_bytes(scale).server == pytest.approx(2 * 8.03e9, rel=0.01)
+    experts = load("qwen3-30b-a3b-2nodes", [f"model.path={CONFIGS / 'qwen3-30b-a3b.json'}"])
+    table = 2 * (80e9 * 0.86 - 30.5e9) / 49_152 * 4 * 48 * 8  # on each of two ranks, for tokens of 48 KiB of KV
+    assert preflight.host_bytes(experts).server == pytest.approx(2 * 30.5e9 + table, rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])

@@ -11,6 +11,7 @@ from megarl.core.models import head
 from megarl.core.recipe import Recipe, load
 from megarl.lab.planning import memory
 from megarl.lab.planning.hardware import GB, gpu_named
+from megarl.shims import sglang_cpu
 
 EIGHT, SCOUT = architecture.read("llama-3.1-8b"), architecture.read("llama-4-scout")
 
@@ -29,11 +30,11 @@ def test_mixed_precision_adam_is_16_bytes_a_parameter_and_one_more_for_fp32_grad
 
 def test_weights_of_servers_are_the_published_footprints() -> None:
     """Llama 3.1 8B: 16 GB of bf16. Scout: 218 GB with its vision tower; not on two of 80 GB."""
-    h100 = gpu_named("h100")
-    assert memory.server(recipe(), EIGHT, h100).weights == pytest.approx(16.06 * GB, rel=1e-3)
-    on_four = memory.server(recipe("scalerl-17bx16"), SCOUT, h100)
+    size = gpu_named("h100").memory
+    assert memory.server(recipe(), EIGHT, size).weights == pytest.approx(16.06 * GB, rel=1e-3)
+    on_four = memory.server(recipe("scalerl-17bx16"), SCOUT, size)
     assert on_four.weights == pytest.approx(218 * GB / 4, rel=0.02)
-    on_two = memory.server(recipe("scalerl-17bx16", resources__server_tensor_parallel=2), SCOUT, h100)
+    on_two = memory.server(recipe("scalerl-17bx16", resources__server_tensor_parallel=2), SCOUT, size)
     assert on_two.kv_tokens == 0
 
 
@@ -133,3 +134,29 @@ def test_an_offloaded_optimiser_takes_12_bytes_a_parameter_off_the_ranks_that_sh
     )
     assert here - there == pytest.approx(12 * EIGHT.parameters / 16, rel=1e-6)  # TP 4 x DP 4
     assert half == pytest.approx((here + there) / 2)
+
+
+def test_a_server_holds_no_more_tokens_than_it_is_told() -> None:
+    free, told = (
+        memory.server(recipe(**keys), EIGHT, 80 * GB).kv_tokens for keys in ({}, {"serving__kv_tokens": 100_000})
+    )
+    assert free > 300_000
+    assert told == 100_000
+
+
+def test_a_servers_host_memory_is_new_weights_and_the_experts_of_each_token() -> None:
+    """SGLang's own table, on a CPU. Qwen3-30B-A3B on two GPUs: 61 GB of weights, and 8 of 48 layers' experts for each token."""
+    from sglang.srt.state_capturer.base import BaseHostCache
+
+    sglang_cpu.patch()
+    shape, keys = (
+        architecture.read("qwen3-30b-a3b"),
+        {"resources__server_tensor_parallel": 2, "serving__kv_tokens": 20_000},
+    )
+    table = BaseHostCache(
+        20_000, shape.layers, shape.experts_per_token, "routed_experts", "cpu"
+    ).get_buffer_size_bytes()
+    found = memory.server(recipe(**keys), shape, 80 * GB)
+    assert found.host == pytest.approx(30.5 * GB + table, rel=2e-3)
+    assert memory.server(recipe(**keys, weights__transport="disk"), shape, 80 * GB).host == table == 20_000 * 48 * 8 * 4
+    assert memory.server(recipe(), EIGHT, 80 * GB).host == pytest.approx(16.06 * GB, rel=1e-3)

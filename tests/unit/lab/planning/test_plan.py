@@ -124,6 +124,20 @@ def test_where_nothing_fits_recomputation_and_offload_are_tried(capsys: pytest.C
     assert (nothing.plans, nothing.saving) == ([], {})
 
 
+def test_details_are_those_of_as_many_gpus_as_were_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """The recipe's own 80 GPUs have a column, and a note. If nothing fits there is neither table nor detail."""
+    asked = "plan scalerl-8b --gpu h100 --mean-tokens 8000 --gpus"
+    assert cli.main([*asked.split(), "32", "--model-config", "llama-3.1-8b"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "written (80)" in out
+    assert "plan 1: 3,200 steps take" in out
+    assert "note: the recipe's resources use 80 GPUs, not 32" in out
+    assert cli.main([*asked.split(), "32", "--model-config", "deepseek-v3"]) == 1
+    out = capsys.readouterr().out
+    assert "nothing fits 32 GPUs" in out
+    assert "steps take" not in out
+
+
 def test_a_learner_that_waits_for_servers_saves_memory_for_them(capsys: pytest.CaptureFixture[str]) -> None:
     """On 80 H100 Scout's learner fits without only on 64, beside two servers that it would wait for nine tenths of a step."""
     arguments = "plan scalerl-17bx16 --gpus 80 --gpu h100 --model-config llama-4-scout"
@@ -144,12 +158,15 @@ def test_models_larger_than_a_node_have_servers_on_several(config: str, gpus: in
     best = search(asked).plans[0].recipe
     assert best.resources.server_tensor_parallel == width
     assert best.model.expert_parallel > 16
-    names = tuple(map(str, range(8)))
-    nodes = [Node(f"n{i}", f"n{i}", f"10.0.0.{i}", "ib0", names, 96, 0, ()) for i in range(gpus // 8)]
-    placed = place(best, nodes)
+    placed = place(best, nodes(gpus, 8))
     assert len(placed[Role("server", 0)].nodes) == width // 8
     no_nvlink = replace(asked, gpu=replace(asked.gpu, nvlink_gpus=1))
     assert search(no_nvlink).refused[f"server TP {width}: beyond one NVLink domain, and not several whole nodes of 8"]
+
+
+def nodes(gpus: int, each: int) -> list[Node]:
+    names = tuple(map(str, range(each)))
+    return [Node(f"n{i}", f"n{i}", f"10.0.0.{i}", "ib0", names, 96, 0, ()) for i in range(gpus // each)]
 
 
 def test_a_learner_needs_the_hosts_memory_too() -> None:
@@ -208,8 +225,9 @@ def test_every_plan_obeys_the_rules_and_fits(name: str, config: str, gpu: str) -
     asked = problem(name, config, gpu)
     found = search(asked)
     assert found.plans
-    room = asked.gpu.usable
+    room, machines = asked.gpu.usable, nodes(80, asked.gpu.node_gpus)
     for plan in found.plans:
+        place(plan.recipe, machines)
         r = plan.recipe.resources
         assert r.servers * r.server_tensor_parallel + r.learner_ranks == 80
         assert not list(impossible(plan.recipe))
@@ -419,6 +437,44 @@ def test_a_batch_ends_with_its_longest_request() -> None:
     assert even == pytest.approx(1000 * server.step_seconds(64, 64 * 500), rel=0.35)
     assert 1.5 < uneven / even < 1.9
     assert server.batch_seconds(np.full(64, 1000), 1, 64, 32) > 1.5 * server.batch_seconds(np.full(64, 1000), 1, 32, 32)
+
+
+def test_prompts_that_wait_are_read_one_by_one() -> None:
+    """64 prompts of 100 tokens are one chunk, however few layers' kernels it takes; of 128 the second 64 are read alone."""
+    server = decoder("llama-3.1-8b")
+    lengths = np.full(64, 1000)
+    first = server.batch_seconds(lengths, 100, 64, 64)
+    held = server.step_seconds(64, 64 * (100 + 500))
+    waiting = server.batch_seconds(lengths, 100, 128, 64) - first
+    assert waiting == pytest.approx(1000 * held + 64 * server.prefill_seconds(100))
+
+
+def test_each_source_of_a_publication_has_a_link() -> None:
+    """Scout, TP 4 and PP 2, to servers of four GPUs: a stage sends from two copies if there are two, so by four adapters of
+    40 GB/s in place of two. A server's rank copies a quarter of the model to the host and reads it again, at 51 GB/s."""
+    shape = architecture.read("llama-4-scout")
+    four, two, disk = (
+        speed.publication(load("scalerl-17bx16", keys), shape, H100, 80)
+        for keys in ([], ["resources.learner_ranks=8", "model.expert_parallel=4"], ["weights.transport=disk"])
+    )
+    size = 2 * shape.parameters
+    assert two.transfer - four.transfer == pytest.approx(size / 80e9 - size / 160e9)
+    assert four.pause == four.swap == pytest.approx(size / 4 / 51.2e9)
+    assert disk.transfer - two.transfer == pytest.approx(size / 40e9 - size / 80e9 - two.swap)
+    assert disk.pause == disk.transfer
+    together = speed.publication(load("scalerl-17bx16"), shape, replace(H100, nvlink_gpus=80), 80)
+    assert together.transfer == pytest.approx(2 * four.swap, rel=0.2), "by NVLink, it is the host that limits"
+
+
+def test_servers_pause_for_the_swap_alone() -> None:
+    """Where they limit, a step ends sooner by what they generate while weights are staged."""
+    few = ("resources.servers=4",)
+    staged, disk = (
+        written(problem("scalerl-17bx16", "llama-4-scout", "gb200", 32, 6000, *few, f"weights.transport={transport}"))
+        for transport in ("process_group", "disk")
+    )
+    assert disk.server_idle == staged.server_idle == 0
+    assert disk.step_seconds - staged.step_seconds == pytest.approx(disk.publication.transfer - staged.publication.swap)
 
 
 def test_fp8_is_refused_where_there_is_none() -> None:

@@ -49,6 +49,7 @@ def run(
     decode: float | Callable[[float, float], float] = 0.01,
     train: float = 0.0,
     transfer: float = 0.0,
+    swap: float = 0.0,
     parity: float = 0.0,
     limit: int = 1000,
     share: float = 1.0,
@@ -61,6 +62,7 @@ def run(
         transfer=transfer,
         parity=parity,
         limit=limit,
+        swap=swap,
     )
     return simulate(made, workload(made, lengths, share, seed), costs, steps, seed, evaluate)
 
@@ -85,11 +87,11 @@ def test_a_slow_learner_sets_the_pace_and_finds_the_window_full() -> None:
     assert steps[-1].wait == 0
 
 
-@pytest.mark.parametrize(("transport", "pause"), [("process_group", 0.0), ("disk", 0.1)])
+@pytest.mark.parametrize(("transport", "pause"), [("process_group", 0.02), ("disk", 0.1)])
 def test_slow_servers_set_the_pace(transport: str, pause: float) -> None:
     """One server that works on one request at a time: 8 rollouts of 100 tokens at 10 ms. It generates while weights are staged
-    beside its own; else it stands still for 0.1 s a step."""
-    steps = run(recipe(k=8, transport=transport), 12, Constant(100), train=0.5, transfer=0.1, limit=1)
+    beside its own, and stands still for the swap of 0.02 s a step; else for the transfer of 0.1 s."""
+    steps = run(recipe(k=8, transport=transport), 12, Constant(100), train=0.5, transfer=0.1, swap=0.02, limit=1)
     assert steps[-1].ended - steps[4].ended == pytest.approx(7 * (8 * 1.0 + pause), rel=0.002)
 
 
