@@ -299,11 +299,28 @@ case "$1" in *uuid) printf 'GPU-aa\nGPU-bb\n' ;; *index) printf '0\n1\n' ;; esac
         "MIG-aa": ("MIG-aa",),
         "GPU-b": ("GPU-b",),  # CUDA takes the beginning of a UUID, too
         "": (),
+        "-1": (),
+        "NoDevFiles": (),  # Slurm's, in a job that asked for none
+        "1,-1,0": ("1",),
     }.items():
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert devices.gpus() == names
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert devices.gpus() == ("0", "1")
+
+
+def test_ninja_is_found_beside_a_python_that_is_called_by_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang calls it by name when it compiles a kernel; a batch script activates no environment."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    place = Place(HERE.nodes, ("0",))
+    command = RoleCommand(
+        Role("server"), ("-c", "import os; print('path', os.environ['PATH'])"), {}, place, RunDir(tmp_path)
+    )
+    LocalLauncher().start(command)
+    assert wait_for_line(log_in(tmp_path), "path") == f"/usr/bin:/bin:{Path(sys.executable).parent}"
 
 
 def test_no_kernel_of_sglang_is_compiled_into_the_home_directory() -> None:
