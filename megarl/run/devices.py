@@ -84,8 +84,9 @@ def kernel_caches() -> dict[str, str]:
     """Return variables that keep compiled kernels in a folder of this node; those that are set already are left out.
 
     By default kernels are in the home directory. On a cluster that is one network file system, where all servers would compile
-    the same kernels at the same time. If nothing may be executed in the node's folder for temporary files, the node has a
-    folder of its own there. Empty if someone else can write to the folder, since we would run their code.
+    the same kernels at the same time, or that compute nodes cannot write: then no server would start, even on a CPU. If
+    nothing may be executed in the node's folder for temporary files, the node has a folder of its own there. Empty if someone
+    else can write to the folder, since we would run their code.
     """
     folder = Path(tempfile.gettempdir()) / f"megarl-kernels-{os.getuid()}"
     if os.statvfs(folder.parent).f_flag & os.ST_NOEXEC:

@@ -309,18 +309,16 @@ case "$1" in *uuid) printf 'GPU-aa\nGPU-bb\n' ;; *index) printf '0\n1\n' ;; esac
     assert devices.gpus() == ("0", "1")
 
 
-def test_ninja_is_found_beside_a_python_that_is_called_by_its_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SGLang calls it by name when it compiles a kernel; a batch script activates no environment."""
+def test_what_compiles_kernels_is_found_and_has_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang calls ninja by name, and a batch script activates no environment. Even on a CPU SGLang makes folders as it is
+    imported, by default in the home directory, which may be read-only on compute nodes."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    place = Place(HERE.nodes, ("0",))
-    command = RoleCommand(
-        Role("server"), ("-c", "import os; print('path', os.environ['PATH'])"), {}, place, RunDir(tmp_path)
-    )
-    LocalLauncher().start(command)
-    assert wait_for_line(log_in(tmp_path), "path") == f"/usr/bin:/bin:{Path(sys.executable).parent}"
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    start("import os; print('has', os.environ['PATH'], os.environ['TORCHINDUCTOR_CACHE_DIR'])", tmp_path)
+    path, folder = wait_for_line(log_in(tmp_path), "has").split()
+    assert path == f"/usr/bin:/bin:{Path(sys.executable).parent}"
+    assert Path(folder).parent.parent == tmp_path
 
 
 def test_no_kernel_of_sglang_is_compiled_into_the_home_directory() -> None:
