@@ -51,6 +51,14 @@ def dump_no_core() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, most))
 
 
+def bind_no_threads() -> None:
+    """Remove the variables by which OpenMP binds threads to cores, as some clusters set them. Each process that imports torch
+    would be bound to the first core of its node, and all roles there would share it.
+    """
+    for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"):
+        os.environ.pop(name, None)
+
+
 @contextmanager
 def importing() -> Iterator[None]:
     """Import without Python's garbage collector, which would take a fifth of a role's start to scan thousands of modules again
