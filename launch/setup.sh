@@ -4,6 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONDONTWRITEBYTECODE        # without .pyc files every role compiles all it imports, at each start
+export PIP_USER=0                    # some sites make pip install for the user, which it refuses to do in an environment
 
 # The sandbox in which programs are graded (`grader: code`) is not a Python package.
 if ! command -v bwrap >/dev/null; then
@@ -15,7 +16,8 @@ if ! command -v bwrap >/dev/null; then
 fi
 
 stamp=.venv/.megarl-setup
-want=$(cat requirements/cpu.txt setup.py launch/setup.sh | sha256sum | cut -d' ' -f1)
+here=$(cd .venv 2>/dev/null && pwd -P || echo "$(pwd -P)/.venv")
+want=$({ cat requirements/cpu.txt setup.py launch/setup.sh; echo "$here"; } | sha256sum | cut -d' ' -f1)
 [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ] && exit 0
 
 uv_pin=uv==0.13.8
@@ -54,7 +56,8 @@ MSG
     exit 1
 }
 
-if ! { [ -x .venv/bin/python ] && is_312 .venv/bin/python && [ -x .venv/bin/pip ]; }; then
+# Programs of an environment name its folder, and megarl in it the checkout: moved or copied, it would run what was elsewhere.
+if ! { [ -x .venv/bin/python ] && is_312 .venv/bin/python && [[ $(cat .venv/bin/pip 2>/dev/null) == *"$here/bin/"* ]]; }; then
     rm -rf .venv
     if [ -n "$python" ]; then
         echo "megarl: making .venv with $("$python" --version) (about 7 GB, a few minutes the first time)"
@@ -72,8 +75,12 @@ $said"
     fi
 fi
 .venv/bin/python -m pip install --quiet --disable-pip-version-check "$uv_pin"
+# uv does not read pip's configuration, in which a site names its mirror of PyPI.
+index=${UV_INDEX_URL:-${PIP_INDEX_URL:-$(.venv/bin/python -m pip config get global.index-url 2>/dev/null || true)}}
+[ -z "$index" ] || export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$index}
 # cpu.txt is the whole closure, so nothing is resolved: the same packages on every machine.
-export VIRTUAL_ENV=$PWD/.venv UV_LINK_MODE=${UV_LINK_MODE:-copy} UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-180}
-.venv/bin/uv pip install --no-deps --compile-bytecode --requirements requirements/cpu.txt
-.venv/bin/uv pip install --quiet --no-deps --no-build-isolation --editable .
+export UV_LINK_MODE=${UV_LINK_MODE:-copy} UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-180}
+packages=(.venv/bin/uv pip install --python .venv/bin/python --no-deps)
+"${packages[@]}" --compile-bytecode --requirements requirements/cpu.txt
+"${packages[@]}" --quiet --no-build-isolation --editable .
 echo "$want" > "$stamp"

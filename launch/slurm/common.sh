@@ -28,6 +28,9 @@ unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE SLURM_MEM_BIND SLUR
 JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 JOB=${JOB:-$SLURM_JOB_ID}
 
+# The host's compilers, such as those of its modules and of conda, are not in a container, where these would hide the image's own.
+[ "$CONTAINER" = none ] || unset CC CXX CUDA_HOME CUDA_PATH CUDNN_HOME NVCC_CCBIN NVCC_PREPEND_FLAGS NVCC_APPEND_FLAGS
+
 say() { echo "megarl: $*" >&2; }
 
 # Prints its arguments in quotes that this shell and Python's shlex read alike.
@@ -47,8 +50,9 @@ case "$CONTAINER" in
         IFS=, read -ra folders <<< "$MOUNTS,/tmp"
         for folder in "${folders[@]}"; do mounts+=("$folder:$folder"); done
         mounts_joined=$(IFS=,; echo "${mounts[*]}")
-        # The name has each node unpack the image once, in the first step, and not again for each role.
-        MEGARL_STEP_OPTIONS=$(quoted "--container-image=$IMAGE" "--container-name=megarl-$SLURM_JOB_ID" \
+        # The name has each node unpack the image once, in the first step, and not again for each role. With no_exec a role never
+        # enters the container of another role, which may end meanwhile. It needs pyxis 0.14.
+        MEGARL_STEP_OPTIONS=$(quoted "--container-image=$IMAGE" "--container-name=megarl-$SLURM_JOB_ID:no_exec" \
             "--container-mounts=$mounts_joined" "--container-workdir=$PWD" --no-container-entrypoint --no-container-mount-home)
         export MEGARL_STEP_OPTIONS
         export MEGARL_STEP_COMMAND=python

@@ -21,7 +21,7 @@ from megarl import __version__
 from megarl.cli import data, scaling
 from megarl.cli import parameters as p
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.process import dump_no_core, importing, raise_limits, start_logging
+from megarl.core.base.process import bind_no_threads, dump_no_core, importing, raise_limits, start_logging
 from megarl.run.process import die_with_supervisor, have_streams
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     die_with_supervisor()
     raise_limits()
     dump_no_core()
+    bind_no_threads()
     try:
         status: int = app(arguments, prog_name="megarl", standalone_mode=False)
         return status

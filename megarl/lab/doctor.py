@@ -13,6 +13,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from rich.text import Text
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import load_tokenizer
-from megarl.run.devices import driver, gpus, networks
+from megarl.run.devices import driver, gpus, networks, search_path
 from megarl.run.process import free_ports
 from megarl.tasks.agents.rendering import Rendering, tail_problem
 from megarl.tasks.data.chat import load_chat
@@ -71,7 +72,7 @@ def main(models: Sequence[Path] = ()) -> int:
 
 
 def examine() -> list[Finding]:
-    stack = python(), *map(package, PINS), cuda(), kernels(), transformer_engine(), bytecode()
+    stack = python(), *map(package, PINS), cuda(), kernels(), compilers(), transformer_engine(), bytecode()
     return [*stack, *machine(), *fabric(), sandbox()]
 
 
@@ -82,7 +83,7 @@ def verdict(findings: Sequence[Finding], gpu_count: int) -> tuple[str, int]:
     good = {f.what for f in findings if f.grade == "good"}
     if gpu_count == 0:
         return "Runs on the CPU are possible (tiny models: `make quickstart`). GPU runs need a machine with GPUs.", 0
-    if missing := [what for what in ("CUDA", KERNELS) if what not in good]:
+    if missing := [what for what in ("CUDA", KERNELS, COMPILERS) if what not in good]:
         return f"CPU runs are possible (CUDA_VISIBLE_DEVICES=); GPU runs are not yet: {', '.join(missing)}.", 0
     slower = "" if "Transformer Engine" in good else ", without Transformer Engine's fused layers and FP8"
     return f"GPU runs are possible on {gpu_count} GPUs{slower} (`megarl recipes` says what each recipe takes).", 0
@@ -138,9 +139,41 @@ KERNELS = "SGLang's kernels"
 def kernels() -> Finding:
     """Check for the part of SGLang that `make setup` does not install, and without which no server starts on a GPU."""
     try:
-        return noted(KERNELS, importlib.metadata.version("sglang-kernel"))
+        version = importlib.metadata.version("sglang-kernel")
     except importlib.metadata.PackageNotFoundError:
         return noted(KERNELS, "not installed", "install requirements/gpu.txt (docs/install.md)" if gpus() else "")
+    return noted(
+        KERNELS, version, "" if loads("libnuma.so.1") else "they need libnuma.so.1: install libnuma1 or numactl-libs"
+    )
+
+
+COMPILERS = "compilers"
+
+
+def compilers() -> Finding:
+    """Check for what compiles kernels as roles with GPUs start, SGLang's and Triton's. nvcc is looked for as SGLang does."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    usual = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    nvcc = shutil.which(f"{home}/bin/nvcc") if home else usual
+    found = {
+        "nvcc": nvcc,
+        "a C++ compiler": shutil.which(os.environ.get("CXX", "c++")),
+        "ninja": shutil.which("ninja", path=search_path()["PATH"]),
+        "Python.h": Path(sysconfig.get_path("include"), "Python.h").is_file(),
+    }
+    if missing := ", ".join(name for name, there in found.items() if not there):
+        advice = (
+            "install them (docs/install.md), or use the container; CUDA_HOME says where the toolkit is"
+            if gpus()
+            else ""
+        )
+        return noted(COMPILERS, f"no {missing}", advice)
+    said = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, timeout=30).stdout
+    release = said.partition("release ")[2].partition(",")[0]
+    advice = (
+        f"{nvcc} is not of torch's CUDA 13: set CUDA_HOME to a toolkit 13.0" if gpus() and release[:3] != "13." else ""
+    )
+    return noted(COMPILERS, f"nvcc {release}", advice)
 
 
 IMPORT_S = 120

@@ -4,28 +4,35 @@ It asks `nvidia-smi` and the operating system, so the supervisor need not import
 """
 
 import os
+import re
 import shutil
 import socket
 import stat
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 
 import psutil
 
 from megarl.core.recipe import Recipe
 
+NAME = re.compile(r"\d+$|GPU-|MIG-")
+"""What CUDA takes for the name of a GPU."""
+
 
 def gpus() -> tuple[str, ...]:
     """Return GPU names for CUDA_VISIBLE_DEVICES: its present value if set, else all of nvidia-smi's; empty without a GPU.
 
-    UUIDs of whole GPUs, which some sites set, become numbers: SGLang takes only these in a server of several GPUs.
+    For CUDA the value ends at the first word that names none, such as -1 and Slurm's NoDevFiles. UUIDs of whole GPUs, which
+    some sites set, become numbers: SGLang takes only these in a server of several GPUs.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return _asked("index")
-    names = tuple(part.strip() for part in visible.split(",") if part.strip())
+    names = tuple(takewhile(NAME.match, map(str.strip, visible.split(","))))
     if not any(name.startswith("GPU-") for name in names):
         return names
     numbers = dict(zip(_asked("uuid"), _asked("index"), strict=False))
@@ -82,8 +89,9 @@ def kernel_caches() -> dict[str, str]:
     """Return variables that keep compiled kernels in a folder of this node; those that are set already are left out.
 
     By default kernels are in the home directory. On a cluster that is one network file system, where all servers would compile
-    the same kernels at the same time. If nothing may be executed in the node's folder for temporary files, the node has a
-    folder of its own there. Empty if someone else can write to the folder, since we would run their code.
+    the same kernels at the same time, or that compute nodes cannot write: then no server would start, even on a CPU. If
+    nothing may be executed in the node's folder for temporary files, the node has a folder of its own there. Empty if someone
+    else can write to the folder, since we would run their code.
     """
     folder = Path(tempfile.gettempdir()) / f"megarl-kernels-{os.getuid()}"
     if os.statvfs(folder.parent).f_flag & os.ST_NOEXEC:
@@ -96,6 +104,13 @@ def kernel_caches() -> dict[str, str]:
     if not stat.S_ISDIR(stats.st_mode) or stats.st_uid != os.getuid() or stats.st_mode & 0o022:
         return {}
     return {name: str(folder / name.lower()) for name in CACHES if name not in os.environ}
+
+
+def search_path() -> dict[str, str]:
+    """Return a PATH that ends with the folder of this Python's programs. One is ninja, by which SGLang compiles kernels, and
+    megarl may be called by its path, from an environment that nobody has activated.
+    """
+    return {"PATH": os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])}
 
 
 LONGEST_TEMPORARY = 70

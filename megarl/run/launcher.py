@@ -146,8 +146,8 @@ class LocalLauncher:
             "GLOO_SOCKET_IFNAME": node.interface,
             "NCCL_SOCKET_IFNAME": f"={node.interface}",
         }  # for its process groups
-        own |= devices.kernel_caches() if task.place.gpus else {}
-        own |= devices.temporary_folder() if task.role.kind != "controller" else {}  # its prompts take a large disk
+        if task.role.kind != "controller":  # its prompts take a large disk
+            own |= devices.kernel_caches() | devices.search_path() | devices.temporary_folder()
         remove_abandoned_shared_memory()
         with writing(task.log(n)):
             task.log(n).parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,6 @@ and then for a preemption. So only the first counts, except that Ctrl-C always d
 """
 
 import ctypes
-import fcntl
 import io
 import os
 import random
@@ -22,7 +21,7 @@ from types import FrameType
 import psutil
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.process import SUPERVISOR, die_with_parent, shared_memory_mark
+from megarl.core.base.process import SUPERVISOR, die_with_parent, lock_file, shared_memory_mark
 from megarl.core.base.rundir import writing
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -112,7 +111,7 @@ def lock(folder: Path, command: str, key: str) -> Iterator[None]:
         raise MegarlError(f"{key}: cannot write in {folder}: {error.strerror}") from None
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(file.fileno())
         except BlockingIOError:
             file.seek(0)
             what = f"another `{command}` (process {file.read(100).decode()}) is at work there; end it, or give another {key}"
@@ -123,7 +122,7 @@ def lock(folder: Path, command: str, key: str) -> Iterator[None]:
             ) from None
         with writing(folder / ".lock"):
             file.truncate(0)
-            file.write(str(os.getpid()).encode())
+            file.write(f"{os.getpid()} on {socket.gethostname()}".encode())
         yield
 
 

@@ -10,6 +10,7 @@ exec … python`; default: this Python). launch/slurm/common.sh sets both.
 
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -91,6 +92,7 @@ class SrunLauncher:
 
     def __init__(self, rundir: RunDir, interface: str) -> None:
         self._rundir, self._interface = rundir, interface
+        self._gpus: Sequence[str] = ()
 
     def survey(self, ports: int) -> tuple[Node, ...]:
         """Ask every node for its resources. MegarlError, naming the node, if one does not answer or cannot take part."""
@@ -102,10 +104,11 @@ class SrunLauncher:
                 "run.interface: roles on several nodes need the network on which they trust each other: its name "
                 f"(`ip -4 address` on a node lists them), or {OF_SLURM!r} for the one by which Slurm reaches the nodes"
             )
+        self._gpus = gpus_of_a_node()
         arguments = ("-m", "megarl.run.nodes", str(ports), self._interface, str(self._rundir.path))
         try:
             done = subprocess.run(
-                command(names, "survey", arguments), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                command(names, "survey", arguments, self._gpus), stdin=subprocess.DEVNULL, capture_output=True, text=True,
                 timeout=SURVEY_LIMIT_S, env=environment(),
             )  # fmt: skip
         except subprocess.TimeoutExpired:
@@ -124,7 +127,7 @@ class SrunLauncher:
         with writing(task.log()):
             task.log().parent.mkdir(parents=True, exist_ok=True)
             log = task.log().open("ab")
-        words = command(names, task.role.name, ("-m", "megarl.run.step", encoded(task)))
+        words = command(names, task.role.name, ("-m", "megarl.run.step", encoded(task)), self._gpus)
         with log:
             try:
                 process = subprocess.Popen(
@@ -243,14 +246,25 @@ class SrunStep:
         return "up" if self.answered else "silent"
 
 
-def command(names: Sequence[str], step: str, arguments: Sequence[str]) -> list[str]:
-    """Build the srun command: one task per node, which it shares with other steps, whatever the batch script says."""
+def gpus_of_a_node() -> list[str]:
+    """Return srun's option for a node's GPUs if the job asked for those of all nodes together (`sbatch --gpus`), since a step
+    would ask for as many by default. Each node is taken to have as many as the first one.
+    """
+    here = os.environ.get("SLURM_GPUS_ON_NODE")
+    if not here or not re.search(r"TresPerJob=\S*gpu", _output(["scontrol", "show", "job", our_job()])):
+        return []
+    return [f"--gpus-per-node={here}"]
+
+
+def command(names: Sequence[str], step: str, arguments: Sequence[str], more: Sequence[str] = ()) -> list[str]:
+    """Build the srun command: one task per node, which it shares with other steps, whatever the batch script says. `more`:
+    further options."""
     python = shlex.split(os.environ.get(STEP_COMMAND, "")) or [sys.executable]
     return [
         "srun", f"--job-name={step}", f"--nodes={len(names)}", f"--ntasks={len(names)}", "--ntasks-per-node=1",
         f"--nodelist={','.join(names)}", "--overlap", "--mem=0", "--cpu-bind=none", "--export=ALL", "--input=all",
         "--kill-on-bad-exit=1",  # for the learner's nodes; a step on one node has no other task
-        *shlex.split(os.environ.get(STEP_OPTIONS, "")), *python, *arguments,
+        *more, *shlex.split(os.environ.get(STEP_OPTIONS, "")), *python, *arguments,
     ]  # fmt: skip
 
 

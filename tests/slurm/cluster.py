@@ -45,6 +45,7 @@ SlurmdTimeout=60
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 MpiDefault=none
+GresTypes=gpu
 {nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
@@ -72,13 +73,14 @@ class Cluster:
         (folder / "munge.key").chmod(0o600)
         ports = free_ports(1 + len(self.nodes))
         lines = [
-            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=4000"
+            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=4000 Gres=gpu:2"
             for name, port in zip(self.nodes, ports[1:], strict=True)
         ]
         text = CONFIGURATION.format(
             host=host, controller_port=ports[0], user=getpass.getuser(), folder=folder, nodes="\n".join(lines)
         )
         (folder / "slurm.conf").write_text(text)
+        (folder / "gres.conf").write_text("Name=gpu File=/dev/null,/dev/zero\n")  # in name only
         files = {"key-file": "munge.key", "socket": "munge.sock", "pid-file": "munged.pid", "log-file": "munged.log"}
         self._run(
             [

@@ -3,6 +3,8 @@ where, and what that costs."""
 
 import os
 import signal
+import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -10,6 +12,8 @@ import pytest
 from megarl.core.base.rundir import latest_rows, read_jsonl
 from tests.e2e.runs import summary
 from tests.processes import alive
+from tests.slurm.cluster import Cluster
+from tests.slurm.conftest import ROOT
 from tests.slurm.jobs import Job, Jobs
 
 pytestmark = [pytest.mark.faults]
@@ -74,6 +78,36 @@ def test_sigterm_of_a_job_that_stays_is_preemption(stand_in_jobs: Jobs, reached:
     before = job.steps()
     job.wait_for(lambda: job.steps() > before, "a step more")
     finish(job)
+
+
+GPUS = """
+import time
+from pathlib import Path
+from megarl.core.base.rundir import RunDir
+from megarl.run.launcher import RoleCommand
+from megarl.run.placement import Place
+from megarl.run.restart import Role
+from megarl.run.srun import SrunLauncher
+rundir = RunDir(Path("run").absolute())
+rundir.path.mkdir()
+(rundir.path / ".lock").touch()
+launcher = SrunLauncher(rundir, "lo")
+nodes = launcher.survey(1)
+step = launcher.start(RoleCommand(Role("learner"), ("-c", "pass"), {}, Place(nodes[1:], nodes[1].gpus), rundir))
+while step.status() is None:
+    time.sleep(0.1)
+print([node.gpus for node in nodes], step.status(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("asked", ["--gpus=4", "--gpus-per-node=2"])
+def test_gpus_may_be_asked_for_by_node_or_for_all_nodes(cluster: Cluster, tmp_path: Path, asked: str) -> None:
+    """In a job with `--gpus` a step on some of its nodes would ask for all GPUs, and be refused."""
+    (tmp_path / "job").write_text(f"#!/bin/sh\nunset SLURM_GPUS\nexec {sys.executable} -c '{GPUS}'\n")
+    words = (asked, "--nodes=2", "--ntasks-per-node=1", "--time=5", f"--output={tmp_path}/said", "job")
+    job = cluster.submit(*words, cwd=tmp_path, environment={"PYTHONPATH": str(ROOT)})
+    cluster.wait_for(lambda: cluster.state(job) in ("COMPLETED", "FAILED"), "end of the job")
+    assert (tmp_path / "said").read_text().splitlines()[-1] == "[('0', '1'), ('0', '1')] 0"
 
 
 def test_a_dead_step_costs_one_server(stand_in_jobs: Jobs) -> None:

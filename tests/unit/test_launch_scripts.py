@@ -96,7 +96,7 @@ def test_pyxis(tmp_path: Path) -> None:
     words = done.stdout.splitlines()
     assert "--container-image=reg#t/m:1" in words
     assert "--container-mounts=/data:/data,/home:/home,/tmp:/tmp" in words
-    assert any(word.startswith("--container-name=megarl-") for word in words)
+    assert "--container-name=megarl-1:no_exec" in words
     assert words[-6:] == ["python", "-m", "megarl", "sft", "scalerl-8b", "a=1"]
 
 
@@ -122,6 +122,20 @@ def test_the_home_directorys_packages_do_not_hide_those_of_apptainers_image(tmp_
         SUITE="math",
     )
     assert "APPTAINERENV_PYTHONNOUSERSITE=1" in done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(("container", "kept"), [("none", True), ("pyxis", False), ("apptainer", False)])
+def test_compilers_of_the_host_do_not_hide_those_of_an_image(tmp_path: Path, container: str, kept: bool) -> None:
+    """Apptainer and pyxis hand the host's variables on, and apptainer's take precedence over the image's."""
+    host = {
+        "CC": "/opt/gcc/bin/gcc",
+        "CXX": "/opt/gcc/bin/g++",
+        "CUDA_HOME": "/opt/cuda-12.4",
+        "CUDNN_HOME": "/opt/cudnn",
+    }
+    chosen = {"CONTAINER": container, "IMAGE": "/m.sif", "MODEL": "m", "SUITE": "math"}
+    done = run("eval.sbatch", tmp_path, stand_in="#!/bin/sh\nenv\n", **host, **chosen)
+    assert {f"{name}={value}" in done.stdout.splitlines() for name, value in host.items()} == {kept}
 
 
 @pytest.mark.parametrize(

@@ -30,15 +30,17 @@ UV = Path(sys.executable).with_name("uv")
 STAND_IN_UV = f"""#!/usr/bin/env bash
 # uv, but for packages: there is no index here. `pip` is then a program that installs as little.
 if [ "$1" = pip ]; then
-    echo "$*" >> asked
-    printf '#!/usr/bin/env bash\n' > .venv/bin/pip
+    echo "$* from ${{UV_DEFAULT_INDEX:-PyPI}}" >> asked
+    printf '#!%s/.venv/bin/python\n' "$(pwd -P)" > .venv/bin/pip
     cp "$0" .venv/bin/uv
     chmod +x .venv/bin/pip
     exit 0
 fi
 exec {UV} "$@"
 """
-STAND_IN_PIP = """import pathlib, sys
+STAND_IN_PIP = """import os, pathlib, sys
+if os.environ.get("PIP_USER", "0") != "0":
+    sys.exit("Can not perform a '--user' install.")
 pathlib.Path("asked").open("a").write("pip " + " ".join(sys.argv[1:]) + "\\n")
 """
 
@@ -123,7 +125,7 @@ def test_without_any_python_a_uv_fetches_one(machine: Machine) -> None:
     assert "making .venv with uv" in done.stdout
     assert machine.python() == "3 12"
     asked = (machine.checkout / "asked").read_text().splitlines()
-    assert asked[0] == "pip install --quiet --python .venv/bin/python pip"
+    assert asked[0] == "pip install --quiet --python .venv/bin/python pip from PyPI"
     assert any("--requirements requirements/cpu.txt" in line for line in asked)
     again = machine.setup()
     assert (again.returncode, again.stdout.count("making")) == (0, 0), "it is up to date"
@@ -135,6 +137,27 @@ def test_without_any_python_a_uv_fetches_one(machine: Machine) -> None:
     done = machine.setup("file:///nowhere", MEGARL_PYTHON=str(bare))
     assert done.returncode == 0, done.stdout + done.stderr
     assert machine.python() == "3 12"
+
+
+def test_a_copy_of_a_checkout_gets_an_environment_of_its_own(machine: Machine) -> None:
+    """Its programs and its megarl would be those of the checkout that was copied."""
+    machine.program("uv", STAND_IN_UV)
+    assert machine.setup().returncode == 0
+    copy = machine.checkout.with_name("copy")
+    shutil.copytree(machine.checkout, copy, symlinks=True)
+    machine.checkout = copy
+    assert "making .venv with uv" in machine.setup().stdout
+    assert "making" not in machine.setup().stdout
+
+
+def test_what_a_site_has_set_for_pip_and_uv(machine: Machine) -> None:
+    """Its mirror is asked, also by uv, which does not read pip's settings; nothing goes elsewhere than into .venv."""
+    machine.program("uv", STAND_IN_UV)
+    done = machine.setup(PIP_INDEX_URL="https://mirror/simple", PIP_USER="1", UV_SYSTEM_PYTHON="1")
+    assert done.returncode == 0, done.stderr
+    (asked,) = [line for line in (machine.checkout / "asked").read_text().splitlines() if "cpu.txt" in line]
+    assert asked.startswith("pip install --python .venv/bin/python ")  # which UV_SYSTEM_PYTHON does not change
+    assert asked.endswith(" from https://mirror/simple")
 
 
 def test_the_pip_of_an_old_python_brings_uv(machine: Machine) -> None:

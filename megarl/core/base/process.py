@@ -1,8 +1,10 @@
-"""What every role does as a process: it raises its limits, imports, dies with its parent, marks its shared memory, logs, checks
-a port."""
+"""What every role does as a process: it raises its limits, imports, dies with its parent, marks its shared memory, logs, locks
+a file, checks a port."""
 
 import ctypes
+import errno
 import faulthandler
+import fcntl
 import gc
 import importlib
 import logging
@@ -10,6 +12,7 @@ import os
 import resource
 import signal
 import socket
+import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -46,6 +49,14 @@ def dump_no_core() -> None:
     """
     _, most = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, most))
+
+
+def bind_no_threads() -> None:
+    """Remove the variables by which OpenMP binds threads to cores, as some clusters set them. Each process that imports torch
+    would be bound to the first core of its node, and all roles there would share it.
+    """
+    for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"):
+        os.environ.pop(name, None)
 
 
 @contextmanager
@@ -115,6 +126,23 @@ def start_logging(role: str) -> None:
         format=f"%(asctime)s {role} %(levelname)s %(name)s: %(message)s",
         force=True,
     )
+
+
+WHOLE_FILE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+"""C's `struct flock` of a lock for writing, on all bytes."""
+
+
+def lock_file(descriptor: int) -> None:
+    """Lock an open file until it is closed. BlockingIOError if another process has locked it, OSError if none can.
+
+    The lock is one on bytes, which GPFS and others keep on all nodes together, unlike flock's.
+    """
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, WHOLE_FILE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a kernel without such locks, as a sandbox may have
+            raise
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def check_free(host: str, port: int) -> None:

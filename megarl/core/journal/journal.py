@@ -13,7 +13,6 @@ state after all earlier ones. The snapshots also say in which file a ticket was 
 its records' headers.
 """
 
-import fcntl
 import logging
 import os
 import time
@@ -26,6 +25,7 @@ from msgspec import structs
 
 from megarl.core.base.admission import Admission
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.process import lock_file
 from megarl.core.base.types import Group
 from megarl.core.journal import file
 from megarl.core.journal.file import GroupOffsets
@@ -307,7 +307,7 @@ def _lock(path: Path) -> int:
     deadline = time.monotonic() + LOCK_TIMEOUT_S
     while True:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(fd)
         except BlockingIOError:
             if time.monotonic() > deadline:
                 holder = os.pread(fd, 20, 0).decode()

@@ -13,6 +13,8 @@ Importing any module of this package (or `megarl.core.models` itself) before meg
 """
 
 import importlib.util
+import os
+from pathlib import Path
 
 import torch
 
@@ -25,9 +27,11 @@ __all__ = ["Family", "family_of"]
 
 def _check_transformer_engine() -> None:
     """Raise MegarlError if there is a GPU but the installed Transformer Engine cannot be imported: megatron-core would silently
-    do without it, or fail with another error."""
+    do without it, or fail with another error. It gets torch's cuDNN, where it would prefer one of a module or the toolkit."""
     if not torch.cuda.is_available() or importlib.util.find_spec("transformer_engine") is None:
         return
+    if (cudnn := Path(torch.__file__).parents[1] / "nvidia" / "cudnn").is_dir():
+        os.environ["CUDNN_HOME"] = str(cudnn)
     try:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:

@@ -152,6 +152,9 @@ def environment(recipe: Recipe, index: int, cores: list[int], cuda: bool, nodes:
     common = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     # Log-probs at the sampling temperature, whatever the user's shell asks for.
     common["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "0"
+    # Ranks bind themselves to their GPU's NUMA node. By default they are started by a script that everyone may write, in /tmp,
+    # and never start where nothing may be executed there (SGLang's issue 40627, open in November 2026).
+    common["SGLANG_NUMA_BIND_V2"] = "0"
     if nodes > 1:
         # SGLang would broadcast objects by a queue that listens on another network, instead of by the ranks' own group.
         common["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"

@@ -87,7 +87,41 @@ def test_a_transformer_engine_that_does_not_answer(monkeypatch: pytest.MonkeyPat
     assert (found.grade, found.found) == ("note", "not imported within 0.1 s")
 
 
-GOOD = [Finding(name, "good", "") for name in ("Python", "CUDA", "Transformer Engine", doctor.KERNELS)]
+def test_what_compiles_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """SGLang needs nvcc and ninja as it starts; ninja may be in the environment of a Python that is called by its path."""
+
+    def program(file: Path, said: str = "") -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"#!/bin/sh\necho {said}\n")
+        file.chmod(0o755)
+
+    program(tmp_path / "bin" / "c++")
+    program(tmp_path / "env" / "ninja")
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(doctor.sys, "executable", str(tmp_path / "env" / "python"))
+    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda _: tmp_path)
+    found = doctor.compilers()
+    assert (found.grade, found.found) == ("note", "no nvcc")
+    assert "CUDA_HOME" in found.advice
+    program(tmp_path / "cuda" / "bin" / "nvcc", "'Cuda compilation tools, release 12.4, V12.4.131'")
+    assert "set CUDA_HOME to a toolkit 13.0" in doctor.compilers().advice
+    program(tmp_path / "cuda" / "bin" / "nvcc", "'Cuda compilation tools, release 13.0, V13.0.88'")
+    found = doctor.compilers()
+    assert (found.grade, found.found) == ("good", "nvcc 13.0")
+    (tmp_path / "env" / "ninja").unlink()
+    (tmp_path / "Python.h").unlink()
+    assert doctor.compilers().found == "no ninja, Python.h"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert doctor.compilers().grade == "good"
+
+
+GOOD = [
+    Finding(name, "good", "") for name in ("Python", "CUDA", "Transformer Engine", doctor.KERNELS, doctor.COMPILERS)
+]
 
 
 @pytest.mark.parametrize(
@@ -95,12 +129,12 @@ GOOD = [Finding(name, "good", "") for name in ("Python", "CUDA", "Transformer En
     [
         (GOOD, 8, 0, "GPU runs are possible on 8 GPUs"),
         (
-            [*GOOD[:2], Finding("Transformer Engine", "note", ""), GOOD[3]],
+            [*GOOD[:2], Finding("Transformer Engine", "note", ""), *GOOD[3:]],
             8,
             0,
             "possible on 8 GPUs, without Transformer Engine",
         ),
-        ([*GOOD[:3], Finding(doctor.KERNELS, "note", "")], 8, 0, "GPU runs are not yet: SGLang's kernels."),
+        ([*GOOD[:3], Finding(doctor.KERNELS, "note", ""), GOOD[4]], 8, 0, "GPU runs are not yet: SGLang's kernels."),
         ([GOOD[0], Finding("CUDA", "note", "no GPU"), GOOD[2]], 0, 0, "Runs on the CPU are possible"),
         ([Finding("Python", "bad", "3.9"), *GOOD[1:]], 0, 1, "Nothing can be run here yet: Python"),
     ],

@@ -299,11 +299,26 @@ case "$1" in *uuid) printf 'GPU-aa\nGPU-bb\n' ;; *index) printf '0\n1\n' ;; esac
         "MIG-aa": ("MIG-aa",),
         "GPU-b": ("GPU-b",),  # CUDA takes the beginning of a UUID, too
         "": (),
+        "-1": (),
+        "NoDevFiles": (),  # Slurm's, in a job that asked for none
+        "1,-1,0": ("1",),
     }.items():
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert devices.gpus() == names
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert devices.gpus() == ("0", "1")
+
+
+def test_what_compiles_kernels_is_found_and_has_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang calls ninja by name, and a batch script activates no environment. Even on a CPU SGLang makes folders as it is
+    imported, by default in the home directory, which may be read-only on compute nodes."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    start("import os; print('has', os.environ['PATH'], os.environ['TORCHINDUCTOR_CACHE_DIR'])", tmp_path)
+    path, folder = wait_for_line(log_in(tmp_path), "has").split()
+    assert path == f"/usr/bin:/bin:{Path(sys.executable).parent}"
+    assert Path(folder).parent.parent == tmp_path
 
 
 def test_no_kernel_of_sglang_is_compiled_into_the_home_directory() -> None:

@@ -2,6 +2,8 @@
 
 import errno
 import fcntl
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,13 +19,30 @@ def test_one_at_a_time(tmp_path: Path) -> None:
     with (
         lock(folder, *COMMAND),
         pytest.raises(
-            MegarlError, match=r"another `megarl train` \(process \d+\) is at work there; .* another run\.name"
+            MegarlError, match=r"another `megarl train` \(process \d+ on \S+\) is at work there; .* another run\.name"
         ),
         lock(folder, *COMMAND),
     ):
         pass
     with lock(folder, *COMMAND):
         pass
+
+
+def test_the_lock_is_of_the_kind_that_file_systems_keep_for_all_nodes(tmp_path: Path) -> None:
+    """One on bytes, as POSIX has them. GPFS keeps flock's for each node by itself."""
+    code = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'ab'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    words = [sys.executable, "-c", code, tmp_path / ".lock"]
+    with lock(tmp_path, *COMMAND):
+        assert b"BlockingIOError" in subprocess.run(words, stderr=subprocess.PIPE).stderr
+    assert subprocess.run(words).returncode == 0
+
+
+def test_a_kernel_without_such_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(*_: object) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(fcntl, "fcntl", without)
+    test_one_at_a_time(tmp_path)
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
@@ -36,7 +55,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def without(*_: object) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr(fcntl, "flock", without)
+    monkeypatch.setattr(fcntl, "fcntl", without)
     with (
         pytest.raises(MegarlError, match=r"cannot be locked: Function not implemented.*flock"),
         lock(tmp_path, *COMMAND),

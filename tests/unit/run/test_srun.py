@@ -146,7 +146,7 @@ def test_a_node_whose_answer_is_not_whole_is_named(tmp_path: Path, monkeypatch: 
     (tmp_path / "said").write_bytes(said)
     asked: list[str] = []
 
-    def command(_names: object, _step: str, arguments: tuple[str, ...]) -> list[str]:
+    def command(_names: object, _step: str, arguments: tuple[str, ...], _more: object) -> list[str]:
         asked.extend(arguments)
         return ["cat", str(tmp_path / "said")]
 

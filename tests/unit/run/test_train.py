@@ -529,4 +529,4 @@ def test_second_supervisor_is_refused(live: Callable[..., Life], recipe: Recipe)
     second = live(resume=True)
     status, output = second.end()
     assert status == 1
-    assert f"another `megarl train` (process {life.process.pid}) is at work there" in output
+    assert f"another `megarl train` (process {life.process.pid} on " in output

@@ -1,5 +1,6 @@
 """A signal that comes as Python exits, after it has restored the default handlers; limits; a crash; a port that is taken."""
 
+import os
 import resource
 import signal
 import socket
@@ -73,6 +74,26 @@ def test_a_crash_writes_no_core_dump() -> None:
         assert resource.getrlimit(resource.RLIMIT_CORE) == (0, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_CORE, (soft, hard))
+
+
+AFFINITY = """
+import os
+from megarl.cli import main
+before = os.sched_getaffinity(0)
+main(["recipes"])
+import torch
+assert os.sched_getaffinity(0) == before
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("OMP_PROC_BIND", "close"), ("OMP_PLACES", "cores"), ("GOMP_CPU_AFFINITY", "0-63")]
+)
+def test_openmp_binds_no_role_to_the_first_core(name: str, value: str) -> None:
+    """Nor all others of the node, which clusters would have it do: by their modules' settings, as torch is imported."""
+    words = [sys.executable, "-W", "ignore", "-c", AFFINITY]
+    done = subprocess.run(words, env=os.environ | {name: value}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 CRASHES = """

@@ -378,6 +378,19 @@ def test_a_broken_transformer_engine_on_a_gpu(monkeypatch: pytest.MonkeyPatch, t
         models._check_transformer_engine()
 
 
+def test_transformer_engine_takes_torchs_cudnn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By itself it takes that of CUDNN_HOME, which a cluster's module sets, or the toolkit's: two versions in one process."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("CUDNN_HOME", "/opt/cudnn-9.12-for-cuda-12")
+    (tmp_path / "transformer_engine").mkdir()
+    for name in ("__init__", "pytorch"):
+        (tmp_path / "transformer_engine" / f"{name}.py").touch()
+        monkeypatch.delitem(sys.modules, f"transformer_engine.{name}".removesuffix(".__init__"), raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    models._check_transformer_engine()
+    assert list(Path(os.environ["CUDNN_HOME"]).glob("lib/libcudnn.so.*"))
+
+
 @pytest.mark.processes
 def test_the_stack_for_gpus_where_there_is_no_driver(tmp_path: Path) -> None:
     """A login node converts and inspects checkpoints. megatron-core imports flash_mla, which raises what it does not expect."""

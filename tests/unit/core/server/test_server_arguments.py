@@ -19,7 +19,7 @@ from megarl.core.server.checks import check, check_gpus
 from megarl.core.server.client import TOP_K_WITH_TOP_P
 from megarl.core.server.launch import engine_arguments, environment, memory_arguments, node_arguments
 
-LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+LOGPROBS, BINDING = "SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_NUMA_BIND_V2"
 SIZES = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 64,
@@ -94,7 +94,23 @@ def test_context_does_not_exceed_the_model(tmp_path: Path) -> None:
 
 def test_nothing_is_patched_with_a_gpu(tmp_path: Path) -> None:
     recipe = a_recipe(tmp_path, resources={"server_tensor_parallel": 2})
-    assert {k for k in environment(recipe, 0, [0, 1], cuda=True) if k.startswith("SGLANG")} == {LOGPROBS}
+    assert {k for k in environment(recipe, 0, [0, 1], cuda=True) if k.startswith("SGLANG")} == {LOGPROBS, BINDING}
+
+
+def test_no_rank_is_started_by_a_script_that_others_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang would put it into /tmp, where hardened nodes execute nothing, to start numactl for a GPU of a NUMA node."""
+    from sglang.srt.utils import numa_utils
+
+    def asked(*_: object) -> int:
+        raise AssertionError("a script would be written")
+
+    monkeypatch.setattr(numa_utils, "get_numa_node_if_available", asked)
+    monkeypatch.setenv(BINDING, environment(a_recipe(tmp_path), 0, [0], cuda=True)[BINDING])
+    with numa_utils.configure_subprocess(None, 0):
+        pass
+    monkeypatch.setenv(BINDING, "1")
+    with pytest.raises(AssertionError), numa_utils.configure_subprocess(None, 0):
+        pass
 
 
 @pytest.mark.parametrize("cuda", [False, True])
