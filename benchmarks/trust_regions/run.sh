@@ -33,6 +33,8 @@ ROUTING = {"false": "own", "true": "replayed", "frozen": "own, routers frozen"}
 file = Path("benchmarks/results/trust_regions.json")
 rows = {tuple(row[key] for key in KEYS): row for row in json.loads(file.read_text())}
 for summary in sorted(Path("runs/studies").glob("trust-regions-*/runs/*/summary.json")):
+    if json.loads(summary.read_text())["outcome"] != "finished":
+        continue
     dtype, _, replay = summary.parts[-4].removeprefix("trust-regions-").split("-")
     arm, _, seed = summary.parent.name.rpartition("-seed")
     steps, scores = ([json.loads(line) for line in (summary.parent / f"{n}.jsonl").open()] for n in ("metrics", "eval"))
