@@ -56,7 +56,9 @@ def test_greedy_answers_are_those_of_transformers_and_a_second_command_asks_what
     folder, model = place
     first = evaluate(folder, "--limit", "1", "--samples", "1", "--out", "greedy", *GREEDY)
     assert first.returncode == 0, first.stderr
-    assert [line for line in first.stderr.splitlines() if "functools.cache" not in line] == []  # Python 3.12.1 is warned of
+    assert [
+        line for line in first.stderr.splitlines() if "functools.cache" not in line
+    ] == []  # Python 3.12.1 is warned of
     before = {name: (folder / "greedy" / name / "answers.jsonl").read_bytes() for name in ("gsm8k", "humaneval")}
     second = evaluate(folder, "--samples", "2", "--out", "greedy", *GREEDY)
     assert second.returncode == 0, second.stderr
