@@ -63,7 +63,7 @@ class Tokenizer:
         return encoded
 
     def warn_of_beginning(self, source: str, text: str) -> None:
-        """Log it if the tokenizer puts tokens before every text with which this text, of a source, does not begin."""
+        """Warn if a source's text lacks the tokens that the tokenizer puts before every text, such as Llama 3's begin token."""
         plain, framed = (self.encode_all([text], framed)[0].tolist() for framed in (False, True))
         begin = next((n for n in range(len(framed)) if framed[n : n + len(plain)] == plain), 0)
         if framed[:begin] != plain[:begin]:
