@@ -117,8 +117,9 @@ def _check_sources(recipe: Recipe) -> None:
         if wrong := sources.problem(source):
             made = f" (`megarl data arithmetic {Path(source).parent}` makes the quickstart's)" if source else ""
             raise MegarlError(f"{key}: {wrong}; give prompts as JSONL, Parquet or Arrow{made}")
-    if any(rows.template == "chat" for rows in recipe.sampled.values()):
-        load_chat(recipe.model.path)
+    for rows in recipe.sampled.values():
+        if rows.template == "chat":
+            load_chat(recipe.model.path, rows.template_options)
 
 
 def check_teacher(recipe: Recipe) -> None:

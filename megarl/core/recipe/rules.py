@@ -55,6 +55,8 @@ def _prompts(r: Recipe) -> Iterator[str]:
     for key, rows in _rows(r).items():
         if rows.system and rows.template == "raw":
             yield f"{key}.system: a system message needs template: chat"
+        if rows.template_options and rows.template == "raw" and not rows.agent:
+            yield f"{key}.template_options: options of a chat template need template: chat, or an agent"
     for name, task in r.data.tasks.items():
         if task.mapping in MULTIPLE_CHOICE:
             yield f"data.tasks.{name}.mapping: {task.mapping} is multiple choice, which only evaluation.suites can have"

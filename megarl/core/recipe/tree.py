@@ -80,6 +80,10 @@ class Rows(Section):
         "raw", description="raw: the model sees the prompt as it is; chat: in the model's chat template"
     )
     system: str = Field("", description="system message before the prompt, with template: chat")
+    template_options: dict[str, bool | int | float | str] = Field(
+        {},
+        description="variables that the chat template reads, such as {enable_thinking: false}; for an agent's requests too",
+    )
     grader: str = Field(
         "math",
         description="what says which answers are right: math, exact, code, format, a name of data.services, or "

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import check_head, read_config, text_config
@@ -147,11 +147,12 @@ def _of_directory(hf: Path) -> list[str]:
     ]
 
 
-def _template(recipe: Recipe, hf: Path) -> dict[str, str]:
+def _template(recipe: Recipe, hf: Path) -> dict[str, Any]:
     """Return the template of the run's tasks if they share one; else the model's own, if any; else `raw`."""
-    trained = {(task.template, task.system) for task in recipe.data.tasks.values()}
-    if len(trained) == 1:
-        return dict(zip(("template", "system"), trained.pop(), strict=True))
+    keys = {"template", "system", "template_options"}
+    trained = [task.model_dump(include=keys) for task in recipe.data.tasks.values()]
+    if trained and all(one == trained[0] for one in trained):
+        return trained[0]
     try:
         load_chat(hf)
         return {"template": "chat"}

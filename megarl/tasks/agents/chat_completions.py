@@ -59,6 +59,7 @@ class ChatCompletions(wire.WireProtocol):
     body = ChatBody
     refused: ClassVar = {
         "functions": "deprecated; use tools",
+        "chat_template_kwargs": "the recipe sets them for all requests, as template_options",
         "logit_bias": wire.NOT_THE_POLICY,
         "presence_penalty": wire.NOT_THE_POLICY,
         "frequency_penalty": wire.NOT_THE_POLICY,

@@ -89,12 +89,18 @@ class TaskAgents:
         self._gateway: asyncio.Task[Gateway] | None = None
         if not self._tasks:
             return
-        chat = load_chat(tokenizer.path)
-        self._rendering = Rendering(chat, tokenizer, recipe.agent.history)
-        if problem := tail_problem(chat, self._rendering):
+        self._renderings: dict[str, Rendering] = {}
+        problems = set()
+        for name, task in self._tasks.items():
+            chat = load_chat(tokenizer.path, task.template_options)
+            self._renderings[name] = Rendering(chat, tokenizer, recipe.agent.history)
+            problems.add(tail_problem(chat, self._renderings[name]))
+        for problem in sorted(problems - {""}):
             log.warning("%s", problem)
-        if self._rendering.calls is None:
-            log.info("%s: tool calls of the chat template cannot be read; agents get all text in `content`", chat.path)
+        if any(rendering.calls is None for rendering in self._renderings.values()):
+            log.info(
+                "%s: tool calls of the chat template cannot be read; agents get all text in `content`", tokenizer.path
+            )
         if recipe.data.sandbox == "bubblewrap":
             _check_sandbox()
         for name, task in self._tasks.items():
@@ -112,7 +118,9 @@ class TaskAgents:
         gateway, why = await asyncio.shield(self._gateway), ""
         async with self._turns.turn(order):
             for _ in range(TRIES):
-                async with gateway.session(self._recipe, self._tokenizer, self._rendering, policy) as session:
+                async with gateway.session(
+                    self._recipe, self._tokenizer, self._renderings[prompt.task], policy
+                ) as session:
                     why = await self._run(prompt, session, gateway.url, waited)
                     if session.failure is not None:
                         raise session.failure

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Never
 
 from megarl.core.base.errors import MegarlError
@@ -22,13 +23,19 @@ TODAY = datetime(2024, 7, 26)
 It is the one that Llama 3.2's template writes when it is given no clock.
 """
 
+OURS = ("messages", "tools", "documents", "add_generation_prompt")
+"""What `ChatTemplate.render` sets."""
+
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A compiled template. tokens: `bos_token` and others that templates refer to. path: its directory, for error messages."""
+    """A compiled template. path: its directory, for error messages.
+
+    variables: those that are the same for all conversations: `bos_token` and the like, and the recipe's `template_options`.
+    """
 
     template: Any
-    tokens: Mapping[str, str]
+    variables: Mapping[str, Any]
     path: Path
 
     def prompt(self, messages: Sequence[Message]) -> str:
@@ -39,7 +46,7 @@ class ChatTemplate:
         """Return the text of messages. tools: those that the model may call; reply: whether to add the start of its message."""
         given = {"messages": list(messages), "tools": list(tools) or None, "documents": None}
         try:
-            return self.template.render(**self.tokens, **given, add_generation_prompt=reply)
+            return self.template.render(**self.variables, **given, add_generation_prompt=reply)
         except Exception as error:  # a template is a program: it may raise any exception
             roles = ", ".join(message["role"] for message in messages)
             raise MegarlError(f"{self.path}: the chat template refuses messages of {roles}: {error}") from None
@@ -73,9 +80,9 @@ class ChatTemplate:
         raise MegarlError(f"{self.path}: the chat template cannot hold a tool's reply: {problem}; use template: raw")
 
 
-def load_chat(hf_dir: Path | str) -> ChatTemplate:
-    """Load a directory's chat template; MegarlError if there is none."""
-    from jinja2 import TemplateError, nodes
+def load_chat(hf_dir: Path | str, options: Mapping[str, Any] = MappingProxyType({})) -> ChatTemplate:
+    """Load a directory's chat template; MegarlError if there is none. options: variables to set, which it must read."""
+    from jinja2 import TemplateError, meta, nodes
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -113,9 +120,16 @@ def load_chat(hf_dir: Path | str) -> ChatTemplate:
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = TODAY.strftime
     try:
-        return ChatTemplate(environment.from_string(source), tokens, folder)
+        template, parsed = environment.from_string(source), environment.parse(source)
     except (TemplateError, RecursionError) as error:
         raise MegarlError(f"{folder}: the chat template cannot be read: {error}") from None
+    free = meta.find_undeclared_variables(parsed) - {*OURS, *environment.globals, *tokens}
+    if unread := options.keys() - free:
+        known = f"of which this one reads {', '.join(sorted(free))}" if free else "and this one reads none"
+        raise MegarlError(
+            f"{folder}: template_options {', '.join(sorted(unread))}: no option of the chat template, {known}"
+        )
+    return ChatTemplate(template, {**tokens, **options}, folder)
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **more: Any) -> str:

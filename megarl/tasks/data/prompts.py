@@ -113,7 +113,7 @@ def renderer(task: Rows, tokenizer: Tokenizer) -> Render:
     """Return the function that applies a task's template to a prompt."""
     if task.template == "raw":
         return lambda text: text
-    chat = load_chat(tokenizer.path)
+    chat = load_chat(tokenizer.path, task.template_options)
     if problem := endless(chat, tokenizer):
         log.warning("%s", problem)
 

@@ -8,7 +8,10 @@ looks like: `<|im_end|>` in it does not become that token.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -23,10 +26,12 @@ CUT = "\n…\n"
 
 
 class Framing:
-    """Frames a task's replies. limit: the most tokens in a framed reply."""
+    """Frames a task's replies. limit: the most tokens in a framed reply; options: the task's `template_options`."""
 
-    def __init__(self, tokenizer: Tokenizer, template: str, limit: int) -> None:
-        self._tokenizer, self._template, self._limit = tokenizer, template, limit
+    def __init__(
+        self, tokenizer: Tokenizer, template: str, limit: int, options: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        self._tokenizer, self._template, self._limit, self._options = tokenizer, template, limit, options
         self._parts: tuple[np.ndarray, np.ndarray, np.ndarray, Tokenizer] | None = None
         self._in_json = False
 
@@ -48,7 +53,7 @@ class Framing:
             before, after = RAW
             if self._template == "chat":
                 end = self._tokenizer.decode(int32([self._tokenizer.end]))
-                before, after, self._in_json = load_chat(self._tokenizer.path).around_reply(end)
+                before, after, self._in_json = load_chat(self._tokenizer.path, self._options).around_reply(end)
             literal = self._tokenizer.literal()
             parts = (self._tokenizer.ids(before), self._tokenizer.ids(after), literal.ids(self._written(CUT)), literal)
             needed = sum(len(part) for part in parts[:3])

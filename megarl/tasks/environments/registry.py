@@ -146,7 +146,12 @@ class TaskEnvironments:
         self._hosts: dict[str, Host] = {}
         for environment in dict.fromkeys(task.environment for task in self._tasks.values()):
             parts = {
-                name: Part(key=self._keys[name], template=task.template, reply_tokens=task.reply_tokens)
+                name: Part(
+                    key=self._keys[name],
+                    template=task.template,
+                    reply_tokens=task.reply_tokens,
+                    template_options=task.template_options,
+                )
                 for name, task in self._tasks.items() if task.environment == environment
             }  # fmt: skip
             setup = Setup(

@@ -49,6 +49,7 @@ class Part(Record, frozen=True):
     key: str
     template: str
     reply_tokens: int
+    template_options: dict[str, bool | int | float | str]
 
 
 class Setup(Record, frozen=True):
@@ -100,7 +101,7 @@ class Episodes:
         self._settings: dict[str, Setting] = {}
         self._factory = _found(next(iter(setup.parts.values())).key, setup.environment)
         for name, part in setup.parts.items():
-            framing = Framing(tokenizer, part.template, part.reply_tokens)
+            framing = Framing(tokenizer, part.template, part.reply_tokens, part.template_options)
             setting = Setting(name, tokenizer, framing, sandbox, setup.end_of_thinking, part.reply_tokens)
             self._settings[name] = setting
             try:

@@ -121,7 +121,7 @@ def test_models_that_end_a_turn_in_several_ways_write_one_path(
 REFUSED = {
     "n": 2, "response_format": {"type": "json_object"}, "logit_bias": {"1": 1}, "presence_penalty": 0.5, "logprobs": True,
     "tool_choice": {"type": "function", "function": {"name": "add"}}, "functions": [{"name": "f"}], "modalities": ["audio"],
-    "max_tokens": 0, "tools": [{"type": "web_search"}],
+    "max_tokens": 0, "tools": [{"type": "web_search"}], "chat_template_kwargs": {"enable_thinking": False},
     "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
 }  # fmt: skip
 IGNORED = {

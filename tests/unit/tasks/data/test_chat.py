@@ -98,6 +98,29 @@ def test_none_a_broken_one_and_one_that_refuses(tmp_path):
         load_chat(tmp_path).prompt([{"role": "tool", "content": ""}])
 
 
+HYBRID = """{%- for m in messages %}{{ m.content }}{% endfor %}
+{%- if not date_string is defined %}{% set date_string = strftime_now("%Y") %}{% endif %}
+{%- if add_generation_prompt %}=
+    {%- if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}
+{%- endif %}"""
+"""Reads an option as Qwen3's template does, and another as Llama 3's."""
+
+
+def test_options_of_the_template_are_set_as_transformers_sets_them(tmp_path):
+    theirs = save(tmp_path, HYBRID)
+    for options in ({}, {"enable_thinking": False}, {"enable_thinking": True, "date_string": "1"}):
+        expected = theirs.apply_chat_template(CONVERSATIONS[0], tokenize=False, add_generation_prompt=True, **options)
+        assert load_chat(tmp_path, options).prompt(CONVERSATIONS[0]) == expected
+    task = task_with_chat().model_copy(update={"template_options": {"enable_thinking": False}})
+    assert renderer(task, load_tokenizer(tmp_path))("1+1") == "1+1=<think></think>"
+    for wrong in ("enable_thinkng", "messages", "strftime_now", "bos_token"):
+        with pytest.raises(MegarlError, match=f"{wrong}: no option of .* reads date_string, enable_thinking$"):
+            load_chat(tmp_path, {wrong: False})
+    save(tmp_path, PLAIN)
+    with pytest.raises(MegarlError, match="and this one reads none"):
+        load_chat(tmp_path, {"enable_thinking": False})
+
+
 PLAIN = "{% for m in messages %}<{{ m.content }}>{% endfor %}{% if add_generation_prompt %}={% endif %}"
 
 

@@ -31,6 +31,14 @@ def test_turns_and_replies_are_the_conversation_that_transformers_renders(
     assert np.concatenate([prompt, turn, reply]).tolist() == list(expected)
 
 
+def test_a_reply_is_followed_by_what_the_options_of_the_template_write(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(tmp_path, CHATML + "{%- if fast %}!{%- endif %}")
+    assert tokenizer.decode(Framing(tokenizer, "chat", 200, {"fast": True}).tokens("7")).endswith(
+        "<|start|>assistant\n!"
+    )
+    assert tokenizer.decode(Framing(tokenizer, "chat", 200).tokens("7")).endswith("<|start|>assistant\n")
+
+
 def test_what_a_tool_prints_is_text_whatever_it_looks_like(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(tmp_path)
     framing = Framing(tokenizer, "chat", 200)
