@@ -184,10 +184,6 @@ class Environments(Protocol):
         """End the environments' processes."""
 
 
-class AgentDown(GraderDown):
-    """An agent ended twice without a reward, or cannot be run. The rollout cannot be judged, as when its grader is down."""
-
-
 class PolicyTurn(NamedTuple):
     """What the policy wrote for one request. ended: it ended with the end token, not at a limit."""
 
@@ -210,6 +206,14 @@ class AgentRollout(NamedTuple):
     finish: FinishReason
     verdict: Verdict | None
     episode: Episode
+
+
+class AgentDown(GraderDown):
+    """An agent ended twice without a reward, so that the rollout cannot be judged. rollout: what the policy wrote."""
+
+    def __init__(self, why: str, rollout: AgentRollout) -> None:
+        super().__init__(why)
+        self.rollout = rollout
 
 
 class Agents(Protocol):

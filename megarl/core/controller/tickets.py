@@ -8,13 +8,13 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import fmean
 
 from msgspec.structs import replace
 
-from megarl.core.base.contracts import GraderDown, Graders, TaskPrompts
+from megarl.core.base.contracts import Grade, GraderDown, Graders, TaskPrompts
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import Group, Prompt, Rollout
 from megarl.core.controller.draw import Mixture
@@ -31,13 +31,12 @@ from megarl.core.telemetry.spans import TICKETS, spans
 log = logging.getLogger(__name__)
 
 
-def with_means(rollouts: Iterable[Rollout]) -> tuple[Rollout, ...]:
-    """Return the rollouts of a group; one without a reward (NaN), because no grader could judge it, gets the others' mean. So
-    it moves neither that mean nor the policy. GraderDown if none has a reward."""
-    group = tuple(rollouts)
+def with_means(group: Sequence[Rollout], reasons: Sequence[str]) -> tuple[Rollout, ...]:
+    """Return the rollouts of a group; one without a reward (NaN), because nothing could judge it, gets the others' mean. So it
+    moves neither that mean nor the policy. GraderDown, with the first of the `reasons`, if none has a reward."""
     judged = [rollout for rollout in group if not math.isnan(rollout.reward)]
     if not judged:
-        raise GraderDown("no answer could be judged; the log has the reason")
+        raise GraderDown(next(iter(reasons), "no answer could be judged; the log has the reason"))
     rewards = [rollout.reward for rollout in judged]
     mean = rewards[0] if len(set(rewards)) == 1 else fmean(rewards)  # of equal rewards it must be the same number
     return tuple(replace(r, reward=mean, graded=judged[0].graded) if math.isnan(r.reward) else r for r in group)
@@ -71,7 +70,8 @@ class Tickets:
         return Admitted(ticket=ticket, task=task, due=due, **drawn._asdict())
 
     async def make(self, admitted: Admitted, places: GroupPlaces) -> Finished | Removed:
-        """Make a ticket's group, void if one of its rollouts cannot be made or graded, and return the record that ends it."""
+        """Make a ticket's group, void if one of its rollouts cannot be made or none can be graded, and return the record that
+        ends it."""
         ticket, begin, length = admitted.ticket, time.monotonic(), self._recipe.length.at(admitted.due)
         spans.open(TICKETS, "ticket", begin, ticket=ticket)
         prompt, void = self._prompt(admitted), ""
@@ -79,20 +79,22 @@ class Tickets:
             places.close()  # hold no places while agents start; each of their requests claims one
         if len(prompt.tokens) < SHORT_PROMPT:
             places.cached()
-        rollouts: tuple[Rollout, ...] = ()
+        rollouts, down = tuple[Rollout, ...](), list[str]()
         try:
             async with asyncio.TaskGroup() as tasks:
                 each = [
-                    tasks.create_task(self._rollout(admitted, prompt, places, sample, length))
+                    tasks.create_task(self._rollout(admitted, prompt, places, sample, length, down))
                     for sample in range(self._recipe.sampling.generations)
                 ]
-            rollouts = with_means(task.result() for task in each)
+            rollouts = with_means([task.result() for task in each], down)
         except* (Void, GraderDown) as reasons:
             void = str(reasons.exceptions[0])
         group = Group(ticket=ticket, prompt=prompt.shown, rollouts=rollouts, void=void, epoch=admitted.epoch)
         if void:
             log.warning("ticket %d is void: %s", ticket, void)
         else:
+            if down:
+                log.warning("ticket %d: %d of its rollouts cannot be graded: %s", ticket, len(down), down[0])
             self.mixture.observe(prompt.task, prompt.id, group.pass_rate)
         record = settled(self._recipe, group, group.has_variance)
         spans.span(
@@ -111,8 +113,9 @@ class Tickets:
         return self._prompts[admitted.task][at]
 
     async def _rollout(
-        self, admitted: Admitted, prompt: Prompt, places: GroupPlaces, sample: int, length: Length
+        self, admitted: Admitted, prompt: Prompt, places: GroupPlaces, sample: int, length: Length, down: list[str]
     ) -> Rollout:
+        """Make one rollout of a ticket; if it cannot be graded, its reward is NaN, and the reason is appended to `down`."""
         ticket, recipe = admitted.ticket, self._recipe
         budget = length.thinking_tokens[1]
         if length.control == "interruption":
@@ -135,11 +138,17 @@ class Tickets:
             before, segments = compared(prompt.tokens, done.segments, done.paths, ticket + sample)
             self._parity.finished(Candidate(ticket, sample, admitted.due, before, segments, server, places.began))
         name, scores = f"ticket {ticket}.{sample}", None
-        if self._teacher is not None:
+        if self._teacher is not None and done.segments:
             with spans.timed("controller/teacher", name):
                 scores = await self._teacher.logprobs(ticket, prompt.tokens, done.segments)
         with spans.timed("controller/grading", name):
-            grade = await self._graders[prompt.task].grade(done.text, prompt, done.verdict)
+            try:
+                if done.down is not None:
+                    raise done.down
+                grade = await self._graders[prompt.task].grade(done.text, prompt, done.verdict)
+            except GraderDown as why:
+                down.append(str(why))
+                grade = Grade(math.nan, False, False, error=True)
         return Rollout(
             sample=sample,
             segments=tuple(done.segments),
@@ -153,7 +162,7 @@ class Tickets:
             grader_error=grade.error,
             rewards=dict(grade.rewards),
             retries=done.retries,
-            routing=None if self._routed is None else self._routed.routing(done.routing),
+            routing=self._routed.routing(done.routing) if self._routed and done.routing else None,
             episode=done.episode,
             teacher_logprobs=scores,
             paths=done.paths,

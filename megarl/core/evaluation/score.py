@@ -97,6 +97,8 @@ class Sampled(Questions[Prompt]):
         )  # fmt: skip
         try:
             done = await asker.sampler.complete(job)
+            if done.down is not None:
+                raise done.down
             grade = await ask(done.text, asked, done.verdict)
             if math.isnan(grade.reward) and not grade.correct:
                 void = "no grader could judge it"

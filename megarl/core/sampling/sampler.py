@@ -25,7 +25,16 @@ import numpy as np
 from msgspec import structs
 
 from megarl.core.base.architecture import Architecture, in_directory
-from megarl.core.base.contracts import Agents, Environments, PlayedEnvironment, PolicyTurn, Verdict
+from megarl.core.base.contracts import (
+    AgentDown,
+    Agents,
+    EnvironmentDown,
+    Environments,
+    GraderDown,
+    PlayedEnvironment,
+    PolicyTurn,
+    Verdict,
+)
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import KEPT_FROM_INPUT
 from megarl.core.base.tokenizer import Tokenizer
@@ -70,6 +79,7 @@ class Completion:
     kept: number of tokens of prompt and completion that the last server's cache should hold, 0 before the first request.
     message: tokens of the message in progress, without replies. text: the last finished message, without its stop token.
     verdict, episode: from environment or agent; without a verdict the task's grader judges the text. paths: from an agent.
+    down: why environment or agent cannot go on; the completion then cannot be judged.
     """
 
     segments: list[Segment] = field(default_factory=list)
@@ -83,6 +93,7 @@ class Completion:
     verdict: Verdict | None = None
     episode: Episode | None = None
     paths: tuple[Branch, ...] = ()
+    down: GraderDown | None = None
 
     @property
     def tokens(self) -> np.ndarray:
@@ -158,7 +169,7 @@ class Sampler:
         return self._agents is not None and self._agents.work(task)
 
     async def complete(self, job: Job) -> Completion:
-        """Sample the whole rollout. Raises Void, EnvironmentDown or AgentDown."""
+        """Sample the whole rollout, or as much as its environment or agent allows (`down`). Raises Void."""
         if self._agents is not None and self._agents.work(job.prompt.task):
             return await self._session(job, self._agents)
         done = Completion()
@@ -167,10 +178,13 @@ class Sampler:
             if not await self._leg(job, done, self._before_answer(job), self._ends):
                 await self._answer(job, done)
         else:
-            async with environment.played(job.prompt):
-                if not await self._turns(job, done, environment):
-                    await self._answer(job, done)
-                done.verdict = await environment.reward()
+            try:
+                async with environment.played(job.prompt):
+                    if not await self._turns(job, done, environment):
+                        await self._answer(job, done)
+                    done.verdict = await environment.reward()
+            except EnvironmentDown as down:
+                done.down = down
         done.segments = list(length_control.joined(done.segments))
         tokens = done.message_tokens
         ended = done.finish == "stop" or (len(tokens) > 0 and int(tokens[-1]) in self._ends)
@@ -190,10 +204,14 @@ class Sampler:
             retries += turn.retries
             return PolicyTurn(length_control.joined(turn.segments), ended)
 
-        made = await agents.session(job.prompt, job.order, policy, waits.seconds)
+        down = None
+        try:
+            made = await agents.session(job.prompt, job.order, policy, waits.seconds)
+        except AgentDown as error:
+            down, made = error, error.rollout
         return Completion(
             segments=list(made.segments), paths=made.paths, finish=made.finish, retries=retries, text=made.text,
-            verdict=made.verdict, episode=made.episode,
+            verdict=made.verdict, episode=made.episode, down=down,
         )  # fmt: skip
 
     async def _turns(self, job: Job, done: Completion, environment: PlayedEnvironment) -> bool:

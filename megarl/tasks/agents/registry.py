@@ -115,9 +115,9 @@ class TaskAgents:
     ) -> AgentRollout:
         if self._gateway is None:
             self._gateway = asyncio.create_task(Gateway(self._host).start())
-        gateway, why = await asyncio.shield(self._gateway), ""
+        gateway = await asyncio.shield(self._gateway)
         async with self._turns.turn(order):
-            for _ in range(TRIES):
+            for left in reversed(range(TRIES)):
                 async with gateway.session(
                     self._recipe, self._tokenizer, self._renderings[prompt.task], policy
                 ) as session:
@@ -128,7 +128,10 @@ class TaskAgents:
                 if not why:
                     return rollout
                 log.warning("the agent of task %s failed at prompt %s: %s", prompt.task, prompt.id, why)
-        raise AgentDown(f"the agent of task {prompt.task} failed {TRIES} times without a reward, the last time: {why}")
+                if not left:
+                    break
+        why = f"the agent of task {prompt.task} failed {TRIES} times without a reward, the last time: {why}"
+        raise AgentDown(why, rollout)
 
     async def close(self) -> None:
         if self._gateway is not None:

@@ -92,7 +92,8 @@ def test_as_many_of_each_task() -> None:
 
 
 class Answers:
-    """A sampler, and graders that are down for the first `down` answers. allowed: by job, the servers of five it may use.
+    """A sampler, environments and graders that are down for the first `down` answers. allowed: by job, the servers of
+    five it may use.
 
     down below 0: so many answers end as if their task had been cancelled.
     """
@@ -111,7 +112,11 @@ class Answers:
         if self.cancelled > 0:
             self.cancelled -= 1
             raise asyncio.CancelledError
-        return Completion(finish="stop", text="</think>x")
+        done = Completion(finish="stop", text="</think>x")
+        if self.down > 0 and self.down % 2:  # each second time it is the environment, or the agent
+            self.down -= 1
+            done.down = GraderDown("no process starts")
+        return done
 
     def __getitem__(self, task: str) -> "Answers":
         return self

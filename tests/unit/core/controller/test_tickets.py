@@ -2,6 +2,7 @@
 it continues from its journal as if it had not."""
 
 import asyncio
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ import pytest
 from megarl.core.algorithm.advantages import centred_rewards
 from megarl.core.base.admission import Admission
 from megarl.core.base.architecture import read
-from megarl.core.base.contracts import GraderDown, TaskPrompts
+from megarl.core.base.contracts import Grade, GraderDown, TaskPrompts
 from megarl.core.base.messages import Next, Refused, ServerAddress
 from megarl.core.base.types import Group, Prompt, Rollout, Segment, float32, int32
 from megarl.core.controller.decision import TrainStep, decide
@@ -271,7 +272,7 @@ def test_an_answer_that_no_grader_could_judge_has_no_part_in_what_is_learnt(
         Rollout(sample=n, segments=(segment,), reward=r, graded=r, correct=r > 0, finish="stop", grader_error=r != r)
         for n, r in enumerate(rewards)
     ]
-    group = Group(ticket=0, prompt=PROMPTS["math"].train[0], rollouts=with_means(made))
+    group = Group(ticket=0, prompt=PROMPTS["math"].train[0], rollouts=with_means(made, []))
     assert group.rewards.tolist() == expected
     assert group.has_variance is variance
     centred = centred_rewards(group, "group", {})
@@ -283,7 +284,35 @@ def test_an_answer_that_no_grader_could_judge_has_no_part_in_what_is_learnt(
 def test_a_group_of_which_no_answer_could_be_judged_is_void() -> None:
     unknown = Rollout(sample=0, segments=(), reward=math.nan, correct=False, finish="stop")
     with pytest.raises(GraderDown, match="no answer could be judged"):
-        with_means([unknown, unknown])
+        with_means([unknown, unknown], [])
+    with pytest.raises(GraderDown, match=r"^its process ended$"):
+        with_means([unknown, unknown], ["its process ended", "its process ended again"])
+
+
+@pytest.mark.parametrize("lost", [1, 4])
+def test_a_rollout_whose_grader_is_down_does_not_cost_its_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    calls = itertools.count()
+
+    class OftenDown:
+        async def grade(self, *_: Any) -> Grade:
+            if next(calls) % 4 < lost:
+                raise GraderDown("its process ended")
+            return Grade(1.0, True, True)
+
+    monkeypatch.setattr(TaskGraders, "__getitem__", lambda *_: OftenDown())
+    recipe = recipe_of(batch={"zero_variance": "keep"}, length={"stages": []})
+    asyncio.run(run(recipe, tmp_path / "j", 8))
+    groups = [record.group for record in records(tmp_path / "j") if isinstance(record, Finished)]
+    assert len(groups) >= 8
+    for group in groups:
+        assert group.void == ("its process ended" if lost == 4 else "")
+        assert [r.reward for r in group.rollouts] == [1.0] * (0 if lost == 4 else 4)
+    if lost == 1:
+        assert sum(r.grader_error for group in groups for r in group.rollouts) in range(
+            len(groups) - 3, len(groups) + 4
+        )
 
 
 def test_refill_keeps_a_prompt_if_some_of_its_answers_are_right_and_some_wrong(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from megarl.core.algorithm.batch import batch_statistics
 from megarl.core.base.architecture import read
-from megarl.core.base.contracts import AgentRollout, GraderDown, Policy, Verdict
+from megarl.core.base.contracts import AgentDown, AgentRollout, GraderDown, Policy, Verdict
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.types import Batch, Episode, Group, Prompt, Rollout, float32, int32
 from megarl.core.controller.metrics import task_statistics
@@ -356,7 +356,7 @@ def test_the_environment_may_judge() -> None:
     assert done.verdict == Verdict(0.5)
 
 
-def test_one_that_fails_ends_the_rollout_as_a_grader_that_is_down_does() -> None:
+def test_one_that_fails_ends_the_rollout_which_then_cannot_be_judged() -> None:
     task = {
         "train": "",
         "heldout": "",
@@ -374,10 +374,12 @@ def test_one_that_fails_ends_the_rollout_as_a_grader_that_is_down_does() -> None
             recipe, Letters(), Pool({0: OneTurnEach([[4, END]])}, places), TaskEnvironments(recipe, Letters())
         )  # type: ignore[arg-type,dict-item]
         prompt = Prompt(id="", tokens=PROMPT.tokens, answer="", task="step")
+        done = await sampler.complete(
+            Job(prompt, (1, 0, 0), partial(places.take, (1, 0, 0), lambda *_: True), "", 20, 1.0, 1.0)
+        )
+        assert done.tokens.tolist() == [4, END]
         with pytest.raises(GraderDown, match=r"data\.tasks\.step: environment .*: step failed: KeyError"):
-            await sampler.complete(
-                Job(prompt, (1, 0, 0), partial(places.take, (1, 0, 0), lambda *_: True), "", 20, 1.0, 1.0)
-            )
+            raise done.down or AssertionError
         assert places.use[0].running == 0
 
     asyncio.run(run())
@@ -419,12 +421,13 @@ class Asks:
         turn = await asked
         self.told = waited()
         assert told <= self.told
-        return AgentRollout(
+        made = AgentRollout(
             turn.segments, (), "", "stop", None, Episode(turns=1, calls=0, errors=0, seconds=0.0, limited=False)
         )
+        raise AgentDown("it crashed", made)
 
 
-def test_an_agent_is_told_how_long_its_requests_wait_for_a_server() -> None:
+def test_an_agent_is_told_how_long_its_requests_wait_and_its_tokens_survive_a_crash() -> None:
     async def run() -> None:
         servers, agent = Servers(random.Random(0), lossy=0.0), Asks()
         pool = Pool({n: servers.client(n) for n in range(3)}, Places(servers.members, 4))
@@ -436,6 +439,7 @@ def test_an_agent_is_told_how_long_its_requests_wait_for_a_server() -> None:
 
         done = await sampler.complete(Job(PROMPT, (1, 0, 0), take, "", 5, 1.0, 1.0, ROUTED))
         assert len(done.tokens) > 0
+        assert str(done.down) == "it crashed"
         assert agent.told >= 0.02
 
     asyncio.run(asyncio.wait_for(run(), 10))
