@@ -1,6 +1,7 @@
 """Checks of where and how a run starts. Each failure is one `MegarlError` that says what to do.
 
 check_start(recipe, …)      history, a writable directory, and that the roles fit; returns what would start
+check_disk(recipe, …)       the disk has room for checkpoints
 check_cpu(recipe, …)        on a machine without a GPU: the run is small enough for its cores
 check_host(recipe, …)       nodes have enough memory for writing checkpoints and for what servers keep there
 check_history(recipe, …)    an existing run may be resumed, with the settings and inputs that it began with
@@ -10,13 +11,14 @@ to other steps.
 """
 
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import parameters, read_json
-from megarl.core.base.rundir import RunDir
+from megarl.core.base.rundir import RunDir, complete
 from megarl.core.journal.journal import JournalReader
 from megarl.core.recipe import Recipe, differences, load
 from megarl.core.server.checks import check as check_server
@@ -60,6 +62,7 @@ def check_start(recipe: Recipe, fingerprints: Fingerprints, host_bytes: HostByte
     there = next(folder for folder in (rundir.path, *rundir.path.absolute().parents) if os.path.exists(folder))
     if not os.path.isdir(there) or not os.access(there, os.W_OK | os.X_OK):
         raise MegarlError(f"run.dir: cannot write in {there}; give another run.dir")
+    check_disk(recipe, rundir, there)
     launcher = chosen(recipe, rundir)
     if isinstance(launcher, LocalLauncher):
         placed = place(recipe, launcher.survey(0))
@@ -76,6 +79,19 @@ def check_start(recipe: Recipe, fingerprints: Fingerprints, host_bytes: HostByte
     counts = {"server": recipe.resources.servers} | ({"teacher": recipe.teachers} if recipe.teachers else {})
     counts |= {"rank": recipe.resources.learner_ranks, "GPU": gpus}
     return ", ".join(f"{count} {word}{'s' * (count != 1)}" for word, count in counts.items())
+
+
+def check_disk(recipe: Recipe, rundir: RunDir, folder: Path) -> None:
+    """Raise MegarlError if the disk of `folder` has no room for the run's checkpoints, of which the oldest goes only when a new
+    one is whole. A checkpoint holds weights, fp32 weights and two moments."""
+    weights = parameters(Path(recipe.model.path)) * (1 + recipe.has_critic)
+    size, keep = weights * (16 if recipe.model.dtype == "fp32" else 14), recipe.checkpoint.keep
+    needed, free = (keep + 1 - len(complete(rundir.checkpoints))) * size, shutil.disk_usage(folder).free
+    if free < needed:
+        raise MegarlError(
+            f"run.dir: {free / 1e9:.1f} GB are free on the disk of {folder}, and checkpoints take {size / 1e9:.1f} GB each, of "
+            f"which {keep + 1} are there while one is written (checkpoint.keep={keep}); free some, or give another run.dir"
+        )
 
 
 def check_cpu(recipe: Recipe, model: str, processes: Mapping[str, int], cores: int) -> None:

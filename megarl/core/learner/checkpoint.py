@@ -117,6 +117,10 @@ class Checkpoints:
         self.failures = 0
         if dist.get_rank() == 0:
             checkpoint.prune(self.folder, self.keep)
+            size, free = sum(file.stat().st_size for file in path.iterdir()), shutil.disk_usage(path).free
+            if free < size:
+                what = "the next checkpoint, of %.1f GB, will not fit on the disk, which has %.1f GB left; free some"
+                log.warning(f"%s: {what}", self.folder, size / 1e9, free / 1e9)
 
     def finish(self) -> None:
         """Wait for an unfinished write. MegarlError if it failed."""

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ import pytest
 from megarl import cli
 from megarl.core.base.architecture import CONFIGS
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.hf_files import INDEX
-from megarl.core.base.rundir import Endpoints, RunDir
+from megarl.core.base.hf_files import INDEX, parameters
+from megarl.core.base.rundir import META, Endpoints, RunDir
 from megarl.core.journal.journal import Journal
 from megarl.core.journal.records import Admitted
 from megarl.core.recipe import Recipe, dump, from_tree, load
@@ -43,6 +44,24 @@ def changed(tree: Tree, **sections: Tree) -> Recipe:
 def test_all_is_there(recipe: Recipe) -> None:
     preflight.check_inputs(recipe)
     preflight.check_sft(recipe)
+
+
+def test_a_disk_without_room_for_checkpoints(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two are kept while the third is written. Those of a run that goes on are there already."""
+    size = 16 * parameters(Path(recipe.model.path))
+    free = SimpleNamespace(free=3 * size - 1)
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: free)
+    with pytest.raises(
+        MegarlError, match=r"^run\.dir: 0\.0 GB are free on the disk of .* of which 3 are there while one is wr"
+    ):
+        preflight.check_all(recipe)
+    free.free = 3 * size
+    preflight.check_all(recipe)
+    older = RunDir(recipe.run.path).checkpoints / "step-0000002"
+    older.mkdir(parents=True)
+    (older / META).write_text("{}")
+    free.free = 2 * size
+    checks.check_disk(recipe, RunDir(recipe.run.path), Path("/"))
 
 
 def test_missing_model(tree: Tree) -> None:

@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ import torch
 from megatron.core import dist_checkpointing
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import RunDir
 from megarl.core.learner.checkpoint import Checkpoints
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import checkpoint
 from megarl.core.recipe import from_tree
+from megarl.run.checks import check_disk
 from tests.damage import cut_in_half, flip_a_bit
 from tests.full_disk import files_no_larger_than
 from tests.tiny import tiny_llama
@@ -46,6 +49,26 @@ def names(checkpoints: Checkpoints) -> list[str]:
 def damage(checkpoints: Checkpoints, step: int, how: Callable[[Path], None] = flip_a_bit) -> None:
     (file,) = (checkpoints.folder / f"step-{step:07}").glob("*.distcp")
     how(file)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_its_size_is_what_a_start_requires_of_the_disk(
+    tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch, dtype: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    hf, run = tmp_path / "hf", RunDir(tmp_path / "run")
+    tiny_llama(hf, num_hidden_layers=1, hidden_size=256, intermediate_size=1024)
+    recipe = from_tree({"model": {"path": str(hf), "dtype": dtype}, "checkpoint": {"keep": 1}})
+    made = Checkpoints(run.checkpoints, 1, Trainer(recipe, hf), hf)
+    save(made, 1)
+    size = sum(file.stat().st_size for file in (run.checkpoints / "step-0000001").iterdir())
+    assert not caplog.messages
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1.02 * size))
+    check_disk(recipe, run, tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0.95 * size))
+    with pytest.raises(MegarlError, match="of which 2 are there while one is written"):
+        check_disk(recipe, run, tmp_path)
+    save(made, 2)
+    assert [text for text in caplog.messages if "will not fit on the disk" in text]
 
 
 def test_a_step_that_is_damaged_again_takes_the_place_of_the_one_put_aside(checkpoints: Checkpoints) -> None:
