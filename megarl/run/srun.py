@@ -8,6 +8,7 @@ MEGARL_STEP_OPTIONS has further options for srun (`--container-image=…`), MEGA
 exec … python`; default: this Python). launch/slurm/common.sh sets both.
 """
 
+import logging
 import math
 import os
 import re
@@ -32,6 +33,7 @@ from megarl.run.nodes import OF_SLURM, Node, gathered
 from megarl.run.restart import MESSAGE_STATUS, NodeState
 from megarl.run.step import BEAT_S, HEARD, TERMINATE, UNANSWERED, Report, encoded
 
+log = logging.getLogger(__name__)
 STEP_OPTIONS, STEP_COMMAND = "MEGARL_STEP_OPTIONS", "MEGARL_STEP_COMMAND"
 SURVEY_LIMIT_S = 900.0
 """Generous, because a container image of tens of gigabytes may have to be fetched."""
@@ -72,6 +74,8 @@ def chosen(recipe: Recipe, rundir: RunDir) -> Launcher:
     if kind not in ("auto", "local", "srun"):
         raise MegarlError(f"{LAUNCHER}: {kind!r} is not a launcher; set auto, local or srun")
     nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "0"))
+    if (parts := int(os.environ.get("SLURM_HET_SIZE", "1"))) > 1 and kind != "local":
+        log.warning("this Slurm job has %d parts (--het-group): the run uses the nodes of one part alone", parts)
     if kind == "srun" and not nodes:
         raise MegarlError(
             f"{LAUNCHER}: srun works inside a Slurm job (there is no SLURM_JOB_NUM_NODES here); see launch/slurm/ and "

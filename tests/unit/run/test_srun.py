@@ -35,7 +35,9 @@ def choice(recipe: Recipe, launcher: str = "auto") -> type:
         return type(chosen(recipe, RunDir(recipe.run.path)))
 
 
-def test_choice(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choice(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     assert choice(recipe) is LocalLauncher
     with pytest.raises(MegarlError, match="MEGARL_LAUNCHER: srun works inside a Slurm job"):
         choice(recipe, "srun")
@@ -55,6 +57,10 @@ def test_choice(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "10")
     assert choice(recipe) is SrunLauncher
     assert choice(recipe, "local") is LocalLauncher
+    assert not caplog.messages
+    monkeypatch.setenv("SLURM_HET_SIZE", "2")
+    assert choice(recipe) is SrunLauncher
+    assert ["this Slurm job has 2 parts" in text for text in caplog.messages] == [True]
 
 
 def test_command(monkeypatch: pytest.MonkeyPatch) -> None:
