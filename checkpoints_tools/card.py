@@ -20,6 +20,7 @@ def render(checkpoint: Path, meta: CheckpointMeta) -> str:
     """Return the text of README.md, with training and evaluation if the checkpoint lies in a run directory."""
     run = run_of(checkpoint)
     recipe = yaml.safe_load(run.recipe.read_text()) or {} if run else {}
+    recipe.get("data", {}).pop("services", None)  # a URL may contain a key, and a card is made to be published
     base = str(recipe.get("model", {}).get("path") or meta.hf_source)
     hub = [f"base_model: {base}"] if _is_hub_id(base) else []
     lines = ["---", *hub, "library_name: transformers", "tags: [megarl]", "---", ""]
@@ -31,7 +32,7 @@ def render(checkpoint: Path, meta: CheckpointMeta) -> str:
     lines += ["", "| | |", "|---|---|", f"| base model | {base} |", f"| optimiser steps | {meta.step} |"]
     if run is not None:
         lines += [f"| {name} | {text} |" for name, text in _training(run, meta)]
-        lines += ["", "## Recipe", "", "```yaml", run.recipe.read_text().rstrip(), "```"]
+        lines += ["", "## Recipe", "", "```yaml", yaml.safe_dump(recipe, sort_keys=False, width=120).rstrip(), "```"]
     return "\n".join(lines) + "\n"
 
 

@@ -124,7 +124,9 @@ def test_model_card_of_a_run(directory: Path, tmp_path: Path, capsys: pytest.Cap
     step = run.checkpoints / "step-0000003"
     meta = checkpoint.read_meta(step)
     checkpoint.seal(step, msgspec.structs.replace(meta, step=3, version=3), meta.files)
-    run.recipe.write_text(yaml.safe_dump({"run": {"name": "sums"}, "model": {"path": "meta-llama/Llama-3.1-8B"}}))
+    data = {"services": {"taste": {"url": "http://judge?key=secret"}}, "sandbox": "bubblewrap"}
+    recipe = {"run": {"name": "sums"}, "model": {"path": "meta-llama/Llama-3.1-8B"}, "data": data}
+    run.recipe.write_text(yaml.safe_dump(recipe))
     for step in range(5):
         append_jsonl(
             run.metrics, {"step": step, "compute_hours": 1.0 + step, "compute_unit": "gpu", "tokens_trained": 1000}
@@ -136,6 +138,8 @@ def test_model_card_of_a_run(directory: Path, tmp_path: Path, capsys: pytest.Cap
     front = yaml.safe_load(written.split("---")[1])
     assert front["base_model"] == "meta-llama/Llama-3.1-8B"
     assert "| optimiser steps | 3 |" in written
+    assert "sandbox: bubblewrap" in written
+    assert "secret" not in written
     assert "| GPU-hours | 3 |" in written
     assert "| tokens trained | 3,000 |" in written
     assert "| evaluation | pass rate 0.5 at step 3: mean of 4 samples on 200 held-out prompts |" in written
