@@ -102,7 +102,7 @@ def _drift(row: Row, _: str) -> float:
 
 def _surprise(row: Row, _: str) -> float:
     """Return how unlikely trained tokens are, as a multiple of their entropy: 1 if the policy sampled them and all are trained.
-    Groups with variance have the unlikely mistakes, so a mean over few of them says little."""
+    Where most groups have no variance, the few that are trained are those with unlikely mistakes: their mean says little."""
     return row["surprise"] / row["entropy"] if row["groups_in_loss"] >= GROUPS else math.nan
 
 

@@ -43,7 +43,7 @@ def with_means(group: Sequence[Rollout], reasons: Sequence[str]) -> tuple[Rollou
 
 
 class Tickets:
-    """Makes a run's groups. salt: keeps servers from using, after a restart, prefixes that they cached before it."""
+    """Makes a run's groups. salt: new at each start of the controller, so that servers do not use prefixes cached before it."""
 
     def __init__(
         self,

@@ -60,8 +60,8 @@ moment, and the steps since the last checkpoint would be trained again."""
 
 
 class Checkpoints:
-    """A trainer's RUN/checkpoints. Every method is collective over all ranks. failures: how many writes failed in a row; then
-    call `save` again soon."""
+    """A trainer's RUN/checkpoints. Every method is collective over all ranks. failures: how many writes have failed in a row;
+    if any has, call `save` again soon."""
 
     def __init__(self, folder: Path, keep: int, trainer: Trainer, hf_source: Path) -> None:
         self.folder, self.keep, self.trainer, self.hf_source = folder, keep, trainer, hf_source

@@ -112,8 +112,8 @@ def rms_norm(x: Tensor, epsilon: float, weight: Tensor | None = None) -> Tensor:
 
 
 class _ScaledNorm(torch.autograd.Function):
-    """RMS norm. With i = 1 / rms(x), g the gradient of the output x i weight, and m = g weight, the gradient of x is i m -
-    i^3 x mean(m x), and that of the weight is the sum of g x i over rows."""
+    """RMS norm: the output is x * i * weight, with i = 1 / rms(x). Let g be its gradient and m = g * weight. Then the gradient
+    of x is i * m - i^3 * x * mean(m * x), and that of the weight is the sum of g * x * i over rows."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, epsilon: float, weight: Tensor | None) -> Tensor:

@@ -37,8 +37,8 @@ ROOM = 0.85
 
 @dataclass(eq=False)
 class Claim:
-    """A claim on a place, which counts from its creation. home: returns the only server it may use now; without it, the claim
-    may use any that suits. The answer changes only at a `refresh`.
+    """A claim on a place. From its creation on, one place fewer counts as free. home: returns the only server it may use now,
+    an answer that changes only at a `refresh`; without it, the claim may use any server that suits.
 
     waits_at: that server while the claim waits for a place there.
     """

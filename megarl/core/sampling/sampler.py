@@ -154,7 +154,7 @@ class Sampler:
         agents: Agents | None = None,
         positions: int = sys.maxsize,
     ) -> None:
-        """positions: how many tokens of one sequence a server has room for."""
+        """positions: the most tokens of one sequence for which a server has room."""
         self._length = recipe.length
         self._tokenizer = tokenizer
         # Only if rollouts can be interrupted does the tokenizer have to know the phrase.

@@ -134,7 +134,7 @@ def made_up_tokens() -> Tokens:
 
 
 def metric_names(loss: TokenLoss) -> tuple[str, ...]:
-    """Return the names of a loss's metrics; ranks that do not compute the loss take part in their reduction, too."""
+    """Return the names of a loss's metrics, for ranks that do not compute the loss but take part in reducing the metrics."""
     return tuple(loss(made_up_tokens())[1])
 
 
