@@ -268,7 +268,8 @@ def _with_suites(tree: RecipeTree) -> RecipeTree:
             filled = {name: given for name, given in suites.items() if isinstance(given, dict)}
             for name in filled.keys() & known.keys():
                 filled[name] = _merged(yaml.safe_load(known[name].read_text()), filled[name])
-            filled = {name: keys if "template" in keys else chat | keys for name, keys in filled.items()}
+            own = {"template", "agent"}  # an agent's requests get the template
+            filled = {name: keys if own & keys.keys() else chat | keys for name, keys in filled.items()}
             return tree | {"evaluation": evaluation | {"suites": suites | filled}}
     return tree
 
