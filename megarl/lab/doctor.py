@@ -137,7 +137,7 @@ KERNELS = "SGLang's kernels"
 
 
 def kernels() -> Finding:
-    """Check for the part of SGLang that `make setup` does not install, and without which no server starts on a GPU."""
+    """Check for the package without which no SGLang server starts on a GPU; `make setup` does not install it."""
     try:
         version = importlib.metadata.version("sglang-kernel")
     except importlib.metadata.PackageNotFoundError:

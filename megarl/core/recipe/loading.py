@@ -261,17 +261,28 @@ def _merged(under: RecipeTree, over: RecipeTree) -> RecipeTree:
 
 
 def _with_suites(tree: RecipeTree) -> RecipeTree:
-    """Add a shipped suite's keys to a suite of the same name; the suite's own keys take precedence."""
+    """Fill in what a suite leaves out: a shipped suite of the same name has its other keys, the tasks its chat template."""
     match tree:
         case {"evaluation": {"suites": dict(suites)} as evaluation}:
-            known = shipped_suites()
-            filled = {
-                name: _merged(yaml.safe_load(known[name].read_text()), given)
-                for name, given in suites.items()
-                if name in known and isinstance(given, dict)
-            }
+            known, chat = shipped_suites(), _chat_of_tasks(tree)
+            filled = {name: given for name, given in suites.items() if isinstance(given, dict)}
+            for name in filled.keys() & known.keys():
+                filled[name] = _merged(yaml.safe_load(known[name].read_text()), filled[name])
+            own = {"template", "agent"}  # an agent's requests get the template
+            filled = {name: keys if own & keys.keys() else chat | keys for name, keys in filled.items()}
             return tree | {"evaluation": evaluation | {"suites": suites | filled}}
     return tree
+
+
+def _chat_of_tasks(tree: RecipeTree) -> RecipeTree:
+    """Return the keys of the chat template that all tasks share; empty if they share none."""
+    match tree:
+        case {"data": {"tasks": dict(tasks)}}:
+            keys = ("template", "system", "template_options")
+            chats = [{k: task[k] for k in keys if k in task} for task in tasks.values() if isinstance(task, dict)]
+            if chats and chats[0].get("template") == "chat" and all(one == chats[0] for one in chats):
+                return chats[0]
+    return {}
 
 
 def _lines(node: yaml.Node | None, path: Path, prefix: tuple[str, ...] = ()) -> Origin:

@@ -56,9 +56,9 @@ def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
 
 
 def overlong_penalty(tokens: int, longest: int, cache: int) -> float:
-    """Return the penalty for a correct answer of this many tokens, between -1 and 0.
+    """Return the penalty for a correct answer with a completion of n tokens, a tool's included, between -1 and 0.
 
-        clip((L_max - |y|) / L_cache - 1, -1, 0)        0 up to L_max - L_cache tokens, -1 at L_max, linear in between
+        clip((L_max - n) / L_cache - 1, -1, 0)        0 up to L_max - L_cache tokens, -1 at L_max, linear in between
 
     DAPO (arXiv 2503.14476), as in ScaleRL's baselines (arXiv 2510.13786): only for correct answers. L_max is `longest`,
     the longest possible completion (`Length.completion_tokens`); L_cache is `cache`, `length.answer_tokens`.

@@ -84,7 +84,7 @@ def main(
 
 
 def never_thinks(results: Sequence[Result], end_of_thinking: str) -> str:
-    """Return advice if most answers ended without the end of thinking, as a model's that never thinks; else an empty text."""
+    """Return advice if most answers lack the end of thinking, as those of a model that never thinks do; else an empty text."""
     missing = [r.metrics.get("format_error_rate", 0.0) - r.metrics["truncation_rate"] for r in results]
     if not end_of_thinking or max(missing) < 0.5:
         return ""

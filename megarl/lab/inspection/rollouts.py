@@ -190,7 +190,7 @@ def _as_json(group: Group, due: int | None, tokenizer: Tokenizer | None) -> dict
 
 
 def _text(tokens: np.ndarray, tokenizer: Tokenizer | None) -> str:
-    """Decode the ids exactly, with special tokens and all spaces; without a tokenizer, return the ids as text."""
+    """Return the text of the ids, with special tokens and all spaces; without a tokenizer, the ids themselves."""
     return tokenizer.decode(tokens) if tokenizer else " ".join(map(str, tokens.tolist())) + " "
 
 

@@ -35,7 +35,7 @@ ranks."""
 
 @dataclass(frozen=True)
 class PlanningProblem:
-    """The input of a search: the recipe's layout and GPU counts are to be found, everything else in it is given."""
+    """The input of a search, which replaces the recipe's layout and GPU counts, and keeps everything else."""
 
     recipe: Recipe
     shape: Architecture

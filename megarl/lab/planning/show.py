@@ -206,7 +206,7 @@ def _simulated(simulated: Simulated) -> Table:
 def as_json(
     problem: PlanningProblem, written: Plan | str, found: Found, simulated: Simulated, price: float | None
 ) -> dict[str, object]:
-    """Return what `tables` prints as JSON, with all figures unrounded."""
+    """Return as JSON what `tables` prints, unrounded."""
     return {
         "gpus": problem.gpus,
         "teacher_gpus": problem.recipe.teacher_gpus,

@@ -338,7 +338,7 @@ def simulated(problem: PlanningProblem, plan: Plan, steps: int) -> Simulation:
 
 
 def by_lag(problem: PlanningProblem, plan: Plan, steps: int) -> dict[int, Summary]:
-    """Simulate the plan with other windows (pipeline.k)."""
+    """Simulate the plan with each of `LAGS` as pipeline.k."""
     plans = {k: replace(plan, recipe=changed(plan.recipe, "pipeline", k=k)) for k in LAGS}
     return {k: simulated(problem, other, steps).summary for k, other in plans.items()}
 

@@ -55,7 +55,7 @@ class RunComparison(NamedTuple):
         return "\n".join([*(pair.text for pair in self.pairs), *failed])
 
     def rows(self) -> list[dict[str, object]]:
-        """Return the table as records: the run's name, its fit, and at the common A: B with its interval, C_mid."""
+        """Return the table as records: a run's name, its fit, and its B, with an interval, and C_mid at the common A."""
         records = []
         for entry in self.entries:
             row: dict[str, object] = {"name": entry.name}

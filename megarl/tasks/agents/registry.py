@@ -3,8 +3,8 @@
     session(prompt, policy) ─► one of `agent.at_once` places ─► key ─► process ─► its paths, last message, and reward
                                                                         ends, or a limit ends it
 
-An agent that fails without a reward is run once more, in a new session; if it fails again, the rollout is void. An agent that
-runs out of time is graded on what it has done so far.
+An agent that fails without a reward is run once more, in a new session; if it fails again, the rollout cannot be judged. An
+agent that runs out of time is graded on what it has done so far.
 """
 
 import asyncio

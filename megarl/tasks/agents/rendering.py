@@ -108,7 +108,8 @@ class Rendering:
         return self._tail(behind) if text.startswith(begun) and said_there else None
 
     def _closed(self) -> bool | None:
-        """Return whether the template ends an answer with a token at which generation stops; None if with another token."""
+        """Return how the template ends an answer: True: with a token at which generation stops; False: with no special token;
+        None: with another one, or it renders no answer."""
         messages = [{"role": "user", "content": UNKNOWN}, {"role": "assistant", "content": self._said}]
         try:
             text = self._chat.render(messages, reply=False)

@@ -101,7 +101,7 @@ def survey(
     repeats: bool = False,
     largest: float = LARGEST_ANSWER,
 ) -> Survey:
-    """Make one pass over the source.
+    """Decide in one pass over the source which rows are kept, and which are held out.
 
     rows: the source's rows, if the caller reads them (to show progress). removed: called for each row found in an evaluation
     set. repeats: keep and count rows with the same id. largest: the most characters in an answer.

@@ -254,3 +254,15 @@ def test_a_model_that_never_thinks_is_told_from_one_that_is_cut_off() -> None:
     assert "\"length.end_of_thinking=''\" and another --out" in never_thinks([good, result(1.0, 0.1)], "</think>")
     assert never_thinks([good, result(0.95, 0.9)], "</think>") == ""
     assert never_thinks([result(1.0, 0.1)], "") == ""
+
+
+def test_a_suite_is_asked_in_the_tasks_chat_template_unless_it_names_one() -> None:
+    """As `megarl eval` asks a checkpoint of the run."""
+    suites = "evaluation.suites={gsm8k: {}, aime24: {template: raw}, mine: {data: x.jsonl, agent: 'a:solve'}}"
+    found = load("qwen3-8b-2nodes", [suites]).evaluation.suites
+    task = load("qwen3-8b-2nodes").data.tasks["dapo"]
+    assert {name: (suite.template, suite.system) for name, suite in found.items()} == {
+        "gsm8k": ("chat", task.system), "aime24": ("raw", ""), "mine": ("raw", "")
+    }  # fmt: skip
+    other = load("qwen3-8b-2nodes", [suites, "data.tasks.dapo.system=Think."]).evaluation.suites
+    assert {suite.template for suite in other.values()} == {"raw"}
