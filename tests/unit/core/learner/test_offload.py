@@ -5,6 +5,7 @@ its state is saved and resumed. Copies between two memories are for a GPU to sho
 """
 
 import contextlib
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -129,6 +130,19 @@ def test_parameters_are_copied_once(model: Path, fake_gpu: None, monkeypatch: py
     monkeypatch.setattr(HybridDeviceOptimizer, "_get_sub_optimizer_param_groups", counted)
     (chunk,) = trainer_of(model, 0.5).policy.chunks
     assert copied == [sum(p.numel() for p in chunk.parameters())]
+
+
+def test_half_of_the_cores_update_what_is_offloaded(
+    model: Path, fake_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
+    trainer, before, seen = trainer_of(model, 0.5), torch.get_num_threads(), []
+    for part in trainer.policy.optimizer.chained_optimizers:
+        for each in part.optimizer.sub_optimizers:
+            each.register_step_pre_hook(lambda *_: seen.append(torch.get_num_threads()))
+    trainer.train_step(sequences())
+    assert set(seen) == {6}
+    assert torch.get_num_threads() == before
 
 
 def test_what_is_loaded_lies_where_its_parameter_does() -> None:
