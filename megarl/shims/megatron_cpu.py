@@ -4,9 +4,9 @@
     import megatron.core
     after_megatron_import()   once after it: its own tensors are made on the CPU, and its optimiser accepts torch's Adam state
 
-With a GPU, only three things are corrected: AdamW's state before its first step, the support for torch's AdamW, and routers'
-logits. The changes are global to the process, so a server never shares one with a learner. The comment on each change says what
-failed when it was left out.
+With a GPU, only four things are corrected: AdamW's state before its first step, the memory of an offloaded AdamW, the support
+for torch's AdamW, and routers' logits. The changes are global to the process, so a server never shares one with a learner. The
+comment on each change says what failed when it was left out.
 """
 
 import ctypes
@@ -86,10 +86,11 @@ def after_megatron_import() -> None:
 
     router.router_gating_linear = _logits_by(router.router_gating_linear)
     _state_before_first_step(DistributedOptimizer)
+    _copies_of_shards_only(HybridDeviceOptimizer)
+    HybridDeviceOptimizer._move_new_state_to_right_device = _to_their_parameters
     cuda = torch.cuda.is_available()
     if not cuda or USING_PYTORCH_OPTIMIZER:
         _own_step_for_each_parameter(DistributedOptimizer)
-        HybridDeviceOptimizer._move_new_state_to_right_device = _to_their_parameters
     if cuda:
         return
     # These modules build tensors with device="cuda". Only they get the changed factories: transformers, which compares torch's
@@ -170,12 +171,31 @@ def _state_before_first_step(optimizer_class: "type[DistributedOptimizer]") -> N
     optimizer_class.state_dict = state_dict
 
 
+def _copies_of_shards_only(optimizer_class: "type[HybridDeviceOptimizer]") -> None:
+    """Make an offloaded optimiser copy only what it will update: this rank's shards, never whole parameters.
+
+    megatron makes it twice, first with whole parameters, and reads only that one's settings. Without: each rank also has FP32
+    copies of its whole stage, on the host for the offloaded share and on the GPU for the rest, until Python collects a cycle.
+    """
+    original = optimizer_class._init_sub_optimizers
+
+    def make_parts(self: "HybridDeviceOptimizer") -> None:
+        if not any(isinstance(p, torch.nn.Parameter) for group in self.param_groups for p in group["params"]):
+            original(self)
+
+    optimizer_class._init_sub_optimizers = make_parts
+
+
 def _to_their_parameters(hybrid: "HybridDeviceOptimizer") -> None:
-    """Replace HybridDeviceOptimizer._move_new_state_to_right_device, which recognises offloaded optimisers by a class other
-    than torch's. Without: if only a share is offloaded, the rest's moments are loaded into host memory, and its step fails."""
+    """Replace HybridDeviceOptimizer._move_new_state_to_right_device, which moves what was loaded, but does not copy what is
+    there already, and recognises offloaded optimisers by a class other than torch's. Without: a resumed rank keeps the moments
+    of its whole stage in host memory, since its own are views of them. With torch's AdamW, if only a share is offloaded, the
+    rest's moments are loaded into host memory, and its step fails."""
     for optimizer in hybrid.sub_optimizers:
         for parameter, state in optimizer.state.items():
-            state.update({k: v.to(parameter.device) for k, v in state.items() if isinstance(v, torch.Tensor)})
+            state["master_param"] = parameter
+            loaded = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v is not parameter}
+            state |= {k: v.to(parameter.device, copy=True) for k, v in loaded.items()}
 
 
 def _already_on_cpu(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:

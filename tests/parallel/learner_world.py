@@ -182,6 +182,8 @@ def check_checkpoint(directory: Path, batch: Batch, recipe: Recipe, what: str) -
     checkpoints.finish()
     check_failed_write(directory, folder.with_name(f"{folder.name} on a full disk"), trainer)
     assert resume(directory, folder, recipe) == went_on, what
+    writers = {int(file.name.split("_")[2]) for file in folder.glob("*/*.distcp")}
+    assert writers == set(range(dist.get_world_size())), (what, writers)
     if alone:
         torch.save(went_on, directory / "went_on.pt")
     expected = torch.load(directory / "went_on.pt")

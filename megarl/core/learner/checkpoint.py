@@ -54,6 +54,8 @@ AGAIN_S = (2.0, 20.0)
 """Pauses before reading a checkpoint again that could not be read but is not known to be damaged."""
 
 
+LOOK_S = 1.0
+"""Pause between looks at whether all ranks have written."""
 MOST_FAILURES = 3
 """Failed writes in a row after which the learner ends. Before that training goes on, since the file system may fail only for a
 moment, and the steps since the last checkpoint would be trained again."""
@@ -98,10 +100,10 @@ class Checkpoints:
         if self._writing is None:
             return
         path, thread, steps = self._writing
-        if blocking:
-            thread.join()
-        if any(gathered(thread.is_alive())):
-            return
+        while any(gathered(thread.is_alive())):
+            if not blocking:
+                return
+            thread.join(LOOK_S)  # not to its end: a rank that waits for others in a collective gives up after its limit
         self._writing = None
         try:
             with checkpoint.whole_or_gone(path):

@@ -28,11 +28,15 @@ ones would be thousands in an empty row."""
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The settings that the shapes of micro-batches depend on."""
+    """The settings that micro-batches' shapes depend on, and how many tokens the model knows.
+
+    Filler has all of them in turn: equal tokens would choose the same experts, whose ranks would have several times the work
+    and memory of the others."""
 
     model: Model
     data_parallel: int = 1
     context_rank: int = 0
+    vocabulary: int = 1
 
     @property
     def sequence_multiple(self) -> int:
@@ -105,7 +109,7 @@ def assemble(sequences: Sequence[TrainSequence], length: int, layout: RowLayout,
     lengths = np.array([len(s) for s in sequences], dtype=np.int64)
     boundaries, place = _places(lengths, length, layout)
     ids = _joined([s.tokens for s in sequences], np.int64)
-    tokens, padding = np.zeros(boundaries[-1], dtype=np.int64), np.ones(boundaries[-1], dtype=np.bool_)
+    tokens, padding = np.arange(boundaries[-1]) % layout.vocabulary, np.ones(boundaries[-1], dtype=np.bool_)
     tokens[place], padding[place] = ids[:-1], False
     experts = _experts(sequences, lengths, boundaries, place)
     weight = _joined([s.loss_weight for s in sequences], np.float32)

@@ -71,7 +71,8 @@ class Network:
         wide = recipe.model.fp32_head in ("both", "learner")
         self.head_precision = torch.float32 if wide else build.DTYPES[recipe.model.dtype]
         ranks = parallel_state.get_data_parallel_world_size(), parallel_state.get_context_parallel_rank()
-        self.layout, self.cost = RowLayout(recipe.model, *ranks), cost_of(family.architecture)
+        self.layout = RowLayout(recipe.model, *ranks, family.architecture.vocabulary)
+        self.cost = cost_of(family.architecture)
         self.device = next(chunks[0].parameters()).device
         # The micro-batches of a step have one size (microbatch.py), so stages need not exchange shapes.
         chunks[0].config.variable_seq_lengths = False

@@ -7,7 +7,9 @@ All methods are collective: every rank calls them with the same sequences.
 """
 
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,17 @@ from megarl.core.learner.network import Head, Network
 from megarl.core.learner.optimizer import LEAST, WEIGHT_DECAY, with_optimizer
 from megarl.core.models import Family
 from megarl.core.recipe import Optimizer, Recipe
+
+
+@contextmanager
+def more_threads() -> Iterator[None]:
+    """Let torch use half of this rank's share of the machine's cores; servers may need the others."""
+    before, ranks = torch.get_num_threads(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(max(before, len(os.sched_getaffinity(0)) // ranks // 2))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class TrainedNetwork(Network):
@@ -138,7 +151,7 @@ class TrainedNetwork(Network):
             clip_grad_by_total_norm_fp32(
                 parameters, self.settings.grad_clip, norm, use_decoupled_grad=self._offload > 0
             )
-        with self.full_memory_named():
+        with self.full_memory_named(), more_threads() if self._offload else nullcontext():
             self.optimizer.step_with_ready_grads()
         if self.expert_load:
             self.expert_load.balance()

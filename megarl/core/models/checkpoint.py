@@ -41,6 +41,8 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn import Module
 
@@ -136,8 +138,12 @@ def begin(path: Path, state: ShardedStateDict, meta: CheckpointMeta) -> AsyncReq
     # For the results of the writing threads. megatron's own queue needs a manager process, which takes seconds to start and
     # serves only if another process writes.
     filesystem_async._results_queue = queues.Queue()
+    # Copies of the model divide the tensors among themselves. By default the first one writes all, and the others nothing.
+    strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), metadata()["dp_cp_group"])
     with whole_or_gone(path):
-        request = dist_checkpointing.save(state, str(partial), async_sharded_save=True, async_strategy="mcore")
+        request = dist_checkpointing.save(
+            state, str(partial), strategy, async_sharded_save=True, async_strategy="mcore"
+        )
     request = _with_checksums(request, own)
     request.add_finalize_fn(finish)
     return request

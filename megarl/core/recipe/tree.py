@@ -11,6 +11,9 @@ type RecipeTree = dict[str, Any]
 """The contents of a recipe file, or a part of them, not checked yet."""
 FP8_MULTIPLE = 16
 """Every dimension of an FP8 product must be a multiple of this."""
+FP8_BLOCK = 128
+"""Tokens of a block with one scale (model.fp8=blockwise). If tensor-parallel ranks do not have whole blocks, Transformer Engine
+gathers their FP8 numbers in bf16, without overlap, and rounds them a second time (_start_all_gather_fp8_blockwise)."""
 MULTIPLE_CHOICE = ("arc", "hellaswag")
 """Mappings of suites in which given choices are scored and no answers sampled."""
 
@@ -244,7 +247,9 @@ class Model(Section):
     @property
     def token_multiple(self) -> int:
         """The tokens that a rank's layers process at once must be a multiple of this."""
-        return 1 if self.fp8 == "none" else FP8_MULTIPLE
+        if self.fp8 == "none":
+            return 1
+        return FP8_BLOCK if self.fp8 == "blockwise" and self.tensor_parallel > 1 else FP8_MULTIPLE
 
     @property
     def model_parallel_size(self) -> int:

@@ -122,7 +122,7 @@ def _state(recipe: Recipe, shape: Architecture, ends: float) -> float:
 def _host(recipe: Recipe, shape: Architecture, ends: float) -> float:
     """Return a rank's bytes in the host's memory: the copy from which a checkpoint is written while training goes on, and the
     offloaded part of AdamW with its gradients. For a checkpoint each rank gathers AdamW's state of its whole stage, and copies
-    the part that it writes: weights, and its share of AdamW's state.
+    the part that it writes: at most its weights, and its share of AdamW's state.
     """
     model, offloaded = recipe.model.model_copy(update={"fp8": "none"}), recipe.learner.optimizer_offload
     learner = recipe.learner.model_copy(update={"optimizer_offload": 0.0})

@@ -1,13 +1,16 @@
-"""The balancing loss of a step is the Switch Transformer's, each micro-batch counting by its tokens."""
+"""The balancing loss of a step is the Switch Transformer's, each micro-batch counting by its tokens; filler is balanced."""
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.transformer.moe.router import TopKRouter
 
 from megarl.core import recipe as recipes
 from megarl.core.algorithm.batch import TrainSequence
+from megarl.core.learner.microbatch import assemble
+from megarl.core.learner.network import Network, loaded_chunks
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import hf, parallel
 from tests.tiny import gradients, tiny_qwen3_moe
@@ -72,6 +75,26 @@ def test_balancing_gradient_is_that_of_the_switch_transformer(tmp_path: Path) ->
     assert metrics["microbatches"] == len(LENGTHS)
     largest = max(g.abs().max() for g in expected.values())
     assert max((found[name] - expected[name]).abs().max() for name in expected) <= 2e-6 * largest
+
+
+def test_filler_is_spread_over_the_experts(tmp_path: Path) -> None:
+    """Else the rank of one expert would compute a row that is all filler, or a large part of all rows' filler, alone."""
+    tiny_qwen3_moe(tmp_path / "hf", num_hidden_layers=2)
+    recipe = recipes.from_tree({"model": {"path": str(tmp_path / "hf"), "dtype": "fp32"}})
+    chosen: list[torch.Tensor] = []
+    parallel.start(recipe.model, seed=0, timeout_s=60)
+    try:
+        network = Network(*loaded_chunks(recipe, tmp_path / "hf"), recipe)
+        (chunk,) = network.chunks
+        for router in (module for module in chunk.modules() if isinstance(module, TopKRouter)):
+            router.register_forward_hook(lambda _, __, outputs: chosen.append(outputs[1].sum(0)))
+        row = assemble([], 2048, network.layout, network.device)
+        with torch.no_grad():
+            chunk(row.tokens, None, None, packed_seq_params=row.packed)
+    finally:
+        parallel.stop()
+    assert len(chosen) == 2
+    assert all((tokens > 0).all() for tokens in chosen), chosen
 
 
 def _untrained(index: int, tokens: np.ndarray) -> TrainSequence:

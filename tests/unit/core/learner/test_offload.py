@@ -5,6 +5,7 @@ its state is saved and resumed. Copies between two memories are for a GPU to sho
 """
 
 import contextlib
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,6 +103,7 @@ def test_the_hybrid_optimiser_makes_the_same_steps_and_is_resumed(model: Path, t
     for share in (0.5, 0.0):
         again = trainer_of(model, share)
         assert Checkpoints(tmp_path / "checkpoints", 2, again, model).load_latest()
+        assert not views(again)
         assert [again.train_step(sequences()) for _ in range(2)] == expected[2:]
     back = Checkpoints(tmp_path / "without", 2, again, model)
     back.save()
@@ -109,6 +111,38 @@ def test_the_hybrid_optimiser_makes_the_same_steps_and_is_resumed(model: Path, t
     offloaded = trainer_of(model, 0.5)
     assert Checkpoints(tmp_path / "without", 2, offloaded, model).load_latest()
     assert offloaded.train_step(sequences()) == again.train_step(sequences())
+
+
+def views(trainer: Trainer) -> list[str]:
+    """Tensors of AdamW's state that keep more memory than their own."""
+    states = [state for part in trainer.policy.optimizer.chained_optimizers for state in part.optimizer.state.values()]
+    tensors = [(name, value) for state in states for name, value in state.items() if isinstance(value, torch.Tensor)]
+    return [name for name, value in tensors if value.untyped_storage().nbytes() > value.nbytes]
+
+
+def test_parameters_are_copied_once(model: Path, fake_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied, divide = [], HybridDeviceOptimizer._get_sub_optimizer_param_groups
+
+    def counted(self: HybridDeviceOptimizer, share: float) -> Any:
+        copied.append(sum(p.numel() for group in self.param_groups for p in group["params"]))
+        return divide(self, share)
+
+    monkeypatch.setattr(HybridDeviceOptimizer, "_get_sub_optimizer_param_groups", counted)
+    (chunk,) = trainer_of(model, 0.5).policy.chunks
+    assert copied == [sum(p.numel() for p in chunk.parameters())]
+
+
+def test_half_of_the_cores_update_what_is_offloaded(
+    model: Path, fake_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
+    trainer, before, seen = trainer_of(model, 0.5), torch.get_num_threads(), []
+    for part in trainer.policy.optimizer.chained_optimizers:
+        for each in part.optimizer.sub_optimizers:
+            each.register_step_pre_hook(lambda *_: seen.append(torch.get_num_threads()))
+    trainer.train_step(sequences())
+    assert set(seen) == {6}
+    assert torch.get_num_threads() == before
 
 
 def test_what_is_loaded_lies_where_its_parameter_does() -> None:

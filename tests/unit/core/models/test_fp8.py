@@ -88,10 +88,12 @@ def test_experts_of_a_family_are_looked_at(one_rank: None, tmp_path: Path) -> No
 @pytest.mark.parametrize("context", [1, 2, 3])
 @pytest.mark.parametrize("shards", [1, 2, 4])
 def test_rows_are_padded_for_every_rank(context: int, shards: int) -> None:
-    """What a rank has of a row divides by 16 before and after tensor-parallel ranks put theirs together."""
+    """What a rank has of a row divides by 16 before and after tensor-parallel ranks put theirs together, and is whole blocks if
+    they do."""
     divided: dict[str, Any] = {"context_parallel": context, "tensor_parallel": shards}
     layout = RowLayout(Model(**divided, fp8="blockwise"))
-    assert layout.row_multiple % (context * shards * 16) == 0
+    assert layout.row_multiple % (context * shards * (128 if shards > 1 else 16)) == 0
+    assert RowLayout(Model(**divided, fp8="tensorwise")).row_multiple <= 48 * context * shards
     assert layout.row_multiple % layout.sequence_multiple == 0
     assert RowLayout(Model(**divided)).row_multiple <= layout.row_multiple / 8
 
