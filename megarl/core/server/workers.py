@@ -46,7 +46,8 @@ def own_labels() -> None:
 
     SGLang's scheduler processes a result while the next one is being computed. During the pause one result is left in its
     queue, and would count as computed by the new weights. The pause also waits until the GPU has computed that result, before
-    the weights are replaced.
+    the weights are replaced. However long it lasts (a large model is written to disk, a learner restarts), SGLang's watchdog
+    must not take it for a batch that never ends, and kill the server.
     """
     import torch
     from sglang.srt.managers.scheduler import Scheduler
@@ -57,6 +58,7 @@ def own_labels() -> None:
 
     def pause_and_wait(self: Any, request: Any) -> None:
         pause(self, request)
+        self.cur_batch_for_debug = None  # the batch that the watchdog waits for
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 

@@ -74,6 +74,25 @@ def test_a_server_answers_with_our_checksum(monkeypatch: pytest.MonkeyPatch) -> 
     assert said == {name: written(int(checksum(tensor))) for name, tensor in model.state_dict().items()}
 
 
+def test_the_watchdog_waits_for_no_batch_in_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place the batch stays, and is computed on only after the pause, which may be longer than the watchdog's limit."""
+    from sglang.srt.managers.io_struct import PauseGenerationReqInput
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler_components.invariant_checker import create_scheduler_watchdog
+
+    for name in ("pause_generation", "record_weight_version_change"):
+        monkeypatch.setattr(Scheduler, name, getattr(Scheduler, name))
+    workers.own_labels()
+    scheduler: Any = SimpleNamespace(
+        is_initializing=False, cur_batch_for_debug=object(), forward_ct=1, _pause_started_at=None
+    )
+    watchdog = create_scheduler_watchdog(scheduler, 3600.0)
+    assert watchdog.is_active()
+    Scheduler.pause_generation(scheduler, PauseGenerationReqInput(mode="in_place"))
+    assert scheduler._engine_paused
+    assert not watchdog.is_active()
+
+
 def test_scouts_loader_does_not_warn_of_each_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     """A warning would name all parameters that are not in it. Errors are still logged."""
     from megarl.core.base import ranks
