@@ -92,7 +92,7 @@ def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = 
                 **memory_arguments(recipe, cuda),
                 **node_arguments(meeting, host, node),
             ),
-            run_scheduler_process_func=partial(workers.scheduler, recipe.weights.timeout_s),
+            run_scheduler_process_func=partial(workers.scheduler, recipe.weights.timeout_s, recipe.start_limit_s),
             run_detokenizer_process_func=workers.no_detokenizer,
             execute_warmup_func=lambda _: asyncio.run(warm_up(f"http://{host}:{port}", endpoints)),
         )

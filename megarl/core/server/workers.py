@@ -23,14 +23,16 @@ POLL_S = 0.01
 """Interval at which the scheduler is asked, between two of its own steps, whether a step of staging has ended."""
 
 
-def scheduler(weights_limit_s: float, *args: object, **kwargs: object) -> None:
-    """Run the process that owns the model. weights_limit_s: how long the learner waits for a bucket (weights.timeout_s)."""
+def scheduler(weights_limit_s: float, start_limit_s: float, *args: object, **kwargs: object) -> None:
+    """Run the process that owns the model. weights_limit_s: how long the learner waits for a bucket (weights.timeout_s).
+    start_limit_s: of the server's start (Recipe.start_limit_s)."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     from megarl.core.base import ranks
 
     ranks.bind_all()
     own_buffers()
+    own_start(start_limit_s)
     own_staging(weights_limit_s * EARLIER)
     own_labels()
     own_checksums()
@@ -39,6 +41,17 @@ def scheduler(weights_limit_s: float, *args: object, **kwargs: object) -> None:
     # It would warn at each bucket about all parameters that are not in it: 1.7 TB of logs in a long run of Scout.
     logging.getLogger("sglang.srt.models.mllama4").setLevel(logging.ERROR)
     run_scheduler_process(*args, **kwargs)
+
+
+def own_start(limit_s: float) -> None:
+    """Let a rank that has loaded its part of the model wait this long for the slowest one.
+
+    SGLang's 480 s, which nothing sets, are too few for hundreds of gigabytes on storage that serves one node before another
+    (SGLang's issue 5457).
+    """
+    from sglang.srt.model_executor.model_runner_components import load_model_utils
+
+    load_model_utils.UNBALANCED_MODEL_LOADING_TIMEOUT_S = limit_s
 
 
 def own_labels() -> None:
