@@ -82,7 +82,9 @@ def test_a_rank_waits_for_the_slowest_to_load_the_model_as_long_as_a_start_may_t
     waits: list[float] = []
     ranks = SimpleNamespace(tp_group=SimpleNamespace(cpu_group=None))
     monkeypatch.setattr(loading, "get_parallel", lambda: ranks)
-    monkeypatch.setattr(loading.dist, "monitored_barrier", lambda *, timeout, **_: waits.append(timeout.total_seconds()))
+    monkeypatch.setattr(
+        loading.dist, "monitored_barrier", lambda *, timeout, **_: waits.append(timeout.total_seconds())
+    )
     monkeypatch.setattr(loading, "UNBALANCED_MODEL_LOADING_TIMEOUT_S", 480)  # put back afterwards
     workers.own_start(3600.0)
     loading.dist_barrier_after_load(elastic_ep_backend=None, tp_rank=0)
