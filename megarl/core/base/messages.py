@@ -68,7 +68,7 @@ class ServerResult(Record, frozen=True):
 class Published(Record, frozen=True, tag="published"):
     """Publication of `version` has ended. Seconds are the wall time of the slowest server.
 
-    staged: the transfer took place before the pause, and resume_seconds includes the swap.
+    staged: the transfer took place before the pause. resume_seconds includes the swap, if there is one.
     """
 
     incarnation: Incarnation

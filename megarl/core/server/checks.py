@@ -24,6 +24,7 @@ def check(recipe: Recipe, cuda: bool) -> None:
     longest = recipe.length.context_tokens
     _check_qwen(path, model)
     _check_llama4(path, model, longest, cuda)
+    _check_ranks(path, model, recipe.resources.server_tensor_parallel if cuda else 1)
     if model.sinks and cuda and recipe.model.dtype != "bf16":
         raise MegarlError(f"model.dtype: {recipe.model.dtype}: SGLang's GPU kernels take attention sinks in bf16 only")
     if cuda and recipe.model.dtype == "fp32":
@@ -49,6 +50,32 @@ def check(recipe: Recipe, cuda: bool) -> None:
         raise MegarlError(
             "resources.colocate: to lend memory to the learner needs the package torch_memory_saver, which is not installed; "
             "install it (pip install torch_memory_saver)"
+        )
+
+
+def undivided(model: Architecture, ranks: int) -> str:
+    """Return what of the model SGLang cannot divide among a server's GPUs, such as `28 attention heads`; empty if nothing.
+
+    It copies heads of k and v to several GPUs if there are more of these.
+    """
+    dense = model.feed_forward if model.moe_layers < model.layers else 0
+    sizes = [(model.heads, "attention heads"), (dense, "columns of an MLP")]
+    sizes += [
+        (model.expert_feed_forward, "columns of an expert"),
+        (model.shared_feed_forward, "columns of a shared expert"),
+    ]
+    if not model.latent and ranks % model.groups:
+        sizes.append((model.groups, "key-value heads"))
+    return next((f"{size} {what}" for size, what in sizes if size % ranks), "")
+
+
+def _check_ranks(path: str, model: Architecture, ranks: int) -> None:
+    """Refuse a number of GPUs that does not divide the model: every rank would end with an assertion."""
+    if what := undivided(model, ranks):
+        most = next(n for n in range(ranks - 1, 0, -1) if not undivided(model, n))
+        raise MegarlError(
+            f"resources.server_tensor_parallel: SGLang cannot divide the {what} of {path} among a server's {ranks} GPUs; "
+            f"use {most} or another divisor (for a teacher's servers, resources.teacher_tensor_parallel)"
         )
 
 

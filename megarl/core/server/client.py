@@ -364,9 +364,12 @@ class ServerClient:
             return False
         return True
 
-    async def warm_up(self) -> None:
-        """Generate one token."""
-        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
+    async def warm_up(self, top_p: float) -> None:
+        """Generate one token, sampled as in evaluations: on a GPU the first use of a nucleus compiles kernels, for a minute or
+        two in which a server answers nothing and would count as lost."""
+        narrow = top_p < 1.0
+        sampling = {"max_new_tokens": 1, "top_p": top_p, "top_k": TOP_K_WITH_TOP_P if narrow else -1}
+        body = {"input_ids": [0], "sampling_params": sampling, "return_logprob": True, "return_sampling_mask": narrow}
         await self._call("generate a token", "/generate", body, self._timeout_s, self._api_key)
 
     async def pause(self, mode: str) -> None:

@@ -92,9 +92,11 @@ def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = 
                 **memory_arguments(recipe, cuda),
                 **node_arguments(meeting, host, node),
             ),
-            run_scheduler_process_func=partial(workers.scheduler, recipe.weights.timeout_s),
+            run_scheduler_process_func=partial(workers.scheduler, recipe.weights.timeout_s, recipe.start_limit_s),
             run_detokenizer_process_func=workers.no_detokenizer,
-            execute_warmup_func=lambda _: asyncio.run(warm_up(f"http://{host}:{port}", endpoints)),
+            execute_warmup_func=lambda _: asyncio.run(
+                warm_up(f"http://{host}:{port}", endpoints, recipe.evaluation.top_p)
+            ),
         )
     except SystemExit:
         # Raised by Uvicorn if the port was taken since the check. Otherwise the warm-up would go on for minutes.
@@ -107,8 +109,8 @@ def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = 
         sys.exit(1)
 
 
-async def warm_up(url: str, endpoints: Endpoints) -> bool:
-    """Generate one token, then make /health succeed.
+async def warm_up(url: str, endpoints: Endpoints, top_p: float) -> bool:
+    """Generate one token, sampled from this nucleus, then make /health succeed.
 
     This runs in a thread beside the HTTP server, like SGLang's own warm-up, which first sleeps for a second. If the request
     fails, SGLang reports the error and the server never becomes ready.
@@ -120,7 +122,7 @@ async def warm_up(url: str, endpoints: Endpoints) -> bool:
     async with ServerClient(address, endpoints.api_key, endpoints.admin_key, WARM_UP_LIMIT_S) as client:
         while time.monotonic() < until:
             try:
-                await client.warm_up()
+                await client.warm_up(top_p)
                 get_global_state().tokenizer_manager.server_status = ServerStatus.Up
                 return True
             except ServerSaid:

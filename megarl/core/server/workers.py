@@ -23,14 +23,16 @@ POLL_S = 0.01
 """Interval at which the scheduler is asked, between two of its own steps, whether a step of staging has ended."""
 
 
-def scheduler(weights_limit_s: float, *args: object, **kwargs: object) -> None:
-    """Run the process that owns the model. weights_limit_s: how long the learner waits for a bucket (weights.timeout_s)."""
+def scheduler(weights_limit_s: float, start_limit_s: float, *args: object, **kwargs: object) -> None:
+    """Run the process that owns the model. weights_limit_s: how long the learner waits for a bucket (weights.timeout_s).
+    start_limit_s: of the server's start (Recipe.start_limit_s)."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     from megarl.core.base import ranks
 
     ranks.bind_all()
     own_buffers()
+    own_start(start_limit_s)
     own_staging(weights_limit_s * EARLIER)
     own_labels()
     own_checksums()
@@ -41,12 +43,24 @@ def scheduler(weights_limit_s: float, *args: object, **kwargs: object) -> None:
     run_scheduler_process(*args, **kwargs)
 
 
+def own_start(limit_s: float) -> None:
+    """Let a rank that has loaded its part of the model wait this long for the slowest one.
+
+    SGLang's 480 s, which nothing sets, are too few for hundreds of gigabytes on storage that serves one node before another
+    (SGLang's issue 5457).
+    """
+    from sglang.srt.model_executor.model_runner_components import load_model_utils
+
+    load_model_utils.UNBALANCED_MODEL_LOADING_TIMEOUT_S = limit_s
+
+
 def own_labels() -> None:
     """Label each token with the version that computed it, even if that was under way when a pause in place began.
 
     SGLang's scheduler processes a result while the next one is being computed. During the pause one result is left in its
     queue, and would count as computed by the new weights. The pause also waits until the GPU has computed that result, before
-    the weights are replaced.
+    the weights are replaced. However long it lasts (a large model is written to disk, a learner restarts), SGLang's watchdog
+    must not take it for a batch that never ends, and kill the server.
     """
     import torch
     from sglang.srt.managers.scheduler import Scheduler
@@ -57,6 +71,7 @@ def own_labels() -> None:
 
     def pause_and_wait(self: Any, request: Any) -> None:
         pause(self, request)
+        self.cur_batch_for_debug = None  # the batch that the watchdog waits for
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 

@@ -1,6 +1,8 @@
 """Publication of the learner's weights to the servers, in flight: requests continue across it.
 
     process_group.py   transport ─► checksums ─► pause all ─► swap ─► continue ─► Published      servers generate meanwhile
+    the same, to servers of several GPUs (Recipe.generates_meanwhile)
+                       pause all ─► transport ─► checksums ─► swap ─► continue ─► Published
     cuda_ipc, disk     pause all ─► transport ─► checksums ─► continue ─► Published              no memory for a second copy
                         └ a server that fails is left out: its requests are aborted
 
@@ -68,7 +70,7 @@ class Publisher:
     def __init__(self, recipe: Recipe, endpoints: Endpoints, chunks: Sequence[Module], family: Family) -> None:
         weights = recipe.weights
         self._endpoints, self._limit_s = endpoints, weights.timeout_s
-        self._wakes = recipe.lends_memory
+        self._wakes, self._meanwhile = recipe.lends_memory, recipe.generates_meanwhile
         bucket_bytes = weights.bucket_mb << 20
         self._last = LastSent(weights.full_every)
         self._transport: Transport
@@ -104,19 +106,19 @@ class Publisher:
                 checksums.update(self._compare(fleet, sent, errors))
             return sent
 
-        if staged:
+        if self._meanwhile:
             sent = send()
-        sent_at = time.monotonic()
+        pausing = time.monotonic()
         try:
             ready = [i for i in fleet.servers if i not in errors]
             errors |= from_rank_0(fleet.each(ready, self._stop)[1] if leader else {})
             paused = time.monotonic()
-            if not staged:
+            if not self._meanwhile:
                 sent = send()
-            elif leader:
+            arrived = time.monotonic()
+            if staged and leader:
                 ready = [i for i in ready if i not in errors]
                 errors |= fleet.each(ready, lambda server: server.swap(command.version))[1]
-            done = time.monotonic()
         finally:
             if leader:
                 dirty = [i for i in fleet.servers if sent is None or i in errors]
@@ -135,11 +137,11 @@ class Publisher:
             results=tuple(
                 ServerResult(id=i, error=errors.get(i, ""), checksum=checksums.get(i, "")) for i in fleet.servers
             ),
-            pause_seconds=paused - sent_at,
-            transfer_seconds=sent_at - started if staged else done - paused,
-            resume_seconds=resumed - (paused if staged else done),
+            pause_seconds=paused - pausing,
+            transfer_seconds=pausing - started + arrived - paused,
+            resume_seconds=resumed - arrived,
             bytes_sent=sent.bytes,
-            staged=staged,
+            staged=self._meanwhile,
         )
 
     def _needs_whole(self, fleet: Fleet) -> bool:

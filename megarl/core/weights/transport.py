@@ -29,12 +29,12 @@ class Sent(NamedTuple):
 
 
 class Transport(Protocol):
-    """Sends weights from a learner rank to servers. staged: these generate as they receive (server/staging.py), then swap."""
+    """Sends weights from a learner rank to servers. staged: into a copy (server/staging.py), to be swapped in."""
 
     staged: bool
 
     def send(self, fleet: Fleet, ids: Sequence[int], version: int) -> Sent:
-        """Send the weights to the servers `ids`, paused unless staged. Every rank returns the same result. COLLECTIVE."""
+        """Send the weights to the servers `ids`. Every rank returns the same result. COLLECTIVE."""
 
 
 def open_fleet(servers: Iterable[ServerAddress], endpoints: Endpoints, limit_s: float, version: int) -> Fleet:

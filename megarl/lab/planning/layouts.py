@@ -18,6 +18,7 @@ from megarl.core.algorithm.packing import cost_of, sizes_to_try
 from megarl.core.base.architecture import Architecture
 from megarl.core.recipe import Recipe
 from megarl.core.recipe.rules import impossible, impossible_for
+from megarl.core.server.checks import undivided
 from megarl.lab.planning import memory, speed
 from megarl.lab.planning.hardware import ASSUMED, GB, Gpu
 from megarl.lab.planning.memory import LearnerMemory, ServerMemory
@@ -253,8 +254,8 @@ def packed(work: Workload, shape: Architecture, microbatch_tokens: int, data_par
 def _server(problem: PlanningProblem, ranks: int) -> ServerMemory | str:
     """Return the memory of a server with this many GPUs, or the reason why it is impossible."""
     shape, gpu, longest = problem.shape, problem.gpu, problem.recipe.length.context_tokens
-    if shape.heads % ranks or (shape.groups % ranks and ranks % shape.groups):
-        return f"server TP {ranks}: does not divide the heads"
+    if what := undivided(shape, ranks):
+        return f"server TP {ranks}: does not divide {what}"
     if ranks > gpu.nvlink_gpus and (gpu.nvlink_gpus < gpu.node_gpus or ranks % gpu.nvlink_gpus):
         return f"server TP {ranks}: beyond one NVLink domain, and not several whole nodes of {gpu.node_gpus}"
     needed = memory.server(changed(problem.recipe, "resources", server_tensor_parallel=ranks), shape, gpu.memory)

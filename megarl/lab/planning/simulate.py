@@ -48,7 +48,7 @@ class Costs:
 
     step_seconds: StepSeconds
     train_seconds: Callable[[Sequence[int]], float]  # for sequences of these lengths
-    transfer: float  # of a publication; servers that do not stage weights stand still
+    transfer: float  # of a publication; servers that do not generate meanwhile stand still
     parity: float  # after transfer and swap, while new requests wait
     limit: int
     swap: float = 0.0  # of staged weights; servers stand still
@@ -213,7 +213,7 @@ class _SimulatedRun:
         self.membership.publish(ids, command.version, LEARNER)
         self.places.refresh()
         pause = self.costs.transfer
-        if self.recipe.stages_weights:
+        if self.recipe.generates_meanwhile:
             await asyncio.sleep(self.costs.transfer)
             pause = self.costs.swap
         for i in ids:

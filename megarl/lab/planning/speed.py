@@ -211,8 +211,8 @@ class Decoder:
 
 
 class Publication(NamedTuple):
-    """Seconds for which the learner waits: the weights are sent (transfer); servers that staged them swap them in; tokens are
-    scored for parity."""
+    """Seconds for which the learner waits: the weights are sent (transfer); servers that generated meanwhile swap them in;
+    tokens are scored for parity."""
 
     transfer: float
     swap: float
@@ -220,7 +220,7 @@ class Publication(NamedTuple):
 
     @property
     def pause(self) -> float:
-        """Seconds in which servers generate nothing: the swap or, where nothing is staged, the transfer."""
+        """Seconds in which servers generate nothing: the swap, or all if they do not generate as they receive."""
         return self.swap or self.transfer
 
 
@@ -246,6 +246,8 @@ def publication(recipe: Recipe, shape: Architecture, gpu: Gpu, devices: int) -> 
     hops = buckets * servers * ranks * ASSUMED.hop_latency_s
     calls = CONTROL_CALLS * in_a_row(servers) * ASSUMED.call_seconds
     transfer = arriving + hops + part + calls + ASSUMED.control_seconds
+    if not recipe.generates_meanwhile:
+        return Publication(transfer + part, swap=0.0, parity=ASSUMED.parity_seconds)
     return Publication(transfer, swap=part, parity=ASSUMED.parity_seconds)
 
 

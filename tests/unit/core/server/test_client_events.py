@@ -120,3 +120,33 @@ def test_a_connection_to_a_machine_that_is_gone_ends() -> None:
     with client._socket((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 1))) as made:
         assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
         assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT) == 3
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_the_first_request_is_sampled_like_an_evaluations(top_p: float) -> None:
+    """Or the kernels of its nucleus would be compiled, for minutes, while a server is to answer."""
+    asked: list[dict[str, object]] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        body = await request.json()
+        asked.append(body | body.pop("sampling_params"))
+        return web.Response(body=chunk([7], {"type": "length"}) if "stream" in body else b"{}")
+
+    async def run() -> None:
+        app = web.Application()
+        app.router.add_post("/generate", handle)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        (port,) = free_ports(1)
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        async with ServerClient(ServerAddress(id=0, url=f"http://127.0.0.1:{port}"), "u", "a") as client:
+            await client.generate([1, 2], 1, top_p=top_p)
+            await client.warm_up(top_p)
+        await runner.cleanup()
+
+    asyncio.run(run())
+    chosen = [
+        {name: body[name] for name in ("top_p", "top_k", "return_logprob", "return_sampling_mask")} for body in asked
+    ]
+    assert len(chosen) == 2
+    assert chosen[0] == chosen[1]

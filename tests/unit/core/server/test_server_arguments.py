@@ -274,6 +274,33 @@ def test_a_server_on_several_nodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "ranks", "what", "most"),
+    [
+        ({}, 16, "8 attention heads", 8),
+        ({"num_key_value_heads": 4}, 8, "", 0),
+        ({"num_attention_heads": 12, "num_key_value_heads": 4}, 6, "4 key-value heads", 4),
+        ({"num_attention_heads": 64, "head_dim": 8}, 64, "96 columns of an MLP", 32),
+        (LLAMA4 | {"intermediate_size": 20}, 8, "20 columns of an expert", 4),
+        (BALANCED | {"n_shared_experts": 1, "moe_intermediate_size": 36}, 8, "36 columns of an expert", 4),
+        (BALANCED | {"num_attention_heads": 16}, 16, "", 0),
+    ],
+)
+def test_a_server_on_more_gpus_than_divide_the_model_is_refused(
+    tmp_path: Path, config: dict[str, Any], ranks: int, what: str, most: int
+) -> None:
+    """Each rank would end with an assertion, after it was started again and again. On a CPU SGLang pads."""
+    length = {"prompt_tokens": 56, "thinking_tokens": [50, 100], "answer_tokens": 100}
+    recipe = a_recipe(tmp_path, config=config, resources={"server_tensor_parallel": ranks}, length=length)
+    check(recipe, cuda=False)
+    if not what:
+        return check(recipe, cuda=True)
+    with pytest.raises(
+        MegarlError, match=rf"^resources.server_tensor_parallel: .* {what} of .* {ranks} GPUs; use {most} "
+    ):
+        check(recipe, cuda=True)
+
+
+@pytest.mark.parametrize(
     ("sections", "cuda", "message"),
     [
         ({"model": {"path": "/nowhere"}}, True, "/nowhere: no Hugging Face model there"),

@@ -74,6 +74,42 @@ def test_a_server_answers_with_our_checksum(monkeypatch: pytest.MonkeyPatch) -> 
     assert said == {name: written(int(checksum(tensor))) for name, tensor in model.state_dict().items()}
 
 
+def test_a_rank_waits_for_the_slowest_to_load_the_model_as_long_as_a_start_may_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sglang.srt.model_executor.model_runner_components import load_model_utils as loading
+
+    waits: list[float] = []
+    ranks = SimpleNamespace(tp_group=SimpleNamespace(cpu_group=None))
+    monkeypatch.setattr(loading, "get_parallel", lambda: ranks)
+    monkeypatch.setattr(
+        loading.dist, "monitored_barrier", lambda *, timeout, **_: waits.append(timeout.total_seconds())
+    )
+    monkeypatch.setattr(loading, "UNBALANCED_MODEL_LOADING_TIMEOUT_S", 480)  # put back afterwards
+    workers.own_start(3600.0)
+    loading.dist_barrier_after_load(elastic_ep_backend=None, tp_rank=0)
+    assert waits == [3600.0]
+
+
+def test_the_watchdog_waits_for_no_batch_in_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place the batch stays, and is computed on only after the pause, which may be longer than the watchdog's limit."""
+    from sglang.srt.managers.io_struct import PauseGenerationReqInput
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler_components.invariant_checker import create_scheduler_watchdog
+
+    for name in ("pause_generation", "record_weight_version_change"):
+        monkeypatch.setattr(Scheduler, name, getattr(Scheduler, name))
+    workers.own_labels()
+    scheduler: Any = SimpleNamespace(
+        is_initializing=False, cur_batch_for_debug=object(), forward_ct=1, _pause_started_at=None
+    )
+    watchdog = create_scheduler_watchdog(scheduler, 3600.0)
+    assert watchdog.is_active()
+    Scheduler.pause_generation(scheduler, PauseGenerationReqInput(mode="in_place"))
+    assert scheduler._engine_paused
+    assert not watchdog.is_active()
+
+
 def test_scouts_loader_does_not_warn_of_each_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     """A warning would name all parameters that are not in it. Errors are still logged."""
     from megarl.core.base import ranks
@@ -87,13 +123,14 @@ def test_scouts_loader_does_not_warn_of_each_bucket(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(logging.getLogger(name), "level", logging.NOTSET)
     for owner, change in (
         (workers, "own_buffers"),
+        (workers, "own_start"),
         (workers, "own_staging"),
         (workers, "own_labels"),
         (workers, "own_routing"),
         (ranks, "bind_all"),
     ):
         monkeypatch.setattr(owner, change, lambda *_: None)
-    workers.scheduler(1.0)
+    workers.scheduler(1.0, 2.0)
     assert seen == [logging.ERROR]
 
 
