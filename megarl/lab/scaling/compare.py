@@ -124,7 +124,7 @@ def efficiency(fit: Fit, hours: np.ndarray, pass_rate: np.ndarray) -> tuple[np.n
 
     Scores outside R_0 … A give no point.
     """
-    share = (pass_rate - fit.R_0) / (fit.A - fit.R_0)
+    share = (pass_rate - fit.R_0) / max(fit.A - fit.R_0, 1e-300)
     inside = (share > 0) & (share < 1)
     log_f = fit.B * math.log10(fit.C_mid) - np.log10(1 / share[inside] - 1)
     return np.log10(hours[inside]), log_f
