@@ -21,6 +21,8 @@ from megarl.lab.scaling.forms import FORMS
 from megarl.lab.scaling.points import Curve, PointColumns, curve_of_run
 from megarl.lab.scaling.posterior import INTERVAL
 
+BEFORE = 10.0  # how many times less compute than that of the first point is the earliest at which a score is looked for
+
 
 class Prediction(NamedTuple):
     """Pass rates at `hours`, with the ends of their intervals; all are [points]."""
@@ -59,7 +61,7 @@ def predict(fit: Fit, hours: np.ndarray) -> Prediction:
 
 def hours_to(fit: Fit, score: float) -> Reached:
     """Return the compute at which the curve passes `score`."""
-    grid = np.geomspace(fit.hours[0] / 10, fit.window[1] * 1000, 240)
+    grid = np.geomspace(fit.hours[0] / BEFORE, fit.window[1] * 1000, 240)
     band = predict(fit, grid)
     hours, earliest, latest = (_first(grid, scores, score) for scores in (band.pass_rate, band.high, band.low))
     return Reached(hours, (earliest, latest))
