@@ -187,14 +187,14 @@ def slices(
 ) -> int:  # fmt: skip
     """Fit the parts of a run: by task, difficulty, objective and pass@n."""
     from megarl.lab.scaling import tables
-    from megarl.lab.scaling.points import HOURS
+    from megarl.lab.scaling.points import unit_name
     from megarl.lab.scaling.slices import slices
 
     parts = slices(run, hours_column, start=start, end=until)
     if as_json:
         print(json.dumps([part.record() for part in parts], allow_nan=False))
     else:
-        unit = next((HOURS[part.curve.unit] for part in parts if part.curve), "hours")
+        unit = next((unit_name(part.curve.unit) for part in parts if part.curve), "hours")
         tables.show(tables.sliced(parts, unit))
         tables.say_slices(parts)
     if output:

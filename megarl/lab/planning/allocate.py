@@ -66,8 +66,8 @@ def read_run(path: Path) -> CellRun:
     # The median, because steps waited while servers were reserved for an evaluation.
     if not len(hours) or not (one := float(np.median(hours))) > 0:
         raise MegarlError(f"{path}: fewer than two steps, so the time of a step is unknown; train further")
-    batch = recipe.batch.prompts, recipe.sampling.generations
-    return CellRun(*batch, replace(curve, hours=curve.hours * batch[0] * batch[1]), one)
+    batch, unit = (recipe.batch.prompts, recipe.sampling.generations), latest_scores(rundir.eval)[-1]["compute_unit"]
+    return CellRun(*batch, replace(curve, hours=curve.hours * batch[0] * batch[1], unit=unit), one)
 
 
 def measured(runs: Sequence[CellRun], batches: Sequence[BatchSize]) -> dict[BatchSize, float]:
