@@ -47,7 +47,7 @@ def curves(name: str, outcomes: Sequence[Outcome]) -> list[ScoreCurve]:
     mean_tokens, ns = sum(o.tokens for o in outcomes) / count, metrics.powers_up_to(min(map(len, prompts)))
     drawn = []
     for kind, chosen in metrics.choices(outcomes).items():
-        scores = (metrics.over_prompts([chosen(answers, n) for answers in prompts], count) for n in ns)
+        scores = (metrics.over_prompts([chosen(answers, n) for answers in prompts], count, n) for n in ns)
         points = [CurvePoint(n, n * mean_tokens, score) for n, score in zip(ns, scores, strict=True)]
         drawn.append(ScoreCurve(name, kind, points))
     return drawn
