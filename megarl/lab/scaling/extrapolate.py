@@ -5,7 +5,7 @@ far the curves have strayed from it, but not the noise that a single evaluation 
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import NamedTuple
@@ -65,6 +65,17 @@ def hours_to(fit: Fit, score: float) -> Reached:
     band = predict(fit, grid)
     hours, earliest, latest = (_first(grid, scores, score) for scores in (band.pass_rate, band.high, band.low))
     return Reached(hours, (earliest, latest))
+
+
+TESTED, FAR = 4.0, 10.0
+"""Multiples of the last point's compute: up to which intervals were tested on real runs (benchmarks/README.md), and from which
+a prediction says so."""
+
+
+def doubts(fit: Fit, hours: float | None) -> Iterator[str]:
+    """Yield one sentence if a prediction at `hours` is far beyond the points."""
+    if hours is not None and (ahead := hours / fit.window[1]) > FAR:
+        yield f"that is {ahead:,.0f} times the compute of the last point; intervals were tested up to {TESTED:g} times"
 
 
 def later_points(fit: Fit, curves: Sequence[Curve]) -> Later | None:

@@ -28,12 +28,12 @@ def show(table: Table) -> None:
     console.print()
 
 
-def say(found: Fit, text: str) -> None:
-    """Print a text, then the fit's warnings."""
+def say(found: Fit, text: str, warnings: Sequence[str] | None = None) -> None:
+    """Print a text, then warnings, by default those of the fit."""
     print(text)
     if found.unit == "core":
         print("Compute is core-hours of CPUs, not GPU-hours: it compares only with runs on CPUs.")
-    for warning in found.warnings:
+    for warning in found.warnings if warnings is None else warnings:
         print(f"warning: {warning}")
 
 
