@@ -80,7 +80,13 @@ def compare(runs: Mapping[str, Sequence[Curve]], **options: Unpack[FitOptions]) 
             entries.append(RunFit(name, fits[name]))
         except MegarlError as error:
             entries.append(RunFit(name, None, str(error)))
-    ceiling = options.get("ceiling") or _pooled(fits.values())
+    if given := options.get("ceiling"):
+        for name, found in fits.items():
+            if (reached := float(found(found.hours[-1:])[0])) > given + SAME_CEILING:
+                raise MegarlError(
+                    f"--ceiling is {given:g}, and {name} has reached {reached:.3f}; give one that no run has passed"
+                )
+    ceiling = given or _pooled(fits.values())
     common: FitOptions = {**options, "ceiling": ceiling}
     at_ceiling = {name: fit(runs[name], **common) for name in fits} if len(fits) > 1 else {}
     pairs = []
