@@ -117,7 +117,8 @@ def compare(
         tables.show(tables.compared(comparison))
         tables.say_verdict(comparison)
     if output:
-        _draw(output, to, published, runs, comparison, comparison.at_ceiling)
+        own = {entry.name: entry.fit for entry in comparison.entries if entry.fit}
+        _draw(output, to, published, runs, comparison, own | comparison.comparable if len(own) > 1 else {})
     return 0
 
 

@@ -4,7 +4,8 @@
 
 Exponents B of two fits are comparable only at one ceiling. ScaleRL compares those of all arms at one fixed A (section 4; .605)
 if the arms' A agree within 0.02, the difference between three seeds of one recipe (arXiv 2510.13786, section 2). That A is
-given, or the mean over all runs, weighted by how narrow their intervals are.
+given, or the mean over all runs, weighted by how narrow their intervals are. Two runs that agree with each other, but not with
+that mean, are compared at their own.
 """
 
 import math
@@ -47,6 +48,12 @@ class RunComparison(NamedTuple):
     pairs: tuple[Pair, ...]
     ceiling: float
     at_ceiling: Mapping[str, Fit]
+
+    @property
+    def comparable(self) -> dict[str, Fit]:
+        """Those of `at_ceiling` whose own A is near that ceiling."""
+        own = {entry.name: entry.fit.A for entry in self.entries if entry.fit}
+        return {name: fit for name, fit in self.at_ceiling.items() if abs(own[name] - self.ceiling) <= SAME_CEILING}
 
     @property
     def verdict(self) -> str:
@@ -95,7 +102,11 @@ def compare(runs: Mapping[str, Sequence[Curve]], **options: Unpack[FitOptions]) 
         named = (reference, first, other, second)
         same = abs(first.A - second.A) <= SAME_CEILING
         ahead = overtakes(*named)
-        said = _exponents(*named, at_ceiling) if same else _ceiling(*named)
+        both = {name: at_ceiling[name] for name in (reference, other)}
+        if same and not given and max(abs(one.A - ceiling) for one in (first, second)) > SAME_CEILING:
+            at: FitOptions = {**options, "ceiling": _pooled((first, second))}
+            both = {name: fit(runs[name], **at) for name in both}
+        said = _exponents(*named, both) if same else _ceiling(*named)
         text = f"{said} {_speed(*named)} {_lead(ahead, first, second)}"
         pairs.append(Pair(reference, other, same, ahead, text))
     return RunComparison(tuple(entries), tuple(pairs), ceiling, at_ceiling)
@@ -144,7 +155,7 @@ def _exponents(name_a: str, a: Fit, name_b: str, b: Fit, at_ceiling: Mapping[str
     unsure = "".join(f" But A of {n} may be anywhere in {low:.3f} … {high:.3f}." for n, (low, high) in wide)
     return (
         f"{name_a} and {name_b} have the same ceiling within {SAME_CEILING} (A {a.A:.3f} and {b.A:.3f}); "
-        f"with all at {x.A:.3f}, {says}: {x.B:.2f} ({name_a}) {against} {y.B:.2f} ({name_b}).{unsure}"
+        f"with both at {x.A:.3f}, {says}: {x.B:.2f} ({name_a}) {against} {y.B:.2f} ({name_b}).{unsure}"
     )
 
 

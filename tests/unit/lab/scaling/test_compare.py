@@ -26,7 +26,7 @@ def test_all_are_refitted_at_one_ceiling() -> None:
         assert pytest.approx(0.605, abs=1e-5) == refitted.A
         alone = fit(runs[name], ceiling=0.605)
         assert (refitted.B, refitted.B_interval) == (alone.B, alone.B_interval)
-    assert "same ceiling within 0.02 (A 0.610 and 0.600); with all at 0.605, B differs" in found.verdict
+    assert "same ceiling within 0.02 (A 0.610 and 0.600); with both at 0.605, B differs" in found.verdict
     assert "scalerl is quicker" in found.verdict
     assert "scalerl is ahead throughout" in found.verdict
     row = found.rows()[1]
@@ -38,6 +38,17 @@ def test_all_are_refitted_at_one_ceiling() -> None:
         MegarlError, match=r"--ceiling is 0\.5, and scalerl has reached 0\.60.; give one that no run has passed"
     ):
         compare(runs, ceiling=0.5)
+
+
+def test_two_of_one_ceiling_are_compared_there_whatever_a_third_has() -> None:
+    """At the mean of all, .64, the first two would have passed their ceiling, and B would be the window's edge."""
+    runs = {"a": [exact(0.8, 1.3, 2500)], "b": [exact(0.79, 1.8, 2500)], "low": [noisy(0.6, 1.5, 2500)]}
+    found = compare(runs)
+    assert found.ceiling < 0.77
+    assert found.comparable.keys() <= {"low"}
+    assert "(A 0.800 and 0.790); with both at 0.79" in found.pairs[0].text
+    assert ": 1.3" in found.pairs[0].text
+    assert "(a) against 1.7" in found.pairs[0].text
 
 
 def test_exponents_of_different_ceilings_are_not_compared() -> None:
