@@ -207,8 +207,8 @@ def paired_difference(a: Sequence[float], b: Sequence[float], step: float) -> Es
     mean = float(differences.mean())
     spread = np.concatenate([differences, (step, -step)]) if step else differences
     half = student(len(differences) - 1) * math.sqrt(float(spread.var()) / len(spread))
-    centre = float(spread.mean())
-    return Estimate(mean, min(mean, centre - half), max(mean, centre + half))
+    centre, most = float(spread.mean()), 1.0 if step else math.inf  # two shares differ by 1 at most
+    return Estimate(mean, max(-most, min(mean, centre - half)), min(most, max(mean, centre + half)))
 
 
 def write_comparison(comparison: SideBySide, target: Path) -> int | None:
