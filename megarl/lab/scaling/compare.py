@@ -17,7 +17,7 @@ import numpy as np
 from megarl.core.base.errors import MegarlError
 from megarl.lab.scaling.extrapolate import inverse as hours_of
 from megarl.lab.scaling.fit import WIDE_INTERVAL, Fit, FitOptions, fit
-from megarl.lab.scaling.points import Curve, amount
+from megarl.lab.scaling.points import Curve, amount, unit_name
 
 SAME_CEILING = 0.02
 
@@ -77,8 +77,8 @@ class RunComparison(NamedTuple):
 def compare(runs: Mapping[str, Sequence[Curve]], **options: Unpack[FitOptions]) -> RunComparison:
     """Compare all runs with the first one that can be fitted. options: those of `fit`; ceiling: the common A, by default the
     mean over the runs."""
-    if len({curve.unit for curves in runs.values() for curve in curves}) > 1:
-        raise MegarlError("runs on GPUs and runs on CPU cores cannot be compared by their hours")
+    if len(units := {unit_name(curve.unit) for curves in runs.values() for curve in curves}) > 1:
+        raise MegarlError(f"runs whose compute is in {' and in '.join(sorted(units))} cannot be compared by it")
     entries, fits = [], {}
     alone: FitOptions = {**options, "ceiling": None}
     for name, curves in runs.items():
@@ -86,7 +86,7 @@ def compare(runs: Mapping[str, Sequence[Curve]], **options: Unpack[FitOptions]) 
             fits[name] = fit(curves, **alone)
             entries.append(RunFit(name, fits[name]))
         except MegarlError as error:
-            entries.append(RunFit(name, None, str(error)))
+            entries.append(RunFit(name, None, str(error).removeprefix(f"{name}: ")))
     if given := options.get("ceiling"):
         for name, found in fits.items():
             if (reached := float(found(found.hours[-1:])[0])) > given + SAME_CEILING:

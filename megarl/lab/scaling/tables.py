@@ -81,11 +81,12 @@ def forms(curves: Sequence[Curve], how: FitOptions) -> Table:
 
 def compared(comparison: RunComparison) -> Table:
     unit = next((f", {unit_name(entry.fit.unit)}" for entry in comparison.entries if entry.fit), "")
-    table = _table("", "A", "B", f"C_mid{unit}", f"B at A = {comparison.ceiling:.3f}")
+    common_a = [f"B at A = {comparison.ceiling:.3f}"] if comparison.at_ceiling else []
+    table = _table("", "A", "B", f"C_mid{unit}", *common_a)
     for entry in comparison.entries:
         common = comparison.comparable.get(entry.name)
-        at_common = _parameters(common)[1] if common else ""
-        table.add_row(entry.name, *(_parameters(entry.fit) if entry.fit else ("no fit", "", "")), at_common)
+        at_common = [_parameters(common)[1]] if common else []
+        table.add_row(entry.name, *(_parameters(entry.fit) if entry.fit else ["no fit"]), *at_common)
     return table
 
 
