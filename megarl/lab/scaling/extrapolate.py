@@ -24,6 +24,9 @@ from megarl.lab.scaling.posterior import INTERVAL
 BEFORE = 10.0  # how many times less compute than that of the first point is the earliest at which a score is looked for
 
 
+MOST_LATER = 200  # points at which the band is computed, with effort in their cube; in between it is interpolated
+
+
 class Prediction(NamedTuple):
     """Pass rates at `hours`, with the ends of their intervals; all are [points]."""
 
@@ -86,7 +89,10 @@ def later_points(fit: Fit, curves: Sequence[Curve]) -> Later | None:
     if not behind.any():
         return None
     hours, rates = hours[behind], rates[behind]
-    band = predict(fit, hours)
+    at = np.unique(hours)
+    if len(at) > MOST_LATER:
+        at = np.geomspace(at[0], at[-1], MOST_LATER)
+    band = Prediction(hours, *(np.interp(hours, at, part) for part in predict(fit, at)[1:]))
     errors = rates - band.pass_rate
     noise = 1.96 * math.sqrt(fit.sse / max(1, fit.n - len(fit.theta)))
     low, high = np.hypot(band.pass_rate - band.low, noise), np.hypot(band.high - band.pass_rate, noise)

@@ -1,6 +1,7 @@
 """Predictions against the truth, and against the curve's own inverse; their Gaussians are in test_posterior.py."""
 
 import math
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -110,6 +111,20 @@ def test_later_points_are_judged() -> None:
     assert abs(later.largest_error) == pytest.approx(np.abs(errors).max())
     assert later.inside >= 14
     assert later_points(fit([curve]), [curve]) is None
+
+
+def test_thousands_of_later_points_are_judged_at_once() -> None:
+    """A score for each step; by their covariance 2,500 would take minutes."""
+    curve = noisy(0.61, 1.92, 2542, 1, np.linspace(2000, 16_000, 3000))
+    found = fit([curve], end=8000)
+    began = time.monotonic()
+    later = later_points(found, [curve])
+    assert time.monotonic() - began < 10
+    assert later is not None
+    few = later_points(found, [replace(curve, hours=curve.hours[::60], pass_rate=curve.pass_rate[::60])])
+    assert few is not None
+    assert later.mean_error == pytest.approx(few.mean_error, abs=3e-3)
+    assert later.inside / later.n == pytest.approx(0.95, abs=0.06)
 
 
 def test_band_of_a_fit_that_knows_little_rises_as_its_curves_do() -> None:
