@@ -58,7 +58,7 @@ def extrapolate(
     import numpy as np
 
     from megarl.lab.scaling import tables
-    from megarl.lab.scaling.extrapolate import hours_to, later_points, predict
+    from megarl.lab.scaling.extrapolate import doubts, hours_to, later_points, predict
     from megarl.lab.scaling.fit import fit
     from megarl.lab.scaling.points import amount
 
@@ -70,6 +70,7 @@ def extrapolate(
     curves = _read(points, seed, hours_column, score_column)
     fitted = fit(curves, **_how(r0, start, until, form, grid))
     record: dict[str, object]
+    warnings = [*doubts(fitted, to), *fitted.warnings]
     if to is not None:
         there = predict(fitted, np.array([to]))
         score, low, high = (float(part[0]) for part in (there.pass_rate, there.low, there.high))
@@ -85,9 +86,9 @@ def extrapolate(
         record["later"] = asdict(later)
         text += "\n" + tables.later(fitted, later)
     if as_json:
-        print(json.dumps(record | {"unit": fitted.unit, "warnings": list(fitted.warnings)}, allow_nan=False))
+        print(json.dumps(record | {"unit": fitted.unit, "warnings": warnings}, allow_nan=False))
     else:
-        tables.say(fitted, text)
+        tables.say(fitted, text, warnings)
     return 0
 
 
@@ -116,7 +117,8 @@ def compare(
         tables.show(tables.compared(comparison))
         tables.say_verdict(comparison)
     if output:
-        _draw(output, to, published, runs, comparison, comparison.at_ceiling)
+        own = {entry.name: entry.fit for entry in comparison.entries if entry.fit}
+        _draw(output, to, published, runs, comparison, own | comparison.comparable if len(own) > 1 else {})
     return 0
 
 
@@ -187,14 +189,14 @@ def slices(
 ) -> int:  # fmt: skip
     """Fit the parts of a run: by task, difficulty, objective and pass@n."""
     from megarl.lab.scaling import tables
-    from megarl.lab.scaling.points import HOURS
+    from megarl.lab.scaling.points import unit_name
     from megarl.lab.scaling.slices import slices
 
     parts = slices(run, hours_column, start=start, end=until)
     if as_json:
         print(json.dumps([part.record() for part in parts], allow_nan=False))
     else:
-        unit = next((HOURS[part.curve.unit] for part in parts if part.curve), "hours")
+        unit = next((unit_name(part.curve.unit) for part in parts if part.curve), "hours")
         tables.show(tables.sliced(parts, unit))
         tables.say_slices(parts)
     if output:

@@ -96,8 +96,8 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, float]:
     p50, p95 = np.quantile(lengths, (0.5, 0.95), method="inverted_cdf").tolist()
     metrics: dict[str, float] = {}
 
-    def add(name: str, values: Sequence[float]) -> None:
-        metrics[name], metrics[f"{name}_low"], metrics[f"{name}_high"] = over_prompts(values, n)
+    def add(name: str, values: Sequence[float], k: int = 1) -> None:
+        metrics[name], metrics[f"{name}_low"], metrics[f"{name}_high"] = over_prompts(values, n, k)
 
     add("pass_rate", [sum(o.correct for o in group) / len(group) for group in prompts])
     metrics |= {
@@ -120,7 +120,7 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, float]:
         metrics["entropy"] = math.fsum(entropies) / len(entropies)
     for name, chosen in choices(outcomes).items():
         for k in powers_up_to(min(len(group) for group in prompts)):
-            add(f"{name}@{k}", [chosen(group, k) for group in prompts])
+            add(f"{name}@{k}", [chosen(group, k) for group in prompts], k)
     return metrics
 
 
@@ -183,22 +183,24 @@ def best_at_k(rewards: Sequence[float], correct: Sequence[bool], k: int) -> floa
     return total
 
 
-def over_prompts(values: Sequence[float], answers: int) -> Estimate:
+def over_prompts(values: Sequence[float], answers: int, k: int = 1) -> Estimate:
     """Return the mean of a value in [0, 1] over prompts, with Wilson's score interval for the effective number of answers.
+    k: how many answers decide a value, as in pass@k.
 
     Prompts are a random sample; the answers to one prompt are a cluster. With s^2 the variance of the values over n prompts,
     the mean p is as certain as that of p (1-p) n / s^2 independent answers. That is the effective number, times (t of all
     answers / t of the prompts)^2, because s^2 is estimated from n prompts only (Korn and Graubard 1998; with Wilson's interval
     as in Franco et al. 2019). With one answer per prompt it is n, and the result is Wilson's interval. The effective number is
-    at most `answers`, the total, and n if p is 0 or 1. The interval is within [0, 1], and not empty if all prompts agree.
+    at most that of disjoint groups of k among all `answers`, and n if p is 0 or 1. The interval is within [0, 1], and not empty
+    if all prompts agree.
     """
     n = len(values)
     p = math.fsum(values) / n
     bound, spread = p * (1 - p), math.fsum((value - p) ** 2 for value in values) / n
     if spread > 0:
-        effective = min(bound * n / spread * (student(answers - 1) / student(n - 1)) ** 2, answers)
+        effective = min(bound * n / spread * (student(answers - 1) / student(n - 1)) ** 2, answers / k)
     else:
-        effective = answers if bound > 0 else n
+        effective = answers / k if bound > 0 else n
     centre = (p + Z * Z / (2 * effective)) / (1 + Z * Z / effective)
     half = Z / (1 + Z * Z / effective) * math.sqrt(bound / effective + (Z / (2 * effective)) ** 2)
     return Estimate(p, max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half)))

@@ -138,17 +138,17 @@ def quantities(a: Side, b: Side, prompts: Sequence[str]) -> list[Quantity]:
     every = list(chain.from_iterable(ours + theirs))
     k = min(map(len, ours + theirs))
 
-    def share(name: str, value_of: Callable[[Sequence[Outcome]], float], step: float) -> Quantity:
+    def share(name: str, value_of: Callable[[Sequence[Outcome]], float], of: int = 1) -> Quantity:
         x, y = [value_of(each) for each in ours], [value_of(each) for each in theirs]
-        a_score, b_score = over_prompts(x, sum(map(len, ours))), over_prompts(y, sum(map(len, theirs)))
-        return Quantity(name, a_score, b_score, paired_difference(x, y, step), share=True)
+        a_score, b_score = over_prompts(x, sum(map(len, ours)), of), over_prompts(y, sum(map(len, theirs)), of)
+        return Quantity(name, a_score, b_score, paired_difference(x, y, of / k), share=True)
 
-    rows = [share(f"mean@{k}" if k > 1 else "right", lambda answers: fmean(o.correct for o in answers), 1 / k)]
+    rows = [share(f"mean@{k}" if k > 1 else "right", lambda answers: fmean(o.correct for o in answers))]
     for name, chosen in choices(every).items() if k > 1 else ():
-        rows.append(share(f"{name}@{k}", lambda answers, chosen=chosen: chosen(answers, k), 1.0))  # type: ignore[misc]
+        rows.append(share(f"{name}@{k}", lambda answers, chosen=chosen: chosen(answers, k), k))  # type: ignore[misc]
     if any(o.by_length is not None for o in every):
-        rows.append(share("by length", lambda answers: fmean(bool(o.by_length) for o in answers), 1 / k))
-    rows.append(share("truncated", lambda answers: fmean(o.truncated for o in answers), 1 / k))
+        rows.append(share("by length", lambda answers: fmean(bool(o.by_length) for o in answers)))
+    rows.append(share("truncated", lambda answers: fmean(o.truncated for o in answers)))
     x, y = ([fmean(o.tokens for o in answers) for answers in side] for side in (ours, theirs))
     a_mean, b_mean = (Estimate(fmean(side), math.nan, math.nan) for side in (x, y))
     return [*rows, Quantity("tokens", a_mean, b_mean, paired_difference(x, y, 0.0), share=False)]
@@ -207,8 +207,8 @@ def paired_difference(a: Sequence[float], b: Sequence[float], step: float) -> Es
     mean = float(differences.mean())
     spread = np.concatenate([differences, (step, -step)]) if step else differences
     half = student(len(differences) - 1) * math.sqrt(float(spread.var()) / len(spread))
-    centre = float(spread.mean())
-    return Estimate(mean, min(mean, centre - half), max(mean, centre + half))
+    centre, most = float(spread.mean()), 1.0 if step else math.inf  # two shares differ by 1 at most
+    return Estimate(mean, max(-most, min(mean, centre - half)), min(most, max(mean, centre + half)))
 
 
 def write_comparison(comparison: SideBySide, target: Path) -> int | None:

@@ -1,7 +1,8 @@
 """Best of n: what more answers per prompt gain, and what they cost.
 
     OUT/SUITE/answers.jsonl of one or more models ─► for n = 1, 2, 4, … samples: score of the answer chosen from n,
-    with its interval, against n × mean tokens ─► table, and one picture with a colour for each model
+    with its interval, against n × mean tokens ─► table, and one picture with a colour for each model; all of
+    them over the prompts that all models have answers to
 
 The answer is chosen by an oracle (pass@n, the upper bound for any choice), by majority (maj@n), or by a reward if the suite has
 one (best@n). Where two models' curves reach the same height, more training of one is worth as much as more answers of the
@@ -47,7 +48,7 @@ def curves(name: str, outcomes: Sequence[Outcome]) -> list[ScoreCurve]:
     mean_tokens, ns = sum(o.tokens for o in outcomes) / count, metrics.powers_up_to(min(map(len, prompts)))
     drawn = []
     for kind, chosen in metrics.choices(outcomes).items():
-        scores = (metrics.over_prompts([chosen(answers, n) for answers in prompts], count) for n in ns)
+        scores = (metrics.over_prompts([chosen(answers, n) for answers in prompts], count, n) for n in ns)
         points = [CurvePoint(n, n * mean_tokens, score) for n, score in zip(ns, scores, strict=True)]
         drawn.append(ScoreCurve(name, kind, points))
     return drawn
@@ -67,14 +68,21 @@ def main(outs: Sequence[Path], suite: str | None, picture: Path | None) -> int:
         raise MegarlError(f"--picture: {picture}: it is drawn as PNG or SVG; end the name with .png or .svg")
     console = Console()
     for name in [suite] if suite else common:
+        answered = {place: metrics.read_outcomes(SuiteDir(place, name).answers) for place in places}
+        for place, outcomes in answered.items():
+            if not outcomes:
+                raise MegarlError(f"{SuiteDir(place, name).answers}: has no answers")
+        asked = [{one.id for one in outcomes} for outcomes in answered.values()]
+        if not (shared := set.intersection(*asked)):
+            raise MegarlError(f"{name}: no prompt has answers in all of them: their sets are different")
+        models = [f"step {step_of(place)}" if CHECKPOINT.fullmatch(place.name) else place.name for place in answered]
         drawn: list[ScoreCurve] = []
-        for place in places:
-            answers = SuiteDir(place, name).answers
-            if not (outcomes := metrics.read_outcomes(answers)):
-                raise MegarlError(f"{answers}: has no answers")
-            model = f"step {step_of(place)}" if CHECKPOINT.fullmatch(place.name) else place.name
-            drawn += curves(model, outcomes)
+        for model, (place, outcomes) in zip(models, answered.items(), strict=True):
+            unique = model if models.count(model) == 1 else str(place)
+            drawn += curves(unique, [one for one in outcomes if one.id in shared])
         console.print(table(name, drawn))
+        if (most := max(map(len, asked))) > len(shared):
+            console.print(f"Over the {len(shared)} prompts that all have answers to; one has {most}.", highlight=False)
         path = picture or outs[0] / f"curve-{name}.png"
         draw(name, drawn, path)
         console.print(f"{path}", highlight=False, soft_wrap=True)

@@ -28,7 +28,7 @@ from megarl.lab.planning import show
 from megarl.lab.planning.layouts import PlanningProblem, as_written, changed, search
 from megarl.lab.planning.workload import workload
 from megarl.lab.scaling.cells import CellLaw, CellRun
-from megarl.lab.scaling.points import PointColumns, amount, read_points
+from megarl.lab.scaling.points import PointColumns, amount, binomial_noise, read_points
 
 BatchSize = tuple[int, int]  # prompts, and rollouts per prompt
 BEST, ROWS = 5, 3
@@ -66,8 +66,8 @@ def read_run(path: Path) -> CellRun:
     # The median, because steps waited while servers were reserved for an evaluation.
     if not len(hours) or not (one := float(np.median(hours))) > 0:
         raise MegarlError(f"{path}: fewer than two steps, so the time of a step is unknown; train further")
-    batch = recipe.batch.prompts, recipe.sampling.generations
-    return CellRun(*batch, replace(curve, hours=curve.hours * batch[0] * batch[1]), one)
+    batch, unit = (recipe.batch.prompts, recipe.sampling.generations), latest_scores(rundir.eval)[-1]["compute_unit"]
+    return CellRun(*batch, replace(curve, hours=curve.hours * batch[0] * batch[1], unit=unit), one)
 
 
 def measured(runs: Sequence[CellRun], batches: Sequence[BatchSize]) -> dict[BatchSize, float]:
@@ -136,7 +136,7 @@ def splits(
             asked = ["", *(f"/{suite}" for suite in recipe.evaluation.suites if f"n_prompts/{suite}" in row)]
             given = sum(row[f"n_prompts{part}"] * row[f"samples{part}"] for part in asked)  # answers in row["seconds"]
             each.append(row.get("seconds", math.nan) * held / 3600 / given)
-    one = float(np.nanmedian(each))
+    one = float(np.median([cost for cost in each if math.isfinite(cost)] or [math.inf]))
     found = []
     for n in sorted({int(name[5:]) for row in rows for name in row if re.fullmatch(r"pass@\d+", name)}):
         left = budget - answers * n * one
@@ -146,7 +146,9 @@ def splits(
             found.append(BudgetSplit(n, ranked[0], *scores))
     if not found:
         what = f"one answer to each prompt takes {amount(answers * one)} hours"
-        raise MegarlError(f"--answers: {what if rows else 'no evaluation tells the cost'}; nothing is left to train")
+        raise MegarlError(
+            f"--answers: {what if one < math.inf else 'no evaluation tells the cost'}; nothing is left to train"
+        )
     return found
 
 
@@ -213,6 +215,10 @@ def _caveats(
     """Yield notes on what the runs do not support. plans: the planner's prices, empty if prices are measured."""
     if (further := math.prod(best.batch) * best.steps / law.scale) > FURTHER:
         yield f"the budget is {further:.0f} times the rollouts of the longest run: intervals so far from it are not tested"
+    for run in runs:
+        rates = np.array([run.curve.pass_rate[0] if run.curve.r0 is None else run.curve.r0, run.curve.pass_rate[-1]])
+        if np.diff(rates) < 2 * np.linalg.norm(binomial_noise(rates, run.curve.answers or 1)):
+            yield f"{run.curve.name} ends at {rates[1]:.3f}, not clearly above {rates[0]:.3f}: the law can only rise"
     of_runs = zip(*(run.batch for run in runs), strict=True)
     for what, at, own in zip(("prompts", "rollouts a prompt"), best.batch, of_runs, strict=True):
         if len(set(own)) == 1:

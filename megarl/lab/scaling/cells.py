@@ -75,7 +75,7 @@ class CellLaw:
     def _walkers(self) -> Array:
         rng = np.random.default_rng(1)
         r0 = (self._start.mean + 0.01 * rng.standard_normal(WALKERS)).clip(0.001, 0.95)
-        a = 1 - (1 - np.maximum(self.y.max(), r0)) * rng.uniform(0.1, 0.9, WALKERS)
+        a = 1 - (1 - np.maximum(self.y.max(), r0).clip(0, 0.999)) * rng.uniform(0.1, 0.9, WALKERS)
         others = [LN_B.mean, -0.5, POWERS.mean, POWERS.mean, 0.0, 0.0]
         return np.column_stack([r0, a, np.array(others) + 0.05 * rng.standard_normal((WALKERS, 6))])
 

@@ -4,7 +4,8 @@
 
 Exponents B of two fits are comparable only at one ceiling. ScaleRL compares those of all arms at one fixed A (section 4; .605)
 if the arms' A agree within 0.02, the difference between three seeds of one recipe (arXiv 2510.13786, section 2). That A is
-given, or the mean over all runs, weighted by how narrow their intervals are.
+given, or the mean over all runs, weighted by how narrow their intervals are. Two runs that agree with each other, but not with
+that mean, are compared at their own.
 """
 
 import math
@@ -16,7 +17,7 @@ import numpy as np
 from megarl.core.base.errors import MegarlError
 from megarl.lab.scaling.extrapolate import inverse as hours_of
 from megarl.lab.scaling.fit import WIDE_INTERVAL, Fit, FitOptions, fit
-from megarl.lab.scaling.points import Curve, amount
+from megarl.lab.scaling.points import Curve, amount, unit_name
 
 SAME_CEILING = 0.02
 
@@ -49,6 +50,12 @@ class RunComparison(NamedTuple):
     at_ceiling: Mapping[str, Fit]
 
     @property
+    def comparable(self) -> dict[str, Fit]:
+        """Those of `at_ceiling` whose own A is near that ceiling."""
+        own = {entry.name: entry.fit.A for entry in self.entries if entry.fit}
+        return {name: fit for name, fit in self.at_ceiling.items() if abs(own[name] - self.ceiling) <= SAME_CEILING}
+
+    @property
     def verdict(self) -> str:
         """The comparison in plain words, one group of sentences per pair."""
         failed = [f"{entry.name} was not fitted: {entry.problem}" for entry in self.entries if entry.fit is None]
@@ -70,8 +77,8 @@ class RunComparison(NamedTuple):
 def compare(runs: Mapping[str, Sequence[Curve]], **options: Unpack[FitOptions]) -> RunComparison:
     """Compare all runs with the first one that can be fitted. options: those of `fit`; ceiling: the common A, by default the
     mean over the runs."""
-    if len({curve.unit for curves in runs.values() for curve in curves}) > 1:
-        raise MegarlError("runs on GPUs and runs on CPU cores cannot be compared by their hours")
+    if len(units := {unit_name(curve.unit) for curves in runs.values() for curve in curves}) > 1:
+        raise MegarlError(f"runs whose compute is in {' and in '.join(sorted(units))} cannot be compared by it")
     entries, fits = [], {}
     alone: FitOptions = {**options, "ceiling": None}
     for name, curves in runs.items():
@@ -79,8 +86,14 @@ def compare(runs: Mapping[str, Sequence[Curve]], **options: Unpack[FitOptions]) 
             fits[name] = fit(curves, **alone)
             entries.append(RunFit(name, fits[name]))
         except MegarlError as error:
-            entries.append(RunFit(name, None, str(error)))
-    ceiling = options.get("ceiling") or _pooled(fits.values())
+            entries.append(RunFit(name, None, str(error).removeprefix(f"{name}: ")))
+    if given := options.get("ceiling"):
+        for name, found in fits.items():
+            if (reached := float(found(found.hours[-1:])[0])) > given + SAME_CEILING:
+                raise MegarlError(
+                    f"--ceiling is {given:g}, and {name} has reached {reached:.3f}; give one that no run has passed"
+                )
+    ceiling = given or _pooled(fits.values())
     common: FitOptions = {**options, "ceiling": ceiling}
     at_ceiling = {name: fit(runs[name], **common) for name in fits} if len(fits) > 1 else {}
     pairs = []
@@ -89,7 +102,11 @@ def compare(runs: Mapping[str, Sequence[Curve]], **options: Unpack[FitOptions]) 
         named = (reference, first, other, second)
         same = abs(first.A - second.A) <= SAME_CEILING
         ahead = overtakes(*named)
-        said = _exponents(*named, at_ceiling) if same else _ceiling(*named)
+        both = {name: at_ceiling[name] for name in (reference, other)}
+        if same and not given and max(abs(one.A - ceiling) for one in (first, second)) > SAME_CEILING:
+            at: FitOptions = {**options, "ceiling": _pooled((first, second))}
+            both = {name: fit(runs[name], **at) for name in both}
+        said = _exponents(*named, both) if same else _ceiling(*named)
         text = f"{said} {_speed(*named)} {_lead(ahead, first, second)}"
         pairs.append(Pair(reference, other, same, ahead, text))
     return RunComparison(tuple(entries), tuple(pairs), ceiling, at_ceiling)
@@ -124,7 +141,7 @@ def efficiency(fit: Fit, hours: np.ndarray, pass_rate: np.ndarray) -> tuple[np.n
 
     Scores outside R_0 … A give no point.
     """
-    share = (pass_rate - fit.R_0) / (fit.A - fit.R_0)
+    share = (pass_rate - fit.R_0) / max(fit.A - fit.R_0, 1e-300)
     inside = (share > 0) & (share < 1)
     log_f = fit.B * math.log10(fit.C_mid) - np.log10(1 / share[inside] - 1)
     return np.log10(hours[inside]), log_f
@@ -138,7 +155,7 @@ def _exponents(name_a: str, a: Fit, name_b: str, b: Fit, at_ceiling: Mapping[str
     unsure = "".join(f" But A of {n} may be anywhere in {low:.3f} … {high:.3f}." for n, (low, high) in wide)
     return (
         f"{name_a} and {name_b} have the same ceiling within {SAME_CEILING} (A {a.A:.3f} and {b.A:.3f}); "
-        f"with all at {x.A:.3f}, {says}: {x.B:.2f} ({name_a}) {against} {y.B:.2f} ({name_b}).{unsure}"
+        f"with both at {x.A:.3f}, {says}: {x.B:.2f} ({name_a}) {against} {y.B:.2f} ({name_b}).{unsure}"
     )
 
 

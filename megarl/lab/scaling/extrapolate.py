@@ -5,7 +5,7 @@ far the curves have strayed from it, but not the noise that a single evaluation 
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import NamedTuple
@@ -20,6 +20,11 @@ from megarl.lab.scaling.fit import fit as fit_curves
 from megarl.lab.scaling.forms import FORMS
 from megarl.lab.scaling.points import Curve, PointColumns, curve_of_run
 from megarl.lab.scaling.posterior import INTERVAL
+
+BEFORE = 10.0  # how many times less compute than that of the first point is the earliest at which a score is looked for
+
+
+MOST_LATER = 200  # points at which the band is computed, with effort in their cube; in between it is interpolated
 
 
 class Prediction(NamedTuple):
@@ -59,10 +64,21 @@ def predict(fit: Fit, hours: np.ndarray) -> Prediction:
 
 def hours_to(fit: Fit, score: float) -> Reached:
     """Return the compute at which the curve passes `score`."""
-    grid = np.geomspace(fit.hours[0] / 10, fit.window[1] * 1000, 240)
+    grid = np.geomspace(fit.hours[0] / BEFORE, fit.window[1] * 1000, 240)
     band = predict(fit, grid)
     hours, earliest, latest = (_first(grid, scores, score) for scores in (band.pass_rate, band.high, band.low))
     return Reached(hours, (earliest, latest))
+
+
+TESTED, FAR = 4.0, 10.0
+"""Multiples of the last point's compute: up to which intervals were tested on real runs (benchmarks/README.md), and from which
+a prediction says so."""
+
+
+def doubts(fit: Fit, hours: float | None) -> Iterator[str]:
+    """Yield one sentence if a prediction at `hours` is far beyond the points."""
+    if hours is not None and (ahead := hours / fit.window[1]) > FAR:
+        yield f"that is {ahead:,.0f} times the compute of the last point; intervals were tested up to {TESTED:g} times"
 
 
 def later_points(fit: Fit, curves: Sequence[Curve]) -> Later | None:
@@ -73,7 +89,10 @@ def later_points(fit: Fit, curves: Sequence[Curve]) -> Later | None:
     if not behind.any():
         return None
     hours, rates = hours[behind], rates[behind]
-    band = predict(fit, hours)
+    at = np.unique(hours)
+    if len(at) > MOST_LATER:
+        at = np.geomspace(at[0], at[-1], MOST_LATER)
+    band = Prediction(hours, *(np.interp(hours, at, part) for part in predict(fit, at)[1:]))
     errors = rates - band.pass_rate
     noise = 1.96 * math.sqrt(fit.sse / max(1, fit.n - len(fit.theta)))
     low, high = np.hypot(band.pass_rate - band.low, noise), np.hypot(band.high - band.pass_rate, noise)

@@ -25,7 +25,7 @@ import numpy as np
 
 from megarl.core.base.errors import MegarlError
 from megarl.lab.scaling.forms import FORMS, Array, Form
-from megarl.lab.scaling.points import Curve, Unit, amount, binomial_noise
+from megarl.lab.scaling.points import Curve, amount, binomial_noise
 from megarl.lab.scaling.posterior import EXACT, FLAT, CurvePoints, Normal, Posterior, Prior
 
 Grid = Literal["paper", "free"]
@@ -52,7 +52,7 @@ class FitOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """A fitted curve. Hours are GPU-hours or core-hours, according to `unit`; intervals are 95 % intervals."""
+    """A fitted curve. Hours are amounts of compute in `unit`, as in Curve; intervals are 95 % intervals."""
 
     form: str
     A: float
@@ -68,7 +68,7 @@ class Fit:
     B_interval: Interval
     C_mid_interval: Interval
     remarks: tuple[str, ...]  # about the window
-    unit: Unit
+    unit: str
     r0_from: R0From
     theta: np.ndarray  # [4] A, u, w, R_0 as in forms.py, with compute in units of `scale`
     posterior: Posterior
@@ -197,7 +197,7 @@ def _refuse(name: str, form: Form, hours: Array, scores: Array, r0: float | None
         )
     if (amounts := np.unique(hours).size) <= parameters:
         raise MegarlError(f"{name}: only {amounts} different amounts of compute; nothing can be fitted to that")
-    if ((scores - scores.mean()) ** 2).sum() == 0:  # also for scores that differ by less than floats can represent
+    if np.ptp(scores) < 1e-9:  # also for scores whose squares are less than floats can represent
         scores_are = f"all {len(scores)} scores are {scores[0]:g}"
         raise MegarlError(f"{name}: {scores_are}; a constant has no midpoint and no ceiling")
     if form.name == "power" and r0 is None:
@@ -296,7 +296,9 @@ def doubts(fit: Fit) -> Iterator[str]:
     (low, high), (a_low, a_high) = fit.ceilings, fit.A_interval
     if fit.r0_from == "estimate":
         yield f"R_0 = {fit.R_0:.3f} is an estimate: no score before training is known (--r0 gives one)"
-    if fit.form != "power" and fit.window[1] < fit.C_mid:
+    if fit.A - fit.R_0 < 1e-6:
+        yield f"scores do not rise: the best fit is a constant {fit.A:.3f}, and nothing determines its B and C_mid"
+    elif fit.form != "power" and fit.window[1] < fit.C_mid:
         ends = f"the window ends at {amount(fit.window[1], fit.unit)}, before C_mid = {amount(fit.C_mid)}"
         yield f"{ends}: the half of the curve that shows the ceiling has not been seen"
     if fit.n < FEW_POINTS:

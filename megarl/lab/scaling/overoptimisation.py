@@ -98,7 +98,8 @@ def watch(rundir: RunDir, version: int, tasks: Sequence[str]) -> Row:
             continue  # without a read of all earlier results
         scores = {step: found for step, folder in folders.items() if (found := _scores(SuiteDir(folder, name)))}
         same = sorted(set.intersection(*(set(each) for each in scores.values())))
-        proxy, trusted = np.array([[each[id] for id in same] for each in scores.values()]).transpose(2, 0, 1)
+        both = np.array([[each[id] for id in same] for each in scores.values()]).reshape(len(scores), len(same), 2)
+        proxy, trusted = both.transpose(2, 0, 1)
         passed, end = judge(np.array(list(scores)), proxy, trusted), f"/{name}" if len(tasks) > 1 else ""
         row[f"warning_overoptimisation{end}"] = float(passed is not None)
         if passed:

@@ -17,7 +17,7 @@ from megarl.lab import pictures
 from megarl.lab.pictures import COLORS, GREY, drawing
 from megarl.lab.scaling.extrapolate import Prediction, predict
 from megarl.lab.scaling.fit import Fit
-from megarl.lab.scaling.points import HOURS, Curve, amount
+from megarl.lab.scaling.points import Curve, amount, unit_name
 from megarl.lab.scaling.published import Law
 from megarl.lab.scaling.slices import KINDS, Slice
 
@@ -36,8 +36,8 @@ def plot_fits(
     hours, unit = np.concatenate([curve.hours for curve in every]), every[0].unit
     if not len(hours):
         raise MegarlError("nothing to draw: no run has a point after its training began")
-    if laws and unit == "core":
-        raise MegarlError("the published fits are in GPU-hours; a run on CPU cores cannot be drawn with them")
+    if laws and unit != "gpu":
+        raise MegarlError(f"the published fits are in GPU-hours; a run in {unit_name(unit)} cannot be drawn with them")
     end = until or BEYOND * float(hours.max())
     bands = {  # from a little before the first point
         name: predict(fit, np.geomspace(fit.window[0] / 2, max(end, fit.window[1]), BAND_POINTS))
@@ -52,7 +52,7 @@ def plot_fits(
                 axes.plot(beneath, law(beneath), color=GREY, linestyle=(0, dashes), linewidth=1.2, label=_label(law))
             for name, (curves, fit) in series.items():
                 _draw(axes, name, colors[name], curves, fit, bands.get(name), end)
-            axes.set(title=heading, xlabel=f"compute, {HOURS[unit]}")
+            axes.set(title=heading, xlabel=f"compute, {unit_name(unit)}")
         log.set(xscale="log", ylabel="pass rate")
         linear.set_xlim(0, end)
         linear.xaxis.set_major_formatter(lambda hours, _position: amount(hours))
@@ -61,7 +61,7 @@ def plot_fits(
     fewer = np.geomspace(beneath[0], end, 80)
     data = {
         "title": title or "Pass rate against compute",
-        "unit": HOURS[unit],
+        "unit": unit_name(unit),
         "end": end,
         "series": [_series(name, colors[name], curves, fit, bands.get(name)) for name, (curves, fit) in series.items()],
         "laws": [{"name": _label(law), "curve": _rows(fewer, law(fewer))} for law in laws],
@@ -82,7 +82,7 @@ def plot_efficiency(fits: Mapping[str, Fit], path_without_suffix: Path) -> list[
             axes.plot(x, y, "o", color=color, markersize=4, alpha=0.8)
             axes.plot(ends, fit.B * ends, color=color, label=f"{name}: slope B = {fit.B:.2f}, A = {fit.A:.3f}")
         unit = next(iter(fits.values())).unit
-        axes.set(title="Efficiency", xlabel=f"log10 of compute, {HOURS[unit]}", ylabel="log10 F(R) = B · log10 C")
+        axes.set(title="Efficiency", xlabel=f"log10 of compute, {unit_name(unit)}", ylabel="log10 F(R) = B · log10 C")
         axes.legend(loc="upper left")
         return pictures.save(figure, path_without_suffix)
 
@@ -102,7 +102,7 @@ def plot_slices(parts: Sequence[Slice], path_without_suffix: Path) -> list[Path]
                 hours = np.geomspace(float(curves[part].hours[0]) / 2, end, BAND_POINTS)
                 _draw(axes, name, color, [curves[part]], part.fit, predict(part.fit, hours) if part.fit else None, end)
             axes.set(title=", by ".join(panel), xscale="log", ylim=(-0.02, 1.02), ylabel="score")
-            axes.set_xlabel(f"compute, {HOURS[next(iter(curves.values())).unit]}")
+            axes.set_xlabel(f"compute, {unit_name(next(iter(curves.values())).unit)}")
             axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.xaxis.set_major_formatter(lambda hours, _position: amount(hours))
             axes.xaxis.set_minor_formatter(NullFormatter())

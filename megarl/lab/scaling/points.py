@@ -10,18 +10,18 @@ The score of the weights before training (at step 0, or without compute) is R_0,
 import csv
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import NamedTuple
 
 import numpy as np
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import Row, RunDir, latest_rows, rows_in_order
 
-Unit = Literal["gpu", "core"]
-HOURS: dict[str, str] = {"gpu": "GPU-hours", "core": "core-hours"}  # names of the units of compute, for people
+HOURS = {"gpu": "GPU-hours", "core": "core-hours"}  # names of the units of compute, for people
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,14 +32,15 @@ class Curve:
     hours: np.ndarray  # cumulative compute of all roles together, [points] float64, above 0, ascending
     pass_rate: np.ndarray  # [points] float64, from 0 to 1
     r0: float | None = None  # pass rate before training, if it was measured
-    unit: Unit = "gpu"
+    unit: str = "gpu"  # a key of HOURS, or the name of a column that has no hours, such as flops
     seed: int | None = None
     first_epoch: float | None = None
     """Hours at which the first epoch over the prompts ended; infinite if it has not ended; None: unknown."""
     answers: int | None = None
-    """Number of answers of which each score is the mean, so that its noise is binomial. None: unknown."""
+    """Number of answers of which each score (the last, if they differ) is the mean, so that its noise is binomial. None:
+    unknown."""
     noise: np.ndarray | None = None
-    """Standard error of each score [points], if it is known and not binomial."""
+    """Standard error of each score [points], if it is known and not that of `answers`."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +51,31 @@ class PointColumns:
     score: str | None = None  # None: `pass_rate` or, for a run directory, the column that its recipe forecasts
 
 
-def binomial_noise(rates: np.ndarray, answers: float) -> np.ndarray:
+class _Point(NamedTuple):
+    """A score. before: whether it is that of the weights before training; answers: of which it is the mean, None: unknown."""
+
+    hours: float
+    rate: float
+    before: bool
+    answers: int | None
+
+
+def binomial_noise(rates: np.ndarray, answers: float | np.ndarray) -> np.ndarray:
     """Return the standard error of scores [points], each the mean of this many answers, right or wrong."""
-    least = 1 / max(answers, 2)  # a perfect score is not without noise, nor is a single answer
+    least = 1 / np.maximum(answers, 2)  # a perfect score is not without noise, nor is a single answer
     rates = np.clip(rates, least, 1 - least)
     return np.asarray(np.sqrt(rates * (1 - rates) / answers))
 
 
 def amount(hours: float, unit: str | None = None) -> str:
     """Format an amount of compute for people: 16,000 GPU-hours, 0.125 core-hours."""
-    number = f"{hours:,.0f}" if hours >= 1000 else f"{hours:.4g}"
-    return f"{number} {HOURS[unit]}" if unit else number
+    number = f"{hours:,.0f}" if 1000 <= hours < 1e12 else f"{hours:.4g}"
+    return f"{number} {unit_name(unit)}" if unit else number
+
+
+def unit_name(unit: str) -> str:
+    """Return what people call a `Curve.unit`."""
+    return HOURS.get(unit, unit)
 
 
 def read_points(source: str | Path, columns: PointColumns | None = None) -> list[Curve]:
@@ -79,7 +94,9 @@ def curve_of_run(name: str, scores: Sequence[Row], steps: Iterable[Row], where: 
     live run. where: the place, for errors."""
     rows = [(f"{where}, step {row['step']}", row) for row in scores]
     (curve,) = curves_of_rows(name, rows, columns, where)
-    return replace(curve, first_epoch=_first_epoch(steps, columns.hours or "compute_hours"))
+    column = columns.hours or "compute_hours"
+    unit = curve.unit if "hours" in column else column  # the rows' compute_unit is that of their hours
+    return replace(curve, unit=unit, first_epoch=_first_epoch(steps, column))
 
 
 def _run(path: Path, columns: PointColumns) -> Curve:
@@ -119,7 +136,9 @@ def _csv(path: Path) -> Iterable[tuple[str, Row]]:
     """Yield rows, each with its place for error messages."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets write a byte order mark
-            reader = csv.DictReader(line for line in file if not line.startswith("#"))
+            lines = [line for line in file if not line.startswith("#")]
+            separator = max(",;\t", key="".join(lines[:1]).count)  # some countries' spreadsheets write semicolons
+            reader = csv.DictReader(lines, delimiter=separator, skipinitialspace=True)
             for number, row in enumerate(reader, 1):
                 where = f"{path}, row {number}"
                 if None in row or None in row.values():
@@ -131,7 +150,7 @@ def _csv(path: Path) -> Iterable[tuple[str, Row]]:
 
 def _jsonl(path: Path) -> Iterable[tuple[str, Row]]:
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise MegarlError(f"{path}: not a JSONL file ({error})") from error
     for number, line in enumerate(lines, 1):
@@ -156,19 +175,29 @@ def curves_of_rows(name: str, rows: Sequence[tuple[str, Row]], columns: PointCol
     if hours is None:
         has = f"no column gpu_hours or compute_hours (it has {', '.join(known)})"
         raise MegarlError(f"{where}: {has}; name yours with --hours-column")
-    for column in (hours, score):
-        if column not in known:
+    scored = [(at, row) for at, row in rows if score in row]  # a suite may have been added in the middle of a run
+    for column, there in ((hours, hours in known), (score, scored)):
+        if not there:
             has = f"no column {column!r} (it has {', '.join(known)})"
             raise MegarlError(f"{where}: {has}; name yours with --hours-column, --score-column")
-    seeds: dict[int | None, dict[float, tuple[float, float, bool]]] = {}
-    for n, (at, row) in enumerate(rows):
+    seeds: dict[int | None, dict[float, _Point]] = {}
+    for n, (at, row) in enumerate(scored):
         seed, step = (None if row.get(c) in (None, "") else _number(at, row, c) for c in ("seed", "step"))
         seed = None if seed is None else int(seed)
         point = _point(at, row, hours, score, step)
         seeds.setdefault(seed, {})[step if step is not None else -1 - n] = point
-    unit: Unit = "core" if known.get("compute_unit") == "core" else "gpu"
-    answers = _answers(where, known, score)
-    return [_curve(name, seed, list(points.values()), unit, answers, where) for seed, points in seeds.items()]
+    unit = _unit(where, rows, hours)
+    return [_curve(name, seed, points, unit, hours, where) for seed, points in seeds.items()]
+
+
+def _unit(where: str, rows: Sequence[tuple[str, Row]], hours: str) -> str:
+    """Return the unit of compute that the rows state; if none does, GPU-hours, or the column's own name if it has no hours."""
+    stated = {str(row["compute_unit"]) for _, row in rows if row.get("compute_unit")}
+    if len(stated) > 1 or not stated <= HOURS.keys():
+        raise MegarlError(
+            f"{where}: compute_unit is {', '.join(sorted(stated))}; it is gpu or core, the same in all rows"
+        )
+    return next(iter(stated), "gpu" if "hour" in hours.lower() else hours)
 
 
 def _answers(where: str, row: Row, score: str) -> int | None:
@@ -186,8 +215,7 @@ def _answers(where: str, row: Row, score: str) -> int | None:
     return int(answers)
 
 
-def _point(where: str, row: Row, hours: str, score: str, step: float | None) -> tuple[float, float, bool]:
-    """Return hours, pass rate, and whether it is the score before training."""
+def _point(where: str, row: Row, hours: str, score: str, step: float | None) -> _Point:
     compute, rate = _number(where, row, hours), _number(where, row, score)
     if not 0 <= rate <= 1:
         hint = "; if it is in percent, divide it by 100" if 1 < rate <= 100 else ""
@@ -198,26 +226,36 @@ def _point(where: str, row: Row, hours: str, score: str, step: float | None) -> 
     if compute == 0 and not before:
         why = f"no compute at step {step:g}; only the score before training (step 0) has none"
         raise MegarlError(f"{where}: {why}. Is {hours} cumulative hours of all devices?")
-    return compute, rate, before
+    return _Point(compute, rate, before, _answers(where, row, score))
 
 
-def _curve(
-    name: str, seed: int | None, points: list[tuple[float, float, bool]], unit: Unit, answers: int | None, where: str
-) -> Curve:
-    first = {rate for _, rate, before in points if before}
+FALLS = 0.99  # a restart's clock may be a little behind
+
+
+def _curve(name: str, seed: int | None, points: Mapping[float, _Point], unit: str, hours: str, where: str) -> Curve:
+    """Build a curve from points by step; those without a step have negative keys."""
+    first = {point.rate for point in points.values() if point.before}
     if len(first) > 1:
         several = f"different scores before training ({', '.join(f'{rate:g}' for rate in sorted(first))})"
         raise MegarlError(f"{where}: {len(first)} {several}; several runs need a column `seed`")
-    trained = np.array(sorted((c, r) for c, r, before in points if not before), dtype=np.float64).reshape(-1, 2)
+    for (step, one), (later, other) in pairwise(sorted((step, point) for step, point in points.items() if step >= 0)):
+        if other.hours < FALLS * one.hours:
+            fell = f"{hours} falls from {one.hours:g} at step {step:g} to {other.hours:g} at step {later:g}"
+            raise MegarlError(f"{where}: {fell}; it is cumulative, also over restarts")
+    trained = sorted(point for point in points.values() if not point.before)
+    compute, rates = np.array([point[:2] for point in trained], dtype=np.float64).reshape(-1, 2).T
+    answers = [point.answers for point in trained] or [point.answers for point in points.values()]
+    known = answers[-1] if None not in answers else None
+    noise = binomial_noise(rates, np.array(answers)) if known and len({*answers}) > 1 else None
     called = name if seed is None else f"{name} seed {seed}"
-    return Curve(called, trained[:, 0], trained[:, 1], next(iter(first), None), unit, seed, answers=answers)
+    return Curve(called, compute, rates, next(iter(first), None), unit, seed, answers=known, noise=noise)
 
 
 def _number(where: str, row: Row, column: str) -> float:
     value = row.get(column)
     try:
         number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise MegarlError(f"{where}: {column} is {value!r}, not a number") from None
     if not math.isfinite(number):
         raise MegarlError(f"{where}: {column} is {number}; leave out points without a score")

@@ -183,13 +183,12 @@ class Posterior:
         to_r0, to_a = (paa * b0 - p0a * ba) / determinant, (p00 * ba - p0a * b0) / determinant
         mean_r0, mean_a, error = r0.mean + to_r0, a.mean + to_a, (y * y) @ v - b0 * to_r0 - ba * to_a
         log_peak = 0.5 * (np.log(v).sum(0) - error)
-        beyond = mean_a - mean_a.clip(0, 1)
         if self.prior.w is not None:
             log_peak -= 0.5 * ((w[:, None] - self.prior.w.mean) / self.prior.w.deviation) ** 2
         cells = _Cells(log_peak, log_peak, mean_r0, mean_a, p00, paa, p0a)
         low, high = _ends(cells)
         log_mass = log_peak - 0.5 * np.log(determinant) + np.log(np.maximum(high - low, 1e-300))
-        log_peak = log_peak - 0.5 * beyond**2 * determinant / p00
+        log_peak = log_peak - _peak(cells)[2]
         return _Cells(*(part.T for part in cells._replace(log_mass=log_mass, log_peak=log_peak)))
 
     def mode(self) -> Array:
@@ -208,9 +207,8 @@ class Posterior:
             cells = _Cells(*(part[0] for part in self._integrated(plain, us, ws)))
             best = int(cells.log_peak.argmax())
             u, w, wide = us[best], ws[best], wide * 0.5
-        a = min(max(cells.a[best], 0.0), 1.0)
-        r0 = cells.r0[best] - cells.p0a[best] / cells.p00[best] * (a - cells.a[best])
-        return np.array([a, u, w, min(max(r0, 0.0), 1.0)])
+        r0, a, _ = _peak(cells)
+        return np.array([a[best], u, w, min(max(r0[best], 0.0), 1.0)])
 
     @cached_property
     def _drawn(self) -> tuple[Array, Array]:
@@ -223,7 +221,8 @@ class Posterior:
         low, high = _ends(cells)
         determinant = cells.p00 * cells.paa - cells.p0a**2
         chance = np.clip(low + (high - low) * rng.random(DRAWS), 1e-12, 1 - 1e-12)
-        a = cells.a + np.sqrt(cells.p00 / determinant) * np.interp(chance, _CDF, _Z)
+        # The maximum matters only where A is so surely below R_0 that the table has no chance for it to be above.
+        a = np.maximum(cells.a + np.sqrt(cells.p00 / determinant) * np.interp(chance, _CDF, _Z), cells.r0)
         r0 = cells.r0 - cells.p0a / cells.p00 * (a - cells.a) + rng.standard_normal(DRAWS) / np.sqrt(cells.p00)
         jitter = [(axis[1] - axis[0]) * (rng.random(DRAWS) - 0.5) for axis in self._axes]
         u, w = self._u[cell] + jitter[0], np.clip(self._w[cell] + jitter[1], self._axes[1][0], self._axes[1][-1])
@@ -257,6 +256,20 @@ class Posterior:
             scores[rows] += misses[rows] @ sizes.vectors @ projected.T
             scores[rows] += rng.standard_normal((int(rows.sum()), len(x))) @ root.T
         return scores.clip(0, 1)
+
+
+def _peak(cells: _Cells) -> tuple[Array, Array, Array]:
+    """Return R_0 and A where each cell's density is highest, with A from R_0 to 1, and by how much its logarithm is lower there
+    than if both were free. If a falling law would fit best, it is the best constant."""
+    both, determinant = cells.p00 + cells.paa + 2 * cells.p0a, cells.p00 * cells.paa - cells.p0a**2
+    level = ((cells.p00 + cells.p0a) * cells.r0 + (cells.paa + cells.p0a) * cells.a) / both
+    falls, a = cells.a < cells.r0, cells.a.clip(0, 1)
+    r0 = np.where(falls, level, cells.r0 - cells.p0a / cells.p00 * (a - cells.a))
+    precision, off = (
+        np.where(falls, determinant / both, determinant / cells.p00),
+        np.where(falls, cells.r0, a) - cells.a,
+    )
+    return r0, np.where(falls, level.clip(0, 1), a), 0.5 * off**2 * precision
 
 
 def _ends(cells: _Cells) -> tuple[Array, Array]:

@@ -9,10 +9,10 @@ from rich.table import Column, Table
 
 from megarl.core.base.errors import MegarlError
 from megarl.lab.scaling.compare import RunComparison
-from megarl.lab.scaling.extrapolate import Later, Reached
+from megarl.lab.scaling.extrapolate import BEFORE, Later, Reached
 from megarl.lab.scaling.fit import Fit, FitOptions, fit
 from megarl.lab.scaling.forms import FORMS, Array
-from megarl.lab.scaling.points import HOURS, Curve, amount
+from megarl.lab.scaling.points import Curve, amount, unit_name
 from megarl.lab.scaling.published import Law
 from megarl.lab.scaling.transfer import Transferred
 
@@ -28,12 +28,12 @@ def show(table: Table) -> None:
     console.print()
 
 
-def say(found: Fit, text: str) -> None:
-    """Print a text, then the fit's warnings."""
+def say(found: Fit, text: str, warnings: Sequence[str] | None = None) -> None:
+    """Print a text, then warnings, by default those of the fit."""
     print(text)
     if found.unit == "core":
         print("Compute is core-hours of CPUs, not GPU-hours: it compares only with runs on CPUs.")
-    for warning in found.warnings:
+    for warning in found.warnings if warnings is None else warnings:
         print(f"warning: {warning}")
 
 
@@ -60,7 +60,7 @@ def between_seeds(each: Sequence[Fit]) -> str:
 
 def fits(rows: Sequence[tuple[str, Fit]]) -> Table:
     """Make a table with one fit per row, each parameter above its 95 % interval."""
-    table = _table("", "A", "B", f"C_mid, {HOURS[rows[0][1].unit]}", "R²", "rmse", "points")
+    table = _table("", "A", "B", f"C_mid, {unit_name(rows[0][1].unit)}", "R²", "rmse", "points")
     for name, found in rows:
         table.add_row(name, *_parameters(found), f"{found.r2:.4f}", f"{found.rmse:.4f}", str(found.n))
     return table
@@ -80,12 +80,13 @@ def forms(curves: Sequence[Curve], how: FitOptions) -> Table:
 
 
 def compared(comparison: RunComparison) -> Table:
-    unit = next((f", {HOURS[entry.fit.unit]}" for entry in comparison.entries if entry.fit), "")
-    table = _table("", "A", "B", f"C_mid{unit}", f"B at A = {comparison.ceiling:.3f}")
+    unit = next((f", {unit_name(entry.fit.unit)}" for entry in comparison.entries if entry.fit), "")
+    common_a = [f"B at A = {comparison.ceiling:.3f}"] if comparison.at_ceiling else []
+    table = _table("", "A", "B", f"C_mid{unit}", *common_a)
     for entry in comparison.entries:
-        common = comparison.at_ceiling.get(entry.name)
-        at_common = _parameters(common)[1] if common else ""
-        table.add_row(entry.name, *(_parameters(entry.fit) if entry.fit else ("no fit", "", "")), at_common)
+        common = comparison.comparable.get(entry.name)
+        at_common = [_parameters(common)[1]] if common else []
+        table.add_row(entry.name, *(_parameters(entry.fit) if entry.fit else ["no fit"]), *at_common)
     return table
 
 
@@ -104,21 +105,29 @@ def reached(found: Fit, score: float, when: Reached) -> str:
     """Return a sentence on when a score is reached, or why it is not."""
     if math.isfinite(when.hours):
         if when.hours == 0:
-            return f"{score:g} is not above R_0 = {found.R_0:.3f}: it takes no training."
+            if score <= found.R_0:
+                return f"{score:g} is not above R_0 = {found.R_0:.3f}: it takes no training."
+            return f"{score:g} is reached before {amount(found.hours[0] / BEFORE, found.unit)}, long before the first point."
         low, high = when.interval
         until = f"to {amount(high)}" if math.isfinite(high) else "to never, because A may be below it"
         return f"{score:g} is reached after {amount(when.hours, found.unit)} (95 %: {amount(low)} {until})."
-    text = f"{score:g} is never reached: the asymptote A = {found.A:.3f} is below it"
+    high = found.A_interval[1]
+    if score < found.A:
+        most = "but most curves that the points allow end below"
+        text = f"{score:g} is likely never reached: the best fit's A = {found.A:.3f} is above it, {most}"
+    else:
+        text = f"{score:g} is never reached: the asymptote A = {found.A:.3f} is below it"
     if math.isinf(when.interval[0]):
-        return f"{text}, and so is its whole interval, up to {found.A_interval[1]:.3f}."
+        return f"{text}, and so is its whole interval, up to {high:.3f}." if score > high else f"{text}."
     earliest = amount(when.interval[0], found.unit)
-    return f"{text}; with A at the upper end of its interval ({found.A_interval[1]:.3f}) it could be after {earliest}."
+    return f"{text}; with A at the upper end of its interval ({high:.3f}) it could be after {earliest}."
 
 
 def transferred(size: float, found: Transferred, hours: Sequence[float], scores: Array, unit: str) -> str:
     """Return a text on the law predicted for a model size and its scores. scores: [3, hours] median, low and high end."""
     said = [f"{size:.3g} parameters, by a power law in them (95 %):"]
-    for name, (middle, low, high) in zip(("A", "B", f"C_mid, {HOURS[unit]}", "R_0"), found.intervals.T, strict=True):
+    names = ("A", "B", f"C_mid, {unit_name(unit)}", "R_0")
+    for name, (middle, low, high) in zip(names, found.intervals.T, strict=True):
         say = amount if name.startswith("C_mid") else "{:.3g}".format
         said.append(f"  {name:<18} {say(middle)} ({say(low)} to {say(high)})")
     for at, (middle, low, high) in zip(hours, scores.T, strict=True):

@@ -117,6 +117,10 @@ def prepared(
     """Return the study that the options describe, newly written or found in its directory; for a dry run, show it and return
     None."""
     path, seeds = Path(options.directory or f"runs/studies/{kind}"), numbers("--seeds", options.seeds)
+    if len(set(seeds)) < len(seeds):
+        raise MegarlError(f"--seeds: {options.seeds} has a seed twice, whose runs would be the same")
+    if options.task is not None and not 0 <= options.task < len(recipes) * len(seeds):
+        raise MegarlError(f"--task: the study has tasks 0 to {len(recipes) * len(seeds) - 1}, not {options.task}")
     if options.dry_run:
         runs = f"{len(recipes) * len(seeds)} runs, seeds {options.seeds}"
         if rungs:
@@ -124,10 +128,7 @@ def prepared(
             runs = f"{arms}, half of them dropped at each of steps {', '.join(map(str, rungs))}"
         Console().print(planned(f"{path}: {runs}", recipes))
         return None
-    study = plan.prepare(path, recipes, seeds, rungs, branch)
-    if options.task is not None and not 0 <= options.task < len(study.tasks):
-        raise MegarlError(f"--task: the study has tasks 0 to {len(study.tasks) - 1}, not {options.task}")
-    return study
+    return plan.prepare(path, recipes, seeds, rungs, branch)
 
 
 def numbers(option: str, text: str) -> list[int]:

@@ -90,8 +90,6 @@ def prepare(
     path: Path, recipes: Mapping[str, Recipe], seeds: Sequence[int], rungs: Sequence[int] = (), branch: int = 0
 ) -> Study:
     """Return the study at `path`, newly written or found there. MegarlError if a different one is there."""
-    if not seeds or len(set(seeds)) != len(seeds):
-        raise MegarlError(f"--seeds: give one or more different seeds, not {','.join(map(str, seeds))!r}")
     study = Study(path, tuple(recipes), tuple(seeds), tuple(rungs), branch)
     recipes, wanted = {"trunk": next(iter(recipes.values())), **recipes}, {}
     for task in [*study.tasks, *study.trunk.tasks]:

@@ -19,7 +19,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import latest_rows, latest_scores, write_atomically
 from megarl.core.recipe import load
 from megarl.lab.pictures import BLUE, GREY, ORANGE, drawing, save
-from megarl.lab.scaling.compare import RunFit, compare
+from megarl.lab.scaling.compare import SAME_CEILING, RunFit, compare
 from megarl.lab.scaling.fit import Fit
 from megarl.lab.scaling.points import Curve, read_points
 from megarl.lab.study.plan import Study, StudyTask
@@ -139,7 +139,11 @@ def markdown(rows: Sequence[VariantResult], missing: Sequence[str] = ()) -> str:
     unit = rows[0].runs[0][0].compute_unit
     common_hours = min(run[-1].compute_hours for row in rows for run in row.runs)
     ceilings = [row.at_ceiling.A for row in rows if row.at_ceiling is not None]
-    held = f", B with A held at {ceilings[0]:.3f}, the mean of all variants" if len(ceilings) > 1 else ""
+    held = (
+        f", B with A held at {ceilings[0]:.3f}, the mean of all variants by their certainty"
+        if len(ceilings) > 1
+        else ""
+    )
     lines = [
         "| " + " | ".join(HEADINGS) + " |",
         "|" + "---|" * len(HEADINGS),
@@ -154,6 +158,10 @@ def markdown(rows: Sequence[VariantResult], missing: Sequence[str] = ()) -> str:
         for note in [row.why_no_fit] if row.fit is None else row.fit.warnings:
             notes.setdefault(note, []).append(row.variant)
     lines += [f"- {note}: {', '.join(variants)}" for note, variants in notes.items()]
+    if apart := [row.variant for row in rows if held and row.fit and abs(row.fit.A - ceilings[0]) > SAME_CEILING]:
+        lines.append(
+            f"- A is more than {SAME_CEILING} from that at which B is held, so B is no speed: {', '.join(apart)}"
+        )
     if missing:
         lines.append(f"- not finished: {', '.join(missing)}")
     return "\n".join(lines) + "\n"

@@ -25,7 +25,7 @@ from rich.console import Console
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import latest_rows, latest_scores, write_atomically
-from megarl.core.recipe import Recipe, load
+from megarl.core.recipe import Recipe, dump, load
 from megarl.lab.scaling.compare import SAME_CEILING, compare
 from megarl.lab.scaling.points import Curve, PointColumns, amount, curve_of_run
 from megarl.lab.study.main import StudyOptions, numbers, prepared, run, side_by_side, table_and_plots
@@ -84,8 +84,11 @@ def search(names: Sequence[str], options: StudyOptions, how: SearchOptions) -> i
 
 
 def arms(names: Sequence[str], overrides: Sequence[str], vary: Sequence[str]) -> dict[str, Recipe]:
-    """Return the arms by name: each recipe in `names` with each combination of the values in `vary`."""
-    found, axes = {}, []
+    """Return the arms by name: each recipe in `names` with each combination of the values in `vary`. MegarlError if two arms
+    are the same recipe."""
+    found: dict[str, Recipe] = {}
+    first: dict[str, tuple[tuple[str, str], ...]] = {}  # the values with which a recipe was first made
+    axes = []
     for axis in vary:
         key, equals, values = axis.partition("=")
         if not equals or not all(values.split(",")):
@@ -94,7 +97,13 @@ def arms(names: Sequence[str], overrides: Sequence[str], vary: Sequence[str]) ->
     for pairs in itertools.product(*axes):
         ends = [re.sub(r"[^A-Za-z0-9._-]+", "-", f"{key.rpartition('.')[2]}-{value}") for key, value in pairs]
         for name, recipe in side_by_side(names, [*overrides, *("=".join(pair) for pair in pairs)]).items():
-            found["-".join([name, *ends])] = recipe
+            arm, run = "-".join([name, *ends]), recipe.run.model_copy(update={"name": "", "seed": 0})
+            found[arm] = recipe
+            if (twin := first.setdefault(dump(recipe.model_copy(update={"run": run})), pairs)) is not pairs:
+                same = " and ".join(" ".join(map("=".join, each)) for each in (twin, pairs))
+                raise MegarlError(
+                    f"--vary: {same} make the same recipe, as every run gets the study's seeds; leave one out"
+                )
     return found
 
 

@@ -218,6 +218,26 @@ def test_curves_of_two_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert found["pass"][at].score.mean >= found["maj"][at].score.mean - 1e-12
 
 
+def test_curves_are_of_the_same_prompts_and_have_different_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two runs, both with a step 40; the second was scored on the half of the prompts that is hard."""
+    outs = [tmp_path / run / "evaluations" / "step-0000040" for run in ("one", "two")]
+    for out, prompts in zip(outs, ("abcd", "cd"), strict=True):
+        suite = SuiteDir(out, "s")
+        suite.path.mkdir(parents=True)
+        for each in answers():
+            if each.id in prompts:
+                suite.add(each)
+        suite.close()
+    assert curve.main(outs, None, tmp_path / "both.png") == 0
+    shown = capsys.readouterr().out.replace("\n", "")
+    assert shown.count("0.250 [") == 4, "two of eight answers are right, by oracle and by majority, in both"
+    assert "Over the 2 prompts that all have answers to; one has 4." in shown
+    assert curve.main(outs[:1], None, tmp_path / "one.png") == 0
+    assert "Over the" not in capsys.readouterr().out
+
+
 def test_curves_of_nothing_are_refused(tmp_path: Path) -> None:
     with pytest.raises(MegarlError, match="no answers there"):
         curve.main([tmp_path], None, None)

@@ -170,6 +170,13 @@ def test_the_interval_of_one_answer_a_prompt_is_that_of_bonett_and_price() -> No
     np.testing.assert_allclose((found.low, found.high), (p21 - p12 - half, p21 - p12 + half), atol=1e-3)
 
 
+def test_two_shares_differ_by_one_at_most() -> None:
+    """For one prompt, and where B always and A never is right, Student's interval reaches further; lengths may."""
+    assert paired_difference([0.0], [0.0], 1.0) == (0.0, -1.0, 1.0)
+    assert paired_difference([0.0] * 15, [1.0] * 15, 1.0).high == 1.0
+    assert paired_difference([0.0, 1.0], [9.0, 99.0], 0.0).high > 99
+
+
 def data_of(page: Resources) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The overview, and each prompt."""
     *prompts, script = page.scripts

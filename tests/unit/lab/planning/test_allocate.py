@@ -157,6 +157,34 @@ def test_answers_of_another_task_say_nothing_of_a_suite(tmp_path: Path) -> None:
     assert split.n == 1
 
 
+def rescored(path: Path, rates: list[float], without: tuple[str, ...] = ()) -> None:
+    """Give the evaluations of a run these scores, and leave out columns."""
+    rows = [json.loads(line) for line in (path / "eval.jsonl").read_text().splitlines()]
+    rows = [row | {"pass_rate": rate} for row, rate in zip(rows, rates, strict=True)]
+    kept = [{key: value for key, value in row.items() if key not in without} for row in rows]
+    (path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+
+
+@pytest.mark.filterwarnings("error")
+def test_runs_that_tell_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whose scores fall, are all right, or have no seconds; numpy has nothing to say of them."""
+    paths = [write(tmp_path / f"r{n}", cell) for n, cell in enumerate(CORNERS[:2])]
+    for path, rates in zip(paths, ([0.5, 0.4, 0.3, 0.2], [0.5, 0.6, 0.6, 0.8]), strict=True):
+        rescored(path, rates)
+    main(load("quickstart", []), 0.1, paths, None, None, as_json=False)
+    said = capsys.readouterr().out
+    assert "r0 ends at 0.200, not clearly above 0.500: the law can only rise" in said
+    assert "r1 ends at" not in said
+    for path in paths:
+        rescored(path, [0.99, 1.0, 1.0, 1.0])
+    main(load("quickstart", []), 0.1, paths, None, None, as_json=True)
+    assert json.loads(capsys.readouterr().out)["choices"][0]["interval"][0] > 0.9
+    for path in paths:
+        rescored(path, [0.5, 0.6, 0.6, 0.8], without=("seconds",))
+    with pytest.raises(MegarlError, match="no evaluation tells the cost; nothing is left"):
+        main(load("quickstart", []), 0.1, paths, 100, None, as_json=False)
+
+
 def test_bad_input(tmp_path: Path) -> None:
     paths, recipe = [write(tmp_path / f"r{n}", cell) for n, cell in enumerate(CORNERS)], load("quickstart", [])
     for budget, runs, answers, message in (

@@ -26,7 +26,7 @@ def test_all_are_refitted_at_one_ceiling() -> None:
         assert pytest.approx(0.605, abs=1e-5) == refitted.A
         alone = fit(runs[name], ceiling=0.605)
         assert (refitted.B, refitted.B_interval) == (alone.B, alone.B_interval)
-    assert "same ceiling within 0.02 (A 0.610 and 0.600); with all at 0.605, B differs" in found.verdict
+    assert "same ceiling within 0.02 (A 0.610 and 0.600); with both at 0.605, B differs" in found.verdict
     assert "scalerl is quicker" in found.verdict
     assert "scalerl is ahead throughout" in found.verdict
     row = found.rows()[1]
@@ -34,6 +34,21 @@ def test_all_are_refitted_at_one_ceiling() -> None:
     assert row["B_at_A_common"] == found.at_ceiling["off-policy"].B
     assert row["B_at_A_common_interval"][0] <= row["B_at_A_common"] <= row["B_at_A_common_interval"][1]  # type: ignore[index, operator]
     assert 0.6 < compare(runs).ceiling < 0.61, "left out: the mean"
+    with pytest.raises(
+        MegarlError, match=r"--ceiling is 0\.5, and scalerl has reached 0\.60.; give one that no run has passed"
+    ):
+        compare(runs, ceiling=0.5)
+
+
+def test_two_of_one_ceiling_are_compared_there_whatever_a_third_has() -> None:
+    """At the mean of all, .64, the first two would have passed their ceiling, and B would be the window's edge."""
+    runs = {"a": [exact(0.8, 1.3, 2500)], "b": [exact(0.79, 1.8, 2500)], "low": [noisy(0.6, 1.5, 2500)]}
+    found = compare(runs)
+    assert found.ceiling < 0.77
+    assert found.comparable.keys() <= {"low"}
+    assert "(A 0.800 and 0.790); with both at 0.79" in found.pairs[0].text
+    assert ": 1.3" in found.pairs[0].text
+    assert "(a) against 1.7" in found.pairs[0].text
 
 
 def test_exponents_of_different_ceilings_are_not_compared() -> None:
@@ -71,14 +86,14 @@ def test_a_run_that_cannot_be_fitted_does_not_stop_the_others() -> None:
     short = Curve("short", HOURS[:2], np.array([0.3, 0.4]), 0.3)
     found = compare({"short": [short], "a": [exact(0.61, 1.92, 2542)], "b": [exact(0.5, 1.2, 2542)]})
     assert [pair.reference for pair in found.pairs] == ["a"]
-    assert "short was not fitted: short: 2 points in the window" in found.verdict
+    assert "short was not fitted: 2 points in the window" in found.verdict
     assert set(found.at_ceiling) == {"a", "b"}
     assert found.rows()[0]["problem"]
 
 
 def test_mixed_units_are_refused() -> None:
     curve = exact(0.61, 1.92, 2542)
-    with pytest.raises(MegarlError, match="cannot be compared"):
+    with pytest.raises(MegarlError, match="in GPU-hours and in core-hours cannot be compared"):
         compare({"gpu": [curve], "cpu": [replace(curve, unit="core")]})
 
 

@@ -1,6 +1,7 @@
 """Predictions against the truth, and against the curve's own inverse; their Gaussians are in test_posterior.py."""
 
 import math
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 from megarl.lab.scaling.extrapolate import hours_to, inverse, later_points, predict
 from megarl.lab.scaling.fit import Fit, fit
 from megarl.lab.scaling.points import Curve
-from tests.unit.lab.scaling.curves import exact, law, noisy
+from megarl.lab.scaling.tables import reached
+from tests.unit.lab.scaling.curves import HOURS, exact, law, noisy
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +73,20 @@ def test_hours_to_a_score() -> None:
     assert math.isinf(hours_to(found, 0.63).hours)
 
 
+def test_what_is_said_of_a_score_fits_the_numbers_beside_it() -> None:
+    """A score between R_0 and the curve's first point is not one "not above R_0"; nor is an A above the score "below it"."""
+    late = fit([noisy(0.61, 1.92, 2542)], start=12_000)
+    early = (late.R_0 + predict(late, late.hours[:1] / 10).pass_rate[0]) / 2
+    assert "is reached before 1,200 GPU-hours" in reached(late, early, hours_to(late, early))
+    open_ = fit([Curve("x", HOURS, law(HOURS, 0.9, 1.2, 100_000, 0.2), 0.2)])
+    assert (score := open_.A - 0.01) < open_.A
+    assert f"likely never reached: the best fit's A = {open_.A:.3f}" in reached(open_, score, hours_to(open_, score))
+
+
 def test_interval_of_hours_is_where_the_band_passes_the_score(half: Fit) -> None:
-    reached = hours_to(half, 0.55)
-    low, high = reached.interval
-    assert low < reached.hours < high
+    when = hours_to(half, 0.55)
+    low, high = when.interval
+    assert low < when.hours < high
     assert predict(half, np.array([low])).high[0] == pytest.approx(0.55, abs=2e-3)
     assert predict(half, np.array([high])).low[0] == pytest.approx(0.55, abs=2e-3)
     assert math.isinf(hours_to(half, half.A).interval[1])  # A may be below it
@@ -99,6 +111,20 @@ def test_later_points_are_judged() -> None:
     assert abs(later.largest_error) == pytest.approx(np.abs(errors).max())
     assert later.inside >= 14
     assert later_points(fit([curve]), [curve]) is None
+
+
+def test_thousands_of_later_points_are_judged_at_once() -> None:
+    """A score for each step; by their covariance 2,500 would take minutes."""
+    curve = noisy(0.61, 1.92, 2542, 1, np.linspace(2000, 16_000, 3000))
+    found = fit([curve], end=8000)
+    began = time.monotonic()
+    later = later_points(found, [curve])
+    assert time.monotonic() - began < 10
+    assert later is not None
+    few = later_points(found, [replace(curve, hours=curve.hours[::60], pass_rate=curve.pass_rate[::60])])
+    assert few is not None
+    assert later.mean_error == pytest.approx(few.mean_error, abs=3e-3)
+    assert later.inside / later.n == pytest.approx(0.95, abs=0.06)
 
 
 def test_band_of_a_fit_that_knows_little_rises_as_its_curves_do() -> None:

@@ -188,6 +188,16 @@ class TestWarnings:
         fallen = replace(curve, pass_rate=curve.pass_rate - np.linspace(0, 0.15, len(HOURS)))
         assert any("not monotone" in warning for warning in fit([fallen]).warnings)
 
+    @pytest.mark.parametrize("fall", [0.0, 0.2])
+    def test_a_run_that_does_not_rise(self, fall: float) -> None:
+        """Neither the best fit nor a draw of the posterior falls, as the best line would."""
+        noise = 0.004 * np.random.default_rng(0).standard_normal(len(HOURS))
+        found = fit([Curve("x", HOURS, 0.4 - fall * HOURS / HOURS[-1] + noise, 0.4)])
+        assert found.A >= found.R_0 > found.pass_rate.min()
+        assert found.A_interval[0] > 0.9 * found.R_0
+        assert any("scores do not rise" in warning for warning in found.warnings)
+        assert not any("before C_mid" in warning for warning in found.warnings)
+
     def test_streaks(self) -> None:
         curve = exact(0.61, 1.92, 2542)
         wavy = replace(curve, pass_rate=curve.pass_rate + 0.01 * np.sin(np.arange(len(HOURS)) / 2))
@@ -202,6 +212,8 @@ class TestRefusals:
     def test_constant_scores(self) -> None:
         with pytest.raises(MegarlError, match=r"all 30 scores are 0\.5"):
             fit([Curve("x", HOURS, np.full(32, 0.5), 0.3)])
+        with pytest.raises(MegarlError, match=r"all 30 scores are 0\.4"):  # a mean of which is not 0.4, but nearly
+            fit([Curve("x", HOURS, np.full(32, 0.4), 0.4)])
 
     def test_same_compute(self) -> None:
         with pytest.raises(MegarlError, match="only 1 different amounts of compute"):

@@ -49,6 +49,7 @@ def test_the_rest_is_worth_its_price_or_not() -> None:
         "the last 3,000 GPU-hours are predicted to gain 0.0"
     )
     assert not_worth_it(row, "gain < 1e-7 per GPU-hour") == ""
+    assert not_worth_it(row, "gain < 1e-5 per core-hour") == "", "the price of another unit"
     assert not_worth_it(row, "") == ""
     assert words(row).endswith("in the rest")
     assert words(rows(1, 1.0)[0]) == ""

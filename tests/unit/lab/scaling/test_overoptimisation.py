@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec import UNSET
+from msgspec import UNSET, structs
 
 from benchmarks.overoptimisation import alarm, cases, drawn
 from megarl.core.base.rundir import RunDir, step_folder
@@ -128,3 +128,6 @@ def test_columns_of_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     damaged = SuiteDir(step_folder(run.evaluations, 20), "hacked").result
     damaged.write_text(json.dumps({"schema_version": 1}))
     assert watch(run, 220, ["hacked"])["warning_overoptimisation"] == 1, "judged by the others"
+    other = SuiteDir(step_folder(run.evaluations, 20), "clean")
+    other.write_result(structs.replace(other.read_result(), proxy_and_trusted={"of no other evaluation": (1.0, 1.0)}))
+    assert watch(run, 220, ["clean"]) == {"warning_overoptimisation": 0.0}, "no prompt is in all of them"

@@ -80,6 +80,14 @@ def test_a_run_directory_without_such_a_column(tmp_path: Path, columns: PointCol
         read_points(run_of_two_tasks(tmp_path), columns)
 
 
+def test_a_suite_that_was_added_later(tmp_path: Path) -> None:
+    for step in range(4):
+        row = {"step": step, "compute_hours": 1.0 + step, "compute_unit": "gpu", "pass_rate": 0.5}
+        append_jsonl(tmp_path / "eval.jsonl", row | ({"pass_rate/aime24": step / 10} if step > 1 else {}))
+    (curve,) = read_points(tmp_path, PointColumns(score="pass_rate/aime24"))
+    assert (curve.r0, curve.hours.tolist(), curve.pass_rate.tolist()) == (None, [3.0, 4.0], [0.2, 0.3])
+
+
 def test_several_tasks_are_not_fitted_together_unasked(tmp_path: Path) -> None:
     with pytest.raises(MegarlError, match=r"several tasks .math, code., .* --score-column pass_rate/math"):
         read_points(run_of_two_tasks(tmp_path))
@@ -114,9 +122,25 @@ def test_a_csv_of_a_spreadsheet_begins_with_a_mark(tmp_path: Path) -> None:
     assert curve.hours.tolist() == [10, 20]
 
 
+@pytest.mark.parametrize("header", ["gpu_hours;pass_rate", "gpu_hours, pass_rate", "gpu_hours\tpass_rate"])
+def test_separators_of_other_programs(tmp_path: Path, header: str) -> None:
+    separator = header.removeprefix("gpu_hours").removesuffix("pass_rate")
+    (curve,) = read_points(file(tmp_path, f"{header}\n10{separator}.3\n20{separator}.4\n"))
+    assert (curve.hours.tolist(), curve.pass_rate.tolist()) == ([10, 20], [0.3, 0.4])
+
+
+def test_compute_that_is_not_in_hours(tmp_path: Path) -> None:
+    """Called GPU-hours, steps would lose the first 1,500, and compare with hours."""
+    (curve,) = read_points(file(tmp_path, "flops,pass_rate\n1e21,.3\n2e21,.4\n"), PointColumns(hours="flops"))
+    assert (curve.unit, amount(2.5e21, curve.unit)) == ("flops", "2.5e+21 flops")
+    assert read_points(run(tmp_path, []), PointColumns(hours="step"))[0].unit == "step"
+    (curve,) = read_points(file(tmp_path, "Wall Hours,pass_rate\n1,.3\n2,.4\n"), PointColumns(hours="Wall Hours"))
+    assert curve.unit == "gpu"
+
+
 def test_jsonl_with_other_names(tmp_path: Path) -> None:
     rows = [{"h": 1, "acc": 0.5, "compute_unit": "core"}, {"h": 2, "acc": 0.6}]
-    path = file(tmp_path, "\n".join(map(json.dumps, rows)) + "\n\n", "points.jsonl")
+    path = file(tmp_path, "\ufeff" + "\n".join(map(json.dumps, rows)) + "\n\n", "points.jsonl")
     (curve,) = read_points(path, PointColumns(hours="h", score="acc"))
     assert curve.unit == "core"
     np.testing.assert_array_equal(curve.pass_rate, [0.5, 0.6])
@@ -136,6 +160,10 @@ BAD = {
     "pass_rate is -0.1, not a pass rate between": "gpu_hours,pass_rate\n1,-.1\n",
     "cannot be negative": "gpu_hours,pass_rate\n-1,.5\n",
     "no compute at step 3; only the score before": "step,gpu_hours,pass_rate\n3,0,.5\n",
+    "compute_unit is core, gpu; it is": "compute_hours,pass_rate,compute_unit\n0,.5,gpu\n9,.6,core\n",
+    "compute_unit is cpu; it is gpu or": "compute_hours,pass_rate,compute_unit\n0,.5,cpu\n9,.6,cpu\n",
+    "falls from 9 at step 2 to 3 at step 3": "step,gpu_hours,pass_rate\n1,5,.5\n3,3,.6\n2,9,.5\n",
+    "row 1: gpu_hours is '0,5', not a": "gpu_hours;pass_rate\n0,5;.5\n",
     "2 different scores before training": "gpu_hours,pass_rate\n0,.5\n0,.6\n",
 }
 
@@ -145,6 +173,10 @@ def test_how_many_answers_a_score_is_of(tmp_path: Path) -> None:
     assert read_points(file(tmp_path, "gpu_hours,pass_rate,answers\n0,.2,\n10,.3,\n"))[0].answers is None
     rows = "0,.2,200,4\n10,.3,200,4\n"
     assert read_points(file(tmp_path, f"gpu_hours,pass_rate,n_prompts,samples\n{rows}"))[0].answers == 800
+    (curve,) = read_points(file(tmp_path, "gpu_hours,pass_rate,answers\n0,.2,400\n20,.3,100\n10,.3,400\n"))
+    assert curve.answers == 100
+    assert curve.noise is not None, "a fork may ask another number of prompts"
+    assert curve.noise.tolist() == pytest.approx([0.0229, 0.0458], abs=1e-4)
     with pytest.raises(MegarlError, match="n_prompts is 'all', not a number"):
         read_points(file(tmp_path, f"gpu_hours,pass_rate,n_prompts,samples\n{rows.replace('200', 'all')}"))
     with pytest.raises(MegarlError, match="answers is -5; it is how many each score is the mean of"):
@@ -159,7 +191,12 @@ def test_bad_csv(tmp_path: Path, message: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "text"), {"line 1: not JSON": "{", "line 2: not a JSON object": '{"a":1}\n[]'}.items()
+    ("message", "text"),
+    {
+        "line 1: not JSON": "{",
+        "line 2: not a JSON object": '{"a":1}\n[]',
+        "line 1: gpu_hours is 1000": f'{{"gpu_hours": 1{"0" * 400}, "pass_rate": 0.5}}',
+    }.items(),
 )
 def test_bad_jsonl(tmp_path: Path, message: str, text: str) -> None:
     with pytest.raises(MegarlError, match=message):

@@ -81,7 +81,9 @@ def test_extrapolate(points: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(scaling(capsys, *asked, "--to", 16_000, "--json"))
     assert found["interval"][0] < found["pass_rate"] < found["interval"][1]
     assert found["later"]["n"] == 16
-    assert "16 points are later" in scaling(capsys, *asked, "--to", 16_000)
+    assert "16 points are later" in (near := scaling(capsys, *asked, "--to", 16_000))
+    assert "times the compute" not in near
+    assert "warning: that is 12 times the compute of the last point" in scaling(capsys, *asked, "--to", 100_000)
     assert "0.5 is reached after 2," in scaling(capsys, *asked, "--reach", 0.5)
     assert "0.9 is never reached" in scaling(capsys, *asked, "--reach", 0.9)
     assert "--to is 0" in scaling(capsys, *asked, "--to", 0, status=2)

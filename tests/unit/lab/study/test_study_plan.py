@@ -42,16 +42,21 @@ def test_another_study_is_refused(tmp_path: Path) -> None:
         made(tmp_path, overrides=("run.steps=7",))
 
 
-@pytest.mark.parametrize("seeds", [(), (1, 1)])
-def test_seeds(tmp_path: Path, seeds: tuple[int, ...]) -> None:
-    with pytest.raises(MegarlError, match="--seeds: give one or more different"):
-        made(tmp_path, seeds=seeds)
-
-
 @pytest.mark.parametrize("seeds", ["-1", "0,-1", "a"])
 def test_a_seed_that_no_recipe_takes(seeds: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["study", "loo", "quickstart", f"--seeds={seeds}", "--dry-run"]) == 2
     assert f"--seeds: {seeds!r} is not a list of numbers such as 0,1,2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [(["--seeds=1,1"], "--seeds: 1,1 has a seed twice"), (["--task=24"], "--task: the study has tasks 0 to")],
+)
+def test_a_dry_run_refuses_what_a_study_would(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["study", "loo", "quickstart", *options, "--dry-run"]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_nothing_there(tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ def test_table(study: Study) -> None:
     assert len(ceilings) == 1  # B stands at one A
     (ceiling,) = ceilings
     assert f"B with A held at {ceiling:.3f}" in text
+    assert "- A is more than 0.02 from that at which B is held, so B is no speed: quickstart, grpo-tiny" in text
     assert all(f" | {fit.B:.2f} [" in text for fit in held.values() if fit is not None)
 
 
