@@ -268,9 +268,10 @@ def _bubblewrap(prefix: Path, limits: Limits) -> list[str]:
 def agent_sandbox(own: Path, hidden: Path) -> list[str]:
     """Build the bwrap command for an agent: it sees all files except those in `hidden`, can write only in `own`, and sees
     only its own processes. It uses the machine's network."""
+    own, hidden = own.resolve(), hidden.resolve()  # bwrap cannot mount at a path that leads over an absolute link
     command = ["bwrap", "--die-with-parent", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
     if hidden.is_dir():
-        command += ["--tmpfs", str(hidden.absolute())]
+        command += ["--tmpfs", str(hidden)]
     command += ["--bind", str(own), str(own), "--cap-drop", "ALL"]
     command += ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     return command if os.getuid() == 0 else [*command, "--unshare-user"]

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -102,8 +103,13 @@ def test_a_command_finds_the_packages_of_its_own_python(tmp_path: Path, monkeypa
 
 
 def test_an_agent_in_bubblewrap_has_its_own_files_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "run").mkdir()
+    """Also where the runs lie on another disk, to which a link leads, and the temporary folders as well."""
+    for name in ("runs", "temporary"):
+        (tmp_path / "disk" / name).mkdir(parents=True)
+    (tmp_path / "run").symlink_to(tmp_path / "disk" / "runs")
     (tmp_path / "run" / "key").write_text("a secret")
+    (tmp_path / "temporary").symlink_to(tmp_path / "disk" / "temporary")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setenv("LOOKED_AT", str(tmp_path))
     for sandbox, found in (("bubblewrap", 10), ("rlimits", 1111)):
         (made,) = play(tmp_path, f"{HERE}:looks_around", sandbox=sandbox)
