@@ -83,7 +83,11 @@ CACHES = (
     "SGLANG_JIT_CACHE_DIR",
     "TVM_FFI_CACHE_DIR",
     "CUDA_CACHE_PATH",
+    "CUTE_DSL_CACHE_DIR",
+    "QUACK_CACHE_DIR",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
 )
+"""The last three are by default in /tmp/USER, which anybody can make first, and compiled code there is run unseen."""
 
 
 def kernel_caches() -> dict[str, str]:
