@@ -21,10 +21,9 @@ from rich.panel import Panel
 from rich.table import Column, Table
 from rich.text import Text
 
-from megarl.core.base.errors import MegarlError
+from megarl.core.base.errors import MegarlError, printable
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
 from megarl.core.recipe import ColumnName, Recipe, load
-from megarl.lab.inspection import printable
 from megarl.tasks.data.contamination import overlap_with
 from megarl.tasks.data.mappings import MAPPINGS, mapping_of
 from megarl.tasks.data.prompts import BATCH, Render, renderer

@@ -18,13 +18,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from megarl.core.base.errors import MegarlError
+from megarl.core.base.errors import MegarlError, printable
 from megarl.core.base.rundir import RunDir
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Group, Rollout
 from megarl.core.journal.journal import JournalReader
 from megarl.core.journal.records import State
-from megarl.lab.inspection import printable
 
 VERSION_STYLES = ("cyan", "yellow", "magenta", "blue")
 """Version v has style v modulo 4, so a version looks the same everywhere. Red and green are left to verdicts."""
