@@ -113,7 +113,10 @@ class TaskAgents:
         async with self._turns.turn(order):
             for _ in range(TRIES):
                 async with gateway.session(self._recipe, self._tokenizer, self._rendering, policy) as session:
-                    why = await self._run(prompt, session, gateway.url, waited)
+                    try:
+                        why = await self._run(prompt, session, gateway.url, waited)
+                    except OSError as error:  # agents may have filled the disk, or taken all processes
+                        why = f"it cannot be started: {error}"
                     if session.failure is not None:
                         raise session.failure
                     rollout = session.rollout()

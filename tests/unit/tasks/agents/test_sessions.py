@@ -144,6 +144,16 @@ def test_a_crash_is_tried_once_more_and_then_void(tmp_path: Path, monkeypatch: p
             play(tmp_path, f"{HERE}:{agent}")
 
 
+def test_an_agent_for_which_the_machine_has_no_room_is_void(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when others have filled the disk, or taken all processes."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
+    with pytest.raises(
+        AgentDown, match=r"failed 2 times without a reward, the last time: it cannot be started: .*file"
+    ):
+        play(tmp_path, f"{HERE}:judged")
+
+
 def test_out_of_time_is_graded_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHILD_MARK", str(tmp_path / "child"))
     monkeypatch.setattr(registry, "KILL_LIMIT_S", 2.0)
