@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 from msgspec import UNSET
 
-from megarl.core.base.contracts import Grade, Graders, answer_of
+from megarl.core.base.contracts import AgentDown, EnvironmentDown, Grade, Graders, answer_of
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Prompt
 from megarl.core.evaluation.answers import Answer
@@ -100,7 +100,7 @@ class Sampled(Questions[Prompt]):
             grade = await ask(done.text, asked, done.verdict)
             if math.isnan(grade.reward) and not grade.correct:
                 void = "no grader could judge it"
-        except Void as why:
+        except (Void, AgentDown, EnvironmentDown) as why:  # the latter by the policy's doing
             void = str(why)
         weighted = [one.weight * grade.rewards[name] for name, one in self.rewards.items() if grade.rewards]
         text = answer_of(done.text, asker.recipe.length.end_of_thinking)
