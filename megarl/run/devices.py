@@ -11,7 +11,8 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 
@@ -82,28 +83,36 @@ CACHES = (
     "SGLANG_JIT_CACHE_DIR",
     "TVM_FFI_CACHE_DIR",
     "CUDA_CACHE_PATH",
+    "CUTE_DSL_CACHE_DIR",
+    "QUACK_CACHE_DIR",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
 )
+"""The last three are by default in /tmp/USER, which anybody can make first, and compiled code there is run unseen."""
 
 
 def kernel_caches() -> dict[str, str]:
     """Return variables that keep compiled kernels in a folder of this node; those that are set already are left out.
 
     By default kernels are in the home directory. On a cluster that is one network file system, where all servers would compile
-    the same kernels at the same time, or that compute nodes cannot write: then no server would start, even on a CPU. If
-    nothing may be executed in the node's folder for temporary files, the node has a folder of its own there. Empty if someone
-    else can write to the folder, since we would run their code.
+    the same kernels at the same time, or that compute nodes cannot write: then no server would start, even on a CPU. Empty if
+    there is no folder that only we can write to: with another, we would run others' code.
     """
-    folder = Path(tempfile.gettempdir()) / f"megarl-kernels-{os.getuid()}"
-    if os.statvfs(folder.parent).f_flag & os.ST_NOEXEC:
-        folder = Path.home() / ".cache" / f"megarl-kernels-{socket.gethostname()}"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError:
-        return {}
-    stats = folder.lstat()
-    if not stat.S_ISDIR(stats.st_mode) or stats.st_uid != os.getuid() or stats.st_mode & 0o022:
-        return {}
-    return {name: str(folder / name.lower()) for name in CACHES if name not in os.environ}
+    for folder in _kernel_folders():
+        with suppress(OSError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            stats = folder.lstat()
+            if stat.S_ISDIR(stats.st_mode) and stats.st_uid == os.getuid() and not stats.st_mode & 0o022:
+                return {name: str(folder / name.lower()) for name in CACHES if name not in os.environ}
+    return {}
+
+
+def _kernel_folders() -> Iterator[Path]:
+    """Yield the folder for temporary files, unless nothing may be executed there, and one of this node's in the home directory:
+    torch's default is in /tmp, whoever made it."""
+    temporary = Path(tempfile.gettempdir())
+    if not os.statvfs(temporary).f_flag & os.ST_NOEXEC:
+        yield temporary / f"megarl-kernels-{os.getuid()}"
+    yield Path.home() / ".cache" / f"megarl-kernels-{socket.gethostname()}"
 
 
 def search_path() -> dict[str, str]:

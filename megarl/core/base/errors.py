@@ -23,3 +23,11 @@ def first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return the first error in nested exception groups."""
     first = errors.exceptions[0]
     return first_of(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+
+
+def printable(text: str) -> str:
+    """Return the text with control characters spelled out: a policy or a stranger wrote it, and a terminal would obey them."""
+    return text.translate(CONTROLS)

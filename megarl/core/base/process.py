@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from megarl.core.base.errors import MegarlError
+from megarl.core.base.errors import MegarlError, printable
 
 PR_SET_PDEATHSIG = 1
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -120,12 +120,16 @@ def start_logging(role: str) -> None:
     """Log lines with time and role to stderr, which the supervisor sends to RUN/logs/. If compiled code crashes, the process
     writes there what each of its threads was doing."""
     faulthandler.enable(2)  # standard error
-    logging.basicConfig(
-        level=logging.INFO,
-        stream=sys.stderr,
-        format=f"%(asctime)s {role} %(levelname)s %(name)s: %(message)s",
-        force=True,
-    )
+    handler = logging.StreamHandler()  # to stderr
+    handler.setFormatter(_Printable(f"%(asctime)s {role} %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+
+
+class _Printable(logging.Formatter):
+    """Messages quote what agents print and what graders say of answers."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 WHOLE_FILE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)

@@ -145,6 +145,8 @@ class Evaluations:
         for suite in self._questions:
             if missing := len(suite.open) - len(outcomes[suite.name]):
                 raise GraderDown(f"{suite.name}: {missing} of {len(suite.open)} answers never arrived")
+            if (voids := [outcome.void for outcome in outcomes[suite.name]]) and all(voids):
+                raise GraderDown(f"{suite.name}: no answer could be generated and judged; of the first: {voids[0]}")
         return outcomes
 
     def _write_results(self, version: int, outcomes: Mapping[str, Sequence[Outcome]], folder: Path) -> None:

@@ -97,11 +97,12 @@ class Sampled(Questions[Prompt]):
         )  # fmt: skip
         try:
             done = await asker.sampler.complete(job)
-            if done.down is not None:
-                raise done.down
-            grade = await ask(done.text, asked, done.verdict)
-            if math.isnan(grade.reward) and not grade.correct:
-                void = "no grader could judge it"
+            if done.down is not None:  # perhaps by the policy's doing
+                void = str(done.down)
+            else:
+                grade = await ask(done.text, asked, done.verdict)
+                if math.isnan(grade.reward) and not grade.correct:
+                    void = "no grader could judge it"
         except Void as why:
             void = str(why)
         weighted = [one.weight * grade.rewards[name] for name, one in self.rewards.items() if grade.rewards]

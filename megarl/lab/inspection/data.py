@@ -21,7 +21,7 @@ from rich.panel import Panel
 from rich.table import Column, Table
 from rich.text import Text
 
-from megarl.core.base.errors import MegarlError
+from megarl.core.base.errors import MegarlError, printable
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
 from megarl.core.recipe import ColumnName, Recipe, load
 from megarl.tasks.data.contamination import overlap_with
@@ -147,13 +147,14 @@ def look(
     counts = surveyed.left_out.counts
     left_out = f"{counts.total():,}" if counts else "none"
     again = f"; {surveyed.again:,} repeat an earlier one" if surveyed.again else ""
-    console.print(f"{surveyed.source}: {len(surveyed.kept):,} rows, {left_out} left out{again}", soft_wrap=True)
+    text = f"{surveyed.source}: {len(surveyed.kept):,} rows, {left_out} left out{again}"
+    console.print(text, markup=False, soft_wrap=True)
     if counts:
         columns = Column("left out", no_wrap=True), Column("rows", justify="right", no_wrap=True), Column("first")
         table = Table(*columns, box=None, padding=(0, 2), pad_edge=False)
         for reason, count in counts.most_common():
             number, what = surveyed.left_out.first[reason][0]
-            table.add_row(reason, f"{count:,}", Text(_shortened(f"{number}: {what}", 100)))
+            table.add_row(Text(reason), f"{count:,}", Text(_shortened(f"{number}: {what}", 100)))
         console.print(table)
     seen = Seen(samples), Seen(samples)
     for part in batched(chosen(surveyed), BATCH):
@@ -187,7 +188,7 @@ def show(name: str, seen: Seen, console: Console, unit: str, limit: int | None, 
     for _, _, row in seen.sampled:
         text = Text(_shortened((render or str)(row.prompt), SHOWN_TEXT))
         text.append(f"\n→ {_shortened(row.answer, SHOWN_TEXT)}", style="green")
-        _framed(f"{row.id} · difficulty {row.difficulty}" if render else "", text, console)
+        _framed(f"{printable(row.id)} · difficulty {row.difficulty}" if render else "", text, console)
 
 
 def _framed(title: str, shown: RenderableType, console: Console) -> None:
@@ -219,4 +220,4 @@ def _bars(name: str, counted: list[tuple[str, int]]) -> RenderableType:
 
 
 def _shortened(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} characters more)"
+    return printable(text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} characters more)")

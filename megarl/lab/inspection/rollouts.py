@@ -18,7 +18,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from megarl.core.base.errors import MegarlError
+from megarl.core.base.errors import MegarlError, printable
 from megarl.core.base.rundir import RunDir
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Group, Rollout
@@ -84,7 +84,7 @@ def _table(groups: tuple[Group, ...], state: State) -> Table:
         due, versions = _due(state, group.ticket), _versions(group.rollouts)
         scores = ("", "") if group.void else (f"{group.pass_rate:.2f}", f"{group.rewards.mean():+.2f}")
         table.add_row(
-            "?" if due is None else str(due), str(group.ticket), _named(group, state), *scores, _span(versions),
+            "?" if due is None else str(due), str(group.ticket), Text(_named(group, state)), *scores, _span(versions),
             "" if due is None or not len(versions) else str(due - versions.min()),
             f"{sum(len(r.tokens) for r in group.rollouts):,}",
             Text(_notes(group), style="red" if group.void else "dim"),
@@ -94,12 +94,12 @@ def _table(groups: tuple[Group, ...], state: State) -> Table:
 
 def _named(group: Group, state: State) -> str:
     """Return the prompt's id, with its task if there are several."""
-    return f"{group.prompt.task}/{group.prompt.id}" if len(state.tasks) > 1 else group.prompt.id
+    return printable(f"{group.prompt.task}/{group.prompt.id}" if len(state.tasks) > 1 else group.prompt.id)
 
 
 def _notes(group: Group) -> str:
     if group.void:
-        return f"void: {group.void}"
+        return printable(f"void: {group.void}")
     rollouts = group.rollouts
     counts = {
         "truncated": sum(r.finish == "length" for r in rollouts),
@@ -116,11 +116,11 @@ def _one(group: Group, due: int | None, limit: int, tokenizer: Tokenizer | None,
     head = Text.assemble(
         (f"ticket {group.ticket}", "bold"),
         f" · step {'?' if due is None else due} · prompt {name} · epoch {group.epoch}"
-        f" · answer {group.prompt.answer} · pass rate {group.pass_rate:.2f}",
+        f" · answer {printable(group.prompt.answer)} · pass rate {group.pass_rate:.2f}",
     )
-    parts: list[RenderableType] = [head, Padding(Text(_text(group.prompt.tokens, tokenizer)), (0, 0, 1, 2))]
+    parts: list[RenderableType] = [head, Padding(Text(printable(_text(group.prompt.tokens, tokenizer))), (0, 0, 1, 2))]
     if group.void:
-        parts.append(Text(f"void: {group.void}", style="red"))
+        parts.append(Text(_notes(group), style="red"))
     for rollout in group.rollouts[:limit]:
         parts += [_about(rollout, due), Padding(_coloured(rollout, tokenizer), (0, 0, 1, 2))]
     if len(group.rollouts) > limit:
@@ -165,7 +165,7 @@ def _coloured(rollout: Rollout, tokenizer: Tokenizer | None) -> Text:
         if segment.trained and segment.weight_version != version:
             version = segment.weight_version
             text.append(f"[{version}]", style=f"reverse {style}")
-        text.append(_text(segment.tokens, tokenizer), style=style if segment.trained else "dim italic")
+        text.append(printable(_text(segment.tokens, tokenizer)), style=style if segment.trained else "dim italic")
     return text
 
 

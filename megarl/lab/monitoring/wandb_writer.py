@@ -1,19 +1,21 @@
 """Writes to Weights & Biases if `WANDB_PROJECT` is set: the same scalars as to TensorBoard, under the same names.
 
 It never stops a run: without a network the run is written offline to RUN/wandb, for `wandb sync`; otherwise W&B sends data from
-a process of its own. wandb reads the project and the key (WANDB_API_KEY) from the environment. The run's id is kept in
-RUN/wandb/run-id, so that a resumed run continues the same W&B run.
+a process of its own. A thread hands them to that process, which may hang. wandb reads the project and the key (WANDB_API_KEY)
+from the environment. The run's id is kept in RUN/wandb/run-id, so that a resumed run continues the same W&B run.
 """
 
 import logging
 import os
+import queue
 import secrets
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
+
+import psutil
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir, write_atomically
@@ -24,6 +26,8 @@ log = logging.getLogger(__name__)
 INIT_LIMIT_S, FINISH_LIMIT_S = 30.0, 60.0
 """Seconds after which the run is begun offline instead, and seconds for sending the rest at the end; data not sent by then stay
 in RUN/wandb."""
+MOST_WAITING = 1000
+"""Rows that wait while wandb takes none; those that come after them are dropped."""
 
 
 def project() -> str:
@@ -44,45 +48,45 @@ def check() -> None:
 
 
 class WandbWriter:
-    """A writer of scalars to W&B. An error in wandb ends the writing, but not the run."""
+    """A writer of scalars to W&B, from a thread: whatever wandb raises, or waits for, the run goes on."""
 
     def __init__(self, recipe: Recipe, rundir: RunDir) -> None:
-        self._run: Any = None
-        with _survived("could not be started"):
-            self._run = _begun(recipe, rundir)
+        self._rows: queue.Queue[Mapping[str, float] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._send, args=(recipe, rundir), name="wandb", daemon=True)
+        self._thread.start()
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        if self._run is not None:
-            run, self._run = self._run, None
-            with _survived("accepts no more data"):
-                run.log({**scalars, "step": step})
-                self._run = run
+        if self._thread.is_alive() and self._rows.qsize() < MOST_WAITING:
+            self._rows.put({**scalars, "step": step})
 
     def begin_again(self, step: int) -> None:
         """Do nothing: replayed steps are logged again. To W&B, `step` is an ordinary axis; it draws later points on top."""
 
     def close(self) -> None:
         """Wait until everything is sent, at most FINISH_LIMIT_S."""
-        if self._run is None:
-            return
-        finishing = threading.Thread(target=self._finish, name="wandb", daemon=True)
-        finishing.start()
-        finishing.join(FINISH_LIMIT_S)
-        if finishing.is_alive():
+        self._rows.put(None)
+        self._thread.join(FINISH_LIMIT_S)
+        if self._thread.is_alive():
             log.warning("W&B has not received everything within %g s; send the rest with `wandb sync`", FINISH_LIMIT_S)
+            ending = threading.Timer(FINISH_LIMIT_S, _end_process)
+            ending.daemon = True
+            ending.start()
 
-    def _finish(self) -> None:
-        with _survived("could not be closed"):
-            self._run.finish()
+    def _send(self, recipe: Recipe, rundir: RunDir) -> None:
+        try:
+            run = _begun(recipe, rundir)
+            while (row := self._rows.get()) is not None:
+                run.log(row)
+            run.finish()
+        except Exception as error:
+            log.warning("W&B has failed and gets no more data: %s: %s", type(error).__name__, error)
 
 
-@contextmanager
-def _survived(what: str) -> Iterator[None]:
-    """Log any exception that wandb raises in the block, and go on."""
-    try:
-        yield
-    except Exception as error:
-        log.warning("W&B %s: %s: %s", what, type(error).__name__, error)
+def _end_process() -> None:
+    """Kill wandb's process, for whose end wandb waits without a limit as Python exits."""
+    for child in psutil.Process().children():
+        if child.name() == "wandb-core":
+            child.kill()
 
 
 def _begun(recipe: Recipe, rundir: RunDir) -> Any:

@@ -158,6 +158,7 @@ class CallFormat:
                 arguments, at = _decoder.raw_decode(text, at)
                 if self.arguments:
                     name, arguments = arguments["name"], arguments[self.arguments]
+            json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()  # no 1e999, no \ud83d alone
         except (ValueError, TypeError, KeyError, RecursionError):
             return None
         end = _after(text, at, self.calls.closing)

@@ -121,7 +121,10 @@ class TaskAgents:
                 async with gateway.session(
                     self._recipe, self._tokenizer, self._renderings[prompt.task], policy
                 ) as session:
-                    why = await self._run(prompt, session, gateway.url, waited)
+                    try:
+                        why = await self._run(prompt, session, gateway.url, waited)
+                    except OSError as error:  # agents may have filled the disk, or taken all processes
+                        why = f"it cannot be started: {error}"
                     if session.failure is not None:
                         raise session.failure
                     rollout = session.rollout()

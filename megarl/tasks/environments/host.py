@@ -136,7 +136,7 @@ class Host:
             starting = self._starting = asyncio.create_task(_started(self._setup))
         try:
             return await asyncio.shield(starting)
-        except EnvironmentDown as error:
+        except (EnvironmentDown, OSError) as error:  # OSError: no process can be had
             if self._starting is starting:
                 self._starting = None  # so that the next request tries again
             raise EnvironmentDown(f"{self._what}: {error}") from None

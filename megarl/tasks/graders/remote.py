@@ -144,4 +144,6 @@ def headers(name: str, service: Service) -> dict[str, str]:
             raise MegarlError(f"data.services.{name}.api_key: {place}: {error}") from None
         if not key:
             raise MegarlError(f"data.services.{name}.api_key: {place} is empty")
+    if len(key.split()) > 1:
+        raise MegarlError(f"data.services.{name}.api_key: {place} has white space in it; give it the key alone")
     return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})

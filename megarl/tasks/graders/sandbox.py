@@ -25,7 +25,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
@@ -110,8 +110,7 @@ class Sandbox:
                 "data.sandbox: bubblewrap is not installed, and the policy's programs run in its sandbox; install it (apt-get "
                 f"install bubblewrap), or set data.sandbox=rlimits if the programs may {remains()}"
             )
-        with scratch() as folder:
-            folder.chmod(0o777)
+        with _workplace() as folder:
             try:
                 done = subprocess.run(
                     self._command(), input=_task("import heapq\nprint(6 * 7)"), cwd=folder, env=ENVIRONMENT,
@@ -171,8 +170,7 @@ class Sandbox:
     async def _run(self, program: str, pipes: Sequence[IO[bytes]] = (), expected: int = 0, **more: Any) -> Ran:
         """Run one process in its own directory. pipes: passed to it and closed here; more: further fields of its task."""
         numbers = [pipe.fileno() for pipe in pipes]
-        with scratch() as folder:
-            folder.chmod(0o777)
+        with _workplace() as folder:
             try:
                 process = await asyncio.create_subprocess_exec(
                     *self._command(), cwd=folder, env=ENVIRONMENT, start_new_session=True, pass_fds=numbers,
@@ -218,6 +216,15 @@ class Sandbox:
         if self._kind == "rlimits":
             return python
         return [*_bubblewrap(prefix, self._limits), "--", *python]
+
+
+@contextlib.contextmanager
+def _workplace() -> Iterator[Path]:
+    """Have a folder that the program can write in, and no other user of the machine."""
+    with scratch() as folder:
+        if os.getuid() == 0:  # the program will be nobody
+            folder.chmod(0o777)
+        yield folder
 
 
 def _task(program: str, **more: Any) -> bytes:
@@ -268,9 +275,10 @@ def _bubblewrap(prefix: Path, limits: Limits) -> list[str]:
 def agent_sandbox(own: Path, hidden: Path) -> list[str]:
     """Build the bwrap command for an agent: it sees all files except those in `hidden`, can write only in `own`, and sees
     only its own processes. It uses the machine's network."""
+    own, hidden = own.resolve(), hidden.resolve()  # bwrap cannot mount at a path that leads over an absolute link
     command = ["bwrap", "--die-with-parent", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
     if hidden.is_dir():
-        command += ["--tmpfs", str(hidden.absolute())]
+        command += ["--tmpfs", str(hidden)]
     command += ["--bind", str(own), str(own), "--cap-drop", "ALL"]
     command += ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     return command if os.getuid() == 0 else [*command, "--unshare-user"]

@@ -115,6 +115,20 @@ def test_a_crash_in_compiled_code_leaves_the_place_in_the_log() -> None:
     assert "in deep_in_a_library" in done.stderr
 
 
+SAYS = """
+import logging
+from megarl.core.base.process import start_logging
+
+start_logging("controller")
+logging.warning("an agent printed: %s", "\\x1b[2J\\x9b\\r\\nmore")
+"""
+
+
+def test_a_terminal_does_not_obey_what_a_log_quotes() -> None:
+    done = subprocess.run([sys.executable, "-c", SAYS], capture_output=True, timeout=240)
+    assert done.stderr.endswith(b"controller WARNING root: an agent printed: \\x1b[2J\\x9b\\x0d\nmore\n")
+
+
 def test_a_taken_port_is_said() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

@@ -1,6 +1,7 @@
 """An evaluation whose grader is down is tried again and ends the run in the end; its row speaks of every task."""
 
 import asyncio
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from msgspec import UNSET
 
-from megarl.core.base.contracts import Grade, GraderDown, TaskPrompts
+from megarl.core.base.contracts import EnvironmentDown, Grade, GraderDown, TaskPrompts
 from megarl.core.base.messages import ServerAddress
 from megarl.core.base.rundir import RunDir, append_jsonl, read_jsonl
 from megarl.core.base.tokenizer import Tokenizer
@@ -92,8 +93,7 @@ def test_as_many_of_each_task() -> None:
 
 
 class Answers:
-    """A sampler, environments and graders that are down for the first `down` answers. allowed: by job, the servers of
-    five it may use.
+    """A sampler, and graders that are down for the first `down` answers. allowed: by job, the servers of five it may use.
 
     down below 0: so many answers end as if their task had been cancelled.
     """
@@ -112,11 +112,7 @@ class Answers:
         if self.cancelled > 0:
             self.cancelled -= 1
             raise asyncio.CancelledError
-        done = Completion(finish="stop", text="</think>x")
-        if self.down > 0 and self.down % 2:  # each second time it is the environment, or the agent
-            self.down -= 1
-            done.down = GraderDown("no process starts")
-        return done
+        return Completion(finish="stop", text="</think>x")
 
     def __getitem__(self, task: str) -> "Answers":
         return self
@@ -235,6 +231,29 @@ def test_an_answer_that_no_grader_can_judge_is_void(tmp_path: Path, correct: boo
         score(questions(recipe, 1), Asker(recipe, TOKENIZER, answers, answers, frozenset(), "", 1), kept.append)
     )  # type: ignore[arg-type]
     assert {(a.void, a.correct, a.grader_error, a.scores) for a in kept} == {(void, correct, True, UNSET)}
+
+
+@pytest.mark.parametrize(("share", "rates"), [(2, [0.5]), (1, [])])
+def test_an_agent_that_the_policy_brings_down_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: int, rates: list[float]
+) -> None:
+    """Unless no answer is left."""
+    asked = itertools.count()
+
+    async def complete(self: Answers, job: Any) -> Completion:
+        if next(asked) % share == 0:
+            return Completion(down=EnvironmentDown("the agent of task math failed 2 times"))
+        return Completion(finish="stop", text="</think>x")
+
+    monkeypatch.setattr(Answers, "complete", complete)
+    monkeypatch.setattr(module, "RETRY_S", 0.0)
+    recipe = recipe_of(tmp_path, math=1)
+    failures, begun = asyncio.run(scored(recipe, 0))
+    rows = list(read_jsonl(RunDir(recipe.run.path).eval))
+    assert [row["pass_rate"] for row in rows] == [row["void_rate"] for row in rows] == rates
+    assert (begun, len(failures)) == ((1, 0) if rates else (TRIES, 1))
+    said = "math: no answer could be generated and judged; of the first: the agent of task math"
+    assert all(said in reason for reason in failures)
 
 
 def test_it_waits_before_it_tries_again(tmp_path: Path) -> None:

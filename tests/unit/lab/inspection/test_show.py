@@ -3,7 +3,8 @@
 import json
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -166,3 +167,25 @@ def test_without_a_tokenizer_ids_are_shown(run: Path):
     out = StringIO()
     show(run, ticket=12, console=Console(file=out, width=120))
     assert " ".join(map(str, TOKENIZER.ids("27+58=").tolist())) in out.getvalue()
+
+
+def test_a_terminal_does_not_obey_what_is_shown(tmp_path: Path):
+    """Nor is it taken for rich's markup."""
+    evil = "[/b]\x1b]0;title\x07\x9b2J\n"
+    one = msgspec.structs.replace(prompt(evil, "1+1="), answer=evil)
+    rollout = Rollout(sample=0, segments=(segment("2", 0),), reward=1.0, correct=True, finish="stop")
+    journal = Journal.open(tmp_path / "rollouts", 1, 8)
+    for ticket, group in enumerate(
+        (Group(ticket=0, prompt=one, rollouts=(rollout,)), Group(ticket=1, prompt=one, rollouts=(), void=evil))
+    ):
+        journal.append(
+            Admitted(ticket=ticket, task="math", prompt_id="a", epoch=0, due=0), Finished(group=group, time=0.0)
+        )
+    journal.close()
+    out, writes = StringIO(), cast(Tokenizer, SimpleNamespace(decode=lambda _: evil))
+    for ticket, times in ((None, 2), (0, 4), (1, 4)):
+        show(tmp_path, ticket, tokenizer=writes, console=Console(file=out, width=200))
+        text = out.getvalue()
+        assert not set(text) & {"\x1b", "\x07", "\x9b"}
+        assert text.count("[/b]\\x1b]0;title\\x07\\x9b2J") >= times
+        out.truncate(0)

@@ -4,7 +4,11 @@ With the real one in offline mode, where it is installed.
 """
 
 import json
+import shutil
+import signal
+import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,7 +113,9 @@ def test_without_its_network_it_is_written_offline(
     wanted: Recipe, rundir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake = use(monkeypatch, FakeWandb(reachable=False))
-    WandbWriter(wanted, rundir).write(0, {"learner/loss": 1.0})
+    writer = WandbWriter(wanted, rundir)
+    writer.write(0, {"learner/loss": 1.0})
+    writer.close()
     assert [a.get("mode") for a in fake.inits] == [None, "offline"]
     assert len(fake.logged) == 1
     assert "wandb sync" in caplog.text
@@ -124,11 +130,32 @@ def test_its_errors_do_not_stop_the_run(
         writer.write(step, {"learner/loss": 1.0})
     writer.close()
     assert caplog.text.count("its process is gone") == 1
+
+
+@pytest.mark.parametrize("hangs", ["init", "log", "finish"])
+def test_nor_does_it_wait_for_one_that_hangs(
+    hangs: str,
+    wanted: Recipe,
+    rundir: RunDir,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And whose process, for which wandb would wait as Python exits, is ended."""
     monkeypatch.setattr(wandb_writer, "FINISH_LIMIT_S", 0.05)
-    hangs = use(monkeypatch, FakeWandb())
-    monkeypatch.setattr(hangs, "finish", lambda: __import__("time").sleep(5))
-    WandbWriter(wanted, rundir).close()
+    monkeypatch.setattr(wandb_writer, "MOST_WAITING", 10)
+    fake, forever = use(monkeypatch, FakeWandb()), threading.Event()
+    monkeypatch.setattr(fake, hangs, lambda *_, **__: forever.wait())
+    (tmp_path / "wandb-core").symlink_to(shutil.which("sleep") or "")
+    core = subprocess.Popen([tmp_path / "wandb-core", "600"])
+    writer = WandbWriter(wanted, rundir)
+    for step in range(100):
+        writer.write(step, {"learner/loss": 1.0})
+    assert writer._rows.qsize() <= 11
+    writer.close()
     assert "send the rest with `wandb sync`" in caplog.text
+    assert core.wait(60) == -signal.SIGKILL
+    forever.set()
 
 
 def test_what_is_missing_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

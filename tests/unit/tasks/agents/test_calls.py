@@ -239,6 +239,7 @@ def test_kimis_results_name_the_call_that_the_policy_wrote(tmp_path: Path) -> No
 
 OPEN, CLOSE, F, G = "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {}}', '{"name": "g", "arguments": {}}'
 TEXT, NAN = '{"name": "f", "arguments": "no"}', '{"name": "f", "arguments": {"x": NaN}}'
+LARGE, HALF = NAN.replace("NaN", "1e999"), NAN.replace("NaN", r'["\ud83d"]')
 HARD = '{"name": "f", "arguments": {"x": "</tool_call>"}}'
 
 
@@ -249,7 +250,8 @@ HARD = '{"name": "f", "arguments": {"x": "</tool_call>"}}'
         (f"{OPEN}{F}{CLOSE}\n{OPEN}{G}{CLOSE}", "", ["f", "g"]),
         (f"{OPEN}{F}", f"{OPEN}{F}", []),
         (f"{OPEN}{TEXT}{CLOSE}", f"{OPEN}{TEXT}{CLOSE}", []),
-        (f"{OPEN}{NAN}{CLOSE}", f"{OPEN}{NAN}{CLOSE}", []),
+        *((f"{OPEN}{bad}{CLOSE}", f"{OPEN}{bad}{CLOSE}", []) for bad in (NAN, LARGE, HALF)),
+        (f"{OPEN}{NAN.replace('NaN', r'"\ud83d\ude00"')}{CLOSE}", "", ["f"]),
         (f"{OPEN}?{OPEN}{F}{CLOSE}", f"{OPEN}?", ["f"]),
         ("[1, 2]", "[1, 2]", []),
     ],

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -102,8 +103,13 @@ def test_a_command_finds_the_packages_of_its_own_python(tmp_path: Path, monkeypa
 
 
 def test_an_agent_in_bubblewrap_has_its_own_files_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "run").mkdir()
+    """Also where the runs lie on another disk, to which a link leads, and the temporary folders as well."""
+    for name in ("runs", "temporary"):
+        (tmp_path / "disk" / name).mkdir(parents=True)
+    (tmp_path / "run").symlink_to(tmp_path / "disk" / "runs")
     (tmp_path / "run" / "key").write_text("a secret")
+    (tmp_path / "temporary").symlink_to(tmp_path / "disk" / "temporary")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setenv("LOOKED_AT", str(tmp_path))
     for sandbox, found in (("bubblewrap", 10), ("rlimits", 1111)):
         (made,) = play(tmp_path, f"{HERE}:looks_around", sandbox=sandbox)
@@ -136,6 +142,16 @@ def test_a_crash_is_tried_once_more_and_then_void(tmp_path: Path, monkeypatch: p
     for agent, said in failures.items():
         with pytest.raises(AgentDown, match=rf"(?s)task t failed 2 times without a reward, the last time: .*{said}"):
             play(tmp_path, f"{HERE}:{agent}")
+
+
+def test_an_agent_for_which_the_machine_has_no_room_is_void(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when others have filled the disk, or taken all processes."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
+    with pytest.raises(
+        AgentDown, match=r"failed 2 times without a reward, the last time: it cannot be started: .*file"
+    ):
+        play(tmp_path, f"{HERE}:judged")
 
 
 def test_out_of_time_is_graded_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

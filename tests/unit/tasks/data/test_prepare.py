@@ -114,6 +114,17 @@ def test_a_source_is_shown(source, capsys):
         assert words in shown
 
 
+def test_a_terminal_does_not_obey_a_source(tmp_path, capsys):
+    """Nor is a name in brackets taken for rich's markup."""
+    evil, bad = {"id": "\x1b[2J", "prompt": "\x9b2J", "answer": "\x1b]0;x\x07"}, {"id": "2", "prompt": "[/b]"}
+    (tmp_path / "part[a].jsonl").write_text("".join(json.dumps(row) + "\n" for row in (evil, bad)))
+    assert cli.main(["data", "inspect", str(tmp_path / "part[a].jsonl")]) == 0
+    shown = capsys.readouterr().out
+    assert not set(shown) & {"\x1b", "\x07", "\x9b"}
+    for words in ("part[a].jsonl: 2 rows, 1 left out", r"\x1b[2J", r"\x9b2J", r"→ \x1b]0;x\x07"):
+        assert words in shown.replace("\n", "")
+
+
 def test_a_recipe_is_shown_as_its_run_would_have_it(tmp_path, capsys):
     model, rows = tmp_path / "model", [{"q": f"{n}+1=", "a": n + 1} for n in range(12)]
     made = arithmetic_models.character_tokenizer()

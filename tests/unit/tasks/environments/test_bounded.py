@@ -169,6 +169,14 @@ def test_a_process_that_ended_before_it_was_set_up_is_down(tmp_path: Path, monke
         raise error
 
 
+def test_one_for_which_no_process_can_be_had_is_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = environments(tmp_path, "game")
+    monkeypatch.setattr(host, "_COMMAND", ("/nowhere/python",))
+    (error,) = run(found, play(found.of("game"), prompt_of("game")))
+    with pytest.raises(EnvironmentDown, match=r"^data\.tasks\.game\.environment: .*Faulty: .*No such file"):
+        raise error
+
+
 def test_an_answer_longer_than_a_frame(tmp_path: Path) -> None:
     found = environments(tmp_path, "game", "Hostile", limit_s=60)
     program = f"{TURN}return Observation(__import__('numpy').ones({(host.LONGEST >> 2) + 1}, 'int32'))"

@@ -78,6 +78,8 @@ def test_blocks_that_are_never_closed_take_no_longer_than_others() -> None:
         ("Yes", "yes", False),
         ("nan", "nan", True),
         ("sNaN", "1", False),
+        ("1e1000000", "1.5", False),  # beyond Decimal's range, as `print(2**3_400_000)` is
+        ("1" * 1_000_002, "1.5", False),
     ],
 )
 def test_what_is_printed(printed: str, expected: str, same: bool) -> None:

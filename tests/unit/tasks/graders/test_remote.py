@@ -179,6 +179,9 @@ def test_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "key").write_text("\n")
     with pytest.raises(MegarlError, match=r"is empty"):
         Remote("taste", Service(url="http://x", api_key=f"file:{tmp_path}/key"))
+    (tmp_path / "key").write_text(f"{KEY}\nanother\n")  # with it, no request would be sent, nor fail
+    with pytest.raises(MegarlError, match=r"^data.services.taste.api_key: .*key has white space in it"):
+        asked(stub, one, api_key=f"file:{tmp_path}/key")
 
 
 def test_the_example_server_by_itself_and_before_a_reward_model() -> None:
