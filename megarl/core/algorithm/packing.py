@@ -36,7 +36,7 @@ class Cost:
         return self.token * tokens + (self.pair * tokens**2 + self.local_pair * local) / 2
 
     def attention(self, tokens: int) -> float:
-        """Return the cost of attention: the part that is not linear in tokens."""
+        """Return the part that is not linear in tokens."""
         return self.of(tokens) - self.token * tokens
 
 
@@ -67,12 +67,9 @@ Packed = list[list[list[int]]]
 def pack(
     lengths: Sequence[int], max_tokens: int, data_parallel: int, cost: Cost = BY_TOKENS, one_size: bool = False
 ) -> Packed:
-    """Pack sequences into micro-batches of at most `max_tokens` tokens.
-
-    one_size: all micro-batches are padded to the fullest, because pipeline stages exchange tensors of one size.
-    Every rank gets the same number of micro-batches, as few as longest-first filling by tokens finds. A sequence longer than
-    `max_tokens` gets its own micro-batch. Micro-batches, fewer than `data_parallel`, are empty only if sequences run out.
-    """
+    """Pack sequences into micro-batches of at most `max_tokens` tokens, the same number for every rank. A longer sequence gets
+    its own. Micro-batches, fewer than `data_parallel`, are empty only if sequences run out. one_size: all are padded to the
+    fullest, because pipeline stages exchange tensors of one size."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])  # stable: equal lengths stay in order
     alone = [[i] for i in order if lengths[i] > max_tokens]
     rest = order[len(alone) :]
