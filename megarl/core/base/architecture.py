@@ -307,7 +307,7 @@ def in_directory(hf_dir: Path | str) -> Architecture:
 
 
 def of(config: JsonObject, where: Path | str) -> Architecture:
-    """Return the architecture for a parsed config.json. MegarlError, beginning with `where`, if unsupported or incomplete."""
+    """Return the architecture in a parsed config.json. MegarlError, beginning with `where`, if unsupported or incomplete."""
     name = ""
     try:
         names = config.get("architectures") or ["none"]
@@ -487,8 +487,8 @@ READERS: dict[str, Callable[[JsonObject], Architecture]] = {
 def _decoder(
     config: JsonObject, only: JsonObject, ropes: Sequence[str] = ("default", "llama3"), latent: Latent | None = None
 ) -> Architecture:
-    """Read the fields that most architectures share, without the name. only: settings with
-    the one value that is implemented. ropes: kinds of rotary embedding that both learner and server implement."""
+    """Read the fields that most architectures share. only: settings with the one value that is implemented. ropes: kinds of
+    rotary embedding that both learner and server implement."""
     for key, value in ({"hidden_act": "silu"} | only).items():
         if config.get(key, value) != value:
             raise MegarlError(f"{key}={config[key]!r} is not supported, only {value!r}")
@@ -547,7 +547,7 @@ def _yarn(rope: JsonObject, latent: bool) -> Yarn:
 
 
 def _size(config: JsonObject, key: str, otherwise: int | None = None) -> int:
-    """Return the whole number above 0 under `key`, or `otherwise` if it is missing. ValueError for any other number."""
+    """Return the whole number above 0 under `key`, or `otherwise` if there is none. ValueError for any other number."""
     value = config[key] if otherwise is None else config.get(key) or otherwise
     if not 0 < value == int(value):
         raise ValueError(f"{key} is {value}")

@@ -24,11 +24,8 @@ class GraderDown(Exception):
 
 
 class Verdict(NamedTuple):
-    """One grader's judgement. An answer is right if its score is above 0. NaN: the grader could not judge it.
-
-    timeout: the grader ran out of time. error: the text of its failure on the answer. Either way the score is a wrong answer's,
-    or NaN.
-    """
+    """One grader's judgement. An answer is right if its score is above 0. NaN: the grader could not judge it. error: the text
+    of its failure on the answer. After a failure or a timeout the score is a wrong answer's, or NaN."""
 
     score: float
     timeout: bool = False
@@ -43,13 +40,10 @@ def score_of(value: Any) -> float:
 
 
 class Grade(NamedTuple):
-    """The grade of a completion.
-
-    reward: the task grader's score, ±1 unless the grader is the user's own, plus the others' weighted scores; NaN if one
-    of them could not judge.
-    format_ok: the thinking was closed and an answer follows it. timeout, error: true if any grader had one.
-    rewards: each grader's score by name, if there are several and all could judge; the task grader's is `answer`.
-    """
+    """The grade of a completion. reward: the task grader's score, ±1 unless the grader is the user's own, plus the others'
+    weighted scores; NaN if one of them could not judge. format_ok: the thinking was closed and an answer follows it. timeout,
+    error: whether any grader had one. rewards: each grader's score by name, if there are several and all could judge; the task
+    grader's is `answer`."""
 
     reward: float
     correct: bool
@@ -63,15 +57,12 @@ class Grader(Protocol):
     """Judges completions of one task."""
 
     async def grade(self, text: str, prompt: Prompt, verdict: Verdict | None = None) -> Grade:
-        """Grade a completion's text. verdict: the environment's judgement, if any; it overrides the task's grader.
-
-        Raises GraderDown if one of the graders is unavailable.
-        """
+        """Grade a completion's text. GraderDown if a grader is unavailable. verdict: the environment's; it overrides the task's
+        grader."""
 
     async def grade_answer(self, text: str, prompt: Prompt, verdict: Verdict | None = None) -> Grade:
         """Grade for an evaluation: only with the task's own grader or environment or, if there is a trusted grader, with all
-        graders; the trusted one's score is `trusted` in `rewards` and adds nothing to the reward.
-        """
+        graders; the trusted one's score is `trusted` in `rewards` and adds nothing to the reward."""
 
     async def agrees(self, answer: str, expected: str) -> bool:
         """Return whether `answer` would be right if `expected` were the reference answer."""
@@ -87,13 +78,8 @@ class Graders(Protocol):
 
 
 def answer_of(text: str, end_of_thinking: str) -> str:
-    """Return what follows the first `end_of_thinking`, stripped; "" if it is missing or nothing follows.
-
-    An empty end_of_thinking means that the model has no thinking trace: return the whole text, stripped.
-    """
-    if not end_of_thinking:
-        return text.strip()
-    return text.partition(end_of_thinking)[2].strip()
+    """Return what follows the first `end_of_thinking`, stripped; the whole text if it is empty: the model does not think."""
+    return (text.partition(end_of_thinking)[2] if end_of_thinking else text).strip()
 
 
 def last_box(text: str) -> str | None:
@@ -117,11 +103,8 @@ class EnvironmentDown(GraderDown):
 
 
 class Observation(NamedTuple):
-    """An environment's answer to a turn.
-
-    tokens [m] int32: inserted after the turn, masked from the loss. done: the turn was the last one; nothing is inserted.
-    error: the policy called a tool wrongly, or the tool failed on its input (counted in a metric).
-    """
+    """An environment's answer to a turn. tokens [m] int32: inserted after the turn, masked from the loss. done: the turn was
+    the last one; nothing is inserted. error: the policy called a tool wrongly, or the tool failed on its input."""
 
     tokens: np.ndarray
     done: bool = False
@@ -153,10 +136,8 @@ class Environment(Protocol):
 
 
 class PlayedEnvironment(Protocol):
-    """An environment in one episode. turns: the recipe's limit. stop_tokens: set when `played` is entered.
-
-    Its coroutines raise EnvironmentDown if the environment fails, is late, or gives an invalid answer.
-    """
+    """An environment in one episode. turns: the recipe's limit. stop_tokens: set when `played` is entered. Its coroutines raise
+    EnvironmentDown if the environment fails, is late, or gives an invalid answer."""
 
     turns: int
     stop_tokens: tuple[int, ...]
@@ -165,7 +146,7 @@ class PlayedEnvironment(Protocol):
         """Return a context that resets the environment on entry and closes it on exit."""
 
     async def step(self, tokens: np.ndarray) -> Observation:
-        """Return the environment's answer to a turn [n]."""
+        """Answer a turn [n]."""
 
     async def reward(self) -> Verdict | None:
         """Return the environment's verdict after the last turn, if it has one."""

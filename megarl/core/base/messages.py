@@ -66,10 +66,8 @@ class ServerResult(Record, frozen=True):
 
 
 class Published(Record, frozen=True, tag="published"):
-    """Publication of `version` has ended. Seconds are the wall time of the slowest server.
-
-    staged: the transfer took place before the pause, and resume_seconds includes the swap.
-    """
+    """Publication of `version` has ended. Seconds are the wall time of the slowest server. staged: the transfer took place
+    before the pause, and resume_seconds includes the swap."""
 
     incarnation: Incarnation
     version: Count
@@ -82,11 +80,9 @@ class Published(Record, frozen=True, tag="published"):
 
 
 class Scored(Record, frozen=True, tag="scored"):
-    """The learner's answer to `Score`, per rollout, all [n - first] float32 at temperature 1.
-
-    logprobs: of the tokens from `first` on. against: of the single token `Score.against` at the same positions. choices: number
-    of (token, layer) choices of experts compared with the servers'. differing: number of them with another set of experts.
-    """
+    """The learner's answer to `Score`: for each rollout, at temperature 1, log-probs [n - first] float32 of the tokens from
+    `first` on and of the single token `Score.against` there. choices: number of (token, layer) choices of experts compared with
+    the servers'; differing: of those with another set of experts."""
 
     incarnation: Incarnation
     version: Count
@@ -104,10 +100,8 @@ class Stopped(Record, frozen=True, tag="stopped"):
 
 
 class Join(Record, frozen=True, tag="join"):
-    """A server that the run did not start announces itself. It repeats this message as a sign of life.
-
-    life: names the server's process. server: its id from an earlier answer; -1 before the first.
-    """
+    """A server that the run did not start announces itself, again and again as a sign of life. life: names the server's
+    process. server: its id from an earlier answer; -1 before the first."""
 
     life: Incarnation
     url: Annotated[str, msgspec.Meta(max_length=256, pattern=r"^http://[^/@]+:[0-9]{1,5}$")]
@@ -125,10 +119,8 @@ Request = Next | Published | Scored | Stopped | FromServer
 
 
 class Train(Record, frozen=True, tag="train"):
-    """Train this batch. stats: the controller's metrics of the step, merged into its row of metrics.jsonl.
-
-    compute_hours: the run's total at the time of the reply; the learner adds its own time, times `compute_devices`.
-    """
+    """Train this batch. stats: the controller's metrics of the step, merged into its row of metrics.jsonl. compute_hours: the
+    run's total at the time of the reply; the learner adds its own time, times `compute_devices`."""
 
     batch: Batch
     compute_hours: float
@@ -145,10 +137,8 @@ class Publish(Record, frozen=True, tag="publish"):
 
 
 class ScoredRollout(Record, frozen=True):
-    """A rollout to score: tokens [n] int32 of prompt and completion, scored from `first` (at least 1) on.
-
-    experts: the choices of a server with the same weights, to be compared with the learner's.
-    """
+    """A rollout to score: tokens [n] int32 of prompt and completion, scored from `first` (at least 1) on. experts: the choices
+    of a server with the same weights, to be compared with the learner's."""
 
     tokens: np.ndarray
     first: int
@@ -203,7 +193,7 @@ _SCHEMA = f"megarl {SCHEMA_VERSION}".encode()
 
 
 def to_frames(message: Request | Reply) -> list[bytes]:
-    """Encode a request or reply as ZeroMQ frames: schema version, msgpack body."""
+    """Encode a message as ZeroMQ frames: schema version, msgpack body."""
     return [_SCHEMA, encode(message)]
 
 

@@ -194,7 +194,7 @@ def step_folder(parent: Path, step: int) -> Path:
 
 
 def step_of(folder: Path) -> int:
-    """Return the step of a folder named by `step_folder`."""
+    """Return the step in the name of such a folder."""
     return int(folder.name.removeprefix("step-"))
 
 
@@ -237,10 +237,7 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
 
 
 def append_jsonl(path: Path, row: Row) -> None:
-    """Append one line, after ending any line that a crash left unfinished, so that only that line is lost.
-
-    A non-finite number becomes null, since JSON has none.
-    """
+    """Append one line, with null for a non-finite number, after ending any line that a crash left unfinished."""
     with writing(path), opened_jsonl(path) as file:
         file.write(line_of(row))
 
@@ -298,8 +295,7 @@ class _Stepped(msgspec.Struct):
 
 def rows_in_order(path: Path, first: int = 0) -> Iterator[Row]:
     """Yield rows by step, from step `first` on; a later row of the same step replaces the earlier one (replay after a crash).
-    One at a time: all rows of a long run take gigabytes.
-    """
+    One at a time: all rows of a long run take gigabytes."""
     if not path.exists():
         return
     where: dict[int, int] = {}

@@ -22,11 +22,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer. end: the id that ends a completion. path: the directory it was read from, for error messages.
-
-    vocabulary: number of tokens in the vocabulary of the model in that directory; a larger id crashes a server. others: further
-    ids that end a completion, such as the one that ends gpt-oss's calls.
-    """
+    """A tokenizer. end, others: ids that end a completion; gpt-oss has one that ends a call. path: its directory, for error
+    messages. vocabulary: number of tokens that the model there knows; a larger id crashes a server."""
 
     backend: Backend
     end: int
@@ -44,11 +41,8 @@ class Tokenizer:
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: list[str], framed: bool = False) -> list[np.ndarray]:
-        """Return the ids of many texts at once, [n] int32 each.
-
-        framed: add the special tokens that the tokenizer puts around a text, such as Llama 3's <|begin_of_text|>. MegarlError
-        if the tokenizer's vocabulary lacks one of the characters, or the model's vocabulary one of the tokens.
-        """
+        """Return the ids of many texts at once, [n] int32 each. framed: add the special tokens that the tokenizer puts around a
+        text, such as Llama 3's <|begin_of_text|>. MegarlError if the tokenizer lacks a character, or the model a token."""
         try:
             encoded = [int32(encoding.ids) for encoding in self.backend.encode_batch(texts, add_special_tokens=framed)]
         except Exception as error:  # tokenizers raises a plain Exception if a closed vocabulary lacks a character

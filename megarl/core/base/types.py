@@ -43,10 +43,8 @@ class Record(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
 
 class Prompt(Record, frozen=True):
-    """One problem. tokens [prompt_len] int32; answer: what the task's grader compares completions with.
-
-    `task` and `id` identify it within a run. difficulty: smaller is easier.
-    """
+    """One problem. tokens [prompt_len] int32; answer: what the task's grader compares completions with. `task` and `id`
+    identify it within a run. difficulty: smaller is easier."""
 
     id: str
     tokens: np.ndarray
@@ -64,13 +62,10 @@ class Prompt(Record, frozen=True):
 
 
 class Segment(Record, frozen=True, omit_defaults=True):
-    """Consecutive completion tokens of one origin.
-
-    tokens [n] int32. logprobs [n] float32: behaviour log-probs, recorded at sampling; 0 where not trained.
-    weight_version: version of the weights that sampled them (for tokens salvaged from a lost server: at the request's start).
+    """Consecutive completion tokens of one origin: tokens [n] int32; logprobs [n] float32, recorded at sampling, 0 where not
+    trained. weight_version: of the weights that sampled them (for tokens salvaged from a lost server: at the request's start).
     turn, credit, with `agent.credit: turn`: the number of the turn in its session, in the order in which turns were served, and
-    the sum of the agent's rewards after it, without the rollout's own reward.
-    """
+    the sum of the agent's rewards after it, without the rollout's own reward."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
@@ -81,11 +76,9 @@ class Segment(Record, frozen=True, omit_defaults=True):
 
 
 class Routing(Record, frozen=True):
-    """The experts that the server chose for the tokens of prompt and completion, in the layers that have experts.
-
-    choices [rows * layers * chosen] uint8 or int16. Row t belongs to token t. The last token has no row, because nothing was
-    computed from it. Nor have the last tokens of a rollout whose server was lost before it could report.
-    """
+    """The experts that the server chose for the tokens of prompt and completion, in the layers that have experts: choices [rows
+    * layers * chosen] uint8 or int16. Row t belongs to token t. The last token has no row, because nothing was computed from
+    it. Nor have the last tokens of a rollout whose server was lost before it could report."""
 
     choices: np.ndarray
     layers: int
@@ -101,9 +94,8 @@ class Episode(Record, frozen=True):
     """The exchange between the policy and its environment (data.tasks.NAME.environment), or an agent's session.
 
     turns: number of the policy's turns. calls: turns that were answered (for an agent: requests that were served). errors:
-    calls that failed. seconds: time spent on all calls; for a session, time during which no request was running.
-    limited: the recipe's `turns` or a limit of the session ended the exchange, not the policy or the agent.
-    untrained: tokens of an agent's session that are in no path, because their requests were repeated or abandoned.
+    calls that failed. seconds: time spent on all calls; for a session, time without a running request. limited: a limit ended
+    it. untrained: tokens of a session that are in no path, because their requests were repeated or abandoned.
     """
 
     turns: int
@@ -115,11 +107,9 @@ class Episode(Record, frozen=True):
 
 
 class Branch(Record, frozen=True):
-    """One path of an agent's rollout: a conversation as the policy saw it, from its first token on.
-
-    It begins with the first `shared` tokens of the earlier path `parent`; they are trained there and masked here. Then come the
-    rollout's next `segments` segments. A path that shares nothing has parent -1 and shared 0.
-    """
+    """One path of an agent's rollout: a conversation as the policy saw it. It begins with the first `shared` tokens of the
+    earlier path `parent`; they are trained there and masked here. Then come the rollout's next `segments` segments. A path that
+    shares nothing has parent -1 and shared 0."""
 
     segments: int
     parent: int = -1
@@ -219,10 +209,8 @@ def _path(before: np.ndarray, own: Sequence[Segment]) -> PathTokens:
 
 
 class Group(Record, frozen=True):
-    """All rollouts of one ticket. A `void` group (nothing could be generated or graded) has none, but keeps its slot.
-
-    prompt: as in `Prompt.shown`.
-    """
+    """All rollouts of one ticket. A `void` group (nothing could be generated or graded) has none, but keeps its slot. prompt:
+    as in `Prompt.shown`."""
 
     ticket: int
     prompt: Prompt
@@ -232,7 +220,7 @@ class Group(Record, frozen=True):
 
     @property
     def rewards(self) -> np.ndarray:
-        """The rewards, [generations] float64."""
+        """[generations] float64"""
         return np.array([r.reward for r in self.rollouts], dtype=np.float64)
 
     @property
@@ -242,11 +230,8 @@ class Group(Record, frozen=True):
 
     @property
     def has_variance(self) -> bool:
-        """Whether the rollouts' grades differ (for right-or-wrong grades, whether both occur) or, if they are all equal,
-        whether the credits of a turn differ.
-
-        The overlong penalty does not count: a group of only right answers would teach nothing but length.
-        """
+        """Whether the rollouts' grades or, if they are all equal, the credits of a turn differ. The overlong penalty does not
+        count: a group of only right answers would teach nothing but length."""
         grades = {r.reward if r.graded is None else r.graded for r in self.rollouts}
         credits: dict[int, list[float]] = {}
         for turn, credit in (each for r in self.rollouts for each in r.credits.items()):
@@ -297,7 +282,6 @@ _decoders: dict[object, msgspec.msgpack.Decoder] = {}
 
 
 def encode(record: object) -> bytes:
-    """Encode a record as msgpack."""
     return _encoder.encode(record)
 
 
@@ -309,10 +293,8 @@ def decode[T](data: bytes | memoryview, kind: type[T] | Any) -> T:
 
 
 def int32(values: Iterable[int]) -> np.ndarray:
-    """Convert token ids to this project's dtype."""
     return np.fromiter(values, dtype=np.int32)
 
 
 def float32(values: Iterable[float]) -> np.ndarray:
-    """Convert log-probs to this project's dtype."""
     return np.fromiter(values, dtype=np.float32)
