@@ -79,11 +79,10 @@ class Replay:
 
     replayed [] int64: number of this step's choices that were replayed. counts [2] int64: if set, routers make their own
     choices, and it counts the tokens compared and those with another set of experts. recomputes: whether the backward pass runs
-    routers again.
+    routers again. expert_layers: the whole model's layers with experts.
     """
 
     def __init__(self, chunks: Sequence[GPTModel], expert_layers: Sequence[int]) -> None:
-        """Give every router of the chunks a replay. expert_layers: indices of the whole model's layers with experts, from 0."""
         config = chunks[0].config
         self.replayed = torch.zeros((), dtype=torch.int64, device=next(chunks[0].parameters()).device)
         self.counts: Tensor | None = None
@@ -128,7 +127,6 @@ class Replay:
         return {"routing_replayed": share}
 
     def close(self) -> None:
-        """Clear the targets of a step."""
         for routers in self._columns:
             for _, router in routers:
                 router.clear_indices()
@@ -158,7 +156,7 @@ class ExpertLoad:
                 router.register_forward_hook(partial(self._count, layer))
 
     def begin(self, step_tokens: int) -> None:
-        """Begin a step with `step_tokens` tokens on all ranks together."""
+        """Begin a step. step_tokens: on all ranks together."""
         self._tokens.zero_()
         self._step_tokens = step_tokens
         for waiting in (queue for queues in self._waiting.values() for queue in queues):

@@ -153,12 +153,9 @@ class Trainer:
     def _epoch(
         self, sequences: Sequence[TrainSequence], learning: Sequence[TrainedNetwork], rates: dict[str, float]
     ) -> tuple[dict[str, float], list[TrainedNetwork], list[TrainedNetwork]]:
-        """Compute all gradients; update all networks if every loss and gradient is finite.
-
-        Return metrics, the networks whose loss or gradient is not finite, and those whose gradient overflowed because the loss
-        scale was too high. Each loss scale judges its own network's gradients, so one may fall while the other counts a pass
-        without overflow. If a network is broken, none judges, since it would mistake that for an overflow.
-        """
+        """Compute all gradients; update all networks if every loss and gradient is finite. Return metrics, the networks whose
+        loss or gradient is not finite, and those whose gradient overflowed because the loss scale was too high. If a network is
+        broken, no loss scale judges, since it would mistake that for an overflow."""
         metrics: dict[str, float] = {}
         for network in learning:
             with self.within("forward_backward"):

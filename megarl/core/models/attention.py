@@ -7,18 +7,11 @@ a mask.
 A segment is a whole sequence, or its part within an attention chunk. Under context parallelism its queries are one of this
 rank's pieces, with the keys before them: of a sequence's 2 CP pieces, rank r has the r-th from either end.
 
-`LayerAttention` describes variants of a layer's attention. Llama 4 uses several:
-
-    three layers of four     rotate ─► L2 norm of q and k ─► attention within chunks of 8192 positions
-    every fourth             no rotation ─► q times a temperature that grows with the position ─► attention to all before
-
-Queries and keys are rotated at their true positions first, so attention within chunks is ordinary causal attention over shorter
-sequences: the packed row's boundaries are subdivided at multiples of the chunk.
-
-gpt-oss has a sink in each head, an extra score that takes probability but has no value (arXiv 2309.17453), and in every second
-layer a window: a query attends to a limited number of positions up to its own. `_WithSinks` adds the sink to a kernel's result.
-If a kernel does not support windows, segments are cut into pieces with a window's length of queries, so that one mask with the
-width of two windows fits all.
+Llama 4 rotates at true positions, so attention within its chunks is causal attention over shorter sequences: the row's
+boundaries are subdivided at multiples of the chunk. gpt-oss has a sink in each head, an extra score that takes probability but
+has no value (arXiv 2309.17453), and in every second layer a window: a query attends to a limited number of positions up to its
+own. If a kernel does not support windows, segments are cut into pieces with a window's length of queries, so that one mask with
+the width of two windows fits all.
 
 The kernels materialise neither a mask nor all scores of a sequence:
 
@@ -241,17 +234,13 @@ def _varlen(scale: float | None, where: Mapping[str, Any]) -> _Kernel:
 
 
 class _WithSinks(torch.autograd.Function):
-    """Adds sinks to a kernel's attention, without access to its scores.
-
-    A kernel returns the output o and l, the log-sum-exp of a query's scores. With the sink s, l' = log(exp l + exp s) and
-    o' = o exp(l - l'). Probabilities are then exp(score - l'), and the gradient of a score is its probability times
-    g (value - o'), with g the output's gradient. So a kernel's backward pass is right if it gets o' and l' instead of o and l.
-    The sink's value is 0, so its gradient is -exp(s - l') g o', summed over queries.
-    """
+    """Adds sinks to a kernel's attention, without access to its scores. The kernel returns the output o and l, the log-sum-exp
+    of a query's scores. With the sink s, l' = log(exp l + exp s) and o' = o exp(l - l'). The gradient of a score is its
+    probability exp(score - l') times g (value - o'), with g the output's gradient: a kernel's backward pass is right if it gets
+    o' and l'. The sink's value is 0, so its gradient is -exp(s - l') g o', summed over queries."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, kernel: _Kernel) -> Tensor:
-        """Attend with sinks [heads]."""
         forward, ctx.backward_of_kernel = kernel
         out, scores, *rest = forward(q, k, v)
         with_sink = torch.logaddexp(scores, sinks.float()[:, None])
@@ -307,10 +296,8 @@ class PaddedSegments:
     shapes: (segments, longest) of each bucket. Slots are the places in all buckets, end to end. unpack [slots]: the query in
     each slot (0 where there is none). pack [tokens]: the slot of each query. padding: slots without a query. All three are None
     if slots and tokens coincide. keys [slots]: like `unpack`, for the gathered keys; None if they match the queries. In a
-    segment with more keys than queries, the slots without a query come first.
-
-    Slots without a query get no gradient (no query attends to them as keys, and their output as queries is unused), so the
-    backward pass of unpacking is packing: a gather, many times faster than the scatter-add that autograd would do.
+    segment with more keys than queries, the slots without a query come first. They get no gradient, so the backward pass of
+    unpacking is packing: a gather, many times faster than autograd's scatter-add.
     """
 
     def __init__(self, parts: Segments, keys: Tensor | None, device: torch.device, window: int | None = None) -> None:

@@ -38,8 +38,8 @@ from megarl.core.base.architecture import Architecture
 
 @dataclass(frozen=True)
 class SourceView:
-    """A Hugging Face tensor, or a view of one. expert: its index along dimension 0, if experts are stacked ([experts, …]).
-    part: (k, n), the k-th of n equal parts of the last dimension (a fused gate_up_proj)."""
+    """A Hugging Face tensor, or a view of one. expert: its index along dimension 0, if experts are stacked. part: (k, n), the
+    k-th of n equal parts of the last dimension (a fused gate_up_proj)."""
 
     name: str
     expert: int | None = None
@@ -57,12 +57,9 @@ class SourceView:
 
 @dataclass(frozen=True)
 class Weight:
-    """How one Megatron tensor corresponds to Hugging Face ones.
-
-    sources: the views it is made from. split: the dimension of each view along which TP (for experts: expert TP) divides it;
-    None: every rank has all of it. vocabulary: number of rows without the padding for TP; None: no padding. served: the type in
-    which servers store it, if not the model's.
-    """
+    """How one Megatron tensor corresponds to Hugging Face ones. sources: the views it is made from. split: the dimension of
+    each view along which TP (for experts: expert TP) divides it; None: every rank has all of it. vocabulary: number of rows
+    without the padding for TP; None: no padding. served: the type in which servers store it, if not the model's."""
 
     sources: tuple[SourceView, ...]
     split: int | None = None
@@ -112,7 +109,6 @@ SERVED_ROUTERS = {"Glm4MoeForCausalLM": torch.float32}
 
 
 def family_of(hf_dir: Path) -> Family:
-    """Return the family of the model in this Hugging Face directory."""
     model = architecture.in_directory(hf_dir)
     if model.name == "Llama4ForConditionalGeneration":
         return Family(model, _weights(model, "language_model."), ("vision_model.", "multi_modal_projector."))

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from operator import itemgetter
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -39,12 +38,6 @@ SHARD_BYTES = 4 << 30
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 _EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)(.*)")
 _WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pth|pt|gguf|h5|msgpack)(\.index\.json)?|\..*")
-
-
-class Sliceable(Protocol):
-    """A tensor, or a lazy one from safetensors, which reads only the part that is indexed."""
-
-    def __getitem__(self, index: tuple[slice, ...], /) -> Tensor: ...
 
 
 def _open(hf_dir: Path, stack: ExitStack) -> dict[str, safe_open]:
@@ -82,16 +75,14 @@ def export(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield this pipeline stage's weights as (Hugging Face name, whole tensor), one at a time, always in the same order.
 
-    part: which of `parts` parts of the stage to yield. They have about equal sizes and consist of whole layers. All ranks of a
-    tensor-parallel group take the same one; a number that no part has yields nothing.
-
-    stacked: yield a layer's experts as one tensor if the family stores them so (Llama 4). Otherwise yield each under a name of
-    its own, as in other families, which servers also accept: Scout's stack alone has 2.7 GB, more than any bucket. A tensor
-    then also has the type in which servers store it, since a delta is added to its bits.
+    part: which of `parts` parts of the stage to yield: whole layers of about equal size. All ranks of a tensor-parallel group
+    take the same one; a number that no part has yields nothing. stacked: yield a layer's experts as one tensor if the family
+    stores them so (Llama 4). Otherwise yield each under a name of its own, in the type in which servers store it, since a delta
+    is added to its bits: Scout's stack alone has 2.7 GB, more than any bucket.
 
     COLLECTIVE over the stage's tensor-parallel group and, if experts are divided, its expert-parallel groups, and so over every
-    data-parallel copy: each rank must run the iterator to its end. All get the same whole tensors in the parameters' dtype
-    and device. A tensor may share memory with its parameter: copy what must outlast an update. A tied head is not exported.
+    data-parallel copy: each rank must run the iterator to its end. A tensor has its parameter's device, and may share its
+    memory: copy what must outlast an update. A tied head is not exported.
     """
     stacks: dict[str, Tensor] = {}  # [experts, …], filled view by view
     missing: Counter[str] = Counter()
@@ -158,11 +149,9 @@ type _WrittenFile = tuple[Path, dict[str, int]]
 
 
 def save(chunks: Sequence[Module], family: Family, source: Path, destination: Path) -> None:
-    """Write the model as a Hugging Face directory. COLLECTIVE over all ranks; one data-parallel copy of the model writes.
-
-    Configuration, tokenizer and tensors outside the language model (family.passthrough) come from `source`. `destination` must
-    not exist; it appears once everything is written. If any rank fails, all raise MegarlError and no files are left.
-    """
+    """Write the model as a Hugging Face directory, with configuration, tokenizer and tensors outside the language model from
+    `source`. `destination` must not exist; it appears once everything is written. If any rank fails, all raise MegarlError and
+    no files are left. COLLECTIVE over all ranks; one data-parallel copy of the model writes."""
     dtype = next(p.dtype for c in chunks for p in c.parameters())
     partial = begun(destination, lambda partial: copy_description(source, partial, dtype))
     writes = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank(True) == 0
@@ -265,10 +254,9 @@ def check_names(hf_dir: Path, present: Set[str], family: Family) -> None:
         raise MegarlError(f"{hf_dir}: weights do not fit config.json: {'; '.join(parts)}")
 
 
-def read_view(
-    tensor: Sliceable, shape: Sequence[int], source: SourceView, weight: Weight, rank: int, size: int
-) -> Tensor:
-    """Read the part of rank `rank` of `size` of one view of a Hugging Face tensor, with zeros for padding of the vocabulary."""
+def read_view(tensor: Tensor, shape: Sequence[int], source: SourceView, weight: Weight, rank: int, size: int) -> Tensor:
+    """Read the part of rank `rank` of `size` of one view of a Hugging Face tensor, with zeros for padding of the vocabulary.
+    tensor: may be a lazy one from safetensors, which reads only the part that is indexed."""
     bounds = [(0, n) for n in shape]
     if source.expert is not None:
         bounds[0] = (source.expert, source.expert + 1)

@@ -150,13 +150,9 @@ class RMSNorm(Module):
         return rms_norm(x, self.eps, self.weight)
 
 
-def swiglu(x: Tensor) -> Tensor:
-    """Return silu of the first half of x [..., 2 n] times the second half (arXiv 2002.05202)."""
-    return _SwiGLU.apply(x)
-
-
-class _SwiGLU(torch.autograd.Function):
-    """Writes the gradients of both halves into one tensor; autograd would make each and then copy both."""
+class SwiGLU(torch.autograd.Function):
+    """silu of the first half of x [..., 2 n] times the second half (arXiv 2002.05202). Writes the gradients of both halves into
+    one tensor; autograd would make each and then copy both."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
@@ -188,7 +184,7 @@ class CausalAttention(Module):
         pg_collection: ProcessGroupCollection,
         **_: object,
     ) -> None:
-        """Make the attention of layer `layer_number`. layers: of the whole model."""
+        """layers: of the whole model."""
         super().__init__()
         self.scale = config.softmax_scale
         self.rope = rope
@@ -255,11 +251,8 @@ class CausalAttention(Module):
 
 
 class LatentAttention(MLASelfAttention):
-    """megarl's code between the projections of megatron's multi-head latent attention.
-
-    megatron's own code rotates in Python, sequence by sequence, and loses gradients with tensor parallelism: all heads share
-    the rotated part of k, so its gradients from each rank's heads have to be summed.
-    """
+    """megarl's code between the projections of megatron's multi-head latent attention, which rotates in Python, sequence by
+    sequence, and loses gradients with tensor parallelism: those of k's rotated part, which all heads share, must be summed."""
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
         """Return the up projections and norms. These norms have transformers' default epsilon, whatever rms_norm_eps is."""
@@ -360,9 +353,9 @@ class ChunkedTEAttention(Module):
 
 
 class ValueHead(Module):
-    """A critic's head, in place of GPTModel's output layer: one float32 number per hidden state instead of logits. The weight
-    starts at zero, so that the first advantages are the rewards themselves. Every tensor-parallel rank has all of it and
-    computes the same values, so its gradients need no reduction."""
+    """A critic's head, in place of GPTModel's output layer: one float32 number per hidden state. The weight starts at zero, so
+    that the first advantages are the rewards themselves. Every tensor-parallel rank has all of it, so its gradients need no
+    reduction."""
 
     def __init__(self, config: TransformerConfig, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__()

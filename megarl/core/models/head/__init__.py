@@ -38,7 +38,7 @@ LOWEST = -1e30
 
 @dataclass(frozen=True)
 class _Settings:
-    """Settings of a call. valid: number of this rank's columns without padding. The others: as in logprobs_and_entropy."""
+    """valid: number of this rank's columns without padding. The others: as in logprobs_and_entropy."""
 
     valid: int
     temperature: float
@@ -46,7 +46,6 @@ class _Settings:
     group: dist.ProcessGroup | None
 
     def chunks(self, rows: int) -> Iterator[tuple[slice, slice]]:
-        """Yield the rows and columns of each chunk."""
         height, width = CHUNK
         for row in range(0, rows, height):
             for column in range(0, self.valid, width):
@@ -129,10 +128,8 @@ def logprobs_and_entropy(
     """Return the log-prob of each label and the entropy of each distribution, in nats: two float32 [n], equal on all ranks.
 
     hidden [n, h]; weight [V/tp, h] of the same type: this rank's rows of the head, which tensor-parallel `group` (None: one
-    rank) divides evenly; rows from `vocab_size` on are padding and never used. labels [n] int64. precision: of the logits,
-    float32 or the weight's type.
-
-    In the backward pass each rank gets its columns' part of the gradient of `hidden`. The weight's gradient is added to
+    rank) divides evenly; rows from `vocab_size` on are padding. labels [n] int64. precision: of the logits, float32 or the
+    weight's type. In the backward pass each rank gets its columns' part of the gradient of `hidden`. The weight's is added to
     `weight.main_grad` (float32, as in megatron's DDP); what autograd gets for it is meaningless.
     """
     rank, size = (group.rank(), group.size()) if group is not None else (0, 1)
