@@ -165,8 +165,7 @@ class Controller:
 
     async def published(self, result: Published) -> None:
         """Note the end of a publication. Fail the run if no server has the current weights and publication has failed too often
-        on a server that answers; one that does not answer may be restarting.
-        """
+        on a server that answers; one that does not answer may be restarting."""
         membership, clean = self.servers.membership, []
         for r in result.results:
             if membership.published(r.id, result.version, result.incarnation, r.error):
@@ -202,7 +201,6 @@ class Controller:
         self._on_change()
 
     def scored(self, result: Scored) -> None:
-        """Note the learner's scores of the rollouts that it was asked to score."""
         self.parity.scored(result)
         self._on_change()
 
@@ -211,7 +209,6 @@ class Controller:
         self._stop(f"the learner has left at step {step}")
 
     def decide(self, asked: Next) -> Decision:
-        """Return the decision that follows from the present state, without changing the state."""
         now, parity = self.pipeline.view(asked.version), self.parity.request(asked.version)
         settled = self.pipeline.admitted - len(self.pipeline.running)
         waits = f"{settled} tickets are finished, {now.phase_end(asked.step) * self.recipe.batch.prompts} needed"

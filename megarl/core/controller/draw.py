@@ -57,12 +57,9 @@ def share(pace: Pace, drawn: int, prompts: int) -> float:
 
 
 class PromptOrder:
-    """Draws prompts of one task. difficulty: of each prompt, by its id.
-
-    drawn: number of draws so far. excluded: prompts that are skipped now. pool: number of prompts in the present epoch, the
-    easiest. `drawn` and `excluded` could be computed from the journal's state. They are kept here because a draw may begin
-    epochs before its record exists, and to avoid a scan of all pass rates per draw.
-    """
+    """Draws prompts of one task. difficulty: of each prompt, by its id. drawn: number of draws so far. excluded: prompts that
+    are skipped now. pool: number of prompts in the present epoch, the easiest. The journal's state has `drawn` and `excluded`,
+    too, but a draw may begin epochs before its record exists."""
 
     def __init__(
         self,
@@ -86,7 +83,6 @@ class PromptOrder:
         self._begin(last.epoch, last.pool or len(self._ids), last.prompt_id)
 
     def draw(self) -> Draw:
-        """Return the next prompt."""
         reset = False
         while True:
             for prompt_id in self._rest:
@@ -141,7 +137,6 @@ class Mixture:
         self.curricula, self._shares, self._before = dict(curricula), dict(shares), before or {}
 
     def draw(self) -> tuple[str, Draw]:
-        """Return the next prompt and its task."""
         drawn = {task: c.drawn - self._before.get(task, 0) for task, c in self.curricula.items()}
         task = next_task(drawn, self._shares)
         return task, self.curricula[task].draw()

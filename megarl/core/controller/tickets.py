@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 
 def with_means(rollouts: Iterable[Rollout]) -> tuple[Rollout, ...]:
-    """Return the rollouts of a group; one without a reward (NaN), because no grader could judge it, gets the others' mean. So
-    it moves neither that mean nor the policy. GraderDown if none has a reward."""
+    """Return the rollouts of a group; one that no grader could judge (NaN) gets the others' mean reward, and so moves neither
+    that mean nor the policy. GraderDown if none has a reward."""
     group = tuple(rollouts)
     judged = [rollout for rollout in group if not math.isnan(rollout.reward)]
     if not judged:

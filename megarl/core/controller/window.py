@@ -33,10 +33,8 @@ LONGEST_MEMORY = 8
 
 
 class Window:
-    """The window of a run. tickets: how many may be drawn but not trained; initially from the last record, 0 without one.
-
-    Times are those of the running event loop.
-    """
+    """The window of a run, by the event loop's time. tickets: how many may be drawn but not trained; initially from the last
+    record, 0 without one."""
 
     def __init__(self, recipe: Recipe, tickets: int) -> None:
         self._prompts, self._most = recipe.batch.prompts, recipe.pipeline.window_steps

@@ -68,8 +68,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a suite. metrics: see metrics.py, with `NAME_low` and `NAME_high` (95 %). model: as the user named it.
-    time: Unix seconds. proxy_and_trusted: with a trusted grader, each prompt's mean reward and mean trusted score, by its id.
-    """
+    time: Unix seconds. proxy_and_trusted: with a trusted grader, each prompt's mean reward and mean trusted score, by its
+    id."""
 
     schema_version: int = SCHEMA_VERSION
     suite: str
@@ -132,7 +132,6 @@ def read_answers(path: Path) -> Iterable[Answer]:
 
 
 def suites_in(out: Path) -> list[str]:
-    """Return the names of the suites that have answers in `out`."""
     return sorted(path.parent.name for path in out.glob("*/answers.jsonl"))
 
 

@@ -66,8 +66,7 @@ type Choice = Callable[[Sequence[Outcome], int], float]
 
 def choices(outcomes: Sequence[Outcome]) -> dict[str, Choice]:
     """Return the ways to choose among a prompt's answers, by metric: `maj` only if every well-formed answer votes, `best` only
-    if there are rewards.
-    """
+    if there are rewards."""
 
     def best(group: Sequence[Outcome], k: int) -> float:
         return best_at_k([-math.inf if o.reward is None else o.reward for o in group], [o.correct for o in group], k)
@@ -125,9 +124,8 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 
 def proxy_and_trusted(outcomes: Sequence[Outcome]) -> dict[str, tuple[float, float]]:
-    """Return each prompt's mean reward and mean trusted score over its answers that are not void; empty without a trusted
-    grader. Prompts with only void answers are left out.
-    """
+    """Return each prompt's mean reward and mean trusted score over its answers that are not void, if there are any; empty
+    without a trusted grader."""
     asked = by_prompt(o for o in outcomes if o.scores is not None and "trusted" in o.scores)
     means = [np.mean([(o.scores["total"], o.scores["trusted"]) for o in group if o.scores], axis=0) for group in asked]
     return {group[0].id: (float(proxy), float(trusted)) for group, (proxy, trusted) in zip(asked, means, strict=True)}
@@ -152,11 +150,9 @@ def pass_at_k(right: int, n: int, k: int) -> float:
 
 
 def maj_at_k(votes: Sequence[str], correct: Sequence[bool], k: int) -> float:
-    """Return the chance that the most frequent vote of k answers is right (self-consistency, arXiv 2203.11171).
-
-    votes, correct: [n]; "" is no vote. Tied votes have equal chances; if none of the k answers votes, the choice is wrong. If
-    only a share of a vote's answers was graded as right, the vote counts as right by that share.
-    """
+    """Return the chance that the most frequent vote of k answers is right (self-consistency, arXiv 2203.11171). votes, correct:
+    [n]; "" is no vote. If none of the k answers votes, the choice is wrong. If only a share of a vote's answers was graded as
+    right, the vote counts as right by that share."""
     by_vote: defaultdict[str, list[bool]] = defaultdict(list)
     for vote, ok in zip(votes, correct, strict=True):
         by_vote[vote].append(ok)
@@ -186,12 +182,10 @@ def best_at_k(rewards: Sequence[float], correct: Sequence[bool], k: int) -> floa
 def over_prompts(values: Sequence[float], answers: int) -> Estimate:
     """Return the mean of a value in [0, 1] over prompts, with Wilson's score interval for the effective number of answers.
 
-    Prompts are a random sample; the answers to one prompt are a cluster. With s^2 the variance of the values over n prompts,
-    the mean p is as certain as that of p (1-p) n / s^2 independent answers. That is the effective number, times (t of all
-    answers / t of the prompts)^2, because s^2 is estimated from n prompts only (Korn and Graubard 1998; with Wilson's interval
-    as in Franco et al. 2019). With one answer per prompt it is n, and the result is Wilson's interval. The effective number is
-    at most `answers`, the total, and n if p is 0 or 1. The interval is within [0, 1], and not empty if all prompts agree.
-    """
+    The answers to one prompt are a cluster. With s^2 the variance of the values over n prompts, the mean p is as certain as
+    that of p (1-p) n / s^2 independent answers. That is the effective number, times (t of all answers / t of the prompts)^2,
+    because s^2 is estimated from n prompts only (Korn and Graubard 1998; with Wilson's interval as in Franco et al. 2019). It
+    is at most `answers`, the total, and n if p is 0 or 1. The interval is not empty if all prompts agree."""
     n = len(values)
     p = math.fsum(values) / n
     bound, spread = p * (1 - p), math.fsum((value - p) ** 2 for value in values) / n
@@ -220,8 +214,7 @@ def powers_up_to(n: int) -> list[int]:
 def _wins(mine: int, others: tuple[int, ...], silent: int, k: int) -> float:
     """Return the chance that a vote is the one chosen among k of n answers. mine: answers with this vote; others: numbers with
     each other vote; silent: without a vote. For each number `top` of the k answers with this vote, it counts the ways in which
-    no other vote has more, divided by the number of votes that tie.
-    """
+    no other vote has more, divided by the number of votes that tie."""
     n = mine + sum(others) + silent
     ways = 0.0
     for top in range(1, min(mine, k) + 1):

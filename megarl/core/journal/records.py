@@ -37,9 +37,7 @@ clock = RecordClock()
 
 class Session(Record, frozen=True, tag="session"):
     """A controller has started within the life `session` of the supervisor, which began at `time` (Unix seconds) and holds
-    `devices` devices. A second record of the same session (from a restarted controller) changes nothing; one of an earlier
-    session is refused.
-    """
+    `devices` devices. A second record of the same session changes nothing; one of an earlier session is refused."""
 
     session: str
     time: float
@@ -48,12 +46,9 @@ class Session(Record, frozen=True, tag="session"):
 
 
 class Admitted(Record, frozen=True, tag="admitted"):
-    """A prompt of a task got a ticket. epoch: number of the pass over the task's data.
-
-    reset: too few prompts were left, so all pass rates of the task were forgotten before this draw.
-    pool: the epoch covers this many of the easiest prompts (`data.curriculum`); 0: all. due: D(g) at the time of the draw; it
-    determines the length budget, even if a removal lowers D(g) later.
-    """
+    """A prompt of a task got a ticket. epoch: number of the pass over the task's data. reset: too few prompts were left, so all
+    pass rates of the task were forgotten before this draw. pool: the epoch covers this many of the easiest prompts
+    (`data.curriculum`); 0: all. due: D(g) at the time of the draw, which determines the length budget."""
 
     ticket: int
     task: str
@@ -82,8 +77,7 @@ class Removed(Record, frozen=True, tag="removed"):
 
 class PublishedVersion(Record, frozen=True, tag="published_version"):
     """`servers` have the weights `version`. Seconds are the slowest server's; startup and evaluation hours are totals so far.
-    window: how many tickets may be drawn but not trained from now on.
-    """
+    window: how many tickets may be drawn but not trained from now on."""
 
     version: int
     time: float

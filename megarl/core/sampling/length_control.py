@@ -56,18 +56,12 @@ def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
 
 
 def overlong_penalty(tokens: int, longest: int, cache: int) -> float:
-    """Return the penalty for a correct answer of this many tokens, between -1 and 0.
-
-        clip((L_max - |y|) / L_cache - 1, -1, 0)        0 up to L_max - L_cache tokens, -1 at L_max, linear in between
-
-    DAPO (arXiv 2503.14476), as in ScaleRL's baselines (arXiv 2510.13786): only for correct answers. L_max is `longest`,
-    the longest possible completion (`Length.completion_tokens`); L_cache is `cache`, `length.answer_tokens`.
-    """
+    """Return the penalty for a correct answer of this many tokens: 0 up to longest - cache, -1 at `longest` (DAPO, arXiv
+    2503.14476, only for correct answers as in ScaleRL's baselines, arXiv 2510.13786)."""
     return min(0.0, max(-1.0, (longest - tokens) / cache - 1))
 
 
 def reward(grade: Grade, tokens: int, length: Length) -> float:
-    """Return the grade's reward, with the overlong penalty if the recipe has one and the answer is correct."""
     if length.control != "overlong_penalty" or not grade.correct:
         return grade.reward
     return grade.reward + overlong_penalty(tokens, length.completion_tokens, length.answer_tokens)

@@ -37,11 +37,8 @@ ROOM = 0.85
 
 @dataclass(eq=False)
 class Claim:
-    """A claim on a place, which counts from its creation. home: returns the only server it may use now; without it, the claim
-    may use any that suits. The answer changes only at a `refresh`.
-
-    waits_at: that server while the claim waits for a place there.
-    """
+    """A claim on a place, which counts from its creation. home: returns the only server it may use now, which changes only at a
+    `refresh`; without it, the claim may use any that suits. waits_at: that server while the claim waits for a place there."""
 
     order: Order
     may_use: MayUse
@@ -68,12 +65,9 @@ class Claim:
 
 @dataclass
 class Use:
-    """A server's places, its running requests, and totals since the start (seconds with any request, place-seconds).
-
-    peak: the most requests that ran at once since the last observation. queued: whether requests were waiting at that time.
-    reusable: input tokens that a request of the same group had sent or received before. cached: how many of them the server
-    still had in its cache.
-    """
+    """A server's places, its running requests, and totals since the start (seconds with any request, place-seconds). peak: the
+    most requests that ran at once since the last observation. queued: whether requests were waiting then. reusable: input
+    tokens that a request of the same group had sent or received before. cached: how many of them were in the server's cache."""
 
     limit: int
     running: int = 0
@@ -102,10 +96,8 @@ class Use:
 
 
 class Places:
-    """The places of all servers, at most `limit` each, and the claims that wait for one.
-
-    `changed` is set whenever there may be more room; whoever waits for it clears it.
-    """
+    """The places of all servers, at most `limit` each, and the claims that wait for one. `changed` is set whenever there may be
+    more room; whoever waits for it clears it."""
 
     def __init__(self, membership: Membership, limit: int) -> None:
         self.membership = membership
@@ -119,7 +111,6 @@ class Places:
         self.refresh()
 
     def add(self, server: int) -> None:
-        """Add a server that has joined."""
         self.use[server] = Use(self.limit)
 
     def forget(self, server: int) -> None:
@@ -224,9 +215,9 @@ class Places:
 class GroupPlaces:
     """The places of a ticket's rollouts: claims for all first requests, made on admission, then one for each later request.
 
-    The group stays on one server, `server`, while that is eligible, because its cache has the prompt's keys and values. It has
-    them once the first request has a token (`cached`); until then the other requests wait, or each would compute the prompt.
-    began: the server's version at the group's first request. Both are None before it.
+    The group stays on one server, `server`, while that is eligible: its cache has the prompt's keys and values once the first
+    request has a token (`cached`). Until then the other requests wait, or each would compute the prompt. began: the server's
+    version at the group's first request. Both are None before it.
     """
 
     def __init__(self, places: Places, admission: Admission, ticket: int, rollouts: int) -> None:
@@ -237,8 +228,7 @@ class GroupPlaces:
         self._claims = {n: self._claim(n) for n in range(rollouts)}
 
     async def take(self, rollout: int) -> tuple[int, int]:
-        """Wait for a place for this rollout's next request; return (server, version of its weights). The caller must give it
-        back."""
+        """As Places.take, for this rollout's next request."""
         while True:
             server, _ = await (self._claims.pop(rollout, None) or self._claim(rollout)).place()
             try:

@@ -46,11 +46,8 @@ class Void(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """What to sample. The task of the prompt determines the environment.
-
-    salt: only requests with the same salt share cached prefixes. take: waits for a place for a request and returns (server,
-    version); the sampler gives the place back. thinking_tokens: limit on the part before the answer leg.
-    """
+    """What to sample. salt: only requests with the same salt share cached prefixes. take: waits for a place for a request and
+    returns (server, version); the sampler gives the place back. thinking_tokens: limit on the part before the answer leg."""
 
     prompt: Prompt
     order: Order
@@ -65,12 +62,9 @@ class Job:
 
 @dataclass
 class Completion:
-    """The completion of a job, so far or final.
-
-    kept: number of tokens of prompt and completion that the last server's cache should hold, 0 before the first request.
-    message: tokens of the message in progress, without replies. text: the last finished message, without its stop token.
-    verdict, episode: from environment or agent; without a verdict the task's grader judges the text. paths: from an agent.
-    """
+    """The completion of a job, so far or final. kept: number of tokens of prompt and completion that the last server's cache
+    should hold. message: tokens of the message in progress, without replies. text: the last finished message, without its stop
+    token. verdict, episode: from environment or agent; without a verdict the task's grader judges the text."""
 
     segments: list[Segment] = field(default_factory=list)
     finish: FinishReason = "length"
@@ -100,7 +94,6 @@ class Completion:
         return self.segments[-1].weight_version
 
     def write(self, segments: list[Segment]) -> None:
-        """Add to the message."""
         self.segments += segments
         self.message += [s.tokens for s in segments]
 
@@ -118,7 +111,7 @@ class ServerPool(Protocol):
         """Return a number that changes when the server is lost or its requests are aborted."""
 
     def server_lost(self, server: int, life: int, reason: str) -> None:
-        """Note the failure of a request that was sent in this life of the server."""
+        """Note the failure of a request that began in this life of the server."""
 
 
 def routed_model(recipe: Recipe) -> Architecture | None:
