@@ -73,10 +73,8 @@ def check_gpus(recipe: Recipe, capabilities: Collection[str]) -> None:
 
 
 def attention_problem(model: Architecture, longest: int, capabilities: Collection[str]) -> str:
-    """Return why SGLang's attention to `longest` tokens is not the model's on such GPUs; empty if it is.
-
-    Of its kernels only those for Hopper divide Llama 4's attention into chunks.
-    """
+    """Return why SGLang's attention to `longest` tokens is not the model's on such GPUs; empty if it is. Of its kernels only
+    those for Hopper divide Llama 4's attention into chunks."""
     if not model.attention_chunk or model.attention_chunk >= longest or not capabilities:
         return ""
     if any(capability.startswith("9.") for capability in capabilities):

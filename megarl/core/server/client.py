@@ -7,7 +7,7 @@
         ...
 
 The server streams disjoint chunks of at most STREAM_INTERVAL tokens (launch.py), so a request on a lost server loses no more
-than that. Each chunk is parsed once, into numpy arrays, without a Python loop over tokens.
+than that.
 
 Behaviour log-probs are those of the distribution that was sampled from. SGLang takes them after dividing by the temperature;
 with top_p < 1 we ask for its sampling support, whose log-probs are renormalised (over at most the 4096 likeliest tokens).
@@ -78,11 +78,9 @@ class VersionSpan(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """A finished request.
-
-    tokens [n] int32, with the stop token; logprobs [n] float32; spans cover 0 … n in order. routing: the chosen experts
-    (Architecture.routed_experts) if they were asked for, else "". cached: tokens of the input that the server had in its cache.
-    """
+    """A finished request: tokens [n] int32, with the stop token; logprobs [n] float32; spans cover 0 … n in order. routing: the
+    chosen experts (Architecture.routed_experts) if they were asked for, else "". cached: tokens of the input that the server
+    had in its cache."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
@@ -93,11 +91,8 @@ class Generation(NamedTuple):
 
 
 class Prefill(NamedTuple):
-    """Scores of given tokens.
-
-    logprobs [n] float32: of these tokens. against [n] float32: of the token `against` at each position; NaN without one. Both
-    are NaN where the server had no finite number. version: of the weights. routing: as in Generation.
-    """
+    """Log-probs [n] float32 of given tokens and, if asked for, of the token `against` at each position; NaN where the server
+    had no finite number. version: of the weights. routing: as in Generation."""
 
     logprobs: np.ndarray
     against: np.ndarray
@@ -106,10 +101,8 @@ class Prefill(NamedTuple):
 
 
 class ServerLost(MegarlError):
-    """The server went away, timed out or aborted the request. tokens, logprobs: what had been received before.
-
-    alone: the server ended this request for a reason of its own (SGLang gives such a status), and serves the others.
-    """
+    """The server went away, timed out or aborted the request. tokens, logprobs: what had been received before. alone: the
+    server ended this request for a reason of its own (SGLang gives such a status), and serves the others."""
 
     def __init__(self, reason: str, tokens: np.ndarray, logprobs: np.ndarray, alone: bool = False) -> None:
         super().__init__(reason)
@@ -217,14 +210,13 @@ class ServerClient:
     """Asynchronous client of one server, for one event loop: `async with`, or `close()` at the end.
 
     `generate` and `score` raise ServerLost or ServerRefused. The other calls raise ServerSaid if the server answered with an
-    error, else MegarlError. heard: when tokens last arrived (time.monotonic()). retractions: how often the server has retracted
-    one of our requests, for lack of KV memory or because it was told to.
+    error, else MegarlError. timeout_s: limit of a request, up to its last token, and of a call that moves weights. heard: when
+    tokens last arrived (time.monotonic()). retractions: how often the server has retracted one of our requests.
     """
 
     def __init__(
         self, address: ServerAddress, api_key: str, admin_key: str, timeout_s: float = REQUEST_LIMIT_S
     ) -> None:
-        """Set up a client. timeout_s: limit of a request, up to its last token, and of a call that moves weights."""
         self.address = address
         self._api_key, self._admin_key = api_key, admin_key
         self._timeout_s = timeout_s
@@ -260,12 +252,10 @@ class ServerClient:
         routing_from: int | None = None,
         started: Callable[[], None] = lambda: None,
     ) -> Generation:
-        """Sample until a stop token, the model's own end token, or `max_new_tokens`.
-
-        cache_salt: requests with different salts share no cached prefixes. ignore_eos: go on to `max_new_tokens` (benchmarks).
-        routing_from: also return the experts chosen from this position of `input_ids` on. started: called whenever tokens
-        arrive; the server's cache then has the input. Cancelling aborts the request on the server.
-        """
+        """Sample until a stop token, the model's own end token, or `max_new_tokens`. Cancelling aborts the request on the
+        server. cache_salt: requests with different salts share no cached prefixes. ignore_eos: go on to `max_new_tokens`
+        (benchmarks). routing_from: also return the experts chosen from this position of `input_ids` on. started: called
+        whenever tokens arrive; the server's cache then has the input."""
         body = {
             "input_ids": np.asarray(input_ids).tolist(),
             "sampling_params": {
@@ -311,12 +301,9 @@ class ServerClient:
         against: int | None = None,
         routing: bool = False,
     ) -> list[Prefill]:
-        """Return log-probs, at temperature 1, of the tokens of each sequence [n] from its position `first` (at least 1) on.
-
-        The part before `first` may come from cached prefixes of the same salt; the scored part is always computed, because
-        SGLang matches prefixes only up to `logprob_start_len`. The one token that every request must sample is ignored.
-        against: also score this token at each position. routing: also return the experts chosen for all tokens.
-        """
+        """Return log-probs, at temperature 1, of the tokens of each sequence [n] from its position `first` (at least 1) on. The
+        part before `first` may come from cached prefixes of the same salt; SGLang always computes the scored part. against:
+        also score this token at each position. routing: also return the experts chosen for all tokens."""
         body = {
             "input_ids": [s.tolist() for s in sequences],
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
@@ -365,7 +352,6 @@ class ServerClient:
         return True
 
     async def warm_up(self) -> None:
-        """Generate one token."""
         body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
         await self._call("generate a token", "/generate", body, self._timeout_s, self._api_key)
 

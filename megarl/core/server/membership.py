@@ -159,11 +159,9 @@ class Membership:
     # Servers that the run did not start.
 
     def join(self, url: str, life: str, wanted: int, tensor_parallel: int, at: float) -> int:
-        """Note, at time `at` in seconds, a server's sign of life and return its id: the one it had before (`wanted`) if free.
-
-        A new life at a known address is that server, restarted. ValueError if the address belongs to one of the run's own
-        servers, or to one that is still leaving.
-        """
+        """Note, at time `at` in seconds, a server's sign of life and return its id: the one it had before (`wanted`) if free. A
+        new life at a known address is that server, restarted. ValueError if the address belongs to one of the run's own
+        servers, or to one that is still leaving."""
         member = self.members.get(wanted)  # avoids a search of all servers for each sign of life
         if member is None or member.address.url != url:
             member = next((m for m in self.members.values() if m.address.url == url), None)
@@ -188,7 +186,6 @@ class Membership:
         member.state, member.pinned = "leaving", False
 
     def forget(self, server: int) -> None:
-        """Remove a server that has left."""
         member = self.members[server]
         if member.state != "leaving" or member.receives:
             raise ValueError(f"server {server} is {self.describe(server)}: only one that has left is forgotten")
@@ -213,7 +210,6 @@ class Membership:
     # Conclusions.
 
     def clean(self) -> dict[int, int]:
-        """Return the version of each clean server."""
         return {s: m.version for s, m in self.members.items() if m.state == "clean"}
 
     def serving(self) -> dict[int, int]:
@@ -229,11 +225,8 @@ class Membership:
         return [s for s, m in self.members.items() if not m.away and m.state != "leaving"]
 
     def wanting(self, version: int, incarnation: str) -> tuple[ServerAddress, ...]:
-        """Return the servers to which the learner `incarnation`, which is not publishing now, should publish `version`.
-
-        A server that failed at this version is skipped while another server works; it is tried again with the next version,
-        or at once if there is no other server.
-        """
+        """Return the servers to which the learner `incarnation`, which is not publishing now, should publish `version`. One
+        that failed at this version is skipped while another server works."""
         others = bool(self.clean())
         return tuple(
             m.address

@@ -30,10 +30,7 @@ class _Held(NamedTuple):
 
 class LastSent:
     """A copy of what this rank sent last, in the host's memory. With cuda_ipc it is the whole model, on each rank that has a
-    server; with others, what the rank sends of a pipeline stage.
-
-    whole: whether all weights are sent now.
-    """
+    server; with others, what the rank sends of a pipeline stage. whole: whether all weights are sent now."""
 
     whole = True
 

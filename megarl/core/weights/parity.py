@@ -33,12 +33,9 @@ FEWEST_TOKENS = 32
 
 @dataclass(frozen=True)
 class ParityLimits:
-    """The largest mean and median of |difference| of log-probs that rounding can explain, for kernels and for decode.
-
-    routing: the largest share of (token, layer) choices of experts that may differ. A few tokens that are far off raise the
-    mean. If rounding makes a token choose another expert, that token is far off, too. So with experts the limit on the mean
-    must be loose, and that on the median, which such tokens do not move, is the sharper one.
-    """
+    """The largest mean and median of |difference| of log-probs that rounding can explain, for kernels and for decode. routing:
+    the largest share of (token, layer) choices of experts that may differ. A token for which rounding chooses another expert is
+    far off and raises the mean: with experts its limit must be loose, and that on the median is the sharper one."""
 
     mean: float
     p50: float
@@ -79,10 +76,8 @@ class Distribution:
 
     @classmethod
     def of(cls, first: np.ndarray, second: np.ndarray) -> "Distribution | None":
-        """Compare log-probs [n] of the same tokens. Pairs with a NaN are left out; None if none is left.
-
-        An infinite log-prob counts like any other and makes mean and maximum infinite.
-        """
+        """Compare log-probs [n] of the same tokens. Pairs with a NaN are left out; None if none is left. An infinite log-prob
+        makes mean and maximum infinite."""
         known = ~(np.isnan(first) | np.isnan(second))
         if not known.any():
             return None
@@ -141,10 +136,8 @@ class RolloutScores:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The scores of one publication's rollouts.
-
-    choices, differing: (token, layer) choices of experts compared, and those whose sets of experts differ.
-    """
+    """The scores of one publication's rollouts. choices, differing: (token, layer) choices of experts compared, and those whose
+    sets of experts differ."""
 
     version: int
     scores: RolloutScores
@@ -190,14 +183,11 @@ Broken = tuple[str, int | None]
 
 
 class ParityJudge:
-    """Decides, from successive measurements, whether both sides still compute the same model.
-
-    It judges all servers together, and each by itself over the publications in which it was compared, since one of many may be
-    faulty.
-    """
+    """Decides, from successive measurements, whether both sides still compute the same model. It judges all servers together,
+    and each by itself over the publications in which it was compared, since one of many may be faulty. served_head,
+    learner_head: that side's LM head should be FP32."""
 
     def __init__(self, dtype: str, experts: bool, served_head: bool, learner_head: bool) -> None:
-        """Begin without measurements. dtype: model.dtype. served_head, learner_head: that side's LM head should be FP32."""
         self.limits = LIMITS[dtype, experts]
         self._dtype = dtype
         self._fp32_heads = [side for side, fp32 in (("server", served_head), ("learner", learner_head)) if fp32]
@@ -291,11 +281,8 @@ GRID_TOLERANCE = 0.05
 
 
 def grid_share(gap: np.ndarray, dtype: str) -> float:
-    """Return the share of differences of two logits [n] that are a multiple of the spacing of `dtype`; NaN for too few.
-
-    A head that rounds its logits to bf16 or fp16 leaves them on a grid, whatever the noise before it, and log-softmax in FP32
-    preserves their differences. Differences of FP32 logits can have any value.
-    """
+    """Return the share of differences of two logits [n] that are a multiple of the spacing of `dtype`; NaN for too few. A head
+    that rounds its logits to bf16 or fp16 leaves them on a grid, and log-softmax in FP32 preserves their differences."""
     steps = gap[np.isfinite(gap) & (gap != 0)].astype(np.float64) * GRID[dtype]
     if len(steps) < FEWEST_TOKENS:
         return float("nan")
@@ -363,11 +350,8 @@ def named_cause(signs: Mapping[str, float], routing: bool, decoding: bool = Fals
 
 def logit_error(first: np.ndarray, second: np.ndarray) -> float:
     """Return the error of logits, from log-probs [n] of the same tokens: the median of |difference| / (1 - p) over tokens of
-    which the policy is not certain; NaN for too few.
-
-    An error e in a token's logit changes its log-prob by (1 - p) e. So unlike the mean difference, which falls and scatters as
-    the policy grows certain, this does not change then, and a few tokens computed by other experts do not affect it.
-    """
+    which the policy is not certain; NaN for too few. An error e in a token's logit changes its log-prob by (1 - p) e, so unlike
+    the mean difference this does not fall as the policy grows certain."""
     uncertain = -np.expm1(np.minimum(second, 0.0, dtype=np.float64))
     known = np.isfinite(first) & np.isfinite(second) & (uncertain > UNCERTAIN)
     if known.sum() < FEWEST_UNCERTAIN:
