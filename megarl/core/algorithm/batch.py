@@ -31,35 +31,24 @@ ROUNDING = 1e-9
 @dataclass(frozen=True, eq=False)
 class TrainSequence:
     """One rollout, or one path of an agent's rollout, as the learner sees it. Arrays are aligned with `tokens`: element t
-    belongs to tokens[t].
-
-    tokens             [prompt + completion] int32
-    behaviour_logprobs [prompt + completion] float32, 0 where not trained
-    loss_weight        [prompt + completion] float32, 0 where not trained (prompt, masked segments)
-    reward             the rollout's reward, for the critic
-    advantage          of the rollout; with a critic, a teacher or `agent.credit: turn`, of each token
-    value, value_target  with a critic: its estimate before each trained token, and the value that it should learn
-    reference_logprobs log-probs of the frozen reference, per token, 0 where not trained
-    kl_penalty         amount by which the KL to the reference lowers the reward, per token, 0 where not trained
-    teacher_gain       log pi_teacher(y) - log mu(y), per token, 0 where not trained; 0 without a teacher
-    turns              [prompt + completion] int32, as in `Segment`; None: turns have no credit of their own
-    experts            [at most prompt + completion, layers with experts, experts per token] to replay; None: a free choice
-    """
+    belongs to tokens[t]. Float arrays are 0 where not trained (prompt, masked segments)."""
 
     ticket: int
     sample: int
-    tokens: np.ndarray
-    behaviour_logprobs: np.ndarray
-    loss_weight: np.ndarray
-    advantage: PerToken
-    experts: np.ndarray | None = None
-    reward: float = 0.0
-    value: PerToken = 0.0
-    value_target: PerToken = 0.0
-    reference_logprobs: PerToken = 0.0
-    kl_penalty: PerToken = 0.0
-    teacher_gain: PerToken = 0.0
-    turns: np.ndarray | None = None
+    tokens: np.ndarray  # [prompt + completion] int32
+    behaviour_logprobs: np.ndarray  # [prompt + completion] float32
+    loss_weight: np.ndarray  # [prompt + completion] float32
+    advantage: PerToken  # of the rollout; with a critic, a teacher or `agent.credit: turn`, of each token
+    experts: np.ndarray | None = (
+        None  # [at most prompt + completion, layers with experts, chosen] to replay; None: free
+    )
+    reward: float = 0.0  # the rollout's, for the critic
+    value: PerToken = 0.0  # the critic's estimate before each token
+    value_target: PerToken = 0.0  # the value that it should learn
+    reference_logprobs: PerToken = 0.0  # of the frozen reference
+    kl_penalty: PerToken = 0.0  # amount by which the KL to the reference lowers the reward
+    teacher_gain: PerToken = 0.0  # log pi_teacher(y) - log mu(y); 0 without a teacher
+    turns: np.ndarray | None = None  # [prompt + completion] int32, as in `Segment`; None: turns have no own credit
 
     def __len__(self) -> int:
         return len(self.tokens)

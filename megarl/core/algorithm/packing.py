@@ -19,12 +19,11 @@ from megarl.core.base.architecture import Architecture
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of a sequence, in any unit. token: per token. pair: per pair of positions, in layers with full attention.
-    local_pair: per pair in layers that attend within chunks of `chunk` positions or, if it is not 0, within a `window`."""
+    """Cost of a sequence, in any unit."""
 
-    token: float = 1.0
-    pair: float = 0.0
-    local_pair: float = 0.0
+    token: float = 1.0  # per token
+    pair: float = 0.0  # per pair of positions, in layers with full attention
+    local_pair: float = 0.0  # per pair in layers that attend within chunks or, if `window` is not 0, windows
     chunk: int = 1
     window: int = 0
 

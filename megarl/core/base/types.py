@@ -91,19 +91,14 @@ class Routing(Record, frozen=True):
 
 
 class Episode(Record, frozen=True):
-    """The exchange between the policy and its environment (data.tasks.NAME.environment), or an agent's session.
+    """The exchange between the policy and its environment (data.tasks.NAME.environment), or an agent's session."""
 
-    turns: number of the policy's turns. calls: turns that were answered (for an agent: requests that were served). errors:
-    calls that failed. seconds: time spent on all calls; for a session, time without a running request. limited: a limit ended
-    it. untrained: tokens of a session that are in no path, because their requests were repeated or abandoned.
-    """
-
-    turns: int
-    calls: int
-    errors: int
-    seconds: float
-    limited: bool
-    untrained: int = 0
+    turns: int  # of the policy
+    calls: int  # turns that were answered; for an agent: requests that were served
+    errors: int  # calls that failed
+    seconds: float  # spent on all calls; for a session, time without a running request
+    limited: bool  # a limit ended it, not the policy or the agent
+    untrained: int = 0  # tokens of a session that are in no path: their requests were repeated or abandoned
 
 
 class Branch(Record, frozen=True):
@@ -117,15 +112,13 @@ class Branch(Record, frozen=True):
 
 
 class PathTokens(NamedTuple):
-    """A sequence for the learner: tokens [n] int32, including the prompt's, behaviour log-probs [n] float32, 0 where masked,
-    and trained [n] bool. own: index of the first token that is not in an earlier path of the rollout. turns [n] int32: as in
-    `Segment`, -1 where masked."""
+    """A sequence for the learner."""
 
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    trained: np.ndarray
-    own: int
-    turns: np.ndarray
+    tokens: np.ndarray  # [n] int32, including the prompt's
+    logprobs: np.ndarray  # [n] float32, 0 where masked
+    trained: np.ndarray  # [n] bool
+    own: int  # index of the first token that is not in an earlier path of the rollout
+    turns: np.ndarray  # [n] int32, as in `Segment`, -1 where masked
 
 
 class Rollout(Record, frozen=True):

@@ -2,10 +2,9 @@
 
 `PromptOrder` chooses the prompt, from the seed, the last draw, the number of draws, and each prompt's latest pass rate.
 
-Each epoch goes once through its pool in an order of its own, given by a hash of seed, epoch and prompt id, not by the file.
-No-positive-resampling (ScaleRL, arXiv 2510.13786): a prompt whose latest group had a pass rate of `positive_threshold` or
-more is skipped in later epochs. If an epoch would begin with fewer prompts than the task has in a batch, all pass rates are
-forgotten.
+Each epoch goes once through its pool, in the order of a hash of seed, epoch and prompt id. No-positive-resampling (ScaleRL,
+arXiv 2510.13786): a prompt whose latest group had a pass rate of `positive_threshold` or more is skipped in later epochs. If an
+epoch would begin with fewer prompts than the task has in a batch, all pass rates are forgotten.
 
     pool of an epoch = the easiest share of all T prompts      share, by the draws t so far; all are in after T:
                                                                none 1    linear s + (1 - s) t/T    exponential s^(1 - t/T)

@@ -10,16 +10,10 @@ Replay: the learner's routers take the experts that the server chose (model.moe.
 The probabilities are still the learner's own, so gradients reach the router. Where nothing was recorded (the last token of a
 sequence, padding) the router chooses itself. For parity, routers can instead make their own choices and count differences.
 
-Load: each step counts the tokens of each expert and adds a balancing loss if the recipe asks for one.
-
-    each micro-batch   padding ──► routers ──routing map──► tokens of each expert of each layer       (without padding)
-    after the step     summed over ranks ──► max / mean of each layer: 1 if even, the number of experts if all go to one
-
-Routers' biases (model.moe.bias_update_rate) change after each update, by these counts: up for experts with fewer tokens than
-the mean of their layer, down for those with more (arXiv 2408.15664). A skipped step changes none.
-
-The balancing loss is megatron's (Switch Transformer, arXiv 2101.03961, eq. 4), computed for each micro-batch. Each is weighted
-by its share of the step's tokens, so that a step's balancing gradient does not grow with the number of micro-batches.
+Load: each step counts the tokens of each expert, without padding, over all ranks. By these counts routers' biases
+(model.moe.bias_update_rate) change after each update: up for experts with fewer tokens than the mean of their layer, down for
+those with more (arXiv 2408.15664). The balancing loss is megatron's (Switch Transformer, arXiv 2101.03961, eq. 4), computed for
+each micro-batch and weighted by its share of the step's tokens.
 """
 
 import math

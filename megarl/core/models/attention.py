@@ -80,16 +80,14 @@ def ranges(starts: Tensor, ends: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """How a layer attends. rotary: rotate q and k. chunk: attend only within chunks of this length. l2_epsilon: normalise q
-    and k after rotation. temperature: (floor, scale), see `temperatures`. sinks: each head has one. window: attend only to this
-    many positions up to a query's own; only with sinks. None: without."""
+    """How a layer attends. None: without."""
 
-    rotary: bool = True
-    chunk: int | None = None
-    l2_epsilon: float | None = None
-    temperature: tuple[int, float] | None = None
-    sinks: bool = False
-    window: int | None = None
+    rotary: bool = True  # rotate q and k
+    chunk: int | None = None  # attend only within chunks of this length
+    l2_epsilon: float | None = None  # normalise q and k after rotation
+    temperature: tuple[int, float] | None = None  # (floor, scale), see `temperatures`
+    sinks: bool = False  # each head has one
+    window: int | None = None  # attend only to this many positions up to a query's own; only with sinks
 
 
 def positions_of(boundaries: Sequence[int]) -> Tensor:

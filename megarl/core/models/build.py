@@ -1,15 +1,12 @@
 """This rank's part of a model: one GPTModel per virtual pipeline stage, with the right layout and precision, without weights.
 
-Parameters are not initialised: megarl.core.models.hf.load or megarl.core.models.checkpoint.load_model fills them.
-
 FP8 by Transformer Engine covers the products of linear maps, forward and backward:
 
     blockwise    E4M3; a scale per 128 values of an activation or gradient and per 128 x 128 of a weight (arXiv 2412.19437)
     tensorwise   E4M3, gradients E5M2; a scale per tensor, from its present values
 
-Weights stay bf16 and are converted to FP8 in each pass of the schedule, so published and stored weights are the same as without
-FP8. Neither recipe keeps state between steps (`delayed` scaling does), so scored and trained log-probs have the same precision.
-Norms, attention, router, embedding and head are not affected.
+Weights stay bf16 and are converted in each pass of the schedule, so published and stored weights are the same as without FP8.
+Neither recipe keeps state between steps (`delayed` scaling does), so scored and trained log-probs have the same precision.
 
 A layer is built from megatron-core's modules, with ours where Transformer Engine is missing or does not suffice:
 

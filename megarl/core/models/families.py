@@ -74,12 +74,11 @@ NamedWeights = dict[str, Weight]
 
 @dataclass(frozen=True)
 class Family:
-    """One model: its architecture, and how its tensors correspond. weights: by Megatron's names in local layer specs.
-    elsewhere: prefixes of tensors that do not belong to the language model and are carried along unchanged."""
+    """One model: its architecture, and how its tensors correspond."""
 
     architecture: Architecture
-    weights: Mapping[str, Weight]
-    elsewhere: tuple[str, ...] = ()
+    weights: Mapping[str, Weight]  # by Megatron's names in local layer specs
+    elsewhere: tuple[str, ...] = ()  # prefixes of tensors outside the language model, which are carried along unchanged
 
     def weight(self, name: str) -> Weight:
         """Return how a Megatron tensor is made. Layers and experts in its name count over the model. KeyError if unknown."""

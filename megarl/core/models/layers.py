@@ -5,8 +5,8 @@ critic's head.
     LatentAttention      hidden ─► compressed q, k and v, and k's rotated part ─► q, k, v of each head ─► CausalAttention
     ChunkedTEAttention   megatron rotates ─► L2 norm or temperature ─► TEDotProductAttention, with chunks as sequences
 
-Under context parallelism a rank's queries attend to the gathered keys and values. megatron-core's own modules do not suffice:
-its norm refuses sequence parallelism, its attention refuses packed sequences, its rotary embedding loops over them in Python.
+megatron-core's own modules do not suffice: its norm refuses sequence parallelism, its attention refuses packed sequences, its
+rotary embedding loops over them in Python.
 
 A rotary embedding rotates pairs of a head's elements:
 

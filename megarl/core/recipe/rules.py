@@ -51,7 +51,7 @@ def _layout(r: Recipe) -> Iterator[str]:
 
 
 def _prompts(r: Recipe) -> Iterator[str]:
-    """Check the questions for the model: templates, names of suites, and which score is forecast."""
+    """Check templates, names of suites, and which score is forecast."""
     for key, rows in _rows(r).items():
         if rows.system and rows.template == "raw":
             yield f"{key}.system: a system message needs template: chat"
@@ -192,9 +192,7 @@ def _sharing(r: Recipe) -> Iterator[str]:
 
 
 def _lengths(r: Recipe) -> Iterator[str]:
-    """Check for impossible budgets, stages out of order, and an end of thinking that is blank, empty although thinking is
-    interrupted, or not at the end of the interruption phrase.
-    """
+    """Check budgets, their stages, and the end of thinking."""
     length, end = r.length, r.length.end_of_thinking
     budgets = [*(("stages", s.thinking_tokens) for s in length.stages), ("thinking_tokens", length.thinking_tokens)]
     for key, (shortest, most) in budgets:

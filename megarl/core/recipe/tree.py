@@ -203,10 +203,7 @@ class Run(Section):
 
 
 class Moe(Section):
-    """How experts are trained.
-
-    Fixed, because other choices harm RL: no token is dropped, and routing is in float32.
-    """
+    """How experts are trained. Fixed, because other choices harm RL: no token is dropped, and routing is in float32."""
 
     aux_loss: float = Field(0.0, ge=0, description="coefficient of the Switch Transformer's balancing loss; 0: none")
     bias_update_rate: float = Field(
@@ -702,8 +699,7 @@ class Recipe(Section):
 
     @property
     def sft_optimizer(self) -> Optimizer:
-        """The warm start's optimiser: ScaleRL's, except for its rate and a warm-up of a thirtieth of the steps (Alpaca's
-        `warmup_ratio` is 0.03)."""
+        """ScaleRL's, except for its rate and a warm-up of a thirtieth of the steps (Alpaca's `warmup_ratio` is 0.03)."""
         return Optimizer(lr=self.sft.optimizer.lr, warmup_steps=self.sft.steps // 30)
 
     @property

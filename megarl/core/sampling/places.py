@@ -65,17 +65,15 @@ class Claim:
 
 @dataclass
 class Use:
-    """A server's places, its running requests, and totals since the start (seconds with any request, place-seconds). peak: the
-    most requests that ran at once since the last observation. queued: whether requests were waiting then. reusable: input
-    tokens that a request of the same group had sent or received before. cached: how many of them were in the server's cache."""
+    """A server's places, its running requests, and totals since the start."""
 
     limit: int
     running: int = 0
-    peak: int = 0
-    queued: bool = False
-    reusable: int = 0
-    cached: int = 0
-    busy_seconds: float = 0.0
+    peak: int = 0  # the most requests that ran at once since the last observation
+    queued: bool = False  # whether requests were waiting then
+    reusable: int = 0  # input tokens that a request of the same group had sent or received before
+    cached: int = 0  # how many of them were in the server's cache
+    busy_seconds: float = 0.0  # with any request
     place_seconds: float = 0.0
     tokens: int = 0
     since: float = field(default_factory=time.monotonic)

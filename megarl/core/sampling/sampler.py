@@ -62,19 +62,17 @@ class Job:
 
 @dataclass
 class Completion:
-    """The completion of a job, so far or final. kept: number of tokens of prompt and completion that the last server's cache
-    should hold. message: tokens of the message in progress, without replies. text: the last finished message, without its stop
-    token. verdict, episode: from environment or agent; without a verdict the task's grader judges the text."""
+    """The completion of a job, so far or final."""
 
     segments: list[Segment] = field(default_factory=list)
     finish: FinishReason = "length"
     interrupted: bool = False
     retries: int = 0
-    kept: int = 0
-    text: str = ""
+    kept: int = 0  # tokens of prompt and completion that the last server's cache should hold
+    text: str = ""  # the last finished message, without its stop token
     routing: list[np.ndarray] = field(default_factory=list)  # tables of the requests so far
-    message: list[np.ndarray] = field(default_factory=list)
-    verdict: Verdict | None = None
+    message: list[np.ndarray] = field(default_factory=list)  # tokens of the message in progress, without replies
+    verdict: Verdict | None = None  # of environment or agent; without one the task's grader judges the text
     episode: Episode | None = None
     paths: tuple[Branch, ...] = ()
 

@@ -9,9 +9,7 @@
 
 Clean servers get requests, and so do publishing ones whose new weights are staged: they serve the old ones until the swap. A
 pinned server (kept at its version by an evaluation) is not published to. A clean server whose weights came from an earlier
-learner stays in use until the new learner publishes to it.
-
-The run's own servers are members for ever. Others join and leave:
+learner stays in use until the new learner publishes to it. The run's own servers are members for ever. Others join and leave:
 
     join ──► starting ─► … ─► leave, from any state ──► leaving ──► forgotten, once it has no requests and gets no weights
                  └ it does not answer, and sends no sign of life for FORGET_S ─► leaving

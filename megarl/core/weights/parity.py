@@ -59,19 +59,15 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class Distribution:
-    """|difference| of log-probs over `tokens` tokens.
-
-    share: of tokens above SHARE_ABOVE. k3: an estimate of KL(first || second) in nats, the mean of exp(d) - 1 - d with d =
-    second - first (http://joschu.net/blog/kl-approx.html).
-    """
+    """|difference| of log-probs over `tokens` tokens."""
 
     mean: float
     p50: float
     p99: float
     p999: float
     max: float
-    share: float
-    k3: float
+    share: float  # of tokens above SHARE_ABOVE
+    k3: float  # KL(first || second), nats: the mean of exp(d) - 1 - d, d = second - first (joschu.net/blog/kl-approx.html)
     tokens: int
 
     @classmethod
@@ -92,22 +88,18 @@ class Distribution:
 
 @dataclass(frozen=True)
 class RolloutScores:
-    """The scores of the trained tokens of one or more rollouts, [n] each; NaN if unknown.
-
-    behaviour, sampled_at, served, learner: log-probs, as at the top of this file. lag: number of versions from u to v.
-    position: index in the whole sequence. stale: whether the rollout, or the first one of its group, began before version u.
-    server: the one that computed `served`; it also sampled the rollout's end, if it was still available. served_gap,
-    learner_gap: the log-prob less that of one fixed token at the same position, which is the difference of two logits.
-    """
+    """The scores of the trained tokens of one or more rollouts, [n] each; NaN if unknown. The first four are log-probs, as at
+    the top of this file. A gap is a log-prob less that of one fixed token at the same position: the difference of two
+    logits."""
 
     behaviour: np.ndarray
     sampled_at: np.ndarray
     served: np.ndarray
     learner: np.ndarray
-    lag: np.ndarray
-    position: np.ndarray
-    stale: np.ndarray
-    server: np.ndarray
+    lag: np.ndarray  # number of versions from u to v
+    position: np.ndarray  # index in the whole sequence
+    stale: np.ndarray  # whether the rollout, or the first one of its group, began before version u
+    server: np.ndarray  # computed `served`; it also sampled the rollout's end, if it was still available
     served_gap: np.ndarray
     learner_gap: np.ndarray
 

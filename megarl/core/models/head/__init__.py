@@ -7,15 +7,12 @@
 
 passes.py (torch) has the work on a chunk, as the reference and for CPUs; kernels.py (Triton) does the same on a GPU. No tensor
 of size [n, V/tp] ever exists: the backward pass recomputes each chunk but the last, so there are four matrix products where
-keeping logits would need three. Ranks exchange four numbers per row: the maximum; then the sum of exponentials, the sum for the
-entropy, and the label's logit.
+keeping logits would need three. Ranks exchange four numbers per row.
 
-Logits are FP32 sums of exact products (`product`), whatever the type of hidden states and weight. So a log-prob of bf16 states
-has only the error of FP32 arithmetic, where logits rounded to bf16 would have errors of 0.03 to 0.06. A product of two bf16
-numbers is exact in FP32, so tensor cores that accumulate in FP32 compute the FP32 product at the speed of bf16, as SGLang's
-FP32 head does. In the backward pass, d is rounded to the weight's type, for tensor cores, and accumulated in FP32. With fp16
-the loss, and so d, was multiplied by the loss scale: small gradients survive the rounding, and one beyond 65,504 becomes
-infinite, which shows in the norm of the gradients (megarl/core/learner/optimizer.py).
+Logits are FP32 sums of exact products (`product`), whatever the type of hidden states and weight: tensor cores that accumulate
+in FP32 compute them at the speed of bf16, as SGLang's FP32 head does. Logits rounded to bf16 would have errors of 0.03 to 0.06.
+In the backward pass, d is rounded to the weight's type, for tensor cores, and accumulated in FP32. With fp16 it contains the
+loss scale: small gradients survive, and one beyond 65,504 becomes infinite, which shows in the norm of the gradients.
 """
 
 import importlib
