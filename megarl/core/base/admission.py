@@ -92,10 +92,8 @@ class Admission:
         del self.queue[self._index(ticket)]
 
     def batch(self, step: int) -> tuple[int, ...] | None:
-        """Return the tickets that `step` trains, in order, or None while any of them or of those ahead is unfinished.
-
-        Never changes once it is not None, since nothing ahead can be removed any more. ValueError for a forgotten step.
-        """
+        """Return the tickets that `step` trains, in order, or None while any of them or of those ahead is unfinished. Never
+        changes once it is not None, since nothing ahead can be removed any more. ValueError for a forgotten step."""
         first = step * self.prompts_per_batch - self.forgotten
         if first < 0:
             oldest = self.forgotten // self.prompts_per_batch

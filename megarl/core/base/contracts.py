@@ -24,12 +24,11 @@ class GraderDown(Exception):
 
 
 class Verdict(NamedTuple):
-    """One grader's judgement. An answer is right if its score is above 0. NaN: the grader could not judge it. error: the text
-    of its failure on the answer. After a failure or a timeout the score is a wrong answer's, or NaN."""
+    """One grader's judgement. After a failure or a timeout the score is a wrong answer's, or NaN."""
 
-    score: float
+    score: float  # right if above 0; NaN: the grader could not judge it
     timeout: bool = False
-    error: str = ""
+    error: str = ""  # the text of its failure on the answer
 
 
 def score_of(value: Any) -> float:
@@ -41,16 +40,14 @@ def score_of(value: Any) -> float:
 
 class Grade(NamedTuple):
     """The grade of a completion. reward: the task grader's score, ±1 unless the grader is the user's own, plus the others'
-    weighted scores; NaN if one of them could not judge. format_ok: the thinking was closed and an answer follows it. timeout,
-    error: whether any grader had one. rewards: each grader's score by name, if there are several and all could judge; the task
-    grader's is `answer`."""
+    weighted scores; NaN if one of them could not judge."""
 
     reward: float
     correct: bool
-    format_ok: bool
-    timeout: bool = False
-    error: bool = False
-    rewards: Mapping[str, float] = {}
+    format_ok: bool  # the thinking was closed and an answer follows it
+    timeout: bool = False  # of any grader
+    error: bool = False  # of any grader
+    rewards: Mapping[str, float] = {}  # of several graders by name, if all could judge; `answer`: the task grader's
 
 
 class Grader(Protocol):
@@ -103,12 +100,11 @@ class EnvironmentDown(GraderDown):
 
 
 class Observation(NamedTuple):
-    """An environment's answer to a turn. tokens [m] int32: inserted after the turn, masked from the loss. done: the turn was
-    the last one; nothing is inserted. error: the policy called a tool wrongly, or the tool failed on its input."""
+    """An environment's answer to a turn."""
 
-    tokens: np.ndarray
-    done: bool = False
-    error: bool = False
+    tokens: np.ndarray  # [m] int32: inserted after the turn, masked from the loss
+    done: bool = False  # the turn was the last one; nothing is inserted
+    error: bool = False  # the policy called a tool wrongly, or the tool failed on its input
 
 
 DONE = Observation(int32(()), done=True)
@@ -182,14 +178,13 @@ servers' caches should already hold."""
 
 
 class AgentRollout(NamedTuple):
-    """The rollout of an agent's session. text: the policy's last message. verdict: the agent's own; None: the task's grader
-    judges. finish: `length` if a limit ended the session."""
+    """The rollout of an agent's session."""
 
     segments: tuple[Segment, ...]
     paths: tuple[Branch, ...]
-    text: str
-    finish: FinishReason
-    verdict: Verdict | None
+    text: str  # the policy's last message
+    finish: FinishReason  # `length` if a limit ended the session
+    verdict: Verdict | None  # the agent's own; None: the task's grader judges
     episode: Episode
 
 

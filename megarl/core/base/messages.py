@@ -80,16 +80,14 @@ class Published(Record, frozen=True, tag="published"):
 
 
 class Scored(Record, frozen=True, tag="scored"):
-    """The learner's answer to `Score`: for each rollout, at temperature 1, log-probs [n - first] float32 of the tokens from
-    `first` on and of the single token `Score.against` there. choices: number of (token, layer) choices of experts compared with
-    the servers'; differing: of those with another set of experts."""
+    """The learner's answer to `Score`, per rollout, [n - first] float32 at temperature 1."""
 
     incarnation: Incarnation
     version: Count
-    logprobs: tuple[np.ndarray, ...]
-    against: tuple[np.ndarray, ...]
-    choices: Count = 0
-    differing: Count = 0
+    logprobs: tuple[np.ndarray, ...]  # of the tokens from `first` on
+    against: tuple[np.ndarray, ...]  # of the single token `Score.against` at the same positions
+    choices: Count = 0  # number of (token, layer) choices of experts compared with the servers'
+    differing: Count = 0  # number of them with another set of experts
 
 
 class Stopped(Record, frozen=True, tag="stopped"):
@@ -100,12 +98,11 @@ class Stopped(Record, frozen=True, tag="stopped"):
 
 
 class Join(Record, frozen=True, tag="join"):
-    """A server that the run did not start announces itself, again and again as a sign of life. life: names the server's
-    process. server: its id from an earlier answer; -1 before the first."""
+    """A server that the run did not start announces itself, again and again as a sign of life."""
 
-    life: Incarnation
+    life: Incarnation  # names the server's process
     url: Annotated[str, msgspec.Meta(max_length=256, pattern=r"^http://[^/@]+:[0-9]{1,5}$")]
-    server: Annotated[int, msgspec.Meta(ge=-1, le=1 << 30)] = -1
+    server: Annotated[int, msgspec.Meta(ge=-1, le=1 << 30)] = -1  # its id from an earlier answer; -1 before the first
 
 
 class Leave(Record, frozen=True, tag="leave"):

@@ -22,14 +22,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer. end, others: ids that end a completion; gpt-oss has one that ends a call. path: its directory, for error
-    messages. vocabulary: number of tokens that the model there knows; a larger id crashes a server."""
-
     backend: Backend
-    end: int
-    path: Path
-    vocabulary: int = sys.maxsize
-    others: tuple[int, ...] = ()
+    end: int  # ends a completion
+    path: Path  # its directory, for error messages
+    vocabulary: int = sys.maxsize  # number of tokens that the model there knows; a larger id crashes a server
+    others: tuple[int, ...] = ()  # further ids that end a completion; gpt-oss has one that ends a call
 
     @property
     def ends(self) -> tuple[int, ...]:

@@ -62,17 +62,14 @@ class Prompt(Record, frozen=True):
 
 
 class Segment(Record, frozen=True, omit_defaults=True):
-    """Consecutive completion tokens of one origin: tokens [n] int32; logprobs [n] float32, recorded at sampling, 0 where not
-    trained. weight_version: of the weights that sampled them (for tokens salvaged from a lost server: at the request's start).
-    turn, credit, with `agent.credit: turn`: the number of the turn in its session, in the order in which turns were served, and
-    the sum of the agent's rewards after it, without the rollout's own reward."""
+    """Consecutive completion tokens of one origin. turn and credit: with `agent.credit: turn`."""
 
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    weight_version: int
+    tokens: np.ndarray  # [n] int32
+    logprobs: np.ndarray  # [n] float32, recorded at sampling; 0 where not trained
+    weight_version: int  # that sampled them; of tokens salvaged from a lost server: at the request's start
     trained: bool = True
-    turn: int = -1
-    credit: float = 0.0
+    turn: int = -1  # number of the turn in its session, in the order in which turns were served
+    credit: float = 0.0  # sum of the agent's rewards after the turn, without the rollout's own reward
 
 
 class Routing(Record, frozen=True):

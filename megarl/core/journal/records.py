@@ -46,17 +46,15 @@ class Session(Record, frozen=True, tag="session"):
 
 
 class Admitted(Record, frozen=True, tag="admitted"):
-    """A prompt of a task got a ticket. epoch: number of the pass over the task's data. reset: too few prompts were left, so all
-    pass rates of the task were forgotten before this draw. pool: the epoch covers this many of the easiest prompts
-    (`data.curriculum`); 0: all. due: D(g) at the time of the draw, which determines the length budget."""
+    """A prompt of a task got a ticket."""
 
     ticket: int
     task: str
     prompt_id: str
-    epoch: int
-    due: int
-    reset: bool = False
-    pool: int = 0
+    epoch: int  # number of the pass over the task's data
+    due: int  # D(g) at the time of the draw, which determines the length budget
+    reset: bool = False  # too few prompts were left, so all pass rates of the task were forgotten before this draw
+    pool: int = 0  # the epoch covers this many of the easiest prompts (`data.curriculum`); 0: all
 
 
 class Finished(Record, frozen=True, tag="finished"):

@@ -126,10 +126,7 @@ class Checkpoints:
 
     def load_latest(self) -> bool:
         """Continue from the newest intact checkpoint and put damaged newer ones aside. Return False if there is no checkpoint.
-
-        An error that does not prove damage is raised only after some tries, since storage may be unavailable for a while. Files
-        that a killed writer left are removed to make room for the next checkpoint.
-        """
+        An error that does not prove damage is raised only after some tries, since storage may be unavailable for a while."""
         paths = from_rank_0(checkpoint.complete(self.folder))
         corrupt: list[Path] = []
         while paths:
@@ -180,10 +177,8 @@ class Checkpoints:
 
 
 def resumed(recipe: Recipe, folder: Path, record: Path | None, offload: Offload) -> Checkpoints:
-    """Return the checkpoints in `folder` with a trainer that continues from the newest, if there is one. COLLECTIVE.
-
-    record: the file for the size of micro-batches (microbatch_size.py). offload: frees the servers' memory during training.
-    """
+    """Return the checkpoints in `folder` with a trainer that continues from the newest, if there is one. COLLECTIVE. record:
+    the file for the size of micro-batches (microbatch_size.py). offload: frees the servers' memory."""
     source = Path(recipe.model.path)
     trainer = Trainer(recipe, source)
     checkpoints = Checkpoints(folder, recipe.checkpoint.keep, trainer, source)
@@ -195,9 +190,7 @@ def resumed(recipe: Recipe, folder: Path, record: Path | None, offload: Offload)
 
 def replay_parent(recipe: Recipe, rundir: RunDir, offload: Offload) -> None:
     """Write the first checkpoint of a run that was forked between two checkpoints of its parent (megarl/run/fork.py), unless it
-    has one. Start from the parent's checkpoint, or model.path, and replay the parent's batches from there with its recipe.
-    COLLECTIVE. offload: frees the servers' memory.
-    """
+    has one: replay the parent's batches since its checkpoint with its recipe. COLLECTIVE."""
     if from_rank_0(bool(complete(rundir.checkpoints))):
         return
     before, (_, step) = load(str(rundir.parent.recipe)), recipe.run.forked

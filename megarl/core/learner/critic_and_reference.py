@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from megarl.core import recipe as recipes
 from megarl.core.algorithm import gae
 from megarl.core.algorithm.advantages import NOTHING_SEEN, Moments
 from megarl.core.algorithm.batch import TrainSequence
@@ -88,10 +87,8 @@ class ReferenceModel(Network):
         scored = [replace(s, reference_logprobs=r) for s, r in zip(sequences, logprobs, strict=True)]
         if self.settings.in_loss:
             return scored
-        return [replace(s, kl_penalty=kl_penalty(s, r, self.settings)) for s, r in zip(scored, logprobs, strict=True)]
-
-
-def kl_penalty(sequence: TrainSequence, reference: np.ndarray, settings: recipes.Reference) -> np.ndarray:
-    """Return `coefficient` times k1 at each trained token, else 0: [len]. k1 estimates KL(behaviour policy || reference)."""
-    kl = sequence.behaviour_logprobs - reference
-    return np.where(sequence.loss_weight > 0, np.float32(settings.coefficient) * kl, np.float32(0))
+        weight = np.float32(self.settings.coefficient)  # of k1, which estimates KL(behaviour policy || reference)
+        return [
+            replace(s, kl_penalty=np.where(s.trained, weight * (s.behaviour_logprobs - r), np.float32(0)))
+            for s, r in zip(scored, logprobs, strict=True)
+        ]

@@ -77,17 +77,16 @@ class PolicyModel(TrainedNetwork):
 class Trainer:
     """The policy in training, its critic if there is one, and the step count.
 
-    step: the next step to train, and also the version of the weights.
-    skipped_in_row: number of skipped steps in a row up to the latest, whose loss or gradient was not finite. offenders: the
-    rollouts to blame in the latest step. scaler_skipped_steps: updates so far that overflows of scaled gradients prevented.
-    moments: of the undivided advantages of all batches so far (batch.advantage: running).
-    within: returns a context for each named part of a step, to measure its time.
+    step: the next step to train, and also the version of the weights. skipped_in_row: skipped steps, whose loss or gradient was
+    not finite, in a row up to the latest. offenders: the rollouts to blame in the latest step. scaler_skipped_steps: updates so
+    far that overflows of scaled gradients prevented. moments: of the undivided advantages of all batches so far. within:
+    returns a context for each named part of a step, to measure its time.
     """
 
     within: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     def __init__(self, recipe: Recipe, hf_dir: Path, supervised: bool = False) -> None:
-        """Load the networks. supervised: for the warm start (`recipe.sft`), which trains only the policy, in one epoch."""
+        """supervised: for the warm start (`recipe.sft`), which trains only the policy, in one epoch."""
         self.recipe = recipe
         self.steps = recipe.sft.steps if supervised else recipe.run.steps
         self.policy = PolicyModel(recipe, hf_dir, supervised)

@@ -65,21 +65,16 @@ class CorruptCheckpoint(MegarlError):
 
 
 class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """The description of a checkpoint. `seal` fills in `files` and `checksum`.
-
-    version: of the weights. hf_source: the directory that configuration and tokenizer came from. model: the recipe's section,
-    with the layout and precision at writing. critic: whether there is one besides the policy. files: checksums of all other
-    files, by name. checksum: of the rest of this file.
-    """
+    """The description of a checkpoint. `seal` fills in `files` and `checksum`."""
 
     step: int
-    version: int
-    hf_source: str
-    model: dict[str, Any]
-    critic: bool = False
+    version: int  # of the weights
+    hf_source: str  # the directory that configuration and tokenizer came from
+    model: dict[str, Any]  # the recipe's section, with the layout and precision at writing
+    critic: bool = False  # whether there is one besides the policy
     schema: int = SCHEMA_VERSION
-    files: dict[str, int] = {}
-    checksum: int = 0
+    files: dict[str, int] = {}  # checksums of all other files, by name
+    checksum: int = 0  # of the rest of this file
 
 
 def metadata() -> dict[str, object]:
@@ -164,10 +159,8 @@ def whole_or_gone(path: Path) -> Iterator[None]:
 
 
 def load(path: Path, state: ShardedStateDict) -> StateDict:
-    """Load the values of `state` from the checkpoint at `path`, of any layout. COLLECTIVE.
-
-    CorruptCheckpoint if a file is damaged; another MegarlError if all files are intact but loading failed.
-    """
+    """Load the values of `state` from the checkpoint at `path`, of any layout. COLLECTIVE. CorruptCheckpoint if a file is
+    damaged; another MegarlError if all files are intact but loading failed."""
 
     def check_share() -> None:
         """Check this rank's share of the files, every n-th of n ranks, so that each reads about as much."""
@@ -227,9 +220,7 @@ def read_meta(path: Path) -> CheckpointMeta:
 
 def prune(checkpoints: Path, keep: int) -> None:
     """Remove all checkpoints but the newest `keep`, and what killed writers left. Call this on one rank, while none is written.
-
-    Files that cannot be removed stay, with a warning, until the next call.
-    """
+    Files that cannot be removed stay, with a warning, until the next call."""
     for path in (*complete(checkpoints)[:-keep], *_incomplete(checkpoints)):
         try:
             (path / META).unlink(missing_ok=True)  # first, so that a kill leaves nothing that looks complete
@@ -330,8 +321,7 @@ FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 @contextmanager
 def safely(path: Path) -> Iterator[None]:
     """Make it safe for torch to read the checkpoint at `path` within this context. MegarlError if its .metadata cannot be read,
-    CorruptCheckpoint if it is not a pickle of the expected classes.
-    """
+    CorruptCheckpoint if it is not a pickle of the expected classes."""
     try:
         with (path / METADATA).open("rb") as stream:
             _MetadataUnpickler(stream).load()

@@ -319,10 +319,7 @@ def _validated(tree: RecipeTree, origin: Origin) -> Recipe:
 
 def _adapted(tree: Any, kind: Any) -> Any:
     """Convert YAML's values for pydantic's strict types: lists to tuples and, for float keys, strings such as `1e-6`, which
-    YAML 1.1 does not read as numbers, to floats. `null` in place of a named section removes the base recipe's.
-
-    An int for a float key needs no conversion: pydantic's strict mode accepts it.
-    """
+    YAML 1.1 does not read as numbers, to floats. `null` in place of a named section removes the base recipe's."""
     if isinstance(tree, dict):
         kept = {key: value for key, value in tree.items() if value is not None or not _has_sections(kind)}
         return {key: _adapted(value, kind_of(kind, key)) for key, value in kept.items()}

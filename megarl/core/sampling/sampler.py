@@ -46,14 +46,13 @@ class Void(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """What to sample. salt: only requests with the same salt share cached prefixes. take: waits for a place for a request and
-    returns (server, version); the sampler gives the place back. thinking_tokens: limit on the part before the answer leg."""
+    """What to sample."""
 
     prompt: Prompt
     order: Order
-    take: Callable[[], Awaitable[tuple[int, int]]]
-    salt: str
-    thinking_tokens: int
+    take: Callable[[], Awaitable[tuple[int, int]]]  # as Places.take; the sampler gives the place back
+    salt: str  # only requests with the same salt share cached prefixes
+    thinking_tokens: int  # limit on the part before the answer leg
     temperature: float
     top_p: float
     routed: Architecture | None = None  # record the experts of this model that the servers choose

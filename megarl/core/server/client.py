@@ -78,16 +78,14 @@ class VersionSpan(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """A finished request: tokens [n] int32, with the stop token; logprobs [n] float32; spans cover 0 … n in order. routing: the
-    chosen experts (Architecture.routed_experts) if they were asked for, else "". cached: tokens of the input that the server
-    had in its cache."""
+    """A finished request."""
 
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    spans: tuple[VersionSpan, ...]
+    tokens: np.ndarray  # [n] int32, with the stop token
+    logprobs: np.ndarray  # [n] float32
+    spans: tuple[VersionSpan, ...]  # cover 0 … n in order
     finish: Literal["stop", "length"]
-    routing: str = ""
-    cached: int = 0
+    routing: str = ""  # the chosen experts (Architecture.routed_experts) if they were asked for
+    cached: int = 0  # tokens of the input that the server had in its cache
 
 
 class Prefill(NamedTuple):

@@ -42,10 +42,8 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = False) -> None:
-    """Serve until killed. The server is killed when its parent dies, and its child processes with it.
-
-    host: the address to listen on; empty: the one in the endpoints. teacher: serve the recipe's teacher.
-    """
+    """Serve until killed. The server is killed when its parent dies, and its child processes with it. host: the address to
+    listen on; empty: the one in the endpoints. teacher: serve the recipe's teacher."""
     die_with_parent()
     os.umask(0o077)  # SGLang's processes trust what they receive over sockets in the file system
     start_logging(f"{'teacher' if teacher else 'server'} {index}")
@@ -108,11 +106,8 @@ def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = 
 
 
 async def warm_up(url: str, endpoints: Endpoints) -> bool:
-    """Generate one token, then make /health succeed.
-
-    This runs in a thread beside the HTTP server, like SGLang's own warm-up, which first sleeps for a second. If the request
-    fails, SGLang reports the error and the server never becomes ready.
-    """
+    """Generate one token, then make /health succeed. This runs in a thread beside the HTTP server, like SGLang's own warm-up,
+    which first sleeps for a second. If the request fails, the server never becomes ready."""
     from sglang.srt.entrypoints.http_server import get_global_state
     from sglang.srt.managers.tokenizer_manager import ServerStatus
 

@@ -287,14 +287,7 @@ SAME_BITS_LIMIT, TEMPERATURE_LIMIT, POSITION_LIMIT = 0.5, 0.35, 1.5
 
 
 def likely_cause(measurements: Sequence[Measurement], limits: ParityLimits, what: str) -> str:
-    """Return the likeliest cause of measurements that exceed the limit on `what`, and the numbers that point to it.
-
-    stale server   its scores have the same bits at two versions
-    temperature    differences depend on the log-prob itself: a straight line explains most of them
-    RoPE           differences grow along the sequence; not for decode, whose error grows anyway with the length of the cache
-    routing        more choices of experts differ than rounding explains
-    dtype          none of these: the noise is the same everywhere
-    """
+    """Return the likeliest cause of measurements that exceed the limit on `what`, and the numbers that point to it."""
     signs = _signs(RolloutScores.joined([m.scores for m in measurements]), what)
     choices = sum(m.choices for m in measurements)
     routing = sum(m.differing for m in measurements) / choices if choices else 0.0
@@ -372,11 +365,8 @@ def growth_along_sequence(first: np.ndarray, second: np.ndarray, position: np.nd
 
 
 def pooled(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return each cause's distribution over the publications in rows of metrics, without causes that were never measured.
-
-    mean, share, k3: means over all tokens. p50, p99, p999: medians over publications. max, worst_mean: the largest difference,
-    and the largest mean of a publication. tokens, publications: their numbers.
-    """
+    """Return each measured cause's distribution over the publications in rows of metrics: means over all tokens, medians over
+    publications of the quantiles, the largest difference (max) and mean (worst_mean), and how many there were."""
     found = {}
     for cause in CAUSES:
         keys = {field.name: f"parity_{field.name}/{cause}" for field in fields(Distribution)}

@@ -58,20 +58,15 @@ def backend() -> str:
 
 @dataclass
 class _Attempt:
-    """The result of one attempt, for one rank, or for all of them.
-
-    failed: servers that failed by themselves. interrupted: servers that only failed to receive because the group failed.
-    broken: why the group can no longer be used.
-    """
+    """The result of one attempt, for one rank, or for all of them."""
 
     checksums: dict[str, str] = field(default_factory=dict)
     bytes: int = 0
-    failed: dict[int, str] = field(default_factory=dict)
-    interrupted: dict[int, str] = field(default_factory=dict)
-    broken: str = ""
+    failed: dict[int, str] = field(default_factory=dict)  # servers that failed by themselves
+    interrupted: dict[int, str] = field(default_factory=dict)  # that only failed to receive because the group failed
+    broken: str = ""  # why the group can no longer be used
 
     def add(self, errors: dict[int, MegarlError]) -> None:
-        """Add servers' errors."""
         for i, error in errors.items():
             said = isinstance(error, ServerSaid) and any(text in str(error) for text in LET_DOWN.values())
             let_down = said or isinstance(error, RelayLost)
@@ -184,10 +179,8 @@ class ProcessGroupTransport:
     def _broadcast(
         self, attempt: _Attempt, group: BroadcastGroup, tensors: Iterator[tuple[str, Tensor]], calls: Calls[None]
     ) -> dict[str, str]:
-        """Broadcast buckets while the next ones are gathered; return the checksums. The first error breaks the group.
-
-        Several buckets may be under way at once, with at most bucket_bytes bytes together.
-        """
+        """Broadcast buckets, at most bucket_bytes bytes at once, while the next ones are gathered; return the checksums. The
+        first error breaks the group."""
         sums, under_way = SentChecksums(self._family.architecture), deque[tuple[dist.Work, Tensor]]()
         made = buckets(self._last.changed(sums.watch(tensors)), self._bucket_bytes, self._bucket_bytes / VIEWS)
 
