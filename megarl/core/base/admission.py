@@ -61,7 +61,6 @@ class Admission:
         return (self.forgotten + len(self.queue)) // self.prompts_per_batch
 
     def admit(self) -> int:
-        """Admit a new ticket at the end of the queue."""
         ticket = self.next_ticket
         self.next_ticket += 1
         self.queue.append(ticket)

@@ -196,12 +196,10 @@ class Architecture:
 
     @property
     def routed_parameters(self) -> int:
-        """Parameters of all routed experts in all layers."""
         return self.moe_layers * self.experts * self.expert_parameters
 
     @property
     def head_parameters(self) -> int:
-        """Parameters of the head; 0 if it is the embedding."""
         return 0 if self.tied else self.embedding_parameters
 
     @property

@@ -64,7 +64,6 @@ UNMET_LIMIT_S = 5.0
 PUBLISH_TRIES = 3
 """The run fails after this many failed publications in a row on a server that answers, if no server has the weights."""
 
-
 type StatusAndTotals = tuple[Mapping[str, Any], Mapping[int, Mapping[str, float]]]
 """The latest contents of status.json, empty before the first, and each server's totals by its id."""
 type ServeMetrics = Callable[[Endpoints, Callable[[], StatusAndTotals]], Callable[[], None]]

@@ -16,8 +16,6 @@ reward rises. Returns columns of eval.jsonl, empty without a trusted grader."""
 PASS_RATE = "pass_rate"
 FURTHER_HOURS = {"gpu": 1000.0, "core": 1.0}
 """The additional compute for which a forecast states the gain, by unit."""
-
-
 STOP_WHEN = re.compile(r"gain < (\S+) per (GPU|core)-hour")
 
 

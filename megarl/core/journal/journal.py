@@ -148,7 +148,6 @@ class JournalReader:
         return self._heads[number]
 
     def _groups_of(self, number: int) -> GroupOffsets:
-        """Return where the groups of a file are."""
         if number not in self._searched:
             entries = (entry for entry, _ in file.scan(self._file(number), payloads=False))
             self._searched[number] = {entry.ticket: entry.offset for entry in entries if entry.ticket >= 0}

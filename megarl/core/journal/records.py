@@ -32,7 +32,6 @@ class RecordClock:
 
 
 clock = RecordClock()
-"""This process's."""
 
 
 class Session(Record, frozen=True, tag="session"):

@@ -52,8 +52,6 @@ COUNTS = ("step", "skipped_steps", "skipped_in_row", "scaler_skipped_steps")
 
 AGAIN_S = (2.0, 20.0)
 """Pauses before reading a checkpoint again that could not be read but is not known to be damaged."""
-
-
 MOST_FAILURES = 3
 """Failed writes in a row after which the learner ends. Before that training goes on, since the file system may fail only for a
 moment, and the steps since the last checkpoint would be trained again."""
@@ -255,7 +253,6 @@ def _network_state(network: TrainedNetwork, is_loading: bool) -> StateDict:
 
 
 def _restore(network: TrainedNetwork, loaded: StateDict) -> None:
-    """Restore a network from a saved `_network_state`."""
     checkpoint.set_model_state(network.chunks, loaded)
     kind = {"param_state_sharding_type": checkpoint.metadata()["distrib_optim_sharding_type"]}
     for i, optimizer in enumerate(network.optimizer.chained_optimizers):

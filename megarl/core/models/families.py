@@ -101,8 +101,6 @@ _TRANSFORMER_ENGINE = [
     (re.compile(r"\.mlp\.linear_fc1\.layer_norm_weight$"), ".pre_mlp_layernorm.weight"),
     (re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$"), r".experts.local_experts.\3.\1.\2"),
 ]
-
-
 SERVED_ROUTERS = {"Glm4MoeForCausalLM": torch.float32}
 """The type of routers' weights on a server, by architecture; others have the model's."""
 
@@ -174,7 +172,6 @@ def _latent_attention(model: Architecture, hf: str) -> NamedWeights:
 
 
 def _feed_forward(model: Architecture, hf: str, experts: bool) -> NamedWeights:
-    """Return the MLP of layer `hf`, or its router and experts."""
     if model.biases:
         return _experts_with_biases(model, hf + "mlp.")
     llama4, balanced = model.name.startswith("Llama4"), model.router == "balanced"

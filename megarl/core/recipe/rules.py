@@ -351,4 +351,3 @@ def _graders(r: Recipe) -> Iterator[str]:
 RULES: tuple[Callable[[Recipe], Iterator[str]], ...] = (
     _layout, _prompts, _sharing, _lengths, _graders, _environments, _agents, _advantages, _losses, _teacher, _learner,
 )  # fmt: skip
-"""All rules of a recipe."""

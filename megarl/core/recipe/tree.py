@@ -407,9 +407,7 @@ class Loss(Section):
     sequence_mask: tuple[float, float] | None = Field(
         None, description="[low, high]: no rollout is trained whose ratios have a geometric mean outside; null: all are"
     )
-    log_ratio_penalty: float = Field(
-        0.0, ge=0, description="coefficient of (log importance ratio)^2 in the loss; prime-rl: 1e-3"
-    )
+    log_ratio_penalty: float = Field(0.0, ge=0, description="coefficient of (log ratio)^2 in the loss; prime-rl: 1e-3")
     entropy_bonus: float = Field(0.0, ge=0, description="coefficient of the entropy in the loss; ScaleRL has none")
 
 
@@ -477,9 +475,7 @@ class Critic(Section):
         "fp32", description="precision of its weights and activations, independent of model.dtype"
     )
     lam: float = Field(1.0, ge=0, le=1, description="GAE's lambda; 1 in Open-Reasoner-Zero, 0.95 in games and robots")
-    warmup_steps: int = Field(
-        0, ge=0, description="first steps of the run, in which only the critic is trained, at a rising rate"
-    )
+    warmup_steps: int = Field(0, ge=0, description="first steps, in which only the critic is trained, at a rising rate")
     optimizer: CriticRate = Field(CriticRate(), description="its rate; schedule, grad_clip: learner.optimizer's")
 
 
@@ -524,9 +520,7 @@ class Weights(Section):
 
 
 class Serving(Section):
-    kv_tokens: int | None = Field(
-        None, ge=1, description="tokens of a server's KV cache; null: what fits in memory (GPU only)"
-    )
+    kv_tokens: int | None = Field(None, ge=1, description="tokens of a server's KV cache; null: what fits (GPU only)")
     memory_fraction: float | None = Field(
         None, gt=0, lt=1, description="share of a GPU's memory for weights and KV; null: SGLang's rule, nearly all"
     )
@@ -545,9 +539,7 @@ class Evaluation(Section):
     forecast: str = Field(
         "", description="task or suite whose pass rate is forecast; empty: that of a single task, none with several"
     )
-    suites: dict[TaskName, Suite] = Field(
-        {}, description="further sets to score, by name; `aime24: {}` is a shipped one"
-    )
+    suites: dict[TaskName, Suite] = Field({}, description="further sets to score, by name; `aime24: {}` is shipped")
 
     @property
     def sampled(self) -> dict[str, Suite]:

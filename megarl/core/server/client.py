@@ -13,12 +13,9 @@ Behaviour log-probs are those of the distribution that was sampled from. SGLang 
 with top_p < 1 we ask for its sampling support, whose log-probs are renormalised (over at most the 4096 likeliest tokens).
 Greedy requests (temperature 0) record the log-prob at temperature 1.
 
-The learner is synchronous, and calls all servers at once through a `Fleet`:
-
-    fleet.each(ids, lambda server: server.pause("in_place"))  ──►  results and errors, by server id
-
-Every call has a time limit, and its error names the step and the server. A dead server delays the others only by that limit. No
-request is sent twice: aiohttp repeats only GETs, which change nothing, and a Fleet only harmless calls (relay.py).
+The learner is synchronous, and calls all servers at once through a `Fleet` (fleet.py). Every call has a time limit, and its
+error names the step and the server. No request is sent twice: aiohttp repeats only GETs, which change nothing, and a Fleet only
+harmless calls (relay.py).
 """
 
 import hashlib

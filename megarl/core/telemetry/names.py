@@ -166,7 +166,6 @@ MEANINGS = {
         "warning_parity": "1 if a limit of parity was broken; the run ends if that lasts",
     },
 }
-"""The meaning and unit of each metric, by heading."""
 NAMES = {name: (heading, meaning) for heading, names in MEANINGS.items() for name, meaning in names.items()}
 
 

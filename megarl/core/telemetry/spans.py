@@ -130,4 +130,3 @@ class Spans:
 
 
 spans = Spans()
-"""This process's."""

@@ -47,7 +47,6 @@ from megarl.core.weights.transport import Sent, SentChecksums, buckets
 
 log = logging.getLogger(__name__)
 
-
 VIEWS = 16
 """A tensor larger than a bucket divided by this is sent from its own memory, not copied into a bucket with others."""
 
