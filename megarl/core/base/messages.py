@@ -66,8 +66,7 @@ class ServerResult(Record, frozen=True):
 
 
 class Published(Record, frozen=True, tag="published"):
-    """Publication of `version` has ended. Seconds are the wall time of the slowest server. staged: the transfer took place
-    before the pause, and resume_seconds includes the swap."""
+    """Publication of `version` has ended. Seconds are the wall time of the slowest server."""
 
     incarnation: Incarnation
     version: Count
@@ -76,7 +75,7 @@ class Published(Record, frozen=True, tag="published"):
     transfer_seconds: float
     resume_seconds: float
     bytes_sent: Count
-    staged: bool = False
+    staged: bool = False  # the transfer took place before the pause, and resume_seconds includes the swap
 
 
 class Scored(Record, frozen=True, tag="scored"):
@@ -116,13 +115,14 @@ Request = Next | Published | Scored | Stopped | FromServer
 
 
 class Train(Record, frozen=True, tag="train"):
-    """Train this batch. stats: the controller's metrics of the step, merged into its row of metrics.jsonl. compute_hours: the
-    run's total at the time of the reply; the learner adds its own time, times `compute_devices`."""
+    """Train this batch."""
 
     batch: Batch
-    compute_hours: float
+    compute_hours: (
+        float  # the run's total at the time of the reply; the learner adds its own time, times compute_devices
+    )
     compute_devices: int
-    stats: dict[str, float]
+    stats: dict[str, float]  # the controller's metrics of the step, merged into its row of metrics.jsonl
     replay: bool = False
 
 
@@ -134,12 +134,11 @@ class Publish(Record, frozen=True, tag="publish"):
 
 
 class ScoredRollout(Record, frozen=True):
-    """A rollout to score: tokens [n] int32 of prompt and completion, scored from `first` (at least 1) on. experts: the choices
-    of a server with the same weights, to be compared with the learner's."""
+    """A rollout to score."""
 
-    tokens: np.ndarray
-    first: int
-    experts: Routing | None = None
+    tokens: np.ndarray  # [n] int32 of prompt and completion
+    first: int  # where scoring begins, at least 1
+    experts: Routing | None = None  # choices of a server with the same weights, to be compared with the learner's
 
 
 PARITY_ROLLOUTS = 4

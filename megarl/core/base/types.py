@@ -43,14 +43,13 @@ class Record(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
 
 class Prompt(Record, frozen=True):
-    """One problem. tokens [prompt_len] int32; answer: what the task's grader compares completions with. `task` and `id`
-    identify it within a run. difficulty: smaller is easier."""
+    """One problem. `task` and `id` identify it within a run."""
 
     id: str
-    tokens: np.ndarray
-    answer: str
+    tokens: np.ndarray  # [prompt_len] int32
+    answer: str  # what the task's grader compares completions with
     task: str = "math"
-    difficulty: int = 0
+    difficulty: int = 0  # smaller is easier
 
     @property
     def shown(self) -> "Prompt":
@@ -119,19 +118,15 @@ class PathTokens(NamedTuple):
 
 
 class Rollout(Record, frozen=True):
-    """One graded completion of a ticket's prompt. sample: 0 … generations-1 within the group.
+    """One graded completion of a ticket's prompt. Every sampled token is in exactly one segment. paths: only for an agent's
+    rollout; they partition its segments and do not begin with the group's prompt."""
 
-    graded: the graders' reward before the overlong penalty; None: the same as `reward`. paths: only for an agent's rollout;
-    they partition its segments and do not begin with the group's prompt. Every sampled token is in exactly one segment.
-    teacher_logprobs [completion_len] float32: the teacher's log-probs, 0 where not trained; None without a teacher.
-    """
-
-    sample: int
+    sample: int  # 0 … generations-1 within the group
     segments: tuple[Segment, ...]
     reward: float
     correct: bool
     finish: FinishReason
-    graded: float | None = None
+    graded: float | None = None  # the graders' reward before the overlong penalty; None: the same as `reward`
     interrupted: bool = False  # the interruption phrase was inserted
     format_ok: bool = True  # the thinking trace was closed and an answer follows it
     grader_timeout: bool = False
@@ -141,7 +136,7 @@ class Rollout(Record, frozen=True):
     routing: Routing | None = None  # recorded with model.moe.routing_replay
     episode: Episode | None = None  # if the task has an environment or an agent
     paths: tuple[Branch, ...] = ()
-    teacher_logprobs: np.ndarray | None = None
+    teacher_logprobs: np.ndarray | None = None  # [completion_len] float32, 0 where not trained
 
     @property
     def tokens(self) -> np.ndarray:
@@ -199,11 +194,10 @@ def _path(before: np.ndarray, own: Sequence[Segment]) -> PathTokens:
 
 
 class Group(Record, frozen=True):
-    """All rollouts of one ticket. A `void` group (nothing could be generated or graded) has none, but keeps its slot. prompt:
-    as in `Prompt.shown`."""
+    """All rollouts of one ticket. A `void` group (nothing could be generated or graded) has none, but keeps its slot."""
 
     ticket: int
-    prompt: Prompt
+    prompt: Prompt  # as in `Prompt.shown`
     rollouts: tuple[Rollout, ...]
     void: str = ""  # the reason, if void
     epoch: int = 0

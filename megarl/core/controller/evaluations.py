@@ -120,7 +120,7 @@ class Evaluations:
         self._pipeline.changed()
 
     async def _ask(self, version: int, servers: set[int], folder: Path) -> dict[str, list[Outcome]]:
-        """Ask all questions, write each answer, and return the outcomes by task and suite."""
+        """Ask all questions, write each answer, and return the outcomes by suite."""
         shutil.rmtree(folder, ignore_errors=True)  # answers that an earlier life left for this version
         places = {suite.name: SuiteDir(folder, suite.name) for suite in self._questions}
         for place in places.values():

@@ -55,7 +55,7 @@ class Outcome(NamedTuple):
 
 
 def read_outcomes(answers: Path) -> list[Outcome]:
-    """Read the newest outcome of each id and sample from a file of answers."""
+    """Return the newest outcome of each id and sample."""
     outcomes = {(answer.id, answer.sample): Outcome.of(answer) for answer in read_answers(answers)}
     return [outcomes[key] for key in sorted(outcomes)]
 

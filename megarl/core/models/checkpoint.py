@@ -6,15 +6,9 @@
         megarl.json                           CheckpointMeta, with a checksum of each file; written last
     RUN/checkpoints/.step-0000020.partial/    being written; renamed when complete
 
-The state is the sharded state dict that the caller passes; `model_state` is the part that every checkpoint has.
-
 Each rank reads back its files to compute checksums, in the thread that wrote them. Before any part of a checkpoint is used, all
-files are verified, each by one of the ranks.
-
-The checksum is CRC-32 because it is the fastest: 6.0 GB/s on one core of an AMD EPYC, against 1.2 for blake2b. It guards
-against accidents; anyone who changes a file on purpose can change its checksum, too.
-
-A checkpoint is read without running any code in it, wherever it came from:
+files are verified, each by one of the ranks. CRC-32 is the fastest checksum: 6.0 GB/s on one core of an AMD EPYC, against 1.2
+for blake2b. It guards against accidents only. A checkpoint is read without running any code in it, wherever it came from:
 
 .metadata       a pickle that torch reads without checks: we read it first, with an unpickler that allows only expected classes
 *.distcp        torch archives; megatron lets torch unpickle objects of any class: within `safely` only plain ones

@@ -38,12 +38,13 @@ from megarl.core.base.architecture import Architecture
 
 @dataclass(frozen=True)
 class SourceView:
-    """A Hugging Face tensor, or a view of one. expert: its index along dimension 0, if experts are stacked. part: (k, n), the
-    k-th of n equal parts of the last dimension (a fused gate_up_proj)."""
+    """A Hugging Face tensor, or a view of one."""
 
     name: str
-    expert: int | None = None
-    part: tuple[int, int] | None = None
+    expert: int | None = None  # index along dimension 0, if experts are stacked
+    part: tuple[int, int] | None = (
+        None  # (k, n), the k-th of n equal parts of the last dimension (a fused gate_up_proj)
+    )
 
     @property
     def alone(self) -> str:

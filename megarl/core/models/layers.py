@@ -85,13 +85,12 @@ def inverse_frequencies(model: Architecture) -> Tensor:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rope:
-    """The rotary embedding of one model. inverse_frequencies [rotated / 2] float32: for the first elements of a head, or its
-    `last`. magnitude: a factor on the rotated elements."""
+    """The rotary embedding of one model."""
 
-    inverse_frequencies: Tensor
+    inverse_frequencies: Tensor  # [rotated / 2] float32
     interleaved: bool
-    magnitude: float = 1.0
-    last: bool = False
+    magnitude: float = 1.0  # a factor on the rotated elements
+    last: bool = False  # a head's last elements are rotated, not its first
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin [positions, 1, rotated / 2] of each pair's angle, computed in float32 and, unless interleaved,

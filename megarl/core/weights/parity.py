@@ -33,13 +33,12 @@ FEWEST_TOKENS = 32
 
 @dataclass(frozen=True)
 class ParityLimits:
-    """The largest mean and median of |difference| of log-probs that rounding can explain, for kernels and for decode. routing:
-    the largest share of (token, layer) choices of experts that may differ. A token for which rounding chooses another expert is
-    far off and raises the mean: with experts its limit must be loose, and that on the median is the sharper one."""
+    """The largest mean and median of |difference| of log-probs that rounding can explain, for kernels and for decode. A token
+    for which rounding chooses another expert is far off and raises the mean: with experts the median's limit is sharper."""
 
     mean: float
     p50: float
-    routing: float = 1.0
+    routing: float = 1.0  # the largest share of (token, layer) choices of experts that may differ
 
     def mean_of(self, cause: str) -> float:
         """Return the limit on the mean for a cause. A server differs less from itself (decode) than from the learner."""

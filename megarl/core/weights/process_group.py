@@ -102,8 +102,6 @@ class ProcessGroupTransport:
         self._untold: dict[int, str] = {}
 
     def send(self, fleet: Fleet, ids: Sequence[int], version: int) -> Sent:
-        """Send the weights to the servers `ids`, which stage them beside those that they serve. Every rank returns the same
-        result. COLLECTIVE."""
         leader = dist.get_rank() == 0
         alive = tuple(ids)
         untold = {i: self._untold.pop(i) for i in alive if i in self._untold}
@@ -134,7 +132,6 @@ class ProcessGroupTransport:
         return Sent(errors, {}, 0)
 
     def _send_all(self, fleet: Fleet, ids: tuple[int, ...]) -> _Attempt:
-        """Send everything once."""
         whole, mine = _Attempt(), _Attempt()
         joined = True
         for number in range(self._groups):  # in turn, or servers would wait for each other in different groups
