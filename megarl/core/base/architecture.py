@@ -204,7 +204,6 @@ class Architecture:
 
     @property
     def parameters(self) -> int:
-        """All parameters of the language model."""
         return self.dense_parameters + self.routed_parameters + self.embedding_parameters + self.head_parameters
 
     @property

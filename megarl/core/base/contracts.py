@@ -70,8 +70,7 @@ class Graders(Protocol):
 
     def __getitem__(self, task: str) -> Grader: ...
 
-    def close(self) -> None:
-        """End the graders' processes."""
+    def close(self) -> None: ...
 
 
 def answer_of(text: str, end_of_thinking: str) -> str:
@@ -157,8 +156,7 @@ class Environments(Protocol):
     def of(self, task: str) -> PlayedEnvironment | None:
         """Return a new environment for an episode of this task; None if its rollouts have a single turn."""
 
-    def close(self) -> None:
-        """End the environments' processes."""
+    def close(self) -> None: ...
 
 
 class AgentDown(GraderDown):
@@ -201,8 +199,7 @@ class Agents(Protocol):
         policy has waited for servers, which the limit on the session's time leaves out. Raises AgentDown, or what `policy`
         raises."""
 
-    async def close(self) -> None:
-        """End the agents' processes."""
+    async def close(self) -> None: ...
 
 
 class TaskPrompts(NamedTuple):

@@ -28,7 +28,6 @@ def text_config(config: JsonObject, path: Path) -> JsonObject:
 
 
 def read_json(path: Path) -> JsonObject:
-    """Read the JSON object in a file."""
     try:
         value = json.loads(path.read_bytes())
     except json.JSONDecodeError as error:

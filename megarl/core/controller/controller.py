@@ -149,7 +149,6 @@ class Controller:
     # Called by conversation.py: messages of the learner and of joined servers, and the answers to them.
 
     def of_server(self, said: FromServer) -> Reply:
-        """Answer a server that joins the run, or leaves it."""
         return Stop(reason=self.stop_reason) if self.stop_reason else self.servers.answer(said)
 
     def new_learner(self) -> None:
@@ -204,7 +203,6 @@ class Controller:
         self._on_change()
 
     def left(self, step: int) -> None:
-        """Note that the learner has saved and leaves."""
         self._stop(f"the learner has left at step {step}")
 
     def decide(self, asked: Next) -> Decision:

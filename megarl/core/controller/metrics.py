@@ -146,7 +146,6 @@ class _DeviceHours:
         return self._before + self.devices * (time.monotonic() - self._since) / 3600
 
     def change(self, devices: int) -> None:
-        """Note how many devices there are from now on."""
         self._before, self.devices, self._since = self.total(), devices, time.monotonic()
 
 

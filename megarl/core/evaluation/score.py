@@ -150,6 +150,5 @@ async def score(questions: Sequence[Questions[Any]], asker: Asker, keep: Callabl
 
 
 def _entropy(done: Completion) -> float | None:
-    """Return the mean of -log p over the sampled tokens."""
     logprobs = np.concatenate([np.zeros(0, np.float32), *(s.logprobs for s in done.segments if s.trained)])
     return float(-logprobs.mean(dtype=np.float64)) if len(logprobs) else None

@@ -232,7 +232,6 @@ def _state(trainer: Trainer, is_loading: bool) -> StateDict:
 
 
 def _network_state(network: TrainedNetwork, is_loading: bool) -> StateDict:
-    """Return the state of a network's weights and optimiser."""
     state: StateDict = checkpoint.model_state(network.chunks)
     optimizers = [
         optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=checkpoint.metadata())

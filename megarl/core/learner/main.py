@@ -135,7 +135,6 @@ class LearnerRank:
         log.info("learner %s ready at step %d, layers by %s", self.incarnation, first, made_by)
 
     def run(self) -> None:
-        """Execute commands until Stop."""
         self.profiler.step(self.trainer.step)
         command = self._next()
         while not isinstance(command, Stop):

@@ -172,7 +172,6 @@ def _full(trainer: Trainer, tokens: int, longest: int) -> list[TrainSequence]:
 
 
 def _conditions(trainer: Trainer, longest: int) -> dict[str, object]:
-    """Return the conditions that the size depends on."""
     recipe = trainer.recipe
     return {
         "model": recipe.model.model_dump(mode="json"),

@@ -87,7 +87,6 @@ def model_state(chunks: Sequence[Module]) -> ShardedStateDict:
 
 
 def set_model_state(chunks: Sequence[Module], state: StateDict) -> None:
-    """Copy loaded weights into the chunks."""
     for key, chunk in _named(chunks):
         unexpected = chunk.load_state_dict(state[key], strict=False).unexpected_keys
         assert not unexpected, unexpected
@@ -194,7 +193,6 @@ def load_model(path: Path, chunks: Sequence[Module]) -> None:
 
 
 def read_meta(path: Path) -> CheckpointMeta:
-    """Read the description of the checkpoint at `path`."""
     if not path.is_dir():
         raise MegarlError(f"{path}: no such checkpoint")
     if not (path / META).is_file():

@@ -88,7 +88,6 @@ class Family:
         return self.weights[name]
 
     def names(self) -> set[str]:
-        """Return the names of all Hugging Face tensors of the model."""
         return {source.name for weight in self.weights.values() for source in weight.sources}
 
     def passthrough(self, name: str) -> bool:

@@ -312,7 +312,6 @@ def copy_description(source: Path, destination: Path, dtype: torch.dtype | None 
 
 
 def _tensors_elsewhere(family: Family, source: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors outside the language model."""
     with ExitStack() as stack:
         for name, file in sorted(_open(source, stack).items(), key=itemgetter(0)):
             if family.passthrough(name):
@@ -370,5 +369,4 @@ def write_index(hf_dir: Path, file_of: Mapping[str, str], total_bytes: int) -> N
 
 
 def write_config(hf_dir: Path, config: Mapping[str, object]) -> None:
-    """Write config.json of a Hugging Face directory."""
     (hf_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")

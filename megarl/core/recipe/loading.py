@@ -40,7 +40,6 @@ LONGEST = 400
 
 
 def shortened(line: str) -> str:
-    """Shorten an overlong line so that it stays recognisable."""
     return line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} … {line[-LONGEST // 2 :]}"
 
 

@@ -78,7 +78,6 @@ def _prompts(r: Recipe) -> Iterator[str]:
 
 
 def _advantages(r: Recipe) -> Iterator[str]:
-    """Check how advantages are computed, and the critic if there is one."""
     if r.batch.centring == "none" and r.batch.advantage == "group":
         yield (
             "batch.advantage: a group without variance has no deviation to divide an uncentred reward by; "
@@ -105,7 +104,6 @@ def _ends_warm_up(r: Recipe, key: str, steps: int, use: str) -> Iterator[str]:
 
 
 def _losses(r: Recipe) -> Iterator[str]:
-    """Check the loss and its terms."""
     yield from _named("loss.kind", r.loss.kind, "loss", LOSSES)
     if r.loss.kind not in LOSSES and r.loss.correction != "none":
         yield "loss.correction: your own loss applies the importance weight itself; bound it there, and set none here"
@@ -122,7 +120,6 @@ def _losses(r: Recipe) -> Iterator[str]:
 
 
 def _teacher(r: Recipe) -> Iterator[str]:
-    """Check for settings that cannot be combined with a teacher."""
     if not r.teacher.weight:
         return
     if not r.teacher.path:
@@ -192,7 +189,6 @@ def _sharing(r: Recipe) -> Iterator[str]:
 
 
 def _lengths(r: Recipe) -> Iterator[str]:
-    """Check budgets, their stages, and the end of thinking."""
     length, end = r.length, r.length.end_of_thinking
     budgets = [*(("stages", s.thinking_tokens) for s in length.stages), ("thinking_tokens", length.thinking_tokens)]
     for key, (shortest, most) in budgets:
@@ -290,7 +286,6 @@ def _environments(r: Recipe) -> Iterator[str]:
 
 
 def _agents(r: Recipe) -> Iterator[str]:
-    """Check for settings that cannot be combined with an agent."""
     for key, rows in _rows(r).items():
         if not rows.agent:
             continue

@@ -444,7 +444,6 @@ class ServerClient:
         return _of_all_ranks(said["ranks"])
 
     async def device_identity(self) -> DeviceIdentity:
-        """Return the server's machine and GPUs."""
         return msgspec.convert(await self._call("ask for its devices", "/device_identity"), DeviceIdentity)
 
     async def release_memory(self) -> None:
@@ -491,7 +490,6 @@ class ServerClient:
         return other
 
     async def exchange(self, question: ServerQuestion) -> ServerAnswer:
-        """Ask the server. Failures are answers, too."""
         return await relay.exchange(self._connections(), self.address.url, question)
 
     async def relay(self, call: RelayedCall, key: str, heard: Callable[[RelayedAnswer], Awaitable[None]]) -> None:

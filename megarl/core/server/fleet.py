@@ -41,7 +41,6 @@ class Fan[T]:
         self._running: dict[int, Coroutine[Any, ServerAnswer | None, T]] = {}
 
     async def run(self, ids: Iterable[int], call: Call[T]) -> None:
-        """Run `call` for each of these servers to its end."""
         self._running = {i: call(self._clients[i].asking) for i in ids}
         try:
             await self._ask(self._proceed(self._running, None))

@@ -146,7 +146,6 @@ class Membership:
         return broken
 
     def pin(self, server: int) -> None:
-        """Keep a clean server at its version."""
         if self.members[server].state != "clean":
             raise ValueError(f"server {server} is {self.describe(server)}: only a clean one can be pinned")
         self.members[server].pinned = True

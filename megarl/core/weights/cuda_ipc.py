@@ -56,7 +56,6 @@ class CudaIpcTransport:
         )
 
     def _send(self, fleet: Fleet, mine: Sequence[int]) -> Sent:
-        """Send to this rank's servers."""
         exported = hf.export(self._chunks, self._family, stacked=False)
         if not mine:
             deque(exported, maxlen=0)
