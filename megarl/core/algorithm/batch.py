@@ -177,8 +177,7 @@ def unrewarded(index: int, tokens: np.ndarray, first: int = 1, experts: np.ndarr
 
 
 def batch_statistics(batch: Batch, all_groups_teach: bool = False) -> dict[str, float]:
-    """Compute the metrics of a step's batch (telemetry/names.py), including groups without variance. A mean over nothing is
-    NaN. all_groups_teach: as in the recipe."""
+    """Compute metrics of a batch (telemetry/names.py), groups without variance included. A mean over nothing is NaN."""
     groups = [g for g in batch.groups if not g.void]
     rollouts = [r for g in groups for r in g.rollouts]
     lengths = np.array([sum(len(s.tokens) for s in r.segments) for r in rollouts])

@@ -54,8 +54,7 @@ class Grader(Protocol):
     """Judges completions of one task."""
 
     async def grade(self, text: str, prompt: Prompt, verdict: Verdict | None = None) -> Grade:
-        """Grade a completion's text. GraderDown if a grader is unavailable. verdict: the environment's; it overrides the task's
-        grader."""
+        """Grade a completion's text. GraderDown if a grader is unavailable. verdict: the environment's; it takes precedence."""
 
     async def grade_answer(self, text: str, prompt: Prompt, verdict: Verdict | None = None) -> Grade:
         """Grade for an evaluation: only with the task's own grader or environment or, if there is a trusted grader, with all
@@ -195,9 +194,8 @@ class Agents(Protocol):
     async def session(
         self, prompt: Prompt, order: tuple[int, int, int], policy: Policy, waited: Callable[[], float]
     ) -> AgentRollout:
-        """Run the agent of the prompt's task on the prompt. order: the smallest goes first. waited: for how many seconds the
-        policy has waited for servers, which the limit on the session's time leaves out. Raises AgentDown, or what `policy`
-        raises."""
+        """Run the agent of the prompt's task on the prompt. order: the smallest goes first. waited: seconds of waiting for
+        servers, which the limit on the session's time leaves out. Raises AgentDown, or what `policy` raises."""
 
     async def close(self) -> None: ...
 

@@ -91,8 +91,7 @@ def add(held: Tensor, difference: Tensor) -> None:
 def load(
     model: Module, loader: Callable[[Iterable[tuple[str, Tensor]]], object], tensors: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Load tensors with the model's own loader. It slices, joins and transposes deltas, too, but they are added where it would
-    copy a tensor."""
+    """Load tensors with the model's own loader, which slices, joins and transposes deltas, too; they are added, not copied."""
     deltas = []
 
     def others() -> Iterator[tuple[str, Tensor]]:

@@ -54,8 +54,7 @@ def bind_no_threads() -> None:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import without Python's garbage collector, which would take a fifth of a role's start to scan modules again and again,
-    and never scan them afterwards."""
+    """Import without the garbage collector, which would take a fifth of a role's start, and freeze what was imported."""
     gc.disable()
     try:
         yield
@@ -82,8 +81,7 @@ def die_with_parent() -> None:
 
 
 def ignore_late_signals() -> None:
-    """Ignore the signals that end a process, once its work is done: as it exits, Python restores the default handlers, and a
-    learner that has saved would look killed."""
+    """Ignore the signals that end a process, once its work is done: with Python's default handlers it would look killed."""
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
 

@@ -127,8 +127,7 @@ def next_task(drawn: Mapping[str, int], shares: Mapping[str, Fraction]) -> str:
 
 
 class Mixture:
-    """Draws from all tasks. curricula: the prompt order of each task, by name. before: draws of each task that were made under
-    other shares, and do not count for these."""
+    """Draws from all tasks. curricula: their prompt orders, by name. before: draws of each task made under other shares."""
 
     def __init__(
         self, curricula: Mapping[str, PromptOrder], shares: Mapping[str, Fraction], before: Mapping[str, int] | None = None

@@ -31,8 +31,8 @@ LONGEST_MEMORY = 8
 
 
 class Window:
-    """The window of a run, by the event loop's time. tickets: how many may be drawn but not trained; initially from the last
-    record, 0 without one."""
+    """The window of a run, by the event loop's time. tickets: how many may be drawn but not trained; at first the last
+    record's, 0 without one."""
 
     def __init__(self, recipe: Recipe, tickets: int) -> None:
         self._prompts, self._most = recipe.batch.prompts, recipe.pipeline.window_steps

@@ -65,8 +65,7 @@ type Choice = Callable[[Sequence[Outcome], int], float]
 
 
 def choices(outcomes: Sequence[Outcome]) -> dict[str, Choice]:
-    """Return the ways to choose among a prompt's answers, by metric: `maj` only if every well-formed answer votes, `best` only
-    if there are rewards."""
+    """Return the ways to choose among answers, by metric: `maj` if every well-formed answer votes, `best` with rewards."""
 
     def best(group: Sequence[Outcome], k: int) -> float:
         return best_at_k([-math.inf if o.reward is None else o.reward for o in group], [o.correct for o in group], k)
@@ -124,8 +123,7 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 
 def proxy_and_trusted(outcomes: Sequence[Outcome]) -> dict[str, tuple[float, float]]:
-    """Return each prompt's mean reward and mean trusted score over its answers that are not void, if there are any; empty
-    without a trusted grader."""
+    """Return each prompt's mean reward and mean trusted score over answers that are not void; empty without such a grader."""
     asked = by_prompt(o for o in outcomes if o.scores is not None and "trusted" in o.scores)
     means = [np.mean([(o.scores["total"], o.scores["trusted"]) for o in group if o.scores], axis=0) for group in asked]
     return {group[0].id: (float(proxy), float(trusted)) for group, (proxy, trusted) in zip(asked, means, strict=True)}

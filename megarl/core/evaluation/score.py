@@ -134,8 +134,7 @@ def choose[Asked: Named](prompts: Iterable[Asked], count: int | None) -> list[As
 
 async def score(questions: Sequence[Questions[Any]], asker: Asker, keep: Callable[[Answer], object]) -> None:
     """Ask every open question and call `keep` with each answer as it arrives. A server removed from `asker.servers` gets no
-    more requests; if none is left, the caller must cancel this. GraderDown (in an ExceptionGroup) if an answer cannot be
-    graded."""
+    more requests; if none is left, the caller must cancel this. GraderDown (in an ExceptionGroup) if one cannot be graded."""
     answerers = {suite.name: suite.answerer(asker) for suite in questions}
     open_ones = [(suite, asked, sample) for suite in questions for asked, sample in suite.open]
     left = iter(enumerate(open_ones))

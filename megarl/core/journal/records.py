@@ -23,8 +23,7 @@ class RecordClock:
         self.offset = time.time() - time.monotonic()
 
     def start(self, written: Path) -> None:
-        """Begin with the time of a file that was just written: the file system's clock, which also says when a session began,
-        and not that of a node, which may be wrong."""
+        """Begin with the time of a file just written: the file system's clock, as for a session's beginning, not a node's."""
         self.offset = written.stat().st_mtime - time.monotonic()
 
     def now(self) -> float:

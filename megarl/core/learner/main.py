@@ -169,8 +169,7 @@ class LearnerRank:
         return decode(from_rank_0(reply), Reply)
 
     def _execute(self, command: Reply) -> Reply | None:
-        """Execute the command. Return the controller's reply to its result, our own Stop, or None to ask `Next`. An Ack and a
-        Wait require nothing."""
+        """Execute the command. Return the controller's reply to its result, our own Stop, or None to ask `Next`."""
         match command:
             case Train():
                 self._train(command)

@@ -22,8 +22,7 @@ from megarl.core.models.attention import segments
 from megarl.core.recipe import Model
 
 FILLER = 1024
-"""Length of a filler sequence. Filling a row with one sequence could cost more attention than all others in it; much shorter
-ones would be thousands in an empty row."""
+"""Length of a filler sequence: one alone could cost more attention than all others in its row, short ones would be many."""
 
 
 @dataclass(frozen=True)

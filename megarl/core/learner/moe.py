@@ -38,8 +38,7 @@ TopK = Callable[[Tensor, int, int | None, int | None], tuple[Tensor, Tensor]]
 
 
 class PartialReplay(RouterReplay):
-    """The replay in one router. The forward pass fills targets of -1 with the router's own choice; backward replays the filled
-    targets."""
+    """The replay in one router. The forward pass fills targets of -1 with the router's own choice; backward replays them."""
 
     target_topk_idx: Tensor
 
@@ -91,8 +90,7 @@ class Replay:
 
     @contextmanager
     def replaying(self, chunk: int, experts: Tensor | None, tokens: int) -> Iterator[None]:
-        """Replay `experts`, a tensor on the CPU, within this context (None: nothing was recorded for these `tokens` tokens).
-        Outside of it, routers choose by themselves."""
+        """Replay `experts`, a tensor on the CPU, within this context (None: nothing is recorded for these `tokens` tokens)."""
         experts = None if experts is None else experts.to(self.replayed.device)
         for column, router in self._columns[chunk]:
             recorded = torch.full((tokens, self._chosen), -1) if experts is None else experts[:, column]

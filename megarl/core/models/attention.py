@@ -97,8 +97,7 @@ def positions_of(boundaries: Sequence[int]) -> Tensor:
 
 
 def rms_norm(x: Tensor, epsilon: float, weight: Tensor | None = None) -> Tensor:
-    """Return x / rms(x) over the last dimension, computed in float32, times weight [h] (as transformers' Llama4TextL2Norm and
-    LlamaRMSNorm)."""
+    """Return x / rms(x) over the last dimension, computed in float32, times weight [h] (as transformers' LlamaRMSNorm)."""
     return _ScaledNorm.apply(x, epsilon, weight)
 
 
@@ -152,8 +151,7 @@ def causal(
     sinks: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Attend causally, from and to [batch, positions, heads, head_dim]; a head of k and v may serve several heads of q.
-    sinks [heads], window: see LayerAttention."""
+    """Attend causally, from and to [batch, positions, heads, head_dim], with grouped queries. sinks [heads]"""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     shared = q.shape[1] // k.shape[1]
     if shared > 1 and (sinks is not None or (q.is_cuda and not flash_takes(q))):  # these kernels lack grouped queries
@@ -354,8 +352,7 @@ def attention_of(
 
 
 def _padded(lengths: list[int]) -> tuple[list[tuple[int, int]], Tensor]:
-    """Return the buckets' shapes and each segment's first slot. Segments are put into buckets longest first; one less than half
-    as long as its bucket begins a new bucket."""
+    """Return the buckets' shapes and each segment's first slot. Longest first, one less than half as long begins a bucket."""
     buckets: list[list[int]] = []
     first = torch.zeros(len(lengths), dtype=torch.int64)
     slots = 0

@@ -4,8 +4,6 @@
     export    parameter ──all-gather over TP, EP──► unmerge ──► (name, whole tensor)     one parameter at a time
     save      export of every stage ──► files, index, config, tokenizer ──► rename       a directory is complete or absent
 
-If Hugging Face stacks a layer's experts in one tensor, export keeps only that layer's stacks, until they are full.
-
 Values are copied, never computed: export after load gives the same bits if the model has the directory's dtype.
 """
 
@@ -296,8 +294,7 @@ def everywhere[T](work: Callable[[], T], partial: Path | None = None) -> list[T]
 
 
 def copy_description(source: Path, destination: Path, dtype: torch.dtype | None = None) -> None:
-    """Copy configuration, generation configuration and tokenizer: every file without weights. dtype: put it into the config and
-    remove the quantisation from it."""
+    """Copy every file without weights. dtype: put it into the config and remove the quantisation from it."""
     config = read_config(source)
     destination.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):

@@ -93,8 +93,7 @@ class Rope:
     last: bool = False  # a head's last elements are rotated, not its first
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [positions, 1, rotated / 2] of each pair's angle, computed in float32 and, unless interleaved,
-        converted to `dtype`."""
+        """Return cos and sin [positions, 1, rotated / 2] of each pair's angle, in float32 if interleaved, else in `dtype`."""
         angles = (positions.float()[:, None] * self.inverse_frequencies.to(positions.device))[:, None]
         kept = torch.float32 if self.interleaved else dtype
         return (angles.cos() * self.magnitude).to(kept), (angles.sin() * self.magnitude).to(kept)
@@ -297,8 +296,7 @@ LATENT_EPSILON = 1e-6
 
 
 class ChunkedTEAttention(Module):
-    """Takes the place of megatron's `core_attention`: Transformer Engine's kernels, with Llama 4's additions. Not under context
-    parallelism."""
+    """Takes the place of megatron's `core_attention`: Transformer Engine's kernels, with Llama 4's additions; CP is 1."""
 
     def __init__(
         self,
@@ -353,8 +351,7 @@ class ChunkedTEAttention(Module):
 
 class ValueHead(Module):
     """A critic's head, in place of GPTModel's output layer: one float32 number per hidden state. The weight starts at zero, so
-    that the first advantages are the rewards themselves. Every tensor-parallel rank has all of it, so its gradients need no
-    reduction."""
+    the first advantages are the rewards. Every tensor-parallel rank has all of it, so its gradients need no reduction."""
 
     def __init__(self, config: TransformerConfig, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__()

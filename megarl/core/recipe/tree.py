@@ -281,17 +281,13 @@ class Length(Section):
     thinking_tokens: tuple[int, int] = Field(
         (10_000, 12_000), description="smallest and largest thinking budget; each rollout draws one"
     )
-    stages: tuple[Stage, ...] = Field(
-        (), description="shorter budgets at the start of the run, [{until_step, thinking_tokens}, …]"
-    )
+    stages: tuple[Stage, ...] = Field((), description="shorter budgets at first, [{until_step, thinking_tokens}, …]")
     answer_tokens: int = Field(
         2048,
         ge=1,
         description="maximum tokens after the thinking; overlong_penalty: the last ones, in which a right answer loses up to 1",
     )
-    end_of_thinking: str = Field(
-        "</think>", description="the answer is the text after it; empty: the model has no thinking trace"
-    )
+    end_of_thinking: str = Field("</think>", description="the answer is the text after it; empty: no thinking trace")
     interruption: str = Field(
         "Okay, time is up. Let me stop thinking and formulate a final answer now. </think>",
         description="phrase appended when the thinking budget runs out; masked from the loss",
@@ -401,9 +397,7 @@ class Loss(Section):
     correction: Literal["none", "truncate", "mask"] = Field(
         "none", description="clip, dppo, gmpo and gspo (mask only), reinforce: what happens to a ratio above `cap`"
     )
-    lower: float = Field(
-        0.0, ge=0, description="correction: mask: smallest importance ratio that is trained; IcePop: 0.5, with cap 5"
-    )
+    lower: float = Field(0.0, ge=0, description="correction: mask: smallest ratio that is trained; IcePop: 0.5, cap 5")
     sequence_mask: tuple[float, float] | None = Field(
         None, description="[low, high]: no rollout is trained whose ratios have a geometric mean outside; null: all are"
     )
@@ -496,9 +490,7 @@ class AgentSection(Section):
         description="limit of a session, in seconds, without waits for a server; a third of it without a request ends it, too",
     )
     requests: int = Field(200, ge=1, description="maximum requests of a session")
-    paths: int = Field(
-        32, ge=1, description="maximum conversations of a session: sub-agents, summaries, edited histories"
-    )
+    paths: int = Field(32, ge=1, description="maximum conversations of a session: sub-agents, summaries, edits")
     trained_tokens: int = Field(65_536, ge=1, description="maximum tokens that the policy writes in a session")
     interface: str = Field("", description="network interface where agents find the policy; empty: loopback")
 
@@ -569,7 +561,7 @@ class SftRate(Section):
 
 class Sft(Section):
     data: str = Field(
-        "", description="traces: rows of prompt and completion, or of messages; a file or hub:… as for a task"
+        "", description="traces: rows of prompt and completion, or messages; a file or hub:… as for tasks"
     )
     init: str = Field("", description="Hugging Face directory to start from; what is trained is written to model.path")
     steps: int = Field(1000, ge=1, description="optimiser steps")

@@ -28,8 +28,7 @@ MayUse = Callable[[int, int], bool]
 KEPT = 0.75
 """Share of the places that remains after a decrease."""
 SHORT_PROMPT = 32
-"""A prompt with fewer tokens is computed in less time than the wait for another request's copy takes; SGLang, too, looks for
-common prefixes only from this length on."""
+"""A shorter prompt is computed sooner than another request's copy can be used; SGLang, too, shares prefixes from here on."""
 GROWTH = 32
 ROOM = 0.85
 """A server gets more places only below this share of used KV memory: running requests grow and fill the rest."""
@@ -94,8 +93,7 @@ class Use:
 
 
 class Places:
-    """The places of all servers, at most `limit` each, and the claims that wait for one. `changed` is set whenever there may be
-    more room; whoever waits for it clears it."""
+    """The places of all servers, at most `limit` each, and the claims that wait for one. changed: there may be more room."""
 
     def __init__(self, membership: Membership, limit: int) -> None:
         self.membership = membership

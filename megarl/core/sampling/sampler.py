@@ -107,8 +107,7 @@ class ServerPool(Protocol):
     def life(self, server: int) -> int:
         """Return a number that changes when the server is lost or its requests are aborted."""
 
-    def server_lost(self, server: int, life: int, reason: str) -> None:
-        """Note the failure of a request that began in this life of the server."""
+    def server_lost(self, server: int, life: int, reason: str) -> None: ...
 
 
 def routed_model(recipe: Recipe) -> Architecture | None:

@@ -178,8 +178,7 @@ def _beside(act: Callable[[], Any]) -> Any:
 
 @contextmanager
 def _own_stream() -> Iterator[None]:
-    """Run on an idle stream, or a new one: torch keeps freed memory for each. SGLang's own have the default priority, so it
-    decodes on none of these."""
+    """Run on an idle stream, or a new one: torch keeps freed memory for each. SGLang decodes on streams of other priority."""
     try:
         stream = IDLE_STREAMS.pop()
     except IndexError:

@@ -76,9 +76,9 @@ def own_labels() -> None:
 
 
 def own_staging(limit_s: float) -> None:
-    """Make SGLang's workers receive weights by staging.py, over megarl's groups, whose waits end within limit_s. Each step is
-    sent as one of SGLang's requests to update from a group, with the step as its load_format, and its arguments in JSON as the
-    first of its `names`."""
+    """Make SGLang's workers receive weights by staging.py, over megarl's groups, whose waits end within limit_s. A step comes
+    as SGLang's request to update from a group, with its name as load_format, and its arguments in JSON as first of the
+    `names`."""
     import torch.distributed as dist
     from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
@@ -206,8 +206,7 @@ def own_loading() -> None:
 def own_routing() -> None:
     """Report the experts with which each token was sampled, even if its request was retracted since. SGLang would report those
     of the second computation, perhaps with newer weights, but keeps the tokens and log-probs that it had. So their choices
-    [tokens, layers, chosen] are put aside before their places in the KV cache are freed, and are the first rows of what is
-    reported."""
+    [tokens, layers, chosen] are put aside before their places in the KV cache are freed, and are reported first."""
     import torch
     from sglang.srt.managers import schedule_batch
     from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor

@@ -71,8 +71,7 @@ class Distribution:
 
     @classmethod
     def of(cls, first: np.ndarray, second: np.ndarray) -> "Distribution | None":
-        """Compare log-probs [n] of the same tokens. Pairs with a NaN are left out; None if none is left. An infinite log-prob
-        makes mean and maximum infinite."""
+        """Compare log-probs [n] of the same tokens, without pairs with a NaN; None if none is left. Infinite ones count."""
         known = ~(np.isnan(first) | np.isnan(second))
         if not known.any():
             return None
@@ -88,8 +87,7 @@ class Distribution:
 @dataclass(frozen=True)
 class RolloutScores:
     """The scores of the trained tokens of one or more rollouts, [n] each; NaN if unknown. The first four are log-probs, as at
-    the top of this file. A gap is a log-prob less that of one fixed token at the same position: the difference of two
-    logits."""
+    the top of this file. A gap is a log-prob less that of one fixed token at its position: the difference of two logits."""
 
     behaviour: np.ndarray
     sampled_at: np.ndarray
@@ -127,14 +125,13 @@ class RolloutScores:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The scores of one publication's rollouts. choices, differing: (token, layer) choices of experts compared, and those whose
-    sets of experts differ."""
+    """The scores of one publication's rollouts."""
 
     version: int
     scores: RolloutScores
     rollouts: int = 1
-    choices: int = 0
-    differing: int = 0
+    choices: int = 0  # (token, layer) choices of experts compared
+    differing: int = 0  # those whose sets of experts differ
 
     def by_server(self) -> dict[int | None, "Measurement"]:
         """Return the part of each server, and under None the whole. Only the whole has choices of experts."""

@@ -81,8 +81,7 @@ class ProcessGroupTransport:
     def __init__(
         self, chunks: Sequence[Module], family: Family, last: LastSent, bucket_bytes: int, limit_s: float, links: int
     ) -> None:
-        """Begin without a group. bucket_bytes: under way to a server at once. limit_s: time limit for each bucket
-        (weights.timeout_s). links: a server's GPUs."""
+        """bucket_bytes: under way to a server at once. limit_s: for each bucket (weights.timeout_s). links: a server's GPUs."""
         self._chunks, self._family, self._last, self._limit_s = chunks, family, last, limit_s
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         copies = parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -86,8 +86,7 @@ class Tokens:
 
 
 LARGEST = 80.0
-"""Bound of log rho for tokens whose weight is bounded or dropped after the exponential. An infinite rho times 0 would be NaN;
-e^80 times an advantage is finite, and its gradient too."""
+"""Bound of log rho for tokens whose weight is bounded or dropped later: an infinite rho times 0 is NaN; e^80 is finite."""
 
 
 def with_finite_ratios(tokens: Tokens, where: Tensor | bool) -> Tokens:
