@@ -297,7 +297,6 @@ def rows_in_order(path: Path, first: int = 0) -> Iterator[Row]:
 
 
 def latest_rows(path: Path) -> list[Row]:
-    """Return all of `rows_in_order`."""
     return list(rows_in_order(path))
 
 
@@ -321,7 +320,6 @@ def lacking(score: Mapping[str, Any]) -> str:
 
 
 def is_figure(value: object) -> bool:
-    """Return whether this is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

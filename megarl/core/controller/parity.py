@@ -85,7 +85,7 @@ class Parity:
         fail: Callable[[str], None],
         salt: str,
     ) -> None:
-        """Begin without rollouts. against: a token that is scored as well (the end token). architecture: of the policy."""
+        """against: a token that is scored as well (the end token). architecture: of the policy."""
         self._recipe, self._against, self._architecture = recipe, against, architecture
         self._servers = servers
         self._changed, self._fail, self._salt = changed, fail, salt

@@ -155,7 +155,6 @@ class Servers:
     # Servers that the run did not start.
 
     def answer(self, said: FromServer) -> Reply:
-        """Answer a server that joins the run, or leaves it."""
         return self._leave(said) if isinstance(said, Leave) else self._join(said)
 
     def _join(self, said: Join) -> Joined | Wait | Refused:

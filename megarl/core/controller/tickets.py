@@ -70,7 +70,6 @@ class Tickets:
         return Admitted(ticket=ticket, task=task, due=due, **drawn._asdict())
 
     async def make(self, admitted: Admitted, places: GroupPlaces) -> Finished | Removed:
-        """Make a ticket's group, void if one of its rollouts cannot be made or graded, and return the record that ends it."""
         ticket, begin, length = admitted.ticket, time.monotonic(), self._recipe.length.at(admitted.due)
         spans.open(TICKETS, "ticket", begin, ticket=ticket)
         prompt, void = self._prompt(admitted), ""

@@ -104,7 +104,7 @@ class Replay:
 
     @contextmanager
     def comparing(self, counts: Tensor) -> Iterator[None]:
-        """Let routers make their own choices in this context, and count in `counts` [2] how they differ from recorded ones."""
+        """Let routers make their own choices in this context, and count in `counts` how they differ from recorded ones."""
         self.counts = counts
         try:
             yield

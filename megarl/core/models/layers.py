@@ -182,7 +182,6 @@ class CausalAttention(Module):
         pg_collection: ProcessGroupCollection,
         **_: object,
     ) -> None:
-        """layers: of the whole model."""
         super().__init__()
         self.scale = config.softmax_scale
         self.rope = rope

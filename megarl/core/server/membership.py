@@ -100,7 +100,6 @@ class Membership:
     # Events.
 
     def seen(self, server: int) -> None:
-        """Note that the server answered a health check."""
         member = self.members[server]
         if member.away:
             member.state, member.failures = "unknown", 0
