@@ -56,8 +56,8 @@ def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
 
 
 def overlong_penalty(tokens: int, longest: int, cache: int) -> float:
-    """Return the penalty for a correct answer of this many tokens: 0 up to longest - cache, -1 at `longest` (DAPO, arXiv
-    2503.14476, only for correct answers as in ScaleRL's baselines, arXiv 2510.13786)."""
+    """Return the penalty for a correct answer of this many tokens: 0 up to longest - cache, then linear to -1 at `longest`
+    (DAPO, arXiv 2503.14476; only for correct answers as in ScaleRL's baselines, arXiv 2510.13786)."""
     return min(0.0, max(-1.0, (longest - tokens) / cache - 1))
 
 

@@ -93,14 +93,14 @@ class Use:
 
 
 class Places:
-    """The places of all servers, at most `limit` each, and the claims that wait for one. changed: there may be more room."""
+    """The places of all servers, at most `limit` each, and the claims that wait for one."""
 
     def __init__(self, membership: Membership, limit: int) -> None:
         self.membership = membership
         self.limit = limit
         self.use = {server: Use(limit) for server in membership.members}
         self.claims: list[Claim] = []
-        self.changed = asyncio.Event()
+        self.changed = asyncio.Event()  # there may be more room; whoever waits for it clears it
         self._serving: dict[int, int] = {}  # version of each server, and free places of each version, at `refresh`
         self._open: Counter[int] = Counter()
         self._waiting: Counter[int] = Counter()  # claims that wait at each server

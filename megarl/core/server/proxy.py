@@ -67,7 +67,7 @@ FREEZE = ("POST", "/freeze_gc")
 
 
 def status(method: str, path: str, authorization: bytes, endpoints: Endpoints, handles: bool) -> int:
-    """Return 200 if the call is allowed, 401 if it needs another key, 404 if nobody may make it. handles: may be sent."""
+    """Return 200 if the call is allowed, 401 if it needs another key, 404 if nobody may make it. handles: as in Gate."""
     call = (method, path)
     if call in OPEN:
         return 200

@@ -299,7 +299,7 @@ def likely_cause(measurements: Sequence[Measurement], limits: ParityLimits, what
 def _signs(scores: RolloutScores, what: str) -> dict[str, float]:
     """Return the share of scores with the same bits at two versions, the share of variance that a line in the log-prob
     explains, and the growth along sequences."""
-    if what == "decode":
+    if what == "decode":  # its error grows along the sequence anyway, with the length of the cache
         return {"parity_same_bits": 0.0, "parity_line": explained_by_logprob(*scores.pair(what)), "parity_growth": 1.0}
     first, second = scores.pair("kernels")
     earlier, later = scores.pair("staleness")
