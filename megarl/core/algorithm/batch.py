@@ -39,9 +39,7 @@ class TrainSequence:
     behaviour_logprobs: np.ndarray  # [prompt + completion] float32
     loss_weight: np.ndarray  # [prompt + completion] float32
     advantage: PerToken  # of the rollout; with a critic, a teacher or `agent.credit: turn`, of each token
-    experts: np.ndarray | None = (
-        None  # [at most prompt + completion, layers with experts, chosen] to replay; None: free
-    )
+    experts: np.ndarray | None = None  # to replay: [at most prompt + completion, layers with experts, chosen]
     reward: float = 0.0  # the rollout's, for the critic
     value: PerToken = 0.0  # the critic's estimate before each token
     value_target: PerToken = 0.0  # the value that it should learn

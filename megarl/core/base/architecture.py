@@ -104,9 +104,7 @@ class Architecture:
     sinks: bool = False  # each head has an extra attention score that belongs to no key or value (arXiv 2309.17453)
     window: int | None = None  # positions that window_layers attend to, the token's own included
     window_layers: tuple[int, ...] = ()
-    glu_limit: float | None = (
-        None  # clamps an expert's gate g and up u; output (u + 1) g sigmoid(1.702 g); None: u silu(g)
-    )
+    glu_limit: float | None = None  # clamps an expert's gate g and up u: (u + 1) g sigmoid(1.702 g), not u silu(g)
 
     @property
     def query(self) -> int:

@@ -72,9 +72,7 @@ class MicroBatch:
     source: np.ndarray  # [n, or 0 instead of the filler] index of the token in the sequences put end to end
     here: Tensor  # [sequences, at least 1] int64: trained tokens of each on this rank
     lengths: Tensor  # [sequences, at least 1] float32: on all context-parallel ranks
-    experts: Tensor | None = (
-        None  # [length / CP, layers with experts, experts per token] int16; -1 or None: a free choice
-    )
+    experts: Tensor | None = None  # [length / CP, layers with experts, chosen] int16; -1 or None: a free choice
 
 
 def plan(lengths: Sequence[int], max_tokens: int, layout: RowLayout, cost: Cost = BY_TOKENS) -> MicroBatchPlan:

@@ -42,9 +42,7 @@ class SourceView:
 
     name: str
     expert: int | None = None  # index along dimension 0, if experts are stacked
-    part: tuple[int, int] | None = (
-        None  # (k, n), the k-th of n equal parts of the last dimension (a fused gate_up_proj)
-    )
+    part: tuple[int, int] | None = None  # (k, n): the k-th of n parts of the last dimension (a fused gate_up_proj)
 
     @property
     def alone(self) -> str:

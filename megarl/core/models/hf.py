@@ -206,12 +206,11 @@ def _of_expert(name: str, by: int) -> str:
 
 def shard_of(name: str) -> tuple[int, int]:
     """Return the index of this rank's shard of the parameter, and the number of shards."""
-    of_expert, of_others = (
-        parallel_state.get_expert_tensor_parallel_group,
-        parallel_state.get_tensor_model_parallel_group,
+    expert = _EXPERT.fullmatch(name) is not None
+    group = (
+        parallel_state.get_expert_tensor_parallel_group if expert else parallel_state.get_tensor_model_parallel_group
     )
-    group = of_expert() if _EXPERT.fullmatch(name) else of_others()
-    return group.rank(), group.size()
+    return group().rank(), group().size()
 
 
 def _gathered(name: str, parameter: Tensor, family: Family) -> Iterator[tuple[str, list[Tensor]]]:
