@@ -118,9 +118,7 @@ class Train(Record, frozen=True, tag="train"):
     """Train this batch."""
 
     batch: Batch
-    compute_hours: (
-        float  # the run's total at the time of the reply; the learner adds its own time, times compute_devices
-    )
+    compute_hours: float  # the run's total so far; the learner adds its own time, times compute_devices
     compute_devices: int
     stats: dict[str, float]  # the controller's metrics of the step, merged into its row of metrics.jsonl
     replay: bool = False
