@@ -57,18 +57,13 @@ class Moments:
 
 
 NOTHING_SEEN = Moments()
-
-
 LEAST_DEVIATION = 1e-6
 """A group is divided by this at least. Else the roundings of a reward model would turn equal answers into a signal."""
 
 
 def divided(centred: list[np.ndarray], normalisation: Normalisation, running: Moments) -> list[np.ndarray]:
-    """Return each group's `centred_rewards` divided by a population deviation.
-
-    normalisation: by the deviation of all these groups (batch), of each group (group), or of all batches (running: the argument
-    `running`, which must already include this one); none: not divided.
-    """
+    """Return each group's `centred_rewards` divided by a population deviation: that of all these groups (batch), of the group
+    (group), or of all batches (running: the argument `running`, which must already include this one)."""
     if normalisation == "none" or not centred:
         return centred
     if normalisation == "group":
@@ -83,12 +78,9 @@ def turns_of(group: Group) -> list[tuple[int, int]]:
 
 
 def centred_rewards(group: Group, centring: Centring, penalties: Penalties) -> np.ndarray:
-    """Return the group's centred returns, float64: [generations] centred rewards or, if turns have credit of their own, [turns
-    of all its rollouts] in the order of `turns_of`.
-
-    centring: subtract the group's mean, the mean of its other rollouts (n / (n - 1) times the result), or nothing. A group with
-    equal rewards has advantage 0 throughout, unless centring is none.
-    """
+    """Return the group's centred returns, float64: [generations] or, if turns have credit of their own, in the order of
+    `turns_of`. Leaving one out gives n / (n - 1) times the deviation from the group's mean. If all rewards are equal, all
+    advantages are 0, unless centring is none."""
     rewards = group.rewards - [penalties.get((group.ticket, r.sample), 0.0) for r in group.rollouts]
     each = [sorted(r.credits.items()) for r in group.rollouts]
     rollouts = np.repeat(np.arange(len(each)), [len(turns) for turns in each])

@@ -3,8 +3,8 @@
     Batch ─► groups in the loss ─► advantages (advantages.py) ─┐
                                └─► weights ────────────────────┴─► [TrainSequence] ─► micro-batches (packing.py)
 
-Every rank computes these pure functions on the whole batch. So the loss, the sum over sequences and tokens of loss_weight ·
-token_loss, is exact whatever the micro-batches and the number of ranks: partial sums are added, never averaged again.
+Every rank computes these on the whole batch. So the loss, the sum over sequences and tokens of loss_weight · token_loss, is
+exact whatever the micro-batches and the number of ranks: partial sums are added, never averaged again.
 Source of the formulas: ScaleRL (arXiv 2510.13786), section 3.2; constant aggregation: Dr. GRPO (arXiv 2503.20783).
 """
 
@@ -31,35 +31,22 @@ ROUNDING = 1e-9
 @dataclass(frozen=True, eq=False)
 class TrainSequence:
     """One rollout, or one path of an agent's rollout, as the learner sees it. Arrays are aligned with `tokens`: element t
-    belongs to tokens[t].
-
-    tokens             [prompt + completion] int32
-    behaviour_logprobs [prompt + completion] float32, 0 where not trained
-    loss_weight        [prompt + completion] float32, 0 where not trained (prompt, masked segments)
-    reward             the rollout's reward, for the critic
-    advantage          of the rollout; with a critic, a teacher or `agent.credit: turn`, of each token
-    value, value_target  with a critic: its estimate before each trained token, and the value that it should learn
-    reference_logprobs log-probs of the frozen reference, per token, 0 where not trained
-    kl_penalty         amount by which the KL to the reference lowers the reward, per token, 0 where not trained
-    teacher_gain       log pi_teacher(y) - log mu(y), per token, 0 where not trained; 0 without a teacher
-    turns              [prompt + completion] int32, as in `Segment`; None: turns have no credit of their own
-    experts            [at most prompt + completion, layers with experts, experts per token] to replay; None: a free choice
-    """
+    belongs to tokens[t]. Float arrays are 0 where not trained (prompt, masked segments)."""
 
     ticket: int
     sample: int
-    tokens: np.ndarray
-    behaviour_logprobs: np.ndarray
-    loss_weight: np.ndarray
-    advantage: PerToken
-    experts: np.ndarray | None = None
-    reward: float = 0.0
-    value: PerToken = 0.0
-    value_target: PerToken = 0.0
-    reference_logprobs: PerToken = 0.0
-    kl_penalty: PerToken = 0.0
-    teacher_gain: PerToken = 0.0
-    turns: np.ndarray | None = None
+    tokens: np.ndarray  # [prompt + completion] int32
+    behaviour_logprobs: np.ndarray  # [prompt + completion] float32
+    loss_weight: np.ndarray  # [prompt + completion] float32
+    advantage: PerToken  # of the rollout; with a critic, a teacher or `agent.credit: turn`, of each token
+    experts: np.ndarray | None = None  # to replay: [at most prompt + completion, layers with experts, chosen]
+    reward: float = 0.0  # the rollout's, for the critic
+    value: PerToken = 0.0  # the critic's estimate before each token
+    value_target: PerToken = 0.0  # the value that it should learn
+    reference_logprobs: PerToken = 0.0  # of the frozen reference
+    kl_penalty: PerToken = 0.0  # amount by which the KL to the reference lowers the reward
+    teacher_gain: PerToken = 0.0  # log pi_teacher(y) - log mu(y); 0 without a teacher
+    turns: np.ndarray | None = None  # [prompt + completion] int32, as in `Segment`; None: turns have no own credit
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -83,11 +70,9 @@ def groups_in_loss(groups: Sequence[Group], zero_variance: Literal["drop", "refi
 def token_weights(trained_tokens: Sequence[Sequence[int]], aggregation: Aggregation, longest: int) -> list[np.ndarray]:
     """Return the weight in the loss that each rollout's trained tokens have: one [generations] float64 per group.
 
-    trained_tokens[g][j]: |y| of rollout j of group g, sampled tokens only; longest: the longest possible |y|.
-    prompt: the loss is the mean over prompts of the mean over the group's tokens. sample: the mean over rollouts of the mean
-    over tokens. token: the mean over all tokens. constant: the mean over rollouts of (sum over tokens / longest), so that no
-    token's weight depends on its rollout's length. The means leave out rollouts and groups without a trained token.
-    The weights of all trained tokens sum to 1, with `constant` to at most 1.
+    trained_tokens[g][j]: |y| of rollout j of group g; longest: the longest possible |y|. The loss is the mean over prompts of
+    the mean over the group's tokens (prompt), over rollouts of the mean over tokens (sample), over all tokens (token), or over
+    rollouts of the sum over tokens / longest (constant), without rollouts and groups that have no trained token.
     """
     counts = [np.asarray(group, dtype=np.float64) for group in trained_tokens]
     prompts, rollouts = sum(bool(c.any()) for c in counts), sum(int(np.count_nonzero(c)) for c in counts)
@@ -119,13 +104,9 @@ def sequences_in_loss(batch: Batch, recipe: Recipe) -> list[TrainSequence]:
 def with_advantages(
     sequences: Sequence[TrainSequence], batch: Batch, recipe: Recipe, before: Moments = NOTHING_SEEN
 ) -> tuple[list[TrainSequence], Moments]:
-    """Return the batch's `sequences_in_loss` with advantages, from rewards less the sum of each rollout's `kl_penalty`.
-
-    before: statistics of earlier batches' rewards. The second result includes this batch's; `batch.advantage: running` divides
-    by its deviation. With a critic all advantages stay 0 here: gae.py computes them from the critic's values. With a teacher,
-    each token's advantage is a weighted mean of the rollout's and of `teacher_gain`, which has weight `teacher.weight`. With
-    `agent.credit: turn`, each token has its turn's advantage.
-    """
+    """Return the batch's `sequences_in_loss` with advantages, from rewards less the sum of each rollout's `kl_penalty`, and the
+    statistics of all batches' rewards: those `before` and this one's. With a critic all advantages stay 0: gae.py computes
+    them. With `agent.credit: turn`, each token has its turn's advantage."""
     settings = recipe.batch
     if settings.centring == "critic":
         return list(sequences), before
@@ -154,12 +135,11 @@ def with_advantages(
 
 
 def _with_teacher(gain: float, sequence: TrainSequence, recipe: Recipe) -> PerToken:
-    """Return the advantage of the reward, mixed with the teacher's if there is one.
+    """Return the advantage of the reward; with a teacher, its weighted mean with `teacher_gain`.
 
     On tokens of mu, log mu - log pi_T is the k1 estimate of the reverse KL(mu || pi_T). With its negative as the advantage,
     each token descends that KL's gradient, without credit for later tokens: on-policy distillation (Lu and Thinking Machines
-    Lab 2025, "On-Policy Distillation"; GKD, arXiv 2306.13649, with lambda 1 and reverse KL). It is neither centred nor
-    divided, because 0 means that both agree.
+    Lab 2025; GKD, arXiv 2306.13649, with lambda 1 and reverse KL). It is not centred or divided: 0 means that both agree.
     """
     weight = recipe.teacher.weight
     if not weight:
@@ -195,10 +175,7 @@ def unrewarded(index: int, tokens: np.ndarray, first: int = 1, experts: np.ndarr
 
 
 def batch_statistics(batch: Batch, all_groups_teach: bool = False) -> dict[str, float]:
-    """Compute the metrics of a step's batch, including groups without variance. A mean over nothing is NaN. Rates are shares of
-    rollouts; `zero_variance_share` is a share of non-void groups. Lags are in steps, over sampled tokens. `reward/NAME` is the
-    mean unweighted score over the rollouts whose task has this reward. `reward/turns` is the mean sum of an agent's rewards
-    after its first turn, without the rollout's reward. all_groups_teach: as in the recipe."""
+    """Compute metrics of a batch (telemetry/names.py), groups without variance included. A mean over nothing is NaN."""
     groups = [g for g in batch.groups if not g.void]
     rollouts = [r for g in groups for r in g.rollouts]
     lengths = np.array([sum(len(s.tokens) for s in r.segments) for r in rollouts])
@@ -241,10 +218,7 @@ def batch_statistics(batch: Batch, all_groups_teach: bool = False) -> dict[str, 
 
 def advantage_statistics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
     """Return statistics over the rollouts in the loss, each counted once; over trained tokens if each has its own advantage.
-
-    advantage_fit: the correlation of rollouts' advantages and rewards, both less their prompt's mean; NaN if either does not
-    vary. Left out with a teacher or `agent.credit: turn`, since there advantages do not come only from rewards.
-    """
+    `advantage_fit` is NaN if advantages or rewards do not vary, and left out if advantages do not come only from rewards."""
     first = {(s.ticket, s.sample): s for s in reversed(sequences)}
     each = [s for s in sequences if np.ndim(s.advantage) or first[s.ticket, s.sample] is s]
     gains = np.concatenate([_gains(s) for s in each])

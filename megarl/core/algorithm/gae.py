@@ -39,12 +39,9 @@ def estimated(
     normalisation: Literal["batch", "running", "none"],
     before: Moments = NOTHING_SEEN,
 ) -> tuple[list[TrainSequence], Moments]:
-    """Return the sequences with advantage, value and return at each trained token, 0 elsewhere. values: [len] per sequence.
-
-    A rollout's reward comes with its last trained token, the KL penalty to a reference with each token (`kl_penalty`).
-    normalisation: advantages are centred by the mean and divided by the deviation over all trained tokens of the batch (batch)
-    or of all batches including this one (running). The second result holds the moments of all batches.
-    """
+    """Return the sequences with advantage, value and return at each trained token, 0 elsewhere, and the moments of the
+    advantages of all batches, those `before` included. values: [len] per sequence. normalisation: centre advantages and divide
+    them by the deviation, over all trained tokens of the batch (batch) or of all batches (running)."""
     pairs = [advantages_and_returns(_rewards(s), v[s.trained], lam) for s, v in zip(sequences, values, strict=True)]
     advantages = [a for a, _ in pairs]
     everything = np.concatenate(advantages)
@@ -72,7 +69,7 @@ def value_statistics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
 
 
 def _rewards(sequence: TrainSequence) -> np.ndarray:
-    """Return the rewards of the trained tokens, [trained tokens] float64."""
+    """Return the rewards [trained tokens] float64: the rollout's with the last token, less each token's KL penalty."""
     rewards = 0.0 - sequence.of_trained(sequence.kl_penalty)
     rewards[-1] += sequence.reward
     return rewards

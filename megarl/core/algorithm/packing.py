@@ -19,12 +19,11 @@ from megarl.core.base.architecture import Architecture
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of a sequence, in any unit. token: per token. pair: per pair of positions, in layers with full attention.
-    local_pair: per pair in layers that attend within chunks of `chunk` positions or, if it is not 0, within a `window`."""
+    """Cost of a sequence, in any unit."""
 
-    token: float = 1.0
-    pair: float = 0.0
-    local_pair: float = 0.0
+    token: float = 1.0  # per token
+    pair: float = 0.0  # per pair of positions, in layers with full attention
+    local_pair: float = 0.0  # per pair in layers that attend within chunks or, if `window` is not 0, windows
     chunk: int = 1
     window: int = 0
 
@@ -36,7 +35,7 @@ class Cost:
         return self.token * tokens + (self.pair * tokens**2 + self.local_pair * local) / 2
 
     def attention(self, tokens: int) -> float:
-        """Return the cost of attention: the part that is not linear in tokens."""
+        """Return the part that is not linear in tokens."""
         return self.of(tokens) - self.token * tokens
 
 
@@ -67,12 +66,9 @@ Packed = list[list[list[int]]]
 def pack(
     lengths: Sequence[int], max_tokens: int, data_parallel: int, cost: Cost = BY_TOKENS, one_size: bool = False
 ) -> Packed:
-    """Pack sequences into micro-batches of at most `max_tokens` tokens.
-
-    one_size: all micro-batches are padded to the fullest, because pipeline stages exchange tensors of one size.
-    Every rank gets the same number of micro-batches, as few as longest-first filling by tokens finds. A sequence longer than
-    `max_tokens` gets its own micro-batch. Micro-batches, fewer than `data_parallel`, are empty only if sequences run out.
-    """
+    """Pack sequences into micro-batches of at most `max_tokens` tokens, the same number for every rank. A longer sequence gets
+    its own. Micro-batches, fewer than `data_parallel`, are empty only if sequences run out. one_size: all are padded to the
+    fullest, because pipeline stages exchange tensors of one size."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])  # stable: equal lengths stay in order
     alone = [[i] for i in order if lengths[i] > max_tokens]
     rest = order[len(alone) :]

@@ -61,7 +61,6 @@ class Admission:
         return (self.forgotten + len(self.queue)) // self.prompts_per_batch
 
     def admit(self) -> int:
-        """Admit a new ticket at the end of the queue."""
         ticket = self.next_ticket
         self.next_ticket += 1
         self.queue.append(ticket)
@@ -92,10 +91,8 @@ class Admission:
         del self.queue[self._index(ticket)]
 
     def batch(self, step: int) -> tuple[int, ...] | None:
-        """Return the tickets that `step` trains, in order, or None while any of them or of those ahead is unfinished.
-
-        Never changes once it is not None, since nothing ahead can be removed any more. ValueError for a forgotten step.
-        """
+        """Return the tickets that `step` trains, in order, or None while any of them or of those ahead is unfinished. Never
+        changes once it is not None, since nothing ahead can be removed any more. ValueError for a forgotten step."""
         first = step * self.prompts_per_batch - self.forgotten
         if first < 0:
             oldest = self.forgotten // self.prompts_per_batch

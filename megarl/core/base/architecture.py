@@ -38,95 +38,73 @@ class RopeScaling:
 @dataclass(frozen=True)
 class Yarn:
     """YaRN (arXiv 2309.00071). Pairs that make fewer than `slow` turns in `original` positions have their wavelength multiplied
-    by `factor`, pairs with more than `fast` turns keep it, the rest is interpolated. truncate: round the bounds to whole pairs.
-    magnitude: a factor on the rotated q and k. scores: a further factor on attention scores (DeepSeek's squared mscale)."""
+    by `factor`, pairs with more than `fast` turns keep it, the rest is interpolated."""
 
     factor: float
     fast: float
     slow: float
     original: int
-    truncate: bool
-    magnitude: float
-    scores: float = 1.0
+    truncate: bool  # round the bounds to whole pairs
+    magnitude: float  # a factor on the rotated q and k
+    scores: float = 1.0  # a further factor on attention scores (DeepSeek's squared mscale)
 
 
 @dataclass(frozen=True)
 class Latent:
-    """Widths in multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). query: the compressed q; None: no compression.
-    shared: the latent vector that k and v are made from. content: a head's part of k from the latent vector. position: the
-    rotated part of k, which all heads share. value: a head's v."""
+    """Widths in multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
 
-    query: int | None
-    shared: int
-    content: int
-    position: int
-    value: int
+    query: int | None  # the compressed q; None: no compression
+    shared: int  # the latent vector that k and v are made from
+    content: int  # a head's part of k from the latent vector
+    position: int  # the rotated part of k, which all heads share
+    value: int  # a head's v
 
 
 @dataclass(frozen=True)
 class Architecture:
     """A decoder. Layers are counted from 0; sizes are numbers of elements.
 
-    name                  transformers' class, from config.json             tied      embedding and head are one matrix
-    groups                number of heads of k and v                        context   the largest supported position
-    feed_forward          inner size of a dense layer's MLP                 epsilon   of the RMS norms
-    rope_theta            base of the rotary embedding                      rope_interleaved   it rotates neighbouring pairs
-    rotated               number of a head's elements that are rotated: its first, or with `latent` its last
-    latent                k and v come from a narrow vector; q and k, not v, are head_dim wide; None: ordinary attention
-    unrotated_layers      layers without rotary embedding, which attend to all earlier positions
-    attention_chunk       size of the chunks within which the other layers attend; None: to all earlier positions
-    temperature           (floor, scale) of the factor on q in unrotated layers, which grows with position; None: no factor
-    head_norms, l2_norms  RMS norms of each head's q and k before rotation; norms without weights after it
-    qkv_biases, biases    q, k and v have biases; all other linear maps of a layer have them, router and experts included
-    sinks                 each head has an extra attention score that belongs to no key or value (arXiv 2309.17453)
-    window                positions that layers in window_layers attend to, the token's own included; None: all earlier ones
-    glu_limit             clamps an expert's gate g and up u; its output is (u + 1) g sigmoid(1.702 g); None: u silu(g)
-    experts               number in each layer of expert_layers; 0: the model is dense
-    shared_feed_forward   inner size of the expert that all tokens take; 0: no shared expert
-    expert_step           one in this many layers has experts; config.json may have this instead of a list
-    router                how experts' outputs (sigmoid: their inputs) are weighted. balanced: by the normalised sigmoids of the
-                          chosen ones times router_scale; chosen by sigmoid plus a bias without gradient (arXiv 2408.15664)
-    router_groups         (all groups, groups used): a token's experts come from this many groups; None: from any
-    predicting_layers     layers after the last one, for multi-token prediction; carried along, not counted here
+    router: how experts' outputs (sigmoid: their inputs) are weighted. balanced: by the normalised sigmoids of the chosen ones
+    times router_scale; chosen by sigmoid plus a bias without gradient (arXiv 2408.15664).
     """
 
-    name: str
+    name: str  # transformers' class, from config.json
     layers: int
     hidden: int
     heads: int
-    groups: int
+    groups: int  # number of heads of k and v
     head_dim: int
-    feed_forward: int
+    feed_forward: int  # inner size of a dense layer's MLP
     vocabulary: int
-    context: int
-    tied: bool
-    epsilon: float
-    rope_theta: float
-    rotated: int
+    context: int  # the largest supported position
+    tied: bool  # embedding and head are one matrix
+    epsilon: float  # of the RMS norms
+    rope_theta: float  # base of the rotary embedding
+    rotated: int  # number of a head's elements that are rotated: its first, or with `latent` its last
     rope_scaling: RopeScaling | Yarn | None = None
-    rope_interleaved: bool = False
-    unrotated_layers: tuple[int, ...] = ()
-    attention_chunk: int | None = None
-    temperature: tuple[int, float] | None = None
-    head_norms: bool = False
-    l2_norms: bool = False
+    rope_interleaved: bool = False  # it rotates neighbouring pairs
+    unrotated_layers: tuple[int, ...] = ()  # without rotary embedding; they attend to all earlier positions
+    attention_chunk: int | None = None  # size of the chunks within which the other layers attend; None: no chunks
+    temperature: tuple[int, float] | None = None  # (floor, scale) of the factor on q in unrotated layers
+    head_norms: bool = False  # RMS norms of each head's q and k before rotation
+    l2_norms: bool = False  # norms of q and k without weights, after it
     qkv_biases: bool = False
-    experts: int = 0
+    experts: int = 0  # in each layer of expert_layers; 0: the model is dense
     experts_per_token: int = 0
     expert_feed_forward: int = 0
-    shared_feed_forward: int = 0
+    shared_feed_forward: int = 0  # inner size of the expert that all tokens take; 0: no shared expert
     expert_layers: tuple[int, ...] = ()
-    expert_step: int = 1
+    expert_step: int = 1  # one in this many layers has experts; config.json may have this instead of a list
     router: Literal["softmax", "softmax of the chosen", "sigmoid", "balanced"] = "softmax"
     router_scale: float = 1.0
-    router_groups: tuple[int, int] | None = None
-    latent: Latent | None = None
-    predicting_layers: int = 0
-    biases: bool = False
-    sinks: bool = False
-    window: int | None = None
+    router_groups: tuple[int, int] | None = None  # (all, used): a token's experts come from this many groups; None: any
+    latent: Latent | None = None  # k and v come from a narrow vector; q and k, not v, are head_dim wide
+    predicting_layers: int = 0  # after the last one, for multi-token prediction; carried along, not counted here
+    biases: bool = False  # of all linear maps of a layer but q, k and v, router and experts included
+    sinks: bool = False  # each head has an extra attention score that belongs to no key or value (arXiv 2309.17453)
+    window: int | None = None  # positions that window_layers attend to, the token's own included
     window_layers: tuple[int, ...] = ()
-    glu_limit: float | None = None
+    glu_limit: float | None = None  # clamps an expert's gate g and up u: (u + 1) g sigmoid(1.702 g), not u silu(g)
 
     @property
     def query(self) -> int:
@@ -216,17 +194,14 @@ class Architecture:
 
     @property
     def routed_parameters(self) -> int:
-        """Parameters of all routed experts in all layers."""
         return self.moe_layers * self.experts * self.expert_parameters
 
     @property
     def head_parameters(self) -> int:
-        """Parameters of the head; 0 if it is the embedding."""
         return 0 if self.tied else self.embedding_parameters
 
     @property
     def parameters(self) -> int:
-        """All parameters of the language model."""
         return self.dense_parameters + self.routed_parameters + self.embedding_parameters + self.head_parameters
 
     @property
@@ -307,7 +282,7 @@ def in_directory(hf_dir: Path | str) -> Architecture:
 
 
 def of(config: JsonObject, where: Path | str) -> Architecture:
-    """Return the architecture for a parsed config.json. MegarlError, beginning with `where`, if unsupported or incomplete."""
+    """Return the architecture in a parsed config.json. MegarlError, beginning with `where`, if unsupported or incomplete."""
     name = ""
     try:
         names = config.get("architectures") or ["none"]
@@ -487,8 +462,8 @@ READERS: dict[str, Callable[[JsonObject], Architecture]] = {
 def _decoder(
     config: JsonObject, only: JsonObject, ropes: Sequence[str] = ("default", "llama3"), latent: Latent | None = None
 ) -> Architecture:
-    """Read the fields that most architectures share, without the name. only: settings with
-    the one value that is implemented. ropes: kinds of rotary embedding that both learner and server implement."""
+    """Read the fields that most architectures share. only: settings with the one value that is implemented. ropes: kinds of
+    rotary embedding that both learner and server implement."""
     for key, value in ({"hidden_act": "silu"} | only).items():
         if config.get(key, value) != value:
             raise MegarlError(f"{key}={config[key]!r} is not supported, only {value!r}")
@@ -547,7 +522,7 @@ def _yarn(rope: JsonObject, latent: bool) -> Yarn:
 
 
 def _size(config: JsonObject, key: str, otherwise: int | None = None) -> int:
-    """Return the whole number above 0 under `key`, or `otherwise` if it is missing. ValueError for any other number."""
+    """Return the whole number above 0 under `key`, or `otherwise` if there is none. ValueError for any other number."""
     value = config[key] if otherwise is None else config.get(key) or otherwise
     if not 0 < value == int(value):
         raise ValueError(f"{key} is {value}")

@@ -16,10 +16,8 @@ so that one matrix product of 8-bit numbers, for which CPUs and GPUs have instru
 What it detects. Let d(i) be the changes of the bytes and 2^t the largest power of two that divides all of them; t is at most 7.
 A change of a single byte, even of one bit, is always detected: |d| < 2^8 and w is odd, so d · w is no multiple of 2^64. Several
 changed bytes of one row cancel only if Σ d(i) · column(i) = 0 modulo 2^64, which for random odd columns has a probability of at
-most 2^-(63 - t). Changes in several rows can also cancel each other; summed over the powers of two that rows may share, the
-bound becomes 2^-(57 - t), hence 2^-50. Values, rows or pieces that were swapped, shifted, repeated or lost are such changes.
-LENGTH makes the checksum of zero bytes depend on their number. All this guards against errors in transit, not against an
-attacker, who can easily find changes that cancel.
+most 2^-(63 - t); of several rows, 2^-(57 - t), hence 2^-50. Swapped, shifted, repeated or lost values are such changes. LENGTH
+makes the checksum of zero bytes depend on their number. An attacker can easily find changes that cancel.
 """
 
 import functools
@@ -47,7 +45,7 @@ _COLUMNS, _ROWS = 1, 2
 def checksum(piece: Tensor, start: int = 0) -> Tensor:
     """Return the checksum [] int64, on its device, of a piece of any dtype that begins `start` bytes into its parameter."""
     data = _bytes(piece)
-    total = torch.full((), _signed(len(data) * LENGTH), dtype=torch.int64, device=data.device)
+    total = torch.full((), (len(data) * LENGTH + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=data.device)
     row, column = divmod(start, COLUMNS)
     edge = min(-start % COLUMNS, len(data))  # bytes that complete a row begun before the piece
     whole = (len(data) - edge) // COLUMNS * COLUMNS
@@ -76,13 +74,7 @@ def written(checksum: int) -> str:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes [bytes] int8."""
     return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.int8)
-
-
-def _signed(value: int) -> int:
-    """Return the int64 that is `value` modulo 2^64."""
-    return (value + 2**63) % 2**64 - 2**63
 
 
 def _sum(data: Tensor, row: int) -> Tensor:

@@ -24,15 +24,11 @@ class GraderDown(Exception):
 
 
 class Verdict(NamedTuple):
-    """One grader's judgement. An answer is right if its score is above 0. NaN: the grader could not judge it.
+    """One grader's judgement. After a failure or a timeout the score is a wrong answer's, or NaN."""
 
-    timeout: the grader ran out of time. error: the text of its failure on the answer. Either way the score is a wrong answer's,
-    or NaN.
-    """
-
-    score: float
+    score: float  # right if above 0; NaN: the grader could not judge it
     timeout: bool = False
-    error: str = ""
+    error: str = ""  # the text of its failure on the answer
 
 
 def score_of(value: Any) -> float:
@@ -43,35 +39,26 @@ def score_of(value: Any) -> float:
 
 
 class Grade(NamedTuple):
-    """The grade of a completion.
-
-    reward: the task grader's score, ±1 unless the grader is the user's own, plus the others' weighted scores; NaN if one
-    of them could not judge.
-    format_ok: the thinking was closed and an answer follows it. timeout, error: true if any grader had one.
-    rewards: each grader's score by name, if there are several and all could judge; the task grader's is `answer`.
-    """
+    """The grade of a completion. reward: the task grader's score, ±1 unless the grader is the user's own, plus the others'
+    weighted scores; NaN if one of them could not judge."""
 
     reward: float
     correct: bool
-    format_ok: bool
-    timeout: bool = False
-    error: bool = False
-    rewards: Mapping[str, float] = {}
+    format_ok: bool  # the thinking was closed and an answer follows it
+    timeout: bool = False  # of any grader
+    error: bool = False  # of any grader
+    rewards: Mapping[str, float] = {}  # of several graders by name, if all could judge; `answer`: the task grader's
 
 
 class Grader(Protocol):
     """Judges completions of one task."""
 
     async def grade(self, text: str, prompt: Prompt, verdict: Verdict | None = None) -> Grade:
-        """Grade a completion's text. verdict: the environment's judgement, if any; it overrides the task's grader.
-
-        Raises GraderDown if one of the graders is unavailable.
-        """
+        """Grade a completion's text. GraderDown if a grader is unavailable. verdict: the environment's; it takes precedence."""
 
     async def grade_answer(self, text: str, prompt: Prompt, verdict: Verdict | None = None) -> Grade:
         """Grade for an evaluation: only with the task's own grader or environment or, if there is a trusted grader, with all
-        graders; the trusted one's score is `trusted` in `rewards` and adds nothing to the reward.
-        """
+        graders; the trusted one's score is `trusted` in `rewards` and adds nothing to the reward."""
 
     async def agrees(self, answer: str, expected: str) -> bool:
         """Return whether `answer` would be right if `expected` were the reference answer."""
@@ -82,18 +69,12 @@ class Graders(Protocol):
 
     def __getitem__(self, task: str) -> Grader: ...
 
-    def close(self) -> None:
-        """End the graders' processes."""
+    def close(self) -> None: ...
 
 
 def answer_of(text: str, end_of_thinking: str) -> str:
-    """Return what follows the first `end_of_thinking`, stripped; "" if it is missing or nothing follows.
-
-    An empty end_of_thinking means that the model has no thinking trace: return the whole text, stripped.
-    """
-    if not end_of_thinking:
-        return text.strip()
-    return text.partition(end_of_thinking)[2].strip()
+    """Return what follows the first `end_of_thinking`, stripped; the whole text if it is empty: the model does not think."""
+    return (text.partition(end_of_thinking)[2] if end_of_thinking else text).strip()
 
 
 def last_box(text: str) -> str | None:
@@ -117,15 +98,11 @@ class EnvironmentDown(GraderDown):
 
 
 class Observation(NamedTuple):
-    """An environment's answer to a turn.
+    """An environment's answer to a turn."""
 
-    tokens [m] int32: inserted after the turn, masked from the loss. done: the turn was the last one; nothing is inserted.
-    error: the policy called a tool wrongly, or the tool failed on its input (counted in a metric).
-    """
-
-    tokens: np.ndarray
-    done: bool = False
-    error: bool = False
+    tokens: np.ndarray  # [m] int32: inserted after the turn, masked from the loss
+    done: bool = False  # the turn was the last one; nothing is inserted
+    error: bool = False  # the policy called a tool wrongly, or the tool failed on its input
 
 
 DONE = Observation(int32(()), done=True)
@@ -153,10 +130,8 @@ class Environment(Protocol):
 
 
 class PlayedEnvironment(Protocol):
-    """An environment in one episode. turns: the recipe's limit. stop_tokens: set when `played` is entered.
-
-    Its coroutines raise EnvironmentDown if the environment fails, is late, or gives an invalid answer.
-    """
+    """An environment in one episode. turns: the recipe's limit. stop_tokens: set when `played` is entered. Its coroutines raise
+    EnvironmentDown if the environment fails, is late, or gives an invalid answer."""
 
     turns: int
     stop_tokens: tuple[int, ...]
@@ -165,7 +140,7 @@ class PlayedEnvironment(Protocol):
         """Return a context that resets the environment on entry and closes it on exit."""
 
     async def step(self, tokens: np.ndarray) -> Observation:
-        """Return the environment's answer to a turn [n]."""
+        """Answer a turn [n]."""
 
     async def reward(self) -> Verdict | None:
         """Return the environment's verdict after the last turn, if it has one."""
@@ -180,8 +155,7 @@ class Environments(Protocol):
     def of(self, task: str) -> PlayedEnvironment | None:
         """Return a new environment for an episode of this task; None if its rollouts have a single turn."""
 
-    def close(self) -> None:
-        """End the environments' processes."""
+    def close(self) -> None: ...
 
 
 class PolicyTurn(NamedTuple):
@@ -197,14 +171,13 @@ servers' caches should already hold."""
 
 
 class AgentRollout(NamedTuple):
-    """The rollout of an agent's session. text: the policy's last message. verdict: the agent's own; None: the task's grader
-    judges. finish: `length` if a limit ended the session."""
+    """The rollout of an agent's session."""
 
     segments: tuple[Segment, ...]
     paths: tuple[Branch, ...]
-    text: str
-    finish: FinishReason
-    verdict: Verdict | None
+    text: str  # the policy's last message
+    finish: FinishReason  # `length` if a limit ended the session
+    verdict: Verdict | None  # the agent's own; None: the task's grader judges
     episode: Episode
 
 
@@ -225,12 +198,10 @@ class Agents(Protocol):
     async def session(
         self, prompt: Prompt, order: tuple[int, int, int], policy: Policy, waited: Callable[[], float]
     ) -> AgentRollout:
-        """Run the agent of the prompt's task on the prompt. order: the smallest goes first. waited: for how many seconds the
-        policy has waited for servers, which the limit on the session's time leaves out. Raises AgentDown, or what `policy`
-        raises."""
+        """Run the agent of the prompt's task on the prompt. order: the smallest goes first. waited: seconds of waiting for
+        servers, which the limit on the session's time leaves out. Raises AgentDown, or what `policy` raises."""
 
-    async def close(self) -> None:
-        """End the agents' processes."""
+    async def close(self) -> None: ...
 
 
 class TaskPrompts(NamedTuple):

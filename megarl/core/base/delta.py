@@ -91,8 +91,7 @@ def add(held: Tensor, difference: Tensor) -> None:
 def load(
     model: Module, loader: Callable[[Iterable[tuple[str, Tensor]]], object], tensors: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Load tensors with the model's own loader. Deltas go through it too, but are added where it would copy a tensor, so that
-    it slices, joins and transposes a delta for each rank as it would the tensor."""
+    """Load tensors with the model's own loader, which slices, joins and transposes deltas, too; they are added, not copied."""
     deltas = []
 
     def others() -> Iterator[tuple[str, Tensor]]:
@@ -125,7 +124,7 @@ class _Adding(TorchDispatchMode):
 
 
 def _integers(tensor: Tensor) -> Tensor:
-    """Return the bits of a tensor's elements as integers [elements], aligned to words."""
+    """Return the bits of a tensor's elements as integers [elements], at an address that is a multiple of WORD."""
     flat = tensor.detach().contiguous().view(-1)
     if flat.data_ptr() % WORD:
         flat = flat.clone()

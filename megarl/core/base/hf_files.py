@@ -11,7 +11,6 @@ from megarl.core.base.types import JsonObject
 
 
 def read_config(hf_dir: Path | str) -> JsonObject:
-    """Read config.json of a directory."""
     path = Path(hf_dir) / "config.json"
     if not path.is_file():
         raise MegarlError(f"{hf_dir}: no Hugging Face model there (no config.json); give a directory that has one")
@@ -29,7 +28,6 @@ def text_config(config: JsonObject, path: Path) -> JsonObject:
 
 
 def read_json(path: Path) -> JsonObject:
-    """Read the JSON object in a file."""
     try:
         value = json.loads(path.read_bytes())
     except json.JSONDecodeError as error:

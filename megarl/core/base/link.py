@@ -28,18 +28,12 @@ class Interrupted(Exception):
 
 
 class ControllerLink:
-    """A connection to the controller at `address` (tcp://host:port), which must prove its identity with the key in `keys`."""
+    """A connection to the controller at `address` (tcp://host:port), which must prove its identity with the key in `keys`.
+    interrupted: returns a reason to give up waiting, or "". limit_s: how long the controller may be silent."""
 
     def __init__(
-        self,
-        address: str,
-        keys: LinkKeys,
-        interrupted: Callable[[], str],
-        *,
-        resend_s: float = 30.0,
-        limit_s: float = 600.0,
-    ) -> None:
-        """Connect. interrupted: returns a reason to give up waiting, or "". limit_s: how long the controller may be silent."""
+        self, address: str, keys: LinkKeys, interrupted: Callable[[], str], *, resend_s: float = 30.0, limit_s: float = 600.0
+    ) -> None:  # fmt: skip
         self.address, self._keys, self.interrupted = address, keys, interrupted
         self.resend_s, self.limit_s = resend_s, limit_s
         self._context = zmq.Context()

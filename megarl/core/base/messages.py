@@ -78,22 +78,18 @@ class Published(Record, frozen=True, tag="published"):
     transfer_seconds: float
     resume_seconds: float
     bytes_sent: Count
-    staged: bool = False
+    staged: bool = False  # the transfer took place before the pause, and resume_seconds includes the swap
 
 
 class Scored(Record, frozen=True, tag="scored"):
-    """The learner's answer to `Score`, per rollout, all [n - first] float32 at temperature 1.
-
-    logprobs: of the tokens from `first` on. against: of the single token `Score.against` at the same positions. choices: number
-    of (token, layer) choices of experts compared with the servers'. differing: number of them with another set of experts.
-    """
+    """The learner's answer to `Score`, per rollout, [n - first] float32 at temperature 1."""
 
     incarnation: Incarnation
     version: Count
-    logprobs: tuple[np.ndarray, ...]
-    against: tuple[np.ndarray, ...]
-    choices: Count = 0
-    differing: Count = 0
+    logprobs: tuple[np.ndarray, ...]  # of the tokens from `first` on
+    against: tuple[np.ndarray, ...]  # of the single token `Score.against` at the same positions
+    choices: Count = 0  # number of (token, layer) choices of experts compared with the servers'
+    differing: Count = 0  # number of them with another set of experts
 
 
 class Stopped(Record, frozen=True, tag="stopped"):
@@ -104,14 +100,11 @@ class Stopped(Record, frozen=True, tag="stopped"):
 
 
 class Join(Record, frozen=True, tag="join"):
-    """A server that the run did not start announces itself. It repeats this message as a sign of life.
+    """A server that the run did not start announces itself, again and again as a sign of life."""
 
-    life: names the server's process. server: its id from an earlier answer; -1 before the first.
-    """
-
-    life: Incarnation
+    life: Incarnation  # names the server's process
     url: Annotated[str, msgspec.Meta(max_length=256, pattern=r"^http://[^/@]+:[0-9]{1,5}$")]
-    server: Annotated[int, msgspec.Meta(ge=-1, le=1 << 30)] = -1
+    server: Annotated[int, msgspec.Meta(ge=-1, le=1 << 30)] = -1  # its id from an earlier answer; -1 before the first
 
 
 class Leave(Record, frozen=True, tag="leave"):
@@ -125,15 +118,12 @@ Request = Next | Published | Scored | Stopped | FromServer
 
 
 class Train(Record, frozen=True, tag="train"):
-    """Train this batch. stats: the controller's metrics of the step, merged into its row of metrics.jsonl.
-
-    compute_hours: the run's total at the time of the reply; the learner adds its own time, times `compute_devices`.
-    """
+    """Train this batch."""
 
     batch: Batch
-    compute_hours: float
+    compute_hours: float  # the run's total so far; the learner adds its own time, times compute_devices
     compute_devices: int
-    stats: dict[str, float]
+    stats: dict[str, float]  # the controller's metrics of the step, merged into its row of metrics.jsonl
     replay: bool = False
 
 
@@ -145,14 +135,11 @@ class Publish(Record, frozen=True, tag="publish"):
 
 
 class ScoredRollout(Record, frozen=True):
-    """A rollout to score: tokens [n] int32 of prompt and completion, scored from `first` (at least 1) on.
+    """A rollout to score."""
 
-    experts: the choices of a server with the same weights, to be compared with the learner's.
-    """
-
-    tokens: np.ndarray
-    first: int
-    experts: Routing | None = None
+    tokens: np.ndarray  # [n] int32 of prompt and completion
+    first: int  # where scoring begins, at least 1
+    experts: Routing | None = None  # choices of a server with the same weights, to be compared with the learner's
 
 
 PARITY_ROLLOUTS = 4
@@ -203,7 +190,7 @@ _SCHEMA = f"megarl {SCHEMA_VERSION}".encode()
 
 
 def to_frames(message: Request | Reply) -> list[bytes]:
-    """Encode a request or reply as ZeroMQ frames: schema version, msgpack body."""
+    """Encode a message as ZeroMQ frames: schema version, msgpack body."""
     return [_SCHEMA, encode(message)]
 
 

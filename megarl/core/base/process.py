@@ -29,12 +29,9 @@ node's place among those of the role."""
 
 
 def raise_limits() -> None:
-    """Raise the soft limits of this process and its children to the hard ones. Slurm takes them from the shell in which the job
-    was submitted, where they are small.
-
-    Open files: each request under way is a connection of the controller's, and a learner's rank has 630 sockets in a world of
-    64 ranks. Locked memory: NCCL registers its buffers with InfiniBand. Processes: threads count, of all roles on the node.
-    """
+    """Raise the soft limits of this process and its children to the hard ones: Slurm takes small ones from the submitting
+    shell. Open files: each request is a connection of the controller's, and a learner's rank has 630 sockets in a world of 64
+    ranks. Locked memory: NCCL registers its buffers with InfiniBand. Processes: threads count, of all roles on the node."""
     for what in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_NPROC):
         _, most = resource.getrlimit(what)
         with suppress(ValueError):  # Linux sets no limit of files above fs.nr_open, even if a container began with one
@@ -42,28 +39,22 @@ def raise_limits() -> None:
 
 
 def dump_no_core() -> None:
-    """Set the soft limit of core dumps to 0, for this process and its children. Slurm takes it, too, from the submitting shell.
-
-    When NCCL ends the ranks of a learner, each would write its hundreds of gigabytes where the job runs, and be restarted only
-    then. `start_logging` has the stacks written; `prlimit --core=unlimited --pid PID` still allows a dump.
-    """
+    """Set the soft limit of core dumps to 0, for this process and its children: when NCCL ends the ranks of a learner, each
+    would write hundreds of gigabytes, and be restarted only then. `start_logging` has the stacks written; `prlimit
+    --core=unlimited --pid PID` still allows a dump."""
     _, most = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, most))
 
 
 def bind_no_threads() -> None:
-    """Remove the variables by which OpenMP binds threads to cores, as some clusters set them. Each process that imports torch
-    would be bound to the first core of its node, and all roles there would share it.
-    """
+    """Remove the variables, set by some clusters, with which OpenMP would bind all roles on a node to its first core."""
     for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"):
         os.environ.pop(name, None)
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import without Python's garbage collector, which would take a fifth of a role's start to scan thousands of modules again
-    and again. Objects that exist at the end are frozen: the collector never scans them.
-    """
+    """Import without the garbage collector, which would take a fifth of a role's start, and freeze what was imported."""
     gc.disable()
     try:
         yield
@@ -81,10 +72,8 @@ def imported(named: str) -> Any:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the parent dies, however it dies: no role outlives its supervisor. Linux only.
-
-    The parent is the *thread* that forked: call this in processes started by a thread that lives as long as the role.
-    """
+    """Have the kernel kill this process when the parent dies, however it dies: no role outlives its supervisor. The parent is
+    the *thread* that forked: it has to live as long as the role."""
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # the parent died before the call
@@ -92,18 +81,14 @@ def die_with_parent() -> None:
 
 
 def ignore_late_signals() -> None:
-    """Ignore the signals that end a process, once its work is done. As it exits, Python restores the default handlers, and a
-    signal at that moment would make a learner that has already saved look killed.
-    """
+    """Ignore the signals that end a process, once its work is done: with Python's default handlers it would look killed."""
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
 
 
 def shared_memory_mark(session: int | str) -> str:
-    """Return a prefix for this session's names in /dev/shm, so that files it left there can be found after it ends.
-
-    The prefix includes the PID namespace: containers number their sessions independently and may share the folder.
-    """
+    """Return a prefix for this session's names in /dev/shm, by which its files can be found after it ends. It includes the PID
+    namespace: containers number their sessions independently and may share the folder."""
     return f"megarl-{os.stat('/proc/self/ns/pid').st_ino}-{session}-"
 
 
@@ -137,10 +122,8 @@ WHOLE_FILE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
 
 def lock_file(descriptor: int) -> None:
-    """Lock an open file until it is closed. BlockingIOError if another process has locked it, OSError if none can.
-
-    The lock is one on bytes, which GPFS and others keep on all nodes together, unlike flock's.
-    """
+    """Lock an open file until it is closed. BlockingIOError if another process has locked it, OSError if none can. The lock is
+    one on bytes, which GPFS and others keep on all nodes together, unlike flock's."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, WHOLE_FILE)
     except OSError as error:

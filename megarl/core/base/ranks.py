@@ -5,8 +5,7 @@ Stores and groups listen on one network and on no other:
     tcp://10.0.0.5:29500 ──► bound_store ──► a socket that listens on 10.0.0.5:29500 ──► TCPStore
     GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: the network interface, set by whoever starts the roles on several nodes
 
-Neither requires a key. By default a store would listen on every address of the machine, and a group on the address to which
-the host name resolves.
+Neither requires a key. By default both would listen elsewhere: a store on every address of the machine.
 """
 
 import importlib
@@ -22,7 +21,6 @@ from megarl.core.base.errors import MegarlError
 
 
 def from_rank_0[T](value: T) -> T:
-    """Return rank 0's value on all ranks."""
     if dist.get_world_size() == 1:
         return value
     box = [value]
@@ -31,7 +29,6 @@ def from_rank_0[T](value: T) -> T:
 
 
 def gathered[T](value: T) -> list[T]:
-    """Return every rank's value on all ranks."""
     if dist.get_world_size() == 1:
         return [value]
     values = [value] * dist.get_world_size()

@@ -1,19 +1,4 @@
-"""The run directory: its fixed form, the addresses of a live run, and the one JSONL writer.
-
-RUN/recipe.yaml        fully resolved      RUN/rollouts/      the journal
-RUN/metrics.jsonl      a row per step      RUN/logs/          one file per process: ROLE/HOST.RANK.log
-RUN/eval.jsonl         a row per evaluation   RUN/checkpoints/   step-000000N/
-RUN/summary.json       written at the end  RUN/tensorboard/   RUN/report.html  RUN/reward.png
-RUN/evaluations/step-000000N/NAME/         the answers of an evaluation (megarl/core/evaluation/answers.py)
-RUN/status.json        renewed each second RUN/endpoints.json addresses and keys of the live run (mode 0600)
-RUN/trace/             spans of the roles  RUN/profile/       torch's profiler          RUN/prometheus/  scrape targets
-RUN/fingerprints.json  of model and prompts when the run began (megarl/lab/preflight.py)
-RUN/bad-rollouts.jsonl rollouts of skipped steps; RUN/failure: why the run must not be restarted automatically
-RUN/weights/           weights that servers read with weights.transport=disk
-RUN/parent/            of a fork: the state of the run it was forked from (megarl/run/fork.py)
-RUN/microbatch.json    the size that learner.microbatch_tokens=auto found
-RUN/stop               a request for an orderly end, polled by learner and controller (also works on shared file systems)
-"""
+"""The run directory (docs/run-directory.md says what each file is), the addresses of a live run, and the one JSONL writer."""
 
 import errno
 import json
@@ -98,27 +83,27 @@ class RunDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.recipe = path / "recipe.yaml"
-        self.metrics = path / "metrics.jsonl"
-        self.eval = path / "eval.jsonl"
+        self.recipe = path / "recipe.yaml"  # fully resolved
+        self.metrics = path / "metrics.jsonl"  # a row per step
+        self.eval = path / "eval.jsonl"  # a row per evaluation
         self.summary = path / "summary.json"
         self.status = path / "status.json"
         self.endpoints_file = path / "endpoints.json"
-        self.stop_file = path / "stop"
-        self.failure_file = path / "failure"
-        self.microbatch = path / "microbatch.json"
+        self.stop_file = path / "stop"  # a request for an orderly end, polled by learner and controller
+        self.failure_file = path / "failure"  # why the run must not be restarted automatically
+        self.microbatch = path / "microbatch.json"  # the size that learner.microbatch_tokens=auto found
         self.fingerprints = path / "fingerprints.json"
-        self.bad_rollouts = path / "bad-rollouts.jsonl"
-        self.rollouts = path / "rollouts"
+        self.bad_rollouts = path / "bad-rollouts.jsonl"  # of skipped steps
+        self.rollouts = path / "rollouts"  # the journal
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
         self.tensorboard = path / "tensorboard"
         self.report = path / "report.html"
         self.picture = path / "reward.png"
-        self.trace = path / "trace"
+        self.trace = path / "trace"  # spans of the roles
         self.profile = path / "profile"
-        self.prometheus = path / "prometheus"
-        self.weights = path / "weights"
+        self.prometheus = path / "prometheus"  # scrape targets
+        self.weights = path / "weights"  # that servers read with weights.transport=disk
         self.evaluations = path / "evaluations"
 
     @property
@@ -194,7 +179,7 @@ def step_folder(parent: Path, step: int) -> Path:
 
 
 def step_of(folder: Path) -> int:
-    """Return the step of a folder named by `step_folder`."""
+    """Return the step in the name of such a folder."""
     return int(folder.name.removeprefix("step-"))
 
 
@@ -237,10 +222,7 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
 
 
 def append_jsonl(path: Path, row: Row) -> None:
-    """Append one line, after ending any line that a crash left unfinished, so that only that line is lost.
-
-    A non-finite number becomes null, since JSON has none.
-    """
+    """Append one line, with null for a non-finite number, after ending any line that a crash left unfinished."""
     with writing(path), opened_jsonl(path) as file:
         file.write(line_of(row))
 
@@ -298,8 +280,7 @@ class _Stepped(msgspec.Struct):
 
 def rows_in_order(path: Path, first: int = 0) -> Iterator[Row]:
     """Yield rows by step, from step `first` on; a later row of the same step replaces the earlier one (replay after a crash).
-    One at a time: all rows of a long run take gigabytes.
-    """
+    One at a time: all rows of a long run take gigabytes."""
     if not path.exists():
         return
     where: dict[int, int] = {}
@@ -316,7 +297,6 @@ def rows_in_order(path: Path, first: int = 0) -> Iterator[Row]:
 
 
 def latest_rows(path: Path) -> list[Row]:
-    """Return all of `rows_in_order`."""
     return list(rows_in_order(path))
 
 
@@ -340,7 +320,6 @@ def lacking(score: Mapping[str, Any]) -> str:
 
 
 def is_figure(value: object) -> bool:
-    """Return whether this is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

@@ -22,17 +22,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer. end: the id that ends a completion. path: the directory it was read from, for error messages.
-
-    vocabulary: number of tokens in the vocabulary of the model in that directory; a larger id crashes a server. others: further
-    ids that end a completion, such as the one that ends gpt-oss's calls.
-    """
-
     backend: Backend
-    end: int
-    path: Path
-    vocabulary: int = sys.maxsize
-    others: tuple[int, ...] = ()
+    end: int  # ends a completion
+    path: Path  # its directory, for error messages
+    vocabulary: int = sys.maxsize  # number of tokens that the model there knows; a larger id crashes a server
+    others: tuple[int, ...] = ()  # further ids that end a completion; gpt-oss has one that ends a call
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -44,11 +38,8 @@ class Tokenizer:
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: list[str], framed: bool = False) -> list[np.ndarray]:
-        """Return the ids of many texts at once, [n] int32 each.
-
-        framed: add the special tokens that the tokenizer puts around a text, such as Llama 3's <|begin_of_text|>. MegarlError
-        if the tokenizer's vocabulary lacks one of the characters, or the model's vocabulary one of the tokens.
-        """
+        """Return the ids of many texts at once, [n] int32 each. framed: add the special tokens that the tokenizer puts around a
+        text, such as Llama 3's <|begin_of_text|>. MegarlError if the tokenizer lacks a character, or the model a token."""
         try:
             encoded = [int32(encoding.ids) for encoding in self.backend.encode_batch(texts, add_special_tokens=framed)]
         except Exception as error:  # tokenizers raises a plain Exception if a closed vocabulary lacks a character

@@ -43,16 +43,13 @@ class Record(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
 
 class Prompt(Record, frozen=True):
-    """One problem. tokens [prompt_len] int32; answer: what the task's grader compares completions with.
-
-    `task` and `id` identify it within a run. difficulty: smaller is easier.
-    """
+    """One problem. `task` and `id` identify it within a run."""
 
     id: str
-    tokens: np.ndarray
-    answer: str
+    tokens: np.ndarray  # [prompt_len] int32
+    answer: str  # what the task's grader compares completions with
     task: str = "math"
-    difficulty: int = 0
+    difficulty: int = 0  # smaller is easier
 
     @property
     def shown(self) -> "Prompt":
@@ -64,28 +61,20 @@ class Prompt(Record, frozen=True):
 
 
 class Segment(Record, frozen=True, omit_defaults=True):
-    """Consecutive completion tokens of one origin.
+    """Consecutive completion tokens of one origin. turn and credit: with `agent.credit: turn`."""
 
-    tokens [n] int32. logprobs [n] float32: behaviour log-probs, recorded at sampling; 0 where not trained.
-    weight_version: version of the weights that sampled them (for tokens salvaged from a lost server: at the request's start).
-    turn, credit, with `agent.credit: turn`: the number of the turn in its session, in the order in which turns were served, and
-    the sum of the agent's rewards after it, without the rollout's own reward.
-    """
-
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    weight_version: int
+    tokens: np.ndarray  # [n] int32
+    logprobs: np.ndarray  # [n] float32, recorded at sampling; 0 where not trained
+    weight_version: int  # that sampled them; of tokens salvaged from a lost server: at the request's start
     trained: bool = True
-    turn: int = -1
-    credit: float = 0.0
+    turn: int = -1  # number of the turn in its session, in the order in which turns were served
+    credit: float = 0.0  # sum of the agent's rewards after the turn, without the rollout's own reward
 
 
 class Routing(Record, frozen=True):
-    """The experts that the server chose for the tokens of prompt and completion, in the layers that have experts.
-
-    choices [rows * layers * chosen] uint8 or int16. Row t belongs to token t. The last token has no row, because nothing was
-    computed from it. Nor have the last tokens of a rollout whose server was lost before it could report.
-    """
+    """The experts that the server chose for the tokens of prompt and completion, in the layers that have experts: choices [rows
+    * layers * chosen] uint8 or int16. Row t belongs to token t. The last token has no row, because nothing was computed from
+    it. Nor have the last tokens of a rollout whose server was lost before it could report."""
 
     choices: np.ndarray
     layers: int
@@ -98,28 +87,20 @@ class Routing(Record, frozen=True):
 
 
 class Episode(Record, frozen=True):
-    """The exchange between the policy and its environment (data.tasks.NAME.environment), or an agent's session.
+    """The exchange between the policy and its environment (data.tasks.NAME.environment), or an agent's session."""
 
-    turns: number of the policy's turns. calls: turns that were answered (for an agent: requests that were served). errors:
-    calls that failed. seconds: time spent on all calls; for a session, time during which no request was running.
-    limited: the recipe's `turns` or a limit of the session ended the exchange, not the policy or the agent.
-    untrained: tokens of an agent's session that are in no path, because their requests were repeated or abandoned.
-    """
-
-    turns: int
-    calls: int
-    errors: int
-    seconds: float
-    limited: bool
-    untrained: int = 0
+    turns: int  # of the policy
+    calls: int  # turns that were answered; for an agent: requests that were served
+    errors: int  # calls that failed
+    seconds: float  # spent on all calls; for a session, time without a running request
+    limited: bool  # a limit ended it, not the policy or the agent
+    untrained: int = 0  # tokens of a session that are in no path: their requests were repeated or abandoned
 
 
 class Branch(Record, frozen=True):
-    """One path of an agent's rollout: a conversation as the policy saw it, from its first token on.
-
-    It begins with the first `shared` tokens of the earlier path `parent`; they are trained there and masked here. Then come the
-    rollout's next `segments` segments. A path that shares nothing has parent -1 and shared 0.
-    """
+    """One path of an agent's rollout: a conversation as the policy saw it. It begins with the first `shared` tokens of the
+    earlier path `parent`; they are trained there and masked here. Then come the rollout's next `segments` segments. A path that
+    shares nothing has parent -1 and shared 0."""
 
     segments: int
     parent: int = -1
@@ -127,31 +108,25 @@ class Branch(Record, frozen=True):
 
 
 class PathTokens(NamedTuple):
-    """A sequence for the learner: tokens [n] int32, including the prompt's, behaviour log-probs [n] float32, 0 where masked,
-    and trained [n] bool. own: index of the first token that is not in an earlier path of the rollout. turns [n] int32: as in
-    `Segment`, -1 where masked."""
+    """A sequence for the learner."""
 
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    trained: np.ndarray
-    own: int
-    turns: np.ndarray
+    tokens: np.ndarray  # [n] int32, including the prompt's
+    logprobs: np.ndarray  # [n] float32, 0 where masked
+    trained: np.ndarray  # [n] bool
+    own: int  # index of the first token that is not in an earlier path of the rollout
+    turns: np.ndarray  # [n] int32, as in `Segment`, -1 where masked
 
 
 class Rollout(Record, frozen=True):
-    """One graded completion of a ticket's prompt. sample: 0 … generations-1 within the group.
+    """One graded completion of a ticket's prompt. Every sampled token is in exactly one segment. paths: only for an agent's
+    rollout; they partition its segments and do not begin with the group's prompt."""
 
-    graded: the graders' reward before the overlong penalty; None: the same as `reward`. paths: only for an agent's rollout;
-    they partition its segments and do not begin with the group's prompt. Every sampled token is in exactly one segment.
-    teacher_logprobs [completion_len] float32: the teacher's log-probs, 0 where not trained; None without a teacher.
-    """
-
-    sample: int
+    sample: int  # 0 … generations-1 within the group
     segments: tuple[Segment, ...]
     reward: float
     correct: bool
     finish: FinishReason
-    graded: float | None = None
+    graded: float | None = None  # the graders' reward before the overlong penalty; None: the same as `reward`
     interrupted: bool = False  # the interruption phrase was inserted
     format_ok: bool = True  # the thinking trace was closed and an answer follows it
     grader_timeout: bool = False
@@ -161,7 +136,7 @@ class Rollout(Record, frozen=True):
     routing: Routing | None = None  # recorded with model.moe.routing_replay
     episode: Episode | None = None  # if the task has an environment or an agent
     paths: tuple[Branch, ...] = ()
-    teacher_logprobs: np.ndarray | None = None
+    teacher_logprobs: np.ndarray | None = None  # [completion_len] float32, 0 where not trained
 
     @property
     def tokens(self) -> np.ndarray:
@@ -219,20 +194,17 @@ def _path(before: np.ndarray, own: Sequence[Segment]) -> PathTokens:
 
 
 class Group(Record, frozen=True):
-    """All rollouts of one ticket. A `void` group (nothing could be generated or graded) has none, but keeps its slot.
-
-    prompt: as in `Prompt.shown`.
-    """
+    """All rollouts of one ticket. A `void` group (nothing could be generated or graded) has none, but keeps its slot."""
 
     ticket: int
-    prompt: Prompt
+    prompt: Prompt  # as in `Prompt.shown`
     rollouts: tuple[Rollout, ...]
     void: str = ""  # the reason, if void
     epoch: int = 0
 
     @property
     def rewards(self) -> np.ndarray:
-        """The rewards, [generations] float64."""
+        """[generations] float64"""
         return np.array([r.reward for r in self.rollouts], dtype=np.float64)
 
     @property
@@ -242,11 +214,8 @@ class Group(Record, frozen=True):
 
     @property
     def has_variance(self) -> bool:
-        """Whether the rollouts' grades differ (for right-or-wrong grades, whether both occur) or, if they are all equal,
-        whether the credits of a turn differ.
-
-        The overlong penalty does not count: a group of only right answers would teach nothing but length.
-        """
+        """Whether the rollouts' grades or, if they are all equal, the credits of a turn differ. The overlong penalty does not
+        count: a group of only right answers would teach nothing but length."""
         grades = {r.reward if r.graded is None else r.graded for r in self.rollouts}
         credits: dict[int, list[float]] = {}
         for turn, credit in (each for r in self.rollouts for each in r.credits.items()):
@@ -297,7 +266,6 @@ _decoders: dict[object, msgspec.msgpack.Decoder] = {}
 
 
 def encode(record: object) -> bytes:
-    """Encode a record as msgpack."""
     return _encoder.encode(record)
 
 
@@ -309,10 +277,8 @@ def decode[T](data: bytes | memoryview, kind: type[T] | Any) -> T:
 
 
 def int32(values: Iterable[int]) -> np.ndarray:
-    """Convert token ids to this project's dtype."""
     return np.fromiter(values, dtype=np.int32)
 
 
 def float32(values: Iterable[float]) -> np.ndarray:
-    """Convert log-probs to this project's dtype."""
     return np.fromiter(values, dtype=np.float32)

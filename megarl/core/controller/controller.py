@@ -64,7 +64,6 @@ UNMET_LIMIT_S = 5.0
 PUBLISH_TRIES = 3
 """The run fails after this many failed publications in a row on a server that answers, if no server has the weights."""
 
-
 type StatusAndTotals = tuple[Mapping[str, Any], Mapping[int, Mapping[str, float]]]
 """The latest contents of status.json, empty before the first, and each server's totals by its id."""
 type ServeMetrics = Callable[[Endpoints, Callable[[], StatusAndTotals]], Callable[[], None]]
@@ -150,7 +149,6 @@ class Controller:
     # Called by conversation.py: messages of the learner and of joined servers, and the answers to them.
 
     def of_server(self, said: FromServer) -> Reply:
-        """Answer a server that joins the run, or leaves it."""
         return Stop(reason=self.stop_reason) if self.stop_reason else self.servers.answer(said)
 
     def new_learner(self) -> None:
@@ -165,8 +163,7 @@ class Controller:
 
     async def published(self, result: Published) -> None:
         """Note the end of a publication. Fail the run if no server has the current weights and publication has failed too often
-        on a server that answers; one that does not answer may be restarting.
-        """
+        on a server that answers; one that does not answer may be restarting."""
         membership, clean = self.servers.membership, []
         for r in result.results:
             if membership.published(r.id, result.version, result.incarnation, r.error):
@@ -202,16 +199,13 @@ class Controller:
         self._on_change()
 
     def scored(self, result: Scored) -> None:
-        """Note the learner's scores of the rollouts that it was asked to score."""
         self.parity.scored(result)
         self._on_change()
 
     def left(self, step: int) -> None:
-        """Note that the learner has saved and leaves."""
         self._stop(f"the learner has left at step {step}")
 
     def decide(self, asked: Next) -> Decision:
-        """Return the decision that follows from the present state, without changing the state."""
         now, parity = self.pipeline.view(asked.version), self.parity.request(asked.version)
         settled = self.pipeline.admitted - len(self.pipeline.running)
         waits = f"{settled} tickets are finished, {now.phase_end(asked.step) * self.recipe.batch.prompts} needed"

@@ -82,7 +82,6 @@ class Link:
             raise MegarlError(f"cannot listen on {endpoint}: {error}; is another controller running?") from None
 
     async def receive(self) -> tuple[bytes, Request]:
-        """Return the next well-formed request and its sender."""
         while True:
             peer, *frames = await self._socket.recv_multipart()
             try:
@@ -94,7 +93,7 @@ class Link:
                 log.warning("dropped a malformed request (%d so far): %s", self.malformed, error)
 
     def refused(self) -> int:
-        """Return how many connections have not shown the learner's key, including any whose handshake is still under way."""
+        """Return how many connections have not shown the learner's key, perhaps not yet."""
         before = self._refused
         while self._events.poll(0):
             event, _ = struct.unpack("=hi", self._events.recv_multipart()[0])
@@ -131,8 +130,7 @@ class _WaitingNext(NamedTuple):
 
 class Conversation:
     """The conversation over `link`. incarnation: the current learner's; empty before the first. Set `changed` whenever
-    something has changed that an answer may depend on.
-    """
+    something has changed that an answer may depend on."""
 
     def __init__(self, link: Link, answers: "Controller") -> None:
         self._link, self._answers = link, answers

@@ -25,7 +25,7 @@ from megarl.core.server.membership import Membership, listed
 
 @dataclass(frozen=True)
 class TrainStep:
-    """The learner should train this step: send it the batch."""
+    """Send the learner the batch of this step."""
 
     step: int
     replay: bool = False
@@ -84,10 +84,8 @@ def decide(asked: Next, now: ControllerView) -> Decision:
 
 
 def is_due(version: int, last_scored: int | None, settings: Evaluation, final_version: int) -> bool:
-    """Return whether this version needs a score, given the newest version that has one (None: none has).
-
-    If an evaluation is lost with its server, the next version is scored instead: if 100 is lost, then 101 and 200 are scored.
-    """
+    """Return whether this version needs a score, given the newest version that has one (None: none has). If an evaluation is
+    lost with its server, the next version is scored instead: if 100 is lost, then 101 and 200 are scored."""
     if last_scored is None:
         return True
     if version <= last_scored or version >= final_version:

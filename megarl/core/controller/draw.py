@@ -2,10 +2,9 @@
 
 `PromptOrder` chooses the prompt, from the seed, the last draw, the number of draws, and each prompt's latest pass rate.
 
-Each epoch goes once through its pool in an order of its own, given by a hash of seed, epoch and prompt id, not by the file.
-No-positive-resampling (ScaleRL, arXiv 2510.13786): a prompt whose latest group had a pass rate of `positive_threshold` or
-more is skipped in later epochs. If an epoch would begin with fewer prompts than the task has in a batch, all pass rates are
-forgotten.
+Each epoch goes once through its pool, in the order of a hash of seed, epoch and prompt id. No-positive-resampling (ScaleRL,
+arXiv 2510.13786): a prompt whose latest group had a pass rate of `positive_threshold` or more is skipped in later epochs. If an
+epoch would begin with fewer prompts than the task has in a batch, all pass rates are forgotten.
 
     pool of an epoch = the easiest share of all T prompts      share, by the draws t so far; all are in after T:
                                                                none 1    linear s + (1 - s) t/T    exponential s^(1 - t/T)
@@ -57,12 +56,9 @@ def share(pace: Pace, drawn: int, prompts: int) -> float:
 
 
 class PromptOrder:
-    """Draws prompts of one task. difficulty: of each prompt, by its id.
-
-    drawn: number of draws so far. excluded: prompts that are skipped now. pool: number of prompts in the present epoch, the
-    easiest. `drawn` and `excluded` could be computed from the journal's state. They are kept here because a draw may begin
-    epochs before its record exists, and to avoid a scan of all pass rates per draw.
-    """
+    """Draws prompts of one task. difficulty: of each prompt, by its id. drawn: number of draws so far. excluded: prompts that
+    are skipped now. pool: number of prompts in the present epoch, the easiest. The journal's state has `drawn` and `excluded`,
+    too, but a draw may begin epochs before its record exists."""
 
     def __init__(
         self,
@@ -86,7 +82,6 @@ class PromptOrder:
         self._begin(last.epoch, last.pool or len(self._ids), last.prompt_id)
 
     def draw(self) -> Draw:
-        """Return the next prompt."""
         reset = False
         while True:
             for prompt_id in self._rest:
@@ -132,8 +127,7 @@ def next_task(drawn: Mapping[str, int], shares: Mapping[str, Fraction]) -> str:
 
 
 class Mixture:
-    """Draws from all tasks. curricula: the prompt order of each task, by name. before: draws of each task that were made under
-    other shares, and do not count for these."""
+    """Draws from all tasks. curricula: their prompt orders, by name. before: draws of each task made under other shares."""
 
     def __init__(
         self, curricula: Mapping[str, PromptOrder], shares: Mapping[str, Fraction], before: Mapping[str, int] | None = None
@@ -141,7 +135,6 @@ class Mixture:
         self.curricula, self._shares, self._before = dict(curricula), dict(shares), before or {}
 
     def draw(self) -> tuple[str, Draw]:
-        """Return the next prompt and its task."""
         drawn = {task: c.drawn - self._before.get(task, 0) for task, c in self.curricula.items()}
         task = next_task(drawn, self._shares)
         return task, self.curricula[task].draw()

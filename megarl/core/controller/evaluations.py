@@ -38,9 +38,7 @@ RETRY_S = 10.0
 
 class Evaluations:
     """The evaluations of a run. asker: what an evaluation needs, except servers and salt. fail, stop: end the run for a reason.
-
-    tasks: the running evaluations by version. latest: the newest row, empty before the first.
-    """
+    tasks: the running evaluations by version. latest: the newest row, empty before the first."""
 
     def __init__(
         self,
@@ -63,7 +61,7 @@ class Evaluations:
         self.latest: dict[str, object] = next(reversed(latest_scores(rundir.eval)), {})
 
     def begin_if_due(self, version: int, spent: Mapping[int, Spent], tasks: asyncio.TaskGroup) -> None:
-        """If an evaluation is due, pin some of the servers with these weights and begin. spent: compute before each version."""
+        """If an evaluation is due, begin it on some of the servers with these weights. spent: compute before each version."""
         if not self._schedule.is_due(version) or time.monotonic() < self._not_before:
             return
         if servers := self._schedule.begin(version):
@@ -122,7 +120,7 @@ class Evaluations:
         self._pipeline.changed()
 
     async def _ask(self, version: int, servers: set[int], folder: Path) -> dict[str, list[Outcome]]:
-        """Ask all questions, write each answer, and return the outcomes by task and suite."""
+        """Ask all questions, write each answer, and return the outcomes by suite."""
         shutil.rmtree(folder, ignore_errors=True)  # answers that an earlier life left for this version
         places = {suite.name: SuiteDir(folder, suite.name) for suite in self._questions}
         for place in places.values():

@@ -24,7 +24,7 @@ class Meter:
         self._step = self._second = self._mark()
 
     def step(self) -> dict[str, float]:
-        """Return metrics for the time since the last call, over all servers."""
+        """Return metrics over all servers since the last call."""
         then, self._step = self._step, self._mark()
         rates = np.array(list(_rates(then, self._step).values()))
         _, busy, running, *_ = rates.mean(axis=0).tolist()
@@ -42,7 +42,7 @@ class Meter:
         return {server: {"tokens": float(tokens), "busy_seconds": float(busy)} for server, (tokens, busy, *_) in totals}
 
     def second(self) -> dict[int, dict[str, float]]:
-        """Return each server's figures for the time since the last call."""
+        """Return each server's figures since the last call."""
         then, self._second = self._second, self._mark()
         rates, uses = _rates(then, self._second), self._places.use
         return {
@@ -146,7 +146,6 @@ class _DeviceHours:
         return self._before + self.devices * (time.monotonic() - self._since) / 3600
 
     def change(self, devices: int) -> None:
-        """Note how many devices there are from now on."""
         self._before, self.devices, self._since = self.total(), devices, time.monotonic()
 
 

@@ -85,7 +85,7 @@ class Parity:
         fail: Callable[[str], None],
         salt: str,
     ) -> None:
-        """Begin without rollouts. against: a token that is scored as well (the end token). architecture: of the policy."""
+        """against: a token that is scored as well (the end token). architecture: of the policy."""
         self._recipe, self._against, self._architecture = recipe, against, architecture
         self._servers = servers
         self._changed, self._fail, self._salt = changed, fail, salt
@@ -102,7 +102,6 @@ class Parity:
         self.warning = ""
 
     def is_chosen(self, ticket: int, sample: int) -> bool:
-        """Return whether this rollout is one of the PARITY_ROLLOUTS of its batch."""
         recipe, generations = self._recipe, self._recipe.sampling.generations
         batch, prompt = divmod(ticket, recipe.batch.prompts)
         slots = recipe.batch.prompts * generations
@@ -131,8 +130,7 @@ class Parity:
 
     async def _serve(self, version: int, candidates: list[Candidate]) -> list[Candidate]:
         """Have servers score the candidates, each by the server that sampled it if that has the version; then wake the held
-        `Next`. Return the candidates that were scored.
-        """
+        `Next`. Return the candidates that were scored."""
         clean = sorted(s for s, v in self._servers.membership.clean().items() if v == version)
         limit_s = self._recipe.weights.timeout_s
 
@@ -220,11 +218,8 @@ def chosen_slots(seed: int, batch: int, slots: int, count: int) -> frozenset[int
 def rollout_scores(
     candidate: Candidate, version: int, learner: np.ndarray, learner_against: np.ndarray, comparable: bool
 ) -> RolloutScores:
-    """Return all scores of a rollout's trained tokens.
-
-    learner, learner_against: [completion_len] float32. comparable: behaviour log-probs belong to the same distribution as
-    scores.
-    """
+    """Return all scores of a rollout's trained tokens. learner, learner_against: [completion_len] float32. comparable:
+    behaviour log-probs belong to the same distribution as scores."""
     whole, served = candidate.whole, candidate.served
     assert served is not None
     behaviour, trained = whole.logprobs[whole.own :], whole.trained[whole.own :]

@@ -27,7 +27,6 @@ class Records(Protocol):
 
     def write(self, record: JournalRecord) -> Awaitable[None]:
         """Apply a record to the state. Await the result to be sure that the record survives a crash."""
-        ...
 
 
 class Source(Protocol):
@@ -35,11 +34,9 @@ class Source(Protocol):
 
     def draw(self, ticket: int, due: int) -> Admitted:
         """Return the next prompt for this ticket, which step `due` would train."""
-        ...
 
     async def make(self, admitted: Admitted, places: GroupPlaces) -> Finished | Removed:
         """Make the group of a ticket, give back all places, and return the record from `settled`."""
-        ...
 
 
 def settled(recipe: Recipe, group: Group, has_gradient: bool) -> Finished | Removed:
@@ -51,11 +48,8 @@ def settled(recipe: Recipe, group: Group, has_gradient: bool) -> Finished | Remo
 
 
 class Pipeline:
-    """The tickets of a run. `admission` belongs to the state.
-
-    changed: called when something has changed that a held `Next` may be waiting for. steps: the length of the run.
-    admit_steps: the number of steps for which tickets are admitted.
-    """
+    """The tickets of a run. `admission` belongs to the state. changed: called when something has changed that a held `Next` may
+    be waiting for. steps: the length of the run. admit_steps: the number of steps for which tickets are admitted."""
 
     def __init__(
         self,
@@ -138,7 +132,6 @@ class Pipeline:
         self.running[ticket] = tasks.create_task(self._settle(admitted, places), name=f"ticket {ticket}")
 
     async def _settle(self, admitted: Admitted, places: GroupPlaces) -> None:
-        """Run the whole life of a ticket."""
         ticket = admitted.ticket
         try:
             record = await self._source.make(admitted, places)
@@ -174,7 +167,6 @@ class EvaluationSchedule:
         return servers
 
     def end(self, version: int) -> None:
-        """Unpin the servers of an evaluation."""
         for server in self.running.pop(version):
             self._membership.unpin(server)
 

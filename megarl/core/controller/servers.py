@@ -107,9 +107,7 @@ class Servers:
         return time.monotonic() - self._healthy
 
     async def watch(self, server: int) -> None:
-        """Check the server's health as long as it is a member, except during a publication: then it is paused and may answer
-        slowly.
-        """
+        """Check the server's health as long as it is a member, except during a publication, in which it is paused."""
         member, client, misses = self.membership.members[server], self.clients[server], 1
         while self.membership.members.get(server) is member:
             await asyncio.sleep(POLL_AFTER_MISS_S if misses else POLL_S)
@@ -157,7 +155,6 @@ class Servers:
     # Servers that the run did not start.
 
     def answer(self, said: FromServer) -> Reply:
-        """Answer a server that joins the run, or leaves it."""
         return self._leave(said) if isinstance(said, Leave) else self._join(said)
 
     def _join(self, said: Join) -> Joined | Wait | Refused:

@@ -42,8 +42,7 @@ class TeacherServers:
         self._lost: set[int] = set()
 
     async def logprobs(self, ticket: int, prompt: np.ndarray, segments: Sequence[Segment]) -> np.ndarray:
-        """Return the teacher's log-prob of each completion token, 0 where not trained: [completion_len] float32. Void if no
-        teacher can compute them."""
+        """Return the teacher's log-probs [completion_len] float32, 0 where not trained. Void if no teacher can compute them."""
         (whole,) = paths_of(segments, (), prompt)
         async with self._places:
             scored = await self._scored(ticket, whole.tokens, whole.own)

@@ -65,7 +65,6 @@ class Tickets:
         self._routed = routed_model(recipe)
 
     def draw(self, ticket: int, due: int) -> Admitted:
-        """Draw the next prompt from the mixture and return the ticket's record."""
         task, drawn = self.mixture.draw()
         return Admitted(ticket=ticket, task=task, due=due, **drawn._asdict())
 

@@ -10,10 +10,8 @@ The law of the pipeline (`base/admission.py`) allows k + 1 batches; the window s
 Hysteresis: the window widens when a batch, even an incomplete one, takes more than 0.95 (W - 1) T, and narrows when even 2 L
 would fit into a smaller one. N doubles with each change, so that noise cannot make it oscillate. It narrows at once, but widens
 by only an eighth of a batch per step, since servers that are suddenly fuller would delay what the learner needs next. It starts
-early enough to have its full width when an evaluation takes servers away. Nothing is measured while it widens.
-
-The window changes only at publications, and their journal records contain it, so a restarted controller continues with it.
-Measured times decide when a prompt is drawn, never which one. A replay draws nothing.
+early enough to have its full width when an evaluation takes servers away. Nothing is measured while it widens. It changes only
+at publications, whose journal records contain it. Measured times decide when a prompt is drawn, never which one.
 """
 
 import asyncio
@@ -33,10 +31,8 @@ LONGEST_MEMORY = 8
 
 
 class Window:
-    """The window of a run. tickets: how many may be drawn but not trained; initially from the last record, 0 without one.
-
-    Times are those of the running event loop.
-    """
+    """The window of a run, by the event loop's time. tickets: how many may be drawn but not trained; at first the last
+    record's, 0 without one."""
 
     def __init__(self, recipe: Recipe, tickets: int) -> None:
         self._prompts, self._most = recipe.batch.prompts, recipe.pipeline.window_steps

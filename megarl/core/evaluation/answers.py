@@ -27,9 +27,9 @@ SCHEMA_VERSION = 1
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """One answer to one prompt. Texts are as the model saw and wrote them, with special tokens.
 
-    entropy: mean of -log p over the completion's sampled tokens, without the interruption phrase, under the distribution that
-    they were sampled from (nats), an unbiased estimate of its mean entropy per token. With top_p < 1 that is the truncated
-    distribution; with temperature 0 it is the surprise of the greedy tokens at temperature 1. None: nothing was sampled.
+    entropy: mean of -log p over the sampled tokens, under the distribution that they were sampled from (nats), an unbiased
+    estimate of its mean entropy per token. With temperature 0 it is the surprise of the greedy tokens at temperature 1. None:
+    nothing was sampled.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -67,19 +67,17 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a suite. metrics: see metrics.py, with `NAME_low` and `NAME_high` (95 %). model: as the user named it.
-    time: Unix seconds. proxy_and_trusted: with a trusted grader, each prompt's mean reward and mean trusted score, by its id.
-    """
+    """The result of a suite. proxy_and_trusted: each prompt's mean reward and mean trusted score."""
 
     schema_version: int = SCHEMA_VERSION
     suite: str
-    model: str
+    model: str  # as the user named it
     samples: int
     settings: JsonObject
-    metrics: dict[str, float]
-    time: float
+    metrics: dict[str, float]  # see metrics.py, with `NAME_low` and `NAME_high` (95 %)
+    time: float  # Unix seconds
     versions: dict[str, str]
-    proxy_and_trusted: dict[str, tuple[float, float]] | UnsetType = UNSET
+    proxy_and_trusted: dict[str, tuple[float, float]] | UnsetType = UNSET  # by prompt id, with a trusted grader: means
 
 
 class SuiteDir:
@@ -132,7 +130,6 @@ def read_answers(path: Path) -> Iterable[Answer]:
 
 
 def suites_in(out: Path) -> list[str]:
-    """Return the names of the suites that have answers in `out`."""
     return sorted(path.parent.name for path in out.glob("*/answers.jsonl"))
 
 

@@ -9,17 +9,13 @@ from megarl.core.base.rundir import Row, RunDir
 
 Forecast = Callable[[Sequence[Row], Iterable[Row], int, str], Row]
 """Makes the forecast's columns from the rows of eval.jsonl, those of metrics.jsonl, run.steps and the forecast column; empty
-while there is none.
-"""
+while there is none."""
 TrustedWatch = Callable[[RunDir, int, Sequence[str]], Row]
 """Judges for each task, from the results of all evaluations up to this version, whether the trusted score falls while the
-reward rises. Returns columns of eval.jsonl, empty without a trusted grader.
-"""
+reward rises. Returns columns of eval.jsonl, empty without a trusted grader."""
 PASS_RATE = "pass_rate"
 FURTHER_HOURS = {"gpu": 1000.0, "core": 1.0}
 """The additional compute for which a forecast states the gain, by unit."""
-
-
 STOP_WHEN = re.compile(r"gain < (\S+) per (GPU|core)-hour")
 
 

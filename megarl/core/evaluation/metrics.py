@@ -55,7 +55,7 @@ class Outcome(NamedTuple):
 
 
 def read_outcomes(answers: Path) -> list[Outcome]:
-    """Read the newest outcome of each id and sample from a file of answers."""
+    """Return the newest outcome of each id and sample."""
     outcomes = {(answer.id, answer.sample): Outcome.of(answer) for answer in read_answers(answers)}
     return [outcomes[key] for key in sorted(outcomes)]
 
@@ -65,9 +65,7 @@ type Choice = Callable[[Sequence[Outcome], int], float]
 
 
 def choices(outcomes: Sequence[Outcome]) -> dict[str, Choice]:
-    """Return the ways to choose among a prompt's answers, by metric: `maj` only if every well-formed answer votes, `best` only
-    if there are rewards.
-    """
+    """Return the ways to choose among answers, by metric: `maj` if every well-formed answer votes, `best` with rewards."""
 
     def best(group: Sequence[Outcome], k: int) -> float:
         return best_at_k([-math.inf if o.reward is None else o.reward for o in group], [o.correct for o in group], k)
@@ -125,9 +123,7 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 
 def proxy_and_trusted(outcomes: Sequence[Outcome]) -> dict[str, tuple[float, float]]:
-    """Return each prompt's mean reward and mean trusted score over its answers that are not void; empty without a trusted
-    grader. Prompts with only void answers are left out.
-    """
+    """Return each prompt's mean reward and mean trusted score over answers that are not void; empty without such a grader."""
     asked = by_prompt(o for o in outcomes if o.scores is not None and "trusted" in o.scores)
     means = [np.mean([(o.scores["total"], o.scores["trusted"]) for o in group if o.scores], axis=0) for group in asked]
     return {group[0].id: (float(proxy), float(trusted)) for group, (proxy, trusted) in zip(asked, means, strict=True)}
@@ -152,11 +148,9 @@ def pass_at_k(right: int, n: int, k: int) -> float:
 
 
 def maj_at_k(votes: Sequence[str], correct: Sequence[bool], k: int) -> float:
-    """Return the chance that the most frequent vote of k answers is right (self-consistency, arXiv 2203.11171).
-
-    votes, correct: [n]; "" is no vote. Tied votes have equal chances; if none of the k answers votes, the choice is wrong. If
-    only a share of a vote's answers was graded as right, the vote counts as right by that share.
-    """
+    """Return the chance that the most frequent vote of k answers is right (self-consistency, arXiv 2203.11171). votes, correct:
+    [n]; "" is no vote. If none of the k answers votes, the choice is wrong. If only a share of a vote's answers was graded as
+    right, the vote counts as right by that share."""
     by_vote: defaultdict[str, list[bool]] = defaultdict(list)
     for vote, ok in zip(votes, correct, strict=True):
         by_vote[vote].append(ok)
@@ -222,8 +216,7 @@ def powers_up_to(n: int) -> list[int]:
 def _wins(mine: int, others: tuple[int, ...], silent: int, k: int) -> float:
     """Return the chance that a vote is the one chosen among k of n answers. mine: answers with this vote; others: numbers with
     each other vote; silent: without a vote. For each number `top` of the k answers with this vote, it counts the ways in which
-    no other vote has more, divided by the number of votes that tie.
-    """
+    no other vote has more, divided by the number of votes that tie."""
     n = mine + sum(others) + silent
     ways = 0.0
     for top in range(1, min(mine, k) + 1):

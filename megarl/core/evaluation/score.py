@@ -74,8 +74,7 @@ class Questions[Asked: Named](ABC):
     @abstractmethod
     def answerer(self, asker: Asker) -> Callable[[Asked, int, Order], Awaitable[Answer]]:
         """Return a function that answers one question, given the sample's number and the order of the request. The answer is
-        void if nothing can be generated, or it cannot be judged; the function raises GraderDown if no answer can be graded.
-        """
+        void if nothing can be generated, or it cannot be judged. GraderDown if no answer can be graded."""
 
 
 @dataclass(frozen=True)
@@ -138,9 +137,7 @@ def choose[Asked: Named](prompts: Iterable[Asked], count: int | None) -> list[As
 
 async def score(questions: Sequence[Questions[Any]], asker: Asker, keep: Callable[[Answer], object]) -> None:
     """Ask every open question and call `keep` with each answer as it arrives. A server removed from `asker.servers` gets no
-    more requests. If none is left, this waits for ever, so the caller must cancel it. GraderDown (in an ExceptionGroup) if an
-    answer cannot be graded.
-    """
+    more requests; if none is left, the caller must cancel this. GraderDown (in an ExceptionGroup) if one cannot be graded."""
     answerers = {suite.name: suite.answerer(asker) for suite in questions}
     open_ones = [(suite, asked, sample) for suite in questions for asked, sample in suite.open]
     left = iter(enumerate(open_ones))
@@ -155,6 +152,5 @@ async def score(questions: Sequence[Questions[Any]], asker: Asker, keep: Callabl
 
 
 def _entropy(done: Completion) -> float | None:
-    """Return the mean of -log p over the sampled tokens."""
     logprobs = np.concatenate([np.zeros(0, np.float32), *(s.logprobs for s in done.segments if s.trained)])
     return float(-logprobs.mean(dtype=np.float64)) if len(logprobs) else None

@@ -43,7 +43,6 @@ class Entry(NamedTuple):
 
 
 def head(snapshot: Snapshot) -> bytes:
-    """Return the first bytes of a file: its header and snapshot."""
     return FILE_HEADER.pack(MAGIC, SCHEMA_VERSION) + packed(snapshot)
 
 
@@ -70,7 +69,6 @@ def write(fd: int, path: Path, size: int, data: bytes) -> None:
 
 
 def packed(record: JournalRecord) -> bytes:
-    """Return the record's bytes in a file: header and payload."""
     payload = encode(record)
     ticket = record.group.ticket if isinstance(record, Finished) else -1
     head = RECORD_HEADER.pack(MARK, len(payload), ticket, zlib.crc32(payload), 0)[:-4]
@@ -89,8 +87,7 @@ def _entry(header: bytes, offset: int) -> Entry | None:
 
 def scan(path: Path, payloads: bool = True) -> Iterator[tuple[Entry, bytes]]:
     """Yield a file's intact records, up to a truncated last one. Raise MegarlError if intact records follow a damaged one,
-    or if the file is not a journal of this version. payloads: False yields b"" for each.
-    """
+    or if the file is not a journal of this version. payloads: False yields b"" for each."""
     # A buffer has a MiB on NFS, and would be filled for each header.
     with path.open("rb", -1 if payloads else 0) as file:
         size = os.fstat(file.fileno()).st_size

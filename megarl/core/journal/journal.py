@@ -83,8 +83,7 @@ class JournalReader:
 
     def before(self, step: int) -> State:
         """Return the state as if no ticket of batch `step` or later had been drawn, but with all evaluations of the run.
-        MegarlError if earlier tickets are not settled, or if their records are gone.
-        """
+        MegarlError if earlier tickets are not settled, or if their records are gone."""
         whole = self.fold()
         tickets, wanted = whole.admission, step * whole.admission.prompts_per_batch
         first = tickets.first_ticket(step)
@@ -118,7 +117,7 @@ class JournalReader:
         return newest_first[:most][::-1]
 
     def _group(self, ticket: int, there: Sequence[int]) -> Group:
-        """Return the group of a ticket. there: the numbers of the files."""
+        """there: the numbers of the files."""
         numbers = [number for number in self._searched if ticket in self._searched[number]]
         if not numbers:
             after = bisect_left(there, True, key=lambda number: self._finished_before(number, ticket))
@@ -149,7 +148,6 @@ class JournalReader:
         return self._heads[number]
 
     def _groups_of(self, number: int) -> GroupOffsets:
-        """Return where the groups of a file are."""
         if number not in self._searched:
             entries = (entry for entry, _ in file.scan(self._file(number), payloads=False))
             self._searched[number] = {entry.ticket: entry.offset for entry in entries if entry.ticket >= 0}
@@ -168,8 +166,7 @@ class JournalReader:
 
 class Journal(JournalReader):
     """The one writer of a journal. `state` is the state after all records that were applied. Call `applied` and `forget` only
-    in the thread that reads `state`; call `put`, `drop` and `groups` in a single thread, too, which may be another one.
-    """
+    in the thread that reads `state`; call `put`, `drop` and `groups` in a single thread, too, which may be another one."""
 
     def __init__(self, path: Path, lock: int, rotate_bytes: int) -> None:
         super().__init__(path)
@@ -186,8 +183,7 @@ class Journal(JournalReader):
         path: Path, prompts_per_batch: int, max_lag: int, phase_steps: int = 1, rotate_bytes: int = ROTATE_BYTES
     ) -> "Journal":
         """Open the journal in directory `path`, or begin one. MegarlError if another process writes it, if it is damaged, or if
-        it has another version, batch size, lag or phase.
-        """
+        it has another version, batch size, lag or phase."""
         path.mkdir(parents=True, exist_ok=True)
         lock = _lock(path / "lock")
         try:
@@ -219,8 +215,7 @@ class Journal(JournalReader):
 
     def applied(self, record: JournalRecord) -> Applied:
         """Apply the record to `state` and return its bytes, which must be passed to `put` in the order of these calls.
-        ValueError, without any change, if the record contradicts the state.
-        """
+        ValueError, without any change, if the record contradicts the state."""
         data = file.packed(record)
         self.state.apply(record)
         self._applied_size += len(data)
@@ -232,8 +227,7 @@ class Journal(JournalReader):
 
     def put(self, applied: Sequence[Applied]) -> None:
         """Write these bytes to disk, with one fsync per file, before returning. If that fails, raise MegarlError: the file then
-        ends with the last complete write, the journal is closed, and every later call raises the same error.
-        """
+        ends with the last complete write, the journal is closed, and every later call raises the same error."""
         if self._fd is None:
             raise self._ended
         try:

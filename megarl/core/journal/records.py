@@ -23,8 +23,7 @@ class RecordClock:
         self.offset = time.time() - time.monotonic()
 
     def start(self, written: Path) -> None:
-        """Begin with the time of a file that was just written: the file system's clock, which also says when a session began,
-        and not that of a node, which may be wrong."""
+        """Begin with the time of a file just written: the file system's clock, as for a session's beginning, not a node's."""
         self.offset = written.stat().st_mtime - time.monotonic()
 
     def now(self) -> float:
@@ -32,14 +31,11 @@ class RecordClock:
 
 
 clock = RecordClock()
-"""This process's."""
 
 
 class Session(Record, frozen=True, tag="session"):
     """A controller has started within the life `session` of the supervisor, which began at `time` (Unix seconds) and holds
-    `devices` devices. A second record of the same session (from a restarted controller) changes nothing; one of an earlier
-    session is refused.
-    """
+    `devices` devices. A second record of the same session changes nothing; one of an earlier session is refused."""
 
     session: str
     time: float
@@ -48,20 +44,15 @@ class Session(Record, frozen=True, tag="session"):
 
 
 class Admitted(Record, frozen=True, tag="admitted"):
-    """A prompt of a task got a ticket. epoch: number of the pass over the task's data.
-
-    reset: too few prompts were left, so all pass rates of the task were forgotten before this draw.
-    pool: the epoch covers this many of the easiest prompts (`data.curriculum`); 0: all. due: D(g) at the time of the draw; it
-    determines the length budget, even if a removal lowers D(g) later.
-    """
+    """A prompt of a task got a ticket."""
 
     ticket: int
     task: str
     prompt_id: str
-    epoch: int
-    due: int
-    reset: bool = False
-    pool: int = 0
+    epoch: int  # number of the pass over the task's data
+    due: int  # D(g) at the time of the draw, which determines the length budget
+    reset: bool = False  # too few prompts were left, so all pass rates of the task were forgotten before this draw
+    pool: int = 0  # the epoch covers this many of the easiest prompts (`data.curriculum`); 0: all
 
 
 class Finished(Record, frozen=True, tag="finished"):
@@ -82,8 +73,7 @@ class Removed(Record, frozen=True, tag="removed"):
 
 class PublishedVersion(Record, frozen=True, tag="published_version"):
     """`servers` have the weights `version`. Seconds are the slowest server's; startup and evaluation hours are totals so far.
-    window: how many tickets may be drawn but not trained from now on.
-    """
+    window: how many tickets may be drawn but not trained from now on."""
 
     version: int
     time: float

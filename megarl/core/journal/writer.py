@@ -54,7 +54,6 @@ class JournalWriter:
         return await self._call(lambda: self._journal.groups(tickets))
 
     async def drop_before(self, step: int) -> None:
-        """Delete the files with batches before `step` only, which will not be needed again."""
         first_needed = self._journal.forget(step)
         await self._call(lambda: self._journal.drop(first_needed))
 

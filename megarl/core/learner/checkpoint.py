@@ -132,10 +132,7 @@ class Checkpoints:
 
     def load_latest(self) -> bool:
         """Continue from the newest intact checkpoint and put damaged newer ones aside. Return False if there is no checkpoint.
-
-        An error that does not prove damage is raised only after some tries, since storage may be unavailable for a while. Files
-        that a killed writer left are removed to make room for the next checkpoint.
-        """
+        An error that does not prove damage is raised only after some tries, since storage may be unavailable for a while."""
         paths = from_rank_0(checkpoint.complete(self.folder))
         corrupt: list[Path] = []
         while paths:
@@ -186,10 +183,8 @@ class Checkpoints:
 
 
 def resumed(recipe: Recipe, folder: Path, record: Path | None, offload: Offload) -> Checkpoints:
-    """Return the checkpoints in `folder` with a trainer that continues from the newest, if there is one. COLLECTIVE.
-
-    record: the file for the size of micro-batches (microbatch_size.py). offload: frees the servers' memory during training.
-    """
+    """Return the checkpoints in `folder` with a trainer that continues from the newest, if there is one. COLLECTIVE. record:
+    the file for the size of micro-batches (microbatch_size.py). offload: frees the servers' memory."""
     source = Path(recipe.model.path)
     trainer = Trainer(recipe, source)
     checkpoints = Checkpoints(folder, recipe.checkpoint.keep, trainer, source)
@@ -201,9 +196,7 @@ def resumed(recipe: Recipe, folder: Path, record: Path | None, offload: Offload)
 
 def replay_parent(recipe: Recipe, rundir: RunDir, offload: Offload) -> None:
     """Write the first checkpoint of a run that was forked between two checkpoints of its parent (megarl/run/fork.py), unless it
-    has one. Start from the parent's checkpoint, or model.path, and replay the parent's batches from there with its recipe.
-    COLLECTIVE. offload: frees the servers' memory.
-    """
+    has one: replay the parent's batches since its checkpoint with its recipe. COLLECTIVE."""
     if from_rank_0(bool(complete(rundir.checkpoints))):
         return
     before, (_, step) = load(str(rundir.parent.recipe)), recipe.run.forked
@@ -247,7 +240,6 @@ def _state(trainer: Trainer, is_loading: bool) -> StateDict:
 
 
 def _network_state(network: TrainedNetwork, is_loading: bool) -> StateDict:
-    """Return the state of a network's weights and optimiser."""
     state: StateDict = checkpoint.model_state(network.chunks)
     optimizers = [
         optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=checkpoint.metadata())
@@ -268,7 +260,6 @@ def _network_state(network: TrainedNetwork, is_loading: bool) -> StateDict:
 
 
 def _restore(network: TrainedNetwork, loaded: StateDict) -> None:
-    """Restore a network from a saved `_network_state`."""
     checkpoint.set_model_state(network.chunks, loaded)
     kind = {"param_state_sharding_type": checkpoint.metadata()["distrib_optim_sharding_type"]}
     for i, optimizer in enumerate(network.optimizer.chained_optimizers):

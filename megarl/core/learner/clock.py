@@ -46,7 +46,7 @@ class StepClock:
             yield
 
     def published(self, result: Published) -> None:
-        """Trace the publication that has just ended: its phases, and how long it paused each server. It counts in this step."""
+        """Trace the publication that has just ended, which counts in this step."""
         phases = {"pause": result.pause_seconds, "transfer": result.transfer_seconds, "resume": result.resume_seconds}
         if result.staged:
             phases = {"transfer": phases.pop("transfer"), **phases}

@@ -1,18 +1,11 @@
-"""Two networks besides the policy that are not published: the critic and the frozen reference.
+"""Two networks besides the policy that are not published: the critic and the frozen reference of the KL penalty.
 
-The critic learns the reward to expect at each token, and so tells what each token was worth.
-
-    sequences ──► values of trained tokens (forward only, once a step) ──► algorithm/gae.py ──┬─► advantages, for the policy
-                                                                                              └─► returns, for the critic
-
-It has the policy's layout, but its own precision (critic.dtype) and its own optimiser.
-
-The frozen reference of the KL penalty is a second model on the learner's ranks, used once per batch, never trained or saved.
-
-    sequences in the loss ──► log-probs of trained tokens ──┬─► KL in the loss, to the learner's log-probs (losses/terms.py)
+    critic      sequences ──► values of trained tokens, once a step ──► algorithm/gae.py ──┬─► advantages, for the policy
+                                                                                           └─► returns, for the critic
+    reference   sequences ──► log-probs of trained tokens ──┬─► KL in the loss, to the learner's log-probs (losses/terms.py)
                                                             └─► or in the reward, to the recorded ones (`kl_penalty`)
 
-It has the policy's layout and precision, no gradients and no optimiser; its log-probs are at the sampling temperature.
+Both have the policy's layout; the critic has its own precision (critic.dtype) and optimiser.
 """
 
 from collections.abc import Sequence
@@ -22,7 +15,6 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from megarl.core import recipe as recipes
 from megarl.core.algorithm import gae
 from megarl.core.algorithm.advantages import NOTHING_SEEN, Moments
 from megarl.core.algorithm.batch import TrainSequence
@@ -59,7 +51,7 @@ class CriticModel(TrainedNetwork):
     def estimated(
         self, sequences: Sequence[TrainSequence], before: Moments = NOTHING_SEEN
     ) -> tuple[list[TrainSequence], Moments]:
-        """Return the sequences with advantages, values and returns, and the statistics `before` with this batch added."""
+        """As gae.estimated."""
         assert self.normalisation != "group"  # megarl/core/recipe/rules.py
         return gae.estimated(sequences, self.values(sequences), self.critic.lam, self.normalisation, before)
 
@@ -95,10 +87,8 @@ class ReferenceModel(Network):
         scored = [replace(s, reference_logprobs=r) for s, r in zip(sequences, logprobs, strict=True)]
         if self.settings.in_loss:
             return scored
-        return [replace(s, kl_penalty=kl_penalty(s, r, self.settings)) for s, r in zip(scored, logprobs, strict=True)]
-
-
-def kl_penalty(sequence: TrainSequence, reference: np.ndarray, settings: recipes.Reference) -> np.ndarray:
-    """Return `coefficient` times k1 at each trained token, else 0: [len]. k1 estimates KL(behaviour policy || reference)."""
-    kl = sequence.behaviour_logprobs - reference
-    return np.where(sequence.loss_weight > 0, np.float32(settings.coefficient) * kl, np.float32(0))
+        weight = np.float32(self.settings.coefficient)  # of k1, which estimates KL(behaviour policy || reference)
+        return [
+            replace(s, kl_penalty=np.where(s.trained, weight * (s.behaviour_logprobs - r), np.float32(0)))
+            for s, r in zip(scored, logprobs, strict=True)
+        ]

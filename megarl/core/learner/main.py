@@ -135,7 +135,6 @@ class LearnerRank:
         log.info("learner %s ready at step %d, layers by %s", self.incarnation, first, made_by)
 
     def run(self) -> None:
-        """Execute commands until Stop."""
         self.profiler.step(self.trainer.step)
         command = self._next()
         while not isinstance(command, Stop):
@@ -170,8 +169,7 @@ class LearnerRank:
         return decode(from_rank_0(reply), Reply)
 
     def _execute(self, command: Reply) -> Reply | None:
-        """Execute the command. Return the controller's reply to its result, our own Stop, or None to ask `Next`. An Ack and a
-        Wait require nothing."""
+        """Execute the command. Return the controller's reply to its result, our own Stop, or None to ask `Next`."""
         match command:
             case Train():
                 self._train(command)
@@ -276,11 +274,9 @@ MEASURED, OF_BATCH = "trained_logprob_diff", "generated_tokens"
 def contradiction(recorded: Mapping[str, object], now: Mapping[str, object], limits: ParityLimits) -> str:
     """Return how a step contradicts its recorded row; empty if rounding explains the difference or nothing can be compared.
 
-    A restarted learner begins with a batch that was trained before, with weights that should be the same as then. Both rows
-    have the mean, over the same tokens, of |learner's log-prob - behaviour log-prob|. By the triangle inequality, two such
-    means differ by at most the mean |difference| of the two learners' log-probs. At any layout, rounding makes that difference
-    no larger than the one between server and learner: the limit of parity. A larger difference means different weights, if the
-    batch is the same.
+    Both rows have the mean of |learner's log-prob - behaviour log-prob| over the same tokens. By the triangle inequality, the
+    two differ by at most the mean |difference| of the two learners' log-probs, which rounding, at any layout, makes no larger
+    than that between server and learner: the limit of parity. A larger one means different weights.
     """
     if recorded.get(OF_BATCH, now.get(OF_BATCH)) != now.get(OF_BATCH):
         return (

@@ -22,8 +22,7 @@ from megarl.core.models.attention import segments
 from megarl.core.recipe import Model
 
 FILLER = 1024
-"""Length of a filler sequence. Filling a row with one sequence could cost more attention than all others in it; much shorter
-ones would be thousands in an empty row."""
+"""Length of a filler sequence: one alone could cost more attention than all others in its row, short ones would be many."""
 
 
 @dataclass(frozen=True)
@@ -50,45 +49,34 @@ class RowLayout:
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """Which sequences go where. members[data-parallel rank][micro-batch]: indices of sequences. length: the smallest size of a
-    micro-batch, before it is divided among context-parallel ranks."""
+    """Which sequences go where."""
 
-    members: list[list[list[int]]]
-    length: int
+    members: list[list[list[int]]]  # [data-parallel rank][micro-batch]: indices of sequences
+    length: int  # the smallest size of a micro-batch, before it is divided among context-parallel ranks
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One rank's tensors. Each of its n trained tokens is predicted from the hidden state before it.
+    """One rank's tensors. Each of its n trained tokens is predicted from the hidden state before it. experts: always on the
+    CPU, since all micro-batches of a step are made at once, and their choices take gigabytes."""
 
-    tokens, padding [1, length / CP]: padding is True where there is no sequence's token
-    sequence_tokens: number of tokens of sequences, on all context-parallel ranks together
-    at [n]: position in the row from which the token is predicted
-    labels [n]; behaviour, reference (0 without one), advantage, value, value_target, weight [n] float32, as in TrainSequence
-    counted [n]: 0 for the filler that stands in if there is no trained token, else 1
-    source [n, or 0 instead of the filler]: index of the token in the sequences put end to end
-    here, lengths [sequences, at least 1]: trained tokens of each, on this rank (int64), on all context-parallel ranks (float32)
-    experts [length / CP, layers with experts, experts per token] int16; -1 or None: a free choice. Always on the CPU, since all
-        micro-batches of a step are made at once, and their choices take gigabytes
-    """
-
-    tokens: Tensor
-    padding: Tensor
-    sequence_tokens: int
+    tokens: Tensor  # [1, length / CP]
+    padding: Tensor  # [1, length / CP]: True where there is no sequence's token
+    sequence_tokens: int  # number of tokens of sequences, on all context-parallel ranks together
     packed: PackedSeqParams
-    at: Tensor
-    labels: Tensor
-    behaviour: Tensor
+    at: Tensor  # [n] position in the row from which the token is predicted
+    labels: Tensor  # [n]
+    behaviour: Tensor  # [n] float32, as the following, as in TrainSequence
     reference: Tensor
     advantage: Tensor
     value: Tensor
     value_target: Tensor
     weight: Tensor
-    counted: Tensor
-    source: np.ndarray
-    here: Tensor
-    lengths: Tensor
-    experts: Tensor | None = None
+    counted: Tensor  # [n] as in Tokens
+    source: np.ndarray  # [n, or 0 instead of the filler] index of the token in the sequences put end to end
+    here: Tensor  # [sequences, at least 1] int64: trained tokens of each on this rank
+    lengths: Tensor  # [sequences, at least 1] float32: on all context-parallel ranks
+    experts: Tensor | None = None  # [length / CP, layers with experts, chosen] int16; -1 or None: a free choice
 
 
 def plan(lengths: Sequence[int], max_tokens: int, layout: RowLayout, cost: Cost = BY_TOKENS) -> MicroBatchPlan:

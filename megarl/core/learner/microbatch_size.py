@@ -4,9 +4,8 @@
                                             ▲                                    │
                                             └────── forward and backward ◄───────┘   none is left ─► RUN/microbatch.json
 
-A trial trains nothing: its advantages are zero, its gradients are cleared, and AdamW takes no step. During trials, memory is
-reserved for the moments that AdamW has not allocated yet. The division of a step into micro-batches changes nothing but the
-rounding of sums, but a run keeps its size anyway: the file is used as long as layout and GPU are the same.
+A trial trains nothing. During trials, memory is reserved for the moments that AdamW has not allocated yet. The size changes
+only the rounding of sums, but a run keeps it: the file is used as long as layout and GPU are the same.
 """
 
 import json
@@ -33,7 +32,6 @@ log = logging.getLogger(__name__)
 SHARE = 0.9
 """Share of a GPU's free memory that a trial may take. The rest is for experts that get more tokens than in a trial, and for
 the buckets of a publication."""
-
 
 type Memory = Callable[[Callable[[], None]], float]
 """Runs a trial and returns its peak, as a share of the memory it may take. Above 1 is too much; inf: the memory ran out."""
@@ -96,11 +94,8 @@ def _recorded(record: Path, conditions: dict[str, object]) -> int | None:
 
 
 def largest(sizes: Sequence[int], tried: Callable[[int], float]) -> int | None:
-    """Return the largest of the ascending sizes that was tried and took at most 1; None if the first took more.
-
-    A size is not tried if a line through the last two results predicts that it does not fit. A step's peak, as a function of
-    its tokens, is a maximum of straight lines, so it is convex; for such peaks the result is the largest size that fits.
-    """
+    """Return the largest of the ascending sizes that fits; None if the first takes more than 1. A size is not tried if a line
+    through the last two results predicts that it does not fit: a step's peak, as a maximum of straight lines, is convex."""
     fit: list[tuple[int, float]] = []
     low, high = -1, len(sizes)  # sizes up to index `low` fit, those from `high` on do not
     while high - low > 1:
@@ -177,7 +172,6 @@ def _full(trainer: Trainer, tokens: int, longest: int) -> list[TrainSequence]:
 
 
 def _conditions(trainer: Trainer, longest: int) -> dict[str, object]:
-    """Return the conditions that the size depends on."""
     recipe = trainer.recipe
     return {
         "model": recipe.model.model_dump(mode="json"),

@@ -10,16 +10,10 @@ Replay: the learner's routers take the experts that the server chose (model.moe.
 The probabilities are still the learner's own, so gradients reach the router. Where nothing was recorded (the last token of a
 sequence, padding) the router chooses itself. For parity, routers can instead make their own choices and count differences.
 
-Load: each step counts the tokens of each expert and adds a balancing loss if the recipe asks for one.
-
-    each micro-batch   padding ──► routers ──routing map──► tokens of each expert of each layer       (without padding)
-    after the step     summed over ranks ──► max / mean of each layer: 1 if even, the number of experts if all go to one
-
-Routers' biases (model.moe.bias_update_rate) change after each update, by these counts: up for experts with fewer tokens than
-the mean of their layer, down for those with more (arXiv 2408.15664). A skipped step changes none.
-
-The balancing loss is megatron's (Switch Transformer, arXiv 2101.03961, eq. 4), computed for each micro-batch. Each is weighted
-by its share of the step's tokens, so that a step's balancing gradient does not grow with the number of micro-batches.
+Load: each step counts the tokens of each expert, without padding, over all ranks. By these counts routers' biases
+(model.moe.bias_update_rate) change after each update: up for experts with fewer tokens than the mean of their layer, down for
+those with more (arXiv 2408.15664). The balancing loss is megatron's (Switch Transformer, arXiv 2101.03961, eq. 4), computed for
+each micro-batch and weighted by its share of the step's tokens.
 """
 
 import math
@@ -44,8 +38,7 @@ TopK = Callable[[Tensor, int, int | None, int | None], tuple[Tensor, Tensor]]
 
 
 class PartialReplay(RouterReplay):
-    """The replay in one router. The forward pass fills targets of -1 with the router's own choice; backward replays the filled
-    targets."""
+    """The replay in one router. The forward pass fills targets of -1 with the router's own choice; backward replays them."""
 
     target_topk_idx: Tensor
 
@@ -79,11 +72,10 @@ class Replay:
 
     replayed [] int64: number of this step's choices that were replayed. counts [2] int64: if set, routers make their own
     choices, and it counts the tokens compared and those with another set of experts. recomputes: whether the backward pass runs
-    routers again.
+    routers again. expert_layers: the whole model's layers with experts.
     """
 
     def __init__(self, chunks: Sequence[GPTModel], expert_layers: Sequence[int]) -> None:
-        """Give every router of the chunks a replay. expert_layers: indices of the whole model's layers with experts, from 0."""
         config = chunks[0].config
         self.replayed = torch.zeros((), dtype=torch.int64, device=next(chunks[0].parameters()).device)
         self.counts: Tensor | None = None
@@ -98,8 +90,7 @@ class Replay:
 
     @contextmanager
     def replaying(self, chunk: int, experts: Tensor | None, tokens: int) -> Iterator[None]:
-        """Replay `experts`, a tensor on the CPU, within this context (None: nothing was recorded for these `tokens` tokens).
-        Outside of it, routers choose by themselves."""
+        """Replay `experts`, a tensor on the CPU, within this context (None: nothing is recorded for these `tokens` tokens)."""
         experts = None if experts is None else experts.to(self.replayed.device)
         for column, router in self._columns[chunk]:
             recorded = torch.full((tokens, self._chosen), -1) if experts is None else experts[:, column]
@@ -113,7 +104,7 @@ class Replay:
 
     @contextmanager
     def comparing(self, counts: Tensor) -> Iterator[None]:
-        """Let routers make their own choices in this context, and count in `counts` [2] how they differ from recorded ones."""
+        """Let routers make their own choices in this context, and count in `counts` how they differ from recorded ones."""
         self.counts = counts
         try:
             yield
@@ -128,7 +119,6 @@ class Replay:
         return {"routing_replayed": share}
 
     def close(self) -> None:
-        """Clear the targets of a step."""
         for routers in self._columns:
             for _, router in routers:
                 router.clear_indices()
@@ -158,7 +148,7 @@ class ExpertLoad:
                 router.register_forward_hook(partial(self._count, layer))
 
     def begin(self, step_tokens: int) -> None:
-        """Begin a step with `step_tokens` tokens on all ranks together."""
+        """Begin a step. step_tokens: on all ranks together."""
         self._tokens.zero_()
         self._step_tokens = step_tokens
         for waiting in (queue for queues in self._waiting.values() for queue in queues):

@@ -100,7 +100,6 @@ class Network:
         )
 
     def plan(self, sequences: Sequence[TrainSequence]) -> MicroBatchPlan:
-        """Decide which sequences go into which micro-batch."""
         return plan([len(s) for s in sequences], self.microbatch_tokens, self.layout, self.cost)
 
     @torch.no_grad()
@@ -206,11 +205,8 @@ def selected_logprobs(
 def trained_positions(
     hidden_states: Tensor, output_layer: ColumnParallelLinear | ValueHead, at: Tensor, in_parts: bool
 ) -> Tensor:
-    """Return [n, h] of hidden states [s/tp or s, b, h] at `at` [n], which indexes [s*b].
-
-    in_parts: each rank has only its columns' part of the gradient, and the parts are summed as in megatron's output layer:
-    reduce-scattered under sequence parallelism, else all-reduced. Otherwise all ranks must have the same gradient.
-    """
+    """Return [n, h] of hidden states [s/tp or s, b, h] at `at` [n], which indexes [s*b]. in_parts: each rank has only its
+    columns' part of the gradient; they are summed as in megatron's output layer. Otherwise all must have the same gradient."""
     if output_layer.sequence_parallel:  # any rank's part may hold any number of trained positions: gather, then select
         hidden_states = gather_from_sequence_parallel_region(
             hidden_states, tensor_parallel_output_grad=in_parts, group=output_layer.tp_group

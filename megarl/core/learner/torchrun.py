@@ -48,8 +48,7 @@ def _pass_on(number: int, _frame: object) -> None:
 
 
 def is_rank() -> bool:
-    """Return whether torchrun started this process. If not, remove a rank's variables: NVIDIA's images set them in each Slurm
-    task."""
+    """Return whether torchrun started this process. If not, remove a rank's variables, which NVIDIA's images set in Slurm."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return True
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):

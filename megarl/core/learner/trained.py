@@ -43,11 +43,8 @@ def more_threads() -> Iterator[None]:
 
 class TrainedNetwork(Network):
     """A network with gradients and an optimiser; subclasses define its loss. `loss_scale` is None unless the model is fp16.
-
     `head` and `loss` map hidden states to the loss [n], with gradient, and to the metrics [n] in `metric_names`, without; those
-    that end in `_max` are reduced by maximum, all others by the mean over trained tokens. `prefix` begins the names of metrics
-    that every network has.
-    """
+    that end in `_max` are reduced by maximum, all others by the mean over trained tokens."""
 
     head: Head[Any]
     metric_names: Sequence[str]
@@ -118,7 +115,6 @@ class TrainedNetwork(Network):
         return [{"ticket": s.ticket, "sample": s.sample, "cause": cause} for s in chosen]
 
     def clear(self) -> None:
-        """Set all gradients to zero."""
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()

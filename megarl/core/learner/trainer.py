@@ -77,17 +77,16 @@ class PolicyModel(TrainedNetwork):
 class Trainer:
     """The policy in training, its critic if there is one, and the step count.
 
-    step: the next step to train, and also the version of the weights.
-    skipped_in_row: number of skipped steps in a row up to the latest, whose loss or gradient was not finite. offenders: the
-    rollouts to blame in the latest step. scaler_skipped_steps: updates so far that overflows of scaled gradients prevented.
-    moments: of the undivided advantages of all batches so far (batch.advantage: running).
-    within: returns a context for each named part of a step, to measure its time.
+    step: the next step to train, and also the version of the weights. skipped_in_row: skipped steps, whose loss or gradient was
+    not finite, in a row up to the latest. offenders: the rollouts to blame in the latest step. scaler_skipped_steps: updates so
+    far that overflows of scaled gradients prevented. moments: of the undivided advantages of all batches so far. within:
+    returns a context for each named part of a step, to measure its time.
     """
 
     within: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     def __init__(self, recipe: Recipe, hf_dir: Path, supervised: bool = False) -> None:
-        """Load the networks. supervised: for the warm start (`recipe.sft`), which trains only the policy, in one epoch."""
+        """supervised: for the warm start (`recipe.sft`), which trains only the policy, in one epoch."""
         self.recipe = recipe
         self.steps = recipe.sft.steps if supervised else recipe.run.steps
         self.policy = PolicyModel(recipe, hf_dir, supervised)
@@ -153,12 +152,9 @@ class Trainer:
     def _epoch(
         self, sequences: Sequence[TrainSequence], learning: Sequence[TrainedNetwork], rates: dict[str, float]
     ) -> tuple[dict[str, float], list[TrainedNetwork], list[TrainedNetwork]]:
-        """Compute all gradients; update all networks if every loss and gradient is finite.
-
-        Return metrics, the networks whose loss or gradient is not finite, and those whose gradient overflowed because the loss
-        scale was too high. Each loss scale judges its own network's gradients, so one may fall while the other counts a pass
-        without overflow. If a network is broken, none judges, since it would mistake that for an overflow.
-        """
+        """Compute all gradients; update all networks if every loss and gradient is finite. Return metrics, the networks whose
+        loss or gradient is not finite, and those whose gradient overflowed because the loss scale was too high. If a network is
+        broken, no loss scale judges, since it would mistake that for an overflow."""
         metrics: dict[str, float] = {}
         for network in learning:
             with self.within("forward_backward"):

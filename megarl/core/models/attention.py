@@ -7,18 +7,11 @@ a mask.
 A segment is a whole sequence, or its part within an attention chunk. Under context parallelism its queries are one of this
 rank's pieces, with the keys before them: of a sequence's 2 CP pieces, rank r has the r-th from either end.
 
-`LayerAttention` describes variants of a layer's attention. Llama 4 uses several:
-
-    three layers of four     rotate ─► L2 norm of q and k ─► attention within chunks of 8192 positions
-    every fourth             no rotation ─► q times a temperature that grows with the position ─► attention to all before
-
-Queries and keys are rotated at their true positions first, so attention within chunks is ordinary causal attention over shorter
-sequences: the packed row's boundaries are subdivided at multiples of the chunk.
-
-gpt-oss has a sink in each head, an extra score that takes probability but has no value (arXiv 2309.17453), and in every second
-layer a window: a query attends to a limited number of positions up to its own. `_WithSinks` adds the sink to a kernel's result.
-If a kernel does not support windows, segments are cut into pieces with a window's length of queries, so that one mask with the
-width of two windows fits all.
+Llama 4 rotates at true positions, so attention within its chunks is causal attention over shorter sequences: the row's
+boundaries are subdivided at multiples of the chunk. gpt-oss has a sink in each head, an extra score that takes probability but
+has no value (arXiv 2309.17453), and in every second layer a window: a query attends to a limited number of positions up to its
+own. If a kernel does not support windows, segments are cut into pieces with a window's length of queries, so that one mask with
+the width of two windows fits all.
 
 The kernels materialise neither a mask nor all scores of a sequence:
 
@@ -87,16 +80,14 @@ def ranges(starts: Tensor, ends: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """How a layer attends. rotary: rotate q and k. chunk: attend only within chunks of this length. l2_epsilon: normalise q
-    and k after rotation. temperature: (floor, scale), see `temperatures`. sinks: each head has one. window: attend only to this
-    many positions up to a query's own; only with sinks. None: without."""
+    """How a layer attends. None: without."""
 
-    rotary: bool = True
-    chunk: int | None = None
-    l2_epsilon: float | None = None
-    temperature: tuple[int, float] | None = None
-    sinks: bool = False
-    window: int | None = None
+    rotary: bool = True  # rotate q and k
+    chunk: int | None = None  # attend only within chunks of this length
+    l2_epsilon: float | None = None  # normalise q and k after rotation
+    temperature: tuple[int, float] | None = None  # (floor, scale), see `temperatures`
+    sinks: bool = False  # each head has one
+    window: int | None = None  # attend only to this many positions up to a query's own; only with sinks
 
 
 def positions_of(boundaries: Sequence[int]) -> Tensor:
@@ -106,8 +97,7 @@ def positions_of(boundaries: Sequence[int]) -> Tensor:
 
 
 def rms_norm(x: Tensor, epsilon: float, weight: Tensor | None = None) -> Tensor:
-    """Return x / rms(x) over the last dimension, computed in float32, times weight [h] (as transformers' Llama4TextL2Norm and
-    LlamaRMSNorm)."""
+    """Return x / rms(x) over the last dimension, computed in float32, times weight [h] (as transformers' LlamaRMSNorm)."""
     return _ScaledNorm.apply(x, epsilon, weight)
 
 
@@ -161,8 +151,7 @@ def causal(
     sinks: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Attend causally, from and to [batch, positions, heads, head_dim]; a head of k and v may serve several heads of q.
-    sinks [heads], window: see LayerAttention."""
+    """Attend causally, from and to [batch, positions, heads, head_dim], with grouped queries. sinks [heads]"""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     shared = q.shape[1] // k.shape[1]
     if shared > 1 and (sinks is not None or (q.is_cuda and not flash_takes(q))):  # these kernels lack grouped queries
@@ -241,17 +230,13 @@ def _varlen(scale: float | None, where: Mapping[str, Any]) -> _Kernel:
 
 
 class _WithSinks(torch.autograd.Function):
-    """Adds sinks to a kernel's attention, without access to its scores.
-
-    A kernel returns the output o and l, the log-sum-exp of a query's scores. With the sink s, l' = log(exp l + exp s) and
-    o' = o exp(l - l'). Probabilities are then exp(score - l'), and the gradient of a score is its probability times
-    g (value - o'), with g the output's gradient. So a kernel's backward pass is right if it gets o' and l' instead of o and l.
-    The sink's value is 0, so its gradient is -exp(s - l') g o', summed over queries.
-    """
+    """Adds sinks to a kernel's attention, without access to its scores. The kernel returns the output o and l, the log-sum-exp
+    of a query's scores. With the sink s, l' = log(exp l + exp s) and o' = o exp(l - l'). The gradient of a score is its
+    probability exp(score - l') times g (value - o'), with g the output's gradient: a kernel's backward pass is right if it gets
+    o' and l'. The sink's value is 0, so its gradient is -exp(s - l') g o', summed over queries."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, kernel: _Kernel) -> Tensor:
-        """Attend with sinks [heads]."""
         forward, ctx.backward_of_kernel = kernel
         out, scores, *rest = forward(q, k, v)
         with_sink = torch.logaddexp(scores, sinks.float()[:, None])
@@ -307,10 +292,8 @@ class PaddedSegments:
     shapes: (segments, longest) of each bucket. Slots are the places in all buckets, end to end. unpack [slots]: the query in
     each slot (0 where there is none). pack [tokens]: the slot of each query. padding: slots without a query. All three are None
     if slots and tokens coincide. keys [slots]: like `unpack`, for the gathered keys; None if they match the queries. In a
-    segment with more keys than queries, the slots without a query come first.
-
-    Slots without a query get no gradient (no query attends to them as keys, and their output as queries is unused), so the
-    backward pass of unpacking is packing: a gather, many times faster than the scatter-add that autograd would do.
+    segment with more keys than queries, the slots without a query come first. They get no gradient, so the backward pass of
+    unpacking is packing: a gather, many times faster than autograd's scatter-add.
     """
 
     def __init__(self, parts: Segments, keys: Tensor | None, device: torch.device, window: int | None = None) -> None:
@@ -369,8 +352,7 @@ def attention_of(
 
 
 def _padded(lengths: list[int]) -> tuple[list[tuple[int, int]], Tensor]:
-    """Return the buckets' shapes and each segment's first slot. Segments are put into buckets longest first; one less than half
-    as long as its bucket begins a new bucket."""
+    """Return the buckets' shapes and each segment's first slot. Longest first, one less than half as long begins a bucket."""
     buckets: list[list[int]] = []
     first = torch.zeros(len(lengths), dtype=torch.int64)
     slots = 0

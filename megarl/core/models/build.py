@@ -1,15 +1,12 @@
 """This rank's part of a model: one GPTModel per virtual pipeline stage, with the right layout and precision, without weights.
 
-Parameters are not initialised: megarl.core.models.hf.load or megarl.core.models.checkpoint.load_model fills them.
-
 FP8 by Transformer Engine covers the products of linear maps, forward and backward:
 
     blockwise    E4M3; a scale per 128 values of an activation or gradient and per 128 x 128 of a weight (arXiv 2412.19437)
     tensorwise   E4M3, gradients E5M2; a scale per tensor, from its present values
 
-Weights stay bf16 and are converted to FP8 in each pass of the schedule, so published and stored weights are the same as without
-FP8. Neither recipe keeps state between steps (`delayed` scaling does), so scored and trained log-probs have the same precision.
-Norms, attention, router, embedding and head are not affected.
+Weights stay bf16 and are converted in each pass of the schedule, so published and stored weights are the same as without FP8.
+Neither recipe keeps state between steps (`delayed` scaling does), so scored and trained log-probs have the same precision.
 
 A layer is built from megatron-core's modules, with ours where Transformer Engine is missing or does not suffice:
 
@@ -53,8 +50,8 @@ from megarl.core.models.layers import (
     LatentAttention,
     RMSNorm,
     Rope,
+    SwiGLU,
     inverse_frequencies,
-    swiglu,
 )
 from megarl.core.recipe import Model
 from megarl.core.recipe.rules import impossible_for
@@ -74,13 +71,9 @@ RECOMPUTE: dict[str, dict[str, object]] = {
 def build(
     model: Model, hf_dir: Path, transformer_engine: bool | None = None, recompute: str = "none"
 ) -> list[GPTModel]:
-    """Build this rank's chunks, first pipeline stage first; `chunk.config` is their common TransformerConfig.
-
-    transformer_engine: whether to use its layers; None: if it can run here. recompute: a key of RECOMPUTE.
-
-    Call this after parallel.start with the same `model`. If the vocabulary is not a multiple of TP, the embedding and the head
-    have padding rows, from architecture.vocabulary on.
-    """
+    """Build this rank's chunks, first pipeline stage first; `chunk.config` is their common TransformerConfig. Call this after
+    parallel.start with the same `model`. transformer_engine: whether to use its layers; None: if it can run here. recompute: a
+    key of RECOMPUTE. Embedding and head have padding rows if the vocabulary is not a multiple of TP."""
     architecture = in_directory(hf_dir)
     if transformer_engine is None:
         transformer_engine = with_transformer_engine(model)
@@ -93,11 +86,8 @@ def build(
 
 
 def with_transformer_engine(model: Model) -> bool:
-    """Return whether layers are built from Transformer Engine's by default.
-
-    Not in fp32: there, for packed rows, it has only the attention that makes a matrix of all scores of the longest sequence,
-    and its products use TF32, which keeps 10 of 23 bits of mantissa.
-    """
+    """Return whether layers are built from Transformer Engine's by default. Not in fp32: for packed rows it then has only the
+    attention that makes a matrix of all scores, and its products use TF32, which keeps 10 of 23 bits of mantissa."""
     return HAVE_TE and torch.cuda.is_available() and model.dtype != "fp32"
 
 
@@ -109,10 +99,7 @@ def layers_made_by(model: Model) -> str:
 def transformer_config(
     model: Model, architecture: Architecture, fused: bool, recompute: str = "none"
 ) -> TransformerConfig:
-    """Return megatron's configuration. fused: use the kernels that need a GPU and Transformer Engine.
-
-    No token is dropped, and routing is computed in float32.
-    """
+    """Return megatron's configuration. fused: use the kernels that need a GPU and Transformer Engine."""
     for problem in impossible_for(model, architecture.megatron_sizes()):
         raise MegarlError(problem)
     layers, router, more = range(architecture.layers), architecture.router, dict(RECOMPUTE[recompute])
@@ -218,7 +205,7 @@ def _chunk(
         router.enable_expert_bias, router.frozen_expert_bias = False, True
     if config.use_te_activation_func:
         for mlp in (module for module in chunk.modules() if isinstance(module, MLP)):
-            mlp.activation_func = swiglu
+            mlp.activation_func = SwiGLU.apply
     if architecture.biases:
         _mend_experts(chunk)
     return chunk
@@ -238,16 +225,14 @@ def make_angles_for_few_lengths(rotary: RotaryEmbedding) -> None:
 
 def own_attention(architecture: Architecture, context_parallel: int) -> bool:
     """Return whether CausalAttention, which also rotates, replaces Transformer Engine's attention. That one knows no positions,
-    and divides sequences among context-parallel ranks by boundaries that therefore cannot be those of Llama 4's chunks. It has
-    no kernels for some GPUs."""
+    so under context parallelism it cannot attend within Llama 4's chunks, and it has no kernels for some GPUs."""
     divided = context_parallel > 1 and architecture.name.startswith("Llama4")
     return architecture.latent is not None or architecture.sinks or divided or not fused_takes(architecture.head_dim)
 
 
 def fused_takes(head_dim: int) -> bool:
-    """Return whether Transformer Engine has a kernel on this GPU, cuDNN's, that trains on packed rows with heads of this size
-    (its nvte_get_fused_attn_backend). Without one it makes a matrix of all scores of the longest sequence for each sequence,
-    and refuses context parallelism. True without a GPU."""
+    """Return whether Transformer Engine has a kernel on this GPU that trains on packed rows with heads of this size (its
+    nvte_get_fused_attn_backend). Without one it makes a matrix of all scores, and refuses context parallelism."""
     if not torch.cuda.is_available():
         return True
     capability = torch.cuda.get_device_capability()

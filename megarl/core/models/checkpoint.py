@@ -6,15 +6,9 @@
         megarl.json                           CheckpointMeta, with a checksum of each file; written last
     RUN/checkpoints/.step-0000020.partial/    being written; renamed when complete
 
-The state is the sharded state dict that the caller passes; `model_state` is the part that every checkpoint has.
-
 Each rank reads back its files to compute checksums, in the thread that wrote them. Before any part of a checkpoint is used, all
-files are verified, each by one of the ranks.
-
-The checksum is CRC-32 because it is the fastest: 6.0 GB/s on one core of an AMD EPYC, against 1.2 for blake2b. It guards
-against accidents; anyone who changes a file on purpose can change its checksum, too.
-
-A checkpoint is read without running any code in it, wherever it came from:
+files are verified, each by one of the ranks. CRC-32 is the fastest checksum: 6.0 GB/s on one core of an AMD EPYC, against 1.2
+for blake2b. It guards against accidents only. A checkpoint is read without running any code in it, wherever it came from:
 
 .metadata       a pickle that torch reads without checks: we read it first, with an unpickler that allows only expected classes
 *.distcp        torch archives; megatron lets torch unpickle objects of any class: within `safely` only plain ones
@@ -67,21 +61,16 @@ class CorruptCheckpoint(MegarlError):
 
 
 class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """The description of a checkpoint. `seal` fills in `files` and `checksum`.
-
-    version: of the weights. hf_source: the directory that configuration and tokenizer came from. model: the recipe's section,
-    with the layout and precision at writing. critic: whether there is one besides the policy. files: checksums of all other
-    files, by name. checksum: of the rest of this file.
-    """
+    """The description of a checkpoint. `seal` fills in `files` and `checksum`."""
 
     step: int
-    version: int
-    hf_source: str
-    model: dict[str, Any]
-    critic: bool = False
+    version: int  # of the weights
+    hf_source: str  # the directory that configuration and tokenizer came from
+    model: dict[str, Any]  # the recipe's section, with the layout and precision at writing
+    critic: bool = False  # whether there is one besides the policy
     schema: int = SCHEMA_VERSION
-    files: dict[str, int] = {}
-    checksum: int = 0
+    files: dict[str, int] = {}  # checksums of all other files, by name
+    checksum: int = 0  # of the rest of this file
 
 
 def metadata() -> dict[str, object]:
@@ -100,7 +89,6 @@ def model_state(chunks: Sequence[Module]) -> ShardedStateDict:
 
 
 def set_model_state(chunks: Sequence[Module], state: StateDict) -> None:
-    """Copy loaded weights into the chunks."""
     for key, chunk in _named(chunks):
         unexpected = chunk.load_state_dict(state[key], strict=False).unexpected_keys
         assert not unexpected, unexpected
@@ -170,10 +158,8 @@ def whole_or_gone(path: Path) -> Iterator[None]:
 
 
 def load(path: Path, state: ShardedStateDict) -> StateDict:
-    """Load the values of `state` from the checkpoint at `path`, of any layout. COLLECTIVE.
-
-    CorruptCheckpoint if a file is damaged; another MegarlError if all files are intact but loading failed.
-    """
+    """Load the values of `state` from the checkpoint at `path`, of any layout. COLLECTIVE. CorruptCheckpoint if a file is
+    damaged; another MegarlError if all files are intact but loading failed."""
 
     def check_share() -> None:
         """Check this rank's share of the files, every n-th of n ranks, so that each reads about as much."""
@@ -213,7 +199,6 @@ def load_model(path: Path, chunks: Sequence[Module]) -> None:
 
 
 def read_meta(path: Path) -> CheckpointMeta:
-    """Read the description of the checkpoint at `path`."""
     if not path.is_dir():
         raise MegarlError(f"{path}: no such checkpoint")
     if not (path / META).is_file():
@@ -233,9 +218,7 @@ def read_meta(path: Path) -> CheckpointMeta:
 
 def prune(checkpoints: Path, keep: int) -> None:
     """Remove all checkpoints but the newest `keep`, and what killed writers left. Call this on one rank, while none is written.
-
-    Files that cannot be removed stay, with a warning, until the next call.
-    """
+    Files that cannot be removed stay, with a warning, until the next call."""
     for path in (*complete(checkpoints)[:-keep], *_incomplete(checkpoints)):
         try:
             (path / META).unlink(missing_ok=True)  # first, so that a kill leaves nothing that looks complete
@@ -336,8 +319,7 @@ FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 @contextmanager
 def safely(path: Path) -> Iterator[None]:
     """Make it safe for torch to read the checkpoint at `path` within this context. MegarlError if its .metadata cannot be read,
-    CorruptCheckpoint if it is not a pickle of the expected classes.
-    """
+    CorruptCheckpoint if it is not a pickle of the expected classes."""
     try:
         with (path / METADATA).open("rb") as stream:
             _MetadataUnpickler(stream).load()

@@ -38,12 +38,11 @@ from megarl.core.base.architecture import Architecture
 
 @dataclass(frozen=True)
 class SourceView:
-    """A Hugging Face tensor, or a view of one. expert: its index along dimension 0, if experts are stacked ([experts, …]).
-    part: (k, n), the k-th of n equal parts of the last dimension (a fused gate_up_proj)."""
+    """A Hugging Face tensor, or a view of one."""
 
     name: str
-    expert: int | None = None
-    part: tuple[int, int] | None = None
+    expert: int | None = None  # index along dimension 0, if experts are stacked
+    part: tuple[int, int] | None = None  # (k, n): the k-th of n parts of the last dimension (a fused gate_up_proj)
 
     @property
     def alone(self) -> str:
@@ -57,12 +56,9 @@ class SourceView:
 
 @dataclass(frozen=True)
 class Weight:
-    """How one Megatron tensor corresponds to Hugging Face ones.
-
-    sources: the views it is made from. split: the dimension of each view along which TP (for experts: expert TP) divides it;
-    None: every rank has all of it. vocabulary: number of rows without the padding for TP; None: no padding. served: the type in
-    which servers store it, if not the model's.
-    """
+    """How one Megatron tensor corresponds to Hugging Face ones. sources: the views it is made from. split: the dimension of
+    each view along which TP (for experts: expert TP) divides it; None: every rank has all of it. vocabulary: number of rows
+    without the padding for TP; None: no padding. served: the type in which servers store it, if not the model's."""
 
     sources: tuple[SourceView, ...]
     split: int | None = None
@@ -77,12 +73,11 @@ NamedWeights = dict[str, Weight]
 
 @dataclass(frozen=True)
 class Family:
-    """One model: its architecture, and how its tensors correspond. weights: by Megatron's names in local layer specs.
-    elsewhere: prefixes of tensors that do not belong to the language model and are carried along unchanged."""
+    """One model: its architecture, and how its tensors correspond."""
 
     architecture: Architecture
-    weights: Mapping[str, Weight]
-    elsewhere: tuple[str, ...] = ()
+    weights: Mapping[str, Weight]  # by Megatron's names in local layer specs
+    elsewhere: tuple[str, ...] = ()  # prefixes of tensors outside the language model, which are carried along unchanged
 
     def weight(self, name: str) -> Weight:
         """Return how a Megatron tensor is made. Layers and experts in its name count over the model. KeyError if unknown."""
@@ -91,7 +86,6 @@ class Family:
         return self.weights[name]
 
     def names(self) -> set[str]:
-        """Return the names of all Hugging Face tensors of the model."""
         return {source.name for weight in self.weights.values() for source in weight.sources}
 
     def passthrough(self, name: str) -> bool:
@@ -105,14 +99,11 @@ _TRANSFORMER_ENGINE = [
     (re.compile(r"\.mlp\.linear_fc1\.layer_norm_weight$"), ".pre_mlp_layernorm.weight"),
     (re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$"), r".experts.local_experts.\3.\1.\2"),
 ]
-
-
 SERVED_ROUTERS = {"Glm4MoeForCausalLM": torch.float32}
 """The type of routers' weights on a server, by architecture; others have the model's."""
 
 
 def family_of(hf_dir: Path) -> Family:
-    """Return the family of the model in this Hugging Face directory."""
     model = architecture.in_directory(hf_dir)
     if model.name == "Llama4ForConditionalGeneration":
         return Family(model, _weights(model, "language_model."), ("vision_model.", "multi_modal_projector."))
@@ -179,7 +170,6 @@ def _latent_attention(model: Architecture, hf: str) -> NamedWeights:
 
 
 def _feed_forward(model: Architecture, hf: str, experts: bool) -> NamedWeights:
-    """Return the MLP of layer `hf`, or its router and experts."""
     if model.biases:
         return _experts_with_biases(model, hf + "mlp.")
     llama4, balanced = model.name.startswith("Llama4"), model.router == "balanced"

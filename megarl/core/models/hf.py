@@ -4,8 +4,6 @@
     export    parameter ──all-gather over TP, EP──► unmerge ──► (name, whole tensor)     one parameter at a time
     save      export of every stage ──► files, index, config, tokenizer ──► rename       a directory is complete or absent
 
-If Hugging Face stacks a layer's experts in one tensor, export keeps only that layer's stacks, until they are full.
-
 Values are copied, never computed: export after load gives the same bits if the model has the directory's dtype.
 """
 
@@ -20,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from operator import itemgetter
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -39,12 +36,6 @@ SHARD_BYTES = 4 << 30
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 _EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)(.*)")
 _WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pth|pt|gguf|h5|msgpack)(\.index\.json)?|\..*")
-
-
-class Sliceable(Protocol):
-    """A tensor, or a lazy one from safetensors, which reads only the part that is indexed."""
-
-    def __getitem__(self, index: tuple[slice, ...], /) -> Tensor: ...
 
 
 def _open(hf_dir: Path, stack: ExitStack) -> dict[str, safe_open]:
@@ -82,16 +73,14 @@ def export(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield this pipeline stage's weights as (Hugging Face name, whole tensor), one at a time, always in the same order.
 
-    part: which of `parts` parts of the stage to yield. They have about equal sizes and consist of whole layers. All ranks of a
-    tensor-parallel group take the same one; a number that no part has yields nothing.
-
-    stacked: yield a layer's experts as one tensor if the family stores them so (Llama 4). Otherwise yield each under a name of
-    its own, as in other families, which servers also accept: Scout's stack alone has 2.7 GB, more than any bucket. A tensor
-    then also has the type in which servers store it, since a delta is added to its bits.
+    part: which of `parts` parts of the stage to yield: whole layers of about equal size. All ranks of a tensor-parallel group
+    take the same one; a number that no part has yields nothing. stacked: yield a layer's experts as one tensor if the family
+    stores them so (Llama 4). Otherwise yield each under a name of its own, in the type in which servers store it, since a delta
+    is added to its bits: Scout's stack alone has 2.7 GB, more than any bucket.
 
     COLLECTIVE over the stage's tensor-parallel group and, if experts are divided, its expert-parallel groups, and so over every
-    data-parallel copy: each rank must run the iterator to its end. All get the same whole tensors in the parameters' dtype
-    and device. A tensor may share memory with its parameter: copy what must outlast an update. A tied head is not exported.
+    data-parallel copy: each rank must run the iterator to its end. A tensor has its parameter's device, and may share its
+    memory: copy what must outlast an update. A tied head is not exported.
     """
     stacks: dict[str, Tensor] = {}  # [experts, …], filled view by view
     missing: Counter[str] = Counter()
@@ -158,11 +147,9 @@ type _WrittenFile = tuple[Path, dict[str, int]]
 
 
 def save(chunks: Sequence[Module], family: Family, source: Path, destination: Path) -> None:
-    """Write the model as a Hugging Face directory. COLLECTIVE over all ranks; one data-parallel copy of the model writes.
-
-    Configuration, tokenizer and tensors outside the language model (family.passthrough) come from `source`. `destination` must
-    not exist; it appears once everything is written. If any rank fails, all raise MegarlError and no files are left.
-    """
+    """Write the model as a Hugging Face directory, with configuration, tokenizer and tensors outside the language model from
+    `source`. `destination` must not exist; it appears once everything is written. If any rank fails, all raise MegarlError and
+    no files are left. COLLECTIVE over all ranks; one data-parallel copy of the model writes."""
     dtype = next(p.dtype for c in chunks for p in c.parameters())
     partial = begun(destination, lambda partial: copy_description(source, partial, dtype))
     writes = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank(True) == 0
@@ -265,10 +252,9 @@ def check_names(hf_dir: Path, present: Set[str], family: Family) -> None:
         raise MegarlError(f"{hf_dir}: weights do not fit config.json: {'; '.join(parts)}")
 
 
-def read_view(
-    tensor: Sliceable, shape: Sequence[int], source: SourceView, weight: Weight, rank: int, size: int
-) -> Tensor:
-    """Read the part of rank `rank` of `size` of one view of a Hugging Face tensor, with zeros for padding of the vocabulary."""
+def read_view(tensor: Tensor, shape: Sequence[int], source: SourceView, weight: Weight, rank: int, size: int) -> Tensor:
+    """Read the part of rank `rank` of `size` of one view of a Hugging Face tensor, with zeros for padding of the vocabulary.
+    tensor: may be a lazy one from safetensors, which reads only the part that is indexed."""
     bounds = [(0, n) for n in shape]
     if source.expert is not None:
         bounds[0] = (source.expert, source.expert + 1)
@@ -307,8 +293,7 @@ def everywhere[T](work: Callable[[], T], partial: Path | None = None) -> list[T]
 
 
 def copy_description(source: Path, destination: Path, dtype: torch.dtype | None = None) -> None:
-    """Copy configuration, generation configuration and tokenizer: every file without weights. dtype: put it into the config and
-    remove the quantisation from it."""
+    """Copy every file without weights. dtype: put it into the config and remove the quantisation from it."""
     config = read_config(source)
     destination.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
@@ -323,7 +308,6 @@ def copy_description(source: Path, destination: Path, dtype: torch.dtype | None 
 
 
 def _tensors_elsewhere(family: Family, source: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors outside the language model."""
     with ExitStack() as stack:
         for name, file in sorted(_open(source, stack).items(), key=itemgetter(0)):
             if family.passthrough(name):
@@ -381,5 +365,4 @@ def write_index(hf_dir: Path, file_of: Mapping[str, str], total_bytes: int) -> N
 
 
 def write_config(hf_dir: Path, config: Mapping[str, object]) -> None:
-    """Write config.json of a Hugging Face directory."""
     (hf_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -5,8 +5,8 @@ critic's head.
     LatentAttention      hidden ─► compressed q, k and v, and k's rotated part ─► q, k, v of each head ─► CausalAttention
     ChunkedTEAttention   megatron rotates ─► L2 norm or temperature ─► TEDotProductAttention, with chunks as sequences
 
-Under context parallelism a rank's queries attend to the gathered keys and values. megatron-core's own modules do not suffice:
-its norm refuses sequence parallelism, its attention refuses packed sequences, its rotary embedding loops over them in Python.
+megatron-core's own modules do not suffice: its norm refuses sequence parallelism, its attention refuses packed sequences, its
+rotary embedding loops over them in Python.
 
 A rotary embedding rotates pairs of a head's elements:
 
@@ -85,17 +85,15 @@ def inverse_frequencies(model: Architecture) -> Tensor:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rope:
-    """The rotary embedding of one model. inverse_frequencies [rotated / 2] float32: for the first elements of a head, or its
-    `last`. magnitude: a factor on the rotated elements."""
+    """The rotary embedding of one model."""
 
-    inverse_frequencies: Tensor
+    inverse_frequencies: Tensor  # [rotated / 2] float32
     interleaved: bool
-    magnitude: float = 1.0
-    last: bool = False
+    magnitude: float = 1.0  # a factor on the rotated elements
+    last: bool = False  # a head's last elements are rotated, not its first
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [positions, 1, rotated / 2] of each pair's angle, computed in float32 and, unless interleaved,
-        converted to `dtype`."""
+        """Return cos and sin [positions, 1, rotated / 2] of each pair's angle, in float32 if interleaved, else in `dtype`."""
         angles = (positions.float()[:, None] * self.inverse_frequencies.to(positions.device))[:, None]
         kept = torch.float32 if self.interleaved else dtype
         return (angles.cos() * self.magnitude).to(kept), (angles.sin() * self.magnitude).to(kept)
@@ -150,13 +148,9 @@ class RMSNorm(Module):
         return rms_norm(x, self.eps, self.weight)
 
 
-def swiglu(x: Tensor) -> Tensor:
-    """Return silu of the first half of x [..., 2 n] times the second half (arXiv 2002.05202)."""
-    return _SwiGLU.apply(x)
-
-
-class _SwiGLU(torch.autograd.Function):
-    """Writes the gradients of both halves into one tensor; autograd would make each and then copy both."""
+class SwiGLU(torch.autograd.Function):
+    """silu of the first half of x [..., 2 n] times the second half (arXiv 2002.05202). Writes the gradients of both halves into
+    one tensor; autograd would make each and then copy both."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
@@ -188,7 +182,6 @@ class CausalAttention(Module):
         pg_collection: ProcessGroupCollection,
         **_: object,
     ) -> None:
-        """Make the attention of layer `layer_number`. layers: of the whole model."""
         super().__init__()
         self.scale = config.softmax_scale
         self.rope = rope
@@ -255,11 +248,8 @@ class CausalAttention(Module):
 
 
 class LatentAttention(MLASelfAttention):
-    """megarl's code between the projections of megatron's multi-head latent attention.
-
-    megatron's own code rotates in Python, sequence by sequence, and loses gradients with tensor parallelism: all heads share
-    the rotated part of k, so its gradients from each rank's heads have to be summed.
-    """
+    """megarl's code between the projections of megatron's multi-head latent attention, which rotates in Python, sequence by
+    sequence, and loses gradients with tensor parallelism: those of k's rotated part, which all heads share, must be summed."""
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
         """Return the up projections and norms. These norms have transformers' default epsilon, whatever rms_norm_eps is."""
@@ -305,8 +295,7 @@ LATENT_EPSILON = 1e-6
 
 
 class ChunkedTEAttention(Module):
-    """Takes the place of megatron's `core_attention`: Transformer Engine's kernels, with Llama 4's additions. Not under context
-    parallelism."""
+    """Takes the place of megatron's `core_attention`: Transformer Engine's kernels, with Llama 4's additions; CP is 1."""
 
     def __init__(
         self,
@@ -360,9 +349,8 @@ class ChunkedTEAttention(Module):
 
 
 class ValueHead(Module):
-    """A critic's head, in place of GPTModel's output layer: one float32 number per hidden state instead of logits. The weight
-    starts at zero, so that the first advantages are the rewards themselves. Every tensor-parallel rank has all of it and
-    computes the same values, so its gradients need no reduction."""
+    """A critic's head, in place of GPTModel's output layer: one float32 number per hidden state. The weight starts at zero, so
+    the first advantages are the rewards. Every tensor-parallel rank has all of it, so its gradients need no reduction."""
 
     def __init__(self, config: TransformerConfig, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__()

@@ -53,7 +53,6 @@ def virtual_stages(model: Model) -> int | None:
 
 
 def stop() -> None:
-    """Leave all groups, if there are any."""
     _leave_groups()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -28,11 +28,8 @@ def add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def add_gradients_in_fp32(chunk: Module) -> None:
-    """Make linear layers add weight gradients to DDP's FP32 sums, without rounding each micro-batch's to the weight's type.
-
-    Transformer Engine's layers can do so; megatron's own would need NVIDIA Apex, for which this is a substitute.
-    benchmarks/gradients.py measures what the rounding costs.
-    """
+    """Make linear layers add weight gradients to DDP's FP32 sums, without rounding each micro-batch's to the weight's type
+    (benchmarks/gradients.py has the cost). Transformer Engine's can; for megatron's own this replaces NVIDIA Apex."""
     added = SimpleNamespace(wgrad_gemm_accum_fp32=lambda inputs, d, total: add_product(total, d.T, inputs))
     layers.fused_weight_gradient_mlp_cuda = added
     for module in chunk.modules():

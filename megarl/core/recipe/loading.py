@@ -1,8 +1,7 @@
 """From YAML files and overrides to a `Recipe`, and back to YAML, for machines and for people. A recipe replaces values of its
 base, and overrides replace both. The place of every key is kept, so that each fault is one line: place, key, what to do.
 
-A file may contain anything: if it is not text, not YAML, too large or too deep, that is one error with its place. Aliases
-(`*name`) are refused, because a few lines of them can expand beyond memory; recipes share values by `base`.
+Aliases (`*name`) are refused, because a few lines of them can expand beyond memory; recipes share values by `base`.
 """
 
 import contextlib
@@ -41,7 +40,6 @@ LONGEST = 400
 
 
 def shortened(line: str) -> str:
-    """Shorten an overlong line so that it stays recognisable."""
     return line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} … {line[-LONGEST // 2 :]}"
 
 
@@ -76,9 +74,12 @@ def _kind_at(where: tuple[str, ...]) -> Any:
 
 
 def _unknown(where: tuple[str, ...]) -> str:
-    section = _kind_at(where[:-1])
-    close = difflib.get_close_matches(where[-1], section.model_fields, 1, cutoff=0.5) or _elsewhere(where[-1])
-    return "unknown key" + (f"; did you mean {close[0]}?" if close else f"; known: {', '.join(section.model_fields)}")
+    """Name the nearest key of the section, or of any other."""
+    (*section, key), elsewhere = where, dict(_keys(Recipe))
+    here = _kind_at(tuple(section)).model_fields
+    close = difflib.get_close_matches(key, here, 1, cutoff=0.5)
+    close = close or [elsewhere[name] for name in difflib.get_close_matches(key, elsewhere, 1, cutoff=0.8)]
+    return "unknown key" + (f"; did you mean {close[0]}?" if close else f"; known: {', '.join(here)}")
 
 
 def _near_sibling(section: tuple[str, ...], origin: Origin) -> str:
@@ -89,12 +90,6 @@ def _near_sibling(section: tuple[str, ...], origin: Origin) -> str:
     others += shipped_suites() if section[:-1] == SUITES else ()
     close = difflib.get_close_matches(section[-1], others, 1)
     return f"; did you mean {'.'.join((*section[:-1], close[0]))}?" if close else ""
-
-
-def _elsewhere(name: str) -> list[str]:
-    """Return the dotted key of the same or a similar name in another section."""
-    known = dict(_keys(Recipe))
-    return [known[n] for n in difflib.get_close_matches(name, known, 1, cutoff=0.8)]
 
 
 def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -123,15 +118,11 @@ SHIPPED = Path(__file__).parents[2] / "recipes"
 
 def shipped() -> dict[str, Path]:
     """Return the shipped recipes: quickstart and its variants, those for GPUs, then the baselines of the ScaleRL paper."""
-    return {p.stem: p for p in sorted(SHIPPED.glob("*.yaml"), key=_order)}
-
-
-def _order(recipe: Path) -> tuple[bool | str, ...]:
-    return *(not recipe.stem.startswith(group) for group in ("quickstart", "scalerl-", "qwen")), recipe.stem
+    paths, groups = {p.stem: p for p in SHIPPED.glob("*.yaml")}, ("quickstart", "scalerl-", "qwen", "")
+    return {name: paths[name] for group in groups for name in sorted(paths) if name.startswith(group)}
 
 
 def shipped_suites() -> dict[str, Path]:
-    """Return the shipped suites, for `evaluation.suites`."""
     return {p.stem: p for p in sorted((SHIPPED / "suites").glob("*.yaml"))}
 
 
@@ -338,10 +329,7 @@ def _validated(tree: RecipeTree, origin: Origin) -> Recipe:
 
 def _adapted(tree: Any, kind: Any) -> Any:
     """Convert YAML's values for pydantic's strict types: lists to tuples and, for float keys, strings such as `1e-6`, which
-    YAML 1.1 does not read as numbers, to floats. `null` in place of a named section removes the base recipe's.
-
-    An int for a float key needs no conversion: pydantic's strict mode accepts it.
-    """
+    YAML 1.1 does not read as numbers, to floats. `null` in place of a named section removes the base recipe's."""
     if isinstance(tree, dict):
         kept = {key: value for key, value in tree.items() if value is not None or not _has_sections(kind)}
         return {key: _adapted(value, kind_of(kind, key)) for key, value in kept.items()}

@@ -51,7 +51,7 @@ def _layout(r: Recipe) -> Iterator[str]:
 
 
 def _prompts(r: Recipe) -> Iterator[str]:
-    """Check the questions for the model: templates, names of suites, and which score is forecast."""
+    """Check templates, names of suites, and which score is forecast."""
     for key, rows in _rows(r).items():
         if rows.system and rows.template == "raw":
             yield f"{key}.system: a system message needs template: chat"
@@ -80,7 +80,6 @@ def _prompts(r: Recipe) -> Iterator[str]:
 
 
 def _advantages(r: Recipe) -> Iterator[str]:
-    """Check how advantages are computed, and the critic if there is one."""
     if r.batch.centring == "none" and r.batch.advantage == "group":
         yield (
             "batch.advantage: a group without variance has no deviation to divide an uncentred reward by; "
@@ -107,7 +106,6 @@ def _ends_warm_up(r: Recipe, key: str, steps: int, use: str) -> Iterator[str]:
 
 
 def _losses(r: Recipe) -> Iterator[str]:
-    """Check the loss and its terms."""
     yield from _named("loss.kind", r.loss.kind, "loss", LOSSES)
     if r.loss.kind not in LOSSES and r.loss.correction != "none":
         yield "loss.correction: your own loss applies the importance weight itself; bound it there, and set none here"
@@ -124,7 +122,6 @@ def _losses(r: Recipe) -> Iterator[str]:
 
 
 def _teacher(r: Recipe) -> Iterator[str]:
-    """Check for settings that cannot be combined with a teacher."""
     if not r.teacher.weight:
         return
     if not r.teacher.path:
@@ -194,9 +191,6 @@ def _sharing(r: Recipe) -> Iterator[str]:
 
 
 def _lengths(r: Recipe) -> Iterator[str]:
-    """Check for impossible budgets, stages out of order, and an end of thinking that is blank, empty although thinking is
-    interrupted, or not at the end of the interruption phrase.
-    """
     length, end = r.length, r.length.end_of_thinking
     budgets = [*(("stages", s.thinking_tokens) for s in length.stages), ("thinking_tokens", length.thinking_tokens)]
     for key, (shortest, most) in budgets:
@@ -294,7 +288,6 @@ def _environments(r: Recipe) -> Iterator[str]:
 
 
 def _agents(r: Recipe) -> Iterator[str]:
-    """Check for settings that cannot be combined with an agent."""
     for key, rows in _rows(r).items():
         if not rows.agent:
             continue
@@ -355,4 +348,3 @@ def _graders(r: Recipe) -> Iterator[str]:
 RULES: tuple[Callable[[Recipe], Iterator[str]], ...] = (
     _layout, _prompts, _sharing, _lengths, _graders, _environments, _agents, _advantages, _losses, _teacher, _learner,
 )  # fmt: skip
-"""All rules of a recipe."""

@@ -210,10 +210,7 @@ class Run(Section):
 
 
 class Moe(Section):
-    """How experts are trained.
-
-    Fixed, because other choices harm RL: no token is dropped, and routing is in float32.
-    """
+    """How experts are trained. Fixed, because other choices harm RL: no token is dropped, and routing is in float32."""
 
     aux_loss: float = Field(0.0, ge=0, description="coefficient of the Switch Transformer's balancing loss; 0: none")
     bias_update_rate: float = Field(
@@ -293,17 +290,13 @@ class Length(Section):
     thinking_tokens: tuple[int, int] = Field(
         (10_000, 12_000), description="smallest and largest thinking budget; each rollout draws one"
     )
-    stages: tuple[Stage, ...] = Field(
-        (), description="shorter budgets at the start of the run, [{until_step, thinking_tokens}, …]"
-    )
+    stages: tuple[Stage, ...] = Field((), description="shorter budgets at first, [{until_step, thinking_tokens}, …]")
     answer_tokens: int = Field(
         2048,
         ge=1,
         description="maximum tokens after the thinking; overlong_penalty: the last ones, in which a right answer loses up to 1",
     )
-    end_of_thinking: str = Field(
-        "</think>", description="the answer is the text after it; empty: the model has no thinking trace"
-    )
+    end_of_thinking: str = Field("</think>", description="the answer is the text after it; empty: no thinking trace")
     interruption: str = Field(
         "Okay, time is up. Let me stop thinking and formulate a final answer now. </think>",
         description="phrase appended when the thinking budget runs out; masked from the loss",
@@ -413,15 +406,11 @@ class Loss(Section):
     correction: Literal["none", "truncate", "mask"] = Field(
         "none", description="clip, dppo, gmpo and gspo (mask only), reinforce: what happens to a ratio above `cap`"
     )
-    lower: float = Field(
-        0.0, ge=0, description="correction: mask: smallest importance ratio that is trained; IcePop: 0.5, with cap 5"
-    )
+    lower: float = Field(0.0, ge=0, description="correction: mask: smallest ratio that is trained; IcePop: 0.5, cap 5")
     sequence_mask: tuple[float, float] | None = Field(
         None, description="[low, high]: no rollout is trained whose ratios have a geometric mean outside; null: all are"
     )
-    log_ratio_penalty: float = Field(
-        0.0, ge=0, description="coefficient of (log importance ratio)^2 in the loss; prime-rl: 1e-3"
-    )
+    log_ratio_penalty: float = Field(0.0, ge=0, description="coefficient of (log ratio)^2 in the loss; prime-rl: 1e-3")
     entropy_bonus: float = Field(0.0, ge=0, description="coefficient of the entropy in the loss; ScaleRL has none")
 
 
@@ -489,9 +478,7 @@ class Critic(Section):
         "fp32", description="precision of its weights and activations, independent of model.dtype"
     )
     lam: float = Field(1.0, ge=0, le=1, description="GAE's lambda; 1 in Open-Reasoner-Zero, 0.95 in games and robots")
-    warmup_steps: int = Field(
-        0, ge=0, description="first steps of the run, in which only the critic is trained, at a rising rate"
-    )
+    warmup_steps: int = Field(0, ge=0, description="first steps, in which only the critic is trained, at a rising rate")
     optimizer: CriticRate = Field(CriticRate(), description="its rate; schedule, grad_clip: learner.optimizer's")
 
 
@@ -512,9 +499,7 @@ class AgentSection(Section):
         description="limit of a session, in seconds, without waits for a server; a third of it without a request ends it, too",
     )
     requests: int = Field(200, ge=1, description="maximum requests of a session")
-    paths: int = Field(
-        32, ge=1, description="maximum conversations of a session: sub-agents, summaries, edited histories"
-    )
+    paths: int = Field(32, ge=1, description="maximum conversations of a session: sub-agents, summaries, edits")
     trained_tokens: int = Field(65_536, ge=1, description="maximum tokens that the policy writes in a session")
     interface: str = Field("", description="network interface where agents find the policy; empty: loopback")
 
@@ -536,9 +521,7 @@ class Weights(Section):
 
 
 class Serving(Section):
-    kv_tokens: int | None = Field(
-        None, ge=1, description="tokens of a server's KV cache; null: what fits in memory (GPU only)"
-    )
+    kv_tokens: int | None = Field(None, ge=1, description="tokens of a server's KV cache; null: what fits (GPU only)")
     memory_fraction: float | None = Field(
         None, gt=0, lt=1, description="share of a GPU's memory for weights and KV; null: SGLang's rule, nearly all"
     )
@@ -557,9 +540,7 @@ class Evaluation(Section):
     forecast: str = Field(
         "", description="task or suite whose pass rate is forecast; empty: that of a single task, none with several"
     )
-    suites: dict[TaskName, Suite] = Field(
-        {}, description="further sets to score, by name; `aime24: {}` is a shipped one"
-    )
+    suites: dict[TaskName, Suite] = Field({}, description="further sets to score, by name; `aime24: {}` is shipped")
 
     @property
     def sampled(self) -> dict[str, Suite]:
@@ -589,7 +570,7 @@ class SftRate(Section):
 
 class Sft(Section):
     data: str = Field(
-        "", description="traces: rows of prompt and completion, or of messages; a file or hub:… as for a task"
+        "", description="traces: rows of prompt and completion, or messages; a file or hub:… as for tasks"
     )
     init: str = Field("", description="Hugging Face directory to start from; what is trained is written to model.path")
     steps: int = Field(1000, ge=1, description="optimiser steps")
@@ -720,8 +701,7 @@ class Recipe(Section):
 
     @property
     def sft_optimizer(self) -> Optimizer:
-        """The warm start's optimiser: ScaleRL's, except for its rate and a warm-up of a thirtieth of the steps (Alpaca's
-        `warmup_ratio` is 0.03)."""
+        """ScaleRL's, except for its rate and a warm-up of a thirtieth of the steps (Alpaca's `warmup_ratio` is 0.03)."""
         return Optimizer(lr=self.sft.optimizer.lr, warmup_steps=self.sft.steps // 30)
 
     @property

@@ -67,7 +67,6 @@ def overlong_penalty(tokens: int, longest: int, cache: int) -> float:
 
 
 def reward(grade: Grade, tokens: int, length: Length) -> float:
-    """Return the grade's reward, with the overlong penalty if the recipe has one and the answer is correct."""
     if length.control != "overlong_penalty" or not grade.correct:
         return grade.reward
     return grade.reward + overlong_penalty(tokens, length.completion_tokens, length.answer_tokens)

@@ -28,8 +28,7 @@ MayUse = Callable[[int, int], bool]
 KEPT = 0.75
 """Share of the places that remains after a decrease."""
 SHORT_PROMPT = 32
-"""A prompt with fewer tokens is computed in less time than the wait for another request's copy takes; SGLang, too, looks for
-common prefixes only from this length on."""
+"""A shorter prompt is computed sooner than another request's copy can be used; SGLang, too, shares prefixes from here on."""
 GROWTH = 32
 ROOM = 0.85
 """A server gets more places only below this share of used KV memory: running requests grow and fill the rest."""
@@ -68,20 +67,15 @@ class Claim:
 
 @dataclass
 class Use:
-    """A server's places, its running requests, and totals since the start (seconds with any request, place-seconds).
-
-    peak: the most requests that ran at once since the last observation. queued: whether requests were waiting at that time.
-    reusable: input tokens that a request of the same group had sent or received before. cached: how many of them the server
-    still had in its cache.
-    """
+    """A server's places, its running requests, and totals since the start."""
 
     limit: int
     running: int = 0
-    peak: int = 0
-    queued: bool = False
-    reusable: int = 0
-    cached: int = 0
-    busy_seconds: float = 0.0
+    peak: int = 0  # the most requests that ran at once since the last observation
+    queued: bool = False  # whether requests were waiting then
+    reusable: int = 0  # input tokens that a request of the same group had sent or received before
+    cached: int = 0  # how many of them were in the server's cache
+    busy_seconds: float = 0.0  # with any request
     place_seconds: float = 0.0
     tokens: int = 0
     since: float = field(default_factory=time.monotonic)
@@ -102,24 +96,20 @@ class Use:
 
 
 class Places:
-    """The places of all servers, at most `limit` each, and the claims that wait for one.
-
-    `changed` is set whenever there may be more room; whoever waits for it clears it.
-    """
+    """The places of all servers, at most `limit` each, and the claims that wait for one."""
 
     def __init__(self, membership: Membership, limit: int) -> None:
         self.membership = membership
         self.limit = limit
         self.use = {server: Use(limit) for server in membership.members}
         self.claims: list[Claim] = []
-        self.changed = asyncio.Event()
+        self.changed = asyncio.Event()  # there may be more room; whoever waits for it clears it
         self._serving: dict[int, int] = {}  # version of each server, and free places of each version, at `refresh`
         self._open: Counter[int] = Counter()
         self._waiting: Counter[int] = Counter()  # claims that wait at each server
         self.refresh()
 
     def add(self, server: int) -> None:
-        """Add a server that has joined."""
         self.use[server] = Use(self.limit)
 
     def forget(self, server: int) -> None:
@@ -224,9 +214,9 @@ class Places:
 class GroupPlaces:
     """The places of a ticket's rollouts: claims for all first requests, made on admission, then one for each later request.
 
-    The group stays on one server, `server`, while that is eligible, because its cache has the prompt's keys and values. It has
-    them once the first request has a token (`cached`); until then the other requests wait, or each would compute the prompt.
-    began: the server's version at the group's first request. Both are None before it.
+    The group stays on one server, `server`, while that is eligible: its cache has the prompt's keys and values once the first
+    request has a token (`cached`). Until then the other requests wait, or each would compute the prompt. began: the server's
+    version at the group's first request. Both are None before it.
     """
 
     def __init__(self, places: Places, admission: Admission, ticket: int, rollouts: int) -> None:
@@ -237,8 +227,7 @@ class GroupPlaces:
         self._claims = {n: self._claim(n) for n in range(rollouts)}
 
     async def take(self, rollout: int) -> tuple[int, int]:
-        """Wait for a place for this rollout's next request; return (server, version of its weights). The caller must give it
-        back."""
+        """As Places.take, for this rollout's next request."""
         while True:
             server, _ = await (self._claims.pop(rollout, None) or self._claim(rollout)).place()
             try:

@@ -55,17 +55,13 @@ class Void(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """What to sample. The task of the prompt determines the environment.
-
-    salt: only requests with the same salt share cached prefixes. take: waits for a place for a request and returns (server,
-    version); the sampler gives the place back. thinking_tokens: limit on the part before the answer leg.
-    """
+    """What to sample."""
 
     prompt: Prompt
     order: Order
-    take: Callable[[], Awaitable[tuple[int, int]]]
-    salt: str
-    thinking_tokens: int
+    take: Callable[[], Awaitable[tuple[int, int]]]  # as Places.take; the sampler gives the place back
+    salt: str  # only requests with the same salt share cached prefixes
+    thinking_tokens: int  # limit on the part before the answer leg
     temperature: float
     top_p: float
     routed: Architecture | None = None  # record the experts of this model that the servers choose
@@ -74,26 +70,20 @@ class Job:
 
 @dataclass
 class Completion:
-    """The completion of a job, so far or final.
-
-    kept: number of tokens of prompt and completion that the last server's cache should hold, 0 before the first request.
-    message: tokens of the message in progress, without replies. text: the last finished message, without its stop token.
-    verdict, episode: from environment or agent; without a verdict the task's grader judges the text. paths: from an agent.
-    down: why environment or agent cannot go on; the completion then cannot be judged.
-    """
+    """The completion of a job, so far or final."""
 
     segments: list[Segment] = field(default_factory=list)
     finish: FinishReason = "length"
     interrupted: bool = False
     retries: int = 0
-    kept: int = 0
-    text: str = ""
+    kept: int = 0  # tokens of prompt and completion that the last server's cache should hold
+    text: str = ""  # the last finished message, without its stop token
     routing: list[np.ndarray] = field(default_factory=list)  # tables of the requests so far
-    message: list[np.ndarray] = field(default_factory=list)
-    verdict: Verdict | None = None
+    message: list[np.ndarray] = field(default_factory=list)  # tokens of the message in progress, without replies
+    verdict: Verdict | None = None  # of environment or agent; without one the task's grader judges the text
     episode: Episode | None = None
     paths: tuple[Branch, ...] = ()
-    down: GraderDown | None = None
+    down: GraderDown | None = None  # why environment or agent could not go on; it then cannot be judged
 
     @property
     def tokens(self) -> np.ndarray:
@@ -111,7 +101,6 @@ class Completion:
         return self.segments[-1].weight_version
 
     def write(self, segments: list[Segment]) -> None:
-        """Add to the message."""
         self.segments += segments
         self.message += [s.tokens for s in segments]
 
@@ -128,8 +117,7 @@ class ServerPool(Protocol):
     def life(self, server: int) -> int:
         """Return a number that changes when the server is lost or its requests are aborted."""
 
-    def server_lost(self, server: int, life: int, reason: str) -> None:
-        """Note the failure of a request that was sent in this life of the server."""
+    def server_lost(self, server: int, life: int, reason: str) -> None: ...
 
 
 def routed_model(recipe: Recipe) -> Architecture | None:

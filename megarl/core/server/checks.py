@@ -100,13 +100,10 @@ def check_gpus(recipe: Recipe, capabilities: Collection[str]) -> None:
 
 
 def attention_problem(model: Architecture, longest: int, capabilities: Collection[str]) -> str:
-    """Return why SGLang's attention to `longest` tokens is not the model's on such GPUs; empty if it is.
-
-    Of its kernels only those for Hopper divide Llama 4's attention into chunks.
-    """
-    if not model.attention_chunk or model.attention_chunk >= longest or not capabilities:
-        return ""
-    if any(capability.startswith("9.") for capability in capabilities):
+    """Return why SGLang's attention to `longest` tokens is not the model's on such GPUs; empty if it is. Of its kernels only
+    those for Hopper divide Llama 4's attention into chunks."""
+    whole = not model.attention_chunk or model.attention_chunk >= longest
+    if whole or not capabilities or any(capability.startswith("9.") for capability in capabilities):
         return ""
     return (
         f"length: prompt_tokens + thinking_tokens + answer_tokens is {longest}, but on a GPU of compute capability "
@@ -116,8 +113,7 @@ def attention_problem(model: Architecture, longest: int, capabilities: Collectio
 
 
 def _check_qwen(path: str, model: Architecture) -> None:
-    """Refuse settings in config.json that SGLang ignores: it serves Qwen3-MoE with experts in every layer, and Qwen2 with the
-    usual head size."""
+    """Refuse settings in config.json that SGLang ignores."""
     usual = model.hidden // model.heads
     if model.name == "Qwen2ForCausalLM" and model.head_dim != usual:
         raise MegarlError(

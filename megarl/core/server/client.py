@@ -7,18 +7,15 @@
         ...
 
 The server streams disjoint chunks of at most STREAM_INTERVAL tokens (launch.py), so a request on a lost server loses no more
-than that. Each chunk is parsed once, into numpy arrays, without a Python loop over tokens.
+than that.
 
 Behaviour log-probs are those of the distribution that was sampled from. SGLang takes them after dividing by the temperature;
 with top_p < 1 we ask for its sampling support, whose log-probs are renormalised (over at most the 4096 likeliest tokens).
 Greedy requests (temperature 0) record the log-prob at temperature 1.
 
-The learner is synchronous, and calls all servers at once through a `Fleet`:
-
-    fleet.each(ids, lambda server: server.pause("in_place"))  ──►  results and errors, by server id
-
-Every call has a time limit, and its error names the step and the server. A dead server delays the others only by that limit. No
-request is sent twice: aiohttp repeats only GETs, which change nothing, and a Fleet only harmless calls (relay.py).
+The learner is synchronous, and calls all servers at once through a `Fleet` (fleet.py). Every call has a time limit, and its
+error names the step and the server. No request is sent twice: aiohttp repeats only GETs, which change nothing, and a Fleet only
+harmless calls (relay.py).
 """
 
 import hashlib
@@ -78,26 +75,19 @@ class VersionSpan(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """A finished request.
+    """A finished request."""
 
-    tokens [n] int32, with the stop token; logprobs [n] float32; spans cover 0 … n in order. routing: the chosen experts
-    (Architecture.routed_experts) if they were asked for, else "". cached: tokens of the input that the server had in its cache.
-    """
-
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    spans: tuple[VersionSpan, ...]
+    tokens: np.ndarray  # [n] int32, with the stop token
+    logprobs: np.ndarray  # [n] float32
+    spans: tuple[VersionSpan, ...]  # cover 0 … n in order
     finish: Literal["stop", "length"]
-    routing: str = ""
-    cached: int = 0
+    routing: str = ""  # the chosen experts (Architecture.routed_experts) if they were asked for
+    cached: int = 0  # tokens of the input that the server had in its cache
 
 
 class Prefill(NamedTuple):
-    """Scores of given tokens.
-
-    logprobs [n] float32: of these tokens. against [n] float32: of the token `against` at each position; NaN without one. Both
-    are NaN where the server had no finite number. version: of the weights. routing: as in Generation.
-    """
+    """Log-probs [n] float32 of given tokens and, if asked for, of the token `against` at each position; NaN where the server
+    had no finite number. version: of the weights. routing: as in Generation."""
 
     logprobs: np.ndarray
     against: np.ndarray
@@ -106,10 +96,8 @@ class Prefill(NamedTuple):
 
 
 class ServerLost(MegarlError):
-    """The server went away, timed out or aborted the request. tokens, logprobs: what had been received before.
-
-    alone: the server ended this request for a reason of its own (SGLang gives such a status), and serves the others.
-    """
+    """The server went away, timed out or aborted the request. tokens, logprobs: what had been received before. alone: the
+    server ended this request for a reason of its own (SGLang gives such a status), and serves the others."""
 
     def __init__(self, reason: str, tokens: np.ndarray, logprobs: np.ndarray, alone: bool = False) -> None:
         super().__init__(reason)
@@ -217,14 +205,13 @@ class ServerClient:
     """Asynchronous client of one server, for one event loop: `async with`, or `close()` at the end.
 
     `generate` and `score` raise ServerLost or ServerRefused. The other calls raise ServerSaid if the server answered with an
-    error, else MegarlError. heard: when tokens last arrived (time.monotonic()). retractions: how often the server has retracted
-    one of our requests, for lack of KV memory or because it was told to.
+    error, else MegarlError. timeout_s: limit of a request, up to its last token, and of a call that moves weights. heard: when
+    tokens last arrived (time.monotonic()). retractions: how often the server has retracted one of our requests.
     """
 
     def __init__(
         self, address: ServerAddress, api_key: str, admin_key: str, timeout_s: float = REQUEST_LIMIT_S
     ) -> None:
-        """Set up a client. timeout_s: limit of a request, up to its last token, and of a call that moves weights."""
         self.address = address
         self._api_key, self._admin_key = api_key, admin_key
         self._timeout_s = timeout_s
@@ -260,12 +247,10 @@ class ServerClient:
         routing_from: int | None = None,
         started: Callable[[], None] = lambda: None,
     ) -> Generation:
-        """Sample until a stop token, the model's own end token, or `max_new_tokens`.
-
-        cache_salt: requests with different salts share no cached prefixes. ignore_eos: go on to `max_new_tokens` (benchmarks).
-        routing_from: also return the experts chosen from this position of `input_ids` on. started: called whenever tokens
-        arrive; the server's cache then has the input. Cancelling aborts the request on the server.
-        """
+        """Sample until a stop token, the model's own end token, or `max_new_tokens`. Cancelling aborts the request on the
+        server. cache_salt: requests with different salts share no cached prefixes. ignore_eos: go on to `max_new_tokens`
+        (benchmarks). routing_from: also return the experts chosen from this position of `input_ids` on. started: called
+        whenever tokens arrive; the server's cache then has the input."""
         body = {
             "input_ids": np.asarray(input_ids).tolist(),
             "sampling_params": {
@@ -311,12 +296,9 @@ class ServerClient:
         against: int | None = None,
         routing: bool = False,
     ) -> list[Prefill]:
-        """Return log-probs, at temperature 1, of the tokens of each sequence [n] from its position `first` (at least 1) on.
-
-        The part before `first` may come from cached prefixes of the same salt; the scored part is always computed, because
-        SGLang matches prefixes only up to `logprob_start_len`. The one token that every request must sample is ignored.
-        against: also score this token at each position. routing: also return the experts chosen for all tokens.
-        """
+        """Return log-probs, at temperature 1, of the tokens of each sequence [n] from its position `first` (at least 1) on. The
+        part before `first` may come from cached prefixes of the same salt; SGLang always computes the scored part. against:
+        also score this token at each position. routing: also return the experts chosen for all tokens."""
         body = {
             "input_ids": [s.tolist() for s in sequences],
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
@@ -466,7 +448,6 @@ class ServerClient:
         return _of_all_ranks(said["ranks"])
 
     async def device_identity(self) -> DeviceIdentity:
-        """Return the server's machine and GPUs."""
         return msgspec.convert(await self._call("ask for its devices", "/device_identity"), DeviceIdentity)
 
     async def release_memory(self) -> None:
@@ -513,7 +494,6 @@ class ServerClient:
         return other
 
     async def exchange(self, question: ServerQuestion) -> ServerAnswer:
-        """Ask the server. Failures are answers, too."""
         return await relay.exchange(self._connections(), self.address.url, question)
 
     async def relay(self, call: RelayedCall, key: str, heard: Callable[[RelayedAnswer], Awaitable[None]]) -> None:

@@ -29,11 +29,8 @@ type Call[T] = Callable[[ServerClient], Coroutine[Any, Any, T]]
 
 
 class Fan[T]:
-    """Calls of one kind to several servers. results, errors: so far, by server id.
-
-    clients: by server id. direct: the set of groups whose relay was lost; it outlives the Fan. joined: ids of the servers that
-    the run did not start. context: the beginning of each error's text.
-    """
+    """Calls of one kind to several servers. clients, results and errors so far: by server id. direct: the set of groups whose
+    relay was lost; it outlives the Fan. joined: ids of the servers that the run did not start. context: begins each error."""
 
     def __init__(
         self, clients: Mapping[int, ServerClient], direct: set[int], joined: Container[int] = (), context: str = ""
@@ -44,7 +41,6 @@ class Fan[T]:
         self._running: dict[int, Coroutine[Any, ServerAnswer | None, T]] = {}
 
     async def run(self, ids: Iterable[int], call: Call[T]) -> None:
-        """Run `call` for each of these servers to its end."""
         self._running = {i: call(self._clients[i].asking) for i in ids}
         try:
             await self._ask(self._proceed(self._running, None))
@@ -122,14 +118,10 @@ class Calls[T](NamedTuple):
 
 
 class Fleet:
-    """Synchronous calls to several servers at once, to bring them to weights of `version`.
-
-    An event loop in its own thread makes the calls. `close` ends the thread before any later fork; a process that ends
-    without `close` does not wait for it.
-    """
+    """Synchronous calls to several servers at once, to bring them to weights of `version`, by an event loop in its own thread.
+    `close` ends it before any later fork; a process that ends without `close` does not wait for it. joined: as in Fan."""
 
     def __init__(self, servers: Iterable[ServerClient], version: int, joined: Container[int] = ()) -> None:
-        """Start the thread. joined: as in Fan."""
         self.servers, self.version, self._joined = {s.address.id: s for s in servers}, version, joined
         self._direct: set[int] = set()
         self._loop, self._over = asyncio.new_event_loop(), asyncio.Event()
@@ -137,7 +129,6 @@ class Fleet:
         self._thread.start()
 
     def start[T](self, ids: Iterable[int], call: Call[T]) -> Calls[T]:
-        """Begin a call to each of these servers."""
         fan = Fan[T](self.servers, self._direct, self._joined, f"publishing version {self.version} to ")
         return Calls(fan.results, fan.errors, asyncio.run_coroutine_threadsafe(fan.run(ids, call), self._loop))
 

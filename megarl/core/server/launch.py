@@ -42,10 +42,8 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = False) -> None:
-    """Serve until killed. The server is killed when its parent dies, and its child processes with it.
-
-    host: the address to listen on; empty: the one in the endpoints. teacher: serve the recipe's teacher.
-    """
+    """Serve until killed. The server is killed when its parent dies, and its child processes with it. host: the address to
+    listen on; empty: the one in the endpoints. teacher: serve the recipe's teacher."""
     die_with_parent()
     os.umask(0o077)  # SGLang's processes trust what they receive over sockets in the file system
     start_logging(f"{'teacher' if teacher else 'server'} {index}")

@@ -9,9 +9,7 @@
 
 Clean servers get requests, and so do publishing ones whose new weights are staged: they serve the old ones until the swap. A
 pinned server (kept at its version by an evaluation) is not published to. A clean server whose weights came from an earlier
-learner stays in use until the new learner publishes to it.
-
-The run's own servers are members for ever. Others join and leave:
+learner stays in use until the new learner publishes to it. The run's own servers are members for ever. Others join and leave:
 
     join ──► starting ─► … ─► leave, from any state ──► leaving ──► forgotten, once it has no requests and gets no weights
                  └ it does not answer, and sends no sign of life for FORGET_S ─► leaving
@@ -102,7 +100,6 @@ class Membership:
     # Events.
 
     def seen(self, server: int) -> None:
-        """Note that the server answered a health check."""
         member = self.members[server]
         if member.away:
             member.state, member.failures = "unknown", 0
@@ -148,7 +145,6 @@ class Membership:
         return broken
 
     def pin(self, server: int) -> None:
-        """Keep a clean server at its version."""
         if self.members[server].state != "clean":
             raise ValueError(f"server {server} is {self.describe(server)}: only a clean one can be pinned")
         self.members[server].pinned = True
@@ -159,11 +155,9 @@ class Membership:
     # Servers that the run did not start.
 
     def join(self, url: str, life: str, wanted: int, tensor_parallel: int, at: float) -> int:
-        """Note, at time `at` in seconds, a server's sign of life and return its id: the one it had before (`wanted`) if free.
-
-        A new life at a known address is that server, restarted. ValueError if the address belongs to one of the run's own
-        servers, or to one that is still leaving.
-        """
+        """Note, at time `at` in seconds, a server's sign of life and return its id: the one it had before (`wanted`) if free. A
+        new life at a known address is that server, restarted. ValueError if the address belongs to one of the run's own
+        servers, or to one that is still leaving."""
         member = self.members.get(wanted)  # avoids a search of all servers for each sign of life
         if member is None or member.address.url != url:
             member = next((m for m in self.members.values() if m.address.url == url), None)
@@ -188,7 +182,6 @@ class Membership:
         member.state, member.pinned = "leaving", False
 
     def forget(self, server: int) -> None:
-        """Remove a server that has left."""
         member = self.members[server]
         if member.state != "leaving" or member.receives:
             raise ValueError(f"server {server} is {self.describe(server)}: only one that has left is forgotten")
@@ -213,7 +206,6 @@ class Membership:
     # Conclusions.
 
     def clean(self) -> dict[int, int]:
-        """Return the version of each clean server."""
         return {s: m.version for s, m in self.members.items() if m.state == "clean"}
 
     def serving(self) -> dict[int, int]:
@@ -229,11 +221,8 @@ class Membership:
         return [s for s, m in self.members.items() if not m.away and m.state != "leaving"]
 
     def wanting(self, version: int, incarnation: str) -> tuple[ServerAddress, ...]:
-        """Return the servers to which the learner `incarnation`, which is not publishing now, should publish `version`.
-
-        A server that failed at this version is skipped while another server works; it is tried again with the next version,
-        or at once if there is no other server.
-        """
+        """Return the servers to which the learner `incarnation`, which is not publishing now, should publish `version`. One
+        that failed at this version is skipped while another server works."""
         others = bool(self.clean())
         return tuple(
             m.address

@@ -10,10 +10,8 @@
     everything else                                   nobody
 
 Token ids of /generate are checked: an id outside the vocabulary would crash SGLang's scheduler, and a retry the next server's.
-
 SGLang's own check is not enough: anybody may make it generate (/health_generate) or open a websocket, it reveals its keys among
-its arguments, and other calls unpickle input or write files. The one unpickling call that we allow takes handles to this
-machine's memory, which are useless elsewhere.
+its arguments, and other calls unpickle input or write files. Handles, which are unpickled, are useless on other machines.
 
 `OwnReplies` replies in place of SGLang:
 
@@ -69,8 +67,7 @@ FREEZE = ("POST", "/freeze_gc")
 
 
 def status(method: str, path: str, authorization: bytes, endpoints: Endpoints, handles: bool) -> int:
-    """Return 200 if the call is allowed, 401 if it needs another key, 404 if nobody may make it. handles: this caller may send
-    memory handles."""
+    """Return 200 if the call is allowed, 401 if it needs another key, 404 if nobody may make it. handles: as in Gate."""
     call = (method, path)
     if call in OPEN:
         return 200
@@ -123,10 +120,10 @@ def nonsense(body: bytes, vocabulary: int) -> str:
 
 
 class Gate:
-    """ASGI middleware that checks keys and token ids. refused: number of refused requests, also in the server's log."""
+    """ASGI middleware that checks keys and token ids. refused: number of refused requests. handles: a learner on this machine
+    may send memory handles. vocabulary: the model's number of tokens."""
 
     def __init__(self, app: ASGIApp, endpoints: Endpoints, handles: bool, vocabulary: int) -> None:
-        """Wrap `app`. handles: a learner on this machine may send memory handles. vocabulary: the model's number of tokens."""
         self._app, self._endpoints, self._handles, self._vocabulary = app, endpoints, handles, vocabulary
         self.refused = 0
         self._frozen = False

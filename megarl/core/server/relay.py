@@ -65,7 +65,7 @@ class RelayedAnswer(msgspec.Struct):
 
 
 async def exchange(session: aiohttp.ClientSession, server: str, question: ServerQuestion) -> ServerAnswer:
-    """Ask the server at this address. Failures are answers, too."""
+    """Ask a server. Failures are answers, too."""
     method, url = "POST" if question.body else "GET", server + question.path
     headers = {"Authorization": f"Bearer {question.key}", "Content-Type": "application/json"}
     limit = aiohttp.ClientTimeout(total=question.limit_s)

@@ -64,10 +64,8 @@ class Staging:
         self._jobs.pop(step, None)
 
     def begin(self, live: Module, serves: str, version: str, base: str = "") -> None:
-        """Drop what was staged before and open `version`.
-
-        base: the tensors to come are deltas from this version; RuntimeError if the server `serves` another one.
-        """
+        """Drop what was staged before and open `version`. base: the tensors to come are deltas from this version; RuntimeError
+        if the server `serves` another one."""
         with self._loading:
             self._epoch += 1
             if base and serves != base:
@@ -79,10 +77,8 @@ class Staging:
             self._version, self._held, self._summed = version, "", False
 
     def receive(self, group: BroadcastGroup) -> None:
-        """Load all buckets of one pipeline stage into the copy, each while the next one arrives.
-
-        RuntimeError if the group breaks, Unloadable if the model cannot load a bucket.
-        """
+        """Load all buckets of one pipeline stage into the copy, each while the next one arrives. RuntimeError if the group
+        breaks, Unloadable if the model cannot load a bucket."""
         load, loading = partial(self._load, self._epoch), in_thread(lambda: None)
         try:
             while (bucket := group.receive()) is not None:
@@ -127,10 +123,8 @@ class Staging:
 
 
 def copy_of(model: Module) -> Module:
-    """Return a copy of the model with its own parameters and buffers, with equal values, in host memory. All else is shared.
-
-    This works because SGLang's loaders, which belong to the layers, write to the parameter that they are given.
-    """
+    """Return a copy of the model with its own parameters and buffers, with equal values, in host memory. All else is shared:
+    SGLang's loaders, which belong to the layers, write to the parameter that they are given."""
     made: dict[int, Any] = {}
 
     def once(what: Any, make: Callable[[Any], Any]) -> Any:
@@ -184,11 +178,7 @@ def _beside(act: Callable[[], Any]) -> Any:
 
 @contextmanager
 def _own_stream() -> Iterator[None]:
-    """Run on an idle stream, or a new one.
-
-    torch has 32 streams of each priority, which it gives out in turn, and keeps freed memory for each of them. SGLang's own
-    streams have the default priority, so it decodes on none of these.
-    """
+    """Run on an idle stream, or a new one: torch keeps freed memory for each. SGLang decodes on streams of other priority."""
     try:
         stream = IDLE_STREAMS.pop()
     except IndexError:

@@ -94,11 +94,9 @@ def own_labels() -> None:
 
 
 def own_staging(limit_s: float) -> None:
-    """Make SGLang's workers receive weights by staging.py, over megarl's groups, whose waits end within limit_s.
-
-    Each step is sent as one of SGLang's requests to update from a group. Its load_format names the step, and the first of its
-    `names` has the arguments in JSON.
-    """
+    """Make SGLang's workers receive weights by staging.py, over megarl's groups, whose waits end within limit_s. A step comes
+    as SGLang's request to update from a group, with its name as load_format, and its arguments in JSON as first of the
+    `names`."""
     import torch.distributed as dist
     from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
@@ -162,8 +160,7 @@ def own_staging(limit_s: float) -> None:
 
 def leave_lost_learners(groups: dict[str, Any], joining: str) -> None:
     """Leave all groups but those of the learner that forms the group `joining`. A learner that was killed has told nobody, and
-    each of its groups would keep a communicator and two buckets for as long as the server lives.
-    """
+    each of its groups would keep a communicator and two buckets for as long as the server lives."""
     from megarl.core.base.broadcast import in_thread
 
     learner = joining.rpartition("-")[0]
@@ -196,11 +193,8 @@ def own_requests() -> None:
 
 
 def own_checksums() -> None:
-    """Answer /weights_checker with megarl's checksum of each parameter, which a learner can add up from the tensors it sends.
-
-    SGLang's is SHA-256 on a CPU, and on a GPU a hash of the joined tensor only. A GPU also computes checksums of the copy in
-    the host's memory, because SGLang gives torch only one CPU thread then.
-    """
+    """Answer /weights_checker with megarl's checksum of each parameter, which a learner can add up from the tensors it sends. A
+    GPU also computes those of the copy in the host's memory, because SGLang gives torch only one CPU thread then."""
     import torch
     from sglang.srt.utils import weight_checker
 
@@ -211,10 +205,7 @@ def own_checksums() -> None:
 
 
 def own_loading() -> None:
-    """Make all models also load deltas (base/delta.py).
-
-    SGLang's own hook, custom_weight_loader, is only for update_weights_from_tensor, which works within one machine.
-    """
+    """Make all models also load deltas (base/delta.py). SGLang's own hook for loaders works only within one machine."""
     from sglang.srt.model_loader import loader
 
     from megarl.core.base.delta import load
@@ -231,12 +222,9 @@ def own_loading() -> None:
 
 
 def own_routing() -> None:
-    """Report the experts with which each token was sampled, even if its request was retracted since.
-
-    SGLang reports what was last chosen for a token's place in the KV cache. It computes a retracted request again, perhaps with
-    newer weights, but keeps the tokens and log-probs that it had. So the choices of these are put aside before their places are
-    freed. They are the first rows [tokens, layers, chosen] of what is reported in the end, and further retractions add to them.
-    """
+    """Report the experts with which each token was sampled, even if its request was retracted since. SGLang would report those
+    of the second computation, perhaps with newer weights, but keeps the tokens and log-probs that it had. So their choices
+    [tokens, layers, chosen] are put aside before their places in the KV cache are freed, and are reported first."""
     import torch
     from sglang.srt.managers import schedule_batch
     from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
@@ -286,10 +274,8 @@ def own_ports() -> None:
 
 
 def own_further_nodes() -> None:
-    """On all nodes of a server but the first: open no port, and end when any rank of the node ends.
-
-    SGLang would answer /health there, without a key, and wait for the ranks' ends one after the other.
-    """
+    """On all nodes of a server but the first: open no port, and end when any rank of the node ends. SGLang would answer /health
+    there, without a key, and wait for the ranks' ends one after the other."""
     from multiprocessing.connection import wait
 
     from sglang.srt.entrypoints import engine

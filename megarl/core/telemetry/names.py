@@ -8,9 +8,7 @@ MEANINGS = {
         "step": "the step this row is about, from 0",
         "weight_version": "weights after the step (step + 1)",
         "time": "Unix time in seconds at the end of the step",
-        "compute_hours": (
-            "devices held x wall time of all roles, over all restarts, with evaluation and replay, without the warm start"
-        ),
+        "compute_hours": "devices x wall time of all roles and restarts, with evaluation and replay, not the warm start",
         "startup_hours": "part of compute_hours: before the first publication after each start, replay included",
         "evaluation_hours": "part of compute_hours: devices of the servers held for evaluations",
         "training_hours": "the rest of compute_hours; all three as of when the batch was handed out",
@@ -73,9 +71,7 @@ MEANINGS = {
         "tokens_trained": "tokens in the loss",
         "sequences": "rollouts in the loss; of agents, their paths",
         "microbatches": "packed micro-batches per data-parallel rank",
-        "progress": (
-            "mean of advantage x log-prob gained since sampling, nats: above 0 if training makes better answers likelier"
-        ),
+        "progress": "mean advantage x log-prob gained since sampling, nats: above 0 if better answers become likelier",
         "ratio_mean": "mean importance ratio of trained tokens",
         "ratio_max": "largest importance ratio of trained tokens",
         "trained_logprob_diff_max": "largest |learner - behaviour| log-prob of trained tokens",
@@ -166,7 +162,6 @@ MEANINGS = {
         "warning_parity": "1 if a limit of parity was broken; the run ends if that lasts",
     },
 }
-"""The meaning and unit of each metric, by heading."""
 NAMES = {name: (heading, meaning) for heading, names in MEANINGS.items() for name, meaning in names.items()}
 
 

@@ -22,7 +22,7 @@ class Profiler:
     """The profiler of one rank. Call `step` when a step begins, `stop` at the end."""
 
     def __init__(self, steps: tuple[int, int] | None, folder: Path, rank: int) -> None:
-        """Prepare. steps: the first and last to record; None: none."""
+        """steps: the first and last to record; None: none."""
         self._first, last = steps or (0, -1)
         self._end = last + 1
         self._memory = torch.cuda.is_available()

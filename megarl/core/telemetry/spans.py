@@ -82,7 +82,6 @@ class Spans:
         self._failed, self._lock = False, threading.Lock()
 
     def write_to(self, path: Path) -> None:
-        """Record from now on, for RUN/trace/ROLE.jsonl."""
         self._path, self._life = path, Life(path.stem, socket.gethostname(), os.getpid(), time.time())
         self._add(self._life)
 
@@ -130,4 +129,3 @@ class Spans:
 
 
 spans = Spans()
-"""This process's."""

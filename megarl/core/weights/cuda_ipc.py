@@ -47,7 +47,6 @@ class CudaIpcTransport:
         torch.multiprocessing.set_sharing_strategy("file_system")
 
     def send(self, fleet: Fleet, ids: Sequence[int], version: int) -> Sent:
-        """Send the weights to the paused servers `ids`. Every rank returns the same result. COLLECTIVE."""
         mine = [i for i in ids if i * fleet.servers[i].address.tensor_parallel == dist.get_rank()]
         every = gathered(self._send(fleet, mine))
         return Sent(
@@ -57,7 +56,6 @@ class CudaIpcTransport:
         )
 
     def _send(self, fleet: Fleet, mine: Sequence[int]) -> Sent:
-        """Send to this rank's servers."""
         exported = hf.export(self._chunks, self._family, stacked=False)
         if not mine:
             deque(exported, maxlen=0)
@@ -86,9 +84,7 @@ class CudaIpcTransport:
 
 def handle(bucket: Bucket) -> str:
     """Return the bucket in SGLang's format: `{"flattened_tensor", "metadata"}`, the tensor as a handle, pickled, in base64.
-
-    SGLang only reads attributes of the metadata. Using its classes would import all of SGLang into the learner.
-    """
+    SGLang only reads attributes of the metadata; using its classes would import all of it into the learner."""
     metadata, start = [], 0
     for name, kind, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
         dtype = getattr(torch, kind)

@@ -3,10 +3,9 @@
     exported tensor ──┬─ whole ───────────────────────► (name, tensor)                    ─► buckets, by any transport
                       └─ compared to the last one sent ─► (name + SUFFIX, code) [bytes]       (base/delta.py)
 
-A server gets deltas only if the checksum of its parameters, taken before the pause, is still the one they had when the last
-version arrived. So a server that was restarted, joined late, was pinned or failed gets all weights, and so do all other servers
-in the same publication. Checksums are compared after a delta, as always; if a server has a single rank, with those that its
-parameters must now have. No delta is sent twice, because it is unknown how much of it was already added.
+Servers get deltas only if the checksum of each one's parameters, taken before the pause, is still that with which the last
+version arrived. If one was restarted, joined late, was pinned or failed, all get all weights. No delta is sent twice, because
+it is unknown how much of it was already added.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,10 +29,7 @@ class _Held(NamedTuple):
 
 class LastSent:
     """A copy of what this rank sent last, in the host's memory. With cuda_ipc it is the whole model, on each rank that has a
-    server; with others, what the rank sends of a pipeline stage.
-
-    whole: whether all weights are sent now.
-    """
+    server; with others, what the rank sends of a pipeline stage. whole: whether all weights are sent now."""
 
     whole = True
 

@@ -30,7 +30,7 @@ class DiskTransport:
     staged = False
 
     def __init__(self, chunks: Sequence[Module], family: Family, last: LastSent, source: Path, directory: Path) -> None:
-        """Set up. source: the Hugging Face directory to copy the configuration from."""
+        """source: the Hugging Face directory to copy the configuration from."""
         self._chunks, self._family, self._last = chunks, family, last
         self._source, self._directory = source, directory
 

@@ -33,16 +33,12 @@ FEWEST_TOKENS = 32
 
 @dataclass(frozen=True)
 class ParityLimits:
-    """The largest mean and median of |difference| of log-probs that rounding can explain, for kernels and for decode.
-
-    routing: the largest share of (token, layer) choices of experts that may differ. A few tokens that are far off raise the
-    mean. If rounding makes a token choose another expert, that token is far off, too. So with experts the limit on the mean
-    must be loose, and that on the median, which such tokens do not move, is the sharper one.
-    """
+    """The largest mean and median of |difference| of log-probs that rounding can explain, for kernels and for decode. A token
+    for which rounding chooses another expert is far off and raises the mean: with experts the median's limit is sharper."""
 
     mean: float
     p50: float
-    routing: float = 1.0
+    routing: float = 1.0  # the largest share of (token, layer) choices of experts that may differ
 
     def mean_of(self, cause: str) -> float:
         """Return the limit on the mean for a cause. A server differs less from itself (decode) than from the learner."""
@@ -62,27 +58,20 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class Distribution:
-    """|difference| of log-probs over `tokens` tokens.
-
-    share: of tokens above SHARE_ABOVE. k3: an estimate of KL(first || second) in nats, the mean of exp(d) - 1 - d with d =
-    second - first (http://joschu.net/blog/kl-approx.html).
-    """
+    """|difference| of log-probs over `tokens` tokens."""
 
     mean: float
     p50: float
     p99: float
     p999: float
     max: float
-    share: float
-    k3: float
+    share: float  # of tokens above SHARE_ABOVE
+    k3: float  # KL(first || second), nats: the mean of exp(d) - 1 - d, d = second - first (joschu.net/blog/kl-approx.html)
     tokens: int
 
     @classmethod
     def of(cls, first: np.ndarray, second: np.ndarray) -> "Distribution | None":
-        """Compare log-probs [n] of the same tokens. Pairs with a NaN are left out; None if none is left.
-
-        An infinite log-prob counts like any other and makes mean and maximum infinite.
-        """
+        """Compare log-probs [n] of the same tokens, without pairs with a NaN; None if none is left. Infinite ones count."""
         known = ~(np.isnan(first) | np.isnan(second))
         if not known.any():
             return None
@@ -97,22 +86,17 @@ class Distribution:
 
 @dataclass(frozen=True)
 class RolloutScores:
-    """The scores of the trained tokens of one or more rollouts, [n] each; NaN if unknown.
-
-    behaviour, sampled_at, served, learner: log-probs, as at the top of this file. lag: number of versions from u to v.
-    position: index in the whole sequence. stale: whether the rollout, or the first one of its group, began before version u.
-    server: the one that computed `served`; it also sampled the rollout's end, if it was still available. served_gap,
-    learner_gap: the log-prob less that of one fixed token at the same position, which is the difference of two logits.
-    """
+    """The scores of the trained tokens of one or more rollouts, [n] each; NaN if unknown. The first four are log-probs, as at
+    the top of this file. A gap is a log-prob less that of one fixed token at its position: the difference of two logits."""
 
     behaviour: np.ndarray
     sampled_at: np.ndarray
     served: np.ndarray
     learner: np.ndarray
-    lag: np.ndarray
-    position: np.ndarray
-    stale: np.ndarray
-    server: np.ndarray
+    lag: np.ndarray  # number of versions from u to v
+    position: np.ndarray  # index in the whole sequence
+    stale: np.ndarray  # whether the rollout, or the first one of its group, began before version u
+    server: np.ndarray  # computed `served`; it also sampled the rollout's end, if it was still available
     served_gap: np.ndarray
     learner_gap: np.ndarray
 
@@ -141,16 +125,13 @@ class RolloutScores:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The scores of one publication's rollouts.
-
-    choices, differing: (token, layer) choices of experts compared, and those whose sets of experts differ.
-    """
+    """The scores of one publication's rollouts."""
 
     version: int
     scores: RolloutScores
     rollouts: int = 1
-    choices: int = 0
-    differing: int = 0
+    choices: int = 0  # (token, layer) choices of experts compared
+    differing: int = 0  # those whose sets of experts differ
 
     def by_server(self) -> dict[int | None, "Measurement"]:
         """Return the part of each server, and under None the whole. Only the whole has choices of experts."""
@@ -190,14 +171,11 @@ Broken = tuple[str, int | None]
 
 
 class ParityJudge:
-    """Decides, from successive measurements, whether both sides still compute the same model.
-
-    It judges all servers together, and each by itself over the publications in which it was compared, since one of many may be
-    faulty.
-    """
+    """Decides, from successive measurements, whether both sides still compute the same model. It judges all servers together,
+    and each by itself over the publications in which it was compared, since one of many may be faulty. served_head,
+    learner_head: that side's LM head should be FP32."""
 
     def __init__(self, dtype: str, experts: bool, served_head: bool, learner_head: bool) -> None:
-        """Begin without measurements. dtype: model.dtype. served_head, learner_head: that side's LM head should be FP32."""
         self.limits = LIMITS[dtype, experts]
         self._dtype = dtype
         self._fp32_heads = [side for side, fp32 in (("server", served_head), ("learner", learner_head)) if fp32]
@@ -291,11 +269,8 @@ GRID_TOLERANCE = 0.05
 
 
 def grid_share(gap: np.ndarray, dtype: str) -> float:
-    """Return the share of differences of two logits [n] that are a multiple of the spacing of `dtype`; NaN for too few.
-
-    A head that rounds its logits to bf16 or fp16 leaves them on a grid, whatever the noise before it, and log-softmax in FP32
-    preserves their differences. Differences of FP32 logits can have any value.
-    """
+    """Return the share of differences of two logits [n] that are a multiple of the spacing of `dtype`; NaN for too few. A head
+    that rounds its logits to bf16 or fp16 leaves them on a grid, and log-softmax in FP32 preserves their differences."""
     steps = gap[np.isfinite(gap) & (gap != 0)].astype(np.float64) * GRID[dtype]
     if len(steps) < FEWEST_TOKENS:
         return float("nan")
@@ -308,14 +283,7 @@ SAME_BITS_LIMIT, TEMPERATURE_LIMIT, POSITION_LIMIT = 0.5, 0.35, 1.5
 
 
 def likely_cause(measurements: Sequence[Measurement], limits: ParityLimits, what: str) -> str:
-    """Return the likeliest cause of measurements that exceed the limit on `what`, and the numbers that point to it.
-
-    stale server   its scores have the same bits at two versions
-    temperature    differences depend on the log-prob itself: a straight line explains most of them
-    RoPE           differences grow along the sequence; not for decode, whose error grows anyway with the length of the cache
-    routing        more choices of experts differ than rounding explains
-    dtype          none of these: the noise is the same everywhere
-    """
+    """Return the likeliest cause of measurements that exceed the limit on `what`, and the numbers that point to it."""
     signs = _signs(RolloutScores.joined([m.scores for m in measurements]), what)
     choices = sum(m.choices for m in measurements)
     routing = sum(m.differing for m in measurements) / choices if choices else 0.0
@@ -331,7 +299,7 @@ def likely_cause(measurements: Sequence[Measurement], limits: ParityLimits, what
 def _signs(scores: RolloutScores, what: str) -> dict[str, float]:
     """Return the share of scores with the same bits at two versions, the share of variance that a line in the log-prob
     explains, and the growth along sequences."""
-    if what == "decode":
+    if what == "decode":  # its error grows along the sequence anyway, with the length of the cache
         return {"parity_same_bits": 0.0, "parity_line": explained_by_logprob(*scores.pair(what)), "parity_growth": 1.0}
     first, second = scores.pair("kernels")
     earlier, later = scores.pair("staleness")
@@ -363,11 +331,8 @@ def named_cause(signs: Mapping[str, float], routing: bool, decoding: bool = Fals
 
 def logit_error(first: np.ndarray, second: np.ndarray) -> float:
     """Return the error of logits, from log-probs [n] of the same tokens: the median of |difference| / (1 - p) over tokens of
-    which the policy is not certain; NaN for too few.
-
-    An error e in a token's logit changes its log-prob by (1 - p) e. So unlike the mean difference, which falls and scatters as
-    the policy grows certain, this does not change then, and a few tokens computed by other experts do not affect it.
-    """
+    which the policy is not certain; NaN for too few. An error e in a token's logit changes its log-prob by (1 - p) e, so unlike
+    the mean difference this does not fall as the policy grows certain."""
     uncertain = -np.expm1(np.minimum(second, 0.0, dtype=np.float64))
     known = np.isfinite(first) & np.isfinite(second) & (uncertain > UNCERTAIN)
     if known.sum() < FEWEST_UNCERTAIN:
@@ -396,11 +361,8 @@ def growth_along_sequence(first: np.ndarray, second: np.ndarray, position: np.nd
 
 
 def pooled(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return each cause's distribution over the publications in rows of metrics, without causes that were never measured.
-
-    mean, share, k3: means over all tokens. p50, p99, p999: medians over publications. max, worst_mean: the largest difference,
-    and the largest mean of a publication. tokens, publications: their numbers.
-    """
+    """Return each measured cause's distribution over the publications in rows of metrics: means over all tokens, medians over
+    publications of the quantiles, the largest difference (max) and mean (worst_mean), and how many there were."""
     found = {}
     for cause in CAUSES:
         keys = {field.name: f"parity_{field.name}/{cause}" for field in fields(Distribution)}

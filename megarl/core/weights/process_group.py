@@ -47,7 +47,6 @@ from megarl.core.weights.transport import Sent, SentChecksums, buckets
 
 log = logging.getLogger(__name__)
 
-
 VIEWS = 16
 """A tensor larger than a bucket divided by this is sent from its own memory, not copied into a bucket with others."""
 
@@ -58,20 +57,15 @@ def backend() -> str:
 
 @dataclass
 class _Attempt:
-    """The result of one attempt, for one rank, or for all of them.
-
-    failed: servers that failed by themselves. interrupted: servers that only failed to receive because the group failed.
-    broken: why the group can no longer be used.
-    """
+    """The result of one attempt, for one rank, or for all of them."""
 
     checksums: dict[str, str] = field(default_factory=dict)
     bytes: int = 0
-    failed: dict[int, str] = field(default_factory=dict)
-    interrupted: dict[int, str] = field(default_factory=dict)
-    broken: str = ""
+    failed: dict[int, str] = field(default_factory=dict)  # servers that failed by themselves
+    interrupted: dict[int, str] = field(default_factory=dict)  # that only failed to receive because the group failed
+    broken: str = ""  # why the group can no longer be used
 
     def add(self, errors: dict[int, MegarlError]) -> None:
-        """Add servers' errors."""
         for i, error in errors.items():
             said = isinstance(error, ServerSaid) and any(text in str(error) for text in LET_DOWN.values())
             let_down = said or isinstance(error, RelayLost)
@@ -87,8 +81,7 @@ class ProcessGroupTransport:
     def __init__(
         self, chunks: Sequence[Module], family: Family, last: LastSent, bucket_bytes: int, limit_s: float, links: int
     ) -> None:
-        """Begin without a group. bucket_bytes: under way to a server at once. limit_s: time limit for each bucket
-        (weights.timeout_s). links: a server's GPUs."""
+        """bucket_bytes: under way to a server at once. limit_s: for each bucket (weights.timeout_s). links: a server's GPUs."""
         self._chunks, self._family, self._last, self._limit_s = chunks, family, last, limit_s
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         copies = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -108,8 +101,6 @@ class ProcessGroupTransport:
         self._untold: dict[int, str] = {}
 
     def send(self, fleet: Fleet, ids: Sequence[int], version: int) -> Sent:
-        """Send the weights to the servers `ids`, which stage them beside those that they serve. Every rank returns the same
-        result. COLLECTIVE."""
         leader = dist.get_rank() == 0
         alive = tuple(ids)
         untold = {i: self._untold.pop(i) for i in alive if i in self._untold}
@@ -140,7 +131,6 @@ class ProcessGroupTransport:
         return Sent(errors, {}, 0)
 
     def _send_all(self, fleet: Fleet, ids: tuple[int, ...]) -> _Attempt:
-        """Send everything once."""
         whole, mine = _Attempt(), _Attempt()
         joined = True
         for number in range(self._groups):  # in turn, or servers would wait for each other in different groups
@@ -184,10 +174,8 @@ class ProcessGroupTransport:
     def _broadcast(
         self, attempt: _Attempt, group: BroadcastGroup, tensors: Iterator[tuple[str, Tensor]], calls: Calls[None]
     ) -> dict[str, str]:
-        """Broadcast buckets while the next ones are gathered; return the checksums. The first error breaks the group.
-
-        Several buckets may be under way at once, with at most bucket_bytes bytes together.
-        """
+        """Broadcast buckets, at most bucket_bytes bytes at once, while the next ones are gathered; return the checksums. The
+        first error breaks the group."""
         sums, under_way = SentChecksums(self._family.architecture), deque[tuple[dist.Work, Tensor]]()
         made = buckets(self._last.changed(sums.watch(tensors)), self._bucket_bytes, self._bucket_bytes / VIEWS)
 

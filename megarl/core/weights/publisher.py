@@ -84,10 +84,8 @@ class Publisher:
             self._transport = ProcessGroupTransport(chunks, family, self._last, bucket_bytes, weights.timeout_s, links)
 
     def publish(self, command: Publish, incarnation: str) -> Published | None:
-        """Send the learner's present weights to the command's servers. COLLECTIVE; only rank 0 gets the result.
-
-        Errors of servers are in the result. Raises only for faults on the learner's side.
-        """
+        """Send the learner's present weights to the command's servers. COLLECTIVE; only rank 0 gets the result, with the errors
+        of servers. Raises only for faults on the learner's side."""
         with closing(open_fleet(command.servers, self._endpoints, self._limit_s, command.version)) as fleet:
             return self._publish(fleet, command, incarnation)
 
@@ -159,9 +157,7 @@ class Publisher:
 
     async def _stop(self, server: ServerClient) -> None:
         """Pause the server in place: its requests will keep their old keys and values, as in PipelineRL (arXiv 2509.19128).
-
-        Also resume its memory, a part of which a dead learner may have left released.
-        """
+        Also resume its memory, a part of which a dead learner may have left released."""
         await server.pause("in_place")
         if self._wakes:
             await server.resume_memory()

@@ -53,10 +53,8 @@ class Bucket(NamedTuple):
 
 
 def buckets(tensors: Iterable[tuple[str, Tensor]], limit: int, alone: float = math.inf) -> Iterator[Bucket]:
-    """Yield buckets of at most `limit` bytes, or of a single larger tensor.
-
-    alone: a tensor of at least this many bytes gets its own bucket and is not copied, so it may be memory of the model.
-    """
+    """Yield buckets of at most `limit` bytes, or of a single larger tensor. alone: a tensor of at least this many bytes gets
+    its own bucket and is not copied, so it may be memory of the model."""
     held: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in tensors:
@@ -91,12 +89,9 @@ def with_last(items: Iterable[Bucket]) -> Iterator[tuple[Bucket, bool]]:
 
 
 class SentChecksums:
-    """The checksums that a server of one rank must return from `/weights_checker`, from the tensors that went through `watch`.
-
-    Some of its parameters consist of several Hugging Face tensors (server/served.py), which, like experts, come in any order:
-    the checksums of pieces add up (base/checksum.py). A tensor that was never sent is missing in the sum. Nothing is copied to
-    the CPU before `expected`, so a GPU does not wait.
-    """
+    """The checksums that a server of one rank must return from `/weights_checker`, from the tensors that went through `watch`,
+    in any order: those of a parameter's pieces (server/served.py) add up (base/checksum.py), and one that was never sent is
+    missing in the sum. Nothing is copied to the CPU before `expected`, so a GPU does not wait."""
 
     def __init__(self, model: Architecture) -> None:
         self._model = model

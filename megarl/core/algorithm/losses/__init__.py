@@ -23,7 +23,6 @@ from megarl.core.recipe import Loss, Reference
 
 
 def policy_loss(section: Loss, reference: Reference | None = None) -> TokenLoss:
-    """Build the loss that `recipe.loss` and `recipe.reference` describe."""
     known: dict[str, terms.PolicyLoss] = {
         "cispo": cispo, "clip": clip, "dppo": dppo, "gmpo": gmpo, "gspo": gspo, "reinforce": reinforce,
     }  # fmt: skip

@@ -14,7 +14,6 @@ from megarl.core.recipe import Loss
 
 
 def cispo(tokens: Tokens, settings: Loss) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss, with the ratio truncated at `settings.cap`."""
     ratio = tokens.log_ratio.exp()
     losses = -ratio.clamp(max=settings.cap) * tokens.advantage * tokens.logp
     return losses, {"capped_share": (ratio >= settings.cap).float()}

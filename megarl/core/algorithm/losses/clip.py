@@ -15,7 +15,6 @@ from megarl.core.recipe import Loss
 
 
 def clip(tokens: Tokens, settings: Loss) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss, with the ratio clipped to [1 - `settings.clip_low`, 1 + `settings.clip_high`]."""
     tokens = with_finite_ratios(tokens, tokens.advantage >= 0)  # these are clipped above, and must not leave NaN
     ratio = (tokens.logp - tokens.behaviour).exp()
     losses, clipped = surrogate(ratio, tokens.advantage, settings.clip_low, settings.clip_high)

@@ -21,20 +21,14 @@ from megarl.core.recipe import Loss
 
 
 def dppo(tokens: Tokens, settings: Loss) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss, without tokens outside the region (`settings.clip_low`, `clip_high`) that are pulled farther out."""
-    logp, log_ratio = tokens.logp.detach(), tokens.log_ratio
-    apart = (total_variation if settings.divergence == "tv" else binary_kl)(tokens.behaviour, logp)
+    mu, logp, log_ratio = tokens.behaviour, tokens.logp.detach(), tokens.log_ratio
+    apart = (mu.exp() - logp.exp()).abs() if settings.divergence == "tv" else binary_kl(mu, logp)
     up, down = (tokens.advantage > 0) & (log_ratio > 0), (tokens.advantage < 0) & (log_ratio < 0)
     masked = (up & (apart > settings.clip_high)) | (down & (apart > settings.clip_low))
     # Masked before the exponential: an infinite ratio would leave NaN in the gradient.
     ratio = (tokens.logp - tokens.behaviour).masked_fill(masked, 0.0).exp()
     losses = -ratio * tokens.advantage * ~masked
     return losses, {"clipped_share": masked.float(), "divergence_mean": apart, "divergence_max": apart}
-
-
-def total_variation(behaviour: Tensor, logp: Tensor) -> Tensor:
-    """Return |mu(y) - pi(y)| for the sampled tokens, from their log-probs [n]."""
-    return (behaviour.exp() - logp.exp()).abs()
 
 
 def binary_kl(behaviour: Tensor, logp: Tensor) -> Tensor:

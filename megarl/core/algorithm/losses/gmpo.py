@@ -17,7 +17,6 @@ from megarl.core.recipe import Loss
 
 
 def gmpo(tokens: Tokens, settings: Loss) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss, with the log of each token's ratio clipped at -`settings.clip_low` and `settings.clip_high`."""
     log_ratio = tokens.logp - tokens.behaviour
     clipped = ((tokens.advantage > 0) & (log_ratio > settings.clip_high)) | (
         (tokens.advantage < 0) & (log_ratio < -settings.clip_low)

@@ -16,7 +16,6 @@ from megarl.core.recipe import Loss
 
 
 def gspo(tokens: Tokens, settings: Loss) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss, with the ratio of the whole sequence clipped as `clip` does with each token's."""
     sequence_ratio = tokens.sequence_mean(tokens.log_ratio).exp()
     ratio = sequence_ratio * (tokens.logp - tokens.logp.detach()).exp()
     losses, clipped = surrogate(ratio, tokens.advantage, settings.clip_low, settings.clip_high)

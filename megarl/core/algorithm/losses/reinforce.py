@@ -13,5 +13,4 @@ from megarl.core.recipe import Loss
 
 
 def reinforce(tokens: Tokens, settings: Loss) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return -A log pi(y), without metrics of its own."""
     return -tokens.advantage * tokens.logp, {}

@@ -2,31 +2,27 @@
 
 Ratios. Every policy loss reports statistics of rho_t = pi(y_t) / mu(y_t), the importance ratio of each trained token. k3 =
 rho - 1 - log rho estimates KL(mu || pi) on tokens of mu (http://joschu.net/blog/kl-approx.html). The effective sample size as
-a share of the tokens, (sum rho)^2 / (n sum rho^2), is 1 if all weigh the same, 1/n if one outweighs all others (Kong 1992).
-Progress is the mean of A log rho: how much likelier better answers have become, relative to worse ones, by training on other
-answers since these were sampled. To first order that is the expected gain in advantage (Kakade and Langford 2002), positive
-while learning works.
+a share of the tokens is (sum rho)^2 / (n sum rho^2) (Kong 1992). Progress is the mean of A log rho: how much likelier better
+answers have become since they were sampled; to first order, the expected gain in advantage (Kakade and Langford 2002).
 
 Correction. Truncated (TIS) and masked (MIS) importance sampling bound the weight of a token that another policy sampled.
 
     truncate   rho_t -> min(rho_t, cap)            mask   rho_t -> rho_t [lower <= rho_t <= cap]
 
 Truncation: Ionides 2008; between server and learner: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
-Off-Policy RL Training". Masking: Liu et al. 2025, "When Speed Kills Stability". In these, the learner recomputes the clip's old
-policy, and the correction is a second factor. Here the server's log-probs are the old policy, so a clip loss's ratio already
-contains the mismatch: the correction bounds it instead of multiplying again. REINFORCE has no ratio, so it gets one.
-
-A mask with both bounds is IcePop (Ring-1T, arXiv 2510.18855, section 2.3: lower 0.5, cap 5). There the ratio is that of learner
-to server at equal weights, before a clip; here it also contains the lag, so the mask acts on both, as it does for REINFORCE in
-INTELLECT-3 (arXiv 2512.16144, equation 1).
+Off-Policy RL Training". Masking: Liu et al. 2025, "When Speed Kills Stability"; with both bounds, IcePop (Ring-1T, arXiv
+2510.18855, section 2.3: lower 0.5, cap 5). In these, the learner recomputes the clip's old policy, and the correction is a
+second factor. Here the server's log-probs are the old policy, so a clip loss's ratio already contains the mismatch, and the
+lag: the correction bounds it instead of multiplying again. REINFORCE has no ratio, so it gets one (as in INTELLECT-3, arXiv
+2512.16144, equation 1).
 
 Sequence mask: no token of a rollout is trained if the geometric mean of its ratios is outside [low, high].
 
     loss_t -> loss_t [low <= exp(mean over t of log rho_t) <= high]
 
-Unlike the product of ratios, which would mask long answers, the mean does not grow with the length (Liu et al. 2025, part 3;
-verl's "geometric" rejection sampling). The mask drops whole rollouts that today's policy no longer resembles: a wrong choice of
-experts shifts all following tokens, each by little. Masks change no other token's weight: the aggregation counts masked tokens.
+Unlike the product of ratios, the mean does not grow with the length (Liu et al. 2025, part 3; verl's "geometric" rejection
+sampling). It drops whole rollouts, since a wrong choice of experts shifts all following tokens, each by little. Masks change no
+other token's weight: the aggregation counts masked tokens.
 
 (log rho)^2: loss_t + coefficient * (log pi(y_t) - log mu(y_t))^2 holds the policy near the one that sampled, on masked tokens
 too. Kimi K2.5 (arXiv 2602.02276); prime-rl has 1e-3.
@@ -48,8 +44,7 @@ The critic's loss: half the squared error against the return, clipped like PPO's
     loss_t = 1/2 max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2)
 
 V_old is the critic's value before the step, so with one epoch per step the clip never acts. It is in the code released with
-PPO; Andrychowicz et al. 2020 (arXiv 2006.05990) found that it does not help. PPO's value coefficient 0.5 is the 1/2 here. The
-critic has its own parameters and its own AdamW, so another factor would only move the norm at which gradients are clipped.
+PPO; Andrychowicz et al. 2020 (arXiv 2006.05990) found that it does not help. PPO's value coefficient 0.5 is the 1/2 here.
 """
 
 from collections.abc import Callable
@@ -65,28 +60,17 @@ from megarl.core.recipe import Loss
 
 @dataclass(frozen=True)
 class Tokens:
-    """The n trained tokens that this rank holds, sequence after sequence.
+    """The n trained tokens that this rank holds, sequence after sequence."""
 
-    logp      [n] float32 with gradient: log pi(y) of the policy in training, at the sampling temperature
-    behaviour [n] log mu(y), as recorded when the token was sampled: every loss's "old policy"
-    reference [n] log-prob of the frozen reference, at the sampling temperature; 0 without one
-    advantage [n]
-    entropy   [n] with gradient: of the policy's distribution, nats
-    counted   [n] 0 for the filler that stands in if there is no trained token, else 1
-    here      [sequences] int64: how many of the n belong to each sequence (filler belongs to the first)
-    lengths   [sequences] float32: trained tokens of each, |y|, including those on other context-parallel ranks
-    group     the process group of those ranks; None if there is only one
-    """
-
-    logp: Tensor
-    behaviour: Tensor
-    reference: Tensor
-    advantage: Tensor
-    entropy: Tensor
-    counted: Tensor
-    here: Tensor
-    lengths: Tensor
-    group: dist.ProcessGroup | None = None
+    logp: Tensor  # [n] float32 with gradient: log pi(y) of the policy in training, at the sampling temperature
+    behaviour: Tensor  # [n] log mu(y), as recorded when the token was sampled: every loss's "old policy"
+    reference: Tensor  # [n] log-prob of the frozen reference, at the sampling temperature; 0 without one
+    advantage: Tensor  # [n]
+    entropy: Tensor  # [n] with gradient: of the policy's distribution, nats
+    counted: Tensor  # [n] 0 for the filler that stands in if there is no trained token, else 1
+    here: Tensor  # [sequences] int64: how many of the n belong to each sequence (filler belongs to the first)
+    lengths: Tensor  # [sequences] float32: |y|, trained tokens of each, with those on other context-parallel ranks
+    group: dist.ProcessGroup | None = None  # of those ranks; None if there is only one
 
     @property
     def log_ratio(self) -> Tensor:
@@ -102,8 +86,7 @@ class Tokens:
 
 
 LARGEST = 80.0
-"""Bound of log rho for tokens whose weight is bounded or dropped after the exponential. An infinite rho times 0 would be NaN;
-e^80 times an advantage is finite, and its gradient too."""
+"""Bound of log rho for tokens whose weight is bounded or dropped later: an infinite rho times 0 is NaN; e^80 is finite."""
 
 
 def with_finite_ratios(tokens: Tokens, where: Tensor | bool) -> Tokens:

@@ -7,15 +7,12 @@
 
 passes.py (torch) has the work on a chunk, as the reference and for CPUs; kernels.py (Triton) does the same on a GPU. No tensor
 of size [n, V/tp] ever exists: the backward pass recomputes each chunk but the last, so there are four matrix products where
-keeping logits would need three. Ranks exchange four numbers per row: the maximum; then the sum of exponentials, the sum for the
-entropy, and the label's logit.
+keeping logits would need three. Ranks exchange four numbers per row.
 
-Logits are FP32 sums of exact products (`product`), whatever the type of hidden states and weight. So a log-prob of bf16 states
-has only the error of FP32 arithmetic, where logits rounded to bf16 would have errors of 0.03 to 0.06. A product of two bf16
-numbers is exact in FP32, so tensor cores that accumulate in FP32 compute the FP32 product at the speed of bf16, as SGLang's
-FP32 head does. In the backward pass, d is rounded to the weight's type, for tensor cores, and accumulated in FP32. With fp16
-the loss, and so d, was multiplied by the loss scale: small gradients survive the rounding, and one beyond 65,504 becomes
-infinite, which shows in the norm of the gradients (megarl/core/learner/optimizer.py).
+Logits are FP32 sums of exact products (`product`), whatever the type of hidden states and weight: tensor cores that accumulate
+in FP32 compute them at the speed of bf16, as SGLang's FP32 head does. Logits rounded to bf16 would have errors of 0.03 to 0.06.
+In the backward pass, d is rounded to the weight's type, for tensor cores, and accumulated in FP32. With fp16 it contains the
+loss scale: small gradients survive, and one beyond 65,504 becomes infinite, which shows in the norm of the gradients.
 """
 
 import importlib
@@ -38,7 +35,7 @@ LOWEST = -1e30
 
 @dataclass(frozen=True)
 class _Settings:
-    """Settings of a call. valid: number of this rank's columns without padding. The others: as in logprobs_and_entropy."""
+    """valid: number of this rank's columns without padding. The others: as in logprobs_and_entropy."""
 
     valid: int
     temperature: float
@@ -46,7 +43,6 @@ class _Settings:
     group: dist.ProcessGroup | None
 
     def chunks(self, rows: int) -> Iterator[tuple[slice, slice]]:
-        """Yield the rows and columns of each chunk."""
         height, width = CHUNK
         for row in range(0, rows, height):
             for column in range(0, self.valid, width):
@@ -129,10 +125,8 @@ def logprobs_and_entropy(
     """Return the log-prob of each label and the entropy of each distribution, in nats: two float32 [n], equal on all ranks.
 
     hidden [n, h]; weight [V/tp, h] of the same type: this rank's rows of the head, which tensor-parallel `group` (None: one
-    rank) divides evenly; rows from `vocab_size` on are padding and never used. labels [n] int64. precision: of the logits,
-    float32 or the weight's type.
-
-    In the backward pass each rank gets its columns' part of the gradient of `hidden`. The weight's gradient is added to
+    rank) divides evenly; rows from `vocab_size` on are padding. labels [n] int64. precision: of the logits, float32 or the
+    weight's type. In the backward pass each rank gets its columns' part of the gradient of `hidden`. The weight's is added to
     `weight.main_grad` (float32, as in megatron's DDP); what autograd gets for it is meaningless.
     """
     rank, size = (group.rank(), group.size()) if group is not None else (0, 1)

@@ -5,5 +5,6 @@ deepseek.py DeepSeek-V3, whose tensors can be loaded one by one, with transforme
 gpt_oss.py  gpt-oss, whose experts can be loaded one by one, with sinks in the model's precision
 stock.py    SGLang's own dense Llama, Qwen2 and Qwen3, and Qwen3-MoE, so that its two hundred others need not be imported
 
-SGLang imports every module of this package in the processes of a server, and serves the classes in `EntryClass`.
+SGLang imports every module of this package in the processes of a server, and serves the classes in `EntryClass`. ../served.py
+describes how a server stores the tensors.
 """

@@ -1,8 +1,6 @@
 """Corrections to gpt-oss in SGLang 0.5.23. Its loader accepts experts only as whole stacks of gigabytes, and zeroes the tensor
 that it was given if a rank has no part of a bias. Its sinks are bfloat16, or FP32 for Blackwell's kernels, but they are
 published in the model's type.
-
-../served.py describes how the server stores the tensors.
 """
 
 from collections.abc import Iterable, Iterator

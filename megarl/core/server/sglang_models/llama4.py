@@ -7,8 +7,6 @@ Without a GPU also:
     attention   q and k are cast to bfloat16, the rotary embedding's result is dropped (it works in place only on a GPU), and
                 RoPE layers attend beyond their chunk
     experts     the router's weight on an expert's input is not implemented, and choosing experts needs a compiler
-
-../served.py describes how the server stores the tensors.
 """
 
 import dataclasses
