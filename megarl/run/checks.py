@@ -10,6 +10,7 @@ A resumed run compares fingerprints of its inputs (computed by lab/preflight.py)
 to other steps.
 """
 
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -85,12 +86,13 @@ def check_disk(recipe: Recipe, rundir: RunDir, folder: Path) -> None:
     """Raise MegarlError if the disk of `folder` has no room for the run's checkpoints, of which the oldest goes only when a new
     one is whole. A checkpoint holds weights, fp32 weights and two moments."""
     weights = parameters(Path(recipe.model.path)) * (1 + recipe.has_critic)
-    size, keep = weights * (16 if recipe.model.dtype == "fp32" else 14), recipe.checkpoint.keep
-    needed, free = (keep + 1 - len(complete(rundir.checkpoints))) * size, shutil.disk_usage(folder).free
+    size = weights * (16 if recipe.model.dtype == "fp32" else 14)
+    most = min(recipe.checkpoint.keep + 1, math.ceil(recipe.run.steps / recipe.checkpoint.every))
+    needed, free = (most - len(complete(rundir.checkpoints))) * size, shutil.disk_usage(folder).free
     if free < needed:
         raise MegarlError(
             f"run.dir: {free / 1e9:.1f} GB are free on the disk of {folder}, and checkpoints take {size / 1e9:.1f} GB each, of "
-            f"which {keep + 1} are there while one is written (checkpoint.keep={keep}); free some, or give another run.dir"
+            f"which up to {most} are there (checkpoint.keep, and the one being written); free some, or give another run.dir"
         )
 
 
