@@ -186,7 +186,7 @@ def lasted(row: dict[str, Any], *parts: str) -> float:
 def beside_learner(recipe: Recipe, rows: list[dict[str, Any]], decode: tuple[float, float]) -> float:
     """Return the seconds of a decode step in these rows, divided by those of the server alone with as many requests. Pauses do
     not count as decoding."""
-    pauses = ("pause", "resume") if recipe.stages_weights else ("pause", "transfer", "resume")
+    pauses = ("pause", "resume") if recipe.generates_meanwhile else ("pause", "transfer", "resume")
     paused = sum(lasted(row, *pauses) for row in rows)
     seconds = sum(r["server_busy_share"] * r["step_seconds"] for r in rows) - paused
     running_seconds = sum(r["server_running_mean"] * r["step_seconds"] for r in rows)
