@@ -222,7 +222,7 @@ class Membership:
 
     def wanting(self, version: int, incarnation: str) -> tuple[ServerAddress, ...]:
         """Return the servers to which the learner `incarnation`, which is not publishing now, should publish `version`. One
-        that failed at this version is skipped while another server works."""
+        that failed at this version is skipped until the next, unless there is no other server."""
         others = bool(self.clean())
         return tuple(
             m.address
