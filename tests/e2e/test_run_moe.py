@@ -68,12 +68,17 @@ def test_experts_over_two_ranks_with_routing_replay(workplace: Path) -> None:
 def test_deepseek_learns_with_moving_biases(workplace: Path) -> None:
     folder = workplace / "runs/quickstart-data/init-deepseek"
     save_model(folder, DEEPSEEK, seed=0)
-    overrides = [f"sft.init={folder}", "model.path=runs/deepseek-sft", "model.moe.bias_update_rate=0.01"]
+    overrides = [
+        f"sft.init={folder}",
+        "model.path=runs/deepseek-sft",
+        "run.name=deepseek",
+        "model.moe.bias_update_rate=0.01",
+    ]
     check_run(workplace, overrides, layers=3, chosen=2)
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     before = load_file(workplace / "runs/deepseek-sft/model.safetensors")[bias]
     converted = workplace / "converted"
-    assert convert(["convert", "megatron-to-hf", str(workplace / "runs/quickstart-moe"), str(converted)]) == 0
+    assert convert(["convert", "megatron-to-hf", str(workplace / "runs/deepseek"), str(converted)]) == 0
     moved = (load_file(converted / "model.safetensors")[bias] - before).abs()
     assert 0 < moved.max() <= 4 * 0.01 + 1e-6, "four steps of 0.01"
 
@@ -82,11 +87,11 @@ def test_deepseek_learns_with_moving_biases(workplace: Path) -> None:
 def test_gpt_oss_learns(workplace: Path) -> None:
     folder = workplace / "runs/quickstart-data/init-gpt-oss"
     save_model(folder, GPT_OSS, seed=0)
-    check_run(workplace, [f"sft.init={folder}", "model.path=runs/gpt-oss-sft"], layers=4, chosen=2)
+    check_run(workplace, [f"sft.init={folder}", "model.path=runs/gpt-oss-sft", "run.name=gpt-oss"], layers=4, chosen=2)
     sinks = "model.layers.1.self_attn.sinks"
     before = load_file(folder / "model.safetensors")[sinks]
     converted = workplace / "converted"
-    assert convert(["convert", "megatron-to-hf", str(workplace / "runs/quickstart-moe"), str(converted)]) == 0
+    assert convert(["convert", "megatron-to-hf", str(workplace / "runs/gpt-oss"), str(converted)]) == 0
     assert not torch.equal(load_file(converted / "model.safetensors")[sinks], before), "the warm start trains them"
 
 
