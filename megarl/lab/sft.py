@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megarl.core.algorithm.batch import TrainSequence
@@ -111,7 +112,8 @@ def train(
     columns = (TextColumn("warm start"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), now)
     begun, steps = trainer.step, recipe.sft.steps
     losses: list[float] = []
-    with Progress(*columns, disable=dist.get_rank() != 0) as progress:
+    others = dist.get_rank() != 0
+    with Progress(*columns, console=Console(quiet=others), disable=others) as progress:
         say = progress.console.print
         task = progress.add_task("sft", total=steps, completed=begun, now="")
         for batch in islice(source, begun, steps):

@@ -10,7 +10,11 @@ pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(900)]
 def test_array_fills_the_table(jobs: Jobs) -> None:
     words = ("--seeds", "0", *SMALL, "resources.servers=1", "run.steps=3", "evaluation.every=3", "pipeline.k=2")
     job = jobs.submit(
-        "study.sbatch", *words, options=("--nodes=1", "--array=0-1"), RECIPE="quickstart", STUDY="runs/studies/array"
+        "study.sbatch",
+        *words,
+        options=("--nodes=1", "--array=0-1", "--exclusive=user"),
+        RECIPE="quickstart",
+        STUDY="runs/studies/array",
     )
     job.wait_for(lambda: not jobs.cluster.says("squeue", "-h", "-j", job.number), "end of the array", RUN_LIMIT_S)
     study = jobs.cwd / "runs" / "studies" / "array"
