@@ -82,11 +82,13 @@ def _named(recipe: Recipe) -> list[str]:
 
 @dataclass(frozen=True)
 class TaskGrader:
-    """A `Grader`. check: decides right or wrong; others, weights: further rewards, by name; trusted: if any, asked only by
-    `grade_answer`, with weight 0; decode: maps tokens to text.
+    """A `Grader`. check: decides right or wrong; compare: the same without a log, because it compares answers of the policy,
+    which may be unreadable; others, weights: further rewards, by name; trusted: if any, asked only by `grade_answer`, with
+    weight 0; decode: maps tokens to text.
     """
 
     check: Check
+    compare: Check
     others: Mapping[str, Check]
     weights: Mapping[str, float]
     trusted: Check | None
@@ -108,7 +110,7 @@ class TaskGrader:
         return graded(answer, main, dict(zip(others, more, strict=True)), {"trusted": 0.0, **self.weights})
 
     async def agrees(self, answer: str, expected: str) -> bool:
-        return (await self.check(Submission(answer, expected))).score > 0
+        return (await self.compare(Submission(answer, expected))).score > 0
 
     async def _judge(self, submission: Submission, verdict: Verdict | None) -> Verdict:
         """Return the main verdict: the given one, if any, or the grader's. An empty answer is wrong without asking it."""
@@ -135,10 +137,12 @@ class TaskGraders:
         self._data, self._workers, self._limit_s, self._limits = recipe.data, workers or places(), limit_s, limits
         self._pools: list[Pool] = []
         check_graders(recipe)
-        checks = {name: _logged(name, self._made(name)) for name in _named(recipe)}
+        made = {name: self._made(name) for name in _named(recipe)}
+        checks = {name: _logged(name, check) for name, check in made.items()}
         self._graders = {
             name: TaskGrader(
                 checks[task.grader],
+                made[task.grader],
                 {key: checks[reward.grader] for key, reward in task.rewards.items()},
                 {key: reward.weight for key, reward in task.rewards.items()},
                 checks[task.trusted_grader] if isinstance(task, Task) and task.trusted_grader else None,

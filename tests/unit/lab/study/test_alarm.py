@@ -123,7 +123,7 @@ from megarl.tasks.graders.grader import TaskGrader
 async def wrong(submission):
     return Verdict(WRONG)
 
-grader = TaskGrader(wrong, {}, {}, None, "", lambda tokens: "")
+grader = TaskGrader(wrong, wrong, {}, {}, None, "", lambda tokens: "")
 recipe = from_tree({"model": {"path": "nowhere"}})
 tickets = Tickets(recipe, {}, None, None, {"t": grader}, None, "")
 prompt = Prompt(id="p", tokens=np.zeros(1, np.int32), answer="12", task="t")
