@@ -11,7 +11,8 @@ four times the compute of the cut (within a tenth) is predicted. megarl's fit is
 
 An interval is widened by the noise of the evaluation with which it is compared. The interval score is the mean of its width
 plus 40 times the distance by which the score missed it; lower is better (Gneiting and Raftery 2007). Coverage has a 95 %
-interval from resampling runs, since the cuts of a run are not independent.
+interval from resampling runs, since the cuts of a run are not independent. The last row says how far a run is from the mean of
+the other seeds of its recipe, size, task and type at the predicted compute: no forecast, for those have already been there.
 """
 
 import argparse
@@ -155,6 +156,19 @@ def judge(runs: list[CorpusRun]) -> dict[str, list[Judged]]:
     return judged
 
 
+def between_seeds(runs: list[CorpusRun], ahead: float) -> float:
+    """Return the error, net of noise, of the mean of the other seeds at the compute that is predicted; NaN without any."""
+    squares = []
+    for run in runs:
+        same = (run.recipe, run.size, run.task, run.dtype)
+        others = [o.curve for o in runs if o.seed != run.seed and (o.recipe, o.size, o.task, o.dtype) == same]
+        for seen, distance, at, score in origins(run):
+            there = [np.interp(at, o.hours, o.pass_rate) for o in others if o.hours[-1] >= at * (1 - NEAR)]
+            if distance == ahead and there:
+                squares.append((score - np.mean(there)) ** 2 - noise(score, seen) ** 2 * (1 + 1 / len(there)))
+    return math.sqrt(max(0.0, float(np.mean(squares)))) if squares else math.nan
+
+
 def row(rows: list[Judged]) -> dict[str, float]:
     """Return one forecaster's figures at one distance."""
     names = sorted({r.run for r in rows})
@@ -211,6 +225,7 @@ def main() -> None:
                 shown = f"{f['rmse_net_of_noise']:.4f} | {f['median_width']:.3f} | {f['interval_score']:.3f}"
                 print(f"| {ahead:g} times | {name} | {f['runs']}, {f['predictions']} | {inside} | {shown} |")
                 figures.append({"ahead": ahead, "forecast": name, **f})
+        print(f"| {ahead:g} times | the other seeds | | | {between_seeds(runs, ahead):.4f} | | |")
     if options.out:
         options.out.write_text(json.dumps({"part": options.part, "rows": figures}, indent=1) + "\n")
 

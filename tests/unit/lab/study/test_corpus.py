@@ -1,7 +1,9 @@
 """Records of a corpus, what a task needs before it runs, and how its runs are judged."""
 
 import json
+import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,16 @@ def test_forecasts_are_judged_by_what_came() -> None:
     assert rows["megarl"]["median_width"] < 0.3
     assert rows["last value"]["coverage"] == 0
     assert rows["megarl"]["interval_score"] < min(rows[name]["interval_score"] for name in ("last value", "power law"))
+
+
+def test_seeds_that_differ_are_told_from_those_that_do_not() -> None:
+    first, equal, higher = (
+        replace(curve_run(lambda c, up=up: up + 0.4 + 0.5 / (1 + (8 / c) ** 1.5)), seed=seed)
+        for seed, up in enumerate((0.0, 0.0, 0.05))
+    )
+    assert forecasts.between_seeds([first, equal], 2.0) == 0
+    assert forecasts.between_seeds([first, higher], 2.0) == pytest.approx(0.05, abs=0.005)
+    assert math.isnan(forecasts.between_seeds([first], 2.0))
 
 
 def test_a_run_that_falls_is_not_held() -> None:
