@@ -70,13 +70,13 @@ class ServedTurn:
 
 
 class AgentSession:
-    """A session, open until `end`. over: why it serves no more requests, "" while it does; limited: whether a limit of the
-    recipe ended it. rewards: those the agent posted, as (moment, reward). refused: why a reward was refused. failure: the
-    exception that the policy raised. idle_since: when the last request was done (time.monotonic), None while one is in
-    progress."""
+    """A session, open until `end`. key: for requests; reward_key: for rewards. over: why it serves no more, "" while it does;
+    limited: whether a limit of the recipe ended it. rewards: those the agent posted, as (moment, reward). refused: why a reward
+    was refused. failure: the exception that the policy raised. idle_since: when the last request was done (time.monotonic),
+    None while one is in progress."""
 
     def __init__(self, recipe: Recipe, tokenizer: Tokenizer, rendering: Rendering, policy: Policy) -> None:
-        self.key = secrets.token_hex(16)
+        self.key, self.reward_key = secrets.token_hex(16), secrets.token_hex(16)
         self.tree, self.known = SessionTree(), ReadMessages()
         self.over, self.limited = "", False
         self.rewards: list[tuple[int, float]] = []
