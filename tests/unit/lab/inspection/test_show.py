@@ -189,3 +189,7 @@ def test_a_terminal_does_not_obey_what_is_shown(tmp_path: Path):
         assert not set(text) & {"\x1b", "\x07", "\x9b"}
         assert text.count("[/b]\\x1b]0;title\\x07\\x9b2J") >= times
         out.truncate(0)
+    show(tmp_path, tokenizer=writes, as_json=True, console=Console(file=out))
+    assert not set(out.getvalue()) & {"\x1b", "\x07", "\x9b"}
+    first, _ = map(json.loads, out.getvalue().lstrip("\0").splitlines())
+    assert first["prompt"]["text"] == first["prompt"]["id"] == evil
