@@ -191,7 +191,7 @@ def _as_json(group: Group, due: int | None, tokenizer: Tokenizer | None) -> dict
 
 def _text(tokens: np.ndarray, tokenizer: Tokenizer | None) -> str:
     """Return the text of the ids, with special tokens and all spaces; without a tokenizer, the ids themselves."""
-    return tokenizer.decode(tokens) if tokenizer else " ".join(map(str, tokens.tolist())) + " "
+    return tokenizer.continued(tokens) if tokenizer else " ".join(map(str, tokens.tolist())) + " "
 
 
 def _versions(rollouts: tuple[Rollout, ...]) -> np.ndarray:

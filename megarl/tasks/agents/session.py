@@ -227,7 +227,7 @@ class AgentSession:
         tokens = tokens_of(turn.segments)
 
         def found(count: int) -> str:
-            text = self._tokenizer.decode(tokens[:count])
+            text = self._tokenizer.continued(tokens[:count])
             return min((stop for stop in stops if stop in text), key=text.index, default="")
 
         if not stops or not found(len(tokens)):
@@ -245,5 +245,5 @@ class AgentSession:
         tokens = tokens_of(segments)
         if len(tokens) and int(tokens[-1]) in self._tokenizer.ends:
             tokens = tokens[:-1]
-        text = self._tokenizer.decode(tokens)
+        text = self._tokenizer.continued(tokens)
         return text.partition(stopped)[0] if stopped else text
