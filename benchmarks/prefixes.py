@@ -95,7 +95,8 @@ async def share(servers: OwnServers, groups: int, seed: int, waits: bool) -> dic
     pipeline."""
     servers, recipe, random = replace(servers), servers.recipe, np.random.default_rng(seed)  # with places of its own
     places, admission = servers.places, Admission(1000, 8)
-    tokenizer: Any = SimpleNamespace(ids=lambda text: np.zeros(0, np.int32), decode=lambda tokens: "", end=127)
+    silent: dict[str, Any] = {"decode": lambda tokens: "", "continued": lambda tokens: ""}
+    tokenizer: Any = SimpleNamespace(ids=lambda text: np.zeros(0, np.int32), ends=(127,), **silent)
     environments: Any = SimpleNamespace(of=lambda task: Counting())
     sampler = Sampler(recipe, tokenizer, servers, environments)
 

@@ -67,6 +67,10 @@ class Tokenizer:
         text: str = self.backend.decode(tokens.tolist(), skip_special_tokens=False)
         return text
 
+    def continued(self, tokens: np.ndarray) -> str:
+        """Return the text of ids [n] that follow others. At the beginning of a text, SentencePiece's decoders drop a space."""
+        return self.decode(np.append(int32([self.end]), tokens)).removeprefix(self.decode(int32([self.end])))
+
     def literal(self) -> "Tokenizer":
         """Return a tokenizer that encodes the names of special tokens as ordinary text, for text such as a tool's output."""
         backend = Backend.from_str(self.backend.to_str())

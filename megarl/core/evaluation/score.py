@@ -112,7 +112,7 @@ class Sampled(Questions[Prompt]):
             sample=sample,
             prompt=asker.tokenizer.decode(asked.tokens),
             expected=asked.shown.answer,
-            completion=done.text if done.episode is None else asker.tokenizer.decode(done.tokens),
+            completion=done.text if done.episode is None else asker.tokenizer.continued(done.tokens),
             answer=text,
             vote=await votes.of(asked.id, text, asked.shown.answer, grade.correct),
             correct=grade.correct,

@@ -35,12 +35,14 @@ clock = RecordClock()
 
 class Session(Record, frozen=True, tag="session"):
     """A controller has started within the life `session` of the supervisor, which began at `time` (Unix seconds) and holds
-    `devices` devices. A second record of the same session changes nothing; one of an earlier session is refused."""
+    `devices` devices. spent: hours in the status that an earlier controller left. A second record of the same session changes
+    nothing; one of an earlier session is refused."""
 
     session: str
     time: float
     devices: int
     compute_unit: str
+    spent: float = 0.0
 
 
 class Admitted(Record, frozen=True, tag="admitted"):
@@ -154,7 +156,7 @@ class State(StateTotals):
     evaluations: dict[int, Evaluated] = {}  # by version
 
     def compute_hours(self, now: float) -> float:
-        """Return devices held × wall time up to `now`, in hours; earlier sessions count up to their last record."""
+        """Return devices held × wall time up to `now`, in hours; earlier sessions count up to their last record or status."""
         if self.session is None:
             return 0.0
         return self.earlier_hours + self.session.devices * max(0.0, now - self.session.time) / 3600
@@ -203,8 +205,11 @@ class State(StateTotals):
                 if record.session in self.earlier_sessions:
                     raise ValueError(f"session {record.session} begins again, but a later one has ended it")
                 if self.session is None or record.session != self.session.session:
-                    self.earlier_sessions += () if self.session is None else (self.session.session,)
-                    self.earlier_hours = self.compute_hours(self.last_time)
+                    if self.session is not None:
+                        self.earlier_sessions += (self.session.session,)
+                        spent = max(self.compute_hours(self.last_time), record.spent - self.joined_hours)
+                        self.startup_hours += 0.0 if self.session_published else spent - self.earlier_hours
+                        self.earlier_hours = spent
                     self.session, self.last_time, self.session_published = record, record.time, False
             case Snapshot():
                 pass  # has only what was applied already

@@ -176,7 +176,7 @@ class Sampler:
         done.segments = list(length_control.joined(done.segments))
         tokens = done.message_tokens
         ended = done.finish == "stop" or (len(tokens) > 0 and int(tokens[-1]) in self._ends)
-        done.text = self._tokenizer.decode(tokens[:-1] if ended else tokens)
+        done.text = self._tokenizer.continued(tokens[:-1] if ended else tokens)
         return done
 
     async def _session(self, job: Job, agents: Agents) -> Completion:

@@ -206,7 +206,8 @@ def paired_difference(a: Sequence[float], b: Sequence[float], step: float) -> Es
     differences = np.subtract(b, a)
     mean = float(differences.mean())
     spread = np.concatenate([differences, (step, -step)]) if step else differences
-    half = student(len(differences) - 1) * math.sqrt(float(spread.var()) / len(spread))
+    variance = float(spread.var(ddof=0 if step else 1)) if len(spread) > 1 else math.inf
+    half = student(len(differences) - 1) * math.sqrt(variance / len(spread))
     centre, most = float(spread.mean()), 1.0 if step else math.inf  # two shares differ by 1 at most
     return Estimate(mean, max(-most, min(mean, centre - half)), min(most, max(mean, centre + half)))
 

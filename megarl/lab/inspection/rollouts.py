@@ -3,7 +3,7 @@
 no option     a table of the latest groups: step, ticket, pass rate, weight versions, tokens
 --step S      the same table for one batch
 --ticket N    all rollouts of one prompt, each weight version in its own colour, untrained text dim
---json        any of these as JSON, one group per line
+--json        any of these as JSON in ASCII, one group per line
 """
 
 import json
@@ -51,7 +51,7 @@ def show(
     for group in groups:
         due = _due(state, group.ticket)
         if as_json:
-            console.out(json.dumps(_as_json(group, due, tokenizer), ensure_ascii=False), highlight=False)
+            console.out(json.dumps(_as_json(group, due, tokenizer)), highlight=False)
         else:
             console.print(_one(group, due, limit, tokenizer, _named(group, state)))
 
@@ -191,7 +191,7 @@ def _as_json(group: Group, due: int | None, tokenizer: Tokenizer | None) -> dict
 
 def _text(tokens: np.ndarray, tokenizer: Tokenizer | None) -> str:
     """Return the text of the ids, with special tokens and all spaces; without a tokenizer, the ids themselves."""
-    return tokenizer.decode(tokens) if tokenizer else " ".join(map(str, tokens.tolist())) + " "
+    return tokenizer.continued(tokens) if tokenizer else " ".join(map(str, tokens.tolist())) + " "
 
 
 def _versions(rollouts: tuple[Rollout, ...]) -> np.ndarray:

@@ -133,7 +133,7 @@ def _rollout(tokenizer: Tokenizer, group: Group, rollout: Rollout, several_tasks
     text = html.escape(tokenizer.decode(group.prompt.tokens))
     versions = sorted({s.weight_version for s in rollout.segments if s.trained})
     for segment in rollout.segments:
-        part = html.escape(tokenizer.decode(segment.tokens)[:MOST_CHARACTERS])
+        part = html.escape(tokenizer.continued(segment.tokens)[:MOST_CHARACTERS])
         colour = f"v{versions.index(segment.weight_version) % 2}" if segment.trained else "phrase"
         text += f'<span class="{colour}">{part}</span>'
     mark = '<span class="good">right</span>' if rollout.correct else '<span class="bad">wrong</span>'

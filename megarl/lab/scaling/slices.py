@@ -15,6 +15,7 @@ law can only rise. All scores are over the prompts that are in every evaluation.
 in their number; that of other scores is their standard error over prompts.
 """
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from megarl.lab.scaling.fit import Fit, FitOptions, Interval, fit
 from megarl.lab.scaling.overoptimisation import RISES, straying, trend
 from megarl.lab.scaling.points import Curve, PointColumns, binomial_noise, curve_of_run
 
+log = logging.getLogger(__name__)
 KINDS = ("task", "difficulty", "objective", "pass@n")
 NONE = np.zeros((0, 0))
 MOST_BINS = 5  # most values of a column with a bin each; more values are put into three bins
@@ -92,8 +94,10 @@ def slices(run: Path, hours: str | None = None, **how: Unpack[FitOptions]) -> li
     metrics, tasks, columns = latest_rows(rundir.metrics), load(str(rundir.recipe)).data.tasks, PointColumns(hours)
     found = []
     for name in suites_in(scored[-1][1]):
-        rows, folders = zip(*((row, folder) for row, folder in scored if name in suites_in(folder)), strict=True)
-        asked = [_read(SuiteDir(folder, name).answers) for folder in folders]
+        read = [(row, _read(SuiteDir(folder, name).answers)) for row, folder in scored if name in suites_in(folder)]
+        if empty := [str(row["step"]) for row, answers in read if not answers]:
+            log.warning("%s: evaluations without an answer are left out: step %s", name, ", ".join(empty))
+        rows, asked = [row for row, answers in read if answers], [answers for _, answers in read if answers]
         rewarded = name in tasks and bool(tasks[name].rewards)
         found += [_with_law(part, rows, metrics, columns, how) for part in parts(name, asked, rewarded)]
     return found
@@ -111,7 +115,7 @@ def _read(path: Path) -> dict[str, AnswersTo]:
 
 def parts(task: str, asked: Sequence[Mapping[str, AnswersTo]], rewarded: bool = False) -> Iterator[Slice]:
     """Yield the slices of a task or suite, from all its evaluations. rewarded: whether it has several rewards."""
-    ids = sorted(set.intersection(*(set(one) for one in asked)))
+    ids = sorted(set.intersection(*map(set, asked or [{}])))
     answers = [[one[id] for id in ids] for one in asked]  # [evaluations][prompts]
     samples = min((len(each.right) for row in answers for each in row), default=0)
     if not samples:

@@ -196,11 +196,12 @@ def plot_scaling(rows: Sequence[VariantResult], path: Path) -> None:
 def plot_final(rows: Sequence[VariantResult], path: Path) -> None:
     """Write `path`.png and `path`.svg, with the first variant on top and a dotted line at its mean."""
     with drawing((8, 1.2 + 0.42 * len(rows))) as (figure, (axes,)):
+        axes.plot([], [], "o", color=BLUE, label="last pass rate of a seed")
+        axes.plot([], [], color=ORANGE, linewidth=2, label="asymptote A, 95 %")
         for y, row in enumerate(rows):
-            labels = (None, None) if y else ("last pass rate of a seed", "asymptote A, 95 %")
-            axes.plot(row.final, [y] * len(row.final), "o", color=BLUE, alpha=0.75, label=labels[0])
+            axes.plot(row.final, [y] * len(row.final), "o", color=BLUE, alpha=0.75)
             if row.fit is not None:
-                axes.plot(row.fit.A_interval, [y + 0.22] * 2, color=ORANGE, linewidth=2, label=labels[1])
+                axes.plot(row.fit.A_interval, [y + 0.22] * 2, color=ORANGE, linewidth=2)
                 axes.plot([row.fit.A], [y + 0.22], "|", color=ORANGE, markersize=9)
         axes.axvline(rows[0].final.mean(), color=GREY, linewidth=0.8, linestyle=":")
         axes.set_yticks(range(len(rows)), [row.variant for row in rows])

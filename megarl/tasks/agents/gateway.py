@@ -3,8 +3,9 @@
     agent ── POST /v1/chat/completions, /v1/messages, /v1/responses ──► key? ─► body ─► session.begin ─► answer, or its stream
              GET  /v1/models    POST /v1/reward {"reward": 1.0}          401       400
 
-A session's key gives access to that session only. Clients send it as `Authorization: Bearer KEY`, as `x-api-key: KEY`, or in
-the path, `/s/KEY/v1/…`. While the policy generates, a space or a comment every KEEP_ALIVE_S keeps the connection alive.
+A session has one key for requests and one for rewards, so that programs of the policy, which find the first in the environment,
+cannot reward themselves. Clients send a key as `Authorization: Bearer KEY`, as `x-api-key: KEY`, or in the path, `/s/KEY/v1/…`.
+While the policy generates, a space or a comment every KEEP_ALIVE_S keeps the connection alive.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -48,7 +49,9 @@ class Gateway:
     def __init__(self, host: str) -> None:
         self._host, self.url = host, ""
         self._sessions: dict[str, AgentSession] = {}
+        self._rewarded: dict[str, AgentSession] = {}  # the same, by the key for rewards
         self._ignored = set[tuple[str, str]]()
+        self._warned = False
         app = web.Application(client_max_size=LARGEST_BODY)
         for prefix in ("", "/s/{key}"):
             for protocol in PROTOCOLS:
@@ -77,33 +80,40 @@ class Gateway:
     ) -> AsyncIterator[AgentSession]:
         """Serve a session while the block runs."""
         session = AgentSession(recipe, tokenizer, rendering, policy)
-        self._sessions[session.key] = session
+        self._sessions[session.key] = self._rewarded[session.reward_key] = session
         try:
             yield session
         finally:
-            del self._sessions[session.key]
+            del self._sessions[session.key], self._rewarded[session.reward_key]
             session.end("the agent has ended")
 
     def _handler(
         self, protocol: WireProtocol, serve: Callable[[web.Request, WireProtocol, AgentSession], Any]
     ) -> Callable[[web.Request], Any]:
+        keys = self._rewarded if serve == self._reward else self._sessions
+
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
-                return await serve(request, protocol, self._opened(request))
+                return await serve(request, protocol, self._opened(request, keys))
             except WireError as error:
                 return web.json_response(protocol.error(error), status=error.status)
 
         return handle
 
-    def _opened(self, request: web.Request) -> AgentSession:
+    def _opened(self, request: web.Request, keys: Mapping[str, AgentSession]) -> AgentSession:
         """Return the session that the request's key belongs to, before any of the body is read. WireError if none has it."""
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        for key in (request.match_info.get("key", ""), bearer, request.headers.get("x-api-key", "")):
-            if key in self._sessions:
-                return self._sessions[key]
-        raise WireError(
-            401, "no session has this key; use the one in OPENAI_API_KEY or ANTHROPIC_API_KEY", "invalid_api_key"
-        )
+        given = (request.match_info.get("key", ""), bearer, request.headers.get("x-api-key", ""))
+        for key in given:
+            if key in keys:
+                return keys[key]
+        right = "the one in OPENAI_API_KEY or ANTHROPIC_API_KEY"
+        if keys is self._rewarded:
+            right = "`reward_key`, which the agent is given with its task"
+            if not self._sessions.keys().isdisjoint(given) and not self._warned:
+                self._warned = True
+                log.warning("a reward was refused, because it came with the key for requests; use %s", right)
+        raise WireError(401, f"no session has this key; use {right}", "invalid_api_key")
 
     async def _models(self, request: web.Request, protocol: WireProtocol, _session: AgentSession) -> web.Response:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "megarl"}

@@ -1,6 +1,6 @@
 """The main program of an agent's process: it sets limits, then runs the user's command or function.
 
-stdin  {"prompt", "id", "task", "answer"}      environment  OPENAI_BASE_URL, OPENAI_API_KEY, …: how to reach the session
+stdin  {"prompt", "id", "task", "answer", "reward_key"}      environment  OPENAI_BASE_URL, …: how to reach the session
 command PYTHONPATH WORD …     replaces this process; it posts its reward, or leaves it to the task's grader
 function package.module:name  is called with an `AgentTask` and returns the reward, or None to leave it to the grader
 """
@@ -26,12 +26,13 @@ LARGEST_FILE = 1 << 30
 @dataclass(frozen=True)
 class AgentTask:
     """The argument of a user's function. base_url, api_key, model: as OpenAI's clients take them. answer: the task's reference
-    answer, for computing a reward; put it nowhere that the policy can read."""
+    answer, for computing a reward; reward_key: for posting one. Put neither anywhere that the policy can read."""
 
     prompt: str
     id: str
     task: str
     answer: str
+    reward_key: str
     base_url: str
     api_key: str
     model: str
@@ -69,7 +70,7 @@ async def _awaited(reward: Awaitable[object]) -> object:
 
 
 def _post(task: AgentTask, reward: object) -> None:
-    headers = {"Authorization": f"Bearer {task.api_key}", "Content-Type": "application/json"}
+    headers = {"Authorization": f"Bearer {task.reward_key}", "Content-Type": "application/json"}
     is_bool = isinstance(reward, bool) or str(getattr(reward, "dtype", "")).endswith("bool")  # numpy's and torch's, too
     number = bool(reward) if is_bool else float(reward)  # type: ignore[arg-type]
     if not math.isfinite(number):

@@ -147,6 +147,7 @@ class TaskAgents:
         words = ["function", agent] if isinstance(agent, str) else ["command", os.environ.get("PYTHONPATH", ""), *agent]
         task = {
             "prompt": self._tokenizer.decode(prompt.tokens), "id": prompt.id, "task": prompt.task, "answer": prompt.answer,
+            "reward_key": session.reward_key,
         }  # fmt: skip
         with scratch() as folder, tempfile.TemporaryFile() as output:
             variables, around = _variables(url, session.key, str(folder)), list[str]()

@@ -70,13 +70,13 @@ class ServedTurn:
 
 
 class AgentSession:
-    """A session, open until `end`. over: why it serves no more requests, "" while it does; limited: whether a limit of the
-    recipe ended it. rewards: those the agent posted, as (moment, reward). refused: why a reward was refused. failure: the
-    exception that the policy raised. idle_since: when the last request was done (time.monotonic), None while one is in
-    progress."""
+    """A session, open until `end`. key: for requests; reward_key: for rewards. over: why it serves no more, "" while it does;
+    limited: whether a limit of the recipe ended it. rewards: those the agent posted, as (moment, reward). refused: why a reward
+    was refused. failure: the exception that the policy raised. idle_since: when the last request was done (time.monotonic),
+    None while one is in progress."""
 
     def __init__(self, recipe: Recipe, tokenizer: Tokenizer, rendering: Rendering, policy: Policy) -> None:
-        self.key = secrets.token_hex(16)
+        self.key, self.reward_key = secrets.token_hex(16), secrets.token_hex(16)
         self.tree, self.known = SessionTree(), ReadMessages()
         self.over, self.limited = "", False
         self.rewards: list[tuple[int, float]] = []
@@ -227,7 +227,7 @@ class AgentSession:
         tokens = tokens_of(turn.segments)
 
         def found(count: int) -> str:
-            text = self._tokenizer.decode(tokens[:count])
+            text = self._tokenizer.continued(tokens[:count])
             return min((stop for stop in stops if stop in text), key=text.index, default="")
 
         if not stops or not found(len(tokens)):
@@ -245,5 +245,5 @@ class AgentSession:
         tokens = tokens_of(segments)
         if len(tokens) and int(tokens[-1]) in self._tokenizer.ends:
             tokens = tokens[:-1]
-        text = self._tokenizer.decode(tokens)
+        text = self._tokenizer.continued(tokens)
         return text.partition(stopped)[0] if stopped else text

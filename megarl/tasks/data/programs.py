@@ -14,6 +14,9 @@ from megarl.tasks.data.rows import Getter, Raw, UnfitError, column, shown, text_
 from megarl.tasks.graders.code import read_tests
 from megarl.tasks.graders.inside import unpickled
 
+LARGEST_TESTS = 1 << 30
+"""Most bytes that compressed tests become; published ones reach hundreds of megabytes, but a megabyte may become a thousand."""
+
 
 def with_starter_code(path: str) -> Getter:
     """Read a DeepCoder or LiveCodeBench prompt: the problem in this column, and the starter code if the row has some."""
@@ -52,8 +55,12 @@ def livecodebench_tests(raw: Raw) -> str:
 
 
 def _unpickled(text: str) -> Any:
+    whole = zlib.decompressobj()
     try:
-        return unpickled(zlib.decompress(base64.b64decode(text, validate=True)))
+        data = whole.decompress(base64.b64decode(text, validate=True), LARGEST_TESTS)
+        if whole.unconsumed_tail:
+            raise UnfitError(f"the private tests are longer than {LARGEST_TESTS:,} bytes")
+        return unpickled(data)
     except (binascii.Error, zlib.error, pickle.UnpicklingError, EOFError, ValueError) as error:
         raise UnfitError(f"the private tests are neither JSON nor a compressed pickle of it: {error}") from None
 

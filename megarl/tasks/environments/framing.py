@@ -84,5 +84,5 @@ class Setting:
 
     def said(self, tokens: np.ndarray) -> str:
         """Return a turn's text without its thinking, if that is closed. An empty end_of_thinking means: no thinking."""
-        text = self.tokenizer.decode(tokens)
+        text = self.tokenizer.continued(tokens)
         return text.rpartition(self.end_of_thinking)[2] if self.end_of_thinking else text

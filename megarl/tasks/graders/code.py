@@ -14,9 +14,9 @@ function through a pipe. A program that exits before its tests, reads its own me
 """
 
 import ast
+import cmath
 import itertools
 import json
-import math
 import sys
 from decimal import Decimal
 from functools import lru_cache
@@ -112,14 +112,14 @@ def same_text(printed: str, expected: str) -> bool:
 
 
 def same_value(value: Any, expected: Any) -> bool:
-    """Compare like Python's ==, but a tuple equals a list, and floats may differ within FLOATS_AGREE."""
+    """Compare like Python's ==, but a tuple equals a list, and floats and complex numbers may differ within FLOATS_AGREE."""
     if isinstance(value, list | tuple) and isinstance(expected, list | tuple):
         return len(value) == len(expected) and all(map(same_value, value, expected))
     if isinstance(value, dict) and isinstance(expected, dict):
         return value.keys() == expected.keys() and all(same_value(value[key], expected[key]) for key in value)
-    numbers = isinstance(value, int | float) and isinstance(expected, int | float)
-    if numbers and (isinstance(value, float) or isinstance(expected, float)):
-        return math.isclose(value, expected, rel_tol=FLOATS_AGREE, abs_tol=FLOATS_AGREE)
+    numbers = isinstance(value, int | float | complex) and isinstance(expected, int | float | complex)
+    if numbers and (isinstance(value, float | complex) or isinstance(expected, float | complex)):
+        return cmath.isclose(value, expected, rel_tol=FLOATS_AGREE, abs_tol=FLOATS_AGREE)
     return bool(value == expected)
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from megarl.core.base.messages import ServerAddress
-from megarl.core.controller.metrics import ComputeClock, Meter, Spent
+from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir
+from megarl.core.controller.metrics import ComputeClock, Meter, Spent, session_of
 from megarl.core.journal.journal import Journal
 from megarl.core.journal.records import PublishedVersion, Session, clock
 from megarl.core.recipe import Resources
@@ -66,6 +67,37 @@ def test_startup_and_evaluations_are_told_from_training(tmp_path: Path, monkeypa
     new = Life(tmp_path, monkeypatch, Session(session="two", time=36e3, devices=10, compute_unit="gpu"), 10.0)
     assert new.publish(3, 10.25) == Spent(32.5, 7.5, 4.0), "the second start took a quarter of an hour"
     new.die()
+
+
+def test_a_life_without_a_record_counts_by_the_status_that_it_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It died in its start, which is a start-up like others."""
+    one = Session(session="one", time=0.0, devices=10, compute_unit="gpu")
+    life = Life(tmp_path, monkeypatch, one, 0.0)
+    assert life.publish(0, 1.0) == Spent(10.0, 10.0, 0.0)
+    life.die()
+    two = Session(session="two", time=36e3, devices=10, compute_unit="gpu", spent=12.0)
+    life = Life(tmp_path, monkeypatch, two, 10.5)
+    assert life.clock.spent() == Spent(17.0, 15.0, 0.0), "the first one's last minutes were training"
+    life.die()
+    three = Session(session="three", time=72e3, devices=10, compute_unit="gpu", spent=17.0)
+    life = Life(tmp_path, monkeypatch, three, 20.5)
+    assert life.publish(1, 20.5) == Spent(22.0, 20.0, 0.0)
+    life.die()
+
+
+def test_the_status_is_read_where_there_is_one(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path)
+    rundir.write_endpoints(
+        Endpoints(
+            session="s", controller="", servers=(), api_key="", admin_key="", link=LinkKeys.new(), rendezvous_port=0
+        )
+    )
+    assert session_of(rundir).spent == 0.0
+    for text, hours in (('{"compute_hours": 12.5}', 12.5), ("{", 0.0), ("[]", 0.0)):
+        rundir.status.write_text(text)
+        assert session_of(rundir).spent == hours
 
 
 def test_a_server_on_cores_has_its_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

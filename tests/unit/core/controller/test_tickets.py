@@ -54,6 +54,8 @@ class Letters:
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join("</think>" if t == CLOSE else str(t) for t in tokens)
 
+    continued = decode
+
 
 class Server:
     """Thinks until it is interrupted; the answer 5 is right. `asked`: limits of the thinking legs, by the prompt's tokens."""

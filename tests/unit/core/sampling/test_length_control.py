@@ -36,6 +36,8 @@ class Letters:
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join("</think>" if t == CLOSE else str(t) for t in tokens)
 
+    continued = decode
+
 
 class EndlessServer:
     """Thinks until it is stopped; `asked`: the tokens each request was allowed."""

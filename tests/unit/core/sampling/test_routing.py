@@ -94,6 +94,8 @@ class Words:
     def decode(self, tokens: np.ndarray) -> str:
         return ""
 
+    continued = decode
+
 
 class OnePlace:
     def __init__(self) -> None:

@@ -177,6 +177,13 @@ def test_two_shares_differ_by_one_at_most() -> None:
     assert paired_difference([0.0, 1.0], [9.0, 99.0], 0.0).high > 99
 
 
+def test_the_interval_of_lengths_is_students() -> None:
+    """The textbook: mean ± t s/√n, with n - 1 under the squares; one prompt says nothing of how lengths vary."""
+    found = paired_difference([0.0] * 3, [1.0, 2.0, 6.0], 0.0)
+    np.testing.assert_allclose((found.low, found.high), 3 + np.array([-1, 1]) * 4.302653 * np.sqrt(7 / 3), rtol=1e-6)
+    assert paired_difference([0.0], [9.0], 0.0) == (9.0, -np.inf, np.inf)
+
+
 def data_of(page: Resources) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The overview, and each prompt."""
     *prompts, script = page.scripts

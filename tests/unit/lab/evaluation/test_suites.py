@@ -20,6 +20,7 @@ from megarl.lab.evaluation import suites
 from megarl.lab.evaluation.main import never_thinks
 from megarl.lab.evaluation.subject import Subject, _suite
 from megarl.lab.evaluation.subject import recipe_of as asked_with
+from megarl.tasks.data import programs
 from megarl.tasks.data.arithmetic_models import character_tokenizer
 from megarl.tasks.data.mappings import MAPPINGS
 from megarl.tasks.data.prompts import load_tasks
@@ -229,6 +230,17 @@ def test_a_pickle_that_is_no_text_is_not_run(tokenizer: Tokenizer, tmp_path: Pat
     loaded = suites.load("livecodebench", recipe.evaluation.suites["livecodebench"], tokenizer, 2000)
     assert loaded.left_out == {"not of the schema": 1}
     assert not (tmp_path / "touched").exists()
+
+
+def test_tests_that_become_too_long_are_left_out(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(programs, "LARGEST_TESTS", 1 << 20)
+    bomb = base64.b64encode(zlib.compress(pickle.dumps(f"[{' ' * (1 << 21)}]"))).decode()
+    rows = [SETS["livecodebench"][0] | {"private_test_cases": bomb}, SETS["livecodebench"][1]]
+    recipe = recipe_of("livecodebench", write_rows(tmp_path / "rows.jsonl", rows))
+    loaded = suites.load("livecodebench", recipe.evaluation.suites["livecodebench"], tokenizer, 2000)
+    assert loaded.left_out == {"not of the schema": 1}
 
 
 def test_a_misspelt_suite_is_told_from_one_of_the_users() -> None:

@@ -182,10 +182,14 @@ def test_a_terminal_does_not_obey_what_is_shown(tmp_path: Path):
             Admitted(ticket=ticket, task="math", prompt_id="a", epoch=0, due=0), Finished(group=group, time=0.0)
         )
     journal.close()
-    out, writes = StringIO(), cast(Tokenizer, SimpleNamespace(decode=lambda _: evil))
+    out, writes = StringIO(), cast(Tokenizer, SimpleNamespace(continued=lambda _: evil))
     for ticket, times in ((None, 2), (0, 4), (1, 4)):
         show(tmp_path, ticket, tokenizer=writes, console=Console(file=out, width=200))
         text = out.getvalue()
         assert not set(text) & {"\x1b", "\x07", "\x9b"}
         assert text.count("[/b]\\x1b]0;title\\x07\\x9b2J") >= times
         out.truncate(0)
+    show(tmp_path, tokenizer=writes, as_json=True, console=Console(file=out))
+    assert not set(out.getvalue()) & {"\x1b", "\x07", "\x9b"}
+    first, _ = map(json.loads, out.getvalue().lstrip("\0").splitlines())
+    assert first["prompt"]["text"] == first["prompt"]["id"] == evil

@@ -198,6 +198,19 @@ def test_an_answer_that_was_void_takes_no_objective_away(tmp_path: Path) -> None
     assert "constant" in found(run)["math: form"].problem
 
 
+def test_an_evaluation_without_an_answer_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = written(tmp_path, {"math": {"chance": lambda hours, n: 0.5}}, prompts=5, samples=2)
+    *before, last = sorted((run / "evaluations").glob("*/math/answers.jsonl"))
+    for path in (before[3], last):
+        path.write_text("")
+    assert found(run)["math: all"].values.shape == (len(before) - 1, 5)
+    assert f"math: evaluations without an answer are left out: step {STEPS[3]}, {STEPS[-1]}" in caplog.text
+    for path in before:
+        path.write_text("")
+    (part,) = module.slices(run)
+    assert part.problem == "no prompt is in every evaluation"
+
+
 def test_prompts_of_only_some_evaluations_do_not_count(tmp_path: Path) -> None:
     chance = by(0.8, 1.2, 1500, 0.2)
     run = written(tmp_path, {"math": {"chance": lambda hours, n: chance(hours)}}, prompts=20, samples=4)

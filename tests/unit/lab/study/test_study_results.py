@@ -77,6 +77,9 @@ def test_files(study: Study) -> None:
     assert [line.split(",")[-1] for line in lines[3:5]] == ["1.25", "1.5"]  # means of 1, 1.5 and of 1, 1.5, 2
     for picture in ("scaling.png", "scaling.svg", "final.png", "final.svg"):
         assert (study.path / picture).stat().st_size > 5_000
+    first, *others = results.collect(study)
+    results.plot_final([first._replace(fit=None), *others], study.path / "final")
+    assert "asymptote A" in (study.path / "final.svg").read_text(), "also where the first variant has no fit"
 
 
 def test_unfinished_study(study: Study) -> None:

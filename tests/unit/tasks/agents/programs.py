@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 
-def ask(messages: list[dict[str, Any]], path: str = "chat/completions", limit_s: float = 30, **more: Any) -> Any:
+def ask(
+    messages: list[dict[str, Any]], path: str = "chat/completions", limit_s: float = 30, key: str = "", **more: Any
+) -> Any:
     """The answer's message, or the error's text."""
     body = {"model": os.environ["OPENAI_MODEL"], "messages": messages} | more
-    headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
+    key = key or os.environ["OPENAI_API_KEY"]
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     request = urllib.request.Request(f"{os.environ['OPENAI_BASE_URL']}/{path}", json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=limit_s) as reply:
@@ -49,28 +52,41 @@ async def unjudged(task: Any) -> None:
 
 def rewarded_by_turn(task: Any) -> None:
     """Four turns in two conversations, with rewards before, between and after them."""
-    ask([], "reward", reward=8)
+    ask([], "reward", key=task.reward_key, reward=8)
     ask(user(task.prompt))
-    ask([], "reward", reward=100)
-    ask([], "reward", reward=1)  # in place of the 100
+    ask([], "reward", key=task.reward_key, reward=100)
+    ask([], "reward", key=task.reward_key, reward=1)  # in place of the 100
     ask(user("something else"))
     said = {"role": "assistant", "content": "7"}
     ask([*user(task.prompt), said, *user("and?")])
-    ask([], "reward", reward=2)
+    ask([], "reward", key=task.reward_key, reward=2)
     ask([*user(task.prompt), said, *user("and?"), said, *user("and then?")])
-    ask([], "reward", reward=0.5)
+    ask([], "reward", key=task.reward_key, reward=0.5)
 
 
 def crashes_after_a_turns_reward(task: Any) -> None:
     ask(user(task.prompt))
-    ask([], "reward", reward=1)
+    ask([], "reward", key=task.reward_key, reward=1)
     ask(user(f"{task.prompt} again"))
     sys.exit(3)
 
 
+def runs_the_policys_program(task: Any) -> None:
+    """One that posts a reward with whatever it finds in the environments of itself and of the agent."""
+    ask(user(task.prompt))
+    subprocess.run([sys.executable, "-c", f"from {__name__} import cheat; cheat()"], check=True)
+
+
+def cheat() -> None:
+    found = {word for pid in ("self", os.getppid()) for word in Path(f"/proc/{pid}/environ").read_text().split("\0")}
+    for key in {word.partition("=")[2] for word in found} | {sys.stdin.read()}:
+        with suppress(ValueError):  # no header can have it
+            ask([], "reward", key=key, reward=1)
+
+
 def posts_text(task: Any) -> None:
     ask(user(task.prompt))
-    ask([], "reward", reward="1.0")  # and does not look at the answer
+    ask([], "reward", key=task.reward_key, reward="1.0")  # and does not look at the answer
 
 
 def returns_nan(task: Any) -> float:
@@ -153,4 +169,4 @@ def wanders(task: Any) -> None:
 if __name__ == "__main__":
     given = json.load(sys.stdin)
     assert ask(user(given["prompt"])) == given["answer"]
-    ask([], "reward", reward=0.25)
+    ask([], "reward", key=given["reward_key"], reward=0.25)

@@ -54,7 +54,8 @@ class Served:
 
     async def post(self, path: str, body: Any, key: str | None = None, **headers: str) -> tuple[int, Any]:
         """Return status and body, a stream's as text."""
-        sent = {"Authorization": f"Bearer {self.session.key if key is None else key}", **headers}
+        own = self.session.reward_key if path == "reward" else self.session.key
+        sent = {"Authorization": f"Bearer {own if key is None else key}", **headers}
         data = {"data": body} if isinstance(body, bytes) else {"json": body}
         async with self.http.post(f"{self.url}/v1/{path}", headers=sent, **data) as reply:
             return reply.status, await (reply.json() if reply.content_type == "application/json" else reply.text())

@@ -314,6 +314,12 @@ def test_a_key_opens_its_session_alone(tmp_path: Path) -> None:
             for path in ("/", "/v1/files", f"/s/{server.key}/../../etc/passwd", "/generate", "/metrics"):
                 async with served.http.get(served.url + path) as reply:
                     assert reply.status in (401, 404, 405)
+            request = {"model": "policy", "messages": USER}
+            assert (await served.post("chat/completions", request, server.reward_key))[0] == 401
+            status, body = await served.post("reward", {"reward": 1}, server.key)
+            assert (status, "`reward_key`" in body["error"]["message"]) == (401, True), (
+                "a program of the policy has this key"
+            )
             assert not server.rewards, "nobody else has set its reward"
             assert not served.asked
 
@@ -364,7 +370,7 @@ def test_no_session_sees_what_another_was_told(tmp_path: Path) -> None:
             assert (await served.post("chat/completions", body, foreign.key, **marked))[0] == 400, (
                 "it has nothing to say"
             )
-            assert (await served.post("reward", {"reward": 1}, foreign.key))[0] == 200
+            assert (await served.post("reward", {"reward": 1}, foreign.reward_key))[0] == 200
             assert ([reward for _, reward in foreign.rewards], served.session.rewards) == ([1.0], [])
             assert (await served.chat())[0] == 400, "its policy has nothing to say either"
 

@@ -88,6 +88,11 @@ def test_a_reward_is_the_credit_of_the_turns_before_it(tmp_path: Path) -> None:
     assert {(s.turn, s.credit) for s in whole.segments} == {(-1, 0.0)}
 
 
+def test_a_program_of_the_policy_cannot_reward_itself(tmp_path: Path) -> None:
+    (made,) = play(tmp_path, f"{HERE}:runs_the_policys_program")
+    assert (made.text, made.verdict) == ("7", None)
+
+
 def test_a_turns_reward_does_not_excuse_a_crash(tmp_path: Path) -> None:
     """By episode it is the session's, so the session counts."""
     (whole,) = play(tmp_path, f"{HERE}:crashes_after_a_turns_reward")

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
+from megarl.core.base.types import int32
 from megarl.core.recipe import from_tree
 from megarl.tasks.data import arithmetic_models
 from megarl.tasks.data.mappings import own
@@ -246,3 +249,26 @@ def test_prompts_without_the_begin_token_are_noticed(tmp_path, caplog):
     assert caplog.messages[0].startswith(
         "a.jsonl: its texts do not begin with <think>, which the tokenizer puts before"
     )
+
+
+@pytest.mark.parametrize("kind", ["prepended", "metaspace", "bytes"])
+def test_a_text_that_follows_another_keeps_its_first_space(tmp_path, kind):
+    """Llama 2's tokenizer.json, as converted at first and as now; Llama 3's has no such rule."""
+    words = ["</s>", "▁", "▁a", "b", "Ġ", "Ġa"]
+    backend = Backend(models.BPE({word: n for n, word in enumerate(words)}, []))
+    if kind == "prepended":
+        backend.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+    else:
+        backend.decoder = decoders.Metaspace() if kind == "metaspace" else decoders.ByteLevel()
+    backend.add_special_tokens(["</s>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path / "tokenizer_config.json", json.dumps({"eos_token": "</s>"}))
+    tokenizer = load_tokenizer(tmp_path)
+    space, word = [("▁", "▁a"), ("Ġ", "Ġa")][kind == "bytes"]
+    ids = int32([tokenizer.backend.token_to_id(each) for each in (space, word, "b", "</s>", word)])
+    assert tokenizer.continued(ids) == "  ab</s> a"
+    assert "".join(tokenizer.continued(ids[n : n + 1]) for n in range(len(ids))) == "  ab</s> a"
+    assert tokenizer.continued(ids[:0]) == ""
+    assert tokenizer.decode(ids[1:3]) == (" ab" if kind == "bytes" else "ab"), "at the beginning of a text"

@@ -55,6 +55,8 @@ class Letters:
     def decode(self, tokens: np.ndarray) -> str:
         return "".join("</think>" if t == CLOSE else str(t) for t in tokens.tolist())
 
+    continued = decode
+
 
 class Servers:
     """Stand-ins that sample at random. log: of each request the ids it was sent, the tokens it sent back,

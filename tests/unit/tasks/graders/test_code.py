@@ -99,6 +99,9 @@ def test_what_is_printed(printed: str, expected: str, same: bool) -> None:
         ([1], [1, 1], False),
         ({1, 2}, {2, 1}, True),
         (float("nan"), 1.0, False),
+        ((-2 + 1e-16j,), (-2 + 2.4492935982947064e-16j,), True),  # MBPP's polar_rect, by another way
+        (complex(-2), -2, True),
+        (1 + 1e-3j, 1, False),
         (None, 0, False),
     ],
 )
