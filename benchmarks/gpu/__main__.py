@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks.gpu import machine, process, report
 from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.rows import Outcome
+from megarl.run.process import adopt_orphans
 
 RESULTS = Path(__file__).parents[1] / "results"
 BUSY = 3
@@ -36,6 +37,7 @@ def main() -> None:
     unknown = [name for name in options.parts.split(",") if name not in PARTS]
     if unknown:
         parser.error(f"--parts: {', '.join(unknown)}: known are {', '.join(PARTS)}")
+    adopt_orphans()  # of parts that are killed
     deadline = time.monotonic() + 60 * options.minutes - options.spent
     parts = {name: PARTS[name] for name in options.parts.split(",")}
     outcomes = measure(parts, deadline, options.tiny, options.output)
