@@ -234,6 +234,32 @@ def test_fp8_is_compared_with_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert rows["none: gradient's norm"].ratio == 1
 
 
+FORGETS = """
+import tempfile, weakref
+from pathlib import Path
+from benchmarks.gpu import networks
+
+def rows(tiny):
+    for dtype in ("fp32", "bf16"):
+        with tempfile.TemporaryDirectory() as folder:
+            config = networks.llama_8b(**networks.TINY, num_hidden_layers=1)
+            trainer = networks.trainer_of(networks.recipe_of(config, Path(folder), {"model": {"dtype": dtype}}))
+            trainer.train_step(networks.sequences([64], config["vocab_size"]))
+            held = [weakref.ref(p) for chunk in trainer.policy.chunks for p in chunk.parameters()]
+        del trainer
+        networks.forget()
+        yield f"{dtype}: {sum(each() is not None for each in held)}"
+"""
+
+
+def test_a_model_leaves_its_memory_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several parts have several models, of which a GPU may hold one."""
+    (tmp_path / "part_forgets.py").write_text(FORGETS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    outcome = process.run("forgets", "part_forgets", 120, tiny=True)
+    assert (outcome.ending, outcome.remarks) == ("measured", ["fp32: 0", "bf16: 0"]), outcome.log
+
+
 def test_without_time_left(modules: Path, tmp_path: Path) -> None:
     (outcome,) = benchmark.measure({"well": Part("part_well", 60)}, time.monotonic() + 5, True, tmp_path)
     assert (outcome.ending, outcome.why[1:]) == ("not run", " s were left")
