@@ -26,7 +26,7 @@ from megarl.core.recipe import Recipe
 from megarl.tasks.data.arithmetic_models import CHARACTERS, END, INTERRUPTION, SPECIAL
 
 START_LIMIT_S = 300
-"""A first server compiles its kernels, one after the other, for minutes."""
+"""A first server compiles its kernels, ten seconds of a core each, one after the other."""
 served = partial(roles.served, limit_s=START_LIMIT_S)
 PROMPTS = 1024
 WHOLE = (
