@@ -22,11 +22,13 @@ LOGS, LOG_CHARACTERS = 3, 6000
 GONE_LIMIT_S = 30.0
 
 
-def run(part: str, module: str, limit_s: float, tiny: bool) -> Outcome:
-    """Run a part; never raise an error because of the part. tiny: at a size for a test, without a GPU."""
+def run(part: str, module: str, limit_s: float, tiny: bool, rows: Path | None = None) -> Outcome:
+    """Run a part; never raise an error because of the part. tiny: at a size for a test, without a GPU. rows: a file for its rows
+    as they are measured."""
     with tempfile.TemporaryDirectory(prefix=f"megarl-{part}-", ignore_cleanup_errors=True) as folder:
-        file, log, scratch = Path(folder) / "rows.jsonl", Path(folder) / "log", Path(folder) / "scratch"
+        file, log, scratch = rows or Path(folder) / "rows.jsonl", Path(folder) / "log", Path(folder) / "scratch"
         scratch.mkdir()
+        file.unlink(missing_ok=True)  # of a run that was killed
         # By default compiled kernels would be in TMPDIR, and each part would compile them again.
         compilers = devices.kernel_caches() | devices.toolkit()
         exact = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"}  # some containers set it; FP32 would then have 10 bits

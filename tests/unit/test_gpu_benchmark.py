@@ -34,6 +34,10 @@ MADE_UP = {
     "killed": "    import os, signal\n    os.kill(os.getpid(), signal.SIGKILL)\n",
     "exits": "    import os\n    os._exit(3)\n",
     "absent": '    raise Absent("SGLang is not installed")\n',
+    "looks": (
+        "    import os, pathlib\n"
+        '    yield str([p.read_text() for p in pathlib.Path(os.environ["OUT"]).glob("*.looks.jsonl")])\n'
+    ),
     "caches": '    import os\n    yield os.environ["FLASHINFER_WORKSPACE_BASE"]\n    yield os.environ["TMPDIR"]\n',
     "hangs": (
         "    import os, subprocess, sys, time\n"
@@ -96,6 +100,17 @@ def test_over_its_limit(modules: Path) -> None:
     name, pid, *_ = outcome.log.splitlines()
     assert name == "== scratch/server.log"
     wait_until_gone([int(pid)])
+
+
+def test_rows_are_in_the_folder_as_they_are_measured(
+    modules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In case everything is killed."""
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    (outcome,) = benchmark.measure({"looks": Part("part_looks", 60)}, time.monotonic() + 600, True, tmp_path / "out")
+    assert len(outcome.rows) == 1
+    assert "a rate" in outcome.remarks[0]
+    assert not list((tmp_path / "out").glob("*.jsonl"))
 
 
 def test_parts_share_compiled_kernels(modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:
