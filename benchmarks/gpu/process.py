@@ -23,8 +23,8 @@ GONE_LIMIT_S = 30.0
 
 
 def run(part: str, module: str, limit_s: float, tiny: bool, rows: Path | None = None) -> Outcome:
-    """Run a part; never raise an error because of the part. tiny: at a size for a test, without a GPU. rows: a file for its rows
-    as they are measured."""
+    """Run a part; never raise an error because of the part. tiny: at a size for a test, without a GPU. rows: a file for rows as
+    they are measured."""
     with tempfile.TemporaryDirectory(prefix=f"megarl-{part}-", ignore_cleanup_errors=True) as folder:
         file, log, scratch = rows or Path(folder) / "rows.jsonl", Path(folder) / "log", Path(folder) / "scratch"
         scratch.mkdir()
