@@ -157,6 +157,7 @@ def compilers() -> Finding:
     nvcc = shutil.which(f"{home}/bin/nvcc") if home else usual
     found = {
         "nvcc": nvcc,
+        "lib64/libcudart.so above nvcc": not nvcc or Path(nvcc).parents[1].joinpath("lib64/libcudart.so").exists(),
         "a C++ compiler": shutil.which(os.environ.get("CXX", "c++")),
         "ninja": shutil.which("ninja", path=search_path()["PATH"]),
         "Python.h": Path(sysconfig.get_path("include"), "Python.h").is_file(),
