@@ -53,7 +53,7 @@ def served(
     try:
         yield Served(process, endpoints, wait_ready(url, limit_s or recipe.start_limit_s, process.poll))
     except Exception:
-        print(file.read_text(errors="replace")[-3000:])
+        print(file.read_text(errors="replace")[-6000:])
         raise
     finally:
         with suppress(ProcessLookupError):  # it has ended; its log says why

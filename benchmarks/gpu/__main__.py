@@ -1,4 +1,5 @@
-"""Runs all parts in turn, within the given time. The results are written after each part.
+"""Runs all parts in turn, within the given time. The results are written after each part; rows of the part under way are in a
+file of their own, which stays if everything is killed.
 
 A later run on the same machine, day, commit and versions adds its parts to the file, or replaces them, so that parts can be
 divided among commands if a command must not take long. If anything else has changed, it begins a new file.
@@ -17,6 +18,7 @@ from typing import Any
 from benchmarks.gpu import machine, process, report
 from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.rows import Outcome
+from megarl.run.process import adopt_orphans
 
 RESULTS = Path(__file__).parents[1] / "results"
 BUSY = 3
@@ -36,6 +38,7 @@ def main() -> None:
     unknown = [name for name in options.parts.split(",") if name not in PARTS]
     if unknown:
         parser.error(f"--parts: {', '.join(unknown)}: known are {', '.join(PARTS)}")
+    adopt_orphans()  # of parts that are killed
     deadline = time.monotonic() + 60 * options.minutes - options.spent
     parts = {name: PARTS[name] for name in options.parts.split(",")}
     outcomes = measure(parts, deadline, options.tiny, options.output)
@@ -49,16 +52,19 @@ def measure(parts: Mapping[str, Part], deadline: float, tiny: bool, folder: Path
     path, earlier = place(folder, f"gpu-{date}-{machine.slug(facts)}", facts)
     kept = [outcome for outcome in earlier if outcome.part not in parts]
     outcomes: list[Outcome] = []
+    folder.mkdir(parents=True, exist_ok=True)
     for name, part in parts.items():
+        under_way = Path(f"{path}.{name}.jsonl")
         left = deadline - time.monotonic()
         limit = min(part.limit_s * (BUSY if tiny else 1), left)
         if left < LEAST_S:
             outcomes.append(Outcome(name, "not run", f"{max(left, 0):.0f} s were left"))
         else:
             print(f"{name}: at most {limit:.0f} s", flush=True)
-            outcomes.append(process.run(name, part.module, limit, tiny))
+            outcomes.append(process.run(name, part.module, limit, tiny, under_way))
         print(f"{name}: {outcomes[-1].ending} {outcomes[-1].why}".rstrip(), flush=True)
         report.write(path, date, facts, [*kept, *outcomes])
+        under_way.unlink(missing_ok=True)
     print(f"\n{Path(f'{path}.md').read_text()}\n{path}.md, {path}.json")
     return outcomes
 

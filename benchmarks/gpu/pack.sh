@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Packs the pinned stack of a GPU machine that has PyTorch and a GPU, but no network: README.md beside this file.
-#   pack.sh FOLDER [ARCHITECTURE]       pieces of at most 58 MB in FOLDER/pieces, for sm_90 (Hopper) if nothing else is said
+#   pack.sh FOLDER [ARCHITECTURE]       pieces of at most 52 MB in FOLDER/pieces, for sm_90 (Hopper) if nothing else is said
 # They hold FOLDER/site, which is made of what stack.txt names unless it is there. That needs `make setup`, a network, and what
 # launch/build_te.sh needs. FOLDER outside the checkout does not travel along with it.
 set -euo pipefail
@@ -30,7 +30,7 @@ find . -name '*.so*' -type f -exec grep -qaE 'nv_(rel)?fatbin' {} \; -print0 |
 
 rm -rf "$folder/pieces"
 mkdir "$folder/pieces"
-tar -c . | xz -T0 --x86 --lzma2=preset=6 | split -b 58MB -d - "$folder/pieces/stack.tar.xz."
+tar -c . | xz -T0 --x86 --lzma2=preset=6 | split -b 52MB -d - "$folder/pieces/stack.tar.xz."
 cd "$folder/pieces"
 sha256sum stack.tar.xz.* > SHA256SUMS
 du -ch --apparent-size stack.tar.xz.*

@@ -11,21 +11,28 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.gpu.rows import Outcome, Row
 from megarl.core.base.process import die_with_parent
+from megarl.run import devices
 
 ROOT = Path(__file__).parents[2]
-LOG_CHARACTERS = 4000
+LOGS, LOG_CHARACTERS = 3, 6000
+GONE_LIMIT_S = 30.0
 
 
-def run(part: str, module: str, limit_s: float, tiny: bool) -> Outcome:
-    """Run a part; never raise an error because of the part. tiny: at a size for a test, without a GPU."""
-    with tempfile.TemporaryDirectory(prefix=f"megarl-{part}-") as folder:
-        file, log, scratch = Path(folder) / "rows.jsonl", Path(folder) / "log", Path(folder) / "scratch"
+def run(part: str, module: str, limit_s: float, tiny: bool, rows: Path | None = None) -> Outcome:
+    """Run a part; never raise an error because of the part. tiny: at a size for a test, without a GPU. rows: a file for rows as
+    they are measured."""
+    with tempfile.TemporaryDirectory(prefix=f"megarl-{part}-", ignore_cleanup_errors=True) as folder:
+        file, log, scratch = rows or Path(folder) / "rows.jsonl", Path(folder) / "log", Path(folder) / "scratch"
         scratch.mkdir()
-        compiled = {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / "megarl-inductor")}  # for all parts
+        file.unlink(missing_ok=True)  # of a run that was killed
+        # By default compiled kernels would be in TMPDIR, and each part would compile them again.
+        compilers = devices.kernel_caches() | devices.toolkit()
         exact = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"}  # some containers set it; FP32 would then have 10 bits
-        environment = compiled | os.environ | exact | {"PYTHONPATH": _python_path(), "TMPDIR": str(scratch)}
+        environment = compilers | os.environ | exact | {"PYTHONPATH": _python_path(), "TMPDIR": str(scratch)}
         if tiny:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         words = [sys.executable, "-m", "benchmarks.gpu.part", module, str(file), *(["--tiny"] if tiny else [])]
@@ -54,7 +61,9 @@ def run(part: str, module: str, limit_s: float, tiny: bool) -> Outcome:
         outcome.remarks = [line["remark"] for line in lines if "remark" in line]
         outcome.raw = [line["raw"] for line in lines if "raw" in line]
         if outcome.ending not in ("measured", "absent"):
-            outcome.log = log.read_text(errors="replace")[-LOG_CHARACTERS:]
+            outcome.log = ends_of_logs(scratch) + _end_of(
+                log, (LOGS + 1) * LOG_CHARACTERS
+            )  # parts print those of roles
         return outcome
 
 
@@ -75,11 +84,26 @@ def _lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
+def ends_of_logs(folder: Path) -> str:
+    """Return the ends of the newest logs of roles in this folder."""
+    newest = sorted(folder.rglob("*.log"), key=os.path.getmtime)[-LOGS:]
+    return "".join(f"== {log.parent.name}/{log.name}\n{_end_of(log)}\n" for log in newest)
+
+
+def _end_of(log: Path, characters: int = LOG_CHARACTERS) -> str:
+    return log.read_text(errors="replace")[-characters:]
+
+
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and those that it started."""
+    """Kill the process and those that it started, also in sessions of their own; wait until they have left GPU and disk."""
+    family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    for each in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+    psutil.wait_procs(family, GONE_LIMIT_S)
 
 
 def _python_path() -> str:

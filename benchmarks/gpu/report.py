@@ -16,7 +16,6 @@ def write(path: Path, date: str, facts: dict[str, Any], outcomes: Sequence[Outco
     """Write PATH.json and PATH.md."""
     parts = [asdict(o) | {"rows": [asdict(r) | {"ratio": r.ratio} for r in o.rows]} for o in outcomes]
     tree = {"schema": SCHEMA, "date": date, "machine": facts, "parts": parts}
-    path.parent.mkdir(parents=True, exist_ok=True)
     for suffix, text in (("json", json.dumps(tree, indent=2) + "\n"), ("md", markdown(date, facts, outcomes))):
         partial = path.with_name(f".{path.name}.partial")
         partial.write_text(text)

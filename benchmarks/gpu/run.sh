@@ -54,6 +54,8 @@ if [ -z "$python" ]; then
     echo "run.sh: no Python >= 3.12 with torch >= 2.11$gpu (say which: MEGARL_PYTHON=/path/to/python)${found:-; none on PATH}" >&2
     exit 1
 fi
+# Such as ninja, by which SGLang compiles kernels, where nobody has activated this Python's environment.
+export PATH=$PATH:${python%/*}
 
 if [ -n "$wheels$stack" ]; then
     if [ -z "$venv" ]; then

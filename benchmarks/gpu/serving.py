@@ -25,7 +25,8 @@ from megarl.core.models import build, family_of, hf, parallel
 from megarl.core.recipe import Recipe
 from megarl.tasks.data.arithmetic_models import CHARACTERS, END, INTERRUPTION, SPECIAL
 
-START_LIMIT_S = 180
+START_LIMIT_S = 300
+"""A first server compiles its kernels, ten seconds of a core each, one after the other."""
 served = partial(roles.served, limit_s=START_LIMIT_S)
 PROMPTS = 1024
 WHOLE = (

@@ -1,25 +1,26 @@
 """Runs `megarl train` with serving.py's recipe, in a process of its own."""
 
-import os
 import subprocess
 import sys
 import time
 
 import psutil
 
+from benchmarks.gpu.process import ends_of_logs
 from megarl.core import recipe as recipes
 from megarl.core.base.rundir import Row, RunDir, complete, latest_rows
 from megarl.core.recipe import Recipe
+from megarl.run.process import adopt_orphans
 
 POLL_S = 0.2
 GONE_LIMIT_S = 60
-LOG_CHARACTERS = 1500
 
 
 class Training:
     """One life of a run. All its processes end with its part."""
 
     def __init__(self, recipe: Recipe, resume: bool = False) -> None:
+        adopt_orphans()  # not every machine has a process 1 that asks for their status, and `kill` waits for them
         self.rundir = RunDir(recipe.run.path)
         given = self.rundir.path.with_suffix(".yaml")
         given.write_text(recipes.dump(recipe))
@@ -38,10 +39,6 @@ class Training:
             time.sleep(POLL_S)
         return time.monotonic()
 
-    def finish(self) -> None:
-        if self.process.wait() != 0:
-            raise self.failed()
-
     def kill(self) -> None:
         """Send SIGKILL to the supervisor, and wait until all processes that it started are gone."""
         family = psutil.Process(self.process.pid).children(recursive=True)
@@ -52,8 +49,7 @@ class Training:
             raise RuntimeError(f"{GONE_LIMIT_S} s after its supervisor was killed: {left}")
 
     def failed(self) -> RuntimeError:
-        for log in sorted(self.rundir.logs.glob("*/*.log"), key=os.path.getmtime)[-3:]:
-            print(f"== {log.parent.name}/{log.name}\n{log.read_text(errors='replace')[-LOG_CHARACTERS:]}")
+        print(ends_of_logs(self.rundir.logs))
         failure = self.rundir.failure_file
         why = failure.read_text().strip() if failure.exists() else "its log says why"
         return RuntimeError(

@@ -26,7 +26,7 @@ from rich.text import Text
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import load_tokenizer
-from megarl.run.devices import driver, gpus, networks, search_path
+from megarl.run.devices import driver, gpus, networks, search_path, toolkit
 from megarl.run.process import free_ports
 from megarl.tasks.agents.rendering import Rendering, tail_problem
 from megarl.tasks.data.chat import load_chat
@@ -152,11 +152,12 @@ COMPILERS = "compilers"
 
 def compilers() -> Finding:
     """Check for what compiles kernels as roles with GPUs start, SGLang's and Triton's. nvcc is looked for as SGLang does."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    home = (os.environ | toolkit()).get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     usual = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
     nvcc = shutil.which(f"{home}/bin/nvcc") if home else usual
     found = {
         "nvcc": nvcc,
+        "lib64/libcudart.so above nvcc": not nvcc or Path(nvcc).parents[1].joinpath("lib64/libcudart.so").exists(),
         "a C++ compiler": shutil.which(os.environ.get("CXX", "c++")),
         "ninja": shutil.which("ninja", path=search_path()["PATH"]),
         "Python.h": Path(sysconfig.get_path("include"), "Python.h").is_file(),

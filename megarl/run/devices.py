@@ -122,6 +122,21 @@ def search_path() -> dict[str, str]:
     return {"PATH": os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])}
 
 
+TOOLKIT = Path("/usr/local/cuda")
+
+
+def toolkit() -> dict[str, str]:
+    """Return CUDA_HOME, where nothing sets it and PATH has nvcc by a link or a script: SGLang would look for CUDA's libraries
+    above the folder of that, and no kernel could be linked.
+    """
+    nvcc = shutil.which("nvcc")
+    if nvcc is None or "CUDA_HOME" in os.environ or "CUDA_PATH" in os.environ:
+        return {}
+    homes = Path(nvcc).parents[1], Path(nvcc).resolve().parents[1], TOOLKIT
+    home = next((home for home in homes if (home / "lib64" / "libcudart.so").exists()), homes[0])
+    return {} if home == homes[0] else {"CUDA_HOME": str(home)}
+
+
 LONGEST_TEMPORARY = 70
 """Sockets of SGLang and multiprocessing lie up to 37 characters deeper, and their paths have at most 107."""
 

@@ -147,7 +147,7 @@ class LocalLauncher:
             "NCCL_SOCKET_IFNAME": f"={node.interface}",
         }  # for its process groups
         if task.role.kind != "controller":  # its prompts take a large disk
-            own |= devices.kernel_caches() | devices.search_path() | devices.temporary_folder()
+            own |= devices.kernel_caches() | devices.search_path() | devices.toolkit() | devices.temporary_folder()
         remove_abandoned_shared_memory()
         with writing(task.log(n)):
             task.log(n).parent.mkdir(parents=True, exist_ok=True)

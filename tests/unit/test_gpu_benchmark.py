@@ -16,6 +16,7 @@ from benchmarks.gpu import __main__ as benchmark
 from benchmarks.gpu import machine, networks, process, report
 from benchmarks.gpu.parts import PARTS, Part, learner, marked_tests, run
 from benchmarks.gpu.rows import Absent, Outcome, Row
+from megarl.run.devices import CACHES
 from tests.processes import wait_until_gone
 
 pytestmark = pytest.mark.processes
@@ -33,9 +34,16 @@ MADE_UP = {
     "killed": "    import os, signal\n    os.kill(os.getpid(), signal.SIGKILL)\n",
     "exits": "    import os\n    os._exit(3)\n",
     "absent": '    raise Absent("SGLang is not installed")\n',
+    "looks": (
+        "    import os, pathlib\n"
+        '    yield str([p.read_text() for p in pathlib.Path(os.environ["OUT"]).glob("*.looks.jsonl")])\n'
+    ),
+    "caches": '    import os\n    yield os.environ["FLASHINFER_WORKSPACE_BASE"]\n    yield os.environ["TMPDIR"]\n',
     "hangs": (
-        "    import subprocess, sys, time\n"
-        '    print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid, flush=True)\n'
+        "    import os, subprocess, sys, time\n"
+        '    words = [sys.executable, "-c", "import time; time.sleep(60)"]\n'
+        '    with open(os.environ["TMPDIR"] + "/server.log", "w") as log:\n'
+        "        print(subprocess.Popen(words, start_new_session=True).pid, file=log)\n"
         "    time.sleep(60)\n"
     ),
 }
@@ -85,11 +93,33 @@ def test_each_part_ends_alone(modules: Path, tmp_path: Path) -> None:
 
 
 def test_over_its_limit(modules: Path) -> None:
-    """It and what it started are ended; its rows are kept."""
+    """It and what it started are ended, in whatever session; its rows are kept, and what its servers wrote."""
     outcome = process.run("hangs", "part_hangs", 10.0, tiny=True)
     assert (outcome.ending, outcome.why) == ("over its limit", "not done after 10 s")
     assert len(outcome.rows) == 1
-    wait_until_gone([int(outcome.log)])
+    name, pid, *_ = outcome.log.splitlines()
+    assert name == "== scratch/server.log"
+    wait_until_gone([int(pid)])
+
+
+def test_rows_are_in_the_folder_as_they_are_measured(
+    modules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In case everything is killed."""
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    (outcome,) = benchmark.measure({"looks": Part("part_looks", 60)}, time.monotonic() + 600, True, tmp_path / "out")
+    assert len(outcome.rows) == 1
+    assert "a rate" in outcome.remarks[0]
+    assert not list((tmp_path / "out").glob("*.jsonl"))
+
+
+def test_parts_share_compiled_kernels(modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in CACHES:
+        monkeypatch.delenv(name, raising=False)
+    (first, own), (second, another) = (process.run("caches", "part_caches", 60.0, tiny=True).remarks for _ in range(2))
+    assert own != another
+    assert first == second
+    assert not Path(first).is_relative_to(own)
 
 
 def test_files_of_tests_are_reported_as_they_pass() -> None:
@@ -187,9 +217,10 @@ def test_part(name: str) -> None:
     assert all(row.figure >= 0 for row in outcome.rows if not row.what.startswith("reward_mean"))
     if name == "publication":
         assert "for there is no GPU and so no CUDA IPC" in outcome.rows[0].sizes
-        assert len(outcome.raw[0]["publications"]) == 6
+        assert [len(raw["publications"]) for raw in outcome.raw] == [3, 3]
     if name == "run":
-        assert rows["steps that trained"].figure == rows["steps that trained"].reference_figure == run.STEPS
+        assert rows["steps that trained"].figure == rows["steps that trained"].reference_figure
+        assert rows["steps that trained"].figure >= run.KILLED + run.AFTER
         assert rows["steps trained again after the kill"].figure >= run.KILLED - run.SAVED
         assert rows["their loss: largest difference"].figure == 0
     if name == "parity":
@@ -216,6 +247,32 @@ def test_fp8_is_compared_with_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(rows) == 6
     assert rows["none to bf16: largest"].figure == 0
     assert rows["none: gradient's norm"].ratio == 1
+
+
+FORGETS = """
+import tempfile, weakref
+from pathlib import Path
+from benchmarks.gpu import networks
+
+def rows(tiny):
+    for dtype in ("fp32", "bf16"):
+        with tempfile.TemporaryDirectory() as folder:
+            config = networks.llama_8b(**networks.TINY, num_hidden_layers=1)
+            trainer = networks.trainer_of(networks.recipe_of(config, Path(folder), {"model": {"dtype": dtype}}))
+            trainer.train_step(networks.sequences([64], config["vocab_size"]))
+            held = [weakref.ref(p) for chunk in trainer.policy.chunks for p in chunk.parameters()]
+        del trainer
+        networks.forget()
+        yield f"{dtype}: {sum(each() is not None for each in held)}"
+"""
+
+
+def test_a_model_leaves_its_memory_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several parts have several models, of which a GPU may hold one."""
+    (tmp_path / "part_forgets.py").write_text(FORGETS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    outcome = process.run("forgets", "part_forgets", 120, tiny=True)
+    assert (outcome.ending, outcome.remarks) == ("measured", ["fp32: 0", "bf16: 0"]), outcome.log
 
 
 def test_without_time_left(modules: Path, tmp_path: Path) -> None:
@@ -320,6 +377,13 @@ def test_wheels_are_installed_beside_what_is_there(tmp_path: Path) -> None:
     new, old = seen.stdout.split()
     assert new.startswith(str(venv))
     assert os.path.samefile(old, pytest.__file__)
+
+
+def test_programs_beside_the_python_are_found(tmp_path: Path) -> None:
+    seen = tmp_path / "path"
+    (tmp_path / "sitecustomize.py").write_text(f"import os; open({str(seen)!r}, 'w').write(os.environ['PATH'])\n")
+    run_sh(tmp_path, "2.11.0", "--tiny", "--minutes", "0.001", "--output", str(tmp_path / "out"))
+    assert str(Path(sys.executable).parent) in seen.read_text().split(":")
 
 
 def test_words_that_it_does_not_know(tmp_path: Path) -> None:

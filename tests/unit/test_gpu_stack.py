@@ -1,6 +1,9 @@
 """The GPU stack for a machine without a network: its way there, and that it is what is used."""
 
 import json
+import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +16,9 @@ from tests.unit.test_one_architecture import CODE, FATBIN, TEXT, library
 pytestmark = pytest.mark.processes
 
 
-def call(script: str, *words: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([RUN.parent / script, *words], capture_output=True, text=True, timeout=120)
+def call(script: str, *words: Path, path: str = os.environ["PATH"]) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PATH": path}
+    return subprocess.run([RUN.parent / script, *words], env=environment, capture_output=True, text=True, timeout=120)
 
 
 def test_packed_and_unpacked(tmp_path: Path) -> None:
@@ -34,9 +38,27 @@ def test_packed_and_unpacked(tmp_path: Path) -> None:
     assert found["a/x.py"] == files["a/x.py"]
     assert TEXT + CODE[90] in found["a/x.so"]
     assert CODE[80] not in found["a/x.so"]
+    tools = tmp_path / "tools"  # all that it calls, but no xz
+    tools.mkdir()
+    for tool in ("bash", "cat", "cut", "du", "mkdir", "python3", "sha256sum", "tar"):
+        (tools / tool).symlink_to(sys.executable if tool == "python3" else str(shutil.which(tool)))
+    done = call("unpack.sh", pieces, tmp_path / "again", path=str(tools))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "again" / "a" / "x.py").read_bytes() == files["a/x.py"]
     (pieces / "stack.tar.xz.00").write_bytes(b"half")
     assert call("unpack.sh", pieces, tmp_path / "none").returncode != 0
     assert not (tmp_path / "none").exists()
+
+
+def test_a_piece_travels_with_the_checkout() -> None:
+    """As an archive of both, in a call that carries 64 MiB."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    sizes = [path.stat().st_size for name in listed.split("\0") if name and (path := ROOT / name).is_file()]
+    piece = re.search(r"split -b (\d+)MB", (RUN.parent / "pack.sh").read_text())
+    assert piece is not None
+    assert sum(512 + -(-size // 512) * 512 for size in (*sizes, int(piece[1]) * 10**6)) < 64 << 20
 
 
 def test_the_stack_is_what_is_pinned() -> None:

@@ -48,10 +48,11 @@ class Measured(NamedTuple):
     layers: str
 
 
-def measured(config: dict[str, Any], sizes: tuple[int, ...]) -> list[Measured]:
+def measured(config: dict[str, Any], sizes: tuple[int, ...]) -> Iterator[Measured]:
     with tempfile.TemporaryDirectory() as folder:
         trainer = networks.trainer_of(networks.recipe_of(config, Path(folder), {}))
-        return [passes(trainer, tokens) for tokens in sizes]
+        for tokens in sizes:
+            yield passes(trainer, tokens)
 
 
 def passes(trainer: Trainer, tokens: int) -> Measured:

@@ -60,8 +60,9 @@ def rows(tiny: bool) -> Iterator[Said]:
                     raise RuntimeError(f"publication {version}: checksum {checksum}, those before have {checksums}")
                 if version % group == 0:
                     yield from measured(done[-group:], version, sizes, reference)
+                    seconds = [[p.pause_seconds, p.transfer_seconds, p.resume_seconds] for p in done[-group:]]
+                    yield {"publications": seconds}
             yield Row(f"requests of {tokens} tokens that ended meanwhile", ended[0], "requests", sizes)
-            yield {"publications": [[p.pause_seconds, p.transfer_seconds, p.resume_seconds] for p in done]}
 
 
 def published(publisher: Publisher, endpoints: Endpoints, version: int) -> Published:

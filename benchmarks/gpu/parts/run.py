@@ -1,4 +1,4 @@
-"""Runs `scalerl-1gpu` at its own shapes, with random weights and hash-based rewards: 20 steps, killed once and resumed.
+"""Runs `scalerl-1gpu` at its own shapes, with random weights and hash-based rewards, killed, resumed and killed again.
 
 Checkpoints are in TMPDIR, up to two at a time. Steps after the last checkpoint are trained twice. Their batches come from the
 journal, so both times must have the same loss, as far as kernels always add in the same order.
@@ -17,9 +17,10 @@ from benchmarks.gpu.rows import Absent, Row, Said
 from benchmarks.gpu.training import Training
 from megarl.core.base.rundir import read_jsonl
 
-STEPS, SAVED, KILLED = 20, 12, 14
-"""The number of steps; the step of the first checkpoint; the least number of steps before the kill."""
-LENGTHS = (f"run.steps={STEPS}", f"checkpoint.every={SAVED}", "checkpoint.keep=1")
+STEADY, SAVED, KILLED, AFTER = 2, 12, 14, 4
+"""The steps before which steps are not representative; of the first checkpoint; before the kill, at least; after it."""
+LENGTHS = ("run.steps=100000", f"checkpoint.every={SAVED}", "checkpoint.keep=1")
+"""Without an end, so that the run is alive when its checkpoint is on a slow disk."""
 
 
 def rows(tiny: bool) -> Iterator[Said]:
@@ -37,27 +38,27 @@ def rows(tiny: bool) -> Iterator[Said]:
         yield Row("until the first step is trained", first.wait_for(1) - began, "s", sizes)
         first.wait_for(KILLED, saved=True)
         first.kill()
-        killed = time.monotonic()
-        yield f"killed by SIGKILL after step {len(first.rows())}"
+        killed, before = time.monotonic(), first.rows()
+        yield f"killed by SIGKILL after step {len(before)}"
         second = Training(recipe, resume=True)
-        yield Row("from the kill to the next new step", second.wait_for(len(first.rows()) + 1) - killed, "s", sizes)
-        second.finish()
-        found, lines = second.rows(), list(read_jsonl(second.rundir.metrics))
-        yield {"rows": lines}
-        trained = [row for row in found if not row["empty"] and not row["skipped"] and row["grad_norm"] > 0]
-        yield Row("steps that trained", len(trained), "steps", sizes, "of", len(found))
-        steady = found[2:KILLED]
         for metric, unit in (
             ("step_seconds", "s"),
             ("train_seconds", "s"),
             ("publish_seconds", "s"),
             ("tokens_per_second", "tokens/s"),
         ):
-            yield Row(f"{metric}, median", statistics.median(row[metric] for row in steady), unit, sizes)
+            yield Row(f"{metric}, median", statistics.median(row[metric] for row in before[STEADY:]), unit, sizes)
         for metric in ("lag_mean", "versions_per_rollout", "reward_mean", "zero_variance_share"):
-            yield Row(f"{metric}, mean of steps", statistics.fmean(row[metric] for row in found), "", sizes)
+            yield Row(f"{metric}, mean of steps", statistics.fmean(row[metric] for row in before), "", sizes)
+        yield Row("from the kill to the next new step", second.wait_for(len(before) + 1) - killed, "s", sizes)
+        second.wait_for(len(before) + AFTER)
+        second.kill()
+        found, lines = second.rows(), list(read_jsonl(second.rundir.metrics))
+        yield {"rows": lines}
+        trained = [row for row in found if not row["empty"] and not row["skipped"] and row["grad_norm"] > 0]
+        yield Row("steps that trained", len(trained), "steps", sizes, "of", len(found))
         yield from again(lines, sizes)
-        if [row["step"] for row in found] != list(range(STEPS)) or not trained:
+        if [row["step"] for row in found] != list(range(len(found))) or not trained:
             raise RuntimeError(f"steps {[row['step'] for row in found]}, of which {len(trained)} have a gradient")
 
 

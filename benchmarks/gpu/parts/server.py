@@ -40,9 +40,9 @@ def rows(tiny: bool) -> Iterator[Said]:
             recipe = recipe_of(folder, way, tokens)
             sizes = f"{serving.sizes(recipe)}, {CONCURRENCY} requests of {tokens} tokens at once"
             with serving.served(recipe, module) as (process, endpoints, ready):
+                yield Row(f"ready, {way}", ready, "s", sizes)
                 found = asyncio.run(server.measured(recipe, endpoints, process.pid, tokens, CONCURRENCY))
             rates[way] = found["streamed"][0]
-            yield Row(f"ready, {way}", ready, "s", sizes)
             what, bare = f"megarl's client, streamed, {way}", "a client that reads nothing"
             yield Row(what, rates[way], "tokens/s", sizes, bare, found["bare"][0])
             yield {"way": way} | found

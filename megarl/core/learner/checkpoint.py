@@ -218,7 +218,8 @@ def replay_parent(recipe: Recipe, rundir: RunDir, offload: Offload) -> None:
     checkpoints.save()
     checkpoints.finish()
     del trainer, checkpoints  # two trainers may not fit on a GPU
-    gc.collect()
+    for _ in range(2):  # the first leaves networks in fp32, such as a critic
+        gc.collect()
     torch.cuda.empty_cache()
 
 

@@ -108,6 +108,9 @@ def test_what_compiles_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert (found.grade, found.found) == ("note", "no nvcc")
     assert "CUDA_HOME" in found.advice
     program(tmp_path / "cuda" / "bin" / "nvcc", "'Cuda compilation tools, release 12.4, V12.4.131'")
+    assert doctor.compilers().found == "no lib64/libcudart.so above nvcc"
+    (tmp_path / "cuda" / "lib64").mkdir()
+    (tmp_path / "cuda" / "lib64" / "libcudart.so").touch()
     assert "set CUDA_HOME to a toolkit 13.0" in doctor.compilers().advice
     program(tmp_path / "cuda" / "bin" / "nvcc", "'Cuda compilation tools, release 13.0, V13.0.88'")
     found = doctor.compilers()

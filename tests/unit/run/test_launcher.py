@@ -323,6 +323,33 @@ def test_what_compiles_kernels_is_found_and_has_a_folder(tmp_path: Path, monkeyp
     assert Path(folder).parent.parent == tmp_path
 
 
+def test_the_toolkit_of_an_nvcc_that_is_a_link_or_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang links kernels with ../lib64/libcudart.so, as seen from nvcc."""
+    nvcc, other = tmp_path / "cuda" / "bin" / "nvcc", tmp_path / "bin"
+    for folder in (nvcc.parent, tmp_path / "cuda" / "lib64", other):
+        folder.mkdir(parents=True)
+    nvcc.write_text("#!/bin/sh\n")
+    nvcc.chmod(0o755)
+    (tmp_path / "cuda" / "lib64" / "libcudart.so").touch()
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(devices, "TOOLKIT", tmp_path / "none")
+    monkeypatch.setenv("PATH", str(nvcc.parent))
+    assert devices.toolkit() == {}
+    monkeypatch.setenv("PATH", str(other))
+    assert devices.toolkit() == {}
+    (other / "nvcc").symlink_to(nvcc)
+    assert devices.toolkit() == {"CUDA_HOME": str(tmp_path / "cuda")}
+    (other / "nvcc").unlink()
+    (other / "nvcc").write_text(f'#!/bin/sh\nexec {nvcc} "$@"\n')
+    (other / "nvcc").chmod(0o755)
+    assert devices.toolkit() == {}
+    monkeypatch.setattr(devices, "TOOLKIT", tmp_path / "cuda")
+    assert devices.toolkit() == {"CUDA_HOME": str(tmp_path / "cuda")}
+    monkeypatch.setenv("CUDA_HOME", "/theirs")
+    assert devices.toolkit() == {}
+
+
 def test_no_kernel_of_sglang_is_compiled_into_the_home_directory() -> None:
     """Its folders are one of its variables or follow another one; unset, each of these leads to ~/.cache."""
     variables = (Path(find_spec("sglang").origin).parent / "srt" / "environ.py").read_text()  # type: ignore[union-attr, arg-type]

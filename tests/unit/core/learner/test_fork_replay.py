@@ -1,5 +1,6 @@
 """A fork's weights and optimiser are those that the parent had at that step, bit for bit, also between two checkpoints."""
 
+import gc
 import shutil
 from pathlib import Path
 
@@ -64,6 +65,11 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(a[name], b[name]) for name in a)
 
 
+def parameters() -> int:
+    """How many parameters of models are in memory."""
+    return sum(type(each) is torch.nn.Parameter for each in gc.get_objects())
+
+
 def test_bit_for_bit(tmp_path: Path) -> None:
     tiny_llama(tmp_path / "model", vocab_size=131)
     source = tmp_path / "model"
@@ -103,7 +109,11 @@ def test_bit_for_bit(tmp_path: Path) -> None:
             rundir = RunDir(forked.run.path)
             rundir.create()
             fork.begin(forked, rundir)
+            gc.collect()
+            gc.collect()
+            held = parameters()
             replay_parent(forked, rundir, offload)
+            assert parameters() == held, "the fork's own trainer may need this memory"
             assert [step_of(path) for path in complete(rundir.checkpoints)] == [step]
             restored = Trainer(forked, source)
             assert Checkpoints(rundir.checkpoints, 1, restored, source).load_latest()
