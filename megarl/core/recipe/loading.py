@@ -74,10 +74,10 @@ def _kind_at(where: tuple[str, ...]) -> Any:
 
 
 def _unknown(where: tuple[str, ...]) -> str:
-    """Name the nearest key of the section, or of any other."""
+    """Name the same key of another section, or the nearest one of this or any section."""
     (*section, key), elsewhere = where, dict(_keys(Recipe))
     here = _kind_at(tuple(section)).model_fields
-    close = difflib.get_close_matches(key, here, 1, cutoff=0.5)
+    close = [elsewhere[key]] if key in elsewhere else difflib.get_close_matches(key, here, 1, cutoff=0.5)
     close = close or [elsewhere[name] for name in difflib.get_close_matches(key, elsewhere, 1, cutoff=0.8)]
     return "unknown key" + (f"; did you mean {close[0]}?" if close else f"; known: {', '.join(here)}")
 

@@ -72,7 +72,7 @@ class Rows(Section):
 
     mapping: MappingName = Field(
         "",
-        description="published set whose columns the rows have; empty: id, prompt, answer, difficulty. arc and hellaswag, in "
+        description="published set whose columns the rows have; empty: prompt, answer, id, difficulty. arc and hellaswag, in "
         "suites only, are multiple choice by log-likelihood; of all others answers are sampled",
     )
     columns: dict[ColumnName, str] = Field(

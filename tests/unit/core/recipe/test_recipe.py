@@ -38,6 +38,7 @@ def file(tmp_path: Path) -> Path:
             "mine.yaml:3: run.learning: unknown key; known: name, dir, seed, steps, resume",
         ),
         ("model:\n  lr: 1\n", "mine.yaml:2: model.lr: unknown key; did you mean learner.optimizer.lr?"),
+        ("steps: 3\n", "mine.yaml:1: steps: unknown key; did you mean run.steps?"),
         ("run:\n  grad_clip: 1\n", "mine.yaml:2: run.grad_clip: unknown key"),
         (
             "sampling:\n  bucket_mb: 1\n",
