@@ -55,6 +55,9 @@ def _fault(error: ErrorDetails, origin: Origin) -> KeyFault:
         message = f"{message[0].lower()}{message[1:]}, got {error['input']!r}"
     while len(where) > 1 and where not in origin and where[:-1] in origin and where[-1].isdigit():
         where = where[:-1]  # an element of a list
+    if error["type"] in ("missing", "string_pattern_mismatch") and _is_section(section := _kind_at(where[:-1])):
+        about = section.model_fields[where[-1]].description if where[-1] in section.model_fields else None
+        message += f" ({about})" if about else ""
     return where, message
 
 

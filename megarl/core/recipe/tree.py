@@ -77,7 +77,8 @@ class Rows(Section):
     )
     columns: dict[ColumnName, str] = Field(
         {},
-        description="columns that replace the mapping's; a dot reaches into a nested one. A row without id gets its hash",
+        description="columns that replace the mapping's; without a mapping difficulty and id are read only if they are named "
+        "too. A dot reaches into a nested one; a row without id gets its hash",
     )
     template: Literal["raw", "chat"] = Field(
         "raw", description="raw: the model sees the prompt as it is; chat: in the model's chat template"
