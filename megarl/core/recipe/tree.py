@@ -118,7 +118,7 @@ class Task(Rows):
 
     train: str = Field(description="training prompts: JSONL, JSON, Parquet or Arrow file, or hub:ORG/NAME:CONFIG:SPLIT")
     heldout: str | int = Field(
-        description="prompts never trained on: such a source, or how many rows of `train`, taken out of it by their hash"
+        description="prompts never trained on: a source as for train, or how many of its rows, taken out of it by their hash"
     )
     weight: float = Field(1.0, gt=0, description="share of the prompts drawn, in proportion to the other tasks'")
     trusted_grader: str = Field(
