@@ -30,7 +30,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     add_completion=False,
-    context_settings={"max_content_width": 120},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
 conversion = typer.Typer(name="convert", help="Convert a checkpoint into a Hugging Face directory, or back.")
 app.add_typer(conversion)

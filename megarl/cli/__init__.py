@@ -72,11 +72,17 @@ class _Commands(TyperGroup):
             status = super().invoke(ctx)
             sys.stdout.flush()
             return status
-        except BrokenPipeError as error:
-            if ctx.invoked_subcommand in LASTING or error.errno != errno.EPIPE:
+        except OSError as error:
+            if ctx.invoked_subcommand in LASTING:
                 raise
-            _discard_output()
-            return 0
+            if error.errno == errno.EPIPE:
+                _discard_output()
+                return 0
+            if error.filename is None:
+                raise
+            raise MegarlError(
+                f"{error.filename}: {error.strerror}"
+            ) from None  # such as a folder of --out that is a file
 
 
 def _discard_output() -> None:

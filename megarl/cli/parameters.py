@@ -40,8 +40,8 @@ Price = Annotated[float | None, Option(min=0, help="price of a GPU-hour: also sa
 ModelConfig = Annotated[str | None, Option(help="config.json, or a name such as llama-3.1-8b; else that of model.path")]
 
 SUITES = (
-    "aime24, aime25, math-500, gsm8k, livecodebench, humaneval, mbpp, a suite or task of the run, RUN:TASK (held out of that "
-    "run), or a YAML file"
+    "aime24, aime25, math-500, gsm8k, livecodebench, humaneval, mbpp, arc-easy, arc-challenge, hellaswag, a suite or task of "
+    "the run, RUN:TASK (held out of that run), or a YAML file"
 )
 
 # For studies.

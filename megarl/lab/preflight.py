@@ -45,12 +45,14 @@ def check_inputs(recipe: Recipe) -> Fingerprints:
     path = recipe.model.path
     advice = f"download one (`hf download ORG/NAME --local-dir {path or 'DIR'}`) or give the path of one you have"
     if path and recipe.sft.init:
-        advice = "it is what the warm start writes: run `megarl sft` with this recipe first (`make quickstart` does)"
+        advice += "; if the warm start writes it, run `megarl sft` with this recipe first (`make quickstart` does)"
     _check_model("model.path", path, advice)
     if not recipe.data.tasks:
         raise MegarlError("data.tasks: there is none; give one, such as data.tasks.math={train: FILE, heldout: FILE}")
     _check_sources(recipe)
     tokenizer = load_tokenizer(path)
+    if recipe.length.control == "interruption":
+        tokenizer.ids(recipe.length.interruption)  # MegarlError if it has what tokenizer or model lacks
     check_graders(recipe)  # in this process, since the controller inherits its environment
     for made in (TaskEnvironments, TaskAgents):  # they check the user's classes and functions as they are made
         made(recipe, tokenizer)
@@ -76,7 +78,8 @@ def host_bytes(recipe: Recipe) -> HostBytes:
 
 def check_sft(recipe: Recipe) -> str:
     """Check that the inputs of `megarl sft` exist and that its ranks fit; return a text on what it would start."""
-    _check_model("sft.init", recipe.sft.init)
+    made = f"`megarl data arithmetic {Path(recipe.sft.init).parent}` makes the quickstart's"
+    _check_model("sft.init", recipe.sft.init, f"give one to start from ({made})")
     if wrong := sources.problem(recipe.sft.data):
         raise MegarlError(f"sft.data: {wrong}; give rows of prompt and completion, or of messages")
     for source in recipe.data.decontaminate:
@@ -144,7 +147,7 @@ def check_own_loss(recipe: Recipe) -> None:
         "own(Loss.model_validate_json(sys.argv[1], strict=False))"
     )
     if said := import_problem(code, recipe.loss.model_dump_json()):
-        told = said.partition("megarl.core.base.errors.MegarlError: ")[2]
+        told = said.partition("MegarlError: ")[2]
         raise MegarlError(told or f"loss.kind: {recipe.loss.kind}: {said}")
 
 

@@ -62,8 +62,8 @@ def outlive_screen() -> None:
         stream.flush()
         buffer = io.BufferedWriter(_Lasting(stream.fileno(), "w", closefd=False))
         lasting = io.TextIOWrapper(
-            buffer, stream.encoding, "replace", line_buffering=stream.line_buffering, write_through=stream.write_through
-        )
+            buffer, stream.encoding, "replace", line_buffering=stream.line_buffering or stream.write_through
+        )  # write_through (PYTHONUNBUFFERED) would stop at our buffer
         setattr(sys, name, lasting)
         setattr(sys, f"__{name}__", lasting)
 

@@ -34,6 +34,7 @@ def tree(tmp_path: Path) -> Tree:
         "run": {"name": "demo", "dir": str(tmp_path / "runs"), "steps": 80},
         "model": {"path": str(model), "dtype": "fp32"},
         "serving": {"kv_tokens": 65_536},
+        "length": {"interruption": "...</think>"},
         "data": {
             "tasks": {"math": {"train": str(tmp_path / "train.jsonl"), "heldout": str(tmp_path / "heldout.jsonl")}}
         },
@@ -50,6 +51,7 @@ def write_model(folder: Path) -> None:
     vocabulary = {text: number for number, text in enumerate([*SPECIAL, *CHARACTERS])}
     backend = Tokenizer(WordLevel(vocabulary, unk_token="<none>"))
     backend.pre_tokenizer = Split(Regex("."), "isolated")
+    backend.add_special_tokens([*SPECIAL])
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
     save_file({"w": np.zeros(3, np.float32)}, folder / "model.safetensors")

@@ -97,9 +97,16 @@ def load_tokenizer(hf_dir: Path | str) -> Tokenizer:
         backend.post_processor = TemplateProcessing(single=[begin, "$A"], special_tokens=[(begin, begin_id)])
     if end is None:
         raise MegarlError(f"{folder / 'tokenizer_config.json'}: eos_token is missing, or is not in tokenizer.json")
-    ids = [id for name in ("config.json", "generation_config.json") for id in _end_ids(folder / name)]
+    if end >= (vocabulary := _vocabulary(folder / "config.json")):
+        raise MegarlError(
+            f"{folder / 'tokenizer_config.json'}: eos_token is token {end}, beyond the model's vocabulary of {vocabulary} "
+            "(vocab_size in config.json); name one that the model can write"
+        )
+    ids = [
+        id for name in ("config.json", "generation_config.json") for id in _end_ids(folder / name) if id < vocabulary
+    ]
     others = tuple(dict.fromkeys(id for id in ids if id != end and backend.id_to_token(id) is not None))
-    return Tokenizer(backend, end, folder, _vocabulary(folder / "config.json"), others)
+    return Tokenizer(backend, end, folder, vocabulary, others)
 
 
 def _special(backend: Backend, named: object) -> tuple[str, int | None]:

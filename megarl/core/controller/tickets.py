@@ -147,7 +147,7 @@ class Tickets:
                 grade = await self._graders[prompt.task].grade(done.text, prompt, done.verdict)
             except GraderDown as why:
                 down.append(str(why))
-                grade = Grade(math.nan, False, False, error=True)
+                grade = Grade(math.nan, False, format_ok=True, error=True)  # not malformed: nobody has judged it
         return Rollout(
             sample=sample,
             segments=tuple(done.segments),

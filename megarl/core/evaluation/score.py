@@ -87,7 +87,7 @@ class Sampled(Questions[Prompt]):
         return partial(self._answer, asker, Votes(self.rows.grader, asker.graders[self.name], self.answered))
 
     async def _answer(self, asker: Asker, votes: Votes, asked: Prompt, sample: int, order: Order) -> Answer:
-        done, void, grade = Completion(), "", Grade(0.0, False, False)
+        done, void, grade = Completion(), "", Grade(0.0, False, format_ok=True)  # a void answer is not malformed
         grader, settings = asker.graders[self.name], asker.recipe.evaluation
         ask = grader.grade if self.rewards else grader.grade_answer
         job = Job(

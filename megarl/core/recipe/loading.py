@@ -55,6 +55,9 @@ def _fault(error: ErrorDetails, origin: Origin) -> KeyFault:
         message = f"{message[0].lower()}{message[1:]}, got {error['input']!r}"
     while len(where) > 1 and where not in origin and where[:-1] in origin and where[-1].isdigit():
         where = where[:-1]  # an element of a list
+    if error["type"] in ("missing", "string_pattern_mismatch") and _is_section(section := _kind_at(where[:-1])):
+        about = section.model_fields[where[-1]].description if where[-1] in section.model_fields else None
+        message += f" ({about})" if about else ""
     return where, message
 
 
@@ -74,10 +77,10 @@ def _kind_at(where: tuple[str, ...]) -> Any:
 
 
 def _unknown(where: tuple[str, ...]) -> str:
-    """Name the nearest key of the section, or of any other."""
+    """Name the same key of another section, or the nearest one of this or any section."""
     (*section, key), elsewhere = where, dict(_keys(Recipe))
     here = _kind_at(tuple(section)).model_fields
-    close = difflib.get_close_matches(key, here, 1, cutoff=0.5)
+    close = [elsewhere[key]] if key in elsewhere else difflib.get_close_matches(key, here, 1, cutoff=0.5)
     close = close or [elsewhere[name] for name in difflib.get_close_matches(key, elsewhere, 1, cutoff=0.8)]
     return "unknown key" + (f"; did you mean {close[0]}?" if close else f"; known: {', '.join(here)}")
 

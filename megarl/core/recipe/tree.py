@@ -72,12 +72,13 @@ class Rows(Section):
 
     mapping: MappingName = Field(
         "",
-        description="published set whose columns the rows have; empty: id, prompt, answer, difficulty. arc and hellaswag, in "
+        description="published set whose columns the rows have; empty: prompt, answer, id, difficulty. arc and hellaswag, in "
         "suites only, are multiple choice by log-likelihood; of all others answers are sampled",
     )
     columns: dict[ColumnName, str] = Field(
         {},
-        description="columns that replace the mapping's; a dot reaches into a nested one. A row without id gets its hash",
+        description="columns that replace the mapping's; without a mapping difficulty and id are read only if they are named "
+        "too. A dot reaches into a nested one; a row without id gets its hash",
     )
     template: Literal["raw", "chat"] = Field(
         "raw", description="raw: the model sees the prompt as it is; chat: in the model's chat template"
@@ -117,7 +118,7 @@ class Task(Rows):
 
     train: str = Field(description="training prompts: JSONL, JSON, Parquet or Arrow file, or hub:ORG/NAME:CONFIG:SPLIT")
     heldout: str | int = Field(
-        description="prompts never trained on: such a source, or how many rows of `train`, taken out of it by their hash"
+        description="prompts never trained on: a source as for train, or how many of its rows, taken out of it by their hash"
     )
     weight: float = Field(1.0, gt=0, description="share of the prompts drawn, in proportion to the other tasks'")
     trusted_grader: str = Field(

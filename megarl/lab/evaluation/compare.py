@@ -97,7 +97,8 @@ def common_suites(out_a: Path, out_b: Path, suite: str | None) -> list[str]:
     for out, names in ((out_a, a_has), (out_b, b_has)):
         if suite not in names if suite else not names:
             wanted = f"to {suite} " if suite else ""
-            has = f"has {', '.join(names)}" if names else "is not a directory of an evaluation (OUT of `megarl eval`)"
+            other = "is neither OUT of `megarl eval` nor RUN/evaluations/step-N"
+            has = f"has {', '.join(names)}" if names else other
             raise MegarlError(f"{out}: no answers {wanted}in it; it {has}")
     if not (both := [name for name in a_has if name in b_has and suite in (None, name)]):
         only = f"{out_a} has answers to {', '.join(a_has)}, {out_b} to {', '.join(b_has)}"

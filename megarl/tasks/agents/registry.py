@@ -251,7 +251,7 @@ def _check(key: str, agent: str | tuple[str, ...]) -> None:
         if shutil.which(agent[0]) is None:
             raise MegarlError(f"{key}: there is no command {agent[0]!r} on PATH")
         return
-    check_importable(f"{key}:", agent)
+    check_importable(f"{key}:", agent, may_be_async=True)
 
 
 def _address(interface: str) -> str:

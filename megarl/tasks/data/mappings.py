@@ -3,7 +3,7 @@
 `MAPPINGS` holds well-known sets by name, each with the source of its schema. A recipe names one (`mapping: gsm8k`), or names
 columns (`columns: {prompt: problem, answer: solution}`), or both, in which case the columns take precedence. A dot reaches
 into a nested column: `reward_model.ground_truth`. With neither, rows are in the project's own format:
-{"id", "prompt", "answer", "difficulty"}.
+{"prompt", "answer", "id", "difficulty"}, of which the last two may be missing.
 """
 
 import re
@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from megarl.core.base.contracts import last_box
 from megarl.core.recipe import ColumnName
@@ -23,15 +24,19 @@ from megarl.tasks.data.programs import (
     unit_tests,
     with_starter_code,
 )
-from megarl.tasks.data.rows import Columns, PromptRow, Raw, UnfitError, column, shown, text_of, whole_of
+from megarl.tasks.data.rows import Columns, PromptRow, Raw, UnfitError, column, hashed_id, shown, text_of, whole_of
 
 
 def own(raw: Raw) -> PromptRow:
-    """Read a row in the project's own format; other keys are ignored."""
+    """Read a row in the project's own format; other keys are ignored. Without an id, it is a hash of the prompt."""
+    if lacking := [name for name in ("prompt", "answer") if name not in raw]:
+        has = f"no column {' or '.join(lacking)}; the row has {', '.join(map(str, raw))}"
+        raise UnfitError(f"{has}: name what they are called (columns, --column), or the set (mapping, --mapping)")
     try:
-        return msgspec.convert(raw, PromptRow)
+        row = msgspec.convert(raw if "id" in raw else {**raw, "id": ""}, PromptRow)
     except msgspec.ValidationError as error:
         raise UnfitError(f"not a row of {', '.join(PromptRow.__struct_fields__)}: {error}") from None
+    return row if "id" in raw else structs.replace(row, id=hashed_id(row.prompt))
 
 
 def mapping_of(name: str, columns: Mapping[ColumnName, str]) -> Callable[[Raw], PromptRow]:

@@ -48,7 +48,7 @@ class Columns:
 
     def __call__(self, raw: Raw) -> PromptRow:
         prompt = text_of(self.prompt(raw))
-        name = f"{fingerprint(prompt):016x}" if self.id is None else str(self.id(raw))
+        name = hashed_id(prompt) if self.id is None else str(self.id(raw))
         return PromptRow(name, prompt, answer_of(self.answer(raw)), whole_of(self.difficulty(raw)))
 
 
@@ -115,6 +115,11 @@ def collapsed(text: str) -> str:
 def fingerprint(text: str) -> int:
     """Return a 64-bit hash of the collapsed text. One in 4e7 sets of a million texts has a collision."""
     return digest(collapsed(text))
+
+
+def hashed_id(prompt: str) -> str:
+    """Return the id of a row that has none."""
+    return f"{fingerprint(prompt):016x}"
 
 
 def digest(text: str) -> int:

@@ -10,6 +10,7 @@ its parent ends or its stdin is closed.
 """
 
 import asyncio
+import inspect
 import logging
 import mmap
 import os
@@ -149,16 +150,23 @@ class Episodes:
         if request.prompt is not None:
             environment = self._factory(self._settings[request.prompt.task])
             self._playing[request.episode] = environment
-            await environment.reset(request.prompt)
+            await _awaited(environment.reset(request.prompt))
             return EpisodeReply(call=request.call, stop_tokens=tuple(int(token) for token in environment.stop_tokens))
         environment = self._playing[request.episode]
         if request.tokens is not None:
-            return EpisodeReply(call=request.call, observation=_observed(await environment.step(request.tokens)))
+            return EpisodeReply(
+                call=request.call, observation=_observed(await _awaited(environment.step(request.tokens)))
+            )
         if request.act == "reward":
-            return EpisodeReply(call=request.call, verdict=_verdict(await environment.reward()))
+            return EpisodeReply(call=request.call, verdict=_verdict(await _awaited(environment.reward())))
         del self._playing[request.episode]
-        await environment.close()
+        await _awaited(environment.close())
         return EpisodeReply(call=request.call)
+
+
+async def _awaited(result: Any) -> Any:
+    """Return what a user's method returns, which may be no coroutine: a plain `def` is easily written."""
+    return await result if inspect.isawaitable(result) else result
 
 
 class _Marked[T]:

@@ -3,6 +3,7 @@
 A function takes a Submission and returns a number, or a bool for right and wrong; None or NaN if it cannot judge.
 """
 
+import inspect
 import logging
 import os
 import re
@@ -10,6 +11,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from megarl.core.base.contracts import last_box
@@ -154,8 +156,14 @@ def environment() -> dict[str, str]:
 
 
 def import_problem(code: str, *arguments: str) -> str:
-    """Run this code in another process, since importing may do anything; return its last line if it fails, else ""."""
-    words = [sys.executable, "-c", code, *arguments]
+    """Run this code in another process, since importing may do anything; return its error's text if it fails, else ""."""
+    placed = "import sys; sys.excepthook = lambda kind, error, _: print(f'{kind.__name__}: {error}', file=sys.stderr)"
+    words = [
+        sys.executable,
+        "-c",
+        f"{placed}\n{code}",
+        *arguments,
+    ]  # a traceback's last line has no place of a SyntaxError
     try:
         done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=IMPORT_LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -163,9 +171,20 @@ def import_problem(code: str, *arguments: str) -> str:
     return (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1] if done.returncode else ""
 
 
-def check_importable(what: str, function: str) -> None:
+def check_importable(what: str, function: str, may_be_async: bool = False) -> None:
     """Raise MegarlError if this function cannot be imported and called. what: its description in the message."""
-    code = f"from {__name__} import named; assert callable(named({function!r})), 'it cannot be called'"
+    code = f"from {__name__} import usable; usable({function!r}, {may_be_async})"
     if said := import_problem(code):
-        must = f"it must be a function in a module on PYTHONPATH or in {os.getcwd()}"
+        must = f"it must be a function of one argument in a module on PYTHONPATH or in {os.getcwd()}"
         raise MegarlError(f"{what} {function} cannot be used: {said}; {must}")
+
+
+def usable(function: str, may_be_async: bool) -> None:
+    """Import a function; TypeError if it cannot be called with one argument, or returns a coroutine and must not."""
+    found = named(function)
+    if not callable(found):
+        raise TypeError("it cannot be called")
+    if inspect.iscoroutinefunction(found) and not may_be_async:
+        raise TypeError("it is async; the score must be what it returns")
+    with suppress(ValueError):  # some builtins have no signature
+        inspect.signature(found).bind(None)

@@ -253,6 +253,22 @@ def test_a_dry_run_may_be_looked_at_with_head(tmp_path: Path) -> None:
     assert "this can start" in done.stderr  # it goes on to what it checks: there are no data here
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_what_a_lasting_command_says_is_seen_at_once(unbuffered: str) -> None:
+    """Also where Python's own streams have no buffer, as in containers and Slurm jobs."""
+    code = "import os, sys; from megarl.run.process import outlive_screen as o; o(); print('a', file=sys.stderr); os._exit(0)"
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, timeout=240)
+    assert done.stderr == b"a\n"
+
+
+def test_a_place_that_cannot_be_written_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    submit = ["submit", "quickstart", "--nodes", "1", "--gpus-per-node", "0", "--out"]
+    assert cli.main([*submit, str(tmp_path / "file" / "x.sbatch")]) == 2
+    assert f"megarl: {tmp_path / 'file'}: File exists\n" in capsys.readouterr().err
+
+
 def test_streams_that_are_closed_cost_nothing() -> None:
     """The status is that of the command: nothing is written, and nothing is opened in the place of a stream."""
     closed = f"exec <&- >&- 2>&-; exec {sys.executable} -m megarl"

@@ -521,6 +521,11 @@ def test_large_weights_are_known_by_a_sample(tree: Tree) -> None:
         ("train.jsonl", b"[" * 100_000, r"train\.jsonl:1: not a row: .*recursion"),
         (
             "train.jsonl",
+            b'{"question": "0+1=", "answer": 1}',
+            r"train\.jsonl:1: no column prompt; the row has question, answer: name what they are called \(columns, ",
+        ),
+        (
+            "train.jsonl",
             b'{"id": "0", "prompt": "0+1=", "answer": "1", "difficulty": 1' + b"0" * 30 + b"}",
             r"train\.jsonl:1: not a row of id, prompt, answer, difficulty: Expected `int` <= 2147483648",
         ),

@@ -251,6 +251,7 @@ def test_an_agent_that_the_policy_brings_down_ends_no_run(
     failures, begun = asyncio.run(scored(recipe, 0))
     rows = list(read_jsonl(RunDir(recipe.run.path).eval))
     assert [row["pass_rate"] for row in rows] == [row["void_rate"] for row in rows] == rates
+    assert not any(row["format_error_rate"] for row in rows), "what nobody judged is not malformed"
     assert (begun, len(failures)) == ((1, 0) if rates else (TRIES, 1))
     said = "math: no answer could be generated and judged; of the first: the agent of task math"
     assert all(said in reason for reason in failures)

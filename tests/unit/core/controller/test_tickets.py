@@ -311,6 +311,7 @@ def test_a_rollout_whose_grader_is_down_does_not_cost_its_group(
     for group in groups:
         assert group.void == ("its process ended" if lost == 4 else "")
         assert [r.reward for r in group.rollouts] == [1.0] * (0 if lost == 4 else 4)
+        assert all(r.format_ok for r in group.rollouts), "what nobody judged is not malformed"
     if lost == 1:
         assert sum(r.grader_error for group in groups for r in group.rollouts) in range(
             len(groups) - 3, len(groups) + 4

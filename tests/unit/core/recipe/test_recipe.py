@@ -38,6 +38,7 @@ def file(tmp_path: Path) -> Path:
             "mine.yaml:3: run.learning: unknown key; known: name, dir, seed, steps, resume",
         ),
         ("model:\n  lr: 1\n", "mine.yaml:2: model.lr: unknown key; did you mean learner.optimizer.lr?"),
+        ("steps: 3\n", "mine.yaml:1: steps: unknown key; did you mean run.steps?"),
         ("run:\n  grad_clip: 1\n", "mine.yaml:2: run.grad_clip: unknown key"),
         (
             "sampling:\n  bucket_mb: 1\n",
@@ -57,7 +58,7 @@ def file(tmp_path: Path) -> Path:
             "length:\n  thinking_tokens:\n    - 1\n    - x\n",
             "mine.yaml:2: length.thinking_tokens: input should be a valid integer",
         ),
-        ("length:\n  thinking_tokens: [1]\n", "mine.yaml:2: length.thinking_tokens: field required"),
+        ("length:\n  thinking_tokens: [1]\n", "mine.yaml:2: length.thinking_tokens: field required (smallest and"),
         ("run: 5\n", "mine.yaml:1: run: input should be a valid dictionary or instance of Run, got 5"),
         ("data:\n  train: x\n", "mine.yaml:2: data.train: unknown key; did you mean data.tasks.NAME.train?"),
         (
@@ -80,7 +81,11 @@ def file(tmp_path: Path) -> Path:
             "data:\n  tasks:\n    math: {train: x, heldout: 5, system: y}\n",
             "mine.yaml:3: data.tasks.math.system: a system message needs template: chat",
         ),
-        ("data:\n  tasks:\n    math:\n      train: x\n", "mine.yaml:3: data.tasks.math.heldout: field required"),
+        (
+            "data:\n  tasks:\n    math:\n      train: x\n",
+            "mine.yaml:3: data.tasks.math.heldout: field required (prompts never",
+        ),
+        ("run:\n  fork: runs/mine\n", "got 'runs/mine' (RUN@STEP: start with that run's weights"),
         (
             "data:\n  tasks:\n    math: {train: x, heldout: y, weight: 0}\n",
             "mine.yaml:3: data.tasks.math.weight: input should be greater than 0, got 0",

@@ -134,7 +134,7 @@ def test_what_is_not_of_one_set_is_refused(tmp_path: Path) -> None:
         main(a, other, None, None)
     with pytest.raises(MegarlError, match="no answers to gsm8k in it; it has math-500"):
         main(a, other, "gsm8k", None)
-    with pytest.raises(MegarlError, match="not a directory of an evaluation"):
+    with pytest.raises(MegarlError, match="neither OUT of `megarl eval` nor RUN"):
         main(a, tmp_path / "nothing", None, None)
 
 

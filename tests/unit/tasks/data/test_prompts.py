@@ -16,6 +16,7 @@ from megarl.core.recipe import from_tree
 from megarl.tasks.data import arithmetic_models
 from megarl.tasks.data.mappings import own
 from megarl.tasks.data.prompts import check_disjoint, load_set, load_tasks
+from megarl.tasks.data.rows import fingerprint
 from megarl.tasks.data.survey import survey_of
 from megarl.tasks.data.traces import load_traces
 from tests.prompts import load_prompts
@@ -43,6 +44,9 @@ def test_rows_become_prompts_in_file_order(tmp_path, tokenizer):
     assert (second.id, second.task, second.difficulty) == ("a", "sums", 0)
     assert first.tokens.dtype == np.int32
     assert tokenizer.decode(first.tokens) == "2+2="  # nothing added
+    nameless = write(tmp_path / "n.jsonl", {"prompt": "2+2=", "answer": "4"}, {"prompt": "1+1=", "answer": "2"})
+    names = [prompt.id for prompt in load_prompts(nameless, tokenizer, 16, "sums")]
+    assert names == [f"{fingerprint(text):016x}" for text in ("2+2=", "1+1=")]
 
 
 def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path, tokenizer, caplog):
@@ -62,7 +66,7 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path, tokenizer,
         ([row("a", answer=" ")], r"p.jsonl:1: the answer of 'a' is empty"),
         ([row("a", prompt="")], r"p.jsonl:1: the prompt of 'a' is empty"),
         ([row("a"), "{"], r"p.jsonl:2: not a row"),
-        ([row("a"), {"id": "b", "prompt": "2+2="}], r"p.jsonl:2: .*`answer`"),
+        ([row("a"), {"id": "b", "prompt": "2+2="}], r"p.jsonl:2: no column answer; the row has id, prompt: "),
         ([row("a", answer=2)], r"p.jsonl:1: .*\$.answer"),
         ([], r"p.jsonl: no rows"),
         ([row("a", "1+x=")], r"cannot encode '1\+x='"),
@@ -216,6 +220,20 @@ def test_all_ids_at_which_a_server_stops_end_a_completion(tmp_path):
     assert load_tokenizer(tmp_path).ends == (end, end + 3, end + 2)
     write(tmp_path / "generation_config.json", json.dumps({"eos_token_id": ["</s>"]}))
     with pytest.raises(MegarlError, match=r"generation_config\.json: eos_token_id must be .*, not \['</s>'\]"):
+        load_tokenizer(tmp_path)
+
+
+def test_ends_that_the_model_cannot_write(tmp_path):
+    """Added to the tokenizer and not to the embedding. A server refuses requests that would stop at them."""
+    made = arithmetic_models.character_tokenizer()
+    made.save_pretrained(tmp_path)
+    end = made.eos_token_id
+    write(tmp_path / "config.json", json.dumps({"vocab_size": end + 2, "eos_token_id": [end, end + 1, end + 2]}))
+    assert load_tokenizer(tmp_path).ends == (end, end + 1)
+    write(tmp_path / "config.json", json.dumps({"vocab_size": end}))
+    with pytest.raises(
+        MegarlError, match=rf"tokenizer_config\.json: eos_token is token {end}, beyond the model's vocabulary of"
+    ):
         load_tokenizer(tmp_path)
 
 

@@ -34,6 +34,22 @@ class Script:
 SCRIPT = Script()
 
 
+class Plain(Environment):
+    """Written with `def`, as users do who did not look closely."""
+
+    def __init__(self, setting: Setting) -> None: ...
+
+    def reset(self, prompt: Prompt) -> None: ...  # type: ignore[override]
+
+    def step(self, tokens: np.ndarray) -> Observation:  # type: ignore[override]
+        return Observation(int32([3]))
+
+    def reward(self) -> Verdict:  # type: ignore[override]
+        return Verdict(0.5)
+
+    def close(self) -> None: ...  # type: ignore[override]
+
+
 class Scripted(Environment):
     """Follows SCRIPT; what it replies is a run of 3."""
 

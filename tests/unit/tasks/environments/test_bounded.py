@@ -88,6 +88,12 @@ def test_it_is_down_as_a_grader_is(tmp_path: Path, where: str, words: str) -> No
     assert isinstance(error, GraderDown)
 
 
+def test_methods_that_are_not_async(tmp_path: Path) -> None:
+    found = environments(tmp_path, "t", "Plain")
+    (((reply,), verdict),) = run(found, play(found.of("t"), prompt_of("t")))
+    assert (reply.tokens.tolist(), verdict) == ([3], Verdict(0.5))
+
+
 def test_one_that_does_not_close_is_only_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     found = environments(tmp_path, "close")
     (((reply,), verdict),) = run(found, play(found.of("close"), prompt_of("close")))

@@ -41,6 +41,10 @@ def sleeps(submission):
     time.sleep(100)
 def dies(submission):
     os._exit(3)
+def of_verl(data_source, solution, truth, extra=None):
+    return 1.0
+async def of_prime(submission):
+    return 1.0
 number = 7
 """
 
@@ -48,6 +52,7 @@ number = 7
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_graders.py").write_text(MODULE)
+    (tmp_path / "my_typo.py").write_text("def f(submission):\n    return 1 +\n")
     monkeypatch.chdir(tmp_path)
 
 
@@ -178,6 +183,9 @@ def test_functions_that_cannot_judge(caplog: pytest.LogCaptureFixture) -> None:
         ("my_graders:no_such", "has no attribute 'no_such'"),
         ("no_such_module:f", "No module named 'no_such_module'"),
         ("my_graders:number", "it cannot be called"),
+        ("my_graders:of_verl", "missing a required argument: 'solution'"),
+        ("my_graders:of_prime", "it is async"),
+        ("my_typo:f", r"SyntaxError: .*\(my_typo\.py, line 2\)"),
     ],
 )
 def test_functions_that_are_none_are_refused_before_the_run(grader: str, words: str) -> None:
