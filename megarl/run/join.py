@@ -84,8 +84,7 @@ def serve(run: Path, interface: str, asked: StopRequest) -> str:
 
 
 def resumed(rundir: RunDir, life: str, asked: StopRequest) -> bool:
-    """Wait until the run has a new life with a controller, and return True. Return False if it has ended for good, or after
-    FOLLOW_LIMIT_S."""
+    """Return True once the run has a new life with a controller; False if it ends for good, or after FOLLOW_LIMIT_S."""
     print(f"megarl: if the run goes on within {FOLLOW_LIMIT_S / 60:g} minutes, this server joins it again", flush=True)
     until = time.monotonic() + FOLLOW_LIMIT_S
     while not asked.count and time.monotonic() < until:

@@ -102,8 +102,7 @@ def remove_abandoned_shared_memory() -> None:
 
 @contextmanager
 def lock(folder: Path, command: str, key: str) -> Iterator[None]:
-    """Hold a lock on the folder, so that only one `command` works there; the kernel releases it when we die. key: the option
-    that names the folder."""
+    """Lock the folder, so that only one `command` works there; the kernel unlocks it when we die. key: the option's name."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / ".lock").open("ab+", buffering=0)  # unbuffered, so that closing it writes nothing

@@ -64,8 +64,7 @@ implies --exact), one GPU, or end srun, such as two of SLURM_MEM_PER_…. Labels
 
 
 LAUNCHER = "MEGARL_LAUNCHER"
-"""Environment variable. local: processes on this machine; srun: steps of a Slurm job; auto, the default: steps if the job has
-several nodes or a container."""
+"""Environment variable. local: processes here; srun: steps of a job; auto (default): steps if several nodes or a container."""
 
 
 def chosen(recipe: Recipe, rundir: RunDir) -> Launcher:
@@ -261,8 +260,7 @@ def gpus_of_a_node() -> list[str]:
 
 
 def command(names: Sequence[str], step: str, arguments: Sequence[str], more: Sequence[str] = ()) -> list[str]:
-    """Build the srun command: one task per node, which it shares with other steps, whatever the batch script says. `more`:
-    further options."""
+    """Build the srun command: a task per node, shared with other steps, whatever the batch script says. more: options."""
     python = shlex.split(os.environ.get(STEP_COMMAND, "")) or [sys.executable]
     return [
         "srun", f"--job-name={step}", f"--nodes={len(names)}", f"--ntasks={len(names)}", "--ntasks-per-node=1",

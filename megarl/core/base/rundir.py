@@ -279,8 +279,7 @@ class _Stepped(msgspec.Struct):
 
 
 def rows_in_order(path: Path, first: int = 0) -> Iterator[Row]:
-    """Yield rows by step, from step `first` on; a later row of the same step replaces the earlier one (replay after a crash).
-    One at a time: all rows of a long run take gigabytes."""
+    """Yield rows by step from step `first` on, of each the last (replay after a crash). One at a time: all take gigabytes."""
     if not path.exists():
         return
     where: dict[int, int] = {}

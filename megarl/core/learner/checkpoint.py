@@ -62,8 +62,7 @@ moment, and the steps since the last checkpoint would be trained again."""
 
 
 class Checkpoints:
-    """A trainer's RUN/checkpoints. Every method is collective over all ranks. failures: how many writes have failed in a row;
-    if any has, call `save` again soon."""
+    """A trainer's RUN/checkpoints; collective over all ranks. failures: of writes in a row; if any, call `save` again soon."""
 
     def __init__(self, folder: Path, keep: int, trainer: Trainer, hf_source: Path) -> None:
         self.folder, self.keep, self.trainer, self.hf_source = folder, keep, trainer, hf_source

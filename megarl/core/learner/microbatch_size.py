@@ -30,8 +30,7 @@ from megarl.core.learner.trainer import Trainer
 log = logging.getLogger(__name__)
 
 SHARE = 0.9
-"""Share of a GPU's free memory that a trial may take. The rest is for experts that get more tokens than in a trial, and for
-the buckets of a publication."""
+"""Share of a GPU's free memory that a trial may take; the rest is for experts that get more tokens, and for publications."""
 
 type Memory = Callable[[Callable[[], None]], float]
 """Runs a trial and returns its peak, as a share of the memory it may take. Above 1 is too much; inf: the memory ran out."""

@@ -42,8 +42,7 @@ from megarl.run.process import lock, outlive_screen
 def main(
     model: str, suite: str, overrides: Sequence[str], samples: int | None, limit: int | None, data: str | None, out: Path | None
 ) -> int:  # fmt: skip
-    """Return 0 if all questions are answered, 1 if an answer is void. None: as the suite says; for `out`, a directory in
-    runs/evaluations."""
+    """Return 0, or 1 if an answer is void. None: as the suite says; for `out`, a directory in runs/evaluations."""
     outlive_screen()
     console = Console()
     subject = subject_of(model)

@@ -41,8 +41,7 @@ DELIMITER = " "  # separates context and choice
 
 
 class Continuation(NamedTuple):
-    """A tokenized choice. tokens [n] int32: context and choice, scored from `first` on; cut: whether the start of the context
-    was cut off."""
+    """A tokenized choice. tokens [n] int32: context and choice, scored from `first` on; cut: the context's start is missing."""
 
     tokens: np.ndarray
     first: int

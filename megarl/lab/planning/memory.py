@@ -64,8 +64,7 @@ class ServerMemory:
 
 
 def learner(recipe: Recipe, shape: Architecture, microbatch_tokens: float, microbatches: int) -> LearnerMemory:
-    """Return the memory of the recipe's layout. microbatch_tokens: tokens in the largest packed micro-batch, summed over the
-    context-parallel ranks."""
+    """Return the memory of the layout. microbatch_tokens: in the largest packed micro-batch, over context-parallel ranks."""
     model, alone = recipe.model, recipe.model.pipeline_parallel == 1
     tokens = microbatch_tokens / model.context_parallel
     held = in_flight(model.pipeline_parallel, model.virtual_pipeline_parallel, microbatches)
@@ -132,8 +131,7 @@ def _host(recipe: Recipe, shape: Architecture, ends: float) -> float:
 
 
 def activation_bytes(recipe: Recipe, shape: Architecture, recompute: str) -> tuple[float, float]:
-    """Return bytes per token on a rank: those that a stage's layers keep until the backward pass, and those in the one layer
-    that is being recomputed."""
+    """Return bytes per token on a rank: kept by a stage's layers until the backward pass, and in the layer being recomputed."""
     model, width = recipe.model, WIDTH[recipe.model.dtype]
     tensor = model.tensor_parallel
     kept = width if model.fp8 == "none" else FP8

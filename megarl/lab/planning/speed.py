@@ -21,8 +21,7 @@ from megarl.lab.planning.hardware import ASSUMED, GB, Gpu
 from megarl.lab.planning.memory import FP32, HALF, WIDTH
 
 CONTROL_CALLS = 7
-"""HTTP calls to one server during a publication: its version, begin, receive, checksums, pause, swap, continue
-(megarl/core/weights/publisher.py)."""
+"""HTTP calls to a server in a publication (weights/publisher.py): version, begin, receive, checksums, pause, swap, continue."""
 TAIL_PARTS = 32
 """Number of quantiles of the lengths. Requests of a batch between two of them are treated as ending together."""
 PREFILL_CHUNK = 8192
@@ -121,8 +120,7 @@ def _link_seconds(recipe: Recipe, shape: Architecture, tokens: float, gpu: Gpu, 
 
 
 def _update_seconds(recipe: Recipe, shape: Architecture, gpu: Gpu, hidden: float) -> float:
-    """Return seconds to reduce gradients, run AdamW on this rank's share and gather weights. Of the reduction, `hidden` seconds
-    overlap with the backward pass and do not count."""
+    """Return seconds to reduce gradients (less `hidden`, in the backward pass), run AdamW on a rank's share, gather weights."""
     model, ranks = recipe.model, recipe.resources.learner_ranks
     seconds, reduced, offload = 0.0, 0.0, recipe.learner.optimizer_offload
     dense = shape.parameters - shape.routed_parameters
@@ -211,8 +209,7 @@ class Decoder:
 
 
 class Publication(NamedTuple):
-    """Seconds for which the learner waits: the weights are sent (transfer); servers that generated meanwhile swap them in;
-    tokens are scored for parity."""
+    """Seconds for which the learner waits: weights are sent (transfer), swapped in by servers that generated, then parity."""
 
     transfer: float
     swap: float
@@ -257,8 +254,7 @@ def layer_flop(shape: Architecture) -> float:
 
 
 def attention_flop(shape: Architecture, positions: float) -> float:
-    """Return forward FLOP of attention for a token that attends to `positions` positions: scores, and the weighted sum of
-    values. [PaLM], causal."""
+    """Return forward FLOP of attention for a token that attends to `positions`: scores and sum of values. [PaLM], causal."""
     local = shape.local_layers * min(positions, shape.local_positions or positions)
     return 2 * (shape.query + shape.attended) * (local + (shape.layers - shape.local_layers) * positions)
 

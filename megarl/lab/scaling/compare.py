@@ -75,8 +75,7 @@ class RunComparison(NamedTuple):
 
 
 def compare(runs: Mapping[str, Sequence[Curve]], **options: Unpack[FitOptions]) -> RunComparison:
-    """Compare all runs with the first one that can be fitted. options: those of `fit`; ceiling: the common A, by default the
-    mean over the runs."""
+    """Compare all runs with the first that can be fitted. options: of `fit`; ceiling: the common A, by default their mean."""
     if len(units := {unit_name(curve.unit) for curves in runs.values() for curve in curves}) > 1:
         raise MegarlError(f"runs whose compute is in {' and in '.join(sorted(units))} cannot be compared by it")
     entries, fits = [], {}

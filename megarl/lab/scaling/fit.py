@@ -176,8 +176,7 @@ def _r0_prior(known: float | None, r0_from: R0From, form: str, earliest: float) 
 
 
 def before_training(curves: Sequence[Curve], given: float | None) -> tuple[float | None, R0From]:
-    """Return the score before training (None: R_0 must be estimated) and its origin. Scores of several seeds are averaged,
-    since seeds start from the same weights."""
+    """Return the score before training (None: to be estimated) and its origin. Seeds begin with equal weights: their mean."""
     if given is not None:
         if not 0 <= given < 1:
             raise MegarlError(f"R_0 is {given:g}; it is the pass rate before training, between 0 and 1")

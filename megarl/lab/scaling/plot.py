@@ -30,8 +30,7 @@ BEYOND = 3.0  # by default curves are drawn up to this many times the compute of
 def plot_fits(
     series: Series, path_without_suffix: Path, *, title: str = "", until: float | None = None, laws: Sequence[Law] = ()
 ) -> list[Path]:
-    """Write the picture as PNG, SVG and HTML. until: the hours up to which curves are drawn; laws: published fits to draw as
-    well."""
+    """Write the picture as PNG, SVG and HTML. until: hours up to which curves are drawn; laws: published fits to draw too."""
     every = [curve for curves, _ in series.values() for curve in curves]
     hours, unit = np.concatenate([curve.hours for curve in every]), every[0].unit
     if not len(hours):
@@ -152,8 +151,7 @@ def used(curve: Curve, fit: Fit | None) -> np.ndarray:
 def _series(
     name: str, color: str, curves: Sequence[Curve], fit: Fit | None, line: Prediction | None
 ) -> dict[str, object]:
-    """Return the page's data on a series. points: hours, pass rate, whether in the window, name; curve: hours, pass rate, low,
-    high."""
+    """Return the page's data on a series. points: hours, rate, in the window?, name; curve: hours, rate, low, high."""
     points = [
         [float(hours), float(rate), bool(inside), curve.name]
         for curve in curves

@@ -37,8 +37,7 @@ class Curve:
     first_epoch: float | None = None
     """Hours at which the first epoch over the prompts ended; infinite if it has not ended; None: unknown."""
     answers: int | None = None
-    """Number of answers of which each score (the last, if they differ) is the mean, so that its noise is binomial. None:
-    unknown."""
+    """Number of answers of which each score (the last, if they differ) is the mean: binomial noise. None: unknown."""
     noise: np.ndarray | None = None
     """Standard error of each score [points], if it is known and not that of `answers`."""
 

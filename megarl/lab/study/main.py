@@ -114,8 +114,7 @@ def _study(kind: str, recipes: Mapping[str, Recipe], options: StudyOptions, hook
 def prepared(
     kind: str, recipes: Mapping[str, Recipe], options: StudyOptions, rungs: Sequence[int] = (), branch: int = 0
 ) -> Study | None:
-    """Return the study that the options describe, newly written or found in its directory; for a dry run, show it and return
-    None."""
+    """Return the study that the options describe, new or found in its directory; for a dry run, show it and return None."""
     path, seeds = Path(options.directory or f"runs/studies/{kind}"), numbers("--seeds", options.seeds)
     if len(set(seeds)) < len(seeds):
         raise MegarlError(f"--seeds: {options.seeds} has a seed twice, whose runs would be the same")

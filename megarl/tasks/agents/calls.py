@@ -44,8 +44,7 @@ _CHANNEL = "<|channel|>"
 
 
 class Marks(NamedTuple):
-    """The literal texts around items in a sequence, stripped of whitespace: before the first item, before and after each,
-    between two, after the last."""
+    """Literal texts around a sequence's items, stripped: before the first, before and after each, between two, at the end."""
 
     first: str = ""
     opening: str = ""

@@ -64,8 +64,7 @@ class ToolCall(NamedTuple):
 
 @dataclass(frozen=True)
 class CanonicalMessage:
-    """A message. marks: the opaque ids in an assistant's message, created by us; answers: the id of the call that a tool's
-    message answers."""
+    """A message. marks: opaque ids in an assistant's message, made by us; answers: the id of the call that a tool answers."""
 
     role: str
     text: str = ""

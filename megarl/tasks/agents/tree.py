@@ -144,8 +144,7 @@ class SessionTree:
         return [n.line for n in self.nodes if n in kept and not any(child in kept for child in n.children)]
 
     def credit(self, rewards: Sequence[tuple[int, float]]) -> None:
-        """Number the trained turns in the order in which they were served, and credit each with the sum of the rewards posted
-        after it. rewards: (moment, amount)."""
+        """Number the trained turns as they were served; credit each with the rewards after it. rewards: (moment, amount)."""
         served = {node: max(node.delivered, node.asked) for line in self.trained() for node in line}
         for number, (node, moment) in enumerate(sorted(served.items(), key=lambda each: each[1])):
             credit = sum(reward for at, reward in rewards if at > moment)

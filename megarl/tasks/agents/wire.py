@@ -59,8 +59,7 @@ class WireProtocol:
             raise WireError(400, f"the body is not JSON: {error}") from None
 
     def request(self, body: JsonObject, known: ReadMessages) -> tuple[str, AgentRequest]:
-        """Return the name of the model, and the request. known: messages the session has sent before. WireError if a field
-        has the wrong type or is refused."""
+        """Return model name and request. known: messages sent before. WireError if a field is refused or has a wrong type."""
         for field, why in self.refused.items():
             if body.get(field):
                 raise refused_field(field, why)

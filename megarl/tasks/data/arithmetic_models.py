@@ -1,5 +1,4 @@
-"""Shared by the quickstart's two tasks: the format of their files, a 32-token character tokenizer, and two untrained models,
-a dense Llama and a Llama 4 with experts."""
+"""Shared by the quickstart's two tasks: their files' format, a tokenizer of 32 characters, an untrained Llama and Llama 4."""
 
 import operator
 import random

@@ -71,8 +71,7 @@ def mbpp_prompt(raw: Raw) -> str:
 
 
 def mbpp_tests(raw: Raw) -> str:
-    """Read MBPP tests, each an assertion. One that needs setup code, or that does not compare a call with a literal, becomes
-    a `check`."""
+    """Read MBPP tests, each an assertion; one that needs setup code, or compares no call with a literal, becomes a `check`."""
     setup = [*_lines_of(raw, "test_imports"), *str(raw.get("test_setup_code") or "").splitlines()]
     tests = [
         {"assert": line} if not setup and _is_comparison(line) else _mbpp_check(line, setup, raw)

@@ -61,8 +61,7 @@ class Taught(PromptRow, frozen=True):
 
 
 class Trace(NamedTuple):
-    """A tokenized trace. tokens [n] int32: prompt, completion, end token. learnt [n] bool: False in the prompt and a tool's
-    texts."""
+    """A tokenized trace. tokens [n] int32: prompt, completion, end token. learnt [n] bool: not in prompt and tool texts."""
 
     tokens: np.ndarray
     prompt_tokens: int

@@ -73,8 +73,7 @@ class Limits:
 
 
 class Ran(NamedTuple):
-    """The outcome of a program. stdout: its output; ended: `exit` if it exited by itself (with any status), else the limit
-    that it exceeded."""
+    """The outcome of a program. ended: `exit` if it exited by itself (with any status), else the limit that it exceeded."""
 
     stdout: str
     ended: Literal["exit", "time", "output"]
@@ -273,8 +272,7 @@ def _bubblewrap(prefix: Path, limits: Limits) -> list[str]:
 
 
 def agent_sandbox(own: Path, hidden: Path) -> list[str]:
-    """Build the bwrap command for an agent: it sees all files except those in `hidden`, can write only in `own`, and sees
-    only its own processes. It uses the machine's network."""
+    """Build an agent's bwrap command: it sees all files but `hidden`, only its processes, writes in `own`, has the network."""
     own, hidden = own.resolve(), hidden.resolve()  # bwrap cannot mount at a path that leads over an absolute link
     command = ["bwrap", "--die-with-parent", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
     if hidden.is_dir():
