@@ -130,14 +130,11 @@ def check_placed(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: HostB
         if recipe.teachers:
             processes["teacher processes"] = recipe.teacher_gpus
         check_cpu(recipe, recipe.model.path, processes, sum(nodes.values()))
+        missing = "a GPU, but this machine has none"
         if recipe.learner.microbatch_tokens == "auto":
-            raise MegarlError(
-                "learner.microbatch_tokens: auto tries sizes on a GPU, but this machine has none; give a number"
-            )
+            raise MegarlError(f"learner.microbatch_tokens: auto tries sizes on {missing}; give a number")
         if recipe.learner.optimizer_offload:
-            raise MegarlError(
-                "learner.optimizer_offload: moves AdamW off a GPU, but this machine has none; set it to 0"
-            )
+            raise MegarlError(f"learner.optimizer_offload: moves AdamW off {missing}; set it to 0")
     check_host(recipe, placed, host_bytes)
     check_allocator(recipe)
     check_served(recipe, placed)

@@ -293,11 +293,8 @@ class Health:
             self._begin_epoch()
         if "parity_same_bits" in row:
             self._compared = row
-        if (
-            row.get("lag_mean", 0) >= 0.5
-            and row.get("trained_logprob_diff")
-            and math.isfinite(row.get("progress", math.nan))
-        ):
+        moved = row.get("lag_mean", 0) >= 0.5 and row.get("trained_logprob_diff")
+        if moved and math.isfinite(row.get("progress", math.nan)):
             self._moves.append(row["progress"] / row["trained_logprob_diff"])
             if len(self._moves) == MOVES and (error := stdev(self._moves) / math.sqrt(MOVES)):
                 row["progress_errors"] = fmean(self._moves) / error
@@ -346,9 +343,8 @@ def overoptimised(evaluation: Row) -> list[str]:
 
 def _overoptimised(row: Row, warning: str) -> str:
     task = warning.removeprefix(OVER)  # "/NAME" if there are several
-    fall, rise, step = (
-        row.get(f"{name}{task}", math.nan) for name in ("trusted_fall", "proxy_rise", "trusted_peak_step")
-    )
+    names = "trusted_fall", "proxy_rise", "trusted_peak_step"
+    fall, rise, step = (row.get(name + task, math.nan) for name in names)
     return (
         f"{task[1:] or 'held out'}: the trusted score has fallen by {fall:.3f} since step {step:g} while the reward rose by "
         f"{rise:.3f}: the policy exploits the reward. Stop, keep the checkpoint nearest to that step, read what has changed "

@@ -142,10 +142,7 @@ class LocalLauncher:
         """Start the role here. n: the index of this machine among the role's nodes."""
         node = task.place.nodes[n]
         own = {SUPERVISOR: str(os.getpid()), NODE: node.name, NODE_RANK: str(n)}
-        own |= {
-            "GLOO_SOCKET_IFNAME": node.interface,
-            "NCCL_SOCKET_IFNAME": f"={node.interface}",
-        }  # for its process groups
+        own |= {"GLOO_SOCKET_IFNAME": node.interface, "NCCL_SOCKET_IFNAME": f"={node.interface}"}
         if task.role.kind != "controller":  # its prompts take a large disk
             own |= devices.kernel_caches() | devices.search_path() | devices.temporary_folder()
         remove_abandoned_shared_memory()

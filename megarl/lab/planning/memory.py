@@ -84,13 +84,6 @@ def critic_state(recipe: Recipe, shape: Architecture) -> float:
     return _state(recipe.model_copy(update=changed), shape, shape.embedding_parameters / recipe.model.tensor_parallel)
 
 
-def _sharing(recipe: Recipe) -> tuple[int, int]:
-    """Return the number of ranks that share a copy of the dense parameters, and that for a copy of the experts'."""
-    model = recipe.model
-    experts = model.expert_parallel * model.expert_tensor_parallel
-    return model.tensor_parallel * model.pipeline_parallel, experts * model.pipeline_parallel
-
-
 def _parameters(recipe: Recipe, shape: Architecture) -> tuple[float, float]:
     """Return the numbers of dense parameters and of experts' parameters on a rank, without embedding and head."""
     tensor, experts = recipe.model.tensor_parallel, recipe.model.expert_parallel * recipe.model.expert_tensor_parallel
@@ -111,8 +104,10 @@ def layer_parameters(recipe: Recipe, shape: Architecture) -> float:
 def _state(recipe: Recipe, shape: Architecture, ends: float) -> float:
     """Return bytes of weights, gradients and optimiser on a rank that holds `ends` parameters of embedding and head."""
     width, kept = WIDTH[recipe.model.dtype], 1 - recipe.learner.optimizer_offload
-    dense, routed = _parameters(recipe, shape)
-    copies, expert_copies = (recipe.resources.learner_ranks // ranks for ranks in _sharing(recipe))
+    model, (dense, routed) = recipe.model, _parameters(recipe, shape)
+    sharing = model.tensor_parallel, model.expert_parallel * model.expert_tensor_parallel  # in each pipeline stage
+    stage = recipe.resources.learner_ranks // model.pipeline_parallel
+    copies, expert_copies = (stage // ranks for ranks in sharing)
     # FP8 matrix units read both factors row by row, so each weight is also kept transposed (Transformer Engine's guide).
     fp8 = 2 * FP8 * (dense + routed) if recipe.model.fp8 != "none" else 0.0
     return fp8 + state_bytes(dense + ends, width, copies, kept) + state_bytes(routed, width, expert_copies, kept)

@@ -104,7 +104,11 @@ class TaskAgents:
         if recipe.data.sandbox == "bubblewrap":
             _check_sandbox()
         for name, task in self._tasks.items():
-            _check(f"{'data.tasks' if name in recipe.data.tasks else 'evaluation.suites'}.{name}.agent", task.agent)
+            key = f"{'data.tasks' if name in recipe.data.tasks else 'evaluation.suites'}.{name}.agent"
+            if isinstance(task.agent, str):
+                check_importable(f"{key}:", task.agent)
+            elif shutil.which(task.agent[0]) is None:
+                raise MegarlError(f"{key}: there is no command {task.agent[0]!r} on PATH")
         self._host = _address(recipe.agent.interface)
 
     def work(self, task: str) -> bool:
@@ -242,15 +246,6 @@ def _check_sandbox() -> None:
     if said:
         advice += "; or set data.sandbox=rlimits if agents may do all that you can"
         raise MegarlError(f"data.sandbox: no agent can be run with bubblewrap here ({said}); {advice}")
-
-
-def _check(key: str, agent: str | tuple[str, ...]) -> None:
-    """Raise MegarlError if the command or function, the value of this key, does not exist."""
-    if not isinstance(agent, str):
-        if shutil.which(agent[0]) is None:
-            raise MegarlError(f"{key}: there is no command {agent[0]!r} on PATH")
-        return
-    check_importable(f"{key}:", agent)
 
 
 def _address(interface: str) -> str:

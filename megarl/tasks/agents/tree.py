@@ -161,10 +161,11 @@ class SessionTree:
             own: list[Segment] = []
             end = shared
             for node in line[len(before) :]:
-                if len(node.put):
-                    own.append(_put_in(node))
+                if n := len(node.put):
+                    zeros, version = np.zeros(n, np.float32), node.segments[0].weight_version
+                    own.append(Segment(tokens=node.put, logprobs=zeros, weight_version=version, trained=False))
                 own += node.segments
-                end += len(node.put) + sum(len(s.tokens) for s in node.segments)
+                end += n + sum(len(s.tokens) for s in node.segments)
                 first[node] = number, end
             segments += own
             paths.append(Branch(segments=len(own), parent=parent, shared=shared))
@@ -188,8 +189,3 @@ def _reasoning_agrees(node: TreeNode, messages: Sequence[CanonicalMessage]) -> b
     return len(known) == len(messages) and all(
         messages[n].reasoning.strip() in ("", known[n].reasoning.strip()) for n in told
     )
-
-
-def _put_in(node: TreeNode) -> Segment:
-    n, version = len(node.put), node.segments[0].weight_version
-    return Segment(tokens=node.put, logprobs=np.zeros(n, np.float32), weight_version=version, trained=False)

@@ -38,10 +38,6 @@ class ChatTemplate:
     variables: Mapping[str, Any]
     path: Path
 
-    def prompt(self, messages: Sequence[Message]) -> str:
-        """Return the text up to the point where the assistant's turn begins."""
-        return self.render(messages)
-
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), reply: bool = True) -> str:
         """Return the text of messages. tools: those that the model may call; reply: whether to add the start of its message."""
         given = {"messages": list(messages), "tools": list(tools) or None, "documents": None}
@@ -64,7 +60,7 @@ class ChatTemplate:
         problem = "it leaves a tool's text out"
         for role in ("tool", "user"):
             try:
-                text = self.prompt([*before, {"role": role, "content": told}])
+                text = self.render([*before, {"role": role, "content": told}])
             except MegarlError as error:
                 problem = str(error)
                 continue

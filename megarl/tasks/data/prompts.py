@@ -119,7 +119,7 @@ def renderer(task: Rows, tokenizer: Tokenizer) -> Render:
 
     def render(text: str, system: str = task.system) -> str:
         before: list[Message] = [{"role": "system", "content": system}] if system else []
-        return chat.prompt([*before, {"role": "user", "content": text}])
+        return chat.render([*before, {"role": "user", "content": text}])
 
     if render("1") == render("2"):  # it may look for other roles, or for a list of parts
         raise MegarlError(f"{chat.path}: the chat template leaves the user's message out")

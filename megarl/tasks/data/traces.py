@@ -124,7 +124,7 @@ def templated(source: Survey, tokenizer: Tokenizer) -> Survey:
         before, (first, *rest) = _parts(raw)
         if isinstance(before, str):
             return replace(spoken(raw), prompt=before)
-        prompt = chat().prompt(before)
+        prompt = chat().render(before)
         if next(is_first, False) and (lacks := _unwritten(chat(), before, first)):
             what = "its template writes %r before an answer like the first, which lacks it; write it into the content"
             log.warning(f"%s: {what}", source.source, lacks)
@@ -139,7 +139,7 @@ def _unwritten(chat: ChatTemplate, before: Sequence[Message], text: str) -> str:
         whole = chat.render([*before, {"role": "assistant", "content": text}], reply=False)
     except MegarlError:  # the text may have it, and the template not take that
         return ""
-    between, found, _ = whole.removeprefix(prompt := chat.prompt(before)).partition(text.strip())
+    between, found, _ = whole.removeprefix(prompt := chat.render(before)).partition(text.strip())
     return between.strip() if found and whole.startswith(prompt) else ""
 
 
