@@ -55,9 +55,7 @@ class HostBytes(NamedTuple):
 
 def check_start(recipe: Recipe, fingerprints: Fingerprints, host_bytes: HostBytes) -> str:
     """Check all that `megarl train` needs, except its inputs and other nodes of a job; return a text of what it would start.
-
-    host_bytes: see check_host.
-    """
+    host_bytes: see check_host."""
     rundir = RunDir(recipe.run.path)
     check_history(recipe, rundir, fingerprints)
     there = next(folder for folder in (rundir.path, *rundir.path.absolute().parents) if os.path.exists(folder))
@@ -120,8 +118,7 @@ def check_cpu(recipe: Recipe, model: str, processes: Mapping[str, int], cores: i
 
 def check_placed(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: HostBytes) -> None:
     """Check that settings which need GPUs have them, that servers can serve these lengths, and that nodes have enough memory.
-    host_bytes: see check_host.
-    """
+    host_bytes: see check_host."""
     learner, resources = placed[Role("learner")], recipe.resources
     if not learner.gpus:
         nodes = {node.name: node.cores for where in placed.values() for node in where.nodes}
@@ -142,8 +139,7 @@ def check_placed(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: HostB
 
 def check_host(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: HostBytes) -> None:
     """Raise MegarlError if a node has less memory than its roles need: learner ranks for writing checkpoints and for AdamW's
-    offloaded share, servers for new weights that wait for their swap and for the experts of each token of KV.
-    """
+    offloaded share, servers for new weights that wait for their swap and for the experts of each token of KV."""
     learner = placed[Role("learner")]
     serving = [at for role, at in placed.items() if role.kind == "server" and at.gpus]
     offloaded = recipe.learner.optimizer_offload > 0
@@ -166,8 +162,7 @@ def check_host(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: HostByt
 
 def check_allocator(recipe: Recipe) -> None:
     """Refuse expandable segments with cuda_ipc: CUDA IPC hands these over as file descriptors, which Linux gives only to a
-    process that may trace the learner.
-    """
+    process that may trace the learner."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         said = os.environ.get(name, "").replace(" ", "").lower()
         if recipe.weights.transport == "cuda_ipc" and "expandable_segments:true" in said:

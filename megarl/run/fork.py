@@ -85,10 +85,8 @@ def begin(recipe: Recipe, rundir: RunDir) -> None:
 
 
 def _forked(state: State, recipe: Recipe, last: Row) -> State:
-    """Return the state that a fork begins with. state: the parent's, without later draws; last: metrics of its last step.
-
-    The parent's tickets are counted as if its batches had the fork's size: D(g) of the next ticket is the fork's first step.
-    """
+    """Return the state that a fork begins with. state: the parent's, without later draws; last: metrics of its last step. The
+    parent's tickets are counted as if its batches had the fork's size: D(g) of the next ticket is the fork's first step."""
     pipeline, step = recipe.pipeline, last["step"] + 1
     law = recipe.batch.prompts, pipeline.max_lag, pipeline.phase_steps
     before, first = recipe.batch.prompts * step, state.admission.next_ticket

@@ -79,10 +79,8 @@ class Signal(NamedTuple):
 
 @dataclass(frozen=True)
 class Alarm:
-    """A signal that was abnormal from step `since` to step `until` (None: it still is), noticed at step `raised`.
-
-    name: of the signal and, if there are several tasks, of the task: pass_rate_fall/math.
-    """
+    """A signal that was abnormal from step `since` to step `until` (None: it still is), noticed at step `raised`. name: of the
+    signal and, if there are several tasks, of the task: pass_rate_fall/math."""
 
     name: str
     since: int

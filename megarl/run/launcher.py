@@ -34,8 +34,7 @@ Still = Literal["stopped", "unheard"]
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 ALIKE = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """Variables on which learner and servers must agree if they share a node; a user's own values are kept. NCCL reads a peer's
-memory by its own setting and fails, or hangs, if the peer's differs; its default is 1, and SGLang sets 0 in its processes.
-"""
+memory by its own setting and fails, or hangs, if the peer's differs; its default is 1, and SGLang sets 0 in its processes."""
 LEARNER = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 """Only then do megatron's ranks compute while tensor and sequence parallelism send. SGLang sets 8 for itself."""
 PINNED = "pinned_max_round_threshold_mb"
@@ -173,10 +172,8 @@ class LocalLauncher:
 
 
 class LocalProcess:
-    """A session leader and everything it started.
-
-    whole: all descendants belong to the role, even in sessions of their own (as torchrun's ranks, unlike a grader's programs).
-    """
+    """A session leader and everything it started. whole: all descendants belong to the role, even in sessions of their own (as
+    torchrun's ranks, unlike a grader's programs)."""
 
     def __init__(self, process: subprocess.Popen[bytes], whole: bool) -> None:
         self._process, self._whole = process, whole

@@ -29,10 +29,8 @@ OF_SLURM = "slurm"
 @dataclass(frozen=True)
 class Node:
     """A node. `name` is Slurm's, or this machine's. Roles listen on `address`, which belongs to network interface `interface`.
-
     gpus: names for CUDA_VISIBLE_DEVICES. memory: all that we may use, in bytes. ports: free ones. host: the machine's name,
-    which several nodes of a test may share.
-    """
+    which several nodes of a test may share."""
 
     name: str
     host: str
@@ -65,8 +63,7 @@ CGROUP, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 def memory() -> int:
     """Return the bytes of memory that this process may use: the machine's, or less by a limit of its control groups. Slurm
-    kills processes of a job that exceed its --mem, and a container engine those of a container.
-    """
+    kills processes of a job that exceed its --mem, and a container engine those of a container."""
     limits = [psutil.virtual_memory().total]
     with suppress(OSError):
         for line in CGROUP.read_text().splitlines():
@@ -83,10 +80,8 @@ def memory() -> int:
 
 def address_of(interface: str, peer: str = "") -> str:
     """Return the address of this interface or, for OF_SLURM, of the one that Slurm uses; loopback without a name or a job.
-
     peer: an address on Slurm's network; in a step it is known anyway. MegarlError if there is no such interface with an IPv4
-    address.
-    """
+    address."""
     supervisor = peer or os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")  # in steps
     if not interface or (interface == OF_SLURM and not supervisor):
         return LOOPBACK

@@ -129,11 +129,9 @@ LOWEST_PORT, PORTS_WANTED = 10_000, 5_000
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Return this many distinct ports of `host`, an address of this machine, on which nobody is listening.
-
-    They are below those that the kernel gives to outgoing connections, so that none of these takes one before it is used. They
-    are drawn at random, so that runs that look at the same time find different ones.
-    """
+    """Return this many distinct ports of `host`, an address of this machine, on which nobody is listening. They are below those
+    that the kernel gives to outgoing connections, so that none of these takes one before it is used. They are drawn at random,
+    so that runs that look at the same time find different ones."""
     first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     last = first_outgoing if first_outgoing > LOWEST_PORT + PORTS_WANTED else 65_536
     found: list[int] = []

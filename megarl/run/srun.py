@@ -59,8 +59,7 @@ OF_THE_JOB = (
 )  # fmt: skip
 """Options of `sbatch`, or of the job in which it was called, that srun would take from the environment; launch/slurm/common.sh
 removes the same. A step has all that its job has on a node, and some of these would give it one core (--hint=nomultithread
-implies --exact), one GPU, or end srun, such as two of SLURM_MEM_PER_…. Labels of its output would hide the reports.
-"""
+implies --exact), one GPU, or end srun, such as two of SLURM_MEM_PER_…. Labels of its output would hide the reports."""
 
 
 LAUNCHER = "MEGARL_LAUNCHER"
@@ -177,10 +176,8 @@ class SrunStep:
 
     def status(self) -> int | None:
         """Return the status that the nodes report or, if one did not, srun's: 137 for a killed step, but 0 if its node is lost.
-
-        An srun that was killed, or failed to start the step, may leave the step running. The role counts as running until
-        that step must have ended by itself, so that there are never two.
-        """
+        An srun that was killed, or failed to start the step, may leave the step running. The role counts as running until that
+        step must have ended by itself, so that there are never two."""
         code = self._process.poll()
         if code is None:
             return None
@@ -236,11 +233,9 @@ class SrunStep:
             self._process.stdin.close()
 
     def node_state(self) -> NodeState:
-        """Return "down" if Slurm has lost a node of the step, "silent" if not all nodes have reported, else "up".
-
-        Slurm removes a lost node from the job, but not at once; until then it is silent. Even if it is up again by now, it is
-        no longer ours.
-        """
+        """Return "down" if Slurm has lost a node of the step, "silent" if not all nodes have reported, else "up". Slurm removes
+        a lost node from the job, but not at once; until then it is silent. Even if it is up again by now, it is no longer
+        ours."""
         held = _output(["squeue", "-h", "-j", our_job(), "-o", "%N"]).strip()
         ours = hosts(held) if held else self.names
         states = _output(["sinfo", "-h", "-n", ",".join(self.names), "-o", "%T"]).splitlines()
@@ -251,8 +246,7 @@ class SrunStep:
 
 def gpus_of_a_node() -> list[str]:
     """Return srun's option for a node's GPUs if the job asked for those of all nodes together (`sbatch --gpus`), since a step
-    would ask for as many by default. Each node is taken to have as many as the first one.
-    """
+    would ask for as many by default. Each node is taken to have as many as the first one."""
     here = os.environ.get("SLURM_GPUS_ON_NODE")
     if not here or not re.search(r"TresPerJob=\S*gpu", _output(["scontrol", "show", "job", our_job()])):
         return []
@@ -295,8 +289,7 @@ def checked(nodes: Sequence[Node]) -> tuple[Node, ...]:
 
 def our_job() -> str:
     """Return our job as squeue names it. One task of an array has the array's own id as SLURM_JOB_ID, with which squeue lists
-    the nodes of all tasks, in lines that are no list of hosts.
-    """
+    the nodes of all tasks, in lines that are no list of hosts."""
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
 

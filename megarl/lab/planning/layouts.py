@@ -106,8 +106,7 @@ WAITING = 0.5
 
 def search(problem: PlanningProblem) -> Found:
     """Search all splits and layouts; none if colocated. Where nothing fits, or only learners that wait for the few servers
-    beside them, also with a learner that saves memory.
-    """
+    beside them, also with a learner that saves memory."""
     refused: Counter[str] = Counter()
     if problem.recipe.resources.colocate:
         return Found([], refused, {})

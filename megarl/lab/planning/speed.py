@@ -98,9 +98,7 @@ def _layer_seconds(
 
 def _link_seconds(recipe: Recipe, shape: Architecture, tokens: float, gpu: Gpu, by_node: bool) -> float:
     """Return seconds, in all layers, of those exchanges of tensor, context and expert parallelism that no computation hides.
-
-    by_node: rows for several experts of a node cross the network once, as with DeepEP (github.com/deepseek-ai/DeepEP).
-    """
+    by_node: rows for several experts of a node cross the network once, as with DeepEP (github.com/deepseek-ai/DeepEP)."""
     model, again, row = recipe.model, recipe.learner.recompute, HALF * shape.hidden
     tensor, context, experts = model.tensor_parallel, model.context_parallel, model.expert_parallel
     rate = gpu.nvlink * ASSUMED.network_efficiency
@@ -189,11 +187,9 @@ class Decoder:
         return max(device, chunks * self.host_seconds)
 
     def batch_seconds(self, lengths: np.ndarray, prompt: float, requests: float, limit: float) -> float:
-        """Return seconds until the last of `requests` ends. Completions are like `lengths`; at most `limit` run at once.
-
-        While requests wait, `limit` run, and a prompt is read alone when another request ends; then ever fewer run until the
-        longest ends. prompt: tokens of each prompt.
-        """
+        """Return seconds until the last of `requests` ends. Completions are like `lengths`; at most `limit` run at once. While
+        requests wait, `limit` run, and a prompt is read alone when another request ends; then ever fewer run until the longest
+        ends. prompt: tokens of each prompt."""
         last, mean = min(requests, limit), float(lengths.mean())
         held = prompt + float((lengths**2).mean()) / (2 * mean)  # as in Workload.live_context
         waiting = (requests - last) * (
@@ -222,11 +218,9 @@ class Publication(NamedTuple):
 
 
 def publication(recipe: Recipe, shape: Architecture, gpu: Gpu, devices: int) -> Publication:
-    """Return the cost of sending the whole model to all servers, in buckets.
-
-    Each source of `process_group` is taken to use another network adapter of a server, as long as there are some. A rank of a
-    server copies its part to the host's memory as it arrives, and reads it there for the checksums and for the swap.
-    """
+    """Return the cost of sending the whole model to all servers, in buckets. Each source of `process_group` is taken to use
+    another network adapter of a server, as long as there are some. A rank of a server copies its part to the host's memory as
+    it arrives, and reads it there for the checksums and for the swap."""
     servers, ranks = recipe.resources.servers, recipe.resources.server_tensor_parallel
     size = shape.parameters * WIDTH[recipe.model.dtype]
     bucket = recipe.weights.bucket_mb * 2**20

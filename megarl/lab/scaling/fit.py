@@ -104,8 +104,7 @@ PRIOR = Prior(
     misfits=(0.001, 0.01, 0.03, 0.06, 0.1), length=0.5, seeds=0.04, noises=(0.7, 1.0, 1.4), beyond=(4.0, 3.0),
 )  # fmt: skip
 """What is known without the points. B: 1.1 to 2.4 in the paper's fits, 1.0 to 1.15 in runs of the corpus. seeds: the paper's
-three differ by .015 in A, with a gain of .2. The rest comes from the open part of the corpus (benchmarks/README.md).
-"""
+three differ by .015 in A, with a gain of .2. The rest comes from the open part of the corpus (benchmarks/README.md)."""
 UNKNOWN_NOISE = tuple(np.geomspace(1e-4, 0.3, 12))  # shares of the gain
 
 
@@ -212,9 +211,7 @@ ROUNDS = 40
 
 def least_squares(form: Form, x: Array, y: Array, ceilings: Array, r0_bounds: tuple[float, float]) -> Array:
     """Return the parameters [4] (A, u, w, R_0) with the least sum of squares. x, y: [points]; r0_bounds: equal if R_0 is known.
-
-    It tries every (A, u, w) of a grid, with a free R_0 in closed form; then finer grids around the best (u, w) of each A.
-    """
+    It tries every (A, u, w) of a grid, with a free R_0 in closed form; then finer grids around the best (u, w) of each A."""
     span, (low, high) = np.log(1000.0) if form.log else form.above, form.w_bounds
     u = np.union1d(np.linspace(x.min() - span, x.max() + span, GRID[0]), np.linspace(x.min(), x.max(), INSIDE))
     w = np.linspace(low, high, GRID[1])
@@ -253,8 +250,7 @@ def windowed(
     curves: Sequence[Curve], start: float | None, end: float | None
 ) -> tuple[Array, Array, Array, Array | None, tuple[str, ...]]:
     """Return hours, scores, curve numbers and noise of the points in the window, by ascending hours, and remarks on the window.
-    The noise is None if that of any curve is unknown.
-    """
+    The noise is None if that of any curve is unknown."""
     if len({curve.unit for curve in curves}) > 1:
         raise MegarlError("core-hours and GPU-hours cannot be fitted together")
     if start is not None and end is not None and start >= end:
@@ -314,9 +310,7 @@ def doubts(fit: Fit) -> Iterator[str]:
 
 def _fall(scores: np.ndarray) -> float:
     """Return how far the mean of the last quarter is below that of the best quarter; 0 if noise (3 deviations) explains it.
-
-    Noise is estimated from differences between neighbours, whose variance is twice that of the noise.
-    """
+    Noise is estimated from differences between neighbours, whose variance is twice that of the noise."""
     width = max(2, len(scores) // 4)
     means = np.convolve(scores, np.ones(width) / width, mode="valid")
     noise = math.sqrt(float((np.diff(scores) ** 2).mean()) / 2)

@@ -40,9 +40,7 @@ class EvaluationPoint(NamedTuple):
 
 class VariantResult(NamedTuple):
     """A variant with all its seeds. common [seeds]: pass rates at the compute that every run of the study has reached.
-
-    at_ceiling: the fit with A fixed at the ceiling common to all variants, where exponents B are comparable (compare.py).
-    """
+    at_ceiling: the fit with A fixed at the ceiling common to all variants, where exponents B are comparable (compare.py)."""
 
     variant: str
     runs: tuple[tuple[EvaluationPoint, ...], ...]

@@ -129,10 +129,9 @@ def _rungs(recipes: Mapping[str, Recipe], how: SearchOptions) -> list[int]:
 
 
 def advance(study: Study, console: Console, index: int | None = None) -> int:
-    """Go through the rungs, or run task `index`'s part of the present one. Return 0; 1: a run failed; 128 + signal: stopped.
-
-    A failed run is tried again as long as its rung is not decided; with an `index`, as one of several jobs, it counts as ended.
-    """
+    """Go through the rungs, or run task `index`'s part of the present one. Return 0; 1: a run failed; 128 + signal: stopped. A
+    failed run is tried again as long as its rung is not decided; with an `index`, as one of several jobs, it counts as
+    ended."""
     alive, status = study.variants, 0
     for stage in (study.trunk, *(replace(study, steps=step) for step in (*study.rungs, _total(study)))):
         if stage.variants == study.variants:

@@ -196,12 +196,9 @@ class Rendering:
 
 
 def tail_problem(chat: ChatTemplate, rendering: Rendering) -> str:
-    """Return how a tail rendered alone differs from the one in a whole conversation, or that no tail can be rendered alone;
-    "" if all is well.
-
-    Tried: the results of two parallel calls, the result of one more call, and a user's message after an answer. A request
-    whose tail cannot be determined is rendered whole, which is a problem only if it is so for all of them.
-    """
+    """Return how a tail rendered alone differs from the one in a whole conversation, or that no tail can be rendered alone; ""
+    if all is well. Tried: the results of two parallel calls, the result of one more call, and a user's message after an answer.
+    A request whose tail cannot be determined is rendered whole, which is a problem only if it is so for all of them."""
     calls = [ToolCall(f"call0000{n}", NAME, {KEY: VALUE}) for n in range(3)]
     answers = [CanonicalMessage("assistant", SAID, made) for made in (tuple(calls[:2]), tuple(calls[2:]), ())]
     results = [CanonicalMessage("tool", f"result {n}", answers=call.id) for n, call in enumerate(calls)]

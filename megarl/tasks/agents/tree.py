@@ -124,10 +124,8 @@ class SessionTree:
         node.delivered = self.moment()
 
     def superseded(self, node: TreeNode) -> bool:
-        """Return whether the agent, after receiving this answer, sent the same request again instead of continuing from it.
-
-        The answers of parallel sub-agents with the same request are not superseded: both asked before either was answered.
-        """
+        """Return whether the agent, after receiving this answer, sent the same request again instead of continuing from it. The
+        answers of parallel sub-agents with the same request are not superseded: both asked before either was answered."""
         siblings = node.parent.children if node.parent is not None else [n for n in self.nodes if n.parent is None]
         return not node.children and any(
             other.key.digest() == node.key.digest() and other.delivered >= 0 and other.asked > node.delivered

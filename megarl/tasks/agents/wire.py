@@ -35,11 +35,9 @@ type Content = str | Sequence[TextPart] | None
 
 
 class WireProtocol:
-    """A provider's format for requests, answers and errors.
-
-    body: the fields that are read; others are ignored. conversation: the field with the messages, which `parse` leaves as
-    JSON. refused: the fields that are refused unless they are null, false, 0 or empty, each with the reason.
-    """
+    """A provider's format for requests, answers and errors. body: the fields that are read; others are ignored. conversation:
+    the field with the messages, which `parse` leaves as JSON. refused: the fields that are refused unless they are null, false,
+    0 or empty, each with the reason."""
 
     path: str
     conversation: ClassVar[str] = "messages"

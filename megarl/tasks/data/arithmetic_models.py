@@ -77,10 +77,8 @@ def write_task(
     kinds: Mapping[str, float],
     trace: Callable[[Exercise, str, random.Random], str | list[str]],
 ) -> dict[str, list[JsonObject]]:
-    """Write heldout.jsonl, train.jsonl and sft.jsonl, each complete or not at all; return the rows of the first two.
-
-    All prompts are distinct, and no trace is of a held-out problem. kinds: the share of each kind of trace.
-    """
+    """Write heldout.jsonl, train.jsonl and sft.jsonl, each complete or not at all; return the rows of the first two. All
+    prompts are distinct, and no trace is of a held-out problem. kinds: the share of each kind of trace."""
     drawn: dict[Exercise, None] = {}
     while len(drawn) < HELDOUT_PROMPTS + TRAIN_PROMPTS:
         drawn[draw(rng)] = None

@@ -20,8 +20,7 @@ type Message = Mapping[str, Any]
 
 TODAY = datetime(2024, 7, 26)
 """The date for templates that write today's: with the real one, prompts would change overnight, and a run could not be resumed.
-It is the one that Llama 3.2's template writes when it is given no clock.
-"""
+It is the one that Llama 3.2's template writes when it is given no clock."""
 
 OURS = ("messages", "tools", "documents", "add_generation_prompt")
 """What `ChatTemplate.render` sets."""
@@ -29,10 +28,8 @@ OURS = ("messages", "tools", "documents", "add_generation_prompt")
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A compiled template. path: its directory, for error messages.
-
-    variables: those that are the same for all conversations: `bos_token` and the like, and the recipe's `template_options`.
-    """
+    """A compiled template. path: its directory, for error messages. variables: those that are the same for all conversations:
+    `bos_token` and the like, and the recipe's `template_options`."""
 
     template: Any
     variables: Mapping[str, Any]
@@ -49,11 +46,8 @@ class ChatTemplate:
 
     def around_reply(self, end: str) -> tuple[str, str, bool]:
         """Return the text before and after a tool's reply, between two turns of the assistant, and whether the template writes
-        the reply as a JSON string, as Llama 3's does. end: the text that ends a turn.
-
-        The reply is a message with the role `tool`, or `user` if the template does not support tools. MegarlError if neither
-        works.
-        """
+        the reply as a JSON string, as Llama 3's does. end: the text that ends a turn. The reply is a message with the role
+        `tool`, or `user` if the template does not support tools. MegarlError if neither works."""
         said, told = "said-by-the-assistant", 'told-by-the-"tool"'
         in_json = json.dumps(told)[1:-1]
         before: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]

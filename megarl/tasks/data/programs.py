@@ -121,10 +121,8 @@ def _as_json(tests: Sequence[Mapping[str, str]]) -> str:
 
 
 def _test(test: Raw, named: str | None, raw: Raw) -> dict[str, str]:
-    """Convert one test. In LiveCodeBench, a functional test's arguments are JSON values, one per line.
-
-    In sets derived from APPS they are a list, and the result is wrapped in a list of one.
-    """
+    """Convert one test. In LiveCodeBench, a functional test's arguments are JSON values, one per line. In sets derived from
+    APPS they are a list, and the result is wrapped in a list of one."""
     if test.get("testtype") == "functional":
         function = _decoded(raw.get("metadata"), "metadata")
         function = function.get("func_name") if isinstance(function, Mapping) else None

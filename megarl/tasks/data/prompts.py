@@ -130,8 +130,7 @@ def renderer(task: Rows, tokenizer: Tokenizer) -> Render:
 
 def endless(chat: ChatTemplate, tokenizer: Tokenizer) -> str:
     """Return what is wrong if no completion ends where the template ends a turn, as with Qwen2.5's base models; else an empty
-    text. A template that writes nothing after a turn, such as GLM-4.5's, cannot be judged.
-    """
+    text. A template that writes nothing after a turn, such as GLM-4.5's, cannot be judged."""
     said = "said-by-the-assistant"
     try:
         turns = chat.render([{"role": "user", "content": "?"}, {"role": "assistant", "content": said}], reply=False)

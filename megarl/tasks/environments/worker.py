@@ -88,9 +88,7 @@ class EpisodeReply(Record, frozen=True):
 
 class Episodes:
     """The episodes of this process. mark: called with the number of the episode whose code runs, or 0 when none does.
-
-    MegarlError if the environment is unusable here; to find out, one is instantiated for each task.
-    """
+    MegarlError if the environment is unusable here; to find out, one is instantiated for each task."""
 
     def __init__(self, setup: Setup, tokenizer: Tokenizer, mark: Callable[[int], object]) -> None:
         self._setup, self._mark = setup, mark

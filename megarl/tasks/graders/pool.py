@@ -27,8 +27,7 @@ KILL_MARGIN_S = 2.0
 TRIES = 2
 MOST_FORMULAS = 5000
 """Answers that one process parses. Its parser caches up to 90 KB for each answer forever; at the limit of its memory
-(functions.py) it would find right answers wrong.
-"""
+(functions.py) it would find right answers wrong."""
 
 
 class Pool:

@@ -138,10 +138,8 @@ class Sandbox:
         return await self._tried(lambda: self._run(program, expected=expected, input=given, call=call))
 
     async def run_checked(self, program: str, function: str, check: str) -> Ran:
-        """Run `check(candidate)`, defined by the source `check`, on this function of the program.
-
-        The output is `passed` or nothing. Check and program have a sandbox each and share the time of one. GraderDown as above.
-        """
+        """Run `check(candidate)`, defined by the source `check`, on this function of the program. The output is `passed` or
+        nothing. Check and program have a sandbox each and share the time of one. GraderDown as above."""
         return await self._tried(lambda: self._pair(program, function, check))
 
     async def _tried(self, ran: Callable[[], Awaitable[Ran]]) -> Ran:
