@@ -152,9 +152,8 @@ def transfer(
         record: dict[str, object] = {}
         for key, (middle, low, high) in zip(("A", "B", "C_mid", "R_0"), found.intervals.T.tolist(), strict=True):
             record |= {key: middle, f"{key}_interval": [low, high]}
-        later = [
-            {"hours": h, "pass_rate": m, "interval": [a, b]} for h, (m, a, b) in zip(to, scores.T.tolist(), strict=True)
-        ]
+        each = zip(to, scores.T.tolist(), strict=True)
+        later = [{"hours": h, "pass_rate": m, "interval": [a, b]} for h, (m, a, b) in each]
         print(json.dumps(record | {"scores": later, "unit": unit, "warnings": said}, allow_nan=False))
         return 0
     tables.show(tables.fits([(f"{n:.3g} parameters", one) for n, one in fits.items()]))

@@ -69,9 +69,8 @@ def check_start(recipe: Recipe, fingerprints: Fingerprints, host_bytes: HostByte
         with_gpus = bool(placed[Role("learner")].gpus)
         unit = "GPU" if with_gpus else "core"
         if recipe.run.stop_when and unit not in recipe.run.stop_when:
-            raise MegarlError(
-                f"run.stop_when: {recipe.run.stop_when!r}, but this run counts {unit}-hours; give the price per {unit}-hour"
-            )
+            advice = f"give the price per {unit}-hour"
+            raise MegarlError(f"run.stop_when: {recipe.run.stop_when!r}, but this run counts {unit}-hours; {advice}")
     else:
         with_gpus = True  # the nodes report their GPUs when the run starts
     gpus = devices.needed(recipe) if with_gpus else 0
@@ -150,9 +149,8 @@ def check_host(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: HostByt
         if needed > node.memory:
             of_ranks = f"learner ranks for checkpoints, {ranks} x {host_bytes.rank / 1e9:.0f} GB"
             of_servers = f"servers for new weights and tokens' experts, {servers:g} x {host_bytes.server / 1e9:.0f} GB"
-            each = " and ".join(
-                text for text, count in ((of_ranks, ranks), (of_servers, servers * host_bytes.server)) if count
-            )
+            parts = (of_ranks, ranks), (of_servers, servers * host_bytes.server)
+            each = " and ".join(text for text, count in parts if count)
             lower = ", or lower learner.optimizer_offload" if offloaded and ranks else ""
             raise MegarlError(
                 f"resources: {node.name} has {node.memory / 1e9:.0f} GB of memory, and {each} need {needed / 1e9:.0f} GB; "

@@ -32,9 +32,8 @@ def check(recipe: Recipe) -> None:
     path, step = recipe.run.forked
     parent, made = RunDir.opened(path), {row["step"] for row in latest_rows(RunDir(path).metrics)}
     if step - 1 not in made:
-        raise MegarlError(
-            f"run.fork: {path} has made {max(made, default=-1) + 1} steps, not {step}; give one that it made"
-        )
+        advice = "give one that it made"
+        raise MegarlError(f"run.fork: {path} has made {max(made, default=-1) + 1} steps, not {step}; {advice}")
     if step >= recipe.run.steps:
         raise MegarlError(f"run.steps: {recipe.run.steps}, and the fork begins after step {step}; give it more steps")
     before, start, reader = load(str(parent.recipe)), _start(parent, step), JournalReader(parent.rollouts)

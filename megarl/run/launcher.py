@@ -123,9 +123,8 @@ def _allocator(expandable: bool) -> dict[str, str]:
     """Return torch's settings for memory allocation: the user's, and `PINNED` and perhaps `EXPANDABLE` if they lack them."""
     said = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     ours = {PINNED: "1"} | ({EXPANDABLE: "True"} if expandable else {})
-    return {
-        "PYTORCH_ALLOC_CONF": ",".join([*filter(None, [said]), *(f"{k}:{v}" for k, v in ours.items() if k not in said)])
-    }
+    lacking = [f"{key}:{value}" for key, value in ours.items() if key not in said]
+    return {"PYTORCH_ALLOC_CONF": ",".join([*filter(None, [said]), *lacking])}
 
 
 class LocalLauncher:

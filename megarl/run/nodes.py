@@ -134,9 +134,8 @@ def main(arguments: list[str]) -> int:
     count, interface, run = arguments
     try:
         if not (Path(run) / ".lock").exists():
-            raise MegarlError(
-                f"{Path(run).absolute()} is not there; run.dir must be on a file system that all nodes share"
-            )
+            advice = "run.dir must be on a file system that all nodes share"
+            raise MegarlError(f"{Path(run).absolute()} is not there; {advice}")
         node = here(int(count), interface)
         for line in told(node):
             sys.stdout.buffer.write(line)

@@ -116,9 +116,8 @@ def lock(folder: Path, command: str, key: str) -> Iterator[None]:
             what = f"another `{command}` (process {file.read(100).decode()}) is at work there; end it, or give another {key}"
             raise MegarlError(f"{folder}: {what}") from None
         except OSError as error:
-            raise MegarlError(
-                f"{folder}: cannot be locked: {error.strerror}; the file system must support flock (Lustre: mount -o flock)"
-            ) from None
+            advice = "the file system must support flock (Lustre: mount -o flock)"
+            raise MegarlError(f"{folder}: cannot be locked: {error.strerror}; {advice}") from None
         with writing(folder / ".lock"):
             file.truncate(0)
             file.write(f"{os.getpid()} on {socket.gethostname()}".encode())

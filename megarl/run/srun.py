@@ -114,9 +114,8 @@ class SrunLauncher:
                 timeout=SURVEY_LIMIT_S, env=environment(),
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            raise MegarlError(
-                f"the nodes {', '.join(names)} did not all answer within {SURVEY_LIMIT_S:g} s; see `scontrol show node`"
-            ) from None
+            late = f"did not all answer within {SURVEY_LIMIT_S:g} s; see `scontrol show node`"
+            raise MegarlError(f"the nodes {', '.join(names)} {late}") from None
         answers = gathered(done.stdout.splitlines())
         missing = [name for name in names if name not in answers or len(answers[name].ports) < ports]
         if done.returncode or missing:

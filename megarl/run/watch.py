@@ -77,11 +77,10 @@ class Watch:
         away = []
         for server in status.servers:
             role = Role("server", server.id)
+            noticed = at - self._started.get(role, at) > MISSED_S
             if server.state.startswith(AWAY):
                 away.append(role)
                 self._seen.setdefault(role, "away")
-            elif role in self._seen or (
-                server.state.startswith("clean") and at - self._started.get(role, at) > MISSED_S
-            ):
+            elif role in self._seen or (server.state.startswith("clean") and noticed):
                 self._seen[role] = "there"
         return away

@@ -243,9 +243,8 @@ class Architecture:
         [tokens, layers with experts, chosen] uint8, or int16 where there are more experts. reply: base64 of int32 [tokens, all
         layers, chosen]."""
         if not reply:
-            raise MegarlError(
-                "a server did not say which experts it chose: was it started with model.moe.routing_replay?"
-            )
+            asked = "was it started with model.moe.routing_replay?"
+            raise MegarlError(f"a server did not say which experts it chose: {asked}")
         table = np.frombuffer(base64.b64decode(reply), "<i4").reshape(-1, self.layers, self.experts_per_token)
         return table[:, self.expert_layers].astype(np.uint8 if self.experts <= 256 else np.int16)
 

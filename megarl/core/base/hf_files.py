@@ -71,9 +71,8 @@ def check_head(model: Path) -> None:
             try:
                 header = json.loads(opened.read(begin - 8))
             except (ValueError, MemoryError, OverflowError) as error:
-                raise MegarlError(
-                    f"{file}: weights unreadable or incomplete ({error}); fetch this file again"
-                ) from None
+                advice = "fetch this file again"
+                raise MegarlError(f"{file}: weights unreadable or incomplete ({error}); {advice}") from None
         for name in header:
             if name.endswith(("lm_head.weight", "embed_tokens.weight")):
                 first, end = header[name]["data_offsets"]

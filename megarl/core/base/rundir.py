@@ -157,9 +157,8 @@ class RunDir:
         except FileNotFoundError:
             raise MegarlError(f"{path}: no such file; the run is not live. Start it with `megarl train`.") from None
         except msgspec.DecodeError as error:
-            raise MegarlError(
-                f"{path}: this version of megarl cannot read it: {error}; use the run's version"
-            ) from None
+            advice = "use the run's version"
+            raise MegarlError(f"{path}: this version of megarl cannot read it: {error}; {advice}") from None
 
     def write_endpoints(self, endpoints: Endpoints) -> None:
         write_atomically(self.endpoints_file, msgspec.json.encode(endpoints), mode=0o600)

@@ -88,30 +88,25 @@ class Controller:
     ) -> None:
         salt = uuid.uuid4().hex[:8]  # new in each life: prefixes cached for an earlier life are of older weights
         self.recipe, self.rundir, pipeline = recipe, RunDir(recipe.run.path), recipe.pipeline
-        rundir, endpoints = self.rundir, self.rundir.endpoints()
+        rundir, endpoints, changed = self.rundir, self.rundir.endpoints(), self._on_change
         journal = Journal.open(rundir.rollouts, recipe.batch.prompts, pipeline.max_lag, pipeline.phase_steps)
         clock.start(rundir.rollouts / "lock")
         journal.append(session_of(rundir))
         self._address = endpoints.controller
         self.link = Link(self._address, endpoints.link)
         spans.write_to(rundir.trace / "controller.jsonl")
-        self.servers = Servers(recipe, endpoints, self._on_change)
+        self.servers = Servers(recipe, endpoints, changed)
         self.places = self.servers.places
         self.environments, self.agents = tasks.environments(), tasks.agents()
         self.sampler = Sampler(recipe, tokenizer, self.servers, self.environments, self.agents, positions(recipe))
         self.graders = tasks.graders()
         self.teacher = TeacherServers(recipe, endpoints) if recipe.teachers else None
         self.records = JournalWriter(journal)
-        self.parity = Parity(
-            recipe, tokenizer.end, in_directory(recipe.model.path), self.servers, self._on_change, self._fail, salt
-        )
-        mixture = mixture_of(recipe, tasks.prompts, journal.state)
-        self.tickets = Tickets(
-            recipe, tasks.prompts, mixture, self.sampler, self.graders, self.parity, salt, self.teacher
-        )
-        self.pipeline = Pipeline(
-            recipe, self.records, self.places, self.tickets, self._on_change, recipe.run.steps, recipe.run.steps
-        )
+        model, prompts, steps = in_directory(recipe.model.path), tasks.prompts, recipe.run.steps
+        self.parity = Parity(recipe, tokenizer.end, model, self.servers, changed, self._fail, salt)
+        mixture = mixture_of(recipe, prompts, journal.state)
+        self.tickets = Tickets(recipe, prompts, mixture, self.sampler, self.graders, self.parity, salt, self.teacher)
+        self.pipeline = Pipeline(recipe, self.records, self.places, self.tickets, changed, steps, steps)
         self.compute = ComputeClock(journal.state, recipe.resources)
         self.meter = Meter(self.places)
         asker = Asker(recipe, tokenizer, self.sampler, self.graders, servers=frozenset(), salt=salt, at_once=0)
@@ -155,9 +150,8 @@ class Controller:
         """Note that a new learner has taken over: the earlier one is gone, and its running publications will never end."""
         broken = self.servers.membership.new_learner()
         if broken:
-            log.warning(
-                "publication to %s broke off; their requests continue elsewhere from their last tokens", listed(broken)
-            )
+            said = "publication to %s broke off; their requests continue elsewhere from their last tokens"
+            log.warning(said, listed(broken))
         for server in broken:
             self._tasks.create_task(self.servers.abort(server))
 
@@ -246,16 +240,14 @@ class Controller:
         self.phase = "replay" if decision.replay else "train"
         if not decision.replay:
             self.pipeline.window.taken(decision.step)
-        step, replay, spent = decision.step, decision.replay, self.compute.spent()
+        step, replay, spent, held = decision.step, decision.replay, self.compute.spent(), self.compute.held
         spans.event("controller/batches", f"batch {step}", step=step, replay=replay, tickets=list(tickets))
         running, ahead = float(len(self.pipeline.running)), float(self.pipeline.ahead(step))
         stats = batch_statistics(batch, self.recipe.all_groups_teach) | spent.row() | self.meter.step()
         stats |= task_statistics(batch, self.recipe)
         stats |= draw_metrics(self.tickets.mixture) | {"tickets_running": running, "tickets_ahead": ahead}
         stats |= self.parity.metrics() | {"window": self.pipeline.window.batches}
-        return Train(
-            batch=batch, compute_hours=spent.total, compute_devices=self.compute.held, stats=stats, replay=replay
-        )
+        return Train(batch=batch, compute_hours=spent.total, compute_devices=held, stats=stats, replay=replay)
 
     # Changes of state, and the end of the run.
 

@@ -142,8 +142,6 @@ def _decoded[T: (Answer, Result)](path: Path, number: int, data: bytes, kind: ty
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     if result.schema_version != SCHEMA_VERSION:
-        version = result.schema_version
-        raise MegarlError(
-            f"{path}:{number}: written in schema version {version}, this version of megarl reads {SCHEMA_VERSION}"
-        )
+        made = f"written in schema version {result.schema_version}"
+        raise MegarlError(f"{path}:{number}: {made}, this version of megarl reads {SCHEMA_VERSION}")
     return result

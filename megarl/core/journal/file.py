@@ -130,9 +130,8 @@ def record_of(path: Path, entry: Entry, payload: bytes) -> JournalRecord:
     try:
         return decode(payload, JournalRecord)
     except msgspec.MsgspecError as error:
-        raise MegarlError(
-            f"{path}: offset {entry.offset}: not a record that this version of megarl knows: {error}"
-        ) from None
+        why = f"not a record that this version of megarl knows: {error}"
+        raise MegarlError(f"{path}: offset {entry.offset}: {why}") from None
 
 
 def read(path: Path, offset: int) -> JournalRecord:

@@ -131,9 +131,8 @@ class JournalReader:
         gone = [self._file(n).name for n in range(max(there, default=0)) if n not in there]
         names = ", ".join(gone[:3]) + " …" * (len(gone) > 3)
         lost = f"; {names} may have had it, but is missing" if gone else ""
-        raise MegarlError(
-            f"{self.path}: ticket {ticket} has no group here: it is unfinished, removed or dropped (journal.keep){lost}"
-        )
+        why = f"it is unfinished, removed or dropped (journal.keep){lost}"
+        raise MegarlError(f"{self.path}: ticket {ticket} has no group here: {why}")
 
     def _finished_before(self, number: int, ticket: int) -> bool:
         """Return whether the ticket was finished or removed before this file was begun."""

@@ -78,9 +78,8 @@ class Checkpoints:
             return
         begin = time.monotonic()
         model, critic = trainer.recipe.model.model_dump(mode="json"), trainer.critic is not None
-        meta = checkpoint.CheckpointMeta(
-            step=step, version=step, hf_source=str(self.hf_source), model=model, critic=critic
-        )
+        source = str(self.hf_source)
+        meta = checkpoint.CheckpointMeta(step=step, version=step, hf_source=source, model=model, critic=critic)
         with out_of_memory_named("learner.optimizer_offload", "gathering the optimiser for a checkpoint; set it"):
             state = _state(trainer, is_loading=False)
         request = checkpoint.begin(path, state, meta)

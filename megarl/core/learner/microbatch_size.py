@@ -39,9 +39,8 @@ type Memory = Callable[[Callable[[], None]], float]
 def gpu_memory() -> Memory:
     """Return a `Memory` for this rank's GPU. A trial may use the memory that others leave free after it."""
     if not torch.cuda.is_available():
-        raise MegarlError(
-            "learner.microbatch_tokens: auto tries sizes on a GPU, but this machine has none; give a number"
-        )
+        advice = "give a number"
+        raise MegarlError(f"learner.microbatch_tokens: auto tries sizes on a GPU, but this machine has none; {advice}")
 
     def used(trial: Callable[[], None]) -> float:
         torch.cuda.empty_cache()

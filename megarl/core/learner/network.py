@@ -95,9 +95,8 @@ class Network:
     def full_memory_named(self) -> AbstractContextManager[None]:
         """Return a context for work on micro-batches. If a GPU runs out of memory in it, the error says what to change."""
         advice = "lower it, set learner.recompute=full or learner.optimizer_offload"
-        return out_of_memory_named(
-            "learner.microbatch_tokens", f"with {self.microbatch_tokens} tokens per micro-batch; {advice}"
-        )
+        what = f"with {self.microbatch_tokens} tokens per micro-batch; {advice}"
+        return out_of_memory_named("learner.microbatch_tokens", what)
 
     def plan(self, sequences: Sequence[TrainSequence]) -> MicroBatchPlan:
         return plan([len(s) for s in sequences], self.microbatch_tokens, self.layout, self.cost)

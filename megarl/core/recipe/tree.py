@@ -133,9 +133,8 @@ class Task(Rows):
     def a_source_or_a_number(cls, heldout: Any) -> Any:
         if isinstance(heldout, str) or (type(heldout) is int and heldout > 0):
             return heldout
-        raise ValueError(
-            f"should be a file or hub:… of prompts, or how many rows of train to hold out, got {heldout!r}"
-        )
+        should = "should be a file or hub:… of prompts, or how many rows of train to hold out"
+        raise ValueError(f"{should}, got {heldout!r}")
 
 
 class Suite(Rows):

@@ -43,9 +43,8 @@ def check(recipe: Recipe, cuda: bool) -> None:
             f"about serving.max_running_requests x typical length, at least {longest}"
         )
     if serving.kv_tokens is not None and serving.kv_tokens < longest:
-        raise MegarlError(
-            f"serving.kv_tokens: {serving.kv_tokens} cannot hold one longest sequence of {longest} tokens (length.*)"
-        )
+        what = f"one longest sequence of {longest} tokens (length.*)"
+        raise MegarlError(f"serving.kv_tokens: {serving.kv_tokens} cannot hold {what}")
     if recipe.lends_memory and cuda and find_spec("torch_memory_saver") is None:
         raise MegarlError(
             "resources.colocate: to lend memory to the learner needs the package torch_memory_saver, which is not installed; "
@@ -138,9 +137,8 @@ def _check_llama4(path: str, model: Architecture, longest: int, cuda: bool) -> N
         )
     step, chunk = model.expert_step, model.attention_chunk
     if model.expert_layers != tuple(range(step - 1, model.layers, step)):
-        raise MegarlError(
-            f"{path}: moe_layers in config.json: SGLang puts experts where interleave_moe_layer_step={step} says"
-        )
+        where = f"where interleave_moe_layer_step={step} says"
+        raise MegarlError(f"{path}: moe_layers in config.json: SGLang puts experts {where}")
     if cuda and chunk and chunk < longest and model.name == TEXT_ONLY:
         raise MegarlError(
             f"length: prompt_tokens + thinking_tokens + answer_tokens is {longest}, but on a GPU SGLang does not divide the "

@@ -236,9 +236,8 @@ def free_and_total() -> list[tuple[int, int]]:
         lines = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True).stdout.splitlines()
         return [(int(free), int(total)) for free, total in (line.split(",") for line in lines)]
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise MegarlError(
-            f"serving.memory_fraction: nvidia-smi does not say how much memory is free ({error}); is the driver installed?"
-        ) from None
+        why = f"nvidia-smi does not say how much memory is free ({error}); is the driver installed?"
+        raise MegarlError(f"serving.memory_fraction: {why}") from None
 
 
 def static_fraction(share: float, memory: list[tuple[int, int]]) -> float:

@@ -150,9 +150,8 @@ class Publisher:
         found, failed = fleet.each(fleet.servers, lambda server: server.checksums())
         wrong = [i for i, (whole, _) in found.items() if whole != expected[i]]
         if wrong:
-            log.warning(
-                "%s: not the weights that were sent; sending all values of version %d", listed(wrong), fleet.version
-            )
+            said = "%s: not the weights that were sent; sending all values of version %d"
+            log.warning(said, listed(wrong), fleet.version)
         return bool(wrong or failed)
 
     async def _stop(self, server: ServerClient) -> None:

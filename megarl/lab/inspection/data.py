@@ -84,9 +84,8 @@ def inspect(
     console = Console()
     if not is_source(source):
         if mapping or columns:
-            raise MegarlError(
-                "--mapping, --column: not with a recipe, whose tasks have them (data.tasks.NAME.mapping, .columns)"
-            )
+            why = "not with a recipe, whose tasks have them (data.tasks.NAME.mapping, .columns)"
+            raise MegarlError(f"--mapping, --column: {why}")
         _inspect_recipe(load(source, overrides), tokenizer, samples, console)
         return 0
     counter = load_tokenizer(tokenizer) if tokenizer else None

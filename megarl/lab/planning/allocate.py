@@ -143,9 +143,8 @@ def splits(
             found.append(BudgetSplit(n, ranked[0], *scores))
     if not found:
         what = f"one answer to each prompt takes {amount(answers * one)} hours"
-        raise MegarlError(
-            f"--answers: {what if one < math.inf else 'no evaluation tells the cost'}; nothing is left to train"
-        )
+        what = what if one < math.inf else "no evaluation tells the cost"
+        raise MegarlError(f"--answers: {what}; nothing is left to train")
     return found
 
 

@@ -192,9 +192,8 @@ class Decoder:
         ends. prompt: tokens of each prompt."""
         last, mean = min(requests, limit), float(lengths.mean())
         held = prompt + float((lengths**2).mean()) / (2 * mean)  # as in Workload.live_context
-        waiting = (requests - last) * (
-            mean * self.step_seconds(last, last * held) / last + self.prefill_seconds(prompt)
-        )
+        each = mean * self.step_seconds(last, last * held) / last + self.prefill_seconds(prompt)
+        waiting = (requests - last) * each
         ends = np.quantile(lengths, np.arange(1, TAIL_PARTS + 1) / TAIL_PARTS)
         begins = np.concatenate([[0.0], ends[:-1]])
         tail = 0.0

@@ -56,9 +56,8 @@ class CellLaw:
         self.centre = batches.mean(0)
         hours, self.y, number, noise, _ = windowed(curves, 0.0, None)
         if noise is None:
-            raise MegarlError(
-                "--curves: no number of answers is known for the scores; give run directories, or a column `answers`"
-            )
+            advice = "give run directories, or a column `answers`"
+            raise MegarlError(f"--curves: no number of answers is known for the scores; {advice}")
         if len(self.y) < 6:
             raise MegarlError(f"{len(self.y)} scores in all runs; the law over batches needs 6 or more: train further")
         self.scale = float(hours.max())

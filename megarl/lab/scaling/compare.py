@@ -89,9 +89,8 @@ def compare(runs: Mapping[str, Sequence[Curve]], **options: Unpack[FitOptions]) 
     if given := options.get("ceiling"):
         for name, found in fits.items():
             if (reached := float(found(found.hours[-1:])[0])) > given + SAME_CEILING:
-                raise MegarlError(
-                    f"--ceiling is {given:g}, and {name} has reached {reached:.3f}; give one that no run has passed"
-                )
+                advice = "give one that no run has passed"
+                raise MegarlError(f"--ceiling is {given:g}, and {name} has reached {reached:.3f}; {advice}")
     ceiling = given or _pooled(fits.values())
     common: FitOptions = {**options, "ceiling": ceiling}
     at_ceiling = {name: fit(runs[name], **common) for name in fits} if len(fits) > 1 else {}

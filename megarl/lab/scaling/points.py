@@ -193,9 +193,8 @@ def _unit(where: str, rows: Sequence[tuple[str, Row]], hours: str) -> str:
     """Return the unit of compute that the rows state; if none does, GPU-hours, or the column's own name if it has no hours."""
     stated = {str(row["compute_unit"]) for _, row in rows if row.get("compute_unit")}
     if len(stated) > 1 or not stated <= HOURS.keys():
-        raise MegarlError(
-            f"{where}: compute_unit is {', '.join(sorted(stated))}; it is gpu or core, the same in all rows"
-        )
+        advice = "it is gpu or core, the same in all rows"
+        raise MegarlError(f"{where}: compute_unit is {', '.join(sorted(stated))}; {advice}")
     return next(iter(stated), "gpu" if "hour" in hours.lower() else hours)
 
 

@@ -100,9 +100,8 @@ def arms(names: Sequence[str], overrides: Sequence[str], vary: Sequence[str]) ->
             found[arm] = recipe
             if (twin := first.setdefault(dump(recipe.model_copy(update={"run": run})), pairs)) is not pairs:
                 same = " and ".join(" ".join(map("=".join, each)) for each in (twin, pairs))
-                raise MegarlError(
-                    f"--vary: {same} make the same recipe, as every run gets the study's seeds; leave one out"
-                )
+                advice = "leave one out"
+                raise MegarlError(f"--vary: {same} make the same recipe, as every run gets the study's seeds; {advice}")
     return found
 
 

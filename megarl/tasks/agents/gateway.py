@@ -101,9 +101,8 @@ class Gateway:
         for key in (request.match_info.get("key", ""), bearer, request.headers.get("x-api-key", "")):
             if key in self._sessions:
                 return self._sessions[key]
-        raise WireError(
-            401, "no session has this key; use the one in OPENAI_API_KEY or ANTHROPIC_API_KEY", "invalid_api_key"
-        )
+        said = "no session has this key; use the one in OPENAI_API_KEY or ANTHROPIC_API_KEY"
+        raise WireError(401, said, "invalid_api_key")
 
     async def _models(self, request: web.Request, protocol: WireProtocol, _session: AgentSession) -> web.Response:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "megarl"}

@@ -98,9 +98,8 @@ class TaskAgents:
         for problem in sorted(problems - {""}):
             log.warning("%s", problem)
         if any(rendering.calls is None for rendering in self._renderings.values()):
-            log.info(
-                "%s: tool calls of the chat template cannot be read; agents get all text in `content`", tokenizer.path
-            )
+            said = "%s: tool calls of the chat template cannot be read; agents get all text in `content`"
+            log.info(said, tokenizer.path)
         if recipe.data.sandbox == "bubblewrap":
             _check_sandbox()
         for name, task in self._tasks.items():
@@ -119,12 +118,10 @@ class TaskAgents:
     ) -> AgentRollout:
         if self._gateway is None:
             self._gateway = asyncio.create_task(Gateway(self._host).start())
-        gateway = await asyncio.shield(self._gateway)
+        gateway, rendering = await asyncio.shield(self._gateway), self._renderings[prompt.task]
         async with self._turns.turn(order):
             for left in reversed(range(TRIES)):
-                async with gateway.session(
-                    self._recipe, self._tokenizer, self._renderings[prompt.task], policy
-                ) as session:
+                async with gateway.session(self._recipe, self._tokenizer, rendering, policy) as session:
                     try:
                         why = await self._run(prompt, session, gateway.url, waited)
                     except OSError as error:  # agents may have filled the disk, or taken all processes
@@ -256,6 +253,5 @@ def _address(interface: str) -> str:
     for entry in known.get(interface, []):
         if entry.family.name == "AF_INET":
             return entry.address
-    raise MegarlError(
-        f"agent.interface: {interface!r} is not a network interface with an IPv4 address; known: {', '.join(known)}"
-    )
+    what = f"is not a network interface with an IPv4 address; known: {', '.join(known)}"
+    raise MegarlError(f"agent.interface: {interface!r} {what}")

@@ -183,7 +183,7 @@ def tokens_of(segments: Sequence[Segment]) -> np.ndarray:
 def _reasoning_agrees(node: TreeNode, messages: Sequence[CanonicalMessage]) -> bool:
     """Return whether each reasoning that the agent sends back is the conversation's own."""
     known = (*node.history, node.served)
-    told = [n for n, message in enumerate(messages) if message.reasoning]
-    return len(known) == len(messages) and all(
-        messages[n].reasoning.strip() in ("", known[n].reasoning.strip()) for n in told
-    )
+    if len(known) != len(messages):
+        return False
+    told = (pair for pair in zip(messages, known, strict=True) if pair[0].reasoning)
+    return all(message.reasoning.strip() in ("", ours.reasoning.strip()) for message, ours in told)

@@ -103,9 +103,8 @@ def load_chat(hf_dir: Path | str, options: Mapping[str, Any] = MappingProxyType(
     given = {key: value for key, value in config.items() if key.endswith("_token") and value}
     tokens = {key: value["content"] if isinstance(value, dict) else value for key, value in given.items()
               if isinstance(value, str | dict)}  # fmt: skip
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
+    extensions = [Generation, "jinja2.ext.loopcontrols"]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = TODAY.strftime
@@ -116,9 +115,8 @@ def load_chat(hf_dir: Path | str, options: Mapping[str, Any] = MappingProxyType(
     free = meta.find_undeclared_variables(parsed) - {*OURS, *environment.globals, *tokens}
     if unread := options.keys() - free:
         known = f"of which this one reads {', '.join(sorted(free))}" if free else "and this one reads none"
-        raise MegarlError(
-            f"{folder}: template_options {', '.join(sorted(unread))}: no option of the chat template, {known}"
-        )
+        what = f"template_options {', '.join(sorted(unread))}: no option of the chat template"
+        raise MegarlError(f"{folder}: {what}, {known}")
     return ChatTemplate(template, {**tokens, **options}, folder)
 
 

@@ -117,9 +117,8 @@ class Episodes:
         try:
             if len(message := encode(await self._reply(request))) <= LONGEST:
                 return message
-            return encode(
-                EpisodeReply(call=request.call, error=f"answered {len(message):,} bytes, {LONGEST:,} at most")
-            )
+            error = f"answered {len(message):,} bytes, {LONGEST:,} at most"
+            return encode(EpisodeReply(call=request.call, error=error))
         except Exception as error:  # a number that no record holds, or text that is not Unicode
             said = f"answered something that cannot be encoded ({type(error).__name__})"
             return encode(EpisodeReply(call=request.call, error=said))

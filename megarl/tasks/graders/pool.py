@@ -52,15 +52,13 @@ class Pool:
                 stays = self._grader != "math" or self._asked[starting] < MOST_FORMULAS
                 return verdict
             except TimeoutError:
-                log.warning(
-                    "a grading process hung and is replaced; the answer counts as wrong: %.80r", submission.answer
-                )
+                said = "a grading process hung and is replaced; the answer counts as wrong: %.80r"
+                log.warning(said, submission.answer)
                 return Verdict(WRONG, timeout=True)
             except (OSError, EOFError, RuntimeError, GraderDown, ValueError) as error:
                 why = error
-                log.warning(
-                    "a process of the grader %s failed (attempt %d) and is replaced: %s", self._grader, attempt + 1, why
-                )
+                said = "a process of the grader %s failed (attempt %d) and is replaced: %s"
+                log.warning(said, self._grader, attempt + 1, why)
             finally:
                 if not stays:
                     self._end(starting)
