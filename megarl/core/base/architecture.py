@@ -62,11 +62,9 @@ class Latent:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder. Layers are counted from 0; sizes are numbers of elements.
-
-    router: how experts' outputs (sigmoid: their inputs) are weighted. balanced: by the normalised sigmoids of the chosen ones
-    times router_scale; chosen by sigmoid plus a bias without gradient (arXiv 2408.15664).
-    """
+    """A decoder. Layers are counted from 0; sizes are numbers of elements. router: how experts' outputs (sigmoid: their inputs)
+    are weighted. balanced: by the normalised sigmoids of the chosen ones times router_scale; chosen by sigmoid plus a bias
+    without gradient (arXiv 2408.15664)."""
 
     name: str  # transformers' class, from config.json
     layers: int

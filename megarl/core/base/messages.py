@@ -66,10 +66,8 @@ class ServerResult(Record, frozen=True):
 
 
 class Published(Record, frozen=True, tag="published"):
-    """Publication of `version` has ended. Seconds are the wall time of the slowest server.
-
-    staged: the transfer took place before the pause. resume_seconds includes the swap, if there is one.
-    """
+    """Publication of `version` has ended. Seconds are the wall time of the slowest server. staged: the transfer took place
+    before the pause. resume_seconds includes the swap, if there is one."""
 
     incarnation: Incarnation
     version: Count

@@ -70,11 +70,9 @@ type ServeMetrics = Callable[[Endpoints, Callable[[], StatusAndTotals]], Callabl
 
 
 class Controller:
-    """The controller's parts, connected in the running event loop.
-
-    questions: the questions of each evaluation. forecast: predicts the rest of the run from its scores. watch: compares the
-    reward with a trusted grader. serve_metrics: starts an exporter of the status and returns a function that stops it.
-    """
+    """The controller's parts, connected in the running event loop. questions: the questions of each evaluation. forecast:
+    predicts the rest of the run from its scores. watch: compares the reward with a trusted grader. serve_metrics: starts an
+    exporter of the status and returns a function that stops it."""
 
     def __init__(
         self,

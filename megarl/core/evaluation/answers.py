@@ -25,12 +25,9 @@ SCHEMA_VERSION = 1
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer to one prompt. Texts are as the model saw and wrote them, with special tokens.
-
-    entropy: mean of -log p over the sampled tokens, under the distribution that they were sampled from (nats), an unbiased
-    estimate of its mean entropy per token. With temperature 0 it is the surprise of the greedy tokens at temperature 1. None:
-    nothing was sampled.
-    """
+    """One answer to one prompt. Texts are as the model saw and wrote them, with special tokens. entropy: mean of -log p over
+    the sampled tokens, under the distribution that they were sampled from (nats), an unbiased estimate of its mean entropy per
+    token. With temperature 0 it is the surprise of the greedy tokens at temperature 1. None: nothing was sampled."""
 
     schema_version: int = SCHEMA_VERSION
     suite: str

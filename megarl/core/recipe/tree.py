@@ -632,11 +632,9 @@ class Recipe(Section):
 
     @property
     def generates_meanwhile(self) -> bool:
-        """Whether servers generate while they receive weights, so that they pause only to swap them in.
-
-        Not servers of several GPUs: NCCL allows no operations of two groups at once, and may hang if a broadcast and a sum over
-        a server's GPUs wait for each other (SGLang's pull request 22620).
-        """
+        """Whether servers generate while they receive weights, so that they pause only to swap them in. Not servers of several
+        GPUs: NCCL allows no operations of two groups at once, and may hang if a broadcast and a sum over a server's GPUs wait
+        for each other (SGLang's pull request 22620)."""
         return self.stages_weights and self.resources.server_tensor_parallel == 1
 
     @property

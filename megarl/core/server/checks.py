@@ -53,10 +53,8 @@ def check(recipe: Recipe, cuda: bool) -> None:
 
 
 def undivided(model: Architecture, ranks: int) -> str:
-    """Return what of the model SGLang cannot divide among a server's GPUs, such as `28 attention heads`; empty if nothing.
-
-    It copies heads of k and v to several GPUs if there are more of these.
-    """
+    """Return what of the model SGLang cannot divide among a server's GPUs, such as `28 attention heads`; empty if nothing. It
+    copies heads of k and v to several GPUs if there are more of these."""
     dense = model.feed_forward if model.moe_layers < model.layers else 0
     sizes = [(model.heads, "attention heads"), (dense, "columns of an MLP")]
     sizes += [
