@@ -99,20 +99,14 @@ def check_cpu(recipe: Recipe, model: str, processes: Mapping[str, int], cores: i
         return
     threads = sum(processes.values()) * recipe.resources.threads
     counted = " and ".join(f"{count} {kind}" for kind, count in processes.items())
-    told = (
-        "start it where the GPUs are (`megarl submit` writes a Slurm job, docs/cluster.md), take a smaller recipe "
-        f"(quickstart), or export {LARGE_ON_CPU}=1"
-    )
+    told = "start it where the GPUs are (`megarl submit` writes a Slurm job, docs/cluster.md), take a smaller recipe "
+    told += f"(quickstart), or export {LARGE_ON_CPU}=1"
     if threads > THREADS_A_CORE * cores:
-        raise MegarlError(
-            f"resources: {counted} of {recipe.resources.threads} threads are {threads:,} threads, and this machine has "
-            f"no GPU and {cores} cores; {told}"
-        )
+        many = f"{counted} of {recipe.resources.threads} threads are {threads:,} threads"
+        raise MegarlError(f"resources: {many}, and this machine has no GPU and {cores} cores; {told}")
     if recipe.model.dtype != "fp32" and (count := parameters(Path(model))) > LARGE:
-        raise MegarlError(
-            f"model.dtype: {recipe.model.dtype} for {model}, which has {count / 1e9:.1f}B parameters, and this machine has no "
-            f"GPU: a step would take hours; {told}"
-        )
+        large = f"{model}, which has {count / 1e9:.1f}B parameters, and this machine has no GPU"
+        raise MegarlError(f"model.dtype: {recipe.model.dtype} for {large}: a step would take hours; {told}")
 
 
 def check_placed(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: HostBytes) -> None:
@@ -152,10 +146,8 @@ def check_host(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: HostByt
             parts = (of_ranks, ranks), (of_servers, servers * host_bytes.server)
             each = " and ".join(text for text, count in parts if count)
             lower = ", or lower learner.optimizer_offload" if offloaded and ranks else ""
-            raise MegarlError(
-                f"resources: {node.name} has {node.memory / 1e9:.0f} GB of memory, and {each} need {needed / 1e9:.0f} GB; "
-                f"spread them over more nodes{lower}"
-            )
+            has = f"{node.name} has {node.memory / 1e9:.0f} GB of memory, and {each} need {needed / 1e9:.0f} GB"
+            raise MegarlError(f"resources: {has}; spread them over more nodes{lower}")
 
 
 def check_allocator(recipe: Recipe) -> None:
@@ -164,10 +156,8 @@ def check_allocator(recipe: Recipe) -> None:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         said = os.environ.get(name, "").replace(" ", "").lower()
         if recipe.weights.transport == "cuda_ipc" and "expandable_segments:true" in said:
-            raise MegarlError(
-                f"{name}: expandable_segments:True, whose memory weights.transport=cuda_ipc cannot share; remove it, or set "
-                "weights.transport=disk"
-            )
+            why = "expandable_segments:True, whose memory weights.transport=cuda_ipc cannot share"
+            raise MegarlError(f"{name}: {why}; remove it, or set weights.transport=disk")
 
 
 def check_served(recipe: Recipe, placed: Mapping[Role, Place]) -> None:

@@ -90,19 +90,16 @@ def address_of(interface: str, peer: str = "") -> str:
             try:
                 s.connect((supervisor, DISCARD))  # sends nothing: the kernel chooses the route
             except OSError as error:
-                raise MegarlError(
-                    f"run.interface: slurm: no IPv4 route to {supervisor} ({error.strerror}); name an IPv4 interface "
-                    "(`ip -4 address` lists them)"
-                ) from None
+                advice = "name an IPv4 interface (`ip -4 address` lists them)"
+                why = f"no IPv4 route to {supervisor} ({error.strerror})"
+                raise MegarlError(f"run.interface: slurm: {why}; {advice}") from None
             return str(s.getsockname()[0])
     known = psutil.net_if_addrs()
     for entry in known.get(interface, []):
         if entry.family == socket.AF_INET:
             return entry.address
-    raise MegarlError(
-        f"run.interface: {interface!r} is not a network interface with an IPv4 address of {socket.gethostname()}, which "
-        f"has {', '.join(sorted(known))}"
-    )
+    what = f"not a network interface with an IPv4 address of {socket.gethostname()}"
+    raise MegarlError(f"run.interface: {interface!r} is {what}, which has {', '.join(sorted(known))}")
 
 
 GPUS_A_LINE, PORTS_A_LINE = 12, 64

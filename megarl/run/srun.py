@@ -75,16 +75,13 @@ def chosen(recipe: Recipe, rundir: RunDir) -> Launcher:
     if (parts := int(os.environ.get("SLURM_HET_SIZE", "1"))) > 1 and kind != "local":
         log.warning("this Slurm job has %d parts (--het-group): the run uses the nodes of one part alone", parts)
     if kind == "srun" and not nodes:
-        raise MegarlError(
-            f"{LAUNCHER}: srun works inside a Slurm job (there is no SLURM_JOB_NUM_NODES here); see launch/slurm/ and "
-            "`megarl submit`, or set local"
-        )
+        advice = "see launch/slurm/ and `megarl submit`, or set local"
+        raise MegarlError(f"{LAUNCHER}: srun works inside a Slurm job (there is no SLURM_JOB_NUM_NODES here); {advice}")
     if kind == "srun" or (kind == "auto" and nodes and (nodes > 1 or STEP_COMMAND in os.environ)):
         if missing := [program for program in ("srun", "scontrol", "squeue", "sinfo") if shutil.which(program) is None]:
-            raise MegarlError(
-                f"{LAUNCHER}: {', '.join(missing)} cannot be found, which steps of a Slurm job need; `megarl train` runs on "
-                "the host, the roles in the container (launch/slurm/common.sh)"
-            )
+            where = "`megarl train` runs on the host, the roles in the container (launch/slurm/common.sh)"
+            lacks = f"{', '.join(missing)} cannot be found, which steps of a Slurm job need"
+            raise MegarlError(f"{LAUNCHER}: {lacks}; {where}")
         return SrunLauncher(rundir, recipe.run.interface)
     return LocalLauncher(recipe.run.interface)
 
@@ -102,10 +99,9 @@ class SrunLauncher:
         if not names:
             raise MegarlError(f"scontrol does not know the nodes {os.environ['SLURM_JOB_NODELIST']}; is Slurm down?")
         if len(names) > 1 and not self._interface:
-            raise MegarlError(
-                "run.interface: roles on several nodes need the network on which they trust each other: its name "
-                f"(`ip -4 address` on a node lists them), or {OF_SLURM!r} for the one by which Slurm reaches the nodes"
-            )
+            need = "roles on several nodes need the network on which they trust each other"
+            named = f"its name (`ip -4 address` on a node lists them), or {OF_SLURM!r}"
+            raise MegarlError(f"run.interface: {need}: {named} for the one by which Slurm reaches the nodes")
         self._gpus = gpus_of_a_node()
         arguments = ("-m", "megarl.run.nodes", str(ports), self._interface, str(self._rundir.path))
         try:
@@ -273,10 +269,9 @@ def checked(nodes: Sequence[Node]) -> tuple[Node, ...]:
     if len({node.host for node in nodes}) > 1:
         for node in nodes:
             if node.address.startswith("127."):
-                raise MegarlError(
-                    f"node {node.name}: its address is {node.address}, which no other node can reach; name the network "
-                    "interface with run.interface (`ip -4 address` on a node lists them)"
-                )
+                advice = "name the network interface with run.interface (`ip -4 address` on a node lists them)"
+                why = f"its address is {node.address}, which no other node can reach"
+                raise MegarlError(f"node {node.name}: {why}; {advice}")
     taken: set[tuple[str, int]] = set()
     distinct = []
     for node in nodes:  # nodes on one machine may have found the same ports

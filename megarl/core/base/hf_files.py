@@ -79,10 +79,8 @@ def check_head(model: Path) -> None:
                 stored[name] = np.memmap(file, np.uint8, "r", begin + first, (end - first,))
     both = list(stored.values())
     if len(both) == 2 and not np.array_equal(both[0], both[1]):
-        raise MegarlError(
-            f"{model}: {' and '.join(sorted(stored))} differ, but by tie_word_embeddings in config.json they are the same; "
-            "set it to false to keep the head"
-        )
+        what = "but by tie_word_embeddings in config.json they are the same; set it to false to keep the head"
+        raise MegarlError(f"{model}: {' and '.join(sorted(stored))} differ, {what}")
 
 
 def weight_files(model: Path) -> list[Path]:

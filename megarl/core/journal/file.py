@@ -119,10 +119,8 @@ def _check_tail(path: Path, offset: int, after: bytes) -> None:
     at = after.find(MARK)
     while at >= 0:
         if _entry(after[at : at + RECORD_HEADER.size], 0) is not None:
-            raise MegarlError(
-                f"{path}: damaged at offset {offset} (checksum), with intact records after it; "
-                "restore the file from a backup"
-            )
+            advice = "restore the file from a backup"
+            raise MegarlError(f"{path}: damaged at offset {offset} (checksum), with intact records after it; {advice}")
         at = after.find(MARK, at + 1)
 
 

@@ -334,7 +334,5 @@ class _MetadataUnpickler(pickle.Unpickler):
         known = name in _IN_METADATA.get(module, "").split()
         if known or (module == "torch" and isinstance(torch.__dict__.get(name), torch.dtype)):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(
-            f"it wants to load {module}.{name}, which no checkpoint needs and which may run anything; "
-            "do not trust the source of this checkpoint"
-        )
+        what = "which no checkpoint needs and which may run anything; do not trust the source of this checkpoint"
+        raise pickle.UnpicklingError(f"it wants to load {module}.{name}, {what}")

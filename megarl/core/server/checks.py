@@ -28,15 +28,11 @@ def check(recipe: Recipe, cuda: bool) -> None:
     if model.sinks and cuda and recipe.model.dtype != "bf16":
         raise MegarlError(f"model.dtype: {recipe.model.dtype}: SGLang's GPU kernels take attention sinks in bf16 only")
     if cuda and recipe.model.dtype == "fp32":
-        raise MegarlError(
-            "model.dtype: fp32: SGLang's attention on a GPU takes bf16 and fp16; set one of them, or CUDA_VISIBLE_DEVICES= to "
-            "train a tiny model on the CPU"
-        )
+        advice = "set one of them, or CUDA_VISIBLE_DEVICES= to train a tiny model on the CPU"
+        raise MegarlError(f"model.dtype: fp32: SGLang's attention on a GPU takes bf16 and fp16; {advice}")
     if model.context < longest:
-        raise MegarlError(
-            f"length: prompt_tokens + thinking_tokens + answer_tokens is {longest}, but {path} has positions for "
-            f"{model.context} (max_position_embeddings in its config.json)"
-        )
+        what = f"but {path} has positions for {model.context} (max_position_embeddings in its config.json)"
+        raise MegarlError(f"length: prompt_tokens + thinking_tokens + answer_tokens is {longest}, {what}")
     if serving.kv_tokens is None and not cuda:
         raise MegarlError(
             "serving.kv_tokens: must be set on a machine without a GPU, or SGLang would take most of the memory; "
@@ -113,15 +109,11 @@ def _check_qwen(path: str, model: Architecture) -> None:
     """Refuse settings in config.json that SGLang ignores."""
     usual = model.hidden // model.heads
     if model.name == "Qwen2ForCausalLM" and model.head_dim != usual:
-        raise MegarlError(
-            f"{path}: head_dim={model.head_dim} in config.json: SGLang serves Qwen2 with heads of "
-            f"hidden_size / num_attention_heads = {usual} and no others"
-        )
+        what = f"SGLang serves Qwen2 with heads of hidden_size / num_attention_heads = {usual} and no others"
+        raise MegarlError(f"{path}: head_dim={model.head_dim} in config.json: {what}")
     if model.name == "Qwen3MoeForCausalLM" and model.moe_layers < model.layers:
-        raise MegarlError(
-            f"{path}: mlp_only_layers and decoder_sparse_step in config.json: SGLang serves Qwen3-MoE with "
-            "experts in every layer and no other arrangement"
-        )
+        what = "SGLang serves Qwen3-MoE with experts in every layer and no other arrangement"
+        raise MegarlError(f"{path}: mlp_only_layers and decoder_sparse_step in config.json: {what}")
 
 
 def _check_llama4(path: str, model: Architecture, longest: int, cuda: bool) -> None:
@@ -129,10 +121,8 @@ def _check_llama4(path: str, model: Architecture, longest: int, cuda: bool) -> N
     if not model.name.startswith("Llama4"):
         return
     if model.unrotated_layers != tuple(range(3, model.layers, 4)):
-        raise MegarlError(
-            f"{path}: no_rope_layers in config.json: SGLang serves Llama 4 with every fourth layer without RoPE "
-            "and no other arrangement"
-        )
+        what = "SGLang serves Llama 4 with every fourth layer without RoPE and no other arrangement"
+        raise MegarlError(f"{path}: no_rope_layers in config.json: {what}")
     step, chunk = model.expert_step, model.attention_chunk
     if model.expert_layers != tuple(range(step - 1, model.layers, step)):
         where = f"where interleave_moe_layer_step={step} says"

@@ -87,10 +87,8 @@ def never_thinks(results: Sequence[Result], end_of_thinking: str) -> str:
     missing = [r.metrics.get("format_error_rate", 0.0) - r.metrics["truncation_rate"] for r in results]
     if not end_of_thinking or max(missing) < 0.5:
         return ""
-    return (
-        f"most answers count as wrong because they have no {end_of_thinking}; if the model never writes it, evaluate it with "
-        "\"length.end_of_thinking=''\" and another --out"
-    )
+    advice = "if the model never writes it, evaluate it with \"length.end_of_thinking=''\" and another --out"
+    return f"most answers count as wrong because they have no {end_of_thinking}; {advice}"
 
 
 def _with_earlier(questions: SuiteQuestions, place: SuiteDir, settings: Mapping[str, object]) -> SuiteQuestions:

@@ -149,10 +149,8 @@ def _exponents(name_a: str, a: Fit, name_b: str, b: Fit, at_ceiling: Mapping[str
     says, against = ("B differs", "against") if apart else ("B does not differ measurably", "and")
     wide = [(n, f.A_interval) for n, f in ((name_a, a), (name_b, b)) if np.ptp(f.A_interval) > WIDE_INTERVAL]
     unsure = "".join(f" But A of {n} may be anywhere in {low:.3f} … {high:.3f}." for n, (low, high) in wide)
-    return (
-        f"{name_a} and {name_b} have the same ceiling within {SAME_CEILING} (A {a.A:.3f} and {b.A:.3f}); "
-        f"with both at {x.A:.3f}, {says}: {x.B:.2f} ({name_a}) {against} {y.B:.2f} ({name_b}).{unsure}"
-    )
+    same = f"{name_a} and {name_b} have the same ceiling within {SAME_CEILING} (A {a.A:.3f} and {b.A:.3f})"
+    return f"{same}; with both at {x.A:.3f}, {says}: {x.B:.2f} ({name_a}) {against} {y.B:.2f} ({name_b}).{unsure}"
 
 
 def _ceiling(name_a: str, a: Fit, name_b: str, b: Fit) -> str:

@@ -62,10 +62,8 @@ class ChatTemplate:
             if text.count(written) == text.count(said) == 1:
                 between, after = text.partition(said)[2].split(written)
                 if not between.startswith(end):
-                    raise MegarlError(
-                        f"{self.path}: the chat template does not end a turn with {end!r}, the eos_token of "
-                        "tokenizer_config.json; make that the token which ends a turn"
-                    )
+                    what = f"{end!r}, the eos_token of tokenizer_config.json; make that the token which ends a turn"
+                    raise MegarlError(f"{self.path}: the chat template does not end a turn with {what}")
                 return between.removeprefix(end), after, written == in_json
         raise MegarlError(f"{self.path}: the chat template cannot hold a tool's reply: {problem}; use template: raw")
 
@@ -96,10 +94,8 @@ def load_chat(hf_dir: Path | str, options: Mapping[str, Any] = MappingProxyType(
         named = [one for one in source if isinstance(one, dict) and one.get("name") == "default"]
         source = named[0].get("template") if named else None
     if not source or not isinstance(source, str):
-        raise MegarlError(
-            f"{folder}: the model has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); "
-            "`template: chat` and agents need one"
-        )
+        none = "no chat template (chat_template.jinja, or chat_template in tokenizer_config.json)"
+        raise MegarlError(f"{folder}: the model has {none}; `template: chat` and agents need one")
     given = {key: value for key, value in config.items() if key.endswith("_token") and value}
     tokens = {key: value["content"] if isinstance(value, dict) else value for key, value in given.items()
               if isinstance(value, str | dict)}  # fmt: skip
