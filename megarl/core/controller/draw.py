@@ -163,10 +163,9 @@ def difficulties(recipe: Recipe, task: str, prompts: TaskPrompts) -> dict[str, i
     """Return the difficulty of each training prompt by its id. MegarlError if a curriculum finds no differences in them."""
     difficulty = {p.id: p.difficulty for p in prompts.train}
     if recipe.data.curriculum.kind != "none" and len(set(difficulty.values())) < 2:
-        raise MegarlError(
-            f"data.curriculum: all prompts of {recipe.data.tasks[task].train} have one difficulty; give its rows a "
-            "`difficulty` (a number, smaller is easier), or set data.curriculum.kind=none"
-        )
+        why = f"all prompts of {recipe.data.tasks[task].train} have one difficulty"
+        advice = "give its rows a `difficulty` (a number, smaller is easier), or set data.curriculum.kind=none"
+        raise MegarlError(f"data.curriculum: {why}; {advice}")
     return difficulty
 
 

@@ -108,10 +108,9 @@ def _check_header(path: Path, header: bytes) -> None:
         raise MegarlError(f"{path}: not a rollout journal (offset 0); move it away or restore it")
     version = FILE_HEADER.unpack(header)[1]
     if version != SCHEMA_VERSION:
-        raise MegarlError(
-            f"{path}: written in schema version {version}, this version of megarl reads {SCHEMA_VERSION}; "
-            "continue with the version that began the run"
-        )
+        why = f"written in schema version {version}, this version of megarl reads {SCHEMA_VERSION}"
+        advice = "continue with the version that began the run"
+        raise MegarlError(f"{path}: {why}; {advice}")
 
 
 def _check_tail(path: Path, offset: int, after: bytes) -> None:

@@ -305,10 +305,9 @@ def _lock(path: Path) -> int:
             if time.monotonic() > deadline:
                 holder = os.pread(fd, 20, 0).decode()
                 os.close(fd)
-                raise MegarlError(
-                    f"{path.parent}: process {holder} writes this journal (waited {LOCK_TIMEOUT_S:g} s); "
-                    "end that run first, or give this one another run.name"
-                ) from None
+                why = f"process {holder} writes this journal (waited {LOCK_TIMEOUT_S:g} s)"
+                advice = "end that run first, or give this one another run.name"
+                raise MegarlError(f"{path.parent}: {why}; {advice}") from None
             time.sleep(0.1)
         else:
             os.ftruncate(fd, 0)

@@ -140,10 +140,9 @@ def _found(trainer: Trainer, longest: int, batch_tokens: int, memory: Memory) ->
             for network in networks:
                 network.clear()
         if used == math.inf and dist.get_world_size() > 1:
-            raise MegarlError(
-                f"learner.microbatch_tokens: rank {dist.get_rank()} ran out of memory trying {tokens} tokens while the others "
-                "wait for it; give a number instead of auto"
-            )
+            why = f"rank {dist.get_rank()} ran out of memory trying {tokens} tokens while the others wait for it"
+            advice = "give a number instead of auto"
+            raise MegarlError(f"learner.microbatch_tokens: {why}; {advice}")
         most = torch.tensor(used, device=trainer.policy.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         log.info("micro-batches of %d tokens take %.0f %% of the memory that they may use", tokens, 100 * float(most))
@@ -152,10 +151,9 @@ def _found(trainer: Trainer, longest: int, batch_tokens: int, memory: Memory) ->
     found = largest(sizes, tried)
     del moments
     if found is None or found < longest:
-        raise MegarlError(
-            f"learner.microbatch_tokens: a step with the longest sequence, of {longest} tokens, does not fit on a GPU; set "
-            "learner.recompute=full or learner.optimizer_offload, or divide the model further"
-        )
+        why = f"a step with the longest sequence, of {longest} tokens, does not fit on a GPU"
+        advice = "set learner.recompute=full or learner.optimizer_offload, or divide the model further"
+        raise MegarlError(f"learner.microbatch_tokens: {why}; {advice}")
     return found
 
 

@@ -66,10 +66,9 @@ def _check_ranks(path: str, model: Architecture, ranks: int) -> None:
     """Refuse a number of GPUs that does not divide the model: every rank would end with an assertion."""
     if what := undivided(model, ranks):
         most = next(n for n in range(ranks - 1, 0, -1) if not undivided(model, n))
-        raise MegarlError(
-            f"resources.server_tensor_parallel: SGLang cannot divide the {what} of {path} among a server's {ranks} GPUs; "
-            f"use {most} or another divisor (for a teacher's servers, resources.teacher_tensor_parallel)"
-        )
+        why = f"SGLang cannot divide the {what} of {path} among a server's {ranks} GPUs"
+        advice = f"use {most} or another divisor (for a teacher's servers, resources.teacher_tensor_parallel)"
+        raise MegarlError(f"resources.server_tensor_parallel: {why}; {advice}")
 
 
 def positions(recipe: Recipe) -> int:
