@@ -262,7 +262,10 @@ class Controller:
             await asyncio.sleep(STATUS_S)
             if self.rundir.stop_asked():
                 self._stop(f"{self.rundir.stop_file} exists")
-            self.compute.join(self._counted())
+            joined, here = self.servers.membership.joined().values(), urlsplit(self._address).hostname
+            # All cores of the controller's own machine are counted already.
+            adds = [self.compute.unit == "gpu" or urlsplit(m.address.url).hostname != here for m in joined]
+            self.compute.join(sum(adds))
             if not self.stop_reason and self.servers.seconds_without() > (limit := self.recipe.start_limit_s):
                 self._fail(f"no server was healthy for {limit:g} s ({START_LIMIT_RULE}); see the servers' logs")
             limit = END_LIMIT_S if self.conversation.incarnation else UNMET_LIMIT_S
@@ -279,11 +282,6 @@ class Controller:
                     log.warning("%s; the run goes on without it", error)
                 written = False
             await asyncio.to_thread(spans.flush)
-
-    def _counted(self) -> int:
-        """Return how many joined servers add compute. All cores of the controller's own machine are counted already."""
-        joined, here = self.servers.membership.joined().values(), urlsplit(self._address).hostname
-        return sum(self.compute.unit == "gpu" or urlsplit(m.address.url).hostname != here for m in joined)
 
     async def _drop_old(self) -> None:
         """Regularly delete journal data that no kept checkpoint needs for replay, if the recipe says so."""
