@@ -115,7 +115,10 @@ def compare(
         print(json.dumps({"runs": comparison.rows(), "verdict": comparison.verdict.splitlines()}, allow_nan=False))
     else:
         tables.show(tables.compared(comparison))
-        tables.say_verdict(comparison)
+        print(comparison.verdict)
+        for entry in comparison.entries:
+            for warning in entry.fit.warnings if entry.fit else ():
+                print(f"warning: {entry.name}: {warning}")
     if output:
         own = {entry.name: entry.fit for entry in comparison.entries if entry.fit}
         _draw(output, to, published, runs, comparison, own | comparison.comparable if len(own) > 1 else {})

@@ -288,7 +288,11 @@ class Health:
         if row.get("lr") and before.get("lr"):
             row["lr_change"] = row["lr"] / before["lr"]
         if row.get("epoch", 0) > before.get("epoch", 0):
-            self._begin_epoch()
+            if self.step - self._epoch_began >= WINDOW:
+                for (name, _), judge in self._judges.items():
+                    if _BY_NAME[name].prompts:
+                        judge.forget()
+            self._epoch_began = self.step
         if "parity_same_bits" in row:
             self._compared = row
         moved = row.get("lag_mean", 0) >= 0.5 and row.get("trained_logprob_diff")
@@ -303,13 +307,6 @@ class Health:
                 with suppress(KeyError, ArithmeticError, ValueError):  # not measured, or not a valid number
                     if math.isfinite(value := signal.value(row, task)):
                         self._judge(signal, task, value)
-
-    def _begin_epoch(self) -> None:
-        if self.step - self._epoch_began >= WINDOW:
-            for name, task in self._judges:
-                if _BY_NAME[name].prompts:
-                    self._judges[name, task].forget()
-        self._epoch_began = self.step
 
     def _judge(self, signal: Signal, task: str, value: float) -> None:
         key, name = (signal.name, task), signal.name + task

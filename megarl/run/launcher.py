@@ -63,8 +63,6 @@ class RoleCommand:
 
 
 class RunningRole(Protocol):
-    """A role that was started."""
-
     pid: int
 
     def status(self) -> int | None:

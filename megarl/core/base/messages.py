@@ -133,8 +133,6 @@ class Publish(Record, frozen=True, tag="publish"):
 
 
 class ScoredRollout(Record, frozen=True):
-    """A rollout to score."""
-
     tokens: np.ndarray  # [n] int32 of prompt and completion
     first: int  # where scoring begins, at least 1
     experts: Routing | None = None  # choices of a server with the same weights, to be compared with the learner's

@@ -131,8 +131,6 @@ def routed_model(recipe: Recipe) -> Architecture | None:
 
 
 class Sampler:
-    """Samples jobs on `servers`."""
-
     def __init__(
         self,
         recipe: Recipe,

@@ -83,7 +83,6 @@ class Fit:
         return r0 + (a - r0) * form.share(np.exp(w) * (form.x(hours, self.scale) - u))
 
     def record(self) -> dict[str, object]:
-        """Return a record for JSON."""
         values = {key: getattr(self, key) for key in RECORDED}
         return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
@@ -124,10 +123,13 @@ def fit(
     scale = float(hours[-1])
     x = chosen.x(hours, scale)
     earliest = float(min(curve.pass_rate[0] for curve in curves if len(curve.pass_rate)))
+    start_prior = Normal(0.7 * earliest, 0.5 * earliest + 0.05)
+    if known is not None:  # the power law cannot tell R_0 from C_mid
+        start_prior = Normal(known, EXACT if r0_from == "given" or form == "power" else BEFORE_TRAINING)
     prior = replace(
         PRIOR if form == "sigmoid" else replace(PRIOR, w=None, beyond=None),
         noises=UNKNOWN_NOISE if noise is None else PRIOR.noises,
-        r0=_r0_prior(known, r0_from, form, earliest),
+        r0=start_prior,
         a=PRIOR.a if ceiling is None else Normal(ceiling, EXACT),
     )
     posterior = Posterior(chosen, CurvePoints(x, scores, number, noise), prior)
@@ -165,13 +167,6 @@ def fit(
         pass_rate=scores,
         ceilings=(float(ceilings[0]), float(ceilings[-1])),
     )
-
-
-def _r0_prior(known: float | None, r0_from: R0From, form: str, earliest: float) -> Normal:
-    if known is None:
-        return Normal(0.7 * earliest, 0.5 * earliest + 0.05)
-    exact = r0_from == "given" or form == "power"  # the power law cannot tell R_0 from C_mid
-    return Normal(known, EXACT if exact else BEFORE_TRAINING)
 
 
 def before_training(curves: Sequence[Curve], given: float | None) -> tuple[float | None, R0From]:

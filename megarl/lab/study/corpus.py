@@ -223,7 +223,6 @@ def _short(row: Row) -> Row:
 
 
 def read(path: Path) -> CorpusRun:
-    """Read a record."""
     first, *rows = (json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines())
     parts = {part: tuple(row[part] for row in rows if part in row) for part in ("score", "step")}
     return CorpusRun(**first | {"scores": parts["score"], "steps": parts["step"]})

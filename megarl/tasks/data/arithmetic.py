@@ -53,7 +53,6 @@ RAMBLING = 8
 
 
 def main(directory: Path, seed: int = 0) -> int:
-    """Run `megarl data arithmetic DIR`."""
     write(directory, seed)
     prompts = f"{TRAIN_PROMPTS} prompts, {HELDOUT_PROMPTS} held out"
     print(f"{directory}: {prompts}, {SFT_TRACES} traces, models in init and init-moe")
