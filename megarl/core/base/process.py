@@ -1,5 +1,4 @@
-"""What every role does as a process: it raises its limits, imports, dies with its parent, marks its shared memory, logs, locks
-a file, checks a port."""
+"""What roles do as processes: raise limits, import, die with their parent, mark shared memory, log, lock files, check ports."""
 
 import ctypes
 import errno
