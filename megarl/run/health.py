@@ -315,16 +315,13 @@ class Health:
         off, number = judge.add(self.step, value), self._open.get(name)
         if off and number is None:
             self._open[name] = len(self.history)
-            text = f"{name.replace('_', ' ')} ({judge.seen}): {signal.meaning}; {self._remedy(signal)}"
+            remedy = signal.remedy or _LOG
+            if signal.name in ("parity", "kernels", "kernels_median") and self._compared:
+                remedy = f"likely cause: {parity.named_cause(self._compared, routing='routing' in self._open)}"
+            text = f"{name.replace('_', ' ')} ({judge.seen}): {signal.meaning}; {remedy}"
             self.history.append(Alarm(name, judge.since, self.step, text))
         elif not off and number is not None:
             self.history[self._open.pop(name)] = replace(self.history[number], until=self.step)
-
-    def _remedy(self, signal: Signal) -> str:
-        """Return a remedy; for parity, the cause that the newest comparison points to."""
-        if signal.name not in ("parity", "kernels", "kernels_median") or not self._compared:
-            return signal.remedy or _LOG
-        return f"likely cause: {parity.named_cause(self._compared, routing='routing' in self._open)}"
 
 
 _BY_NAME = {signal.name: signal for signal in SIGNALS}

@@ -174,7 +174,11 @@ class Journal(JournalReader):
         self._ended: BaseException = MegarlError(f"{path}: the journal is closed")  # raised by `put` once it is closed
         self.state, self._searched[self._number], self._size = file.fold(self._file(self._number))
         self._applied_size = self._size
-        self._cut_off_tail()
+        if torn := os.fstat(self._fd).st_size - self._size:  # left incomplete by a crash; no process has used it
+            last = self._file(self._number)
+            log.warning("%s: the last record was cut short by a crash; %d bytes removed", last, torn)
+            os.ftruncate(self._fd, self._size)
+            os.fsync(self._fd)
 
     @staticmethod
     def open(
@@ -281,16 +285,6 @@ class Journal(JournalReader):
         self._size = os.fstat(self._fd).st_size
         self._searched[self._number] = {}
         self._searched.pop(self._number - REMEMBERED, None)
-
-    def _cut_off_tail(self) -> None:
-        """Cut off a write that a crash left incomplete; no process has used it."""
-        assert self._fd is not None
-        torn = os.fstat(self._fd).st_size - self._size
-        if torn:
-            last = self._file(self._number)
-            log.warning("%s: the last record was cut short by a crash; %d bytes removed", last, torn)
-            os.ftruncate(self._fd, self._size)
-            os.fsync(self._fd)
 
 
 def _lock(path: Path) -> int:

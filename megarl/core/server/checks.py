@@ -24,7 +24,12 @@ def check(recipe: Recipe, cuda: bool) -> None:
     longest = recipe.length.context_tokens
     _check_qwen(path, model)
     _check_llama4(path, model, longest, cuda)
-    _check_ranks(path, model, recipe.resources.server_tensor_parallel if cuda else 1)
+    ranks = recipe.resources.server_tensor_parallel if cuda else 1
+    if what := undivided(model, ranks):  # every rank would end with an assertion
+        most = next(n for n in range(ranks - 1, 0, -1) if not undivided(model, n))
+        why = f"SGLang cannot divide the {what} of {path} among a server's {ranks} GPUs"
+        advice = f"use {most} or another divisor (for a teacher's servers, resources.teacher_tensor_parallel)"
+        raise MegarlError(f"resources.server_tensor_parallel: {why}; {advice}")
     if model.sinks and cuda and recipe.model.dtype != "bf16":
         raise MegarlError(f"model.dtype: {recipe.model.dtype}: SGLang's GPU kernels take attention sinks in bf16 only")
     if cuda and recipe.model.dtype == "fp32":
@@ -60,15 +65,6 @@ def undivided(model: Architecture, ranks: int) -> str:
     if not model.latent and ranks % model.groups:
         sizes.append((model.groups, "key-value heads"))
     return next((f"{size} {what}" for size, what in sizes if size % ranks), "")
-
-
-def _check_ranks(path: str, model: Architecture, ranks: int) -> None:
-    """Refuse a number of GPUs that does not divide the model: every rank would end with an assertion."""
-    if what := undivided(model, ranks):
-        most = next(n for n in range(ranks - 1, 0, -1) if not undivided(model, n))
-        why = f"SGLang cannot divide the {what} of {path} among a server's {ranks} GPUs"
-        advice = f"use {most} or another divisor (for a teacher's servers, resources.teacher_tensor_parallel)"
-        raise MegarlError(f"resources.server_tensor_parallel: {why}; {advice}")
 
 
 def positions(recipe: Recipe) -> int:

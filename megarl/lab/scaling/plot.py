@@ -55,7 +55,11 @@ def plot_fits(
         log.set(xscale="log", ylabel="pass rate")
         linear.set_xlim(0, end)
         linear.xaxis.set_major_formatter(lambda hours, _position: amount(hours))
-        _explain(linear)
+        linear.plot([], [], "D", color="white", markeredgecolor=GREY, markersize=6, label="C_mid")
+        linear.plot([], [], color=GREY, linewidth=0.8, linestyle=":", label="A, the ceiling")
+        linear.plot([], [], color=GREY, linestyle=(0, (4, 2)), label="extrapolated; shaded: 95 % interval")
+        linear.plot([], [], "o", color=GREY, markersize=3.5, fillstyle="none", label="outside the window")
+        linear.legend(loc="lower right")
         written = pictures.save(figure, path_without_suffix)
     fewer = np.geomspace(beneath[0], end, 80)
     data = {
@@ -130,15 +134,6 @@ def _draw(
         middle = np.array([fit.C_mid])
         axes.plot(middle, fit(middle), "D", color="white", markeredgecolor=color, markersize=6, zorder=4)
         axes.axvline(fit.C_mid, color=color, linewidth=0.8, linestyle=":")
-
-
-def _explain(axes: Axes) -> None:
-    """Draw the legend, with an explanation of the marks."""
-    axes.plot([], [], "D", color="white", markeredgecolor=GREY, markersize=6, label="C_mid")
-    axes.plot([], [], color=GREY, linewidth=0.8, linestyle=":", label="A, the ceiling")
-    axes.plot([], [], color=GREY, linestyle=(0, (4, 2)), label="extrapolated; shaded: 95 % interval")
-    axes.plot([], [], "o", color=GREY, markersize=3.5, fillstyle="none", label="outside the window")
-    axes.legend(loc="lower right")
 
 
 def used(curve: Curve, fit: Fit | None) -> np.ndarray:
