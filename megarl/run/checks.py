@@ -148,7 +148,8 @@ def check_host(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: HostByt
 
 
 def check_allocator(recipe: Recipe) -> None:
-    """Refuse expandable segments with cuda_ipc: their file descriptors go only to a process that may trace the learner."""
+    """Refuse expandable segments with cuda_ipc: CUDA IPC hands these over as file descriptors, which Linux gives only to a
+    process that may trace the learner."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         said = os.environ.get(name, "").replace(" ", "").lower()
         if recipe.weights.transport == "cuda_ipc" and "expandable_segments:true" in said:

@@ -41,7 +41,8 @@ class Report(msgspec.Struct, kw_only=True):
 
 
 def encoded(task: RoleCommand) -> str:
-    """Encode the task as `main`'s argument, without its nodes' GPUs and ports: a large run's would exceed 128 KiB."""
+    """Encode the task as the argument of `main`, without its nodes' GPUs and ports: with them, the task of a large run exceeds
+    the 128 KiB of an argument."""
     nodes = tuple(replace(node, gpus=(), ports=()) for node in task.place.nodes)
     task = replace(task, place=replace(task.place, nodes=nodes))
     return msgspec.json.encode(task, enc_hook=lambda rundir: str(rundir.path)).decode()

@@ -99,7 +99,8 @@ def after_megatron_import() -> None:
     for module in (clip_grads, grad_scaler, optimizer, schedules, param_and_grad_buffer, utils):
         module.torch = on_cpu
     token_dispatcher.maybe_move_tensor_to_cpu = _already_on_cpu
-    # If expert tensor parallelism divides experts, ranks' numbers of tokens differ, which gloo refuses ("invalid tensor size").
+    # If expert tensor parallelism divides experts, each rank has another number of tokens, but gloo requires equal numbers
+    # ("invalid tensor size").
     mappings.torch = _Overlay(torch, distributed=_Overlay(dist, all_gather=_all_gather, reduce_scatter=_reduce_scatter))
 
 

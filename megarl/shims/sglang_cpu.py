@@ -10,7 +10,8 @@
    importing everything again (about 10 CPU-seconds and 0.8 GB per process).
 3. Chosen experts (enable_return_routed_experts) are kept in ordinary memory, which SGLang would register with CUDA.
 4. Attention decodes requests together (sglang_cpu_attention.py).
-5. Memory can be released (/release_memory_occupation). SGLang then synchronises torch's device: CUDA, even without a GPU.
+5. Memory can be released (/release_memory_occupation). SGLang then synchronises torch's device, which for the CUDA build is
+   CUDA even without a GPU.
 """
 
 import importlib.machinery

@@ -47,7 +47,8 @@ LAYER_PASSES, HEAD_PASSES = 3, 4
 
 def cost_of(model: Architecture) -> Cost:
     """Return the cost of training in floating-point operations, in all layers and the head. A forward pass takes 2 for each
-    parameter that multiplies a token and, per pair of positions, 2 per element of query and value (arXiv 2204.02311, B)."""
+    parameter that a token is multiplied with and, per pair of positions, 2 for each element of a query and of a value (PaLM,
+    arXiv 2204.02311, appendix B)."""
     pair = LAYER_PASSES * 2 * (model.query + model.attended)
     return Cost(
         token=LAYER_PASSES * 2 * model.body_parameters + HEAD_PASSES * 2 * model.embedding_parameters,

@@ -164,7 +164,8 @@ class PolicyTurn(NamedTuple):
 
 
 type Policy = Callable[[np.ndarray, int, int], Awaitable[PolicyTurn]]
-"""Samples a turn. Arguments: tokens before it [n], its maximum length, how many of the first ones caches should hold."""
+"""Samples a turn. Arguments: the tokens before it [n], its maximum length, and how many of these tokens, from the first on, the
+servers' caches should already hold."""
 
 
 class AgentRollout(NamedTuple):

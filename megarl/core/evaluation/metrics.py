@@ -142,7 +142,8 @@ class Estimate(NamedTuple):
 
 
 def pass_at_k(right: int, n: int, k: int) -> float:
-    """Return the chance that k of n answers, c of all right, include a right one: 1 - C(n-c, k) / C(n, k). arXiv 2107.03374."""
+    """Return the chance that k of n answers, c = `right` of them right, include a right one: 1 - C(n-c, k) / C(n, k) (arXiv
+    2107.03374, section 2.1)."""
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 

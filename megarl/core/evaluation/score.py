@@ -5,7 +5,8 @@
     Sampled     Sampler ─► Grader, Votes     answers are sampled here
     Choices     multiple_choice.py           choices are only scored
 
-Interruption works as in training, with the longest thinking budget in all `length.stages`, so all versions are comparable.
+Interruption works as in training, with the longest thinking budget even during earlier stages of `length.stages`, so that
+scores of all versions are comparable.
 """
 
 import asyncio

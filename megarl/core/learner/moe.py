@@ -182,7 +182,8 @@ class ExpertLoad:
             bias += self._bias_rate * torch.sign(tokens.mean() - tokens)
 
     def _count(self, layer: int, _: Module, inputs: tuple[Tensor, Tensor], outputs: tuple[Tensor, Tensor]) -> None:
-        """Count after a router ran. inputs: hidden states, padding [s, b]; outputs: probabilities, map [s * b, experts]."""
+        """Count after a router's forward pass. inputs: hidden states and padding mask [s, b]; outputs: probabilities and
+        routing map [s * b, experts]."""
         if torch.is_grad_enabled():
             self._tokens[layer] += (outputs[1] & ~inputs[1].reshape(-1, 1)).sum(0)
 

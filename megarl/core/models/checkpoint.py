@@ -123,7 +123,8 @@ def begin(path: Path, state: ShardedStateDict, meta: CheckpointMeta) -> AsyncReq
             seal(partial, meta, checksums(partial, ChainMap(*written)))
             os.replace(partial, path)
 
-    # For the writing threads' results. megatron's own queue has a manager process, slow to start, which only processes need.
+    # For the results of the writing threads. megatron's own queue needs a manager process, which takes seconds to start and
+    # serves only if another process writes.
     filesystem_async._results_queue = queues.Queue()
     # Copies of the model divide the tensors among themselves. By default the first one writes all, and the others nothing.
     strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), metadata()["dp_cp_group"])

@@ -207,7 +207,8 @@ class CausalAttention(Module):
         packed_seq_params: PackedSeqParams | None = None,
         **__: object,
     ) -> Tensor:
-        """Attend, from [tokens, heads, head_dim] to [tokens, heads * head_dim] if packed, else with [s, b, …] for tokens."""
+        """Attend, from [tokens, heads, head_dim] to [tokens, heads * head_dim] if packed, else [s, b, heads, head_dim] to
+        [s, b, heads * head_dim]."""
         if packed_seq_params is None:  # rows end to end are packed sequences, too
             length, rows = q.shape[:2]
             boundaries = torch.arange(rows + 1) * length

@@ -6,7 +6,8 @@
     loading.py  YAML, bases, overrides ──► Recipe ──► YAML; one clear line per fault
     removed.py  keys of earlier versions, and the values with which a recipe may still have them
 
-Unknown keys, wrong types, impossible combinations raise one `MegarlError` with key, file, line and, if misspelt, a known key.
+Unknown keys, wrong types and impossible combinations raise one `MegarlError` that names the key, file, line and, for a
+misspelt key, the nearest known one.
 """
 
 from megarl.core.recipe.loading import (

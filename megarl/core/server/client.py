@@ -14,7 +14,8 @@ with top_p < 1 we ask for its sampling support, whose log-probs are renormalised
 Greedy requests (temperature 0) record the log-prob at temperature 1.
 
 The learner is synchronous, and calls all servers at once through a `Fleet` (fleet.py). Every call has a time limit, and its
-error names step and server. No request is sent twice: aiohttp repeats only GETs, a Fleet only harmless calls (relay.py).
+error names the step and the server. No request is sent twice: aiohttp repeats only GETs, which change nothing, and a Fleet only
+harmless calls (relay.py).
 """
 
 import hashlib

@@ -64,7 +64,8 @@ class Staging:
         self._jobs.pop(step, None)
 
     def begin(self, live: Module, serves: str, version: str, base: str = "") -> None:
-        """Drop what was staged, open `version`. base: tensors are deltas from it; RuntimeError if the server has another."""
+        """Drop what was staged before and open `version`. base: the tensors to come are deltas from this version; RuntimeError
+        if the server `serves` another one."""
         with self._loading:
             self._epoch += 1
             if base and serves != base:

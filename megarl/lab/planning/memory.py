@@ -144,7 +144,8 @@ def activation_bytes(recipe: Recipe, shape: Architecture, recompute: str) -> tup
 
 def server(recipe: Recipe, shape: Architecture, gpu_memory: float) -> ServerMemory:
     """Return the memory of a server with resources.server_tensor_parallel GPUs of this size. If the model has experts, each
-    rank of SGLang keeps those of every layer as int32, in pinned memory: [tokens of KV, layers, chosen] (its BaseHostCache)."""
+    rank of SGLang keeps those of every layer as int32, in pinned memory: [tokens of KV, layers, chosen] (BaseHostCache in its
+    state_capturer/base.py)."""
     ranks, running = recipe.resources.server_tensor_parallel, recipe.serving.max_running_requests
     width = WIDTH[recipe.model.dtype]
     weights = shape.parameters * width / ranks
@@ -186,7 +187,8 @@ def replicated_activation_bytes(shape: Architecture, width: int, kept: int) -> f
 
 def attention_activation_bytes(shape: Architecture, width: int, kept: int) -> float:
     """Return bytes per token and layer that TP divides: q, k, v, the output, and the softmax's normaliser (FP32). [AR] equation
-    1 without 5as/h: flash attention (arXiv 2205.14135) recomputes scores. The next layer keeps the same output or FP8 of it."""
+    1 without 5as/h: flash attention (arXiv 2205.14135) recomputes the scores. The linear layer after it keeps the same output,
+    unless it keeps that in FP8."""
     output_again = shape.attended * kept if kept != width else 0
     wide = shape.query + shape.key + shape.value + shape.attended
     if low := shape.latent:  # v and the output are padded to the width of q (models/layers.py)
@@ -220,7 +222,8 @@ HEAD_CHUNK = 4096 * 8192  # logits that the learner's head holds at a time (mega
 
 def head_bytes(tokens: float, shape: Architecture, width: int) -> float:
     """Return peak bytes of the head for this many trained tokens in a micro-batch (megarl/core/models/head/). A chunk of FP32
-    logits and its gradient; the gradient of tokens' hidden states, summed (FP32) and passed on (`width` bytes per number)."""
+    logits and its gradient; the gradient of the tokens' hidden states, as summed (FP32) and as passed on (`width` bytes per
+    number, as in the model)."""
     return (FP32 + width) * (HEAD_CHUNK + tokens * shape.hidden)
 
 

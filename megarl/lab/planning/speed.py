@@ -188,7 +188,8 @@ class Decoder:
 
     def batch_seconds(self, lengths: np.ndarray, prompt: float, requests: float, limit: float) -> float:
         """Return seconds until the last of `requests` ends. Completions are like `lengths`; at most `limit` run at once. While
-        requests wait, `limit` run, and a prompt is read alone when one ends; then ever fewer run. prompt: tokens of each."""
+        requests wait, `limit` run, and a prompt is read alone when another request ends; then ever fewer run until the longest
+        ends. prompt: tokens of each prompt."""
         last, mean = min(requests, limit), float(lengths.mean())
         held = prompt + float((lengths**2).mean()) / (2 * mean)  # as in Workload.live_context
         each = mean * self.step_seconds(last, last * held) / last + self.prefill_seconds(prompt)

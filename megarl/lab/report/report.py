@@ -97,7 +97,8 @@ def _parity(rows: Sequence[Row]) -> str:
 
 
 def _rollouts(recipe: Recipe, rundir: RunDir) -> str:
-    """Return a right and a wrong answer of each newest group as HTML, coloured by version; "" without journal or tokenizer."""
+    """Return a right and a wrong answer from each of the newest groups as HTML, coloured by weight version, or "" if there is
+    no journal or tokenizer."""
     newest = _newest_groups(JournalReader(rundir.rollouts))
     if not newest or not (Path(recipe.model.path) / "tokenizer.json").exists():
         return ""

@@ -4,7 +4,8 @@
 
 Exponents B of two fits are comparable only at one ceiling. ScaleRL compares those of all arms at one fixed A (section 4; .605)
 if the arms' A agree within 0.02, the difference between three seeds of one recipe (arXiv 2510.13786, section 2). That A is
-given, or the mean over all runs, weighted by how narrow their intervals are. Two that agree, but not with it, use their own.
+given, or the mean over all runs, weighted by how narrow their intervals are. Two runs that agree with each other, but not with
+that mean, are compared at their own.
 """
 
 import math
@@ -134,7 +135,8 @@ def overtakes(name_a: str, a: Fit, name_b: str, b: Fit) -> tuple[tuple[str, floa
 
 
 def efficiency(fit: Fit, hours: np.ndarray, pass_rate: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return points (log10 C, log10 F), F(R) = C_mid^B / ((A − R_0)/(R − R_0) − 1), on a line of slope B, for R in R_0 … A."""
+    """Return points (log10 C, log10 F) with F(R) = C_mid^B / ((A − R_0)/(R − R_0) − 1), which lie on a line of slope B. Scores
+    outside R_0 … A give no point."""
     share = (pass_rate - fit.R_0) / max(fit.A - fit.R_0, 1e-300)
     inside = (share > 0) & (share < 1)
     log_f = fit.B * math.log10(fit.C_mid) - np.log10(1 / share[inside] - 1)

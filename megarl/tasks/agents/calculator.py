@@ -2,7 +2,8 @@
 
     123*456= ─► policy: <think>[123*456] ─► agent: 56088 ─► policy: </think>56088 ─► the task's grader
 
-It knows nothing of megarl: any program that can use OpenAI's API would do. Its imports are quick, as rollouts are processes.
+It knows nothing of megarl: any program that can use OpenAI's API would do. It imports nothing that is slow to import, because
+each rollout is a process of its own.
 """
 
 import json

@@ -73,7 +73,8 @@ class CallFormat:
     of the arguments in a call's JSON object, which also holds the name; "" if the name is written before `behind_name`, and
     the arguments after it, as a JSON object or key by key. by_ids: the template writes a call's id in place of its name (the
     model was trained with `functions.NAME:0`). keys: the marks around key-value pairs; value: the mark between key and value;
-    blank: the whitespace around a value. as_text: arguments are a string of JSON. beside: the marks around text beside calls.
+    blank: the whitespace around a value. as_text: the template takes arguments as a string of JSON. beside: the marks before
+    and after text that accompanies calls.
     """
 
     calls: Marks

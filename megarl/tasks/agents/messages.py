@@ -6,7 +6,8 @@
 
 Agents seldom send back exactly what they were served: they join parts, strip whitespace, re-encode the arguments' JSON, drop
 ids and reasoning. Two messages are the same if their roles, texts (an assistant's stripped of whitespace) and calls agree.
-Arguments are compared as JSON values: 1, 1.0, true differ, the order of keys does not matter. Reasoning and ids: tree.py.
+Arguments are compared as JSON values: 1, 1.0 and true all differ, and the order of keys does not matter. Reasoning and ids
+are compared separately (tree.py).
 """
 
 import hashlib
@@ -39,7 +40,8 @@ def refused_field(field: str, why: str) -> WireError:
 
 
 class ToolCall(NamedTuple):
-    """A call by the policy. arguments: a JSON value, or the text if it is not JSON. written: the id that it wrote, or ""."""
+    """A tool call by the policy. arguments: a JSON value, or the text as written if it is not JSON. written: the id that the
+    policy wrote in the call, "" if none."""
 
     id: str
     name: str

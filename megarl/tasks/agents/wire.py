@@ -36,7 +36,8 @@ type Content = str | Sequence[TextPart] | None
 
 class WireProtocol:
     """A provider's format for requests, answers and errors. body: the fields that are read; others are ignored. conversation:
-    the field with the messages, which `parse` leaves as JSON. refused: fields that must be null, false, 0 or empty, and why."""
+    the field with the messages, which `parse` leaves as JSON. refused: the fields that are refused unless they are null, false,
+    0 or empty, each with the reason."""
 
     path: str
     conversation: ClassVar[str] = "messages"

@@ -4,7 +4,8 @@ async with bounded.played(prompt):      reset … close
     observation = await bounded.step(turn)
 bounded.told()                          the part of the rollout's record about the episode
 
-If another episode brings down the process, this one goes on in a new one, which must reply to the same turns in the same way.
+If another episode brings down the process, the episode goes on in a new one: that is given the same turns again, and must
+reply to them in the same way.
 """
 
 import asyncio

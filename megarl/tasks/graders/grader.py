@@ -83,7 +83,8 @@ def _named(recipe: Recipe) -> list[str]:
 @dataclass(frozen=True)
 class TaskGrader:
     """A `Grader`. check: decides right or wrong; compare: the same without a log, because it compares answers of the policy,
-    which may be unreadable; others, weights: further rewards, by name; trusted: for `grade_answer` only, with weight 0."""
+    which may be unreadable; others, weights: further rewards, by name; trusted: if any, asked only by `grade_answer`, with
+    weight 0; decode: maps tokens to text."""
 
     check: Check
     compare: Check

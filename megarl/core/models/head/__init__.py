@@ -96,7 +96,8 @@ class _LogProbsAndEntropy(torch.autograd.Function):
 
 def _over_ranks(sums: Tensor, here: Tensor, settings: _Settings) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the highest logit over all ranks' columns, the log of the sum of exponentials, the entropy and the label's logit,
-    all [n]; second and last are relative to the first and divided by the temperature. here [n]: whether the label is here."""
+    all [n]. The second and the last are relative to the first and divided by the temperature. here [n]: whether the label is
+    among this rank's columns."""
     mine, total, spread, label = sums
     top = mine.clone()
     if settings.group is not None:
