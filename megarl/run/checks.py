@@ -53,7 +53,8 @@ class HostBytes(NamedTuple):
 
 
 def check_start(recipe: Recipe, fingerprints: Fingerprints, host_bytes: HostBytes) -> str:
-    """Check all that `megarl train` needs, except its inputs and other nodes of a job; return a text of what it would start."""
+    """Check all that `megarl train` needs, except its inputs and other nodes of a job; return a text of what it would start.
+    host_bytes: see check_host."""
     rundir = RunDir(recipe.run.path)
     check_history(recipe, rundir, fingerprints)
     there = next(folder for folder in (rundir.path, *rundir.path.absolute().parents) if os.path.exists(folder))
@@ -108,7 +109,8 @@ def check_cpu(recipe: Recipe, model: str, processes: Mapping[str, int], cores: i
 
 
 def check_placed(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: HostBytes) -> None:
-    """Check that settings which need GPUs have them, that servers can serve the lengths, and that nodes have enough memory."""
+    """Check that settings which need GPUs have them, that servers can serve these lengths, and that nodes have enough memory.
+    host_bytes: see check_host."""
     learner, resources = placed[Role("learner")], recipe.resources
     if not learner.gpus:
         nodes = {node.name: node.cores for where in placed.values() for node in where.nodes}

@@ -167,7 +167,8 @@ class Gateway:
 
 
 async def _send(request: web.Request, response: web.StreamResponse, data: bytes, last: bool = False) -> None:
-    """Write this part of an answer. ConnectionResetError if the client is gone or does not read: it is then not trained on."""
+    """Write this part of an answer. ConnectionResetError if the client has gone or does not read: the answer then counts as
+    not delivered, and is not trained on."""
     if not response.prepared:
         await response.prepare(request)
     try:

@@ -120,7 +120,8 @@ class TaskGrader:
 
 class TaskGraders:
     """The graders of a recipe's tasks and suites, by name. Create it within a running event loop. workers: processes per pool,
-    and programs at once (default: `places()`); limit_s: per answer; limits: per program. MegarlError as in `check_graders`."""
+    and programs at once (default: `places()`); limit_s: time limit for one answer in a worker; limits: those of a program.
+    MegarlError as in `check_graders`."""
 
     def __init__(
         self,
