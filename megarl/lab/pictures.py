@@ -1,7 +1,8 @@
 """Shared by pages and figures: single-file HTML pages that open offline, and the style of all figures.
 
-A page's template lies beside the module that fills it, and its data is in a script. Templates are `string.Template`s: `$name`
-is replaced, and a literal dollar sign would be `$$` (there is none). The first figure imports matplotlib.
+A page's template lies beside the module that fills it, and the page has its data in a script. Templates are
+`string.Template`s: `$name` is replaced, and a literal dollar sign would be `$$` (there is none). The first figure imports
+matplotlib.
 """
 
 import io

@@ -26,7 +26,8 @@ SUBMIT_LIMIT_S = 60.0
 
 
 class SlurmJob(NamedTuple):
-    """The command's options. gpu: the kind of GPU, "" if none is named; mounts: separated by commas; price: of a GPU-hour."""
+    """The options of the command. gpu: the kind of GPU, "" if none is named; mounts: separated by commas; price: that of a
+    GPU-hour."""
 
     recipe: str
     overrides: Sequence[str]

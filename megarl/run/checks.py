@@ -6,7 +6,8 @@ check_cpu(recipe, …)        on a machine without a GPU: the run is small enoug
 check_host(recipe, …)       nodes have enough memory for writing checkpoints and for what servers keep there
 check_history(recipe, …)    an existing run may be resumed, with the settings and inputs that it began with
 
-A resumed run compares fingerprints of its inputs (lab/preflight.py): other contents of a path would lead to other steps.
+A resumed run compares fingerprints of its inputs (computed by lab/preflight.py): other contents under the same path would lead
+to other steps.
 """
 
 import math

@@ -9,7 +9,8 @@ deviations: the larger of the deviation of all earlier values and of those on th
 values exclude the newest GAP, so that a change does not hide itself; the others follow the run's slow trend. During an alarm
 the earlier values are not updated, for at most RELEARN values; then the new values become the norm.
 
-Thresholds were fixed on clean runs before any faulty one was seen (docs/monitoring.md#health). Nothing is random or ends a run.
+Thresholds were fixed on clean runs, before any faulty one was seen (docs/monitoring.md#health). Nothing here is random, and
+nothing ends a run.
 """
 
 import math

@@ -51,7 +51,8 @@ FOLLOW_LIMIT_S = 1800.0
 
 def main(run: Path, interface: str) -> int:
     """Join a run. Return the exit status: 0 when the run ends, or on SIGTERM or Ctrl-C; 138 on SIGUSR1, after which a Slurm job
-    is requeued. interface: to listen on; empty: the run's. MegarlError, before a server starts, if it cannot join."""
+    is requeued. interface: the network interface to listen on; empty: the run's. MegarlError, before a server starts, if it
+    cannot join."""
     adopt_orphans()
     with stop_requests() as asked:
         life = serve(run, interface, asked)

@@ -80,7 +80,8 @@ def memory() -> int:
 
 def address_of(interface: str, peer: str = "") -> str:
     """Return the address of this interface or, for OF_SLURM, of the one that Slurm uses; loopback without a name or a job.
-    peer: an address on Slurm's network; in a step it is known anyway. MegarlError if no such interface has an IPv4 address."""
+    peer: an address on Slurm's network; in a step it is known anyway. MegarlError if there is no such interface with an IPv4
+    address."""
     supervisor = peer or os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")  # in steps
     if not interface or (interface == OF_SLURM and not supervisor):
         return LOOPBACK

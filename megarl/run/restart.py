@@ -15,7 +15,8 @@
 
 A role's exit statuses: 0 for an orderly exit; 2 for one error message to the user (`MegarlError`); anything else is a crash.
 A second try after a message is worthwhile only if the run has made a step since the role's last message: a timeout may not
-occur again, but bad input stays bad. A message from one of several servers may be its node's fault (port, file, full GPU).
+occur again, but bad input stays bad. A message from one of several servers may be its node's fault (a port, a file, a full
+GPU).
 """
 
 from dataclasses import dataclass

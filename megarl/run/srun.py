@@ -229,7 +229,8 @@ class SrunStep:
 
     def node_state(self) -> NodeState:
         """Return "down" if Slurm has lost a node of the step, "silent" if not all nodes have reported, else "up". Slurm removes
-        a lost node from the job, but not at once; until then it is silent. If it is up again by now, it is no longer ours."""
+        a lost node from the job, but not at once; until then it is silent. Even if it is up again by now, it is no longer
+        ours."""
         held = _output(["squeue", "-h", "-j", our_job(), "-o", "%N"]).strip()
         ours = hosts(held) if held else self.names
         states = _output(["sinfo", "-h", "-n", ",".join(self.names), "-o", "%T"]).splitlines()

@@ -238,7 +238,8 @@ class Architecture:
 
     def routed_experts(self, reply: str) -> np.ndarray:
         """Return the experts that a server chose for tokens from `routing_from` on, except the last (model.moe.routing_replay):
-        [tokens, layers with experts, chosen] uint8, or int16 for > 256. reply: base64 of int32 [tokens, all layers, chosen]."""
+        [tokens, layers with experts, chosen] uint8, or int16 where there are more experts. reply: base64 of int32 [tokens, all
+        layers, chosen]."""
         if not reply:
             asked = "was it started with model.moe.routing_replay?"
             raise MegarlError(f"a server did not say which experts it chose: {asked}")

@@ -1,4 +1,5 @@
-"""What roles do as processes: raise limits, import, die with their parent, mark shared memory, log, lock files, check ports."""
+"""What every role does as a process: it raises its limits, imports, dies with its parent, marks its shared memory, logs, locks
+a file, checks a port."""
 
 import ctypes
 import errno

@@ -4,7 +4,8 @@
     OUT/SUITE/settings.json     the settings of the answers; written first               or RUN/evaluations/step-0000020,
     OUT/SUITE/result.json       Result: metrics of all answers; written last             where SUITE may also be a task
 
-`id` and `sample` identify an answer: a later row replaces an earlier one, such as a void one (nothing could be generated).
+`id` and `sample` identify an answer. A later row replaces an earlier one of the same id and sample, such as a void one (nothing
+could be generated).
 """
 
 import json

@@ -9,7 +9,8 @@
     replay of a batch ── groups(tickets) ──► read back from disk; groups are not kept in memory
 
 A record that a crash left incomplete is cut off, with a message. Opening reads only the last file, because its snapshot is the
-state after all earlier ones. Snapshots also say in which file a ticket was finished; its records' headers have the tickets.
+state after all earlier ones. The snapshots also say in which file a ticket was finished; that one is searched by the tickets in
+its records' headers.
 """
 
 import logging

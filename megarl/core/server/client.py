@@ -62,7 +62,8 @@ REFUSALS = frozenset({400, 401, 403, 404, 413, 422})
 TOP_K_WITH_TOP_P = 4096
 """SGLang reports the sampling support only for a bounded number of candidates; top_p seldom leaves that many."""
 LARGEST_SUPPORT = 2 * TOP_K_WITH_TOP_P
-"""SGLang ends a request with more. On a GPU it keeps all tokens that tie with the last of the top k, in bf16 hundreds."""
+"""SGLang ends a request whose support is larger. On a GPU it keeps all tokens that tie with the last of the top k: of logits in
+bf16 hundreds may."""
 
 
 class VersionSpan(NamedTuple):

@@ -109,7 +109,8 @@ def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = 
 
 async def warm_up(url: str, endpoints: Endpoints, top_p: float) -> bool:
     """Generate one token, sampled from this nucleus, then make /health succeed. This runs in a thread beside the HTTP server,
-    like SGLang's own warm-up, which first sleeps for a second. If the request fails, SGLang says so and never becomes ready."""
+    like SGLang's own warm-up, which first sleeps for a second. If the request fails, SGLang reports the error and the server
+    never becomes ready."""
     from sglang.srt.entrypoints.http_server import get_global_state
     from sglang.srt.managers.tokenizer_manager import ServerStatus
 

@@ -92,7 +92,8 @@ def own_labels() -> None:
 
 def own_staging(limit_s: float) -> None:
     """Make SGLang's workers receive weights by staging.py, over megarl's groups, whose waits end within limit_s. A step comes
-    as SGLang's request to update from a group, with its name as load_format, its arguments in JSON as first of the `names`."""
+    as SGLang's request to update from a group, with its name as load_format, and its arguments in JSON as first of the
+    `names`."""
     import torch.distributed as dist
     from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager

@@ -231,7 +231,8 @@ def write_comparison(comparison: SideBySide, target: Path) -> int | None:
 
 
 def _overview(comparison: SideBySide, limit: int | None) -> dict[str, object]:
-    """Return the page's data; a prompt is [id, start of text, A right, A answers, B right, B answers, truncated in both]."""
+    """Return the page's data, in which each of the prompts is [id, start of text, A right, A answers, B right, B answers,
+    truncated in both]."""
     said, both = list(comparison.notes), (comparison.a.answers, comparison.b.answers)
     if any(len(answers[name]) > 1 for answers in both for name in comparison.prompts):
         said.append("In the list a side is right where at least half of its answers are.")

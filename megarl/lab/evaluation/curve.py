@@ -5,7 +5,8 @@
     them over the prompts that all models have answers to
 
 The answer is chosen by an oracle (pass@n, the upper bound for any choice), by majority (maj@n), or by a reward if the suite has
-one (best@n). Where two models' curves reach the same height, more training of one is worth more answers of the other.
+one (best@n). Where two models' curves reach the same height, more training of one is worth as much as more answers of the
+other.
 """
 
 from collections.abc import Sequence

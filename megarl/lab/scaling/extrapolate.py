@@ -70,7 +70,8 @@ def hours_to(fit: Fit, score: float) -> Reached:
 
 
 TESTED, FAR = 4.0, 10.0
-"""Multiples of the last point's compute: where tests on real runs end (benchmarks/README.md), and where predictions say so."""
+"""Multiples of the last point's compute: up to which intervals were tested on real runs (benchmarks/README.md), and from which
+a prediction says so."""
 
 
 def doubts(fit: Fit, hours: float | None) -> Iterator[str]:

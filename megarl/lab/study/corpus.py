@@ -178,8 +178,9 @@ class CorpusRun:
 
     @property
     def held_out(self) -> bool:
-        """Whether the run must not be used to develop forecasts; the same for all seeds and dtypes. The leading 0 is the first
-        salt for which both parts have each task, dense models, experts and low precision, chosen before any run existed."""
+        """Whether the run must not be used to develop forecasts. It is the same for all seeds and dtypes. The leading 0 is the
+        first salt for which both parts have each task, dense models, experts and low precision. It was chosen before any run
+        existed."""
         return sha256(f"0/{self.recipe}/{self.size}/{self.task}".encode()).digest()[0] % 2 == 0
 
     @property

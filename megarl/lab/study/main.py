@@ -89,7 +89,8 @@ CommandLines = Sequence[Sequence[str]]
 
 class StudyHooks(NamedTuple):
     """The steps in which kinds of study differ. before: returns the commands that a task needs before `megarl train`; ended:
-    returns whether a task has nothing left to do; done: called after its run; end: called last, returns the exit status."""
+    returns whether a task has nothing left to do; done: called after a task's run; end: called after all tasks, returns the
+    exit status."""
 
     before: Callable[[StudyTask], CommandLines] = lambda task: ()
     ended: Callable[[StudyTask], bool] = lambda task: task.state() == "done"

@@ -35,7 +35,8 @@ DRAWS = 4000
 
 
 class SearchOptions(NamedTuple):
-    """Options of a search. vary: KEY=A,B each; arms combine them; rungs: "" to halve the steps; branch: 0 for none."""
+    """Options of a search. vary: KEY=A,B each, whose combinations are the arms; rungs: "" to halve the steps; branch: 0 for
+    none."""
 
     vary: Sequence[str]
     rungs: str
@@ -128,7 +129,8 @@ def _rungs(recipes: Mapping[str, Recipe], how: SearchOptions) -> list[int]:
 
 def advance(study: Study, console: Console, index: int | None = None) -> int:
     """Go through the rungs, or run task `index`'s part of the present one. Return 0; 1: a run failed; 128 + signal: stopped. A
-    failed run is tried again until its rung is decided; with an `index`, as one of several jobs, it counts as ended."""
+    failed run is tried again as long as its rung is not decided; with an `index`, as one of several jobs, it counts as
+    ended."""
     alive, status = study.variants, 0
     for stage in (study.trunk, *(replace(study, steps=step) for step in (*study.rungs, _total(study)))):
         if stage.variants == study.variants:

@@ -72,7 +72,8 @@ class ServedTurn:
 class AgentSession:
     """A session, open until `end`. over: why it serves no more requests, "" while it does; limited: whether a limit of the
     recipe ended it. rewards: those the agent posted, as (moment, reward). refused: why a reward was refused. failure: the
-    exception that the policy raised. idle_since: when the last request ended (time.monotonic), None while one goes on."""
+    exception that the policy raised. idle_since: when the last request was done (time.monotonic), None while one is in
+    progress."""
 
     def __init__(self, recipe: Recipe, tokenizer: Tokenizer, rendering: Rendering, policy: Policy) -> None:
         self.key = secrets.token_hex(16)

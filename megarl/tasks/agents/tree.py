@@ -29,7 +29,8 @@ class TreeNode:
 
     put [n] int32: prompt tokens after the parent's last token; segments: the tokens sampled after `put`. history: the earlier
     messages; key: the hash of the whole request. asked, delivered: the moments, by the tree's clock, at which the request came
-    and at which the agent last received the whole answer (-1 before that). served: the answer; stopped: its stop text, or "".
+    and at which the agent last received the whole answer (-1 before that). served: the answer; stopped: the stop text that
+    ended it, or "".
     """
 
     number: int

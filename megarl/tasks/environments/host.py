@@ -27,7 +27,8 @@ from megarl.tasks.graders.functions import environment
 log = logging.getLogger(__name__)
 START_LIMIT_S = 120.0
 MARGIN_S = 5.0
-"""Grace after the time at which the process should have ended a slow call. If it is silent that long, it counts as blocked."""
+"""Grace after the time at which the process should itself have ended a slow call. If it then has sent nothing for that long, it
+is considered blocked."""
 
 
 class Died(Exception):
