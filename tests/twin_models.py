@@ -199,6 +199,6 @@ def written(kind: str, answer: str) -> str:
 def _in_chat(directory: Path) -> Callable[[str], str]:
     """The chat template with the system message of the one recipe that has both."""
     template = load_chat(directory)
-    return lambda prompt: template.prompt(
+    return lambda prompt: template.render(
         [{"role": "system", "content": CHAT_TASK.system}, {"role": "user", "content": prompt}]
     )

@@ -60,8 +60,7 @@ def _misused(error: typer.TyperException) -> str:
 
 LASTING = ("train", "sft", "eval", "serve", "rollout", "learn", "study")
 """Commands that do more than print. A BrokenPipeError in them means undone work: Python raises this class also for ESHUTDOWN,
-the error that Lustre returns to a client that it has evicted.
-"""
+the error that Lustre returns to a client that it has evicted."""
 
 
 class _Commands(TyperGroup):

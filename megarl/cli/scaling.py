@@ -115,7 +115,10 @@ def compare(
         print(json.dumps({"runs": comparison.rows(), "verdict": comparison.verdict.splitlines()}, allow_nan=False))
     else:
         tables.show(tables.compared(comparison))
-        tables.say_verdict(comparison)
+        print(comparison.verdict)
+        for entry in comparison.entries:
+            for warning in entry.fit.warnings if entry.fit else ():
+                print(f"warning: {entry.name}: {warning}")
     if output:
         own = {entry.name: entry.fit for entry in comparison.entries if entry.fit}
         _draw(output, to, published, runs, comparison, own | comparison.comparable if len(own) > 1 else {})
@@ -152,9 +155,8 @@ def transfer(
         record: dict[str, object] = {}
         for key, (middle, low, high) in zip(("A", "B", "C_mid", "R_0"), found.intervals.T.tolist(), strict=True):
             record |= {key: middle, f"{key}_interval": [low, high]}
-        later = [
-            {"hours": h, "pass_rate": m, "interval": [a, b]} for h, (m, a, b) in zip(to, scores.T.tolist(), strict=True)
-        ]
+        each = zip(to, scores.T.tolist(), strict=True)
+        later = [{"hours": h, "pass_rate": m, "interval": [a, b]} for h, (m, a, b) in each]
         print(json.dumps(record | {"scores": later, "unit": unit, "warnings": said}, allow_nan=False))
         return 0
     tables.show(tables.fits([(f"{n:.3g} parameters", one) for n, one in fits.items()]))

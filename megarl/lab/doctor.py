@@ -142,9 +142,8 @@ def kernels() -> Finding:
         version = importlib.metadata.version("sglang-kernel")
     except importlib.metadata.PackageNotFoundError:
         return noted(KERNELS, "not installed", "install requirements/gpu.txt (docs/install.md)" if gpus() else "")
-    return noted(
-        KERNELS, version, "" if loads("libnuma.so.1") else "they need libnuma.so.1: install libnuma1 or numactl-libs"
-    )
+    advice = "they need libnuma.so.1: install libnuma1 or numactl-libs"
+    return noted(KERNELS, version, "" if loads("libnuma.so.1") else advice)
 
 
 COMPILERS = "compilers"
@@ -163,18 +162,12 @@ def compilers() -> Finding:
         "Python.h": Path(sysconfig.get_path("include"), "Python.h").is_file(),
     }
     if missing := ", ".join(name for name, there in found.items() if not there):
-        advice = (
-            "install them (docs/install.md), or use the container; CUDA_HOME says where the toolkit is"
-            if gpus()
-            else ""
-        )
-        return noted(COMPILERS, f"no {missing}", advice)
+        advice = "install them (docs/install.md), or use the container; CUDA_HOME says where the toolkit is"
+        return noted(COMPILERS, f"no {missing}", advice if gpus() else "")
     said = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, timeout=30).stdout
     release = said.partition("release ")[2].partition(",")[0]
-    advice = (
-        f"{nvcc} is not of torch's CUDA 13: set CUDA_HOME to a toolkit 13.0" if gpus() and release[:3] != "13." else ""
-    )
-    return noted(COMPILERS, f"nvcc {release}", advice)
+    advice = f"{nvcc} is not of torch's CUDA 13: set CUDA_HOME to a toolkit 13.0"
+    return noted(COMPILERS, f"nvcc {release}", advice if gpus() and release[:3] != "13." else "")
 
 
 IMPORT_S = 120

@@ -21,8 +21,7 @@ from megarl.core.recipe.loading import load
 
 @dataclass(frozen=True)
 class Preset:
-    """Ranges (low, high) for models of up to `parameters` parameters. batch: rollouts per step; kl: coefficient of the KL
-    divergence from the reference."""
+    """Ranges (low, high) for models of up to `parameters`. batch: rollouts per step; kl: coefficient of the reference's KL."""
 
     size: str
     parameters: float

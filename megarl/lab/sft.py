@@ -137,10 +137,8 @@ def train(
 
 
 def batches(traces: Sequence[Trace], batch_tokens: int, seed: int) -> Iterator[list[TrainSequence]]:
-    """Yield endless batches of at most `batch_tokens` tokens (or one longer trace), the same on all ranks.
-
-    Each epoch has its own order. The weight of a learnt token is one over the number of learnt tokens in its batch.
-    """
+    """Yield endless batches of at most `batch_tokens` tokens (or one longer trace), the same on all ranks. Each epoch has its
+    own order. The weight of a learnt token is one over the number of learnt tokens in its batch."""
     batch: list[Trace] = []
     tokens = 0
     shuffled = (np.random.default_rng([seed, epoch]).permutation(len(traces)) for epoch in count())

@@ -45,8 +45,7 @@ class SlurmJob(NamedTuple):
 
 
 class ChosenLayout(NamedTuple):
-    """The layout to submit. recipe: it includes the plan's changes, which `overrides` lists; figures: lines of text on the
-    placement and the expected performance."""
+    """The layout to submit. recipe: with the plan's changes, listed in `overrides`; figures: lines on placement and speed."""
 
     recipe: Recipe
     overrides: tuple[str, ...]
@@ -83,8 +82,7 @@ def submit(file: Path) -> int:
 
 
 def choose(recipe: Recipe, job: SlurmJob) -> ChosenLayout:
-    """Return the recipe as written if it fits the nodes (with --gpu, also their memory), else, with --gpu, the best plan that
-    fits. MegarlError if there is none."""
+    """Return the recipe as written if it fits (with --gpu, its memory too), else, with --gpu, the best plan, or MegarlError."""
     per_node = job.gpus_per_node
     if not per_node:
         return ChosenLayout(recipe, (), ("nodes without GPUs: the placement is found when the job starts",))

@@ -55,9 +55,7 @@ class HostBytes(NamedTuple):
 
 def check_start(recipe: Recipe, fingerprints: Fingerprints, host_bytes: HostBytes) -> str:
     """Check all that `megarl train` needs, except its inputs and other nodes of a job; return a text of what it would start.
-
-    host_bytes: see check_host.
-    """
+    host_bytes: see check_host."""
     rundir = RunDir(recipe.run.path)
     check_history(recipe, rundir, fingerprints)
     there = next(folder for folder in (rundir.path, *rundir.path.absolute().parents) if os.path.exists(folder))
@@ -71,9 +69,8 @@ def check_start(recipe: Recipe, fingerprints: Fingerprints, host_bytes: HostByte
         with_gpus = bool(placed[Role("learner")].gpus)
         unit = "GPU" if with_gpus else "core"
         if recipe.run.stop_when and unit not in recipe.run.stop_when:
-            raise MegarlError(
-                f"run.stop_when: {recipe.run.stop_when!r}, but this run counts {unit}-hours; give the price per {unit}-hour"
-            )
+            advice = f"give the price per {unit}-hour"
+            raise MegarlError(f"run.stop_when: {recipe.run.stop_when!r}, but this run counts {unit}-hours; {advice}")
     else:
         with_gpus = True  # the nodes report their GPUs when the run starts
     gpus = devices.needed(recipe) if with_gpus else 0
@@ -102,26 +99,19 @@ def check_cpu(recipe: Recipe, model: str, processes: Mapping[str, int], cores: i
         return
     threads = sum(processes.values()) * recipe.resources.threads
     counted = " and ".join(f"{count} {kind}" for kind, count in processes.items())
-    told = (
-        "start it where the GPUs are (`megarl submit` writes a Slurm job, docs/cluster.md), take a smaller recipe "
-        f"(quickstart), or export {LARGE_ON_CPU}=1"
-    )
+    told = "start it where the GPUs are (`megarl submit` writes a Slurm job, docs/cluster.md), take a smaller recipe "
+    told += f"(quickstart), or export {LARGE_ON_CPU}=1"
     if threads > THREADS_A_CORE * cores:
-        raise MegarlError(
-            f"resources: {counted} of {recipe.resources.threads} threads are {threads:,} threads, and this machine has "
-            f"no GPU and {cores} cores; {told}"
-        )
+        many = f"{counted} of {recipe.resources.threads} threads are {threads:,} threads"
+        raise MegarlError(f"resources: {many}, and this machine has no GPU and {cores} cores; {told}")
     if recipe.model.dtype != "fp32" and (count := parameters(Path(model))) > LARGE:
-        raise MegarlError(
-            f"model.dtype: {recipe.model.dtype} for {model}, which has {count / 1e9:.1f}B parameters, and this machine has no "
-            f"GPU: a step would take hours; {told}"
-        )
+        large = f"{model}, which has {count / 1e9:.1f}B parameters, and this machine has no GPU"
+        raise MegarlError(f"model.dtype: {recipe.model.dtype} for {large}: a step would take hours; {told}")
 
 
 def check_placed(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: HostBytes) -> None:
     """Check that settings which need GPUs have them, that servers can serve these lengths, and that nodes have enough memory.
-    host_bytes: see check_host.
-    """
+    host_bytes: see check_host."""
     learner, resources = placed[Role("learner")], recipe.resources
     if not learner.gpus:
         nodes = {node.name: node.cores for where in placed.values() for node in where.nodes}
@@ -130,14 +120,11 @@ def check_placed(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: HostB
         if recipe.teachers:
             processes["teacher processes"] = recipe.teacher_gpus
         check_cpu(recipe, recipe.model.path, processes, sum(nodes.values()))
+        missing = "a GPU, but this machine has none"
         if recipe.learner.microbatch_tokens == "auto":
-            raise MegarlError(
-                "learner.microbatch_tokens: auto tries sizes on a GPU, but this machine has none; give a number"
-            )
+            raise MegarlError(f"learner.microbatch_tokens: auto tries sizes on {missing}; give a number")
         if recipe.learner.optimizer_offload:
-            raise MegarlError(
-                "learner.optimizer_offload: moves AdamW off a GPU, but this machine has none; set it to 0"
-            )
+            raise MegarlError(f"learner.optimizer_offload: moves AdamW off {missing}; set it to 0")
     check_host(recipe, placed, host_bytes)
     check_allocator(recipe)
     check_served(recipe, placed)
@@ -145,8 +132,7 @@ def check_placed(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: HostB
 
 def check_host(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: HostBytes) -> None:
     """Raise MegarlError if a node has less memory than its roles need: learner ranks for writing checkpoints and for AdamW's
-    offloaded share, servers for new weights that wait for their swap and for the experts of each token of KV.
-    """
+    offloaded share, servers for new weights that wait for their swap and for the experts of each token of KV."""
     learner = placed[Role("learner")]
     serving = [at for role, at in placed.items() if role.kind == "server" and at.gpus]
     offloaded = recipe.learner.optimizer_offload > 0
@@ -157,27 +143,21 @@ def check_host(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: HostByt
         if needed > node.memory:
             of_ranks = f"learner ranks for checkpoints, {ranks} x {host_bytes.rank / 1e9:.0f} GB"
             of_servers = f"servers for new weights and tokens' experts, {servers:g} x {host_bytes.server / 1e9:.0f} GB"
-            each = " and ".join(
-                text for text, count in ((of_ranks, ranks), (of_servers, servers * host_bytes.server)) if count
-            )
+            parts = (of_ranks, ranks), (of_servers, servers * host_bytes.server)
+            each = " and ".join(text for text, count in parts if count)
             lower = ", or lower learner.optimizer_offload" if offloaded and ranks else ""
-            raise MegarlError(
-                f"resources: {node.name} has {node.memory / 1e9:.0f} GB of memory, and {each} need {needed / 1e9:.0f} GB; "
-                f"spread them over more nodes{lower}"
-            )
+            has = f"{node.name} has {node.memory / 1e9:.0f} GB of memory, and {each} need {needed / 1e9:.0f} GB"
+            raise MegarlError(f"resources: {has}; spread them over more nodes{lower}")
 
 
 def check_allocator(recipe: Recipe) -> None:
     """Refuse expandable segments with cuda_ipc: CUDA IPC hands these over as file descriptors, which Linux gives only to a
-    process that may trace the learner.
-    """
+    process that may trace the learner."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         said = os.environ.get(name, "").replace(" ", "").lower()
         if recipe.weights.transport == "cuda_ipc" and "expandable_segments:true" in said:
-            raise MegarlError(
-                f"{name}: expandable_segments:True, whose memory weights.transport=cuda_ipc cannot share; remove it, or set "
-                "weights.transport=disk"
-            )
+            why = "expandable_segments:True, whose memory weights.transport=cuda_ipc cannot share"
+            raise MegarlError(f"{name}: {why}; remove it, or set weights.transport=disk")
 
 
 def check_served(recipe: Recipe, placed: Mapping[Role, Place]) -> None:

@@ -58,8 +58,7 @@ def closing(
     wall_s: float,
     write_report: WriteReport | None,
 ) -> None:
-    """Write summary and report, and show how the run ended. begins: as in `log_of`. write_report: None if there is no time for
-    it, because its job must end soon."""
+    """Write summary and report; show how the run ended. begins: as in `log_of`. write_report: None if its job must end soon."""
     values: Row = {}
     with _attempt(rundir.summary):
         values = summary.summarise(recipe, rundir) | {

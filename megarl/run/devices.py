@@ -25,11 +25,9 @@ NAME = re.compile(r"\d+$|GPU-|MIG-")
 
 
 def gpus() -> tuple[str, ...]:
-    """Return GPU names for CUDA_VISIBLE_DEVICES: its present value if set, else all of nvidia-smi's; empty without a GPU.
-
-    For CUDA the value ends at the first word that names none, such as -1 and Slurm's NoDevFiles. UUIDs of whole GPUs, which
-    some sites set, become numbers: SGLang takes only these in a server of several GPUs.
-    """
+    """Return GPU names for CUDA_VISIBLE_DEVICES: its present value if set, else all of nvidia-smi's; empty without a GPU. For
+    CUDA the value ends at the first word that names none, such as -1 and Slurm's NoDevFiles. UUIDs of whole GPUs, which some
+    sites set, become numbers: SGLang takes only these in a server of several GPUs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return _asked("index")
@@ -117,8 +115,7 @@ def _kernel_folders() -> Iterator[Path]:
 
 def search_path() -> dict[str, str]:
     """Return a PATH that ends with the folder of this Python's programs. One is ninja, by which SGLang compiles kernels, and
-    megarl may be called by its path, from an environment that nobody has activated.
-    """
+    megarl may be called by its path, from an environment that nobody has activated."""
     return {"PATH": os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])}
 
 
@@ -143,8 +140,7 @@ LONGEST_TEMPORARY = 70
 
 def temporary_folder() -> dict[str, str]:
     """Return TMPDIR for a role, if the present value is of no use here: a folder that the container or the node does not have,
-    where nvcc would fail, or a path too long for sockets.
-    """
+    where nvcc would fail, or a path too long for sockets."""
     if "TMPDIR" not in os.environ:
         return {}
     usable = tempfile.gettempdir()  # the first of TMPDIR, /tmp and others in which a file can be written

@@ -32,9 +32,8 @@ def check(recipe: Recipe) -> None:
     path, step = recipe.run.forked
     parent, made = RunDir.opened(path), {row["step"] for row in latest_rows(RunDir(path).metrics)}
     if step - 1 not in made:
-        raise MegarlError(
-            f"run.fork: {path} has made {max(made, default=-1) + 1} steps, not {step}; give one that it made"
-        )
+        advice = "give one that it made"
+        raise MegarlError(f"run.fork: {path} has made {max(made, default=-1) + 1} steps, not {step}; {advice}")
     if step >= recipe.run.steps:
         raise MegarlError(f"run.steps: {recipe.run.steps}, and the fork begins after step {step}; give it more steps")
     before, start, reader = load(str(parent.recipe)), _start(parent, step), JournalReader(parent.rollouts)
@@ -85,10 +84,8 @@ def begin(recipe: Recipe, rundir: RunDir) -> None:
 
 
 def _forked(state: State, recipe: Recipe, last: Row) -> State:
-    """Return the state that a fork begins with. state: the parent's, without later draws; last: metrics of its last step.
-
-    The parent's tickets are counted as if its batches had the fork's size: D(g) of the next ticket is the fork's first step.
-    """
+    """Return the state that a fork begins with. state: the parent's, without later draws; last: metrics of its last step. The
+    parent's tickets are counted as if its batches had the fork's size: D(g) of the next ticket is the fork's first step."""
     pipeline, step = recipe.pipeline, last["step"] + 1
     law = recipe.batch.prompts, pipeline.max_lag, pipeline.phase_steps
     before, first = recipe.batch.prompts * step, state.admission.next_ticket

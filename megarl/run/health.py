@@ -79,10 +79,8 @@ class Signal(NamedTuple):
 
 @dataclass(frozen=True)
 class Alarm:
-    """A signal that was abnormal from step `since` to step `until` (None: it still is), noticed at step `raised`.
-
-    name: of the signal and, if there are several tasks, of the task: pass_rate_fall/math.
-    """
+    """A signal that was abnormal from step `since` to step `until` (None: it still is), noticed at step `raised`. name: of the
+    signal and, if there are several tasks, of the task: pass_rate_fall/math."""
 
     name: str
     since: int
@@ -290,14 +288,15 @@ class Health:
         if row.get("lr") and before.get("lr"):
             row["lr_change"] = row["lr"] / before["lr"]
         if row.get("epoch", 0) > before.get("epoch", 0):
-            self._begin_epoch()
+            if self.step - self._epoch_began >= WINDOW:
+                for (name, _), judge in self._judges.items():
+                    if _BY_NAME[name].prompts:
+                        judge.forget()
+            self._epoch_began = self.step
         if "parity_same_bits" in row:
             self._compared = row
-        if (
-            row.get("lag_mean", 0) >= 0.5
-            and row.get("trained_logprob_diff")
-            and math.isfinite(row.get("progress", math.nan))
-        ):
+        moved = row.get("lag_mean", 0) >= 0.5 and row.get("trained_logprob_diff")
+        if moved and math.isfinite(row.get("progress", math.nan)):
             self._moves.append(row["progress"] / row["trained_logprob_diff"])
             if len(self._moves) == MOVES and (error := stdev(self._moves) / math.sqrt(MOVES)):
                 row["progress_errors"] = fmean(self._moves) / error
@@ -309,13 +308,6 @@ class Health:
                     if math.isfinite(value := signal.value(row, task)):
                         self._judge(signal, task, value)
 
-    def _begin_epoch(self) -> None:
-        if self.step - self._epoch_began >= WINDOW:
-            for name, task in self._judges:
-                if _BY_NAME[name].prompts:
-                    self._judges[name, task].forget()
-        self._epoch_began = self.step
-
     def _judge(self, signal: Signal, task: str, value: float) -> None:
         key, name = (signal.name, task), signal.name + task
         if key not in self._judges:
@@ -324,16 +316,13 @@ class Health:
         off, number = judge.add(self.step, value), self._open.get(name)
         if off and number is None:
             self._open[name] = len(self.history)
-            text = f"{name.replace('_', ' ')} ({judge.seen}): {signal.meaning}; {self._remedy(signal)}"
+            remedy = signal.remedy or _LOG
+            if signal.name in ("parity", "kernels", "kernels_median") and self._compared:
+                remedy = f"likely cause: {parity.named_cause(self._compared, routing='routing' in self._open)}"
+            text = f"{name.replace('_', ' ')} ({judge.seen}): {signal.meaning}; {remedy}"
             self.history.append(Alarm(name, judge.since, self.step, text))
         elif not off and number is not None:
             self.history[self._open.pop(name)] = replace(self.history[number], until=self.step)
-
-    def _remedy(self, signal: Signal) -> str:
-        """Return a remedy; for parity, the cause that the newest comparison points to."""
-        if signal.name not in ("parity", "kernels", "kernels_median") or not self._compared:
-            return signal.remedy or _LOG
-        return f"likely cause: {parity.named_cause(self._compared, routing='routing' in self._open)}"
 
 
 _BY_NAME = {signal.name: signal for signal in SIGNALS}
@@ -346,9 +335,8 @@ def overoptimised(evaluation: Row) -> list[str]:
 
 def _overoptimised(row: Row, warning: str) -> str:
     task = warning.removeprefix(OVER)  # "/NAME" if there are several
-    fall, rise, step = (
-        row.get(f"{name}{task}", math.nan) for name in ("trusted_fall", "proxy_rise", "trusted_peak_step")
-    )
+    names = "trusted_fall", "proxy_rise", "trusted_peak_step"
+    fall, rise, step = (row.get(name + task, math.nan) for name in names)
     return (
         f"{task[1:] or 'held out'}: the trusted score has fallen by {fall:.3f} since step {step:g} while the reward rose by "
         f"{rise:.3f}: the policy exploits the reward. Stop, keep the checkpoint nearest to that step, read what has changed "

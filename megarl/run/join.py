@@ -51,10 +51,8 @@ FOLLOW_LIMIT_S = 1800.0
 
 def main(run: Path, interface: str) -> int:
     """Join a run. Return the exit status: 0 when the run ends, or on SIGTERM or Ctrl-C; 138 on SIGUSR1, after which a Slurm job
-    is requeued.
-
-    interface: the network interface to listen on; empty: the run's. MegarlError, before a server starts, if it cannot join.
-    """
+    is requeued. interface: the network interface to listen on; empty: the run's. MegarlError, before a server starts, if it
+    cannot join."""
     adopt_orphans()
     with stop_requests() as asked:
         life = serve(run, interface, asked)
@@ -84,8 +82,7 @@ def serve(run: Path, interface: str, asked: StopRequest) -> str:
 
 
 def resumed(rundir: RunDir, life: str, asked: StopRequest) -> bool:
-    """Wait until the run has a new life with a controller, and return True. Return False if it has ended for good, or after
-    FOLLOW_LIMIT_S."""
+    """Return True once the run has a new life with a controller; False if it ends for good, or after FOLLOW_LIMIT_S."""
     print(f"megarl: if the run goes on within {FOLLOW_LIMIT_S / 60:g} minutes, this server joins it again", flush=True)
     until = time.monotonic() + FOLLOW_LIMIT_S
     while not asked.count and time.monotonic() < until:

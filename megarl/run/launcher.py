@@ -34,8 +34,7 @@ Still = Literal["stopped", "unheard"]
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 ALIKE = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """Variables on which learner and servers must agree if they share a node; a user's own values are kept. NCCL reads a peer's
-memory by its own setting and fails, or hangs, if the peer's differs; its default is 1, and SGLang sets 0 in its processes.
-"""
+memory by its own setting and fails, or hangs, if the peer's differs; its default is 1, and SGLang sets 0 in its processes."""
 LEARNER = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 """Only then do megatron's ranks compute while tensor and sequence parallelism send. SGLang sets 8 for itself."""
 PINNED = "pinned_max_round_threshold_mb"
@@ -64,8 +63,6 @@ class RoleCommand:
 
 
 class RunningRole(Protocol):
-    """A role that was started."""
-
     pid: int
 
     def status(self) -> int | None:
@@ -124,9 +121,8 @@ def _allocator(expandable: bool) -> dict[str, str]:
     """Return torch's settings for memory allocation: the user's, and `PINNED` and perhaps `EXPANDABLE` if they lack them."""
     said = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     ours = {PINNED: "1"} | ({EXPANDABLE: "True"} if expandable else {})
-    return {
-        "PYTORCH_ALLOC_CONF": ",".join([*filter(None, [said]), *(f"{k}:{v}" for k, v in ours.items() if k not in said)])
-    }
+    lacking = [f"{key}:{value}" for key, value in ours.items() if key not in said]
+    return {"PYTORCH_ALLOC_CONF": ",".join([*filter(None, [said]), *lacking])}
 
 
 class LocalLauncher:
@@ -142,10 +138,7 @@ class LocalLauncher:
         """Start the role here. n: the index of this machine among the role's nodes."""
         node = task.place.nodes[n]
         own = {SUPERVISOR: str(os.getpid()), NODE: node.name, NODE_RANK: str(n)}
-        own |= {
-            "GLOO_SOCKET_IFNAME": node.interface,
-            "NCCL_SOCKET_IFNAME": f"={node.interface}",
-        }  # for its process groups
+        own |= {"GLOO_SOCKET_IFNAME": node.interface, "NCCL_SOCKET_IFNAME": f"={node.interface}"}
         if task.role.kind != "controller":  # its prompts take a large disk
             own |= devices.kernel_caches() | devices.search_path() | devices.toolkit() | devices.temporary_folder()
         remove_abandoned_shared_memory()
@@ -176,10 +169,8 @@ class LocalLauncher:
 
 
 class LocalProcess:
-    """A session leader and everything it started.
-
-    whole: all descendants belong to the role, even in sessions of their own (as torchrun's ranks, unlike a grader's programs).
-    """
+    """A session leader and everything it started. whole: all descendants belong to the role, even in sessions of their own (as
+    torchrun's ranks, unlike a grader's programs)."""
 
     def __init__(self, process: subprocess.Popen[bytes], whole: bool) -> None:
         self._process, self._whole = process, whole

@@ -28,8 +28,9 @@ def main(run: Path, role: str, count: int, follow: bool) -> int:
             if file not in tails:
                 tails[file] = Tail(file, max(0, file.stat().st_size - TAIL_BYTES) if begin else 0)
             lines = tails[file].lines()[begin:] if follow else last_lines(file, count)
+            where = f"{file.parent.name} {file.stem}: " if len(files) > 1 else ""
             for line in lines:
-                print(_marked(file, line, files), flush=True)
+                print(sentence(line) if file.suffix == ".jsonl" else where + line, flush=True)
         if ended or not follow:
             return 0
         begin = 0
@@ -47,13 +48,6 @@ def logs_of(rundir: RunDir, role: str) -> list[Path]:
     else:
         raise MegarlError(f"--role: {role!r} is none of {', '.join(KINDS)}, supervisor, server-N and learner-N")
     return [log for log in files if log.exists()]
-
-
-def _marked(file: Path, line: str, files: list[Path]) -> str:
-    """Prefix the line with its process's name if there are several files."""
-    if file.suffix == ".jsonl":
-        return sentence(line)
-    return f"{file.parent.name} {file.stem}: {line}" if len(files) > 1 else line
 
 
 def sentence(line: str) -> str:

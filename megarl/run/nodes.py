@@ -29,10 +29,8 @@ OF_SLURM = "slurm"
 @dataclass(frozen=True)
 class Node:
     """A node. `name` is Slurm's, or this machine's. Roles listen on `address`, which belongs to network interface `interface`.
-
     gpus: names for CUDA_VISIBLE_DEVICES. memory: all that we may use, in bytes. ports: free ones. host: the machine's name,
-    which several nodes of a test may share.
-    """
+    which several nodes of a test may share."""
 
     name: str
     host: str
@@ -65,8 +63,7 @@ CGROUP, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 def memory() -> int:
     """Return the bytes of memory that this process may use: the machine's, or less by a limit of its control groups. Slurm
-    kills processes of a job that exceed its --mem, and a container engine those of a container.
-    """
+    kills processes of a job that exceed its --mem, and a container engine those of a container."""
     limits = [psutil.virtual_memory().total]
     with suppress(OSError):
         for line in CGROUP.read_text().splitlines():
@@ -83,10 +80,8 @@ def memory() -> int:
 
 def address_of(interface: str, peer: str = "") -> str:
     """Return the address of this interface or, for OF_SLURM, of the one that Slurm uses; loopback without a name or a job.
-
     peer: an address on Slurm's network; in a step it is known anyway. MegarlError if there is no such interface with an IPv4
-    address.
-    """
+    address."""
     supervisor = peer or os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")  # in steps
     if not interface or (interface == OF_SLURM and not supervisor):
         return LOOPBACK
@@ -95,19 +90,16 @@ def address_of(interface: str, peer: str = "") -> str:
             try:
                 s.connect((supervisor, DISCARD))  # sends nothing: the kernel chooses the route
             except OSError as error:
-                raise MegarlError(
-                    f"run.interface: slurm: no IPv4 route to {supervisor} ({error.strerror}); name an IPv4 interface "
-                    "(`ip -4 address` lists them)"
-                ) from None
+                advice = "name an IPv4 interface (`ip -4 address` lists them)"
+                why = f"no IPv4 route to {supervisor} ({error.strerror})"
+                raise MegarlError(f"run.interface: slurm: {why}; {advice}") from None
             return str(s.getsockname()[0])
     known = psutil.net_if_addrs()
     for entry in known.get(interface, []):
         if entry.family == socket.AF_INET:
             return entry.address
-    raise MegarlError(
-        f"run.interface: {interface!r} is not a network interface with an IPv4 address of {socket.gethostname()}, which "
-        f"has {', '.join(sorted(known))}"
-    )
+    what = f"not a network interface with an IPv4 address of {socket.gethostname()}"
+    raise MegarlError(f"run.interface: {interface!r} is {what}, which has {', '.join(sorted(known))}")
 
 
 GPUS_A_LINE, PORTS_A_LINE = 12, 64
@@ -139,9 +131,8 @@ def main(arguments: list[str]) -> int:
     count, interface, run = arguments
     try:
         if not (Path(run) / ".lock").exists():
-            raise MegarlError(
-                f"{Path(run).absolute()} is not there; run.dir must be on a file system that all nodes share"
-            )
+            advice = "run.dir must be on a file system that all nodes share"
+            raise MegarlError(f"{Path(run).absolute()} is not there; {advice}")
         node = here(int(count), interface)
         for line in told(node):
             sys.stdout.buffer.write(line)

@@ -42,10 +42,8 @@ class Tail:
         self.offset = offset
 
     def lines(self) -> list[str]:
-        """Return complete lines since the last call, without line ends; bytes that are not UTF-8 are replaced.
-
-        Empty while the file is missing or cannot be read; a later call then returns its lines.
-        """
+        """Return complete lines since the last call, without line ends; bytes that are not UTF-8 are replaced. Empty while the
+        file is missing or cannot be read; a later call then returns its lines."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.offset)
@@ -107,11 +105,8 @@ class LoggedProblem:
 
 class Observer:
     """Everything known of a run. `rows` (the RECENT newest), `pass_rates` in training and `evaluations`, all by step, come from
-    all its lives, the rest from this life.
-
-    compared: the row of the newest step before which servers and learner were compared; empty before the first. steps_made:
-    steps of this life that no earlier row has.
-    """
+    all its lives, the rest from this life. compared: the row of the newest step before which servers and learner were compared;
+    empty before the first. steps_made: steps of this life that no earlier row has."""
 
     def __init__(self, rundir: RunDir) -> None:
         self._rundir = rundir
@@ -234,10 +229,8 @@ def log_sizes(rundir: RunDir, role: Role) -> dict[Path, int]:
 
 def log_of(rundir: RunDir, role: Role, begins: Mapping[Path, int] = MappingProxyType({})) -> Path | None:
     """Return the log that says why `role` ended, if any: of its logs the newest with a problem, else the newest. That another
-    rank was lost is a problem only if no log has its own.
-
-    begins: the offsets at which its last life began in each log (`log_sizes`); logs without new lines are left out.
-    """
+    rank was lost is a problem only if no log has its own. begins: the offsets at which its last life began in each log
+    (`log_sizes`); logs without new lines are left out."""
 
     def telling(log: Path) -> tuple[bool, bool, float]:
         problem = last_problem(log, begins.get(log, 0))
@@ -253,10 +246,7 @@ def _logs(rundir: RunDir, role: Role) -> Iterator[Path]:
 
 def last_problem(log: Path, begin: int = 0) -> str:
     """Return the last problem near the end of a log; empty if there is none. That a peer was lost counts only without others,
-    and Slurm's messages come last.
-
-    begin: see `last_lines`.
-    """
+    and Slurm's messages come last. begin: see `last_lines`."""
     lines = last_lines(log, begin=begin)[::-1]
     problems = sorted((line for line in lines if PROBLEM.search(line)), key=lambda line: bool(PEER_LOST.search(line)))
     problems += (line for line in lines if OF_SLURM.search(line))

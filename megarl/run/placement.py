@@ -87,10 +87,8 @@ def _servers(
     servers, width, size = recipe.resources.servers, recipe.resources.server_tensor_parallel, max(map(len, slots))
     key, count, placed = f"resources.{kind}_tensor_parallel", max(1, width // size), {}
     if width > size and width % size:
-        raise MegarlError(
-            f"{key}: {width} GPUs are more than the {size} of a node, and such a server takes whole nodes; use a multiple of "
-            f"{size}"
-        )
+        what = f"such a server takes whole nodes; use a multiple of {size}"
+        raise MegarlError(f"{key}: {width} GPUs are more than the {size} of a node, and {what}")
     for i in range(servers):
         found = [n for n, left in enumerate(free) if len(left) >= width]
         if count > 1:

@@ -102,8 +102,7 @@ def remove_abandoned_shared_memory() -> None:
 
 @contextmanager
 def lock(folder: Path, command: str, key: str) -> Iterator[None]:
-    """Hold a lock on the folder, so that only one `command` works there; the kernel releases it when we die. key: the option
-    that names the folder."""
+    """Lock the folder, so that only one `command` works there; the kernel unlocks it when we die. key: the option's name."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / ".lock").open("ab+", buffering=0)  # unbuffered, so that closing it writes nothing
@@ -117,9 +116,8 @@ def lock(folder: Path, command: str, key: str) -> Iterator[None]:
             what = f"another `{command}` (process {file.read(100).decode()}) is at work there; end it, or give another {key}"
             raise MegarlError(f"{folder}: {what}") from None
         except OSError as error:
-            raise MegarlError(
-                f"{folder}: cannot be locked: {error.strerror}; the file system must support flock (Lustre: mount -o flock)"
-            ) from None
+            advice = "the file system must support flock (Lustre: mount -o flock)"
+            raise MegarlError(f"{folder}: cannot be locked: {error.strerror}; {advice}") from None
         with writing(folder / ".lock"):
             file.truncate(0)
             file.write(f"{os.getpid()} on {socket.gethostname()}".encode())
@@ -130,11 +128,9 @@ LOWEST_PORT, PORTS_WANTED = 10_000, 5_000
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Return this many distinct ports of `host`, an address of this machine, on which nobody is listening.
-
-    They are below those that the kernel gives to outgoing connections, so that none of these takes one before it is used. They
-    are drawn at random, so that runs that look at the same time find different ones.
-    """
+    """Return this many distinct ports of `host`, an address of this machine, on which nobody is listening. They are below those
+    that the kernel gives to outgoing connections, so that none of these takes one before it is used. They are drawn at random,
+    so that runs that look at the same time find different ones."""
     first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     last = first_outgoing if first_outgoing > LOWEST_PORT + PORTS_WANTED else 65_536
     found: list[int] = []

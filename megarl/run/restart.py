@@ -26,10 +26,8 @@ MESSAGE_STATUS = 2
 """Exit status of a role that ended with a `MegarlError`."""
 MOST_DEATHS = 5
 WINDOW_S = 900.0
-"""Time window for counting deaths of one role. More than `MOST_DEATHS` end the run, since it would not recover.
-
-Deaths since the run's last step count, however far apart they are: a large model may run for minutes before each death.
-"""
+"""Time window for counting deaths of one role. More than `MOST_DEATHS` end the run, since it would not recover. Deaths since
+the run's last step count, however far apart they are: a large model may run for minutes before each death."""
 LONGEST_DELAY_S = 30.0
 
 NodeState = Literal["up", "silent", "down"]
@@ -107,10 +105,8 @@ class RestartPolicy:
         self._joined = 0
 
     def died(self, role: Role, status: int, at: float, steps: int, node: NodeState = "up", joined: int = 0) -> Reaction:
-        """Decide after `role` ended with `status` (negative: a signal) at `at` seconds, `steps` steps after the start.
-
-        joined: number of working servers that this run did not start.
-        """
+        """Decide after `role` ended with `status` (negative: a signal) at `at` seconds, `steps` steps after the start. joined:
+        number of working servers that this run did not start."""
         self._joined = joined
         if status == 0 and role.kind == "learner":
             return Done()

@@ -59,13 +59,11 @@ OF_THE_JOB = (
 )  # fmt: skip
 """Options of `sbatch`, or of the job in which it was called, that srun would take from the environment; launch/slurm/common.sh
 removes the same. A step has all that its job has on a node, and some of these would give it one core (--hint=nomultithread
-implies --exact), one GPU, or end srun, such as two of SLURM_MEM_PER_…. Labels of its output would hide the reports.
-"""
+implies --exact), one GPU, or end srun, such as two of SLURM_MEM_PER_…. Labels of its output would hide the reports."""
 
 
 LAUNCHER = "MEGARL_LAUNCHER"
-"""Environment variable. local: processes on this machine; srun: steps of a Slurm job; auto, the default: steps if the job has
-several nodes or a container."""
+"""Environment variable. local: processes here; srun: steps of a job; auto (default): steps if several nodes or a container."""
 
 
 def chosen(recipe: Recipe, rundir: RunDir) -> Launcher:
@@ -77,16 +75,13 @@ def chosen(recipe: Recipe, rundir: RunDir) -> Launcher:
     if (parts := int(os.environ.get("SLURM_HET_SIZE", "1"))) > 1 and kind != "local":
         log.warning("this Slurm job has %d parts (--het-group): the run uses the nodes of one part alone", parts)
     if kind == "srun" and not nodes:
-        raise MegarlError(
-            f"{LAUNCHER}: srun works inside a Slurm job (there is no SLURM_JOB_NUM_NODES here); see launch/slurm/ and "
-            "`megarl submit`, or set local"
-        )
+        advice = "see launch/slurm/ and `megarl submit`, or set local"
+        raise MegarlError(f"{LAUNCHER}: srun works inside a Slurm job (there is no SLURM_JOB_NUM_NODES here); {advice}")
     if kind == "srun" or (kind == "auto" and nodes and (nodes > 1 or STEP_COMMAND in os.environ)):
         if missing := [program for program in ("srun", "scontrol", "squeue", "sinfo") if shutil.which(program) is None]:
-            raise MegarlError(
-                f"{LAUNCHER}: {', '.join(missing)} cannot be found, which steps of a Slurm job need; `megarl train` runs on "
-                "the host, the roles in the container (launch/slurm/common.sh)"
-            )
+            where = "`megarl train` runs on the host, the roles in the container (launch/slurm/common.sh)"
+            lacks = f"{', '.join(missing)} cannot be found, which steps of a Slurm job need"
+            raise MegarlError(f"{LAUNCHER}: {lacks}; {where}")
         return SrunLauncher(rundir, recipe.run.interface)
     return LocalLauncher(recipe.run.interface)
 
@@ -104,10 +99,9 @@ class SrunLauncher:
         if not names:
             raise MegarlError(f"scontrol does not know the nodes {os.environ['SLURM_JOB_NODELIST']}; is Slurm down?")
         if len(names) > 1 and not self._interface:
-            raise MegarlError(
-                "run.interface: roles on several nodes need the network on which they trust each other: its name "
-                f"(`ip -4 address` on a node lists them), or {OF_SLURM!r} for the one by which Slurm reaches the nodes"
-            )
+            need = "roles on several nodes need the network on which they trust each other"
+            named = f"its name (`ip -4 address` on a node lists them), or {OF_SLURM!r}"
+            raise MegarlError(f"run.interface: {need}: {named} for the one by which Slurm reaches the nodes")
         self._gpus = gpus_of_a_node()
         arguments = ("-m", "megarl.run.nodes", str(ports), self._interface, str(self._rundir.path))
         try:
@@ -116,9 +110,8 @@ class SrunLauncher:
                 timeout=SURVEY_LIMIT_S, env=environment(),
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            raise MegarlError(
-                f"the nodes {', '.join(names)} did not all answer within {SURVEY_LIMIT_S:g} s; see `scontrol show node`"
-            ) from None
+            late = f"did not all answer within {SURVEY_LIMIT_S:g} s; see `scontrol show node`"
+            raise MegarlError(f"the nodes {', '.join(names)} {late}") from None
         answers = gathered(done.stdout.splitlines())
         missing = [name for name in names if name not in answers or len(answers[name].ports) < ports]
         if done.returncode or missing:
@@ -178,10 +171,8 @@ class SrunStep:
 
     def status(self) -> int | None:
         """Return the status that the nodes report or, if one did not, srun's: 137 for a killed step, but 0 if its node is lost.
-
-        An srun that was killed, or failed to start the step, may leave the step running. The role counts as running until
-        that step must have ended by itself, so that there are never two.
-        """
+        An srun that was killed, or failed to start the step, may leave the step running. The role counts as running until that
+        step must have ended by itself, so that there are never two."""
         code = self._process.poll()
         if code is None:
             return None
@@ -237,11 +228,9 @@ class SrunStep:
             self._process.stdin.close()
 
     def node_state(self) -> NodeState:
-        """Return "down" if Slurm has lost a node of the step, "silent" if not all nodes have reported, else "up".
-
-        Slurm removes a lost node from the job, but not at once; until then it is silent. Even if it is up again by now, it is
-        no longer ours.
-        """
+        """Return "down" if Slurm has lost a node of the step, "silent" if not all nodes have reported, else "up". Slurm removes
+        a lost node from the job, but not at once; until then it is silent. Even if it is up again by now, it is no longer
+        ours."""
         held = _output(["squeue", "-h", "-j", our_job(), "-o", "%N"]).strip()
         ours = hosts(held) if held else self.names
         states = _output(["sinfo", "-h", "-n", ",".join(self.names), "-o", "%T"]).splitlines()
@@ -252,8 +241,7 @@ class SrunStep:
 
 def gpus_of_a_node() -> list[str]:
     """Return srun's option for a node's GPUs if the job asked for those of all nodes together (`sbatch --gpus`), since a step
-    would ask for as many by default. Each node is taken to have as many as the first one.
-    """
+    would ask for as many by default. Each node is taken to have as many as the first one."""
     here = os.environ.get("SLURM_GPUS_ON_NODE")
     if not here or not re.search(r"TresPerJob=\S*gpu", _output(["scontrol", "show", "job", our_job()])):
         return []
@@ -261,8 +249,7 @@ def gpus_of_a_node() -> list[str]:
 
 
 def command(names: Sequence[str], step: str, arguments: Sequence[str], more: Sequence[str] = ()) -> list[str]:
-    """Build the srun command: one task per node, which it shares with other steps, whatever the batch script says. `more`:
-    further options."""
+    """Build the srun command: a task per node, shared with other steps, whatever the batch script says. more: options."""
     python = shlex.split(os.environ.get(STEP_COMMAND, "")) or [sys.executable]
     return [
         "srun", f"--job-name={step}", f"--nodes={len(names)}", f"--ntasks={len(names)}", "--ntasks-per-node=1",
@@ -282,10 +269,9 @@ def checked(nodes: Sequence[Node]) -> tuple[Node, ...]:
     if len({node.host for node in nodes}) > 1:
         for node in nodes:
             if node.address.startswith("127."):
-                raise MegarlError(
-                    f"node {node.name}: its address is {node.address}, which no other node can reach; name the network "
-                    "interface with run.interface (`ip -4 address` on a node lists them)"
-                )
+                advice = "name the network interface with run.interface (`ip -4 address` on a node lists them)"
+                why = f"its address is {node.address}, which no other node can reach"
+                raise MegarlError(f"node {node.name}: {why}; {advice}")
     taken: set[tuple[str, int]] = set()
     distinct = []
     for node in nodes:  # nodes on one machine may have found the same ports
@@ -297,8 +283,7 @@ def checked(nodes: Sequence[Node]) -> tuple[Node, ...]:
 
 def our_job() -> str:
     """Return our job as squeue names it. One task of an array has the array's own id as SLURM_JOB_ID, with which squeue lists
-    the nodes of all tasks, in lines that are no list of hosts.
-    """
+    the nodes of all tasks, in lines that are no list of hosts."""
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
 

@@ -42,8 +42,7 @@ class Report(msgspec.Struct, kw_only=True):
 
 def encoded(task: RoleCommand) -> str:
     """Encode the task as the argument of `main`, without its nodes' GPUs and ports: with them, the task of a large run exceeds
-    the 128 KiB of an argument.
-    """
+    the 128 KiB of an argument."""
     nodes = tuple(replace(node, gpus=(), ports=()) for node in task.place.nodes)
     task = replace(task, place=replace(task.place, nodes=nodes))
     return msgspec.json.encode(task, enc_hook=lambda rundir: str(rundir.path)).decode()
@@ -51,8 +50,7 @@ def encoded(task: RoleCommand) -> str:
 
 def place_of(name: str, task: RoleCommand) -> int:
     """Return the place of the node `name` among those of the role. SLURM_PROCID can be another number: Slurm sorts the nodes of
-    a job by name, and those of a step as its configuration or the network's topology does.
-    """
+    a job by name, and those of a step as its configuration or the network's topology does."""
     return [node.name for node in task.place.nodes].index(name)
 
 

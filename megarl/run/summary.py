@@ -25,7 +25,10 @@ def summarise(recipe: Recipe, rundir: RunDir, rows: list[Row] | None = None) -> 
     lived = steady(rows, rundir)
     events = [event.event for event in rundir.events()]
     first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
-    seconds, busy = _total(lived, "step_seconds"), _by_time(lived, "server_busy_share")
+    seconds = _total(lived, "step_seconds")
+    known = [row for row in lived if _finite([row], "server_busy_share")]  # a step counts by its time
+    busy_seconds = math.fsum(row["server_busy_share"] * row["step_seconds"] for row in known)
+    busy = _ratio(busy_seconds, _total(known, "step_seconds"))
     publishing = [row for row in lived if "transfer_seconds" in row]
     return {
         "run": recipe.run.name,
@@ -170,12 +173,6 @@ def _total(rows: list[Row], name: str) -> float:
 def mean(rows: Sequence[Row], name: str) -> float | None:
     values = _finite(rows, name)
     return math.fsum(values) / len(values) if values else None
-
-
-def _by_time(rows: list[Row], name: str) -> float | None:
-    """Return the mean weighted by step time: a step of a minute counts as much as sixty steps of a second."""
-    known = [row for row in rows if _finite([row], name)]
-    return _ratio(math.fsum(row[name] * row["step_seconds"] for row in known), _total(known, "step_seconds"))
 
 
 def _largest(rows: list[Row], name: str) -> float | None:

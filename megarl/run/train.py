@@ -47,10 +47,8 @@ START_ORDER = ("server", "teacher", "controller", "learner")
 LEAVE_LIMIT_S = 10.0
 """How long the controller may take to exit once all other roles have ended."""
 PORTS_A_ROLE = 2
-"""Ports per server; controller and learner count as two each, as they also serve metrics.
-
-Every node is asked for all ports, before roles are placed, because nodes on one machine may have found the same ports.
-"""
+"""Ports per server; controller and learner count as two each, as they also serve metrics. Every node is asked for all ports,
+before roles are placed, because nodes on one machine may have found the same ports."""
 EARLY_STATUS = 1
 """Replaces the status 0 of a learner that leaves before the run's end, which counts as a crash."""
 START_ELSEWHERE = 75
@@ -62,12 +60,9 @@ MOST_FRUITLESS_STARTS = 5
 def main(
     recipe: Recipe, fingerprints: checks.Fingerprints, host_bytes: checks.HostBytes, write_report: WriteReport
 ) -> int:
-    """Run to the end. Return 0: all steps done, or stopped without a signal; 1: failed; 75: to be started again elsewhere;
-    128 + signal: stopped by it.
-
-    fingerprints: of the run's inputs, already computed and checked. host_bytes: see checks.check_host. write_report: called
-    when the run is over, unless its job must end soon.
-    """
+    """Run to the end. Return 0: all steps done, or stopped without a signal; 1: failed; 75: to be started again elsewhere; 128
+    + signal: stopped by it. fingerprints: of the run's inputs, already computed and checked. host_bytes: see checks.check_host.
+    write_report: called when the run is over, unless its job must end soon."""
     rundir = RunDir(recipe.run.path)
     with lock(rundir.path, "megarl train", "run.name"):
         resumed = checks.check_history(recipe, rundir, fingerprints)
@@ -331,8 +326,7 @@ class Supervisor:
 
     def _tried(self, what: Callable[..., None], *arguments: object, limit_s: float = math.inf) -> bool:
         """Call `what`, which needs the run directory, and return whether it succeeded. A failure is shown once; it is raised
-        only if failures last longer than `limit_s`.
-        """
+        only if failures last longer than `limit_s`."""
         now, work = time.monotonic(), (what, *arguments[:1])
         try:
             what(*arguments)

@@ -22,11 +22,8 @@ LOST_S = 120.0
 MISSED_S = 30.0
 """After this time the controller has noticed that a server died, except during a publication to it."""
 OLD_S = 10.0
-"""Age at which status.json counts as old; it is written each second.
-
-The controller's silence counts from when we first saw the file old, not from its time: after a machine's sleep files are old,
-but no controller hangs.
-"""
+"""Age at which status.json counts as old; it is written each second. The controller's silence counts from when we first saw the
+file old, not from its time: after a machine's sleep files are old, but no controller hangs."""
 
 COMPLAINTS = {
     "stopped": "has been stopped",
@@ -80,11 +77,10 @@ class Watch:
         away = []
         for server in status.servers:
             role = Role("server", server.id)
+            noticed = at - self._started.get(role, at) > MISSED_S
             if server.state.startswith(AWAY):
                 away.append(role)
                 self._seen.setdefault(role, "away")
-            elif role in self._seen or (
-                server.state.startswith("clean") and at - self._started.get(role, at) > MISSED_S
-            ):
+            elif role in self._seen or (server.state.startswith("clean") and noticed):
                 self._seen[role] = "there"
         return away

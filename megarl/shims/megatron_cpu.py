@@ -172,11 +172,9 @@ def _state_before_first_step(optimizer_class: "type[DistributedOptimizer]") -> N
 
 
 def _copies_of_shards_only(optimizer_class: "type[HybridDeviceOptimizer]") -> None:
-    """Make an offloaded optimiser copy only what it will update: this rank's shards, never whole parameters.
-
-    megatron makes it twice, first with whole parameters, and reads only that one's settings. Without: each rank also has FP32
-    copies of its whole stage, on the host for the offloaded share and on the GPU for the rest, until Python collects a cycle.
-    """
+    """Make an offloaded optimiser copy only what it will update: this rank's shards, never whole parameters. megatron makes it
+    twice, first with whole parameters, and reads only that one's settings. Without: each rank also has FP32 copies of its whole
+    stage, on the host for the offloaded share and on the GPU for the rest, until Python collects a cycle."""
     original = optimizer_class._init_sub_optimizers
 
     def make_parts(self: "HybridDeviceOptimizer") -> None:

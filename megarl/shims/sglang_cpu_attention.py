@@ -31,8 +31,7 @@ class DecodeBatch(NamedTuple):
 
 
 def batches(lengths: Tensor, slots_of: Tensor) -> list[DecodeBatch]:
-    """Divide requests into batches. lengths [requests]: tokens in the cache, 1 or more. slots_of [requests, longest or more]:
-    their places."""
+    """Divide requests into batches. lengths [requests]: tokens in the cache, at least 1. slots_of: [requests, ≥ longest]."""
     ordered, order = lengths.sort(descending=True)
     starts, longest = [], int(ordered[0])
     for i, n in enumerate(ordered.tolist()):
@@ -134,8 +133,7 @@ class BatchedDecode(TorchNativeAttnBackend):
         *rest: object,
         **options: Any,
     ) -> Tensor:
-        """Attend from query [tokens, heads, head_dim], the `new` tokens of each request. lengths: new tokens plus those
-        `before`."""
+        """Attend from query [tokens, heads, head_dim]: `new` tokens of each request. lengths: those plus the ones `before`."""
         if self._sinks is None:
             return super()._run_sdpa_forward_extend(
                 query, output, k_cache, v_cache, req_to_token, requests, lengths, before, new, *rest, **options

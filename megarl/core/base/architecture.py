@@ -62,11 +62,9 @@ class Latent:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder. Layers are counted from 0; sizes are numbers of elements.
-
-    router: how experts' outputs (sigmoid: their inputs) are weighted. balanced: by the normalised sigmoids of the chosen ones
-    times router_scale; chosen by sigmoid plus a bias without gradient (arXiv 2408.15664).
-    """
+    """A decoder. Layers are counted from 0; sizes are numbers of elements. router: how experts' outputs (sigmoid: their inputs)
+    are weighted. balanced: by the normalised sigmoids of the chosen ones times router_scale; chosen by sigmoid plus a bias
+    without gradient (arXiv 2408.15664)."""
 
     name: str  # transformers' class, from config.json
     layers: int
@@ -243,9 +241,8 @@ class Architecture:
         [tokens, layers with experts, chosen] uint8, or int16 where there are more experts. reply: base64 of int32 [tokens, all
         layers, chosen]."""
         if not reply:
-            raise MegarlError(
-                "a server did not say which experts it chose: was it started with model.moe.routing_replay?"
-            )
+            asked = "was it started with model.moe.routing_replay?"
+            raise MegarlError(f"a server did not say which experts it chose: {asked}")
         table = np.frombuffer(base64.b64decode(reply), "<i4").reshape(-1, self.layers, self.experts_per_token)
         return table[:, self.expert_layers].astype(np.uint8 if self.experts <= 256 else np.int16)
 
@@ -262,10 +259,8 @@ def read(name_or_path: str) -> Architecture:
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():
-        raise MegarlError(
-            f"--model-config: {name_or_path!r} is neither a config.json, nor a directory with one, nor a known name "
-            f"({', '.join(sorted(known))})"
-        )
+        neither = f"neither a config.json, nor a directory with one, nor a known name ({', '.join(sorted(known))})"
+        raise MegarlError(f"--model-config: {name_or_path!r} is {neither}")
     return of(read_json(path), path)
 
 
@@ -274,10 +269,9 @@ def in_directory(hf_dir: Path | str) -> Architecture:
     config = read_config(hf_dir)
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise MegarlError(
-            f"{hf_dir}: its weights are quantised (quant_method {method}), but megarl trains and serves bf16; convert it: "
-            f"python -m checkpoints_tools dequantize {hf_dir} NEW"
-        )
+        advice = f"convert it: python -m checkpoints_tools dequantize {hf_dir} NEW"
+        quantised = f"its weights are quantised (quant_method {method}), but megarl trains and serves bf16"
+        raise MegarlError(f"{hf_dir}: {quantised}; {advice}")
     return of(config, Path(hf_dir) / "config.json")
 
 
@@ -337,10 +331,8 @@ def _llama4(config: JsonObject) -> Architecture:
     chunked, tuned = config.get("attention_chunk_size"), config.get("attn_temperature_tuning", True)
     inner = _size(config, "intermediate_size")  # of an expert; dense layers have intermediate_size_mlp
     if not isinstance(tuned, bool):  # the first releases have 4, with the same meaning
-        raise MegarlError(
-            f"attn_temperature_tuning={tuned!r} is not supported: transformers 5, and so a server, does not load it; set it to "
-            f"{str(bool(tuned)).lower()}"
-        )
+        why = f"transformers 5, and so a server, does not load it; set it to {str(bool(tuned)).lower()}"
+        raise MegarlError(f"attn_temperature_tuning={tuned!r} is not supported: {why}")
     return replace(
         _decoder({"rope_theta": 500000.0, **config}, NO_BIAS | {"num_experts_per_tok": 1}),
         feed_forward=_size(config, "intermediate_size_mlp"),

@@ -150,8 +150,6 @@ class PlayedEnvironment(Protocol):
 
 
 class Environments(Protocol):
-    """The environments of a run."""
-
     def of(self, task: str) -> PlayedEnvironment | None:
         """Return a new environment for an episode of this task; None if its rollouts have a single turn."""
 
@@ -171,8 +169,6 @@ servers' caches should already hold."""
 
 
 class AgentRollout(NamedTuple):
-    """The rollout of an agent's session."""
-
     segments: tuple[Segment, ...]
     paths: tuple[Branch, ...]
     text: str  # the policy's last message
@@ -190,8 +186,6 @@ class AgentDown(GraderDown):
 
 
 class Agents(Protocol):
-    """The agents of a run."""
-
     def work(self, task: str) -> bool:
         """Return whether an agent does the rollouts of this task."""
 
@@ -205,8 +199,6 @@ class Agents(Protocol):
 
 
 class TaskPrompts(NamedTuple):
-    """The prompts of one task."""
-
     train: Sequence[Prompt]
     heldout: Sequence[Prompt]
 

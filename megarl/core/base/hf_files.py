@@ -71,19 +71,16 @@ def check_head(model: Path) -> None:
             try:
                 header = json.loads(opened.read(begin - 8))
             except (ValueError, MemoryError, OverflowError) as error:
-                raise MegarlError(
-                    f"{file}: weights unreadable or incomplete ({error}); fetch this file again"
-                ) from None
+                advice = "fetch this file again"
+                raise MegarlError(f"{file}: weights unreadable or incomplete ({error}); {advice}") from None
         for name in header:
             if name.endswith(("lm_head.weight", "embed_tokens.weight")):
                 first, end = header[name]["data_offsets"]
                 stored[name] = np.memmap(file, np.uint8, "r", begin + first, (end - first,))
     both = list(stored.values())
     if len(both) == 2 and not np.array_equal(both[0], both[1]):
-        raise MegarlError(
-            f"{model}: {' and '.join(sorted(stored))} differ, but by tie_word_embeddings in config.json they are the same; "
-            "set it to false to keep the head"
-        )
+        what = "but by tie_word_embeddings in config.json they are the same; set it to false to keep the head"
+        raise MegarlError(f"{model}: {' and '.join(sorted(stored))} differ, {what}")
 
 
 def weight_files(model: Path) -> list[Path]:

@@ -66,10 +66,8 @@ class ServerResult(Record, frozen=True):
 
 
 class Published(Record, frozen=True, tag="published"):
-    """Publication of `version` has ended. Seconds are the wall time of the slowest server.
-
-    staged: the transfer took place before the pause. resume_seconds includes the swap, if there is one.
-    """
+    """Publication of `version` has ended. Seconds are the wall time of the slowest server. staged: the transfer took place
+    before the pause. resume_seconds includes the swap, if there is one."""
 
     incarnation: Incarnation
     version: Count
@@ -135,8 +133,6 @@ class Publish(Record, frozen=True, tag="publish"):
 
 
 class ScoredRollout(Record, frozen=True):
-    """A rollout to score."""
-
     tokens: np.ndarray  # [n] int32 of prompt and completion
     first: int  # where scoring begins, at least 1
     experts: Routing | None = None  # choices of a server with the same weights, to be compared with the learner's

@@ -24,8 +24,7 @@ from megarl.core.base.errors import MegarlError, printable
 PR_SET_PDEATHSIG = 1
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 SUPERVISOR, NODE, NODE_RANK = "MEGARL_SUPERVISOR_PID", "MEGARL_NODE", "MEGARL_NODE_RANK"
-"""Environment variables of a process that megarl started: its supervisor's pid and, for a role, the name of its node and the
-node's place among those of the role."""
+"""Variables of a process that megarl started: its supervisor's pid; for a role its node's name and place among its nodes."""
 
 
 def raise_limits() -> None:
@@ -102,8 +101,7 @@ def log_to(path: Path) -> None:
 
 
 def start_logging(role: str) -> None:
-    """Log lines with time and role to stderr, which the supervisor sends to RUN/logs/. If compiled code crashes, the process
-    writes there what each of its threads was doing."""
+    """Log with time and role to stderr, i.e. to RUN/logs/; if compiled code crashes, also what each thread was doing."""
     faulthandler.enable(2)  # standard error
     handler = logging.StreamHandler()  # to stderr
     handler.setFormatter(_Printable(f"%(asctime)s {role} %(levelname)s %(name)s: %(message)s"))

@@ -157,9 +157,8 @@ class RunDir:
         except FileNotFoundError:
             raise MegarlError(f"{path}: no such file; the run is not live. Start it with `megarl train`.") from None
         except msgspec.DecodeError as error:
-            raise MegarlError(
-                f"{path}: this version of megarl cannot read it: {error}; use the run's version"
-            ) from None
+            advice = "use the run's version"
+            raise MegarlError(f"{path}: this version of megarl cannot read it: {error}; {advice}") from None
 
     def write_endpoints(self, endpoints: Endpoints) -> None:
         write_atomically(self.endpoints_file, msgspec.json.encode(endpoints), mode=0o600)
@@ -279,8 +278,7 @@ class _Stepped(msgspec.Struct):
 
 
 def rows_in_order(path: Path, first: int = 0) -> Iterator[Row]:
-    """Yield rows by step, from step `first` on; a later row of the same step replaces the earlier one (replay after a crash).
-    One at a time: all rows of a long run take gigabytes."""
+    """Yield rows by step from step `first` on, of each the last (replay after a crash). One at a time: all take gigabytes."""
     if not path.exists():
         return
     where: dict[int, int] = {}

@@ -87,9 +87,8 @@ def load_tokenizer(hf_dir: Path | str) -> Tokenizer:
         backend = Backend.from_file(str(folder / "tokenizer.json"))
         config = read_json(folder / "tokenizer_config.json")
     except Exception as error:  # tokenizers raises a plain Exception
-        raise MegarlError(
-            f"{folder}: no tokenizer can be loaded ({error}); tokenizer.json and tokenizer_config.json are needed"
-        ) from None
+        advice = "tokenizer.json and tokenizer_config.json are needed"
+        raise MegarlError(f"{folder}: no tokenizer can be loaded ({error}); {advice}") from None
     backend.no_truncation()
     backend.no_padding()
     (_, end), (begin, begin_id) = (_special(backend, config.get(name)) for name in ("eos_token", "bos_token"))

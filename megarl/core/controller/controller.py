@@ -70,11 +70,9 @@ type ServeMetrics = Callable[[Endpoints, Callable[[], StatusAndTotals]], Callabl
 
 
 class Controller:
-    """The controller's parts, connected in the running event loop.
-
-    questions: the questions of each evaluation. forecast: predicts the rest of the run from its scores. watch: compares the
-    reward with a trusted grader. serve_metrics: starts an exporter of the status and returns a function that stops it.
-    """
+    """The controller's parts, connected in the running event loop. questions: the questions of each evaluation. forecast:
+    predicts the rest of the run from its scores. watch: compares the reward with a trusted grader. serve_metrics: starts an
+    exporter of the status and returns a function that stops it."""
 
     def __init__(
         self,
@@ -88,30 +86,25 @@ class Controller:
     ) -> None:
         salt = uuid.uuid4().hex[:8]  # new in each life: prefixes cached for an earlier life are of older weights
         self.recipe, self.rundir, pipeline = recipe, RunDir(recipe.run.path), recipe.pipeline
-        rundir, endpoints = self.rundir, self.rundir.endpoints()
+        rundir, endpoints, changed = self.rundir, self.rundir.endpoints(), self._on_change
         journal = Journal.open(rundir.rollouts, recipe.batch.prompts, pipeline.max_lag, pipeline.phase_steps)
         clock.start(rundir.rollouts / "lock")
         journal.append(session_of(rundir))
         self._address = endpoints.controller
         self.link = Link(self._address, endpoints.link)
         spans.write_to(rundir.trace / "controller.jsonl")
-        self.servers = Servers(recipe, endpoints, self._on_change)
+        self.servers = Servers(recipe, endpoints, changed)
         self.places = self.servers.places
         self.environments, self.agents = tasks.environments(), tasks.agents()
         self.sampler = Sampler(recipe, tokenizer, self.servers, self.environments, self.agents, positions(recipe))
         self.graders = tasks.graders()
         self.teacher = TeacherServers(recipe, endpoints) if recipe.teachers else None
         self.records = JournalWriter(journal)
-        self.parity = Parity(
-            recipe, tokenizer.end, in_directory(recipe.model.path), self.servers, self._on_change, self._fail, salt
-        )
-        mixture = mixture_of(recipe, tasks.prompts, journal.state)
-        self.tickets = Tickets(
-            recipe, tasks.prompts, mixture, self.sampler, self.graders, self.parity, salt, self.teacher
-        )
-        self.pipeline = Pipeline(
-            recipe, self.records, self.places, self.tickets, self._on_change, recipe.run.steps, recipe.run.steps
-        )
+        model, prompts, steps = in_directory(recipe.model.path), tasks.prompts, recipe.run.steps
+        self.parity = Parity(recipe, tokenizer.end, model, self.servers, changed, self._fail, salt)
+        mixture = mixture_of(recipe, prompts, journal.state)
+        self.tickets = Tickets(recipe, prompts, mixture, self.sampler, self.graders, self.parity, salt, self.teacher)
+        self.pipeline = Pipeline(recipe, self.records, self.places, self.tickets, changed, steps, steps)
         self.compute = ComputeClock(journal.state, recipe.resources)
         self.meter = Meter(self.places)
         asker = Asker(recipe, tokenizer, self.sampler, self.graders, servers=frozenset(), salt=salt, at_once=0)
@@ -155,9 +148,8 @@ class Controller:
         """Note that a new learner has taken over: the earlier one is gone, and its running publications will never end."""
         broken = self.servers.membership.new_learner()
         if broken:
-            log.warning(
-                "publication to %s broke off; their requests continue elsewhere from their last tokens", listed(broken)
-            )
+            said = "publication to %s broke off; their requests continue elsewhere from their last tokens"
+            log.warning(said, listed(broken))
         for server in broken:
             self._tasks.create_task(self.servers.abort(server))
 
@@ -246,16 +238,14 @@ class Controller:
         self.phase = "replay" if decision.replay else "train"
         if not decision.replay:
             self.pipeline.window.taken(decision.step)
-        step, replay, spent = decision.step, decision.replay, self.compute.spent()
+        step, replay, spent, held = decision.step, decision.replay, self.compute.spent(), self.compute.held
         spans.event("controller/batches", f"batch {step}", step=step, replay=replay, tickets=list(tickets))
         running, ahead = float(len(self.pipeline.running)), float(self.pipeline.ahead(step))
         stats = batch_statistics(batch, self.recipe.all_groups_teach) | spent.row() | self.meter.step()
         stats |= task_statistics(batch, self.recipe)
         stats |= draw_metrics(self.tickets.mixture) | {"tickets_running": running, "tickets_ahead": ahead}
         stats |= self.parity.metrics() | {"window": self.pipeline.window.batches}
-        return Train(
-            batch=batch, compute_hours=spent.total, compute_devices=self.compute.held, stats=stats, replay=replay
-        )
+        return Train(batch=batch, compute_hours=spent.total, compute_devices=held, stats=stats, replay=replay)
 
     # Changes of state, and the end of the run.
 
@@ -272,7 +262,10 @@ class Controller:
             await asyncio.sleep(STATUS_S)
             if self.rundir.stop_asked():
                 self._stop(f"{self.rundir.stop_file} exists")
-            self.compute.join(self._counted())
+            joined, here = self.servers.membership.joined().values(), urlsplit(self._address).hostname
+            # All cores of the controller's own machine are counted already.
+            adds = [self.compute.unit == "gpu" or urlsplit(m.address.url).hostname != here for m in joined]
+            self.compute.join(sum(adds))
             if not self.stop_reason and self.servers.seconds_without() > (limit := self.recipe.start_limit_s):
                 self._fail(f"no server was healthy for {limit:g} s ({START_LIMIT_RULE}); see the servers' logs")
             limit = END_LIMIT_S if self.conversation.incarnation else UNMET_LIMIT_S
@@ -289,11 +282,6 @@ class Controller:
                     log.warning("%s; the run goes on without it", error)
                 written = False
             await asyncio.to_thread(spans.flush)
-
-    def _counted(self) -> int:
-        """Return how many joined servers add compute. All cores of the controller's own machine are counted already."""
-        joined, here = self.servers.membership.joined().values(), urlsplit(self._address).hostname
-        return sum(self.compute.unit == "gpu" or urlsplit(m.address.url).hostname != here for m in joined)
 
     async def _drop_old(self) -> None:
         """Regularly delete journal data that no kept checkpoint needs for replay, if the recipe says so."""

@@ -129,8 +129,7 @@ class _WaitingNext(NamedTuple):
 
 
 class Conversation:
-    """The conversation over `link`. incarnation: the current learner's; empty before the first. Set `changed` whenever
-    something has changed that an answer may depend on."""
+    """The conversation over `link`. incarnation: the learner's, or empty. Set `changed` when what answers depend on changes."""
 
     def __init__(self, link: Link, answers: "Controller") -> None:
         self._link, self._answers = link, answers

@@ -145,28 +145,23 @@ class Mixture:
 
 def mixture_of(recipe: Recipe, prompts: Mapping[str, TaskPrompts], state: State) -> Mixture:
     """Return the mixture that continues after the draws in `state`."""
-    curricula = {task: _curriculum(recipe, task, of_task) for task, of_task in prompts.items()}
-    for task, curriculum in curricula.items():
+    threshold, pace, curricula = recipe.batch.positive_threshold, recipe.data.curriculum.kind, {}
+    for task, of_task in prompts.items():
+        in_batch = math.ceil(recipe.batch.prompts * recipe.data.shares[task])  # an epoch needs as many prompts
+        order = PromptOrder(difficulties(recipe, task, of_task), recipe.run.seed, threshold, in_batch, pace)
         if (history := state.tasks.get(task)) is not None:
-            curriculum.resume(history.last, history.pass_rates, history.drawn)
+            order.resume(history.last, history.pass_rates, history.drawn)
+        curricula[task] = order
     return Mixture(curricula, recipe.data.shares, state.drawn_before)
-
-
-def _curriculum(recipe: Recipe, task: str, prompts: TaskPrompts) -> PromptOrder:
-    """Return a task's prompt order at its start. An epoch needs at least as many prompts as the task has in a batch."""
-    in_batch = math.ceil(recipe.batch.prompts * recipe.data.shares[task])
-    difficulty, pace = difficulties(recipe, task, prompts), recipe.data.curriculum.kind
-    return PromptOrder(difficulty, recipe.run.seed, recipe.batch.positive_threshold, in_batch, pace)
 
 
 def difficulties(recipe: Recipe, task: str, prompts: TaskPrompts) -> dict[str, int]:
     """Return the difficulty of each training prompt by its id. MegarlError if a curriculum finds no differences in them."""
     difficulty = {p.id: p.difficulty for p in prompts.train}
     if recipe.data.curriculum.kind != "none" and len(set(difficulty.values())) < 2:
-        raise MegarlError(
-            f"data.curriculum: all prompts of {recipe.data.tasks[task].train} have one difficulty; give its rows a "
-            "`difficulty` (a number, smaller is easier), or set data.curriculum.kind=none"
-        )
+        why = f"all prompts of {recipe.data.tasks[task].train} have one difficulty"
+        advice = "give its rows a `difficulty` (a number, smaller is easier), or set data.curriculum.kind=none"
+        raise MegarlError(f"data.curriculum: {why}; {advice}")
     return difficulty
 
 

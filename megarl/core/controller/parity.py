@@ -151,11 +151,9 @@ class Parity:
     async def _prefill(self, candidate: Candidate, server: int, version: int, purpose: str) -> Prefill | None:
         """Return the server's scores of the completion; None if the server is lost, refuses or has another version."""
         salt = f"{self._salt}/parity/{purpose}/{candidate.ticket}/{candidate.sample}"
-        whole, routing = candidate.whole, self._architecture.experts > 0
+        whole, routing, client = candidate.whole, self._architecture.experts > 0, self._servers.clients[server]
         try:
-            (scored,) = await self._servers.clients[server].score(
-                [whole.tokens], [whole.own], salt, against=self._against, routing=routing
-            )
+            (scored,) = await client.score([whole.tokens], [whole.own], salt, against=self._against, routing=routing)
         except (ServerLost, ServerRefused) as error:
             log.warning("parity of ticket %d.%d: %s", candidate.ticket, candidate.sample, error)
             return None

@@ -61,10 +61,9 @@ class TeacherServers:
                 raise Void(f"the teacher refuses a rollout: {error}") from None
             except ServerLost as error:
                 if server not in self._lost:
-                    starting = server not in self._met  # starting takes longer than sampling the first rollouts
-                    log.log(
-                        logging.INFO if starting else logging.WARNING, "teacher %d does not answer: %s", server, error
-                    )
+                    # Starting takes longer than sampling the first rollouts.
+                    level = logging.WARNING if server in self._met else logging.INFO
+                    log.log(level, "teacher %d does not answer: %s", server, error)
                 self._lost.add(server)
                 if time.monotonic() + pause > until:
                     why = f"no teacher scored a rollout within {self._limit_s:g} s ({START_LIMIT_RULE}): {error}"

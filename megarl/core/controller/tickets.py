@@ -69,8 +69,7 @@ class Tickets:
         return Admitted(ticket=ticket, task=task, due=due, **drawn._asdict())
 
     async def make(self, admitted: Admitted, places: GroupPlaces) -> Finished | Removed:
-        """Make a ticket's group, void if one of its rollouts cannot be made or none can be graded, and return the record that
-        ends it."""
+        """Make a ticket's group, void if a rollout cannot be made or none can be graded; return the record that ends it."""
         ticket, begin, length = admitted.ticket, time.monotonic(), self._recipe.length.at(admitted.due)
         spans.open(TICKETS, "ticket", begin, ticket=ticket)
         prompt, void = self._prompt(admitted), ""

@@ -31,8 +31,7 @@ LONGEST_MEMORY = 8
 
 
 class Window:
-    """The window of a run, by the event loop's time. tickets: how many may be drawn but not trained; at first the last
-    record's, 0 without one."""
+    """A run's window, by the event loop's time. tickets: how many may be drawn but not trained; at first as recorded, or 0."""
 
     def __init__(self, recipe: Recipe, tickets: int) -> None:
         self._prompts, self._most = recipe.batch.prompts, recipe.pipeline.window_steps

@@ -25,12 +25,9 @@ SCHEMA_VERSION = 1
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer to one prompt. Texts are as the model saw and wrote them, with special tokens.
-
-    entropy: mean of -log p over the sampled tokens, under the distribution that they were sampled from (nats), an unbiased
-    estimate of its mean entropy per token. With temperature 0 it is the surprise of the greedy tokens at temperature 1. None:
-    nothing was sampled.
-    """
+    """One answer to one prompt. Texts are as the model saw and wrote them, with special tokens. entropy: mean of -log p over
+    the sampled tokens, under the distribution that they were sampled from (nats), an unbiased estimate of its mean entropy per
+    token. With temperature 0 it is the surprise of the greedy tokens at temperature 1. None: nothing was sampled."""
 
     schema_version: int = SCHEMA_VERSION
     suite: str
@@ -142,8 +139,6 @@ def _decoded[T: (Answer, Result)](path: Path, number: int, data: bytes, kind: ty
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     if result.schema_version != SCHEMA_VERSION:
-        version = result.schema_version
-        raise MegarlError(
-            f"{path}:{number}: written in schema version {version}, this version of megarl reads {SCHEMA_VERSION}"
-        )
+        made = f"written in schema version {result.schema_version}"
+        raise MegarlError(f"{path}:{number}: {made}, this version of megarl reads {SCHEMA_VERSION}")
     return result

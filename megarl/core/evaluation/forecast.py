@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from megarl.core.base.rundir import Row, RunDir
 
 Forecast = Callable[[Sequence[Row], Iterable[Row], int, str], Row]
-"""Makes the forecast's columns from the rows of eval.jsonl, those of metrics.jsonl, run.steps and the forecast column; empty
-while there is none."""
+"""Makes the forecast's columns, if there is one, from rows of eval.jsonl and metrics.jsonl, run.steps and the score's name."""
 TrustedWatch = Callable[[RunDir, int, Sequence[str]], Row]
 """Judges for each task, from the results of all evaluations up to this version, whether the trusted score falls while the
 reward rises. Returns columns of eval.jsonl, empty without a trusted grader."""

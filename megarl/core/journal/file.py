@@ -108,10 +108,9 @@ def _check_header(path: Path, header: bytes) -> None:
         raise MegarlError(f"{path}: not a rollout journal (offset 0); move it away or restore it")
     version = FILE_HEADER.unpack(header)[1]
     if version != SCHEMA_VERSION:
-        raise MegarlError(
-            f"{path}: written in schema version {version}, this version of megarl reads {SCHEMA_VERSION}; "
-            "continue with the version that began the run"
-        )
+        why = f"written in schema version {version}, this version of megarl reads {SCHEMA_VERSION}"
+        advice = "continue with the version that began the run"
+        raise MegarlError(f"{path}: {why}; {advice}")
 
 
 def _check_tail(path: Path, offset: int, after: bytes) -> None:
@@ -119,10 +118,8 @@ def _check_tail(path: Path, offset: int, after: bytes) -> None:
     at = after.find(MARK)
     while at >= 0:
         if _entry(after[at : at + RECORD_HEADER.size], 0) is not None:
-            raise MegarlError(
-                f"{path}: damaged at offset {offset} (checksum), with intact records after it; "
-                "restore the file from a backup"
-            )
+            advice = "restore the file from a backup"
+            raise MegarlError(f"{path}: damaged at offset {offset} (checksum), with intact records after it; {advice}")
         at = after.find(MARK, at + 1)
 
 
@@ -130,9 +127,8 @@ def record_of(path: Path, entry: Entry, payload: bytes) -> JournalRecord:
     try:
         return decode(payload, JournalRecord)
     except msgspec.MsgspecError as error:
-        raise MegarlError(
-            f"{path}: offset {entry.offset}: not a record that this version of megarl knows: {error}"
-        ) from None
+        why = f"not a record that this version of megarl knows: {error}"
+        raise MegarlError(f"{path}: offset {entry.offset}: {why}") from None
 
 
 def read(path: Path, offset: int) -> JournalRecord:

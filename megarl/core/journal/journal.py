@@ -131,9 +131,8 @@ class JournalReader:
         gone = [self._file(n).name for n in range(max(there, default=0)) if n not in there]
         names = ", ".join(gone[:3]) + " …" * (len(gone) > 3)
         lost = f"; {names} may have had it, but is missing" if gone else ""
-        raise MegarlError(
-            f"{self.path}: ticket {ticket} has no group here: it is unfinished, removed or dropped (journal.keep){lost}"
-        )
+        why = f"it is unfinished, removed or dropped (journal.keep){lost}"
+        raise MegarlError(f"{self.path}: ticket {ticket} has no group here: {why}")
 
     def _finished_before(self, number: int, ticket: int) -> bool:
         """Return whether the ticket was finished or removed before this file was begun."""
@@ -176,7 +175,11 @@ class Journal(JournalReader):
         self._ended: BaseException = MegarlError(f"{path}: the journal is closed")  # raised by `put` once it is closed
         self.state, self._searched[self._number], self._size = file.fold(self._file(self._number))
         self._applied_size = self._size
-        self._cut_off_tail()
+        if torn := os.fstat(self._fd).st_size - self._size:  # left incomplete by a crash; no process has used it
+            last = self._file(self._number)
+            log.warning("%s: the last record was cut short by a crash; %d bytes removed", last, torn)
+            os.ftruncate(self._fd, self._size)
+            os.fsync(self._fd)
 
     @staticmethod
     def open(
@@ -284,16 +287,6 @@ class Journal(JournalReader):
         self._searched[self._number] = {}
         self._searched.pop(self._number - REMEMBERED, None)
 
-    def _cut_off_tail(self) -> None:
-        """Cut off a write that a crash left incomplete; no process has used it."""
-        assert self._fd is not None
-        torn = os.fstat(self._fd).st_size - self._size
-        if torn:
-            last = self._file(self._number)
-            log.warning("%s: the last record was cut short by a crash; %d bytes removed", last, torn)
-            os.ftruncate(self._fd, self._size)
-            os.fsync(self._fd)
-
 
 def _lock(path: Path) -> int:
     """Return the descriptor of a file with this process's id, locked until it is closed. MegarlError if another holds it."""
@@ -306,10 +299,9 @@ def _lock(path: Path) -> int:
             if time.monotonic() > deadline:
                 holder = os.pread(fd, 20, 0).decode()
                 os.close(fd)
-                raise MegarlError(
-                    f"{path.parent}: process {holder} writes this journal (waited {LOCK_TIMEOUT_S:g} s); "
-                    "end that run first, or give this one another run.name"
-                ) from None
+                why = f"process {holder} writes this journal (waited {LOCK_TIMEOUT_S:g} s)"
+                advice = "end that run first, or give this one another run.name"
+                raise MegarlError(f"{path.parent}: {why}; {advice}") from None
             time.sleep(0.1)
         else:
             os.ftruncate(fd, 0)

@@ -62,8 +62,7 @@ moment, and the steps since the last checkpoint would be trained again."""
 
 
 class Checkpoints:
-    """A trainer's RUN/checkpoints. Every method is collective over all ranks. failures: how many writes have failed in a row;
-    if any has, call `save` again soon."""
+    """A trainer's RUN/checkpoints; collective over all ranks. failures: of writes in a row; if any, call `save` again soon."""
 
     def __init__(self, folder: Path, keep: int, trainer: Trainer, hf_source: Path) -> None:
         self.folder, self.keep, self.trainer, self.hf_source = folder, keep, trainer, hf_source
@@ -79,9 +78,8 @@ class Checkpoints:
             return
         begin = time.monotonic()
         model, critic = trainer.recipe.model.model_dump(mode="json"), trainer.critic is not None
-        meta = checkpoint.CheckpointMeta(
-            step=step, version=step, hf_source=str(self.hf_source), model=model, critic=critic
-        )
+        source = str(self.hf_source)
+        meta = checkpoint.CheckpointMeta(step=step, version=step, hf_source=source, model=model, critic=critic)
         with out_of_memory_named("learner.optimizer_offload", "gathering the optimiser for a checkpoint; set it"):
             state = _state(trainer, is_loading=False)
         request = checkpoint.begin(path, state, meta)

@@ -61,9 +61,8 @@ class CriticModel(TrainedNetwork):
     def forward_backward(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         metrics = super().forward_backward(sequences)
         kept = ("tokens_trained", "sequences", "microbatches", *VALUE_METRICS)
-        return (
-            {"value_loss": metrics["loss"]} | {name: metrics[name] for name in kept} | gae.value_statistics(sequences)
-        )
+        losses = {"value_loss": metrics["loss"]} | {name: metrics[name] for name in kept}
+        return losses | gae.value_statistics(sequences)
 
 
 def selected_values(*, hidden_states: Tensor, output_layer: ValueHead, context: MicroBatch, **_: object) -> Tensor:

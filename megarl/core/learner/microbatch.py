@@ -27,10 +27,8 @@ FILLER = 1024
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The settings that micro-batches' shapes depend on, and how many tokens the model knows.
-
-    Filler has all of them in turn: equal tokens would choose the same experts, whose ranks would have several times the work
-    and memory of the others."""
+    """The settings that micro-batches' shapes depend on, and how many tokens the model knows. Filler has all of them in turn:
+    equal tokens would choose the same experts, whose ranks would have several times the work and memory of the others."""
 
     model: Model
     data_parallel: int = 1

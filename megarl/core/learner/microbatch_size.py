@@ -30,8 +30,7 @@ from megarl.core.learner.trainer import Trainer
 log = logging.getLogger(__name__)
 
 SHARE = 0.9
-"""Share of a GPU's free memory that a trial may take. The rest is for experts that get more tokens than in a trial, and for
-the buckets of a publication."""
+"""Share of a GPU's free memory that a trial may take; the rest is for experts that get more tokens, and for publications."""
 
 type Memory = Callable[[Callable[[], None]], float]
 """Runs a trial and returns its peak, as a share of the memory it may take. Above 1 is too much; inf: the memory ran out."""
@@ -40,9 +39,8 @@ type Memory = Callable[[Callable[[], None]], float]
 def gpu_memory() -> Memory:
     """Return a `Memory` for this rank's GPU. A trial may use the memory that others leave free after it."""
     if not torch.cuda.is_available():
-        raise MegarlError(
-            "learner.microbatch_tokens: auto tries sizes on a GPU, but this machine has none; give a number"
-        )
+        advice = "give a number"
+        raise MegarlError(f"learner.microbatch_tokens: auto tries sizes on a GPU, but this machine has none; {advice}")
 
     def used(trial: Callable[[], None]) -> float:
         torch.cuda.empty_cache()
@@ -142,10 +140,9 @@ def _found(trainer: Trainer, longest: int, batch_tokens: int, memory: Memory) ->
             for network in networks:
                 network.clear()
         if used == math.inf and dist.get_world_size() > 1:
-            raise MegarlError(
-                f"learner.microbatch_tokens: rank {dist.get_rank()} ran out of memory trying {tokens} tokens while the others "
-                "wait for it; give a number instead of auto"
-            )
+            why = f"rank {dist.get_rank()} ran out of memory trying {tokens} tokens while the others wait for it"
+            advice = "give a number instead of auto"
+            raise MegarlError(f"learner.microbatch_tokens: {why}; {advice}")
         most = torch.tensor(used, device=trainer.policy.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         log.info("micro-batches of %d tokens take %.0f %% of the memory that they may use", tokens, 100 * float(most))
@@ -154,10 +151,9 @@ def _found(trainer: Trainer, longest: int, batch_tokens: int, memory: Memory) ->
     found = largest(sizes, tried)
     del moments
     if found is None or found < longest:
-        raise MegarlError(
-            f"learner.microbatch_tokens: a step with the longest sequence, of {longest} tokens, does not fit on a GPU; set "
-            "learner.recompute=full or learner.optimizer_offload, or divide the model further"
-        )
+        why = f"a step with the longest sequence, of {longest} tokens, does not fit on a GPU"
+        advice = "set learner.recompute=full or learner.optimizer_offload, or divide the model further"
+        raise MegarlError(f"learner.microbatch_tokens: {why}; {advice}")
     return found
 
 

@@ -14,14 +14,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
 from torch import Tensor
 from torch.nn import Module
 
@@ -95,9 +90,8 @@ class Network:
     def full_memory_named(self) -> AbstractContextManager[None]:
         """Return a context for work on micro-batches. If a GPU runs out of memory in it, the error says what to change."""
         advice = "lower it, set learner.recompute=full or learner.optimizer_offload"
-        return out_of_memory_named(
-            "learner.microbatch_tokens", f"with {self.microbatch_tokens} tokens per micro-batch; {advice}"
-        )
+        what = f"with {self.microbatch_tokens} tokens per micro-batch; {advice}"
+        return out_of_memory_named("learner.microbatch_tokens", what)
 
     def plan(self, sequences: Sequence[TrainSequence]) -> MicroBatchPlan:
         return plan([len(s) for s in sequences], self.microbatch_tokens, self.layout, self.cost)
@@ -181,7 +175,7 @@ def loaded_chunks(recipe: Recipe, hf_dir: Path) -> tuple[list[GPTModel], Family]
 def selected_logprobs(
     *,
     hidden_states: Tensor,
-    output_layer: ColumnParallelLinear,
+    output_layer: tensor_parallel.ColumnParallelLinear,
     output_weight: Tensor | None,
     context: MicroBatch,
     vocab_size: int,
@@ -203,15 +197,15 @@ def selected_logprobs(
 
 
 def trained_positions(
-    hidden_states: Tensor, output_layer: ColumnParallelLinear | ValueHead, at: Tensor, in_parts: bool
+    hidden_states: Tensor, output_layer: tensor_parallel.ColumnParallelLinear | ValueHead, at: Tensor, in_parts: bool
 ) -> Tensor:
     """Return [n, h] of hidden states [s/tp or s, b, h] at `at` [n], which indexes [s*b]. in_parts: each rank has only its
     columns' part of the gradient; they are summed as in megatron's output layer. Otherwise all must have the same gradient."""
     if output_layer.sequence_parallel:  # any rank's part may hold any number of trained positions: gather, then select
-        hidden_states = gather_from_sequence_parallel_region(
+        hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
             hidden_states, tensor_parallel_output_grad=in_parts, group=output_layer.tp_group
         )
     chosen = hidden_states.flatten(0, 1).index_select(0, at)
     if in_parts and not output_layer.sequence_parallel:
-        chosen = copy_to_tensor_model_parallel_region(chosen, group=output_layer.tp_group)
+        chosen = tensor_parallel.copy_to_tensor_model_parallel_region(chosen, group=output_layer.tp_group)
     return chosen

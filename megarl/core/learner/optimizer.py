@@ -42,10 +42,9 @@ fallen, each further overflow lowers it, until a window has passed without one."
 
 
 class LossScale(DynamicGradScaler):
-    """The loss scale of one network. It is the same on all ranks, because all of them know the same norms.
-
-    Megatron has an optimiser for a rank's experts and one for the rest, each with its own scaler, but multiplies the loss by
-    the first one's scale only. An overflow in one would make their scales differ, so all parts of a network share this one."""
+    """The loss scale of one network. It is the same on all ranks, because all of them know the same norms. Megatron has an
+    optimiser for a rank's experts and one for the rest, each with its own scaler, but multiplies the loss by the first one's
+    scale only. An overflow in one would make their scales differ, so all parts of a network share this one."""
 
     def __init__(self) -> None:
         super().__init__(INITIAL, LEAST, 2.0, 0.5, WINDOW, HYSTERESIS)
@@ -94,7 +93,6 @@ BUCKET: int | None = None
 
 def overlaps() -> bool:
     """Return whether gradients are reduced while others are computed: yes on GPUs with more than one data-parallel rank.
-
     Weights are not gathered this way (overlap_param_gather): some of those published or saved would be a step old."""
     return torch.cuda.is_available() and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
 
@@ -182,10 +180,8 @@ def _place_without_padding(chunks: list[DistributedDataParallel]) -> None:
 
 
 def _gathered_alone(optimizer: DistributedOptimizer, *, empty_data: bool, **_: object) -> StateDict:
-    """Act as get_parameter_state_dp_zero, which gathers AdamW's state for a checkpoint, if one rank has all of the state.
-
-    This takes 12 bytes of host memory per parameter; megatron's way, for many ranks, takes 32, or 24 and 8 on the GPU.
-    """
+    """Act as get_parameter_state_dp_zero, which gathers AdamW's state for a checkpoint, if one rank has all of the state. This
+    takes 12 bytes of host memory per parameter; megatron's way, for many ranks, takes 32, or 24 and 8 on the GPU."""
     state: StateDict = {"buckets_coalesced": True}
     names = ("param", *optimizer.optimizer_state_keys)
     for n, (buffer, (dtype,)) in enumerate(zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True)):

@@ -144,9 +144,8 @@ class TrainedNetwork(Network):
             group["lr"] = lr
             group["weight_decay"] = WEIGHT_DECAY * group["wd_mult"]
         if parameters := self.optimizer.get_parameters():
-            clip_grad_by_total_norm_fp32(
-                parameters, self.settings.grad_clip, norm, use_decoupled_grad=self._offload > 0
-            )
+            most, offloads = self.settings.grad_clip, self._offload > 0
+            clip_grad_by_total_norm_fp32(parameters, most, norm, use_decoupled_grad=offloads)
         with self.full_memory_named(), more_threads() if self._offload else nullcontext():
             self.optimizer.step_with_ready_grads()
         if self.expert_load:

@@ -132,9 +132,8 @@ class Trainer:
             if overflowed:
                 overflows += 1
                 scales = ", ".join(f"{p.norm_name} at {metrics[f'{p.prefix}loss_scale']:g}" for p in overflowed)
-                log.info(
-                    "step %d: an update was skipped because scaled gradients overflowed (%s)", self.step - 1, scales
-                )
+                said = "step %d: an update was skipped because scaled gradients overflowed (%s)"
+                log.info(said, self.step - 1, scales)
             if broken:
                 self.skipped_steps += 1
                 what = ", ".join(f"{name} {metrics[name]}" for p in broken for name in (p.loss_name, p.norm_name))

@@ -152,9 +152,8 @@ def whole_or_gone(path: Path) -> Iterator[None]:
     except (Exception, CheckpointException) as error:  # megatron, torch and the operating system each have their own
         if dist.get_rank() == 0:
             shutil.rmtree(partial_of(path), ignore_errors=True)
-        raise MegarlError(
-            f"{path}: the checkpoint could not be written (is the disk full?): {_last_line(error)}"
-        ) from error
+        why = f"could not be written (is the disk full?): {_last_line(error)}"
+        raise MegarlError(f"{path}: the checkpoint {why}") from error
 
 
 def load(path: Path, state: ShardedStateDict) -> StateDict:
@@ -208,9 +207,8 @@ def read_meta(path: Path) -> CheckpointMeta:
     except msgspec.DecodeError as error:
         raise CorruptCheckpoint(f"{path / META}: unreadable: {error}") from None
     if meta.schema != SCHEMA_VERSION:
-        raise MegarlError(
-            f"{path / META}: schema {meta.schema}, this version of megarl reads {SCHEMA_VERSION}; use the one that wrote it"
-        )
+        reads = f"this version of megarl reads {SCHEMA_VERSION}; use the one that wrote it"
+        raise MegarlError(f"{path / META}: schema {meta.schema}, {reads}")
     if meta.checksum != _own_checksum(meta):
         raise CorruptCheckpoint(f"{path / META}: not as it was written; the checkpoint is damaged, use an older one")
     return meta
@@ -336,7 +334,5 @@ class _MetadataUnpickler(pickle.Unpickler):
         known = name in _IN_METADATA.get(module, "").split()
         if known or (module == "torch" and isinstance(torch.__dict__.get(name), torch.dtype)):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(
-            f"it wants to load {module}.{name}, which no checkpoint needs and which may run anything; "
-            "do not trust the source of this checkpoint"
-        )
+        what = "which no checkpoint needs and which may run anything; do not trust the source of this checkpoint"
+        raise pickle.UnpicklingError(f"it wants to load {module}.{name}, {what}")

@@ -184,9 +184,8 @@ def _feed_forward(model: Architecture, hf: str, experts: bool) -> NamedWeights:
         weights |= _gated_mlp("mlp.shared_experts.", hf + ("shared_experts." if balanced else "shared_expert."))
     for e in range(model.experts):
         megatron = f"mlp.experts.local_experts.{e}."
-        weights |= (
-            _stacked_expert(megatron, hf + "experts.", e) if llama4 else _gated_mlp(megatron, f"{hf}experts.{e}.")
-        )
+        all_experts, one = f"{hf}experts.", f"{hf}experts.{e}."
+        weights |= _stacked_expert(megatron, all_experts, e) if llama4 else _gated_mlp(megatron, one)
     return weights
 
 

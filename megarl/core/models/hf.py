@@ -61,10 +61,8 @@ def load(chunks: Sequence[Module], family: Family, hf_dir: Path) -> None:
             except (SafetensorError, RuntimeError, OSError) as error:
                 raise MegarlError(f"{hf_dir}: cannot read {names}: {error}") from None
             if value.shape != parameter.shape:
-                raise MegarlError(
-                    f"{hf_dir}: {names} do not have the shapes config.json says: "
-                    f"{tuple(value.shape)} instead of {tuple(parameter.shape)} for {name}"
-                )
+                what = f"{tuple(value.shape)} instead of {tuple(parameter.shape)} for {name}"
+                raise MegarlError(f"{hf_dir}: {names} do not have the shapes config.json says: {what}")
             parameter.copy_(value)
 
 

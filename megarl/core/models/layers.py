@@ -22,18 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    gather_from_tensor_model_parallel_region,
-    scatter_to_sequence_parallel_region,
-    set_tensor_model_parallel_attributes,
-)
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
@@ -192,7 +186,7 @@ class CausalAttention(Module):
             heads = config.num_attention_heads // config.tensor_model_parallel_size
             device = torch.cuda.current_device()
             self.softmax_offset = Parameter(torch.zeros(heads, dtype=config.params_dtype, device=device))
-            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+            tensor_parallel.set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -229,7 +223,7 @@ class CausalAttention(Module):
         if self.layer.temperature is not None:
             q = (q * temperatures(positions[:, None, None], *self.layer.temperature)).to(q.dtype)
         if self.cp.size() > 1:
-            k, v = (gather_from_sequence_parallel_region(t.contiguous(), group=self.cp) for t in (k, v))
+            k, v = (tensor_parallel.gather_from_sequence_parallel_region(t.contiguous(), group=self.cp) for t in (k, v))
         if (width := v.shape[-1]) < q.shape[-1]:  # latent attention; kernels need equal widths
             v = F.pad(v, (0, q.shape[-1] - width))
         return kernels(q, k, v, self.scale, self.softmax_offset)[..., :width].flatten(1)
@@ -273,14 +267,14 @@ class LatentAttention(MLASelfAttention):
         if low.q_lora_rank is None:
             q, _ = self.linear_q_proj(hidden_states)
         else:
-            narrow = gather_from_tensor_model_parallel_region(self.linear_q_down_proj(hidden_states)[0])
+            narrow = tensor_parallel.gather_from_tensor_model_parallel_region(self.linear_q_down_proj(hidden_states)[0])
             q, _ = self.linear_q_up_proj(self.q_layernorm(self._divided(narrow)))
-        narrow = gather_from_tensor_model_parallel_region(self.linear_kv_down_proj(hidden_states)[0])
+        narrow = tensor_parallel.gather_from_tensor_model_parallel_region(self.linear_kv_down_proj(hidden_states)[0])
         shared, position = narrow.split([low.kv_lora_rank, low.qk_pos_emb_head_dim], -1)
         kv, _ = self.linear_kv_up_proj(self.kv_layernorm(self._divided(shared)))
         q, kv = (t.unflatten(-1, (self.num_attention_heads_per_partition, -1)) for t in (q, kv))
         k, v = kv.split([low.qk_head_dim, low.v_head_dim], -1)
-        position = copy_to_tensor_model_parallel_region(position).unsqueeze(-2)
+        position = tensor_parallel.copy_to_tensor_model_parallel_region(position).unsqueeze(-2)
         k = torch.cat([k, position.expand(*k.shape[:-1], -1)], -1)
         if packed_seq_params is not None:
             q, k, v = (t.squeeze(1) for t in (q, k, v))
@@ -288,7 +282,7 @@ class LatentAttention(MLASelfAttention):
 
     def _divided(self, x: Tensor) -> Tensor:
         """Return this rank's share of the tokens, which the next norm and projection need under sequence parallelism."""
-        return scatter_to_sequence_parallel_region(x) if self.config.sequence_parallel else x
+        return tensor_parallel.scatter_to_sequence_parallel_region(x) if self.config.sequence_parallel else x
 
 
 LATENT_EPSILON = 1e-6

@@ -26,10 +26,9 @@ def start(model: Model, seed: int, timeout_s: float) -> None:
     expert_size = model.expert_parallel * model.expert_tensor_parallel * model.pipeline_parallel
     for size, what in ((model.model_parallel_size, "TP x PP x CP"), (expert_size, "expert: EP x ETP x PP")):
         if world % size:
-            raise MegarlError(
-                f"model: {world} ranks do not divide into copies of the model of {size} ranks ({what}); "
-                "start a multiple (resources.learner_ranks), or change the layout under `model`"
-            )
+            why = f"{world} ranks do not divide into copies of the model of {size} ranks ({what})"
+            advice = "start a multiple (resources.learner_ranks), or change the layout under `model`"
+            raise MegarlError(f"model: {why}; {advice}")
     if not dist.is_initialized():
         _join(timeout_s)
     if parallel_state.model_parallel_is_initialized():
@@ -76,7 +75,6 @@ def _join(timeout_s: float) -> None:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **alone)
     except dist.DistError as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise MegarlError(
-            f"rank {os.environ['RANK']}: the {os.environ['WORLD_SIZE']} ranks did not meet at {address} "
-            f"within {timeout_s:g} s; look at the other ranks' logs: {error}"
-        ) from None
+        why = f"the {os.environ['WORLD_SIZE']} ranks did not meet at {address} within {timeout_s:g} s"
+        advice = f"look at the other ranks' logs: {error}"
+        raise MegarlError(f"rank {os.environ['RANK']}: {why}; {advice}") from None

@@ -167,9 +167,8 @@ def _find(name_or_path: str) -> Path:
         return Path(name_or_path)
     close = difflib.get_close_matches(name_or_path, shipped(), 1)
     hint = f"; did you mean {close[0]}?" if close else ""
-    raise MegarlError(
-        f"no recipe {shortened(name_or_path)!r}: neither a file nor a shipped recipe ({', '.join(shipped())}){hint}"
-    )
+    neither = f"neither a file nor a shipped recipe ({', '.join(shipped())})"
+    raise MegarlError(f"no recipe {shortened(name_or_path)!r}: {neither}{hint}")
 
 
 def _read(path: Path, derived: tuple[Path, ...] = ()) -> tuple[RecipeTree, Origin]:

@@ -134,9 +134,8 @@ class Task(Rows):
     def a_source_or_a_number(cls, heldout: Any) -> Any:
         if isinstance(heldout, str) or (type(heldout) is int and heldout > 0):
             return heldout
-        raise ValueError(
-            f"should be a file or hub:… of prompts, or how many rows of train to hold out, got {heldout!r}"
-        )
+        should = "should be a file or hub:… of prompts, or how many rows of train to hold out"
+        raise ValueError(f"{should}, got {heldout!r}")
 
 
 class Suite(Rows):
@@ -634,11 +633,9 @@ class Recipe(Section):
 
     @property
     def generates_meanwhile(self) -> bool:
-        """Whether servers generate while they receive weights, so that they pause only to swap them in.
-
-        Not servers of several GPUs: NCCL allows no operations of two groups at once, and may hang if a broadcast and a sum over
-        a server's GPUs wait for each other (SGLang's pull request 22620).
-        """
+        """Whether servers generate while they receive weights, so that they pause only to swap them in. Not servers of several
+        GPUs: NCCL allows no operations of two groups at once, and may hang if a broadcast and a sum over a server's GPUs wait
+        for each other (SGLang's pull request 22620)."""
         return self.stages_weights and self.resources.server_tensor_parallel == 1
 
     @property

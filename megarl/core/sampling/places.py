@@ -37,10 +37,8 @@ ROOM = 0.85
 @dataclass(eq=False)
 class Claim:
     """A claim on a place. From its creation on, one place fewer counts as free. home: returns the only server it may use now,
-    an answer that changes only at a `refresh`; without it, the claim may use any server that suits.
-
-    waits_at: that server while the claim waits for a place there.
-    """
+    an answer that changes only at a `refresh`; without it, the claim may use any server that suits. waits_at: that server while
+    the claim waits for a place there."""
 
     order: Order
     may_use: MayUse

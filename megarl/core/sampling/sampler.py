@@ -131,8 +131,6 @@ def routed_model(recipe: Recipe) -> Architecture | None:
 
 
 class Sampler:
-    """Samples jobs on `servers`."""
-
     def __init__(
         self,
         recipe: Recipe,
@@ -242,9 +240,8 @@ class Sampler:
         """Add at most `limit` tokens, or as many as a server has room for; return whether a stop token was among them."""
         room = self._longest - len(job.prompt.tokens) - len(done.tokens)
         if room < 1 and not done.segments:
-            raise Void(
-                f"its prompt has {len(job.prompt.tokens)} tokens, but a server takes at most {self._longest - 1}"
-            )
+            most = f"a server takes at most {self._longest - 1}"
+            raise Void(f"its prompt has {len(job.prompt.tokens)} tokens, but {most}")
         limit = min(limit, room)
         name = "{} {}.{}".format(("evaluation", "ticket")[job.order[0]], *job.order[1:])
         while limit > 0:

@@ -24,28 +24,28 @@ def check(recipe: Recipe, cuda: bool) -> None:
     longest = recipe.length.context_tokens
     _check_qwen(path, model)
     _check_llama4(path, model, longest, cuda)
-    _check_ranks(path, model, recipe.resources.server_tensor_parallel if cuda else 1)
+    ranks = recipe.resources.server_tensor_parallel if cuda else 1
+    if what := undivided(model, ranks):  # every rank would end with an assertion
+        most = next(n for n in range(ranks - 1, 0, -1) if not undivided(model, n))
+        why = f"SGLang cannot divide the {what} of {path} among a server's {ranks} GPUs"
+        advice = f"use {most} or another divisor (for a teacher's servers, resources.teacher_tensor_parallel)"
+        raise MegarlError(f"resources.server_tensor_parallel: {why}; {advice}")
     if model.sinks and cuda and recipe.model.dtype != "bf16":
         raise MegarlError(f"model.dtype: {recipe.model.dtype}: SGLang's GPU kernels take attention sinks in bf16 only")
     if cuda and recipe.model.dtype == "fp32":
-        raise MegarlError(
-            "model.dtype: fp32: SGLang's attention on a GPU takes bf16 and fp16; set one of them, or CUDA_VISIBLE_DEVICES= to "
-            "train a tiny model on the CPU"
-        )
+        advice = "set one of them, or CUDA_VISIBLE_DEVICES= to train a tiny model on the CPU"
+        raise MegarlError(f"model.dtype: fp32: SGLang's attention on a GPU takes bf16 and fp16; {advice}")
     if model.context < longest:
-        raise MegarlError(
-            f"length: prompt_tokens + thinking_tokens + answer_tokens is {longest}, but {path} has positions for "
-            f"{model.context} (max_position_embeddings in its config.json)"
-        )
+        what = f"but {path} has positions for {model.context} (max_position_embeddings in its config.json)"
+        raise MegarlError(f"length: prompt_tokens + thinking_tokens + answer_tokens is {longest}, {what}")
     if serving.kv_tokens is None and not cuda:
         raise MegarlError(
             "serving.kv_tokens: must be set on a machine without a GPU, or SGLang would take most of the memory; "
             f"about serving.max_running_requests x typical length, at least {longest}"
         )
     if serving.kv_tokens is not None and serving.kv_tokens < longest:
-        raise MegarlError(
-            f"serving.kv_tokens: {serving.kv_tokens} cannot hold one longest sequence of {longest} tokens (length.*)"
-        )
+        what = f"one longest sequence of {longest} tokens (length.*)"
+        raise MegarlError(f"serving.kv_tokens: {serving.kv_tokens} cannot hold {what}")
     if recipe.lends_memory and cuda and find_spec("torch_memory_saver") is None:
         raise MegarlError(
             "resources.colocate: to lend memory to the learner needs the package torch_memory_saver, which is not installed; "
@@ -54,10 +54,8 @@ def check(recipe: Recipe, cuda: bool) -> None:
 
 
 def undivided(model: Architecture, ranks: int) -> str:
-    """Return what of the model SGLang cannot divide among a server's GPUs, such as `28 attention heads`; empty if nothing.
-
-    It copies heads of k and v to several GPUs if there are more of these.
-    """
+    """Return what of the model SGLang cannot divide among a server's GPUs, such as `28 attention heads`; empty if nothing. It
+    copies heads of k and v to several GPUs if there are more of these."""
     dense = model.feed_forward if model.moe_layers < model.layers else 0
     sizes = [(model.heads, "attention heads"), (dense, "columns of an MLP")]
     sizes += [
@@ -67,16 +65,6 @@ def undivided(model: Architecture, ranks: int) -> str:
     if not model.latent and ranks % model.groups:
         sizes.append((model.groups, "key-value heads"))
     return next((f"{size} {what}" for size, what in sizes if size % ranks), "")
-
-
-def _check_ranks(path: str, model: Architecture, ranks: int) -> None:
-    """Refuse a number of GPUs that does not divide the model: every rank would end with an assertion."""
-    if what := undivided(model, ranks):
-        most = next(n for n in range(ranks - 1, 0, -1) if not undivided(model, n))
-        raise MegarlError(
-            f"resources.server_tensor_parallel: SGLang cannot divide the {what} of {path} among a server's {ranks} GPUs; "
-            f"use {most} or another divisor (for a teacher's servers, resources.teacher_tensor_parallel)"
-        )
 
 
 def positions(recipe: Recipe) -> int:
@@ -116,15 +104,11 @@ def _check_qwen(path: str, model: Architecture) -> None:
     """Refuse settings in config.json that SGLang ignores."""
     usual = model.hidden // model.heads
     if model.name == "Qwen2ForCausalLM" and model.head_dim != usual:
-        raise MegarlError(
-            f"{path}: head_dim={model.head_dim} in config.json: SGLang serves Qwen2 with heads of "
-            f"hidden_size / num_attention_heads = {usual} and no others"
-        )
+        what = f"SGLang serves Qwen2 with heads of hidden_size / num_attention_heads = {usual} and no others"
+        raise MegarlError(f"{path}: head_dim={model.head_dim} in config.json: {what}")
     if model.name == "Qwen3MoeForCausalLM" and model.moe_layers < model.layers:
-        raise MegarlError(
-            f"{path}: mlp_only_layers and decoder_sparse_step in config.json: SGLang serves Qwen3-MoE with "
-            "experts in every layer and no other arrangement"
-        )
+        what = "SGLang serves Qwen3-MoE with experts in every layer and no other arrangement"
+        raise MegarlError(f"{path}: mlp_only_layers and decoder_sparse_step in config.json: {what}")
 
 
 def _check_llama4(path: str, model: Architecture, longest: int, cuda: bool) -> None:
@@ -132,15 +116,12 @@ def _check_llama4(path: str, model: Architecture, longest: int, cuda: bool) -> N
     if not model.name.startswith("Llama4"):
         return
     if model.unrotated_layers != tuple(range(3, model.layers, 4)):
-        raise MegarlError(
-            f"{path}: no_rope_layers in config.json: SGLang serves Llama 4 with every fourth layer without RoPE "
-            "and no other arrangement"
-        )
+        what = "SGLang serves Llama 4 with every fourth layer without RoPE and no other arrangement"
+        raise MegarlError(f"{path}: no_rope_layers in config.json: {what}")
     step, chunk = model.expert_step, model.attention_chunk
     if model.expert_layers != tuple(range(step - 1, model.layers, step)):
-        raise MegarlError(
-            f"{path}: moe_layers in config.json: SGLang puts experts where interleave_moe_layer_step={step} says"
-        )
+        where = f"where interleave_moe_layer_step={step} says"
+        raise MegarlError(f"{path}: moe_layers in config.json: SGLang puts experts {where}")
     if cuda and chunk and chunk < longest and model.name == TEXT_ONLY:
         raise MegarlError(
             f"length: prompt_tokens + thinking_tokens + answer_tokens is {longest}, but on a GPU SGLang does not divide the "

@@ -108,11 +108,9 @@ def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = 
 
 
 async def warm_up(url: str, endpoints: Endpoints, top_p: float) -> bool:
-    """Generate one token, sampled from this nucleus, then make /health succeed.
-
-    This runs in a thread beside the HTTP server, like SGLang's own warm-up, which first sleeps for a second. If the request
-    fails, SGLang reports the error and the server never becomes ready.
-    """
+    """Generate one token, sampled from this nucleus, then make /health succeed. This runs in a thread beside the HTTP server,
+    like SGLang's own warm-up, which first sleeps for a second. If the request fails, SGLang reports the error and the server
+    never becomes ready."""
     from sglang.srt.entrypoints.http_server import get_global_state
     from sglang.srt.managers.tokenizer_manager import ServerStatus
 
@@ -236,9 +234,8 @@ def free_and_total() -> list[tuple[int, int]]:
         lines = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True).stdout.splitlines()
         return [(int(free), int(total)) for free, total in (line.split(",") for line in lines)]
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise MegarlError(
-            f"serving.memory_fraction: nvidia-smi does not say how much memory is free ({error}); is the driver installed?"
-        ) from None
+        why = f"nvidia-smi does not say how much memory is free ({error}); is the driver installed?"
+        raise MegarlError(f"serving.memory_fraction: {why}") from None
 
 
 def static_fraction(share: float, memory: list[tuple[int, int]]) -> float:

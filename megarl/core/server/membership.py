@@ -39,8 +39,7 @@ def in_a_row(servers: int) -> int:
 
 
 def sending_copies(copies: int, stages: int, links: int) -> int:
-    """Return how many of the learner's data-parallel copies send weights at once, each some layers of every pipeline stage.
-    links: a server's GPUs."""
+    """Return how many copies of the learner send at once, each some layers of every stage. links: a server's GPUs."""
     return max(1, min(copies, min(links, MOST_GROUPS) // stages))
 
 

@@ -173,9 +173,8 @@ class Gate:
         if code != 200:
             return await self._refuse(code, f"{call.path!r:.100} is not relayed", scope, receive, send)
         if self._session is None:  # it belongs to the running event loop
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-            )
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+            self._session = aiohttp.ClientSession(connector=connector)
         key = authorization.decode().removeprefix("Bearer ")
         await StreamingResponse(relayed(self._session, call, key))(scope, receive, send)
 
@@ -186,9 +185,8 @@ class Gate:
     def _count(self, what: str, scope: Scope) -> None:
         self.refused += 1
         if self.refused & (self.refused - 1) == 0:  # only powers of two, so that attempts cannot fill the log
-            log.warning(
-                "requests refused so far: %d, this one from %s: %s", self.refused, (scope.get("client") or "?")[0], what
-            )
+            client = (scope.get("client") or "?")[0]
+            log.warning("requests refused so far: %d, this one from %s: %s", self.refused, client, what)
 
 
 def _again(body: bytes, receive: Receive) -> Receive:

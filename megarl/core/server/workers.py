@@ -44,11 +44,8 @@ def scheduler(weights_limit_s: float, start_limit_s: float, *args: object, **kwa
 
 
 def own_start(limit_s: float) -> None:
-    """Let a rank that has loaded its part of the model wait this long for the slowest one.
-
-    SGLang's 480 s, which nothing sets, are too few for hundreds of gigabytes on storage that serves one node before another
-    (SGLang's issue 5457).
-    """
+    """Let a rank that has loaded its part of the model wait this long for the slowest one. SGLang's 480 s, which nothing sets,
+    are too few for hundreds of gigabytes on storage that serves one node before another (SGLang's issue 5457)."""
     from sglang.srt.model_executor.model_runner_components import load_model_utils
 
     load_model_utils.UNBALANCED_MODEL_LOADING_TIMEOUT_S = limit_s

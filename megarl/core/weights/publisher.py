@@ -150,9 +150,8 @@ class Publisher:
         found, failed = fleet.each(fleet.servers, lambda server: server.checksums())
         wrong = [i for i, (whole, _) in found.items() if whole != expected[i]]
         if wrong:
-            log.warning(
-                "%s: not the weights that were sent; sending all values of version %d", listed(wrong), fleet.version
-            )
+            said = "%s: not the weights that were sent; sending all values of version %d"
+            log.warning(said, listed(wrong), fleet.version)
         return bool(wrong or failed)
 
     async def _stop(self, server: ServerClient) -> None:
@@ -163,8 +162,7 @@ class Publisher:
             await server.resume_memory()
 
     def _compare(self, fleet: Fleet, sent: Sent, errors: dict[int, str]) -> dict[int, str]:
-        """Return each server's checksum; add servers to `errors` whose checksum differs from that of what was sent, or from the
-        other servers'."""
+        """Return each server's checksum; add to `errors` servers whose own is not that of what was sent, or not the others'."""
         asked, staged = [i for i in fleet.servers if i not in errors], self._transport.staged
         answers, failed = fleet.each(asked, lambda s: s.staged_checksums() if staged else s.checksums())
         errors |= failed

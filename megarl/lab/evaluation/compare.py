@@ -51,8 +51,7 @@ class Side(NamedTuple):
 
 
 class Quantity(NamedTuple):
-    """A quantity over the common prompts. share: whether it is a share, from 0 to 1; if not, only the difference has an
-    interval."""
+    """A quantity over the common prompts. share: it is one, from 0 to 1; if not, only the difference has an interval."""
 
     name: str
     a: Estimate

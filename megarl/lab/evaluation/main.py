@@ -42,8 +42,7 @@ from megarl.run.process import lock, outlive_screen
 def main(
     model: str, suite: str, overrides: Sequence[str], samples: int | None, limit: int | None, data: str | None, out: Path | None
 ) -> int:  # fmt: skip
-    """Return 0 if all questions are answered, 1 if an answer is void. None: as the suite says; for `out`, a directory in
-    runs/evaluations."""
+    """Return 0, or 1 if an answer is void. None: as the suite says; for `out`, a directory in runs/evaluations."""
     outlive_screen()
     console = Console()
     subject = subject_of(model)
@@ -88,10 +87,8 @@ def never_thinks(results: Sequence[Result], end_of_thinking: str) -> str:
     missing = [r.metrics.get("format_error_rate", 0.0) - r.metrics["truncation_rate"] for r in results]
     if not end_of_thinking or max(missing) < 0.5:
         return ""
-    return (
-        f"most answers count as wrong because they have no {end_of_thinking}; if the model never writes it, evaluate it with "
-        "\"length.end_of_thinking=''\" and another --out"
-    )
+    advice = "if the model never writes it, evaluate it with \"length.end_of_thinking=''\" and another --out"
+    return f"most answers count as wrong because they have no {end_of_thinking}; {advice}"
 
 
 def _with_earlier(questions: SuiteQuestions, place: SuiteDir, settings: Mapping[str, object]) -> SuiteQuestions:

@@ -41,8 +41,7 @@ DELIMITER = " "  # separates context and choice
 
 
 class Continuation(NamedTuple):
-    """A tokenized choice. tokens [n] int32: context and choice, scored from `first` on; cut: whether the start of the context
-    was cut off."""
+    """A tokenized choice. tokens [n] int32: context and choice, scored from `first` on; cut: the context's start is missing."""
 
     tokens: np.ndarray
     first: int
@@ -55,9 +54,7 @@ class Continuation(NamedTuple):
 
 def joined(tokenizer: Tokenizer, context: str, continuations: Sequence[str], longest: int) -> list[Continuation]:
     """Append each continuation to the context. As in the harness, only the last `longest` tokens of a longer text are kept.
-
-    MegarlError if a continuation has no tokens of its own, or is too long by itself.
-    """
+    MegarlError if a continuation has no tokens of its own, or is too long by itself."""
     kept = context.rstrip()
     blanks = context[len(kept) :]
     alone, *wholes = tokenizer.encode_all([kept, *(kept + blanks + text for text in continuations)], framed=True)
@@ -91,10 +88,8 @@ def arc(raw: Raw) -> Question:
 
 
 def hellaswag(raw: Raw) -> Question:
-    """Read huggingface.co/datasets/Rowan/hellaswag (arXiv 1905.07830); its test split has no labels.
-
-    `ctx`, which is ctx_a and ctx_b joined, is not read: the harness joins them itself, with a capital letter.
-    """
+    """Read huggingface.co/datasets/Rowan/hellaswag (arXiv 1905.07830); its test split has no labels. `ctx`, which is ctx_a and
+    ctx_b joined, is not read: the harness joins them itself, with a capital letter."""
     label, endings = str(column("label")(raw)), column("endings")(raw)
     if not label.isdecimal() or int(label) >= len(endings):
         raise UnfitError(f"the label {label!r} is not an index of its {len(endings)} endings; the test split has none")
@@ -118,10 +113,8 @@ SETS: Mapping[str, Callable[[Raw], Question]] = {"arc": arc, "hellaswag": hellas
 
 
 def load_questions(source: str, mapping: str) -> tuple[list[Question], Counter[str]]:
-    """Load the questions of a source, in order. mapping: a key of SETS. MegarlError if there are none.
-
-    Rows that do not fit the schema, or repeat an id, are left out, counted by reason and reported; published sets have some.
-    """
+    """Load the questions of a source, in order. mapping: a key of SETS. MegarlError if there are none. Rows that do not fit the
+    schema, or repeat an id, are left out, counted by reason and reported; published sets have some."""
     questions: dict[str, Question] = {}
     left_out, faults = Counter[str](), []
     for number, raw in stream(source):
@@ -174,11 +167,8 @@ class Choices(Questions[Question]):
 async def ask(
     client: ServerClient, tokenizer: Tokenizer, question: Question, suite: str, longest: int, salt: str
 ) -> Answer:
-    """Return the answer of the model that `client` serves.
-
-    longest: tokens that fit in the context window. salt: unique to an evaluation and a version of the weights. Raises
-    ServerLost or ServerRefused; MegarlError as in `joined`.
-    """
+    """Return the answer of the model that `client` serves. longest: tokens that fit in the context window. salt: unique to an
+    evaluation and a version of the weights. Raises ServerLost or ServerRefused; MegarlError as in `joined`."""
     continuations = joined(tokenizer, question.context, [DELIMITER + choice for choice in question.choices], longest)
     tokens, first, _ = zip(*continuations, strict=True)
     scores = await client.score(tokens, first, f"{salt}/{question.id}")

@@ -94,8 +94,7 @@ def recipe_of(
 
 
 def _suite(word: str, base: Recipe) -> tuple[str, dict[str, object]]:
-    """Return the name and keys of a suite. word: a suite of the run, a task of the run (its held-out prompts), a shipped suite,
-    a YAML file, or RUN:TASK."""
+    """Return a suite's name and keys. word: a suite or task (held-out prompts) of the run, a shipped one, YAML, RUN:TASK."""
     if word in base.evaluation.suites:
         return word, base.evaluation.suites[word].model_dump(mode="json")
     if word in base.data.tasks:

@@ -28,8 +28,7 @@ type SuiteQuestions = Sampled | Choices
 
 
 class Loaded(NamedTuple):
-    """A loaded suite. questions: those to ask; rows: the number of rows; left_out: counts by reason; digest: of all usable
-    rows."""
+    """A loaded suite. questions: those to ask; rows: how many there are; left_out: counts by reason; digest: of usable rows."""
 
     questions: SuiteQuestions
     rows: int
@@ -38,8 +37,7 @@ class Loaded(NamedTuple):
 
 
 def load(name: str, suite: Suite, tokenizer: Tokenizer, max_tokens: int, decontaminate: Sequence[str] = ()) -> Loaded:
-    """Load a suite. MegarlError if no row is usable. decontaminate: data.decontaminate, used if the suite is held out of a
-    task's training set."""
+    """Load a suite. MegarlError if no row is usable. decontaminate: data.decontaminate, for rows held out of a training set."""
     if suite.mapping in MULTIPLE_CHOICE:
         every, unfit = load_questions(suite.data, suite.mapping)
         one_each = Choices(name, choose(every, suite.prompts), 1, rows=suite)  # whatever `samples` says

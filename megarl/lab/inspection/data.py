@@ -58,8 +58,7 @@ def kind_of_answer(text: str) -> str:
 
 @dataclass
 class Seen:
-    """Statistics of one prompt set. samples: rows to show; lengths, answers: lengths of prompts and answers, in tokens or
-    characters; sampled: (hash, number, row)."""
+    """Statistics of a prompt set. samples: rows to show; lengths, answers: tokens or characters; sampled: hash, number, row."""
 
     samples: int
     lengths: array[int] = field(default_factory=lambda: array("L"))
@@ -85,9 +84,8 @@ def inspect(
     console = Console()
     if not is_source(source):
         if mapping or columns:
-            raise MegarlError(
-                "--mapping, --column: not with a recipe, whose tasks have them (data.tasks.NAME.mapping, .columns)"
-            )
+            why = "not with a recipe, whose tasks have them (data.tasks.NAME.mapping, .columns)"
+            raise MegarlError(f"--mapping, --column: {why}")
         _inspect_recipe(load(source, overrides), tokenizer, samples, console)
         return 0
     counter = load_tokenizer(tokenizer) if tokenizer else None
@@ -138,8 +136,7 @@ def _inspect_traces(
 def look(
     surveyed: Survey, render: Render | None, tokenizer: Tokenizer | None, samples: int, console: Console
 ) -> tuple[Seen, Seen]:
-    """Print which rows are left out; return statistics of the training rows and of the held-out ones. render: None for
-    traces."""
+    """Print which rows are left out; return statistics of the training rows and the held-out ones. render: None for traces."""
 
     def lengths(texts: list[str], counted: Tokenizer | None) -> Iterable[int]:
         return map(len, texts if counted is None else counted.encode_all(texts))

@@ -37,10 +37,8 @@ def show(
     run_path: Path, ticket: int | None = None, step: int | None = None, limit: int = 20,
     tokenizer: Tokenizer | None = None, as_json: bool = False, console: Console | None = None,
 ) -> None:  # fmt: skip
-    """Print groups of the run in `run_path`. MegarlError if there is no such journal, ticket or batch.
-
-    limit: most groups in the table, or rollouts of a ticket. tokenizer: the policy's; without one, token ids are shown.
-    """
+    """Print groups of the run in `run_path`. MegarlError if there is no such journal, ticket or batch. limit: most groups in
+    the table, or rollouts of a ticket. tokenizer: the policy's; without one, token ids are shown."""
     console = console or Console()
     reader = JournalReader(RunDir(run_path).rollouts)
     state = reader.fold()

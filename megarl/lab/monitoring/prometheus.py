@@ -63,8 +63,7 @@ def serve(address: str, key: str, families: Families) -> Callable[[], None]:
 
 
 def serve_controller(endpoints: Endpoints, latest: Callable[[], tuple[StatusJson, Totals]]) -> Callable[[], None]:
-    """Serve the controller's metrics, if the run exports any; return a function that ends that. latest: called at each
-    scrape."""
+    """Serve the controller's metrics, if the run exports any; return a function to end that. latest: called at each scrape."""
     return serve(endpoints.controller_metrics, endpoints.metrics_key, lambda: controller_families(*latest()))
 
 

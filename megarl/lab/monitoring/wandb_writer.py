@@ -24,8 +24,7 @@ from megarl.core.recipe import Recipe
 log = logging.getLogger(__name__)
 
 INIT_LIMIT_S, FINISH_LIMIT_S = 30.0, 60.0
-"""Seconds after which the run is begun offline instead, and seconds for sending the rest at the end; data not sent by then stay
-in RUN/wandb."""
+"""Seconds after which the run is begun offline instead, and for sending the rest at the end; what is left is in RUN/wandb."""
 MOST_WAITING = 1000
 """Rows that wait while wandb takes none; those that come after them are dropped."""
 

@@ -49,8 +49,7 @@ class BatchChoice(NamedTuple):
 
 
 class BudgetSplit(NamedTuple):
-    """The best training with the budget that n answers per prompt leave. majority, oracle: scores of n answers; None if the
-    evaluations do not determine them."""
+    """The best training with what n answers per prompt leave of the budget. majority, oracle: their scores; None: unknown."""
 
     n: int
     chosen: BatchChoice
@@ -71,8 +70,7 @@ def read_run(path: Path) -> CellRun:
 
 
 def measured(runs: Sequence[CellRun], batches: Sequence[BatchSize]) -> dict[BatchSize, float]:
-    """Return device-hours of a step for each batch size, by a fit to the runs' steps: a part per step and a part per rollout,
-    neither below 0."""
+    """Return device-hours of a step by batch size, fitted to the runs': a part per step, one per rollout, neither below 0."""
     hours, rollouts = np.array([(run.device_hours, run.prompts * run.generations) for run in runs]).T
     fixed, each = np.linalg.lstsq(np.column_stack([1 / hours, rollouts / hours]), np.ones(len(runs)), rcond=None)[0]
     if min(fixed, each) < 0 or np.ptp(rollouts) == 0:
@@ -105,8 +103,7 @@ def candidates(runs: Sequence[CellRun], written: BatchSize) -> list[BatchSize]:
 
 
 def choose(law: CellLaw, prices: Mapping[BatchSize, float], budget: float) -> tuple[list[BatchChoice], np.ndarray]:
-    """Return all batch sizes for which the budget pays at least one step, best first, and draws [draws, choices] of their
-    scores. MegarlError if there are none."""
+    """Return affordable batch sizes, best first, and draws [draws, choices] of their scores. MegarlError if there are none."""
     steps = {batch: int(budget / hours) for batch, hours in prices.items() if hours <= budget}
     if not steps:
         raise MegarlError(f"--allocate: {amount(budget)} hours do not pay for one step of any batch; give more")
@@ -146,15 +143,13 @@ def splits(
             found.append(BudgetSplit(n, ranked[0], *scores))
     if not found:
         what = f"one answer to each prompt takes {amount(answers * one)} hours"
-        raise MegarlError(
-            f"--answers: {what if one < math.inf else 'no evaluation tells the cost'}; nothing is left to train"
-        )
+        what = what if one < math.inf else "no evaluation tells the cost"
+        raise MegarlError(f"--answers: {what}; nothing is left to train")
     return found
 
 
 def _of_n(rows: Sequence[dict[str, float]], name: str, single: np.ndarray) -> float | None:
-    """Return the mean score `name` of n answers, from draws `single` of the score of one answer; None if fewer than ROWS
-    evaluations have it."""
+    """Return the mean score `name` of n answers, from draws `single` of that of one; None if under ROWS evaluations have it."""
     if name.endswith("@1"):
         return float(single.mean())
     pairs = np.array([(row["pass_rate"], row[name]) for row in rows if name in row]).clip(1e-3, 1 - 1e-3)
@@ -168,8 +163,7 @@ def _of_n(rows: Sequence[dict[str, float]], name: str, single: np.ndarray) -> fl
 def main(
     recipe: Recipe, budget: float, paths: Sequence[Path], answers: int | None, posed: PlanningProblem | None, as_json: bool
 ) -> int:  # fmt: skip
-    """Fit, choose and print. budget: device-hours; answers: the number of prompts that the budget must also answer; posed: the
-    problem for the planner's prices, None for measured ones."""
+    """Fit, choose, print. budget: device-hours; answers: prompts that it must also answer; posed: None for measured prices."""
     if not 0 < budget < 1e12:
         raise MegarlError(f"--allocate is {budget:g}; it is a budget of device-hours, above 0 and below 1e12")
     if len({path.resolve() for path in paths}) < len(paths):

@@ -41,8 +41,7 @@ def main(posed: PlanningProblem, drawn: tuple[int, Path] | None, as_json: bool, 
 
 
 def problem(recipe: Recipe, gpus: int, gpu: str, model_config: str | None, work: Workload) -> PlanningProblem:
-    """Return the planning problem. gpu: a name in hardware.yaml; model_config: see architecture.read; None: the recipe's
-    model."""
+    """Return the planning problem. gpu: a name in hardware.yaml; model_config: for architecture.read; None: the recipe's."""
     shape = architecture.read(model_config or recipe.model.path)
     return PlanningProblem(recipe, shape, gpu_named(gpu), gpus, work)
 

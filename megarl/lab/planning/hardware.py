@@ -12,8 +12,7 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Gpu:
-    """One accelerator, in bytes, bytes/s (one direction) and FLOP/s (dense); from `training` on, fitted values, for which see
-    hardware.yaml."""
+    """One accelerator, in bytes, bytes/s (one way) and FLOP/s (dense); from `training` on, values fitted in hardware.yaml."""
 
     name: str
     memory: float
@@ -80,8 +79,7 @@ GPUS = {
 }
 ASSUMED = Assumed(**_TREE["assumed"])
 ERRORS: dict[str, float] = _TREE["errors"]
-"""Relative errors of the estimates for training, generation, publication and a step: for half of the published rows the error
-is smaller."""
+"""Relative errors of estimates (training, generation, publication, a step): half of the published rows have a smaller one."""
 
 
 def gpu_named(name: str) -> Gpu:

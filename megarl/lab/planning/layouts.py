@@ -30,8 +30,7 @@ CONTEXT, EXPERT = (1, 2, 4), (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SERVER_TENSOR = (*TENSOR, 16, 32)
 SPLITS = 40  # approximate number of generator : trainer splits tried; learner GPUs are multiples of a power of two
 MOST_PACKED = 1024
-"""Most sequences packed to estimate a step's micro-batches. If there are more, a share of them is packed for a share of the
-ranks."""
+"""Most sequences packed to estimate a step's micro-batches; of more, a share is packed for a share of the ranks."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +85,7 @@ class Plan:
 
 
 class Found(NamedTuple):
-    """Plans, best first; number of layouts refused, by reason; changes to `learner` in the plans, if they are needed, and the
-    seconds of the best step without them: 0 if nothing fits."""
+    """Plans, best first; counts of refused layouts; changes to `learner` if needed, the best step without (0: none fits)."""
 
     plans: list[Plan]
     refused: Counter[str]
@@ -108,8 +106,7 @@ WAITING = 0.5
 
 def search(problem: PlanningProblem) -> Found:
     """Search all splits and layouts; none if colocated. Where nothing fits, or only learners that wait for the few servers
-    beside them, also with a learner that saves memory.
-    """
+    beside them, also with a learner that saves memory."""
     refused: Counter[str] = Counter()
     if problem.recipe.resources.colocate:
         return Found([], refused, {})

@@ -27,8 +27,7 @@ SCORED_AT_ONCE = 2048
 @dataclass(frozen=True)
 class LearnerMemory:
     """Bytes on the rank that holds most. state: weights, gradients, optimiser. publication: buckets that are sent between
-    steps, when there are no activations. host: bytes in the host's memory, not counted in `total`.
-    """
+    steps, when there are no activations. host: bytes in the host's memory, not counted in `total`."""
 
     state: float
     activations: float
@@ -44,8 +43,7 @@ class LearnerMemory:
 @dataclass(frozen=True)
 class ServerMemory:
     """Bytes on each GPU of a server. kv: the static part without the weights. transient: peak use outside the static part. In
-    the host's memory: new weights that wait for their swap (staged), and for each token of KV the experts that were chosen.
-    """
+    the host's memory: new weights that wait for their swap (staged), and for each token of KV the experts that were chosen."""
 
     weights: float
     kv: float
@@ -64,8 +62,7 @@ class ServerMemory:
 
 
 def learner(recipe: Recipe, shape: Architecture, microbatch_tokens: float, microbatches: int) -> LearnerMemory:
-    """Return the memory of the recipe's layout. microbatch_tokens: tokens in the largest packed micro-batch, summed over the
-    context-parallel ranks."""
+    """Return the memory of the layout. microbatch_tokens: in the largest packed micro-batch, over context-parallel ranks."""
     model, alone = recipe.model, recipe.model.pipeline_parallel == 1
     tokens = microbatch_tokens / model.context_parallel
     held = in_flight(model.pipeline_parallel, model.virtual_pipeline_parallel, microbatches)
@@ -83,13 +80,6 @@ def critic_state(recipe: Recipe, shape: Architecture) -> float:
     """Return bytes of weights, gradients and optimiser on a rank, for a critic of the policy's size in its own precision."""
     changed = {"model": recipe.critic_model, "learner": recipe.learner.model_copy(update={"optimizer_offload": 0.0})}
     return _state(recipe.model_copy(update=changed), shape, shape.embedding_parameters / recipe.model.tensor_parallel)
-
-
-def _sharing(recipe: Recipe) -> tuple[int, int]:
-    """Return the number of ranks that share a copy of the dense parameters, and that for a copy of the experts'."""
-    model = recipe.model
-    experts = model.expert_parallel * model.expert_tensor_parallel
-    return model.tensor_parallel * model.pipeline_parallel, experts * model.pipeline_parallel
 
 
 def _parameters(recipe: Recipe, shape: Architecture) -> tuple[float, float]:
@@ -112,8 +102,10 @@ def layer_parameters(recipe: Recipe, shape: Architecture) -> float:
 def _state(recipe: Recipe, shape: Architecture, ends: float) -> float:
     """Return bytes of weights, gradients and optimiser on a rank that holds `ends` parameters of embedding and head."""
     width, kept = WIDTH[recipe.model.dtype], 1 - recipe.learner.optimizer_offload
-    dense, routed = _parameters(recipe, shape)
-    copies, expert_copies = (recipe.resources.learner_ranks // ranks for ranks in _sharing(recipe))
+    model, (dense, routed) = recipe.model, _parameters(recipe, shape)
+    sharing = model.tensor_parallel, model.expert_parallel * model.expert_tensor_parallel  # in each pipeline stage
+    stage = recipe.resources.learner_ranks // model.pipeline_parallel
+    copies, expert_copies = (stage // ranks for ranks in sharing)
     # FP8 matrix units read both factors row by row, so each weight is also kept transposed (Transformer Engine's guide).
     fp8 = 2 * FP8 * (dense + routed) if recipe.model.fp8 != "none" else 0.0
     return fp8 + state_bytes(dense + ends, width, copies, kept) + state_bytes(routed, width, expert_copies, kept)
@@ -122,8 +114,7 @@ def _state(recipe: Recipe, shape: Architecture, ends: float) -> float:
 def _host(recipe: Recipe, shape: Architecture, ends: float) -> float:
     """Return a rank's bytes in the host's memory: the copy from which a checkpoint is written while training goes on, and the
     offloaded part of AdamW with its gradients. For a checkpoint each rank gathers AdamW's state of its whole stage, and copies
-    the part that it writes: at most its weights, and its share of AdamW's state.
-    """
+    the part that it writes: at most its weights, and its share of AdamW's state."""
     model, offloaded = recipe.model.model_copy(update={"fp8": "none"}), recipe.learner.optimizer_offload
     learner = recipe.learner.model_copy(update={"optimizer_offload": 0.0})
     parameters, width = sum(_parameters(recipe, shape)) + ends, WIDTH[model.dtype]
@@ -132,8 +123,7 @@ def _host(recipe: Recipe, shape: Architecture, ends: float) -> float:
 
 
 def activation_bytes(recipe: Recipe, shape: Architecture, recompute: str) -> tuple[float, float]:
-    """Return bytes per token on a rank: those that a stage's layers keep until the backward pass, and those in the one layer
-    that is being recomputed."""
+    """Return bytes per token on a rank: kept by a stage's layers until the backward pass, and in the layer being recomputed."""
     model, width = recipe.model, WIDTH[recipe.model.dtype]
     tensor = model.tensor_parallel
     kept = width if model.fp8 == "none" else FP8
@@ -153,11 +143,9 @@ def activation_bytes(recipe: Recipe, shape: Architecture, recompute: str) -> tup
 
 
 def server(recipe: Recipe, shape: Architecture, gpu_memory: float) -> ServerMemory:
-    """Return the memory of a server with resources.server_tensor_parallel GPUs of this size.
-
-    If the model has experts, each rank of SGLang keeps those of every layer as int32, in pinned memory: [tokens of KV, layers,
-    chosen] (BaseHostCache in its state_capturer/base.py).
-    """
+    """Return the memory of a server with resources.server_tensor_parallel GPUs of this size. If the model has experts, each
+    rank of SGLang keeps those of every layer as int32, in pinned memory: [tokens of KV, layers, chosen] (BaseHostCache in its
+    state_capturer/base.py)."""
     ranks, running = recipe.resources.server_tensor_parallel, recipe.serving.max_running_requests
     width = WIDTH[recipe.model.dtype]
     weights = shape.parameters * width / ranks
@@ -175,19 +163,15 @@ def server(recipe: Recipe, shape: Architecture, gpu_memory: float) -> ServerMemo
 
 
 def largest_bucket(recipe: Recipe, shape: Architecture) -> float:
-    """Return bytes of the largest publication bucket. A tensor is not divided, and the embedding is the largest.
-
-    A learner's rank holds the embedding twice, gathered and as a bucket, while the previous bucket is being sent.
-    """
+    """Return bytes of the largest publication bucket. A tensor is not divided, and the embedding is the largest. A learner's
+    rank holds the embedding twice, gathered and as a bucket, while the previous bucket is being sent."""
     return max(recipe.weights.bucket_mb * 2.0**20, shape.vocabulary * shape.hidden * WIDTH[recipe.model.dtype])
 
 
 def state_bytes(parameters: float, width: int, shards: int, kept: float = 1.0) -> float:
-    """Return bytes of weights, gradients and AdamW on a rank, with the optimiser divided among `shards` ranks.
-
-    [ZeRO], stage 1. Half: 2 weight + 4 FP32 gradient + (4 main weight + 4 + 4 moments) / tensor. fp32: 4 + 4 + 8 / tensor.
-    kept: the share of the optimiser's state that is not in the host's memory.
-    """
+    """Return bytes of weights, gradients and AdamW on a rank, with the optimiser divided among `shards` ranks. [ZeRO], stage 1.
+    Half: 2 weight + 4 FP32 gradient + (4 main weight + 4 + 4 moments) / tensor. fp32: 4 + 4 + 8 / tensor. kept: the share of
+    the optimiser's state that is not in the host's memory."""
     return parameters * (width + FP32 + (3 if width == HALF else 2) * FP32 / shards * kept)
 
 
@@ -202,11 +186,9 @@ def replicated_activation_bytes(shape: Architecture, width: int, kept: int) -> f
 
 
 def attention_activation_bytes(shape: Architecture, width: int, kept: int) -> float:
-    """Return bytes per token and layer that TP divides: q, k, v, the output, and the softmax's normaliser (FP32).
-
-    [AR] equation 1 without 5as/h: flash attention (arXiv 2205.14135) recomputes the scores. The linear layer after it keeps
-    the same output, unless it keeps that in FP8.
-    """
+    """Return bytes per token and layer that TP divides: q, k, v, the output, and the softmax's normaliser (FP32). [AR] equation
+    1 without 5as/h: flash attention (arXiv 2205.14135) recomputes the scores. The linear layer after it keeps the same output,
+    unless it keeps that in FP8."""
     output_again = shape.attended * kept if kept != width else 0
     wide = shape.query + shape.key + shape.value + shape.attended
     if low := shape.latent:  # v and the output are padded to the width of q (models/layers.py)
@@ -220,20 +202,16 @@ def mlp_activation_bytes(feed_forward: int, width: int, kept: int) -> float:
 
 
 def routed_activation_bytes(shape: Architecture, expert_tensor_parallel: int, width: int, kept: int) -> float:
-    """Return bytes per token of one layer's chosen experts together, if tokens are spread evenly over the experts.
-
-    Each choice is a separate row: gathered input and output [hidden], and those of the gated MLP. Router logits are in FP32.
-    """
+    """Return bytes per token of one layer's chosen experts together, if tokens are spread evenly over the experts. Each choice
+    is a separate row: gathered input and output [hidden], and those of the gated MLP. Router logits are in FP32."""
     rows = shape.hidden * (width + kept) * expert_tensor_parallel
     inner = mlp_activation_bytes(shape.expert_feed_forward, width, kept)
     return shape.experts_per_token * (rows + inner) + FP32 * shape.experts
 
 
 def in_flight(pipeline_parallel: int, virtual: int, microbatches: int) -> float:
-    """Return the most micro-batches for which the first stage holds its layers' activations. [AR] 4.2.3, [PP] 2.2.
-
-    1F1B: as many as there are stages; interleaved: (1 + (p - 1) / (p v)) times as many.
-    """
+    """Return the most micro-batches for which the first stage holds its layers' activations. [AR] 4.2.3, [PP] 2.2. 1F1B: as
+    many as there are stages; interleaved: (1 + (p - 1) / (p v)) times as many."""
     if virtual == 1:
         return min(pipeline_parallel, microbatches)
     return pipeline_parallel * (1 + (pipeline_parallel - 1) / (pipeline_parallel * virtual))
@@ -243,11 +221,9 @@ HEAD_CHUNK = 4096 * 8192  # logits that the learner's head holds at a time (mega
 
 
 def head_bytes(tokens: float, shape: Architecture, width: int) -> float:
-    """Return peak bytes of the head for this many trained tokens in a micro-batch (megarl/core/models/head/).
-
-    A chunk of FP32 logits and its gradient; the gradient of the tokens' hidden states, as summed (FP32) and as passed on
-    (`width` bytes per number, as in the model).
-    """
+    """Return peak bytes of the head for this many trained tokens in a micro-batch (megarl/core/models/head/). A chunk of FP32
+    logits and its gradient; the gradient of the tokens' hidden states, as summed (FP32) and as passed on (`width` bytes per
+    number, as in the model)."""
     return (FP32 + width) * (HEAD_CHUNK + tokens * shape.hidden)
 
 

@@ -28,8 +28,7 @@ class _Decoding(NamedTuple):
 
 
 class SimulatedServer:
-    """A simulated server. busy_seconds: time not paused and with any request; running_seconds: the same, summed over the
-    running requests."""
+    """A simulated server. busy_seconds: time not paused and with any request; running_seconds: that, summed over requests."""
 
     def __init__(self, step_seconds: StepSeconds) -> None:
         self._step_seconds = step_seconds

@@ -130,18 +130,15 @@ def largest_allocation(plan: Plan, shape: Architecture) -> str:
     """Describe the largest piece of memory that a publication allocates at once, and who holds it."""
     size = memory.largest_bucket(plan.recipe, shape)
     what = "the embedding" if size > plan.recipe.weights.bucket_mb << 20 else "a bucket (weights.bucket_mb)"
-    return (
-        f"largest allocation of a publication: {what}, {size / GB:.1f} GB, on a server's GPU beside weights and KV; "
-        f"a learner's rank holds {plan.learner.publication / GB:.1f} GB of buckets"
-    )
+    held = f"a learner's rank holds {plan.learner.publication / GB:.1f} GB of buckets"
+    served = f"{what}, {size / GB:.1f} GB, on a server's GPU beside weights and KV"
+    return f"largest allocation of a publication: {served}; {held}"
 
 
 def host_memory(plan: Plan) -> str:
     """Describe what roles keep in the host's memory, which `megarl train` checks."""
-    return (
-        f"host memory: {plan.learner.host / GB:.0f} GB for a learner's rank (a checkpoint, offloaded AdamW), "
-        f"{plan.server.host / GB:.0f} GB for a server's GPU (new weights, tokens' experts)"
-    )
+    rank = f"{plan.learner.host / GB:.0f} GB for a learner's rank (a checkpoint, offloaded AdamW)"
+    return f"host memory: {rank}, {plan.server.host / GB:.0f} GB for a server's GPU (new weights, tokens' experts)"
 
 
 def _figures(plan: Plan) -> dict[str, str]:

@@ -56,8 +56,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """One step of the learner. ended: seconds since the start. lags: tokens by lag. busy_seconds, running_seconds: totals over
-    all servers since the start."""
+    """One step. ended: seconds since the start, as are busy_seconds and running_seconds of all servers. lags: tokens by lag."""
 
     step: int
     ended: float

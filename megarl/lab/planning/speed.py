@@ -21,8 +21,7 @@ from megarl.lab.planning.hardware import ASSUMED, GB, Gpu
 from megarl.lab.planning.memory import FP32, HALF, WIDTH
 
 CONTROL_CALLS = 7
-"""HTTP calls to one server during a publication: its version, begin, receive, checksums, pause, swap, continue
-(megarl/core/weights/publisher.py)."""
+"""HTTP calls to a server in a publication (weights/publisher.py): version, begin, receive, checksums, pause, swap, continue."""
 TAIL_PARTS = 32
 """Number of quantiles of the lengths. Requests of a batch between two of them are treated as ending together."""
 PREFILL_CHUNK = 8192
@@ -99,9 +98,7 @@ def _layer_seconds(
 
 def _link_seconds(recipe: Recipe, shape: Architecture, tokens: float, gpu: Gpu, by_node: bool) -> float:
     """Return seconds, in all layers, of those exchanges of tensor, context and expert parallelism that no computation hides.
-
-    by_node: rows for several experts of a node cross the network once, as with DeepEP (github.com/deepseek-ai/DeepEP).
-    """
+    by_node: rows for several experts of a node cross the network once, as with DeepEP (github.com/deepseek-ai/DeepEP)."""
     model, again, row = recipe.model, recipe.learner.recompute, HALF * shape.hidden
     tensor, context, experts = model.tensor_parallel, model.context_parallel, model.expert_parallel
     rate = gpu.nvlink * ASSUMED.network_efficiency
@@ -121,8 +118,7 @@ def _link_seconds(recipe: Recipe, shape: Architecture, tokens: float, gpu: Gpu, 
 
 
 def _update_seconds(recipe: Recipe, shape: Architecture, gpu: Gpu, hidden: float) -> float:
-    """Return seconds to reduce gradients, run AdamW on this rank's share and gather weights. Of the reduction, `hidden` seconds
-    overlap with the backward pass and do not count."""
+    """Return seconds to reduce gradients (less `hidden`, in the backward pass), run AdamW on a rank's share, gather weights."""
     model, ranks = recipe.model, recipe.resources.learner_ranks
     seconds, reduced, offload = 0.0, 0.0, recipe.learner.optimizer_offload
     dense = shape.parameters - shape.routed_parameters
@@ -191,16 +187,13 @@ class Decoder:
         return max(device, chunks * self.host_seconds)
 
     def batch_seconds(self, lengths: np.ndarray, prompt: float, requests: float, limit: float) -> float:
-        """Return seconds until the last of `requests` ends. Completions are like `lengths`; at most `limit` run at once.
-
-        While requests wait, `limit` run, and a prompt is read alone when another request ends; then ever fewer run until the
-        longest ends. prompt: tokens of each prompt.
-        """
+        """Return seconds until the last of `requests` ends. Completions are like `lengths`; at most `limit` run at once. While
+        requests wait, `limit` run, and a prompt is read alone when another request ends; then ever fewer run until the longest
+        ends. prompt: tokens of each prompt."""
         last, mean = min(requests, limit), float(lengths.mean())
         held = prompt + float((lengths**2).mean()) / (2 * mean)  # as in Workload.live_context
-        waiting = (requests - last) * (
-            mean * self.step_seconds(last, last * held) / last + self.prefill_seconds(prompt)
-        )
+        each = mean * self.step_seconds(last, last * held) / last + self.prefill_seconds(prompt)
+        waiting = (requests - last) * each
         ends = np.quantile(lengths, np.arange(1, TAIL_PARTS + 1) / TAIL_PARTS)
         begins = np.concatenate([[0.0], ends[:-1]])
         tail = 0.0
@@ -211,8 +204,7 @@ class Decoder:
 
 
 class Publication(NamedTuple):
-    """Seconds for which the learner waits: the weights are sent (transfer); servers that generated meanwhile swap them in;
-    tokens are scored for parity."""
+    """Seconds for which the learner waits: weights are sent (transfer), swapped in by servers that generated, then parity."""
 
     transfer: float
     swap: float
@@ -225,11 +217,9 @@ class Publication(NamedTuple):
 
 
 def publication(recipe: Recipe, shape: Architecture, gpu: Gpu, devices: int) -> Publication:
-    """Return the cost of sending the whole model to all servers, in buckets.
-
-    Each source of `process_group` is taken to use another network adapter of a server, as long as there are some. A rank of a
-    server copies its part to the host's memory as it arrives, and reads it there for the checksums and for the swap.
-    """
+    """Return the cost of sending the whole model to all servers, in buckets. Each source of `process_group` is taken to use
+    another network adapter of a server, as long as there are some. A rank of a server copies its part to the host's memory as
+    it arrives, and reads it there for the checksums and for the swap."""
     servers, ranks = recipe.resources.servers, recipe.resources.server_tensor_parallel
     size = shape.parameters * WIDTH[recipe.model.dtype]
     bucket = recipe.weights.bucket_mb * 2**20
@@ -257,8 +247,7 @@ def layer_flop(shape: Architecture) -> float:
 
 
 def attention_flop(shape: Architecture, positions: float) -> float:
-    """Return forward FLOP of attention for a token that attends to `positions` positions: scores, and the weighted sum of
-    values. [PaLM], causal."""
+    """Return forward FLOP of attention for a token that attends to `positions`: scores and sum of values. [PaLM], causal."""
     local = shape.local_layers * min(positions, shape.local_positions or positions)
     return 2 * (shape.query + shape.attended) * (local + (shape.layers - shape.local_layers) * positions)
 

@@ -66,8 +66,7 @@ def _predicted(axes: Axes, rows: list[Row], evaluations: list[Row]) -> None:
 
 
 def by_task(axes: Axes, rows: list[Row], evaluations: list[Row], tasks: Sequence[str]) -> bool:
-    """Draw each task's pass rates by step in a colour of its own: held out, and the running mean of training batches. Return
-    whether there was anything to draw."""
+    """Draw each task's pass rates by step, held out and in training (running mean); return whether there are any."""
     drawn = False
     for task, color in zip(tasks, itertools.cycle(COLORS)):
         xs, ys = series(rows, f"pass_rate_train/{task}", "step")
@@ -181,8 +180,7 @@ def parity(axes: Axes, rows: list[Row]) -> bool:
 
 
 def alarms(axes: Axes, history: Sequence[Alarm], steps: int) -> bool:
-    """Draw when each signal was off its course: a bar from the first such step to the last, with a mark where the alarm was
-    raised."""
+    """Draw when each signal was off its course: a bar from its first step to its last, and a mark where it was raised."""
     names = list(dict.fromkeys(alarm.name for alarm in history))[::-1]
     for alarm in history:
         y, end = names.index(alarm.name), alarm.until or steps

@@ -27,8 +27,7 @@ WALKERS, ROUNDS, THIN = 64, 1500, 8
 MISFIT, LENGTH = 0.03, 1.5  # how far a run strays from its curve, as a share of the gain, and for how long in ln n
 OFFSET = 0.06  # how far a run strays from the powers, and a seed from other seeds, as a share of the gain
 POWERS = Normal(0.5, 0.4)
-"""Prior of α and β. In ScaleRL's paper, batches of 512 to 2,048 give 1.07 in GPU-hours, and 8 to 32 generations of one batch
-give .13 for β − α."""
+"""Prior of α and β. ScaleRL's paper: batches of 512 to 2,048 give 1.07 in GPU-hours; 8 to 32 generations .13 for β − α."""
 CEILINGS = Normal(0.08, 0.1)
 """Prior of δ and ε. In the paper, batch sizes give .08, generations .01 for ε − δ; a seed's ±.015 in A corresponds to ±.04."""
 
@@ -57,9 +56,8 @@ class CellLaw:
         self.centre = batches.mean(0)
         hours, self.y, number, noise, _ = windowed(curves, 0.0, None)
         if noise is None:
-            raise MegarlError(
-                "--curves: no number of answers is known for the scores; give run directories, or a column `answers`"
-            )
+            advice = "give run directories, or a column `answers`"
+            raise MegarlError(f"--curves: no number of answers is known for the scores; {advice}")
         if len(self.y) < 6:
             raise MegarlError(f"{len(self.y)} scores in all runs; the law over batches needs 6 or more: train further")
         self.scale = float(hours.max())

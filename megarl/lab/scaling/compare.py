@@ -75,8 +75,7 @@ class RunComparison(NamedTuple):
 
 
 def compare(runs: Mapping[str, Sequence[Curve]], **options: Unpack[FitOptions]) -> RunComparison:
-    """Compare all runs with the first one that can be fitted. options: those of `fit`; ceiling: the common A, by default the
-    mean over the runs."""
+    """Compare all runs with the first that can be fitted. options: of `fit`; ceiling: the common A, by default their mean."""
     if len(units := {unit_name(curve.unit) for curves in runs.values() for curve in curves}) > 1:
         raise MegarlError(f"runs whose compute is in {' and in '.join(sorted(units))} cannot be compared by it")
     entries, fits = [], {}
@@ -90,9 +89,8 @@ def compare(runs: Mapping[str, Sequence[Curve]], **options: Unpack[FitOptions]) 
     if given := options.get("ceiling"):
         for name, found in fits.items():
             if (reached := float(found(found.hours[-1:])[0])) > given + SAME_CEILING:
-                raise MegarlError(
-                    f"--ceiling is {given:g}, and {name} has reached {reached:.3f}; give one that no run has passed"
-                )
+                advice = "give one that no run has passed"
+                raise MegarlError(f"--ceiling is {given:g}, and {name} has reached {reached:.3f}; {advice}")
     ceiling = given or _pooled(fits.values())
     common: FitOptions = {**options, "ceiling": ceiling}
     at_ceiling = {name: fit(runs[name], **common) for name in fits} if len(fits) > 1 else {}
@@ -137,10 +135,8 @@ def overtakes(name_a: str, a: Fit, name_b: str, b: Fit) -> tuple[tuple[str, floa
 
 
 def efficiency(fit: Fit, hours: np.ndarray, pass_rate: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return points (log10 C, log10 F) with F(R) = C_mid^B / ((A − R_0)/(R − R_0) − 1), which lie on a line of slope B.
-
-    Scores outside R_0 … A give no point.
-    """
+    """Return points (log10 C, log10 F) with F(R) = C_mid^B / ((A − R_0)/(R − R_0) − 1), which lie on a line of slope B. Scores
+    outside R_0 … A give no point."""
     share = (pass_rate - fit.R_0) / max(fit.A - fit.R_0, 1e-300)
     inside = (share > 0) & (share < 1)
     log_f = fit.B * math.log10(fit.C_mid) - np.log10(1 / share[inside] - 1)
@@ -153,10 +149,8 @@ def _exponents(name_a: str, a: Fit, name_b: str, b: Fit, at_ceiling: Mapping[str
     says, against = ("B differs", "against") if apart else ("B does not differ measurably", "and")
     wide = [(n, f.A_interval) for n, f in ((name_a, a), (name_b, b)) if np.ptp(f.A_interval) > WIDE_INTERVAL]
     unsure = "".join(f" But A of {n} may be anywhere in {low:.3f} … {high:.3f}." for n, (low, high) in wide)
-    return (
-        f"{name_a} and {name_b} have the same ceiling within {SAME_CEILING} (A {a.A:.3f} and {b.A:.3f}); "
-        f"with both at {x.A:.3f}, {says}: {x.B:.2f} ({name_a}) {against} {y.B:.2f} ({name_b}).{unsure}"
-    )
+    same = f"{name_a} and {name_b} have the same ceiling within {SAME_CEILING} (A {a.A:.3f} and {b.A:.3f})"
+    return f"{same}; with both at {x.A:.3f}, {says}: {x.B:.2f} ({name_a}) {against} {y.B:.2f} ({name_b}).{unsure}"
 
 
 def _ceiling(name_a: str, a: Fit, name_b: str, b: Fit) -> str:

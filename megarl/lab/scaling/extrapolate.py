@@ -37,8 +37,7 @@ class Prediction(NamedTuple):
 
 
 class Reached(NamedTuple):
-    """Hours at which the curve passes a score, infinite if it never does. The interval ends at infinity if the asymptote may be
-    below the score."""
+    """Hours at which the curve passes a score; infinite if never, as is the interval's end if the asymptote may be below it."""
 
     hours: float
     interval: tuple[float, float]

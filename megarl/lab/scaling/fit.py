@@ -83,7 +83,6 @@ class Fit:
         return r0 + (a - r0) * form.share(np.exp(w) * (form.x(hours, self.scale) - u))
 
     def record(self) -> dict[str, object]:
-        """Return a record for JSON."""
         values = {key: getattr(self, key) for key in RECORDED}
         return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
@@ -104,8 +103,7 @@ PRIOR = Prior(
     misfits=(0.001, 0.01, 0.03, 0.06, 0.1), length=0.5, seeds=0.04, noises=(0.7, 1.0, 1.4), beyond=(4.0, 3.0),
 )  # fmt: skip
 """What is known without the points. B: 1.1 to 2.4 in the paper's fits, 1.0 to 1.15 in runs of the corpus. seeds: the paper's
-three differ by .015 in A, with a gain of .2. The rest comes from the open part of the corpus (benchmarks/README.md).
-"""
+three differ by .015 in A, with a gain of .2. The rest comes from the open part of the corpus (benchmarks/README.md)."""
 UNKNOWN_NOISE = tuple(np.geomspace(1e-4, 0.3, 12))  # shares of the gain
 
 
@@ -125,10 +123,13 @@ def fit(
     scale = float(hours[-1])
     x = chosen.x(hours, scale)
     earliest = float(min(curve.pass_rate[0] for curve in curves if len(curve.pass_rate)))
+    start_prior = Normal(0.7 * earliest, 0.5 * earliest + 0.05)
+    if known is not None:  # the power law cannot tell R_0 from C_mid
+        start_prior = Normal(known, EXACT if r0_from == "given" or form == "power" else BEFORE_TRAINING)
     prior = replace(
         PRIOR if form == "sigmoid" else replace(PRIOR, w=None, beyond=None),
         noises=UNKNOWN_NOISE if noise is None else PRIOR.noises,
-        r0=_r0_prior(known, r0_from, form, earliest),
+        r0=start_prior,
         a=PRIOR.a if ceiling is None else Normal(ceiling, EXACT),
     )
     posterior = Posterior(chosen, CurvePoints(x, scores, number, noise), prior)
@@ -168,16 +169,8 @@ def fit(
     )
 
 
-def _r0_prior(known: float | None, r0_from: R0From, form: str, earliest: float) -> Normal:
-    if known is None:
-        return Normal(0.7 * earliest, 0.5 * earliest + 0.05)
-    exact = r0_from == "given" or form == "power"  # the power law cannot tell R_0 from C_mid
-    return Normal(known, EXACT if exact else BEFORE_TRAINING)
-
-
 def before_training(curves: Sequence[Curve], given: float | None) -> tuple[float | None, R0From]:
-    """Return the score before training (None: R_0 must be estimated) and its origin. Scores of several seeds are averaged,
-    since seeds start from the same weights."""
+    """Return the score before training (None: to be estimated) and its origin. Seeds begin with equal weights: their mean."""
     if given is not None:
         if not 0 <= given < 1:
             raise MegarlError(f"R_0 is {given:g}; it is the pass rate before training, between 0 and 1")
@@ -213,9 +206,7 @@ ROUNDS = 40
 
 def least_squares(form: Form, x: Array, y: Array, ceilings: Array, r0_bounds: tuple[float, float]) -> Array:
     """Return the parameters [4] (A, u, w, R_0) with the least sum of squares. x, y: [points]; r0_bounds: equal if R_0 is known.
-
-    It tries every (A, u, w) of a grid, with a free R_0 in closed form; then finer grids around the best (u, w) of each A.
-    """
+    It tries every (A, u, w) of a grid, with a free R_0 in closed form; then finer grids around the best (u, w) of each A."""
     span, (low, high) = np.log(1000.0) if form.log else form.above, form.w_bounds
     u = np.union1d(np.linspace(x.min() - span, x.max() + span, GRID[0]), np.linspace(x.min(), x.max(), INSIDE))
     w = np.linspace(low, high, GRID[1])
@@ -254,8 +245,7 @@ def windowed(
     curves: Sequence[Curve], start: float | None, end: float | None
 ) -> tuple[Array, Array, Array, Array | None, tuple[str, ...]]:
     """Return hours, scores, curve numbers and noise of the points in the window, by ascending hours, and remarks on the window.
-    The noise is None if that of any curve is unknown.
-    """
+    The noise is None if that of any curve is unknown."""
     if len({curve.unit for curve in curves}) > 1:
         raise MegarlError("core-hours and GPU-hours cannot be fitted together")
     if start is not None and end is not None and start >= end:
@@ -315,9 +305,7 @@ def doubts(fit: Fit) -> Iterator[str]:
 
 def _fall(scores: np.ndarray) -> float:
     """Return how far the mean of the last quarter is below that of the best quarter; 0 if noise (3 deviations) explains it.
-
-    Noise is estimated from differences between neighbours, whose variance is twice that of the noise.
-    """
+    Noise is estimated from differences between neighbours, whose variance is twice that of the noise."""
     width = max(2, len(scores) // 4)
     means = np.convolve(scores, np.ones(width) / width, mode="valid")
     noise = math.sqrt(float((np.diff(scores) ** 2).mean()) / 2)

@@ -41,10 +41,8 @@ class PassedPeak(NamedTuple):
 
 
 def judge(steps: np.ndarray, proxy: np.ndarray, trusted: np.ndarray) -> PassedPeak | None:
-    """Judge the newest of these evaluations. None if it is not certain that the trusted score fell while the proxy rose.
-
-    steps: [evaluations] ascending; proxy, trusted: [evaluations, prompts] mean scores of the same prompts.
-    """
+    """Judge the newest of these evaluations. None if it is not certain that the trusted score fell while the proxy rose. steps:
+    [evaluations] ascending; proxy, trusted: [evaluations, prompts] mean scores of the same prompts."""
     from scipy.special import stdtrit  # slow to import, and few runs have a trusted grader
 
     number, prompts = len(steps) - 1, trusted.shape[1]
@@ -64,8 +62,7 @@ def judge(steps: np.ndarray, proxy: np.ndarray, trusted: np.ndarray) -> PassedPe
 
 def trend(steps: np.ndarray, scores: np.ndarray, strays: float, since: int = 0) -> tuple[float, float]:
     """Return the change of a line through the scores [evaluations, prompts] from evaluation `since` to the last, and that
-    change in standard errors. strays: from `straying`.
-    """
+    change in standard errors. strays: from `straying`."""
     x = np.log1p(steps / steps[1])[since:]
     line = x - x.mean()
     weights = line * (x[-1] - x[0]) / (line @ line)
@@ -89,8 +86,7 @@ def straying(scores: np.ndarray) -> float:
 
 def watch(rundir: RunDir, version: int, tasks: Sequence[str]) -> Row:
     """Return the columns of eval.jsonl for the evaluation of this version, whose results must be on disk. Tasks without a
-    trusted grader have none. With several tasks the columns end in `/TASK`.
-    """
+    trusted grader have none. With several tasks the columns end in `/TASK`."""
     folders = {step_of(path): path for path in sorted(rundir.evaluations.glob("step-*")) if step_of(path) <= version}
     row: Row = {}
     for name in tasks:

@@ -30,8 +30,7 @@ BEYOND = 3.0  # by default curves are drawn up to this many times the compute of
 def plot_fits(
     series: Series, path_without_suffix: Path, *, title: str = "", until: float | None = None, laws: Sequence[Law] = ()
 ) -> list[Path]:
-    """Write the picture as PNG, SVG and HTML. until: the hours up to which curves are drawn; laws: published fits to draw as
-    well."""
+    """Write the picture as PNG, SVG and HTML. until: hours up to which curves are drawn; laws: published fits to draw too."""
     every = [curve for curves, _ in series.values() for curve in curves]
     hours, unit = np.concatenate([curve.hours for curve in every]), every[0].unit
     if not len(hours):
@@ -56,7 +55,11 @@ def plot_fits(
         log.set(xscale="log", ylabel="pass rate")
         linear.set_xlim(0, end)
         linear.xaxis.set_major_formatter(lambda hours, _position: amount(hours))
-        _explain(linear)
+        linear.plot([], [], "D", color="white", markeredgecolor=GREY, markersize=6, label="C_mid")
+        linear.plot([], [], color=GREY, linewidth=0.8, linestyle=":", label="A, the ceiling")
+        linear.plot([], [], color=GREY, linestyle=(0, (4, 2)), label="extrapolated; shaded: 95 % interval")
+        linear.plot([], [], "o", color=GREY, markersize=3.5, fillstyle="none", label="outside the window")
+        linear.legend(loc="lower right")
         written = pictures.save(figure, path_without_suffix)
     fewer = np.geomspace(beneath[0], end, 80)
     data = {
@@ -133,15 +136,6 @@ def _draw(
         axes.axvline(fit.C_mid, color=color, linewidth=0.8, linestyle=":")
 
 
-def _explain(axes: Axes) -> None:
-    """Draw the legend, with an explanation of the marks."""
-    axes.plot([], [], "D", color="white", markeredgecolor=GREY, markersize=6, label="C_mid")
-    axes.plot([], [], color=GREY, linewidth=0.8, linestyle=":", label="A, the ceiling")
-    axes.plot([], [], color=GREY, linestyle=(0, (4, 2)), label="extrapolated; shaded: 95 % interval")
-    axes.plot([], [], "o", color=GREY, markersize=3.5, fillstyle="none", label="outside the window")
-    axes.legend(loc="lower right")
-
-
 def used(curve: Curve, fit: Fit | None) -> np.ndarray:
     """Return [points] bool: whether a point is in the fit's window."""
     if fit is None:
@@ -152,8 +146,7 @@ def used(curve: Curve, fit: Fit | None) -> np.ndarray:
 def _series(
     name: str, color: str, curves: Sequence[Curve], fit: Fit | None, line: Prediction | None
 ) -> dict[str, object]:
-    """Return the page's data on a series. points: hours, pass rate, whether in the window, name; curve: hours, pass rate, low,
-    high."""
+    """Return the page's data on a series. points: hours, rate, in the window?, name; curve: hours, rate, low, high."""
     points = [
         [float(hours), float(rate), bool(inside), curve.name]
         for curve in curves

@@ -37,8 +37,7 @@ class Curve:
     first_epoch: float | None = None
     """Hours at which the first epoch over the prompts ended; infinite if it has not ended; None: unknown."""
     answers: int | None = None
-    """Number of answers of which each score (the last, if they differ) is the mean, so that its noise is binomial. None:
-    unknown."""
+    """Number of answers of which each score (the last, if they differ) is the mean: binomial noise. None: unknown."""
     noise: np.ndarray | None = None
     """Standard error of each score [points], if it is known and not that of `answers`."""
 
@@ -96,7 +95,10 @@ def curve_of_run(name: str, scores: Sequence[Row], steps: Iterable[Row], where: 
     (curve,) = curves_of_rows(name, rows, columns, where)
     column = columns.hours or "compute_hours"
     unit = curve.unit if "hours" in column else column  # the rows' compute_unit is that of their hours
-    return replace(curve, unit=unit, first_epoch=_first_epoch(steps, column))
+    epochs = ((row["epoch"], row[column]) for row in steps if row.get("epoch") is not None and column in row)
+    if (first := next(epochs, None)) is None:
+        return replace(curve, unit=unit)
+    return replace(curve, unit=unit, first_epoch=next((at for epoch, at in epochs if epoch > first[0]), math.inf))
 
 
 def _run(path: Path, columns: PointColumns) -> Curve:
@@ -122,14 +124,6 @@ def _forecast_column(path: Path) -> str:
         which = f"--score-column pass_rate/{tasks[0]}, or evaluation.forecast={tasks[0]} in the recipe"
         raise MegarlError(f"{path}: {several}: {which} (--score-column pass_rate: all prompts together)")
     return recipe.forecast_column
-
-
-def _first_epoch(steps: Iterable[Row], column: str) -> float | None:
-    """Return the compute, in this column's units, at the first step with a prompt of the second epoch."""
-    epochs = ((row["epoch"], row[column]) for row in steps if row.get("epoch") is not None and column in row)
-    if (first := next(epochs, None)) is None:
-        return None
-    return next((hours for epoch, hours in epochs if epoch > first[0]), math.inf)
 
 
 def _csv(path: Path) -> Iterable[tuple[str, Row]]:
@@ -194,9 +188,8 @@ def _unit(where: str, rows: Sequence[tuple[str, Row]], hours: str) -> str:
     """Return the unit of compute that the rows state; if none does, GPU-hours, or the column's own name if it has no hours."""
     stated = {str(row["compute_unit"]) for _, row in rows if row.get("compute_unit")}
     if len(stated) > 1 or not stated <= HOURS.keys():
-        raise MegarlError(
-            f"{where}: compute_unit is {', '.join(sorted(stated))}; it is gpu or core, the same in all rows"
-        )
+        advice = "it is gpu or core, the same in all rows"
+        raise MegarlError(f"{where}: compute_unit is {', '.join(sorted(stated))}; {advice}")
     return next(iter(stated), "gpu" if "hour" in hours.lower() else hours)
 
 

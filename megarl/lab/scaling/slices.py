@@ -50,10 +50,8 @@ class AnswersTo(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Slice:
     """A part of a run's scores. values: [evaluations, prompts] from 0 to 1, empty if there are none; `problem` then says why.
-
     answers: the number of answers in each mean score, if scores are shares of right answers; unit: the objective's values that
-    correspond to 0 and 1; curve, fit: set once fitted.
-    """
+    correspond to 0 and 1; curve, fit: set once fitted."""
 
     task: str
     kind: str

@@ -37,13 +37,6 @@ def say(found: Fit, text: str, warnings: Sequence[str] | None = None) -> None:
         print(f"warning: {warning}")
 
 
-def say_verdict(comparison: RunComparison) -> None:
-    print(comparison.verdict)
-    for entry in comparison.entries:
-        for warning in entry.fit.warnings if entry.fit else ():
-            print(f"warning: {entry.name}: {warning}")
-
-
 def window(found: Fit) -> str:
     begin, end = amount(found.window[0]), amount(found.window[1], found.unit)
     return f"R_0 = {found.R_0:.3f} ({R0_FROM[found.r0_from]}). Fitted from {begin} to {end}."

@@ -178,11 +178,9 @@ class CorpusRun:
 
     @property
     def held_out(self) -> bool:
-        """Whether the run must not be used to develop forecasts. It is the same for all seeds and dtypes.
-
-        The leading 0 is the first salt for which both parts have each task, dense models, experts and low precision.
-        It was chosen before any run existed.
-        """
+        """Whether the run must not be used to develop forecasts. It is the same for all seeds and dtypes. The leading 0 is the
+        first salt for which both parts have each task, dense models, experts and low precision. It was chosen before any run
+        existed."""
         return sha256(f"0/{self.recipe}/{self.size}/{self.task}".encode()).digest()[0] % 2 == 0
 
     @property
@@ -225,7 +223,6 @@ def _short(row: Row) -> Row:
 
 
 def read(path: Path) -> CorpusRun:
-    """Read a record."""
     first, *rows = (json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines())
     parts = {part: tuple(row[part] for row in rows if part in row) for part in ("score", "step")}
     return CorpusRun(**first | {"scores": parts["score"], "steps": parts["step"]})

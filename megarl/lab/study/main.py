@@ -88,11 +88,9 @@ CommandLines = Sequence[Sequence[str]]
 
 
 class StudyHooks(NamedTuple):
-    """The steps in which kinds of study differ.
-
-    before: returns the commands that a task needs before `megarl train`; ended: returns whether a task has nothing left to do;
-    done: called after a task's run; end: called after all tasks, returns the exit status.
-    """
+    """The steps in which kinds of study differ. before: returns the commands that a task needs before `megarl train`; ended:
+    returns whether a task has nothing left to do; done: called after a task's run; end: called after all tasks, returns the
+    exit status."""
 
     before: Callable[[StudyTask], CommandLines] = lambda task: ()
     ended: Callable[[StudyTask], bool] = lambda task: task.state() == "done"
@@ -114,8 +112,7 @@ def _study(kind: str, recipes: Mapping[str, Recipe], options: StudyOptions, hook
 def prepared(
     kind: str, recipes: Mapping[str, Recipe], options: StudyOptions, rungs: Sequence[int] = (), branch: int = 0
 ) -> Study | None:
-    """Return the study that the options describe, newly written or found in its directory; for a dry run, show it and return
-    None."""
+    """Return the study that the options describe, new or found in its directory; for a dry run, show it and return None."""
     path, seeds = Path(options.directory or f"runs/studies/{kind}"), numbers("--seeds", options.seeds)
     if len(set(seeds)) < len(seeds):
         raise MegarlError(f"--seeds: {options.seeds} has a seed twice, whose runs would be the same")
@@ -181,10 +178,8 @@ def side_by_side(recipes: Sequence[str], overrides: Sequence[str]) -> dict[str, 
 
 
 def run(study: Study, tasks: Sequence[StudyTask], console: Console, hooks: StudyHooks = USUAL) -> int:
-    """Run each of `tasks` to its end. Return 0 if all are done, 1 if some failed, 128 + signal if asked to stop.
-
-    A terminal shows a table of all tasks; other output gets a line when a task ends, and one per minute.
-    """
+    """Run each of `tasks` to its end. Return 0 if all are done, 1 if some failed, 128 + signal if asked to stop. A terminal
+    shows a table of all tasks; other output gets a line when a task ends, and one per minute."""
     outlive_screen()
     live = Live(console=console, auto_refresh=False) if console.is_terminal else None
     began = last = time.monotonic()

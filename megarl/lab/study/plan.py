@@ -63,11 +63,9 @@ class StudyTask:
 
 @dataclass(frozen=True)
 class Study:
-    """A study. All recipes run with one seed before any runs with the next, so that a stopped study has complete rounds.
-
-    rungs: steps at which a search (search.py) drops variants. branch: the step up to which all variants share one run, the
-    trunk; 0 for none. steps: as in `StudyTask`.
-    """
+    """A study. All recipes run with one seed before any runs with the next, so that a stopped study has complete rounds. rungs:
+    steps at which a search (search.py) drops variants. branch: the step up to which all variants share one run, the trunk; 0
+    for none. steps: as in `StudyTask`."""
 
     path: Path
     variants: tuple[str, ...]

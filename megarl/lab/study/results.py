@@ -40,9 +40,7 @@ class EvaluationPoint(NamedTuple):
 
 class VariantResult(NamedTuple):
     """A variant with all its seeds. common [seeds]: pass rates at the compute that every run of the study has reached.
-
-    at_ceiling: the fit with A fixed at the ceiling common to all variants, where exponents B are comparable (compare.py).
-    """
+    at_ceiling: the fit with A fixed at the ceiling common to all variants, where exponents B are comparable (compare.py)."""
 
     variant: str
     runs: tuple[tuple[EvaluationPoint, ...], ...]
@@ -139,11 +137,9 @@ def markdown(rows: Sequence[VariantResult], missing: Sequence[str] = ()) -> str:
     unit = rows[0].runs[0][0].compute_unit
     common_hours = min(run[-1].compute_hours for row in rows for run in row.runs)
     ceilings = [row.at_ceiling.A for row in rows if row.at_ceiling is not None]
-    held = (
-        f", B with A held at {ceilings[0]:.3f}, the mean of all variants by their certainty"
-        if len(ceilings) > 1
-        else ""
-    )
+    held = ""
+    if len(ceilings) > 1:
+        held = f", B with A held at {ceilings[0]:.3f}, the mean of all variants by their certainty"
     lines = [
         "| " + " | ".join(HEADINGS) + " |",
         "|" + "---|" * len(HEADINGS),
@@ -159,9 +155,8 @@ def markdown(rows: Sequence[VariantResult], missing: Sequence[str] = ()) -> str:
             notes.setdefault(note, []).append(row.variant)
     lines += [f"- {note}: {', '.join(variants)}" for note, variants in notes.items()]
     if apart := [row.variant for row in rows if held and row.fit and abs(row.fit.A - ceilings[0]) > SAME_CEILING]:
-        lines.append(
-            f"- A is more than {SAME_CEILING} from that at which B is held, so B is no speed: {', '.join(apart)}"
-        )
+        what = f"A is more than {SAME_CEILING} from that at which B is held, so B is no speed"
+        lines.append(f"- {what}: {', '.join(apart)}")
     if missing:
         lines.append(f"- not finished: {', '.join(missing)}")
     return "\n".join(lines) + "\n"

@@ -84,8 +84,7 @@ def search(names: Sequence[str], options: StudyOptions, how: SearchOptions) -> i
 
 
 def arms(names: Sequence[str], overrides: Sequence[str], vary: Sequence[str]) -> dict[str, Recipe]:
-    """Return the arms by name: each recipe in `names` with each combination of the values in `vary`. MegarlError if two arms
-    are the same recipe."""
+    """Return the arms by name: each recipe with each combination of values in `vary`. MegarlError if two are the same one."""
     found: dict[str, Recipe] = {}
     first: dict[str, tuple[tuple[str, str], ...]] = {}  # the values with which a recipe was first made
     axes = []
@@ -101,9 +100,8 @@ def arms(names: Sequence[str], overrides: Sequence[str], vary: Sequence[str]) ->
             found[arm] = recipe
             if (twin := first.setdefault(dump(recipe.model_copy(update={"run": run})), pairs)) is not pairs:
                 same = " and ".join(" ".join(map("=".join, each)) for each in (twin, pairs))
-                raise MegarlError(
-                    f"--vary: {same} make the same recipe, as every run gets the study's seeds; leave one out"
-                )
+                advice = "leave one out"
+                raise MegarlError(f"--vary: {same} make the same recipe, as every run gets the study's seeds; {advice}")
     return found
 
 
@@ -130,10 +128,9 @@ def _rungs(recipes: Mapping[str, Recipe], how: SearchOptions) -> list[int]:
 
 
 def advance(study: Study, console: Console, index: int | None = None) -> int:
-    """Go through the rungs, or run task `index`'s part of the present one. Return 0; 1: a run failed; 128 + signal: stopped.
-
-    A failed run is tried again as long as its rung is not decided; with an `index`, as one of several jobs, it counts as ended.
-    """
+    """Go through the rungs, or run task `index`'s part of the present one. Return 0; 1: a run failed; 128 + signal: stopped. A
+    failed run is tried again as long as its rung is not decided; with an `index`, as one of several jobs, it counts as
+    ended."""
     alive, status = study.variants, 0
     for stage in (study.trunk, *(replace(study, steps=step) for step in (*study.rungs, _total(study)))):
         if stage.variants == study.variants:
@@ -170,8 +167,7 @@ def _read(file: Path) -> Rung:
 
 
 def decide(study: Study, stage: Study) -> Rung:
-    """Decide which variants of the stage go on after its step: the better half of those that reached it. MegarlError if none
-    did."""
+    """Decide which variants go on after the stage's step: the better half of those that reached it. MegarlError if none did."""
     done = [task for task in stage.tasks if task.state() == "done"]
     if not done:
         advice = "see logs/, then the same command tries again"
@@ -252,8 +248,7 @@ def _lines(rung: Rung) -> Iterator[str]:
 
 
 def report(study: Study) -> str:
-    """Return search.md: the decision at each rung and, once all runs have ended, the winner, its probability, and the compute
-    saved."""
+    """Return search.md: each rung's decision and, once all runs have ended, the winner, its probability, and compute saved."""
     rungs = [_read(file) for step in study.rungs if (file := _file(study, step)).exists()]
     lines = [line for rung in rungs for line in (*_lines(rung), "")]
     alive, total = rungs[-1].kept if rungs else study.variants, _total(study)

@@ -44,8 +44,7 @@ _CHANNEL = "<|channel|>"
 
 
 class Marks(NamedTuple):
-    """The literal texts around items in a sequence, stripped of whitespace: before the first item, before and after each,
-    between two, after the last."""
+    """Literal texts around a sequence's items, stripped: before the first, before and after each, between two, at the end."""
 
     first: str = ""
     opening: str = ""
@@ -263,11 +262,9 @@ def read_turn(
     cut: bool = False,
     prompt: str = "",
 ) -> CanonicalMessage:
-    """Return the message that the agent is served for a turn. number: its node's, part of every opaque id that we create.
-
-    The text before `end_of_thinking` becomes reasoning, without its opening tag (`<think>` for `</think>`). cut: the policy did
-    not end the turn itself, so all of it is reasoning if its thinking was opened, by itself or by the end of its prompt.
-    """
+    """Return the message that the agent is served for a turn. number: its node's, part of every opaque id that we create. The
+    text before `end_of_thinking` becomes reasoning, without its opening tag (`<think>` for `</think>`). cut: the policy did not
+    end the turn itself, so all of it is reasoning if its thinking was opened, by itself or by the end of its prompt."""
     reasoning, opening = "", end_of_thinking.strip().replace("/", "", 1)
     closed = bool(end_of_thinking) and end_of_thinking in text
     opened = opening != end_of_thinking.strip() and (text.lstrip().startswith(opening) or prompt.endswith(opening))

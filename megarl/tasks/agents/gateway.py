@@ -28,7 +28,7 @@ from megarl.tasks.agents.chat_completions import ChatCompletions
 from megarl.tasks.agents.messages import LARGEST_BODY, AgentRequest, WireError
 from megarl.tasks.agents.rendering import Rendering
 from megarl.tasks.agents.responses import Responses
-from megarl.tasks.agents.session import AgentSession, PendingTurn, ServedTurn
+from megarl.tasks.agents.session import AgentSession, ServedTurn
 from megarl.tasks.agents.wire import WireProtocol
 
 log = logging.getLogger(__name__)
@@ -157,7 +157,11 @@ class Gateway:
         generation = session.begin(asked, digest, retried, is_open)
         kind = "text/event-stream" if asked.stream else "application/json"
         response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-cache"})
-        await _kept_alive(request, response, generation, asked.stream)
+        await generation.placed.wait()
+        if asked.stream and not generation.done.done():
+            await response.prepare(request)
+        while not (await asyncio.wait({generation.done}, timeout=KEEP_ALIVE_S))[0]:
+            await _send(request, response, b": the policy writes\n\n" if asked.stream else b" ")
         try:
             if generation.done.cancelled():
                 raise WireError(400, "the session is over", "session_over")
@@ -171,17 +175,6 @@ class Gateway:
         await _send(request, response, _written(protocol, body, turn, asked.stream), last=True)
         session.tree.deliver(turn.node)  # whether or not the client has closed: it has the whole answer
         return response
-
-
-async def _kept_alive(
-    request: web.Request, response: web.StreamResponse, generation: PendingTurn, stream: bool
-) -> None:
-    """Keep the connection alive until the generation is done."""
-    await generation.placed.wait()
-    if stream and not generation.done.done():
-        await response.prepare(request)
-    while not (await asyncio.wait({generation.done}, timeout=KEEP_ALIVE_S))[0]:
-        await _send(request, response, b": the policy writes\n\n" if stream else b" ")
 
 
 async def _send(request: web.Request, response: web.StreamResponse, data: bytes, last: bool = False) -> None:

@@ -64,8 +64,7 @@ class ToolCall(NamedTuple):
 
 @dataclass(frozen=True)
 class CanonicalMessage:
-    """A message. marks: the opaque ids in an assistant's message, created by us; answers: the id of the call that a tool's
-    message answers."""
+    """A message. marks: opaque ids in an assistant's message, made by us; answers: the id of the call that a tool answers."""
 
     role: str
     text: str = ""
@@ -101,10 +100,8 @@ def tagged(value: Any) -> bytes:
 
 
 class ReadMessages:
-    """A cache of messages that a session has sent, by the hash of their JSON: each request repeats the whole conversation.
-
-    It holds as much as one body can contain; when it would exceed that, it is emptied.
-    """
+    """A cache of messages that a session has sent, by the hash of their JSON: each request repeats the whole conversation. It
+    holds as much as one body can contain; when it would exceed that, it is emptied."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[type, bytes], tuple[CanonicalMessage, ...]] = {}

@@ -98,13 +98,16 @@ class TaskAgents:
         for problem in sorted(problems - {""}):
             log.warning("%s", problem)
         if any(rendering.calls is None for rendering in self._renderings.values()):
-            log.info(
-                "%s: tool calls of the chat template cannot be read; agents get all text in `content`", tokenizer.path
-            )
+            said = "%s: tool calls of the chat template cannot be read; agents get all text in `content`"
+            log.info(said, tokenizer.path)
         if recipe.data.sandbox == "bubblewrap":
             _check_sandbox()
         for name, task in self._tasks.items():
-            _check(f"{'data.tasks' if name in recipe.data.tasks else 'evaluation.suites'}.{name}.agent", task.agent)
+            key = f"{'data.tasks' if name in recipe.data.tasks else 'evaluation.suites'}.{name}.agent"
+            if isinstance(task.agent, str):
+                check_importable(f"{key}:", task.agent, may_be_async=True)
+            elif shutil.which(task.agent[0]) is None:
+                raise MegarlError(f"{key}: there is no command {task.agent[0]!r} on PATH")
         self._host = _address(recipe.agent.interface)
 
     def work(self, task: str) -> bool:
@@ -115,12 +118,10 @@ class TaskAgents:
     ) -> AgentRollout:
         if self._gateway is None:
             self._gateway = asyncio.create_task(Gateway(self._host).start())
-        gateway = await asyncio.shield(self._gateway)
+        gateway, rendering = await asyncio.shield(self._gateway), self._renderings[prompt.task]
         async with self._turns.turn(order):
             for left in reversed(range(TRIES)):
-                async with gateway.session(
-                    self._recipe, self._tokenizer, self._renderings[prompt.task], policy
-                ) as session:
+                async with gateway.session(self._recipe, self._tokenizer, rendering, policy) as session:
                     try:
                         why = await self._run(prompt, session, gateway.url, waited)
                     except OSError as error:  # agents may have filled the disk, or taken all processes
@@ -245,15 +246,6 @@ def _check_sandbox() -> None:
         raise MegarlError(f"data.sandbox: no agent can be run with bubblewrap here ({said}); {advice}")
 
 
-def _check(key: str, agent: str | tuple[str, ...]) -> None:
-    """Raise MegarlError if the command or function, the value of this key, does not exist."""
-    if not isinstance(agent, str):
-        if shutil.which(agent[0]) is None:
-            raise MegarlError(f"{key}: there is no command {agent[0]!r} on PATH")
-        return
-    check_importable(f"{key}:", agent, may_be_async=True)
-
-
 def _address(interface: str) -> str:
     """Return the address that the gateway listens on. MegarlError if the interface has no IPv4 address."""
     if not interface:
@@ -262,6 +254,5 @@ def _address(interface: str) -> str:
     for entry in known.get(interface, []):
         if entry.family.name == "AF_INET":
             return entry.address
-    raise MegarlError(
-        f"agent.interface: {interface!r} is not a network interface with an IPv4 address; known: {', '.join(known)}"
-    )
+    what = f"is not a network interface with an IPv4 address; known: {', '.join(known)}"
+    raise MegarlError(f"agent.interface: {interface!r} {what}")

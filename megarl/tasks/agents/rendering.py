@@ -85,9 +85,8 @@ class Rendering:
         before: messages before the answer; known: earlier messages, whose calls the tail may answer. The arguments of
         calls are left out: they come before the cut, and could contain the end of a turn.
         """
-        said = replace(
-            served, text=self._said, reasoning="", calls=tuple(c._replace(arguments={}) for c in served.calls)
-        )
+        calls = tuple(call._replace(arguments={}) for call in served.calls)
+        said = replace(served, text=self._said, reasoning="", calls=calls)
         named = self._named((*known, served))
         begin = [self._wire(message, named) for message in (*before, said)]
         try:
@@ -137,7 +136,8 @@ class Rendering:
             else:
                 cut += len(said) - passed
                 break
-        return self._tail(text[cut:]) if self._plain(text[:cut]) == said else None
+        plain = "".join(part for _, part in self._parts(text[:cut]))
+        return self._tail(text[cut:]) if plain == said else None
 
     def _render(self, request: AgentRequest) -> str:
         named = self._named(request.messages)
@@ -190,23 +190,15 @@ class Rendering:
             parts += [(True, self._special[int(part[:4])]), (False, part[4:])]
         return parts
 
-    def _plain(self, text: str) -> str:
-        return "".join(part for _, part in self._parts(text))
-
     def _tokens(self, text: str) -> np.ndarray:
-        parts = [
-            (self._literal if literal else self._tokenizer).ids(part) for literal, part in self._parts(text) if part
-        ]
-        return np.concatenate([int32(()), *parts])
+        parts = ((self._literal if literal else self._tokenizer, part) for literal, part in self._parts(text) if part)
+        return np.concatenate([int32(()), *(tokenizer.ids(part) for tokenizer, part in parts)])
 
 
 def tail_problem(chat: ChatTemplate, rendering: Rendering) -> str:
-    """Return how a tail rendered alone differs from the one in a whole conversation, or that no tail can be rendered alone;
-    "" if all is well.
-
-    Tried: the results of two parallel calls, the result of one more call, and a user's message after an answer. A request
-    whose tail cannot be determined is rendered whole, which is a problem only if it is so for all of them.
-    """
+    """Return how a tail rendered alone differs from the one in a whole conversation, or that no tail can be rendered alone; ""
+    if all is well. Tried: the results of two parallel calls, the result of one more call, and a user's message after an answer.
+    A request whose tail cannot be determined is rendered whole, which is a problem only if it is so for all of them."""
     calls = [ToolCall(f"call0000{n}", NAME, {KEY: VALUE}) for n in range(3)]
     answers = [CanonicalMessage("assistant", SAID, made) for made in (tuple(calls[:2]), tuple(calls[2:]), ())]
     results = [CanonicalMessage("tool", f"result {n}", answers=call.id) for n, call in enumerate(calls)]

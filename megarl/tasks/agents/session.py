@@ -91,10 +91,8 @@ class AgentSession:
         self._room, self._lent, self._returned = recipe.agent.trained_tokens, 0, asyncio.Event()
 
     def begin(self, request: AgentRequest, body: bytes, retried: bool, is_open: Callable[[], bool]) -> PendingTurn:
-        """Return the generation that answers this request. body: its digest; retried: the client marked it as a retry.
-
-        Parallel sub-agents may send the same request, so while the first one's client waits, the second is not a retry.
-        """
+        """Return the generation that answers this request. body: its digest; retried: the client marked it as a retry. Parallel
+        sub-agents may send the same request, so while the first one's client waits, the second is not a retry."""
         self.check()
         before = self._asked.setdefault(body, [])
         left = [g for g in before if g.abandoned and not g.done.cancelled()]

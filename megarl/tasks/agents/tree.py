@@ -124,10 +124,8 @@ class SessionTree:
         node.delivered = self.moment()
 
     def superseded(self, node: TreeNode) -> bool:
-        """Return whether the agent, after receiving this answer, sent the same request again instead of continuing from it.
-
-        The answers of parallel sub-agents with the same request are not superseded: both asked before either was answered.
-        """
+        """Return whether the agent, after receiving this answer, sent the same request again instead of continuing from it. The
+        answers of parallel sub-agents with the same request are not superseded: both asked before either was answered."""
         siblings = node.parent.children if node.parent is not None else [n for n in self.nodes if n.parent is None]
         return not node.children and any(
             other.key.digest() == node.key.digest() and other.delivered >= 0 and other.asked > node.delivered
@@ -144,8 +142,7 @@ class SessionTree:
         return [n.line for n in self.nodes if n in kept and not any(child in kept for child in n.children)]
 
     def credit(self, rewards: Sequence[tuple[int, float]]) -> None:
-        """Number the trained turns in the order in which they were served, and credit each with the sum of the rewards posted
-        after it. rewards: (moment, amount)."""
+        """Number the trained turns as they were served; credit each with the rewards after it. rewards: (moment, amount)."""
         served = {node: max(node.delivered, node.asked) for line in self.trained() for node in line}
         for number, (node, moment) in enumerate(sorted(served.items(), key=lambda each: each[1])):
             credit = sum(reward for at, reward in rewards if at > moment)
@@ -162,10 +159,11 @@ class SessionTree:
             own: list[Segment] = []
             end = shared
             for node in line[len(before) :]:
-                if len(node.put):
-                    own.append(_put_in(node))
+                if n := len(node.put):
+                    zeros, version = np.zeros(n, np.float32), node.segments[0].weight_version
+                    own.append(Segment(tokens=node.put, logprobs=zeros, weight_version=version, trained=False))
                 own += node.segments
-                end += len(node.put) + sum(len(s.tokens) for s in node.segments)
+                end += n + sum(len(s.tokens) for s in node.segments)
                 first[node] = number, end
             segments += own
             paths.append(Branch(segments=len(own), parent=parent, shared=shared))
@@ -185,12 +183,7 @@ def tokens_of(segments: Sequence[Segment]) -> np.ndarray:
 def _reasoning_agrees(node: TreeNode, messages: Sequence[CanonicalMessage]) -> bool:
     """Return whether each reasoning that the agent sends back is the conversation's own."""
     known = (*node.history, node.served)
-    told = [n for n, message in enumerate(messages) if message.reasoning]
-    return len(known) == len(messages) and all(
-        messages[n].reasoning.strip() in ("", known[n].reasoning.strip()) for n in told
-    )
-
-
-def _put_in(node: TreeNode) -> Segment:
-    n, version = len(node.put), node.segments[0].weight_version
-    return Segment(tokens=node.put, logprobs=np.zeros(n, np.float32), weight_version=version, trained=False)
+    if len(known) != len(messages):
+        return False
+    told = (pair for pair in zip(messages, known, strict=True) if pair[0].reasoning)
+    return all(message.reasoning.strip() in ("", ours.reasoning.strip()) for message, ours in told)

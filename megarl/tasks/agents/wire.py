@@ -35,11 +35,9 @@ type Content = str | Sequence[TextPart] | None
 
 
 class WireProtocol:
-    """A provider's format for requests, answers and errors.
-
-    body: the fields that are read; others are ignored. conversation: the field with the messages, which `parse` leaves as
-    JSON. refused: the fields that are refused unless they are null, false, 0 or empty, each with the reason.
-    """
+    """A provider's format for requests, answers and errors. body: the fields that are read; others are ignored. conversation:
+    the field with the messages, which `parse` leaves as JSON. refused: the fields that are refused unless they are null, false,
+    0 or empty, each with the reason."""
 
     path: str
     conversation: ClassVar[str] = "messages"
@@ -59,8 +57,7 @@ class WireProtocol:
             raise WireError(400, f"the body is not JSON: {error}") from None
 
     def request(self, body: JsonObject, known: ReadMessages) -> tuple[str, AgentRequest]:
-        """Return the name of the model, and the request. known: messages the session has sent before. WireError if a field
-        has the wrong type or is refused."""
+        """Return model name and request. known: messages sent before. WireError if a field is refused or has a wrong type."""
         for field, why in self.refused.items():
             if body.get(field):
                 raise refused_field(field, why)

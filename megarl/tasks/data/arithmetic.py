@@ -53,11 +53,9 @@ RAMBLING = 8
 
 
 def main(directory: Path, seed: int = 0) -> int:
-    """Run `megarl data arithmetic DIR`."""
     write(directory, seed)
-    print(
-        f"{directory}: {TRAIN_PROMPTS} prompts, {HELDOUT_PROMPTS} held out, {SFT_TRACES} traces, models in init and init-moe"
-    )
+    prompts = f"{TRAIN_PROMPTS} prompts, {HELDOUT_PROMPTS} held out"
+    print(f"{directory}: {prompts}, {SFT_TRACES} traces, models in init and init-moe")
     return 0
 
 
@@ -95,10 +93,8 @@ def _number(rng: random.Random, digits: int) -> int:
 
 
 def columns(problem: Exercise, wrong: int | None = None, shift: int = 0) -> tuple[list[str], int]:
-    """Return the scratchpad's equations, rightmost column first, and the answer read off them.
-
-    The result of column `wrong` is moved by `shift` (1 … 9), so that its last digit, and with it the answer, becomes wrong.
-    """
+    """Return the scratchpad's equations, rightmost column first, and the answer read off them. The result of column `wrong` is
+    moved by `shift` (1 … 9), so that its last digit, and with it the answer, becomes wrong."""
     equations, digits, over = [], [], False  # over: the previous column carried, or borrowed from this one
     for place in range(problem.digits):
         left, right = problem.left // 10**place % 10, problem.right // 10**place % 10

@@ -1,5 +1,4 @@
-"""Shared by the quickstart's two tasks: the format of their files, a 32-token character tokenizer, and two untrained models,
-a dense Llama and a Llama 4 with experts."""
+"""Shared by the quickstart's two tasks: their files' format, a tokenizer of 32 characters, an untrained Llama and Llama 4."""
 
 import operator
 import random
@@ -78,10 +77,8 @@ def write_task(
     kinds: Mapping[str, float],
     trace: Callable[[Exercise, str, random.Random], str | list[str]],
 ) -> dict[str, list[JsonObject]]:
-    """Write heldout.jsonl, train.jsonl and sft.jsonl, each complete or not at all; return the rows of the first two.
-
-    All prompts are distinct, and no trace is of a held-out problem. kinds: the share of each kind of trace.
-    """
+    """Write heldout.jsonl, train.jsonl and sft.jsonl, each complete or not at all; return the rows of the first two. All
+    prompts are distinct, and no trace is of a held-out problem. kinds: the share of each kind of trace."""
     drawn: dict[Exercise, None] = {}
     while len(drawn) < HELDOUT_PROMPTS + TRAIN_PROMPTS:
         drawn[draw(rng)] = None

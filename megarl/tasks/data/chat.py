@@ -20,8 +20,7 @@ type Message = Mapping[str, Any]
 
 TODAY = datetime(2024, 7, 26)
 """The date for templates that write today's: with the real one, prompts would change overnight, and a run could not be resumed.
-It is the one that Llama 3.2's template writes when it is given no clock.
-"""
+It is the one that Llama 3.2's template writes when it is given no clock."""
 
 OURS = ("messages", "tools", "documents", "add_generation_prompt")
 """What `ChatTemplate.render` sets."""
@@ -29,18 +28,12 @@ OURS = ("messages", "tools", "documents", "add_generation_prompt")
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A compiled template. path: its directory, for error messages.
-
-    variables: those that are the same for all conversations: `bos_token` and the like, and the recipe's `template_options`.
-    """
+    """A compiled template. path: its directory, for error messages. variables: those that are the same for all conversations:
+    `bos_token` and the like, and the recipe's `template_options`."""
 
     template: Any
     variables: Mapping[str, Any]
     path: Path
-
-    def prompt(self, messages: Sequence[Message]) -> str:
-        """Return the text up to the point where the assistant's turn begins."""
-        return self.render(messages)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), reply: bool = True) -> str:
         """Return the text of messages. tools: those that the model may call; reply: whether to add the start of its message."""
@@ -53,18 +46,15 @@ class ChatTemplate:
 
     def around_reply(self, end: str) -> tuple[str, str, bool]:
         """Return the text before and after a tool's reply, between two turns of the assistant, and whether the template writes
-        the reply as a JSON string, as Llama 3's does. end: the text that ends a turn.
-
-        The reply is a message with the role `tool`, or `user` if the template does not support tools. MegarlError if neither
-        works.
-        """
+        the reply as a JSON string, as Llama 3's does. end: the text that ends a turn. The reply is a message with the role
+        `tool`, or `user` if the template does not support tools. MegarlError if neither works."""
         said, told = "said-by-the-assistant", 'told-by-the-"tool"'
         in_json = json.dumps(told)[1:-1]
         before: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
         problem = "it leaves a tool's text out"
         for role in ("tool", "user"):
             try:
-                text = self.prompt([*before, {"role": role, "content": told}])
+                text = self.render([*before, {"role": role, "content": told}])
             except MegarlError as error:
                 problem = str(error)
                 continue
@@ -72,10 +62,8 @@ class ChatTemplate:
             if text.count(written) == text.count(said) == 1:
                 between, after = text.partition(said)[2].split(written)
                 if not between.startswith(end):
-                    raise MegarlError(
-                        f"{self.path}: the chat template does not end a turn with {end!r}, the eos_token of "
-                        "tokenizer_config.json; make that the token which ends a turn"
-                    )
+                    what = f"{end!r}, the eos_token of tokenizer_config.json; make that the token which ends a turn"
+                    raise MegarlError(f"{self.path}: the chat template does not end a turn with {what}")
                 return between.removeprefix(end), after, written == in_json
         raise MegarlError(f"{self.path}: the chat template cannot hold a tool's reply: {problem}; use template: raw")
 
@@ -106,16 +94,13 @@ def load_chat(hf_dir: Path | str, options: Mapping[str, Any] = MappingProxyType(
         named = [one for one in source if isinstance(one, dict) and one.get("name") == "default"]
         source = named[0].get("template") if named else None
     if not source or not isinstance(source, str):
-        raise MegarlError(
-            f"{folder}: the model has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); "
-            "`template: chat` and agents need one"
-        )
+        none = "no chat template (chat_template.jinja, or chat_template in tokenizer_config.json)"
+        raise MegarlError(f"{folder}: the model has {none}; `template: chat` and agents need one")
     given = {key: value for key, value in config.items() if key.endswith("_token") and value}
     tokens = {key: value["content"] if isinstance(value, dict) else value for key, value in given.items()
               if isinstance(value, str | dict)}  # fmt: skip
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
+    extensions = [Generation, "jinja2.ext.loopcontrols"]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = TODAY.strftime
@@ -126,9 +111,8 @@ def load_chat(hf_dir: Path | str, options: Mapping[str, Any] = MappingProxyType(
     free = meta.find_undeclared_variables(parsed) - {*OURS, *environment.globals, *tokens}
     if unread := options.keys() - free:
         known = f"of which this one reads {', '.join(sorted(free))}" if free else "and this one reads none"
-        raise MegarlError(
-            f"{folder}: template_options {', '.join(sorted(unread))}: no option of the chat template, {known}"
-        )
+        what = f"template_options {', '.join(sorted(unread))}: no option of the chat template"
+        raise MegarlError(f"{folder}: {what}, {known}")
     return ChatTemplate(template, {**tokens, **options}, folder)
 
 

@@ -19,10 +19,8 @@ from megarl.tasks.data.sources import Unreadable, stream
 
 NGRAM, SHORTEST, COMMON = 13, 8, 10
 QUESTIONS = ("prompt", "problem", "question", "question_content", "text")
-"""Columns with the text of an evaluation row; the first that the row has is used.
-
-They cover AIME, MATH-500, GSM8K, LiveCodeBench, HumanEval, MBPP.
-"""
+"""Columns with the text of an evaluation row; the first that the row has is used. They cover AIME, MATH-500, GSM8K,
+LiveCodeBench, HumanEval, MBPP."""
 
 
 class Hit(NamedTuple):

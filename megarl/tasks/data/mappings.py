@@ -16,14 +16,7 @@ from msgspec import structs
 
 from megarl.core.base.contracts import last_box
 from megarl.core.recipe import ColumnName
-from megarl.tasks.data.programs import (
-    humaneval_check,
-    livecodebench_tests,
-    mbpp_prompt,
-    mbpp_tests,
-    unit_tests,
-    with_starter_code,
-)
+from megarl.tasks.data import programs
 from megarl.tasks.data.rows import Columns, PromptRow, Raw, UnfitError, column, hashed_id, shown, text_of, whole_of
 
 
@@ -97,7 +90,7 @@ MAPPINGS: dict[str, Columns] = {
     # huggingface.co/datasets/agentica-org/DeepCoder-Preview-Dataset, parts primeintellect, taco, lcbv5, codeforces: problem,
     # tests (JSON), in some parts starter_code and metadata {func_name}. Tests have the forms that its own readers accept: a
     # list of {input, output, type | testtype}; for TACO {inputs, outputs, fn_name}.
-    "deepcoder": Columns(with_starter_code("problem"), unit_tests),
+    "deepcoder": Columns(programs.with_starter_code("problem"), programs.unit_tests),
     # huggingface.co/datasets/openai/gsm8k, main: question, answer ("… #### 72", arXiv 2110.14168).
     "gsm8k": Columns(column("question"), after_hashes),
     # github.com/hendrycks/math (arXiv 2103.03874), huggingface.co/datasets/EleutherAI/hendrycks_math: problem, level, type,
@@ -106,12 +99,14 @@ MAPPINGS: dict[str, Columns] = {
     "math": Columns(column("problem"), boxed_answer, math_level),
     # github.com/LiveCodeBench (arXiv 2403.07974), huggingface.co/datasets/livecodebench/code_generation_lite: question_content,
     # question_id, starter_code, public_test_cases, private_test_cases, metadata {func_name}; a test {input, output, testtype}.
-    "livecodebench": Columns(with_starter_code("question_content"), livecodebench_tests, id=column("question_id")),
+    "livecodebench": Columns(
+        programs.with_starter_code("question_content"), programs.livecodebench_tests, id=column("question_id")
+    ),
     # github.com/openai/human-eval, huggingface.co/datasets/openai/openai_humaneval: task_id, prompt, canonical_solution, test,
     # entry_point.
-    "humaneval": Columns(column("prompt"), humaneval_check, id=column("task_id")),
+    "humaneval": Columns(column("prompt"), programs.humaneval_check, id=column("task_id")),
     # github.com/google-research/google-research/tree/master/mbpp, huggingface.co/datasets/google-research-datasets/mbpp: full
     # (task_id, text, code, test_list, test_setup_code, challenge_test_list), sanitized (task_id, prompt, code, test_imports,
     # test_list).
-    "mbpp": Columns(mbpp_prompt, mbpp_tests, id=column("task_id")),
+    "mbpp": Columns(programs.mbpp_prompt, programs.mbpp_tests, id=column("task_id")),
 }

@@ -78,8 +78,7 @@ def mbpp_prompt(raw: Raw) -> str:
 
 
 def mbpp_tests(raw: Raw) -> str:
-    """Read MBPP tests, each an assertion. One that needs setup code, or that does not compare a call with a literal, becomes
-    a `check`."""
+    """Read MBPP tests, each an assertion; one that needs setup code, or compares no call with a literal, becomes a `check`."""
     setup = [*_lines_of(raw, "test_imports"), *str(raw.get("test_setup_code") or "").splitlines()]
     tests = [
         {"assert": line} if not setup and _is_comparison(line) else _mbpp_check(line, setup, raw)
@@ -129,10 +128,8 @@ def _as_json(tests: Sequence[Mapping[str, str]]) -> str:
 
 
 def _test(test: Raw, named: str | None, raw: Raw) -> dict[str, str]:
-    """Convert one test. In LiveCodeBench, a functional test's arguments are JSON values, one per line.
-
-    In sets derived from APPS they are a list, and the result is wrapped in a list of one.
-    """
+    """Convert one test. In LiveCodeBench, a functional test's arguments are JSON values, one per line. In sets derived from
+    APPS they are a list, and the result is wrapped in a list of one."""
     if test.get("testtype") == "functional":
         function = _decoded(raw.get("metadata"), "metadata")
         function = function.get("func_name") if isinstance(function, Mapping) else None

@@ -119,7 +119,7 @@ def renderer(task: Rows, tokenizer: Tokenizer) -> Render:
 
     def render(text: str, system: str = task.system) -> str:
         before: list[Message] = [{"role": "system", "content": system}] if system else []
-        return chat.prompt([*before, {"role": "user", "content": text}])
+        return chat.render([*before, {"role": "user", "content": text}])
 
     if render("1") == render("2"):  # it may look for other roles, or for a list of parts
         raise MegarlError(f"{chat.path}: the chat template leaves the user's message out")
@@ -130,8 +130,7 @@ def renderer(task: Rows, tokenizer: Tokenizer) -> Render:
 
 def endless(chat: ChatTemplate, tokenizer: Tokenizer) -> str:
     """Return what is wrong if no completion ends where the template ends a turn, as with Qwen2.5's base models; else an empty
-    text. A template that writes nothing after a turn, such as GLM-4.5's, cannot be judged.
-    """
+    text. A template that writes nothing after a turn, such as GLM-4.5's, cannot be judged."""
     said = "said-by-the-assistant"
     try:
         turns = chat.render([{"role": "user", "content": "?"}, {"role": "assistant", "content": said}], reply=False)

@@ -63,10 +63,8 @@ class LeftOut:
 
 
 class Survey(NamedTuple):
-    """The result of a survey. again: the number of kept rows that repeat an earlier one.
-
-    kept, heldout [rows] bool: for all rows in the source's order, unreadable ones included; held-out rows are also kept.
-    """
+    """The result of a survey. again: the number of kept rows that repeat an earlier one. kept, heldout [rows] bool: for all
+    rows in the source's order, unreadable ones included; held-out rows are also kept."""
 
     source: str
     read: Reader
@@ -101,11 +99,9 @@ def survey(
     repeats: bool = False,
     largest: float = LARGEST_ANSWER,
 ) -> Survey:
-    """Decide in one pass over the source which rows are kept, and which are held out.
-
-    rows: the source's rows, if the caller reads them (to show progress). removed: called for each row found in an evaluation
-    set. repeats: keep and count rows with the same id. largest: the most characters in an answer.
-    """
+    """Decide in one pass over the source which rows are kept, and which are held out. rows: the source's rows, if the caller
+    reads them (to show progress). removed: called for each row found in an evaluation set. repeats: keep and count rows with
+    the same id. largest: the most characters in an answer."""
     left_out, columns = LeftOut(), _Hashes()
     for number, raw in stream(source) if rows is None else rows:
         row = _row(raw, read, number, left_out, largest)

@@ -61,8 +61,7 @@ class Taught(PromptRow, frozen=True):
 
 
 class Trace(NamedTuple):
-    """A tokenized trace. tokens [n] int32: prompt, completion, end token. learnt [n] bool: False in the prompt and a tool's
-    texts."""
+    """A tokenized trace. tokens [n] int32: prompt, completion, end token. learnt [n] bool: not in prompt and tool texts."""
 
     tokens: np.ndarray
     prompt_tokens: int
@@ -125,7 +124,7 @@ def templated(source: Survey, tokenizer: Tokenizer) -> Survey:
         before, (first, *rest) = _parts(raw)
         if isinstance(before, str):
             return replace(spoken(raw), prompt=before)
-        prompt = chat().prompt(before)
+        prompt = chat().render(before)
         if next(is_first, False) and (lacks := _unwritten(chat(), before, first)):
             what = "its template writes %r before an answer like the first, which lacks it; write it into the content"
             log.warning(f"%s: {what}", source.source, lacks)
@@ -140,7 +139,7 @@ def _unwritten(chat: ChatTemplate, before: Sequence[Message], text: str) -> str:
         whole = chat.render([*before, {"role": "assistant", "content": text}], reply=False)
     except MegarlError:  # the text may have it, and the template not take that
         return ""
-    between, found, _ = whole.removeprefix(prompt := chat.prompt(before)).partition(text.strip())
+    between, found, _ = whole.removeprefix(prompt := chat.render(before)).partition(text.strip())
     return between.strip() if found and whole.startswith(prompt) else ""
 
 
@@ -166,9 +165,8 @@ def _parts(raw: Mapping[str, Any]) -> tuple[str | list[Message], list[str]]:
         if not isinstance(raw.get("prompt"), str) or not all(isinstance(text, str) for text in parts):
             raise UnfitError("not a row of prompt and completion, of messages, or of conversations")
         if len(parts) % 2 == 0:
-            raise UnfitError(
-                "the completion's texts must alternate between model and tool, and begin and end with the model's"
-            )
+            must = "alternate between model and tool, and begin and end with the model's"
+            raise UnfitError(f"the completion's texts must {must}")
         before = raw["prompt"]
     if not before or not all(parts):
         raise UnfitError("the prompt or the completion is empty")
@@ -186,11 +184,9 @@ def _messages(value: Any, system: Any) -> list[Message]:
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise UnfitError("the last message is not the assistant's, with the user's before it")
     if lost := [field for field in CALLS for one in value if one.get(field)]:
-        raise UnfitError(
-            f"a message has {lost[0]}, which would be lost; write the calls into a row of prompt and completion"
-        )
+        advice = "write the calls into a row of prompt and completion"
+        raise UnfitError(f"a message has {lost[0]}, which would be lost; {advice}")
     if lost := [field for field in REASONING if value[-1].get(field)]:
-        raise UnfitError(
-            f"the reasoning is in {lost[0]}, which would be lost; write it into the content, with its tags"
-        )
+        advice = "write it into the content, with its tags"
+        raise UnfitError(f"the reasoning is in {lost[0]}, which would be lost; {advice}")
     return [{"role": "system", "content": system}, *messages] if isinstance(system, str) and system else messages

@@ -46,9 +46,7 @@ class Framing:
 
     def check(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, Tokenizer]:
         """Return the tokens before a text, after it and in place of a cut, and the tokenizer for plain text; cached.
-
-        MegarlError if replies cannot be framed with this model, or the limit leaves no room for text.
-        """
+        MegarlError if replies cannot be framed with this model, or the limit leaves no room for text."""
         if self._parts is None:
             before, after = RAW
             if self._template == "chat":
@@ -70,10 +68,8 @@ class Framing:
 
 @dataclass(frozen=True)
 class Setting:
-    """The arguments of an environment. task: the task's name; reply_tokens: the most tokens in an observation.
-
-    framing: turns a text into an observation's tokens, in the policy's chat template; sandbox: runs programs.
-    """
+    """The arguments of an environment. task: the task's name; reply_tokens: the most tokens in an observation. framing: turns a
+    text into an observation's tokens, in the policy's chat template; sandbox: runs programs."""
 
     task: str
     tokenizer: Tokenizer

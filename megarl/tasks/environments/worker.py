@@ -89,9 +89,7 @@ class EpisodeReply(Record, frozen=True):
 
 class Episodes:
     """The episodes of this process. mark: called with the number of the episode whose code runs, or 0 when none does.
-
-    MegarlError if the environment is unusable here; to find out, one is instantiated for each task.
-    """
+    MegarlError if the environment is unusable here; to find out, one is instantiated for each task."""
 
     def __init__(self, setup: Setup, tokenizer: Tokenizer, mark: Callable[[int], object]) -> None:
         self._setup, self._mark = setup, mark
@@ -120,9 +118,8 @@ class Episodes:
         try:
             if len(message := encode(await self._reply(request))) <= LONGEST:
                 return message
-            return encode(
-                EpisodeReply(call=request.call, error=f"answered {len(message):,} bytes, {LONGEST:,} at most")
-            )
+            error = f"answered {len(message):,} bytes, {LONGEST:,} at most"
+            return encode(EpisodeReply(call=request.call, error=error))
         except Exception as error:  # a number that no record holds, or text that is not Unicode
             said = f"answered something that cannot be encoded ({type(error).__name__})"
             return encode(EpisodeReply(call=request.call, error=said))

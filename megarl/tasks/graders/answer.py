@@ -8,11 +8,8 @@ from megarl.core.base.contracts import RIGHT, WRONG, Grade, GraderDown, Verdict
 
 
 class Submission(NamedTuple):
-    """What a grader sees, all as text.
-
-    answer: the text after the thinking trace ("" if there is none, or the trace is not closed); completion: the whole text;
-    expected: the data set's answer.
-    """
+    """What a grader sees, all as text. answer: the text after the thinking trace ("" if there is none, or the trace is not
+    closed); completion: the whole text; expected: the data set's answer."""
 
     answer: str
     expected: str
@@ -27,8 +24,7 @@ def judged(correct: bool, timeout: bool = False) -> Verdict:
 
 
 def graded(answer: str, main: Verdict, others: Mapping[str, Verdict], weights: Mapping[str, float]) -> Grade:
-    """Combine the main grader's verdict with the others', by name, into a grade. GraderDown if all of them judged, but the
-    square of the sum is not finite."""
+    """Combine the main verdict with the others', by name. GraderDown if all judged, but the square of the sum is not finite."""
     verdicts = {"answer": main, **others}
     reward = main.score + sum(weights[name] * verdict.score for name, verdict in others.items())
     judged = not any(math.isnan(verdict.score) for verdict in verdicts.values())

@@ -66,10 +66,7 @@ IMPORT_LIMIT_S = 120.0
 
 def is_equal(answer: str, expected: str) -> bool | None:
     """Return whether math-verify finds the answer mathematically equal to the expected one: boxed, in dollars or bare. None if
-    it cannot read the expected one.
-
-    Only one reading of the answer is compared: with two, a policy could give two answers.
-    """
+    it cannot read the expected one. Only one reading of the answer is compared: with two, a policy could give two answers."""
     from math_verify import parse, verify
 
     if "<answer>" in answer:

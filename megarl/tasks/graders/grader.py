@@ -84,8 +84,7 @@ def _named(recipe: Recipe) -> list[str]:
 class TaskGrader:
     """A `Grader`. check: decides right or wrong; compare: the same without a log, because it compares answers of the policy,
     which may be unreadable; others, weights: further rewards, by name; trusted: if any, asked only by `grade_answer`, with
-    weight 0; decode: maps tokens to text.
-    """
+    weight 0; decode: maps tokens to text."""
 
     check: Check
     compare: Check
@@ -120,11 +119,9 @@ class TaskGrader:
 
 
 class TaskGraders:
-    """The graders of a recipe's tasks and suites, by name. Create it within a running event loop.
-
-    workers: processes per pool, and programs at once (default: `places()`); limit_s: time limit for one answer in a worker;
-    limits: those of a program. MegarlError as in `check_graders`.
-    """
+    """The graders of a recipe's tasks and suites, by name. Create it within a running event loop. workers: processes per pool,
+    and programs at once (default: `places()`); limit_s: time limit for one answer in a worker; limits: those of a program.
+    MegarlError as in `check_graders`."""
 
     def __init__(
         self,

@@ -87,12 +87,9 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 
 def system_call_filter(machine: str, files_in_sight: bool) -> bytes:
-    """Build a BPF program that refuses forbidden system calls.
-
-    It forbids network, signals, namespaces, mounts, memory outside the limits, messages and semaphores that outlive the
-    program, new sessions, and changing how other processes are scheduled; with files_in_sight, also changing a file's owner,
-    mode, times or length.
-    """
+    """Build a BPF program that refuses forbidden system calls. It forbids network, signals, namespaces, mounts, memory outside
+    the limits, messages and semaphores that outlive the program, new sessions, and changing how other processes are scheduled;
+    with files_in_sight, also changing a file's owner, mode, times or length."""
     audit, clone, clone3, prlimit, fcntl, ioctl, refused, of_files = ARCHITECTURES[machine]
 
     def op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:

@@ -27,8 +27,7 @@ KILL_MARGIN_S = 2.0
 TRIES = 2
 MOST_FORMULAS = 5000
 """Answers that one process parses. Its parser caches up to 90 KB for each answer forever; at the limit of its memory
-(functions.py) it would find right answers wrong.
-"""
+(functions.py) it would find right answers wrong."""
 
 
 class Pool:
@@ -53,15 +52,13 @@ class Pool:
                 stays = self._grader != "math" or self._asked[starting] < MOST_FORMULAS
                 return verdict
             except TimeoutError:
-                log.warning(
-                    "a grading process hung and is replaced; the answer counts as wrong: %.80r", submission.answer
-                )
+                said = "a grading process hung and is replaced; the answer counts as wrong: %.80r"
+                log.warning(said, submission.answer)
                 return Verdict(WRONG, timeout=True)
             except (OSError, EOFError, RuntimeError, GraderDown, ValueError) as error:
                 why = error
-                log.warning(
-                    "a process of the grader %s failed (attempt %d) and is replaced: %s", self._grader, attempt + 1, why
-                )
+                said = "a process of the grader %s failed (attempt %d) and is replaced: %s"
+                log.warning(said, self._grader, attempt + 1, why)
             finally:
                 if not stays:
                     self._end(starting)

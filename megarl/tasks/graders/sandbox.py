@@ -73,8 +73,7 @@ class Limits:
 
 
 class Ran(NamedTuple):
-    """The outcome of a program. stdout: its output; ended: `exit` if it exited by itself (with any status), else the limit
-    that it exceeded."""
+    """The outcome of a program. ended: `exit` if it exited by itself (with any status), else the limit that it exceeded."""
 
     stdout: str
     ended: Literal["exit", "time", "output"]
@@ -139,10 +138,8 @@ class Sandbox:
         return await self._tried(lambda: self._run(program, expected=expected, input=given, call=call))
 
     async def run_checked(self, program: str, function: str, check: str) -> Ran:
-        """Run `check(candidate)`, defined by the source `check`, on this function of the program.
-
-        The output is `passed` or nothing. Check and program have a sandbox each and share the time of one. GraderDown as above.
-        """
+        """Run `check(candidate)`, defined by the source `check`, on this function of the program. The output is `passed` or
+        nothing. Check and program have a sandbox each and share the time of one. GraderDown as above."""
         return await self._tried(lambda: self._pair(program, function, check))
 
     async def _tried(self, ran: Callable[[], Awaitable[Ran]]) -> Ran:
@@ -273,8 +270,7 @@ def _bubblewrap(prefix: Path, limits: Limits) -> list[str]:
 
 
 def agent_sandbox(own: Path, hidden: Path) -> list[str]:
-    """Build the bwrap command for an agent: it sees all files except those in `hidden`, can write only in `own`, and sees
-    only its own processes. It uses the machine's network."""
+    """Build an agent's bwrap command: it sees all files but `hidden`, only its processes, writes in `own`, has the network."""
     own, hidden = own.resolve(), hidden.resolve()  # bwrap cannot mount at a path that leads over an absolute link
     command = ["bwrap", "--die-with-parent", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
     if hidden.is_dir():

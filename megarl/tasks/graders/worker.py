@@ -30,7 +30,10 @@ def judge(function: Function, submission: Submission, limit_s: float) -> Verdict
     """Return the verdict within `limit_s`, unless a single C call hangs (then the pool kills this process)."""
     signal.setitimer(signal.ITIMER_REAL, limit_s)
     try:
-        score = _score(function(submission))
+        value = function(submission)
+        score = math.nan if value is None else score_of(value)
+        if math.isinf(score):
+            raise ValueError(f"the grader returned {score}")
         return Verdict(score, error="it cannot judge this answer" if math.isnan(score) else "")
     except TimeUp:
         return Verdict(WRONG, timeout=True)
@@ -61,13 +64,6 @@ def main(limit_s: float, grader: str) -> None:
         if os.getpid() != process:
             os._exit(0)  # a child that the grader forked; its verdict would be taken for the next answer's
         print(msgspec.json.encode(verdict).decode(), file=verdicts, flush=True)
-
-
-def _score(value: float | None) -> float:
-    score = math.nan if value is None else score_of(value)
-    if math.isinf(score):
-        raise ValueError(f"the grader returned {score}")
-    return score
 
 
 if __name__ == "__main__":

@@ -18,9 +18,8 @@ from megarl.core.recipe import Loss
 
 def gmpo(tokens: Tokens, settings: Loss) -> tuple[Tensor, dict[str, Tensor]]:
     log_ratio = tokens.logp - tokens.behaviour
-    clipped = ((tokens.advantage > 0) & (log_ratio > settings.clip_high)) | (
-        (tokens.advantage < 0) & (log_ratio < -settings.clip_low)
-    )
+    above, below = log_ratio > settings.clip_high, log_ratio < -settings.clip_low
+    clipped = ((tokens.advantage > 0) & above) | ((tokens.advantage < 0) & below)
     bounded = torch.where(clipped, log_ratio.detach().clamp(-settings.clip_low, settings.clip_high), log_ratio)
     sequence_ratio = tokens.sequence_mean(bounded.detach()).exp()
     losses = -sequence_ratio * (bounded - bounded.detach()).exp() * tokens.advantage

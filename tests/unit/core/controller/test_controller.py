@@ -97,8 +97,8 @@ def test_a_status_that_cannot_be_written_for_a_moment_ends_nothing(
     rundir = RunDir(tmp_path / "run")
     told: Any = SimpleNamespace(
         rundir=rundir, stop_reason="", recipe=SimpleNamespace(start_limit_s=60.0), compute=SimpleNamespace(join=print),
-        conversation=SimpleNamespace(incarnation=""), servers=SimpleNamespace(seconds_without=lambda: 0.0),
-        meter=SimpleNamespace(totals=dict), _counted=lambda: 0, _status=lambda: {"step": 7},
+        conversation=SimpleNamespace(incarnation=""), meter=SimpleNamespace(totals=dict), _status=lambda: {"step": 7},
+        servers=SimpleNamespace(seconds_without=lambda: 0.0, membership=SimpleNamespace(joined=dict)), _address="",
     )  # fmt: skip
 
     async def scenario() -> None:

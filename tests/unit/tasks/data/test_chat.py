@@ -63,13 +63,13 @@ def test_it_renders_as_transformers_does(tmp_path, name):
     theirs, ours = save(tmp_path, TEMPLATES[name]), load_chat(tmp_path)
     for messages in CONVERSATIONS:
         expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        assert ours.prompt(messages) == expected
+        assert ours.render(messages) == expected
 
 
 def test_todays_date_is_the_same_on_every_day(tmp_path):
     """A run that is resumed on the next day would else be refused, because its prompts have changed."""
     save(tmp_path, "{{ 'Today Date: ' ~ strftime_now('%d %b %Y') ~ messages[0].content }}")
-    assert load_chat(tmp_path).prompt(CONVERSATIONS[0]) == "Today Date: 26 Jul 20241+1="
+    assert load_chat(tmp_path).render(CONVERSATIONS[0]) == "Today Date: 26 Jul 20241+1="
 
 
 def test_a_template_within_the_tokenizers_configuration(tmp_path):
@@ -80,7 +80,7 @@ def test_a_template_within_the_tokenizers_configuration(tmp_path):
         (tmp_path / "tokenizer_config.json").write_text(
             json.dumps({"chat_template": template, "bos_token": {"content": "<b>"}})
         )
-        assert load_chat(tmp_path).prompt([]) == "<b>x"
+        assert load_chat(tmp_path).render([]) == "<b>x"
 
 
 def test_none_a_broken_one_and_one_that_refuses(tmp_path):
@@ -95,7 +95,7 @@ def test_none_a_broken_one_and_one_that_refuses(tmp_path):
         load_chat(tmp_path)
     config.write_text(json.dumps({"chat_template": TEMPLATES["roles"]}))
     with pytest.raises(MegarlError, match="refuses messages of tool: unknown role tool"):
-        load_chat(tmp_path).prompt([{"role": "tool", "content": ""}])
+        load_chat(tmp_path).render([{"role": "tool", "content": ""}])
 
 
 HYBRID = """{%- for m in messages %}{{ m.content }}{% endfor %}
@@ -110,7 +110,7 @@ def test_options_of_the_template_are_set_as_transformers_sets_them(tmp_path):
     theirs = save(tmp_path, HYBRID)
     for options in ({}, {"enable_thinking": False}, {"enable_thinking": True, "date_string": "1"}):
         expected = theirs.apply_chat_template(CONVERSATIONS[0], tokenize=False, add_generation_prompt=True, **options)
-        assert load_chat(tmp_path, options).prompt(CONVERSATIONS[0]) == expected
+        assert load_chat(tmp_path, options).render(CONVERSATIONS[0]) == expected
     task = task_with_chat().model_copy(update={"template_options": {"enable_thinking": False}})
     assert renderer(task, load_tokenizer(tmp_path))("1+1") == "1+1=<think></think>"
     for wrong in ("enable_thinkng", "messages", "strftime_now", "bos_token"):
