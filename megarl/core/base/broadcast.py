@@ -40,7 +40,7 @@ NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEO
 """A group reads these when it is made. With other values it would end its process when a peer is lost."""
 
 
-class Turns:
+class LaunchOrder:
     """Which turn this rank launches next, shared by all groups through which it receives. broken: why no other will come."""
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class BroadcastGroup:
             self._line.delete_key(str(n))
         self._forgotten = self._buckets
 
-    def receive(self, turns: Turns) -> tuple[bytes, Tensor] | None:
+    def receive(self, turns: LaunchOrder) -> tuple[bytes, Tensor] | None:
         """Return the head and bytes that rank 0 sends next; None at the end. The bytes stay valid during one more call."""
         said = str(self._buckets)
 

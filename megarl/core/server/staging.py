@@ -23,7 +23,7 @@ import msgspec
 import torch
 from torch.nn import Module
 
-from megarl.core.base.broadcast import BroadcastGroup, Turns, in_thread
+from megarl.core.base.broadcast import BroadcastGroup, LaunchOrder, in_thread
 
 DERIVED = ("w_kc", "w_vc")
 """Tensors that SGLang derives from a parameter (DeepSeek-V3's kv_b_proj), in place, when it is loaded, and computes with."""
@@ -51,7 +51,10 @@ class Staging:
         self._held = ""  # the version that the copy has completely; "" while one is received
         self._summed = False  # whether checksums were taken since the last bucket
         self._model: Module | None = None
-        self._turns, self._loading = Turns(), threading.Lock()  # turns: of the publication whose tensors are loaded
+        self._turns, self._loading = (
+            LaunchOrder(),
+            threading.Lock(),
+        )  # turns: of the publication whose tensors are loaded
         self._jobs: dict[str, Future[Any]] = {}
 
     def job(self, step: str, act: Callable[[], Any]) -> Future[Any]:
@@ -67,7 +70,7 @@ class Staging:
         """Drop what was staged before and open `version`. base: the tensors to come are deltas from this version; RuntimeError
         if the server `serves` another one."""
         with self._loading:
-            self._turns = Turns()
+            self._turns = LaunchOrder()
             if base and serves != base:
                 raise RuntimeError(f"version {version} comes as differences from {base}, and this server has {serves}")
             if self._model is None:
@@ -90,7 +93,7 @@ class Staging:
             group.close(str(error))
             raise
 
-    def _load(self, turns: Turns, head_bytes: bytes, flat: torch.Tensor) -> None:
+    def _load(self, turns: LaunchOrder, head_bytes: bytes, flat: torch.Tensor) -> None:
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
         head = msgspec.json.decode(head_bytes, type=BucketHead)

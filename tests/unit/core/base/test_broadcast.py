@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.core.base.broadcast import BROKEN, BroadcastGroup, Turns, in_thread
+from megarl.core.base.broadcast import BROKEN, BroadcastGroup, LaunchOrder, in_thread
 from megarl.run.process import free_ports
 
 
@@ -65,7 +65,7 @@ def test_a_store_that_is_gone_breaks_the_group(group: BroadcastGroup) -> None:
 
 
 def test_no_group_waits_for_the_turn_of_one_that_broke(group: BroadcastGroup) -> None:
-    group._limit_s, turns = 30.0, Turns()
+    group._limit_s, turns = 30.0, LaunchOrder()
     group._line.set("0", "2 4 4")
     turns.broken = "the model cannot load a bucket of turn 1"
     with pytest.raises(RuntimeError, match="of turn 1"):
@@ -125,14 +125,14 @@ SENDERS = """
 import itertools, sys, threading, time
 import torch
 import torch.distributed as dist
-from megarl.core.base.broadcast import BroadcastGroup, Turns
+from megarl.core.base.broadcast import BroadcastGroup, LaunchOrder
 rank, ports = int(sys.argv[1]), map(int, sys.argv[2:])
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 stores = [dist.TCPStore("127.0.0.1", port, 3, rank == 0, wait_for_workers=False) for port in ports]
 groups = [
     BroadcastGroup(f"from {n}", rank, 3, "gloo", ("127.0.0.1", store.port), 60.0, store) for n, store in enumerate(stores)
 ]
-turns, taken, launched, broadcast = Turns(), itertools.count(1), [], BroadcastGroup.broadcast
+turns, taken, launched, broadcast = LaunchOrder(), itertools.count(1), [], BroadcastGroup.broadcast
 
 def noted(group, flat):
     launched.append(group.name)
