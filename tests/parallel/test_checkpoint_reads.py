@@ -46,13 +46,13 @@ def main(directory: Path) -> None:
     checkpoints, path = Checkpoints(directory / "run", 1, trainer, directory / "hf"), step_folder(directory / "run", 1)
     checkpoints.save()
     checkpoints.finish()
-    checkpoints.load(path)  # imports
+    checkpoints.load_latest()  # also imports
     begin = bytes_read()
     checkpoints.load(path)
     read, size = sum(gathered(bytes_read() - begin)), sum(file.stat().st_size for file in path.glob("*.distcp"))
     print(f"{size:,} bytes of parameters and AdamW, {read:,} read", flush=True)
     assert size > 4 << 20
-    assert read < 2.5 * size, "once for the checksums, once to load"
+    assert read < 3 * size, "once for the checksums, once to load, and a little for what describes it"
 
     load = TorchDistLoadShardedStrategy.load
 
