@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from megarl.core.base.device import cudnn_of_torch
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import load_tokenizer
 from megarl.run.devices import driver, gpus, networks, search_path, toolkit
@@ -183,7 +184,8 @@ def transformer_engine() -> Finding:
         return noted(what, "not installed", "only needed with GPUs: docs/install.md says how to build it")
     words = [sys.executable, "-W", "ignore", "-c", "import torch, transformer_engine.pytorch"]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=IMPORT_S)
+        environment = os.environ | cudnn_of_torch()  # as for a learner
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=IMPORT_S)
     except subprocess.TimeoutExpired:
         return noted(what, f"not imported within {IMPORT_S} s", "try again; is its disk slow?")
     if done.returncode == 0:

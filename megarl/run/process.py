@@ -13,6 +13,8 @@ import re
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Buffer, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -100,28 +102,64 @@ def remove_abandoned_shared_memory() -> None:
             remove_shared_memory(session)
 
 
+BEAT_S = 5.0
+"""Interval at which the holder of a lock sets the time of its file, for other nodes, which may not see the lock (Lustre with
+localflock, NFS with nolock)."""
+LONG_AGO_S = 600.0
+"""Time since which a lock must have been held to count as left, without a look at whether its file's time is still set."""
+
+
 @contextmanager
 def lock(folder: Path, command: str, key: str) -> Iterator[None]:
     """Lock the folder, so that only one `command` works there; the kernel unlocks it when we die. key: the option's name."""
+    path, host = folder / ".lock", socket.gethostname()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("ab+", buffering=0)  # unbuffered, so that closing it writes nothing
+        file = path.open("ab+", buffering=0)  # unbuffered, so that closing it writes nothing
     except OSError as error:
         raise MegarlError(f"{key}: cannot write in {folder}: {error.strerror}") from None
     with file:
+        file.seek(0)
+        holder = file.read(100).decode()
         try:
             lock_file(file.fileno())
+            if holder and not holder.endswith(f" on {host}") and _beats(path):
+                raise BlockingIOError
         except BlockingIOError:
-            file.seek(0)
-            what = f"another `{command}` (process {file.read(100).decode()}) is at work there; end it, or give another {key}"
+            what = f"another `{command}` (process {holder}) is at work there; end it, or give another {key}"
             raise MegarlError(f"{folder}: {what}") from None
         except OSError as error:
             advice = "the file system must support flock (Lustre: mount -o flock)"
             raise MegarlError(f"{folder}: cannot be locked: {error.strerror}; {advice}") from None
-        with writing(folder / ".lock"):
+        with writing(path):
             file.truncate(0)
-            file.write(f"{os.getpid()} on {socket.gethostname()}".encode())
-        yield
+            file.write(f"{os.getpid()} on {host}".encode())
+        over = threading.Event()
+        threading.Thread(target=_beat, args=(path, over), daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
+            with suppress(OSError):
+                file.truncate(0)  # a successor on another node need not wait
+
+
+def _beat(path: Path, over: threading.Event) -> None:
+    while not over.wait(BEAT_S):
+        with suppress(OSError):
+            os.utime(path)
+
+
+def _beats(path: Path) -> bool:
+    """Return whether a process on another node still sets the time of this file. Both nodes' clocks hardly matter."""
+    first = path.stat().st_mtime
+    end = time.monotonic() + (3 * BEAT_S if time.time() - first < LONG_AGO_S else 0)
+    while time.monotonic() < end:
+        time.sleep(BEAT_S / 5)
+        with path.open("rb") as file:  # NFS asks its server when a file is opened
+            if os.fstat(file.fileno()).st_mtime != first:
+                return True
+    return False
 
 
 LOWEST_PORT, PORTS_WANTED = 10_000, 5_000

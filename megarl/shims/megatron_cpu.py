@@ -76,6 +76,8 @@ def after_megatron_import() -> None:
     """Make megatron's own tensors on the CPU, make its distributed optimiser work with torch.optim.AdamW (which it uses if no
     fused Adam is installed), and correct its routers' logits. Idempotent."""
     from megatron.core import utils
+    from megatron.core.dist_checkpointing import exchange_utils
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
     from megatron.core.distributed import param_and_grad_buffer
     from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, clip_grads, grad_scaler, optimizer
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
@@ -95,9 +97,12 @@ def after_megatron_import() -> None:
         return
     # These modules build tensors with device="cuda". Only they get the changed factories: transformers, which compares torch's
     # factories by identity while it loads a model, would otherwise silently leave rotary frequencies uninitialised.
-    on_cpu = _Overlay(torch, tensor=_made_on_cpu(torch.tensor), zeros=_made_on_cpu(torch.zeros))
-    for module in (clip_grads, grad_scaler, optimizer, schedules, param_and_grad_buffer, utils):
+    on_cpu = _Overlay(torch, **{name: _made_on_cpu(getattr(torch, name)) for name in ("tensor", "zeros", "empty_like")})
+    for module in (clip_grads, grad_scaler, optimizer, schedules, param_and_grad_buffer, utils, exchange_utils):
         module.torch = on_cpu
+    ShardedTensor.init_data.__defaults__ = (
+        _made_on_cpu(torch.empty),
+    )  # loading a checkpoint makes room for others' parts
     token_dispatcher.maybe_move_tensor_to_cpu = _already_on_cpu
     # If expert tensor parallelism divides experts, each rank has another number of tokens, but gloo requires equal numbers
     # ("invalid tensor size").

@@ -243,8 +243,12 @@ class Architecture:
         if not reply:
             asked = "was it started with model.moe.routing_replay?"
             raise MegarlError(f"a server did not say which experts it chose: {asked}")
-        table = np.frombuffer(base64.b64decode(reply), "<i4").reshape(-1, self.layers, self.experts_per_token)
-        return table[:, self.expert_layers].astype(np.uint8 if self.experts <= 256 else np.int16)
+        table = np.frombuffer(base64.b64decode(reply), "<u4").reshape(-1, self.layers, self.experts_per_token)
+        table = table[:, self.expert_layers]
+        if table.size and (largest := int(table.max())) >= self.experts:  # -1 is large, too
+            asked = "is its SGLang the version in requirements/?"
+            raise MegarlError(f"a server chose expert {largest} of {self.experts}: {asked}")
+        return table.astype(np.uint8 if self.experts <= 256 else np.int16)
 
     def routing(self, tables: Sequence[np.ndarray]) -> Routing:
         """Join the `routed_experts` of a rollout's requests."""

@@ -4,6 +4,11 @@ NCCL promises less than gloo. `Work.wait` returns before anything has arrived an
 kernels spin; forming a communicator, or destroying one with work under way, can block for ever; and NCCL's watchdog kills its
 own process. So members poll `is_completed`; the first that gives up writes this to a store, which the others check while they
 wait; calls that may hang run in a thread that can be abandoned; and a broken group is aborted.
+
+Broadcasts of several groups may run at the same time on a GPU if all ranks launch them in the same order (NCCL's guide, "Using
+multiple NCCL communicators concurrently"). In opposite orders two ranks could wait for each other: kernels may not all fit on a
+GPU, and CUDA may give memory only when all kernels have ended. So each send takes a `turn` among all groups', when nothing is
+left that its broadcast waits for; rank 0 says in the store which turn it is, and the others launch turn after turn.
 """
 
 import logging
@@ -27,10 +32,19 @@ FORM_LIMIT_S = 60.0
 """Time limit for forming a group, unless the limit for waiting is shorter."""
 LOOK_S = 0.1
 """Interval at which a waiting member checks whether another has given up."""
+ASK_S = 0.02
+"""Longest pause between two questions to the store: hundreds of ranks may ask one."""
 CLOSE_LIMIT_S, GLOO_CLOSE_LIMIT_S = 20.0, 1.0
 """Time limits for leaving a group. An aborted NCCL group must release the GPU; leftover gloo threads sleep and do no harm."""
 NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 """A group reads these when it is made. With other values it would end its process when a peer is lost."""
+
+
+class LaunchOrder:
+    """Which turn this rank launches next, shared by all groups through which it receives. broken: why no other will come."""
+
+    def __init__(self) -> None:
+        self.next, self.broken = 1, ""
 
 
 class BroadcastGroup:
@@ -49,6 +63,7 @@ class BroadcastGroup:
         self._group: ProcessGroup | None = None
         self._device = torch.device("cuda" if backend == "nccl" else "cpu")
         self._landings = [torch.empty(0, dtype=torch.uint8, device=self._device)] * 2
+        self._buckets, self._forgotten = 0, 0  # sent or received; those of which the store keeps no word
 
         def form() -> None:
             with environment(NO_WATCHDOG):
@@ -74,28 +89,54 @@ class BroadcastGroup:
         assert self._group is not None
         return dist.broadcast(flat, group_src=0, group=self._group, async_op=True)
 
-    def send(self, head: bytes = b"", flat: Tensor | None = None) -> list[tuple[dist.Work, Tensor]]:
-        """On rank 0, start sending a head and bytes, or without arguments the end, to the others' `receive`; wait for each."""
-        tensors = [torch.tensor([len(head), 0 if flat is None else len(flat)], device=self._device)]
-        if flat is not None:
-            tensors += [torch.frombuffer(bytearray(head), dtype=torch.uint8).to(self._device), flat]
+    def send(
+        self, turn: Callable[[], int], head: bytes = b"", flat: Tensor | None = None
+    ) -> list[tuple[dist.Work, Tensor]]:
+        """On rank 0, start sending a head and bytes, or without them the end, to the others' `receive`; wait for each. turn:
+        takes the next turn, from 1 on."""
+        if flat is None:
+            self._say(0, 0, 0)
+            return []
+        tensors = [torch.frombuffer(bytearray(head), dtype=torch.uint8).to(self._device), flat]
+        if self._device.type == "cuda":  # what makes `flat` may wait for another sender
+            torch.cuda.current_stream().synchronize()
+        self._say(turn(), len(head), len(flat))
         return [(self.broadcast(tensor), tensor) for tensor in tensors]
 
-    def receive(self) -> tuple[bytes, Tensor] | None:
-        """Return the head and bytes that rank 0 sends next; None at the end. The bytes stay valid during one more call."""
-        sizes = self._received(torch.empty(2, dtype=torch.int64, device=self._device)).tolist()
-        if not sizes[0]:
-            return None
-        head = self._received(torch.empty(sizes[0], dtype=torch.uint8, device=self._device))
-        landing = self._landings.pop(0)
-        if len(landing) < sizes[1]:  # new memory costs more than the broadcast
-            landing = torch.empty(sizes[1], dtype=torch.uint8, device=self._device)
-        self._landings.append(landing)
-        return head.cpu().numpy().tobytes(), self._received(landing[: sizes[1]])
+    def _say(self, *sizes: int) -> None:
+        self._line.set(str(self._buckets), " ".join(map(str, sizes)))
+        self._buckets += 1
 
-    def _received(self, tensor: Tensor) -> Tensor:
-        self.wait(self.broadcast(tensor))
-        return tensor
+    def forget(self) -> None:
+        """On rank 0, once all others have received the end: remove from the store what it said to them."""
+        for n in range(self._forgotten, self._buckets):
+            self._line.delete_key(str(n))
+        self._forgotten = self._buckets
+
+    def receive(self, turns: LaunchOrder) -> tuple[bytes, Tensor] | None:
+        """Return the head and bytes that rank 0 sends next; None at the end. The bytes stay valid during one more call."""
+        said = str(self._buckets)
+
+        def broken() -> str:
+            return turns.broken
+
+        self._until(lambda: self._line.check([said]), "told of a bucket", self._limit_s, broken, ASK_S)
+        turn, head_bytes, size = map(int, self._line.get(said).split())
+        self._buckets += 1
+        if not turn:
+            return None
+        head = torch.empty(head_bytes, dtype=torch.uint8, device=self._device)
+        landing = self._landings.pop(0)
+        if len(landing) < size:  # new memory costs more than the broadcast
+            landing = torch.empty(size, dtype=torch.uint8, device=self._device)
+        self._landings.append(landing)
+        flat = landing[:size]
+        self._until(lambda: turns.next == turn, "given its turn", self._limit_s, broken)
+        works = [self.broadcast(head), self.broadcast(flat)]
+        turns.next += 1
+        for work in works:
+            self.wait(work, broken)
+        return head.cpu().numpy().tobytes(), flat
 
     def wait(self, work: dist.Work, failed: Callable[[], str] = str) -> None:
         """Wait until `work` is done on this rank and its bytes can be read. failed: returns a reason to give up, or ""."""
@@ -126,7 +167,14 @@ class BroadcastGroup:
         if wait([in_thread(leave)], limit_s).not_done:
             log.warning("group %s was not destroyed within %g s; it is left as it is", self.name, limit_s)
 
-    def _until(self, done: Callable[[], bool], what: str, limit_s: float, failed: Callable[[], str] = str) -> None:
+    def _until(
+        self,
+        done: Callable[[], bool],
+        what: str,
+        limit_s: float,
+        failed: Callable[[], str] = str,
+        pause_s: float = 0.0005,
+    ) -> None:
         begin = time.monotonic()
         look = begin + LOOK_S
         while not done():
@@ -139,7 +187,7 @@ class BroadcastGroup:
                     raise RuntimeError(why)
                 if self._line.check([BROKEN]):
                     raise RuntimeError(f"the process group is broken: {self._line.get(BROKEN).decode()}")
-            time.sleep(min(0.0005, (now - begin) / 8))  # shorter at first: the head of a bucket arrives soon
+            time.sleep(min(pause_s, (now - begin) / 8))  # shorter at first: the head of a bucket arrives soon
 
 
 def in_thread[T](act: Callable[[], T]) -> Future[T]:

@@ -1,5 +1,6 @@
 """Which machine and GPUs a process uses. This decides which processes can share memory, and which NCCL cannot group."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -28,3 +29,10 @@ def of_rank() -> DeviceIdentity:
 
     seen = here()
     return DeviceIdentity(seen.machine, (seen.gpus[cuda.current_device()],) if seen.gpus else ())
+
+
+def cudnn_of_torch() -> dict[str, str]:
+    """Return the environment variable by which Transformer Engine finds torch's cuDNN, if torch's package has one."""
+    torch = find_spec("torch")
+    cudnn = Path(torch.origin).parents[1] / "nvidia" / "cudnn" if torch and torch.origin else None
+    return {"CUDNN_HOME": str(cudnn)} if cudnn and cudnn.is_dir() else {}

@@ -14,10 +14,10 @@ Importing any module of this package (or `megarl.core.models` itself) before meg
 
 import importlib.util
 import os
-from pathlib import Path
 
 import torch
 
+from megarl.core.base.device import cudnn_of_torch
 from megarl.core.base.errors import MegarlError
 from megarl.core.models.families import Family, family_of
 from megarl.shims.megatron_cpu import run_on_cpu
@@ -30,8 +30,7 @@ def _check_transformer_engine() -> None:
     do without it, or fail with another error. It gets torch's cuDNN, where it would prefer one of a module or the toolkit."""
     if not torch.cuda.is_available() or importlib.util.find_spec("transformer_engine") is None:
         return
-    if (cudnn := Path(torch.__file__).parents[1] / "nvidia" / "cudnn").is_dir():
-        os.environ["CUDNN_HOME"] = str(cudnn)
+    os.environ.update(cudnn_of_torch())
     try:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:

@@ -35,8 +35,14 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn import Module
 
@@ -169,12 +175,30 @@ def load(path: Path, state: ShardedStateDict) -> StateDict:
     with ExitStack() as guarded:
         intact_everywhere(check_share)
         try:
-            return dist_checkpointing.load(state, str(path))
+            # Copies of the model divide the tensors to read and pass them on. By default each one reads all.
+            strategy = FullyParallelLoadStrategyWrapper(_Reading(), metadata()["dp_cp_group"])
+            return dist_checkpointing.load(state, str(path), strategy)
         except (Exception, CheckpointException) as error:  # a foreign file can fail anywhere in the unpickling
             raise MegarlError(
                 f"{path}: its files are intact, but cannot be loaded: {_last_line(error)}; start again, in case storage or "
                 "memory failed; if the checkpoint belongs to another model, move it away"
             ) from error
+
+
+class _Reading(TorchDistLoadShardedStrategy):
+    """Reads this rank's part. COLLECTIVE: if any rank cannot read its own, all raise, or the others would wait for it."""
+
+    def load(self, *args: Any, **named: Any) -> StateDict:
+        loaded: StateDict = {}
+
+        def read() -> None:
+            try:
+                loaded.update(super(_Reading, self).load(*args, **named))
+            except (Exception, CheckpointException) as error:
+                raise MegarlError(_last_line(error)) from error
+
+        everywhere(read)
+        return loaded
 
 
 def intact_everywhere[T](work: Callable[[], T]) -> list[T]:

@@ -23,7 +23,7 @@ import msgspec
 import torch
 from torch.nn import Module
 
-from megarl.core.base.broadcast import BroadcastGroup, in_thread
+from megarl.core.base.broadcast import BroadcastGroup, LaunchOrder, in_thread
 
 DERIVED = ("w_kc", "w_vc")
 """Tensors that SGLang derives from a parameter (DeepSeek-V3's kv_b_proj), in place, when it is loaded, and computes with."""
@@ -51,7 +51,10 @@ class Staging:
         self._held = ""  # the version that the copy has completely; "" while one is received
         self._summed = False  # whether checksums were taken since the last bucket
         self._model: Module | None = None
-        self._epoch, self._loading = 0, threading.Lock()
+        self._turns, self._loading = (
+            LaunchOrder(),
+            threading.Lock(),
+        )  # turns: of the publication whose tensors are loaded
         self._jobs: dict[str, Future[Any]] = {}
 
     def job(self, step: str, act: Callable[[], Any]) -> Future[Any]:
@@ -67,7 +70,7 @@ class Staging:
         """Drop what was staged before and open `version`. base: the tensors to come are deltas from this version; RuntimeError
         if the server `serves` another one."""
         with self._loading:
-            self._epoch += 1
+            self._turns = LaunchOrder()
             if base and serves != base:
                 raise RuntimeError(f"version {version} comes as differences from {base}, and this server has {serves}")
             if self._model is None:
@@ -79,24 +82,25 @@ class Staging:
     def receive(self, group: BroadcastGroup) -> None:
         """Load all buckets of one pipeline stage into the copy, each while the next one arrives. RuntimeError if the group
         breaks, Unloadable if the model cannot load a bucket."""
-        load, loading = partial(self._load, self._epoch), in_thread(lambda: None)
+        turns, loading = self._turns, in_thread(lambda: None)
         try:
-            while (bucket := group.receive()) is not None:
+            while (bucket := group.receive(turns)) is not None:
                 loading.result()
-                loading = in_thread(partial(_beside, partial(load, *bucket)))
+                loading = in_thread(partial(_beside, partial(self._load, turns, *bucket)))
             loading.result()
         except Exception as error:
+            turns.broken = str(error)
             group.close(str(error))
             raise
 
-    def _load(self, epoch: int, head_bytes: bytes, flat: torch.Tensor) -> None:
+    def _load(self, turns: LaunchOrder, head_bytes: bytes, flat: torch.Tensor) -> None:
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
         head = msgspec.json.decode(head_bytes, type=BucketHead)
         bucket = FlattenedTensorBucket.empty(head.names, head.dtypes, head.shapes, "meta")
         bucket.flattened_tensor = flat
         with self._loading:
-            if epoch != self._epoch:
+            if turns is not self._turns:
                 raise RuntimeError("another publication has begun")
             assert self._model is not None
             self._summed = False

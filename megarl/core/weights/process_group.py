@@ -1,8 +1,8 @@
 """Transport: pipeline stages and data-parallel copies broadcast weights to all servers at once, while these generate.
 
     stage 0   copy 0   source rank ──group──► server ranks     rank 0 of a group is the source; the servers' ranks follow in
-              copy 1   source rank ──group──► server ranks     the order of the servers; each rank has a thread for each group
-    stage 1   copy 0   source rank ──group──► server ranks
+              copy 1   source rank ──group──► server ranks     the order of the servers; each rank has a thread for each group.
+    stage 1   copy 0   source rank ──group──► server ranks     It launches their broadcasts in one order (base/broadcast.py)
               copy 1   source rank ──group──► server ranks     each sends half of its stage's layers, by its own link
 
 One source can fill the network link of one GPU, so there are at most as many as a server has GPUs, and at most four, unless
@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn import Module
 
 from megarl.core.base import device
@@ -95,6 +96,7 @@ class ProcessGroupTransport:
         self._source = sends and parallel_state.get_tensor_model_parallel_rank() == 0
         self._learner: str = from_rank_0(f"weights-{uuid.uuid4().hex[:12]}")  # the names of its groups begin so
         self._group: BroadcastGroup | None = None
+        self._attempts = 0  # to send, by all ranks together
         self._members: tuple[int, ...] = ()
         self._versions: dict[int, int] = {}  # the version that each member of the group got last
         # Groups that servers were not told to leave, by server: they were not published to when the group was left.
@@ -131,6 +133,7 @@ class ProcessGroupTransport:
         return Sent(errors, {}, 0)
 
     def _send_all(self, fleet: Fleet, ids: tuple[int, ...]) -> _Attempt:
+        self._attempts += 1
         whole, mine = _Attempt(), _Attempt()
         joined = True
         for number in range(self._groups):  # in turn, or servers would wait for each other in different groups
@@ -170,6 +173,12 @@ class ProcessGroupTransport:
                 why = fleet.servers[i].error("receive", f"no answer within {self._limit_s:g} s (weights.timeout_s)")
                 attempt.add({i: MegarlError(f"publishing version {fleet.version} to {why}")})
         attempt.add(calls.errors)
+        if not attempt.broken:
+            group.forget()
+
+    def _turn(self) -> int:
+        """Take the next turn among the broadcasts of all sources in this attempt."""
+        return _get_default_store().add(f"{self._learner}/{self._attempts}", 1)
 
     def _broadcast(
         self, attempt: _Attempt, group: BroadcastGroup, tensors: Iterator[tuple[str, Tensor]], calls: Calls[None]
@@ -190,10 +199,10 @@ class ProcessGroupTransport:
                 while under_way and sum(tensor.nbytes for _, tensor in under_way) > room:
                     group.wait(under_way.popleft()[0], failed)
                 if bucket is None:
-                    under_way += group.send()
+                    under_way += group.send(self._turn)
                 else:
                     head = BucketHead(bucket.names, bucket.dtypes, bucket.shapes)
-                    under_way += group.send(msgspec.json.encode(head), bucket.flat)
+                    under_way += group.send(self._turn, msgspec.json.encode(head), bucket.flat)
                     attempt.bytes += bucket.flat.nbytes
             except RuntimeError as error:
                 attempt.broken = str(error).splitlines()[0]

@@ -10,6 +10,7 @@ import re
 import resource
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -148,8 +149,10 @@ def named(grader: str) -> Function:
 
 
 def environment() -> dict[str, str]:
-    """Return a worker's environment variables; with them it finds this process's modules and the working directory's."""
-    return os.environ | {"PYTHONPATH": os.pathsep.join([*(p for p in sys.path if p), os.getcwd()])}
+    """Return a worker's environment variables; with them it finds this process's modules and the working directory's, and a
+    folder for temporary files even if TMPDIR names one that this node does not have."""
+    path = os.pathsep.join([*(p for p in sys.path if p), os.getcwd()])
+    return os.environ | {"PYTHONPATH": path, "TMPDIR": tempfile.gettempdir()}
 
 
 def import_problem(code: str, *arguments: str) -> str:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.core.base.device import cudnn_of_torch
 from megarl.lab import doctor
 from megarl.lab.doctor import Finding
 
@@ -79,6 +80,14 @@ def test_a_broken_transformer_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     found = engine(tmp_path, code, monkeypatch)
     assert (found.grade, found.found) == ("note", "cannot be imported")
     assert found.advice.startswith(said)
+
+
+def test_a_transformer_engine_gets_the_cudnn_that_a_learner_gives_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDNN_HOME", "/opt/cudnn-9.12-for-cuda-12")
+    found = engine(tmp_path, "import os; raise OSError(os.environ['CUDNN_HOME'])", monkeypatch)
+    assert found.advice.startswith(f"OSError: {cudnn_of_torch()['CUDNN_HOME']};")
 
 
 def test_a_transformer_engine_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

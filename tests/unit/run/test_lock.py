@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.core.base.errors import MegarlError
+from megarl.run import process
 from megarl.run.process import lock
 
 COMMAND = ("megarl train", "run.name")
@@ -61,3 +62,30 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
         lock(tmp_path, *COMMAND),
     ):
         pass
+
+
+ELSEWHERE = """
+import socket, sys, time
+from pathlib import Path
+from megarl.run import process
+socket.gethostname = lambda: "elsewhere"
+process.lock_file = lambda _: None
+process.BEAT_S = 0.1
+with process.lock(Path(sys.argv[1]), "megarl train", "run.name"):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_lock_that_only_its_own_node_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lustre with localflock and NFS with nolock let two nodes have one lock."""
+    monkeypatch.setattr(process, "BEAT_S", 1.0)
+    with subprocess.Popen([sys.executable, "-c", ELSEWHERE, tmp_path], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(MegarlError, match=r"process \d+ on elsewhere\) is at work"), lock(tmp_path, *COMMAND):
+            pass
+        holder.kill()
+    with lock(tmp_path, *COMMAND):
+        assert " on elsewhere" not in (tmp_path / ".lock").read_text()
+    assert not (tmp_path / ".lock").read_text(), "its end is known, so that the next one need not wait"

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from megarl.core.base.broadcast import BROKEN, BroadcastGroup, in_thread
+from megarl.core.base.broadcast import BROKEN, BroadcastGroup, LaunchOrder, in_thread
 from megarl.run.process import free_ports
 
 
@@ -20,6 +21,7 @@ def group() -> BroadcastGroup:
     member = BroadcastGroup.__new__(BroadcastGroup)
     member.name, member._backend, member._limit_s, member._group = "weights", "nccl", 1.0, None
     member._line = dist.PrefixStore("line", dist.HashStore())
+    member._device, member._landings, member._buckets = torch.device("cpu"), [torch.empty(0, dtype=torch.uint8)] * 2, 0
     return member
 
 
@@ -62,6 +64,14 @@ def test_a_store_that_is_gone_breaks_the_group(group: BroadcastGroup) -> None:
     group.close("it is gone")  # nobody is left to be told
 
 
+def test_no_group_waits_for_the_turn_of_one_that_broke(group: BroadcastGroup) -> None:
+    group._limit_s, turns = 30.0, LaunchOrder()
+    group._line.set("0", "2 4 4")
+    turns.broken = "the model cannot load a bucket of turn 1"
+    with pytest.raises(RuntimeError, match="of turn 1"):
+        group.receive(turns)
+
+
 def test_what_hangs_is_left_behind() -> None:
     hanging = in_thread(lambda: time.sleep(600))
     assert not hanging.done()
@@ -81,7 +91,7 @@ group = BroadcastGroup("weights", rank, 2, "gloo", ("127.0.0.1", port), 60.0, st
 if rank:
     print("here", flush=True)
     time.sleep(600)  # receives nothing
-*_, (work, _) = group.send(b"head", torch.zeros(64 << 20, dtype=torch.uint8))
+*_, (work, _) = group.send(lambda: 1, b"head", torch.zeros(64 << 20, dtype=torch.uint8))
 try:
     group.wait(work, lambda: "server 1 does not answer")
 except RuntimeError as error:
@@ -109,3 +119,62 @@ def test_a_broken_group_is_left_at_once_by_who_was_sending() -> None:
     seconds, why = said.split(" ", 1)
     assert float(seconds) < 20
     assert why == "server 1 does not answer\n"
+
+
+SENDERS = """
+import itertools, sys, threading, time
+import torch
+import torch.distributed as dist
+from megarl.core.base.broadcast import BroadcastGroup, LaunchOrder
+rank, ports = int(sys.argv[1]), map(int, sys.argv[2:])
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+stores = [dist.TCPStore("127.0.0.1", port, 3, rank == 0, wait_for_workers=False) for port in ports]
+groups = [
+    BroadcastGroup(f"from {n}", rank, 3, "gloo", ("127.0.0.1", store.port), 60.0, store) for n, store in enumerate(stores)
+]
+turns, taken, launched, broadcast = LaunchOrder(), itertools.count(1), [], BroadcastGroup.broadcast
+
+def noted(group, flat):
+    launched.append(group.name)
+    return broadcast(group, flat)
+
+def work(n):
+    if rank:
+        time.sleep(0.5 * (rank == 1 + n))  # a thread of each rank is late, each that of another group
+        while groups[n].receive(turns) is not None:
+            pass
+        stores[n].set(f"{rank} is done", "")
+        return
+    before = stores[n].num_keys()
+    for _ in range(10):
+        for sent, _ in groups[n].send(lambda: next(taken), b"head", torch.zeros(1000, dtype=torch.uint8)):
+            groups[n].wait(sent)
+    groups[n].send(lambda: next(taken))
+    stores[n].wait(["1 is done", "2 is done"])
+    groups[n].forget()
+    assert stores[n].num_keys() == before + 2
+
+BroadcastGroup.broadcast = noted
+threads = [threading.Thread(target=work, args=(n,)) for n in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(*launched, sep="\\n", flush=True)
+"""
+
+
+@pytest.mark.processes
+def test_all_ranks_launch_the_broadcasts_of_two_senders_in_one_order() -> None:
+    """NCCL's kernels wait for each other on a GPU: in opposite orders, two groups' may wait for ever."""
+    ports = [str(port) for port in free_ports(2)]
+    words = [sys.executable, "-c", SENDERS]
+    ranks = [subprocess.Popen([*words, str(rank), *ports], stdout=subprocess.PIPE, text=True) for rank in range(3)]
+    try:
+        _, first, second = (rank.communicate(timeout=240)[0].splitlines() for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert sorted(first) == 20 * ["from 0"] + 20 * ["from 1"]
+    assert first == second

@@ -23,7 +23,7 @@ from megarl.tasks.environments.registry import TaskEnvironments
 from tests.server_pool import Pool
 from tests.tiny import tiny_qwen3_moe
 
-EVERY_SECOND = replace(read("qwen3-30b-a3b"), layers=4, expert_layers=(1, 3), experts=16, experts_per_token=1)
+EVERY_SECOND = replace(read("qwen3-30b-a3b"), layers=4, expert_layers=(1, 3), experts=32, experts_per_token=1)
 MANY = replace(EVERY_SECOND, layers=3, expert_layers=(0, 1, 2), experts=300, experts_per_token=2)
 
 
@@ -36,6 +36,17 @@ def test_layers_without_experts_are_left_out() -> None:
     decoded = EVERY_SECOND.routed_experts(reply(table))
     assert decoded.dtype == np.uint8
     np.testing.assert_array_equal(decoded, [[[1], [3]], [[5], [7]]])
+
+
+@pytest.mark.parametrize("wrong", [-1, 32])
+def test_an_expert_that_the_model_lacks_is_refused(wrong: int) -> None:
+    """As one byte, -1 would be another expert. What is reported of layers without experts does not count."""
+    table = np.zeros((2, 4, 1), int)
+    table[:, 0] = wrong
+    assert EVERY_SECOND.routed_experts(reply(table)).max() == 0
+    table[1, 3] = wrong
+    with pytest.raises(MegarlError, match="of 32: is its SGLang"):
+        EVERY_SECOND.routed_experts(reply(table))
 
 
 def test_many_experts_and_the_way_through_msgpack() -> None:

@@ -39,7 +39,7 @@ class Group:
     def __init__(self, *buckets: tuple[bytes, Tensor], between: Any = lambda: None) -> None:
         self._buckets, self._between, self.closed = list(buckets), between, ""
 
-    def receive(self) -> tuple[bytes, Tensor] | None:
+    def receive(self, _turns: object) -> tuple[bytes, Tensor] | None:
         self._between()
         return self._buckets.pop(0) if self._buckets else None
 

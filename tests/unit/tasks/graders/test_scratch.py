@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from megarl.tasks.graders.functions import environment as worker_environment
 from megarl.tasks.graders.scratch import PREFIX, remove_abandoned, scratch
 
 pytestmark = pytest.mark.processes
@@ -62,3 +64,12 @@ def test_a_folder_is_removed_once_nobody_holds_it(tmp_path: Path, monkeypatch: p
             process.communicate()
         for child in children[1:]:
             child.kill()
+
+
+def test_workers_can_make_temporary_files_where_the_jobs_folder_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container does not have it. Python looks elsewhere by itself; what an environment starts, such as a shell, does not."""
+    for name in ("TMPDIR", "TEMP", "TMP"):
+        monkeypatch.setenv(name, "/nowhere/job-1")
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    made = subprocess.run(["mktemp"], env=worker_environment(), capture_output=True, text=True, check=True)
+    Path(made.stdout.strip()).unlink()
