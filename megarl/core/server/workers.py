@@ -35,6 +35,7 @@ def scheduler(weights_limit_s: float, start_limit_s: float, *args: object, **kwa
     own_start(start_limit_s)
     own_staging(weights_limit_s * EARLIER)
     own_labels()
+    own_pauses()
     own_checksums()
     own_loading()
     own_routing()
@@ -91,6 +92,20 @@ def own_labels() -> None:
 
     Scheduler.pause_generation = pause_and_wait
     Scheduler.record_weight_version_change = change_after_what_is_queued
+
+
+def own_pauses() -> None:
+    """Let a paused scheduler sleep until a message comes, as an idle one does (sleep_on_idle). SGLang would spin: where server
+    and learner share the cores, for the whole step to which the server lends its memory."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    record = Scheduler._record_scheduler_state_for_paused_engine
+
+    def record_and_sleep(self: Any) -> None:
+        record(self)
+        self.maybe_sleep_on_idle()
+
+    Scheduler._record_scheduler_state_for_paused_engine = record_and_sleep
 
 
 def own_staging(limit_s: float) -> None:
