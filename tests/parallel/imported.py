@@ -5,7 +5,7 @@ import os
 
 from megarl.core.base.process import importing
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch
+os.environ |= {"OMP_NUM_THREADS": "1", "OMP_THREAD_LIMIT": "1"}  # before torch; a warm start would take all cores
 with importing():
     for module in (
         "megarl.core.learner.main",

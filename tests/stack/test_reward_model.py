@@ -53,8 +53,8 @@ def reward_model(folder: Path) -> tuple[LlamaForSequenceClassification, PreTrain
 
 
 def serve(arguments: list[str]) -> None:
-    """`python -m sglang.launch_server`, with what megarl does for it on a CPU, in a process that has imported SGLang, and only one
-    of its two hundred models."""
+    """`python -m sglang.launch_server`, with what megarl does for it on a CPU, in a process that has imported SGLang, and
+    only one of its two hundred models."""
     from megarl.shims import sglang_cpu
 
     sglang_cpu.patch()
