@@ -216,7 +216,7 @@ def main() -> None:
         for name, config in MODELS.items():
             save_model(Path(folder) / name, config, seed=0)
         arguments = ("world", str(options.steps), folder, str(options.out.resolve()), *left)
-        run_world(RANKS, "benchmarks.expert_balance", *arguments, timeout_s=600 * len(left))
+        run_world(RANKS, "benchmarks.expert_balance", *arguments, timeout_s=600 * len(left), fresh=True)
     print(options.out.read_text(), end="")
 
 

@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from hypothesis import HealthCheck, settings
 from tests.e2e.runs import megarl
 
 gc.disable()  # while tests are imported, as in megarl.core.base.process.importing
+# Else pytest rewrites all tests each time, and every process compiles what it imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 settings.register_profile("megarl", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None)  # pytest --hypothesis-profile=explore: other examples each time

@@ -1,11 +1,9 @@
 """What ranks of a learner hold, without the memory for it: torch's fake tensors, and a process group of only this process.
 
-`python -m tests.fake_ranks RECIPE CONFIG RANK… [key=value …]` builds what the learner builds on each of these ranks, and prints
-a line of JSON for each. CONFIG: a name in megarl/core/base/configs.
+`main` builds, in a process of its own, what the learner builds on each of some ranks, and prints a line of JSON for each.
 """
 
 import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,6 @@ from typing import Any
 from megarl.core.models import build, family_of, hf, parallel
 
 # isort: split
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -78,6 +75,7 @@ def everyone_says(values: list[Any], mine: Any, group: object = None) -> None:
 
 
 def main(name: str, config: str, ranks: list[int], overrides: list[str]) -> None:
+    """config: a name in megarl/core/base/configs. overrides: of the recipe `name`."""
     after_megatron_import()
     dist.all_gather_object, dist.broadcast_object_list = everyone_says, lambda *_, **__: None
     with tempfile.TemporaryDirectory() as folder:
@@ -85,9 +83,3 @@ def main(name: str, config: str, ranks: list[int], overrides: list[str]) -> None
         recipe = recipes.load(name, [f"model.path={folder}", *overrides])
         for rank in ranks:
             print(json.dumps({"rank": rank} | held(recipe, rank)), flush=True)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    words = sys.argv[3:]
-    main(*sys.argv[1:3], [int(w) for w in words if "=" not in w], [w for w in words if "=" in w])

@@ -413,12 +413,19 @@ def rollout(recipe: p.RecipeName, overrides: p.Overrides) -> int:
 
 @app.command()
 def learn(recipe: p.RecipeName, overrides: p.Overrides) -> int:
-    """Role: the learner."""
+    """Role: the learner. With several ranks it becomes torchrun, which starts them."""
+    from megarl.core.base.rundir import RunDir
+    from megarl.core.base.torchrun import become_torchrun, is_rank
+
+    loaded = _load(recipe, overrides)
+    if loaded.resources.learner_ranks > 1 and not is_rank():
+        at = RunDir(loaded.run.path).endpoints()
+        become_torchrun(loaded.resources.learner_ranks, at.rendezvous_port, at.rendezvous_host, at.learner_nodes)
     with importing():
         from megarl.core.learner.main import main
         from megarl.lab.monitoring.metrics import MetricsWriter
 
-    return main(_load(recipe, overrides), MetricsWriter)
+    return main(loaded, MetricsWriter)
 
 
 @recipes.callback(invoke_without_command=True)

@@ -28,9 +28,9 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.ranks import gathered
 from megarl.core.base.rundir import complete, write_atomically
 from megarl.core.base.tokenizer import load_tokenizer
+from megarl.core.base.torchrun import become_torchrun, is_rank
 from megarl.core.learner import microbatch_size
 from megarl.core.learner.checkpoint import Checkpoints
-from megarl.core.learner.torchrun import become_torchrun, is_rank
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import hf, parallel
 from megarl.core.recipe import Recipe

@@ -12,6 +12,8 @@
 4. Attention decodes requests together (sglang_cpu_attention.py).
 5. Memory can be released (/release_memory_occupation). SGLang then synchronises torch's device, which for the CUDA build is
    CUDA even without a GPU.
+6. `install` makes torch.compile return its function: launch.py disables it, but each use would still import the compiler (1 to
+   2 CPU-seconds).
 """
 
 import importlib.machinery
@@ -28,8 +30,11 @@ NAME = "sgl_kernel"
 
 
 def install() -> None:
-    """Make `import sgl_kernel` work in this process. Idempotent."""
-    if not torch.cuda.is_available() and importlib.util.find_spec(NAME) is None:
+    """Apply 1 and 6 to this process. Idempotent."""
+    if torch.cuda.is_available():
+        return
+    torch.compile = _not_compiled
+    if importlib.util.find_spec(NAME) is None:
         module = sys.modules[NAME] = _StandIn(NAME)
         spec = importlib.machinery.ModuleSpec(NAME, None, is_package=True)
         vars(module).update(__version__="0.0.0", __spec__=spec, __path__=[])
@@ -57,6 +62,10 @@ def patch() -> None:
     )
     ATTENTION_BACKENDS["torch_native"] = BatchedDecode
     torch.get_device_module = lambda device=None: module_of(device or "cpu")
+
+
+def _not_compiled(function: Callable[..., object] | None = None, **_: object) -> Callable[..., object]:
+    return function if function is not None else _not_compiled
 
 
 class _StandIn(types.ModuleType):

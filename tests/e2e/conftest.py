@@ -1,12 +1,14 @@
 """A whole run of the warm-started tiny policy, made once by the command a user runs."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.e2e import runs
-from tests.e2e.runs import SMALL, LiveRun, check_nothing_left, megarl
+from tests.e2e.runs import SMALL, LiveRun, check_nothing_left, megarl, quiet
 
 WATCHED = ("monitor.prometheus=true", "monitor.profile_steps=[3,4]")
 
@@ -27,3 +29,32 @@ def finished(workplace: Path) -> Iterator[LiveRun]:
         yield run
     finally:
         run.kill()
+
+
+SCORE = "megarl eval --model runs/quickstart --suite arithmetic --samples 4 --limit 100 --out runs/scored"
+EXPORT = "python -m checkpoints_tools convert megatron-to-hf runs/quickstart exported"
+"""Commands of README.md, whose output several tests look at."""
+
+
+@pytest.fixture(scope="session")
+def quickstart(finished: LiveRun) -> Path:
+    """The folder in which runs/quickstart is the finished run."""
+    (finished.cwd / "runs" / "quickstart").symlink_to(finished.rundir.path, target_is_directory=True)
+    return finished.cwd
+
+
+@pytest.fixture(scope="session")
+def scored(quickstart: Path) -> str:
+    """What SCORE printed."""
+    done = megarl(*SCORE.split()[1:], cwd=quickstart)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def exported(quickstart: Path) -> Path:
+    """The directory that EXPORT made."""
+    command = [sys.executable, *EXPORT.split()[1:]]
+    done = subprocess.run(command, cwd=quickstart, capture_output=True, text=True, timeout=200, env=quiet())
+    assert done.returncode == 0, done.stderr
+    return quickstart / "exported"

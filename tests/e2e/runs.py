@@ -28,6 +28,7 @@ from megarl.core.controller.draw import mixture_of
 from megarl.core.journal.journal import JournalReader
 from megarl.core.journal.records import Admitted, Finished, PublishedVersion, Removed, State
 from megarl.core.recipe import Recipe
+from tests.processes import LEARNERS, command_line
 from tests.prompts import load_prompts
 
 WARNING = re.compile(r"(WARNING|ERROR) megarl\..*")
@@ -58,9 +59,17 @@ def megarl(*arguments: str, cwd: Path, limit_s: float = RUN_LIMIT_S) -> subproce
     )
 
 
+def warm_start(recipe: str, *overrides: str, cwd: Path) -> None:
+    """`megarl sft`, in a process that has imported it."""
+    status, said = LEARNERS.run(command_line, [["sft", recipe, *overrides]], cwd, quiet(), RUN_LIMIT_S)
+    assert status == 0, said
+
+
 def quiet() -> dict[str, str]:
-    """This environment with wide output, and bytecode kept: without it every role compiles all it imports."""
-    return {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | {"COLUMNS": "120"}
+    """This environment with wide output, a thread for each process (a warm start would take all cores), and bytecode kept:
+    without it every role compiles all it imports."""
+    kept = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    return kept | {"COLUMNS": "120", "OMP_THREAD_LIMIT": "1"}
 
 
 @dataclass

@@ -8,7 +8,7 @@ import pytest
 
 from megarl.core.base.rundir import latest_rows
 from tests.e2e import runs
-from tests.e2e.runs import LiveRun, batches, check_history, check_nothing_left, check_parity, megarl
+from tests.e2e.runs import LiveRun, batches, check_history, check_nothing_left, check_parity
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -37,8 +37,7 @@ def role(run: LiveRun, word: str) -> psutil.Process:
 
 
 def test_a_student_approaches_its_teacher_over_two_deaths(workplace: Path) -> None:
-    warm = megarl("sft", "quickstart", "sft.steps=60", "model.path=runs/student", cwd=workplace)
-    assert warm.returncode == 0, warm.stderr
+    runs.warm_start("quickstart", "sft.steps=60", "model.path=runs/student", cwd=workplace)
     run = runs.start(workplace, *OVERRIDES)
     try:
         run.wait_for(run.rundir.status.exists, "a status")

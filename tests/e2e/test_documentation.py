@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megarl.core.telemetry.names import NAMES
-from tests.e2e.runs import LiveRun, quiet
+from tests.e2e.conftest import EXPORT, SCORE
+from tests.e2e.runs import quiet
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "benchmarks").glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -53,25 +54,23 @@ def commands(page: Path) -> list[str]:
 
 @pytest.mark.stack
 @pytest.mark.timeout(1800)
-def test_commands(finished: LiveRun) -> None:
-    """In the folder of a finished run, which stands for runs/quickstart."""
-    quickstart = finished.cwd / "runs" / "quickstart"
-    if not quickstart.exists():
-        quickstart.symlink_to(finished.rundir.path, target_is_directory=True)
-    (finished.cwd / "docs").symlink_to(ROOT / "docs", target_is_directory=True)  # pages name files that lie beside them
+@pytest.mark.usefixtures("scored", "exported")
+def test_commands(quickstart: Path) -> None:
+    (quickstart / "docs").symlink_to(ROOT / "docs", target_is_directory=True)  # pages name files that lie beside them
     environment = quiet() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    ran = set()
+    ran = {SCORE, EXPORT}
     for page in PAGES:
         for command in commands(page):
             words = command.removeprefix(".venv/bin/")
             if command in TESTED_ELSEWHERE or command.startswith("launch/bench.sh") or words in ran:
                 continue
             done = subprocess.run(
-                words, shell=True, cwd=finished.cwd, env=environment, capture_output=True, text=True, timeout=200
+                words, shell=True, cwd=quickstart, env=environment, capture_output=True, text=True, timeout=200
             )
             assert done.returncode == 0, f"{page.name}: {command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
             ran.add(words)
     assert len(ran) > 10
+    assert ran <= {command.removeprefix(".venv/bin/") for page in PAGES for command in commands(page)}
 
 
 def test_metrics_that_the_pages_name_exist() -> None:

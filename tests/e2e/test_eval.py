@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 
+from megarl.cli import main
 from megarl.core.base.rundir import latest_rows
 from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.evaluation.answers import Answer, SuiteDir
@@ -171,24 +172,20 @@ def test_the_same_command_goes_on_after_kill_9(place: tuple[Path, Any]) -> None:
     assert suite.read_result().metrics["n_prompts"] == 3
 
 
-def test_a_runs_checkpoint_on_its_own_task(finished: LiveRun) -> None:
+def test_a_runs_checkpoint_on_its_own_task(finished: LiveRun, scored: str) -> None:
     """The score that the run itself wrote for this version is near; a run's own evaluations have the same files."""
     run, step = finished.rundir.path, finished.recipe.run.steps
-    done = megarl(
-        "eval", "--model", str(run), "--suite", "arithmetic", "--out", "scored", "--samples", "4", "--limit", "100",
-        cwd=finished.cwd,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert f"@{step}" in done.stdout
-    result = SuiteDir(finished.cwd / "scored", "arithmetic").read_result()
+    assert f"@{step}" in scored
+    out = finished.cwd / "runs" / "scored"
+    result = SuiteDir(out, "arithmetic").read_result()
     in_run = {row["step"]: row for row in latest_rows(finished.rundir.eval)}[step]
     both = (result.metrics, in_run)
     widths = [(scores["pass_rate_high"] - scores["pass_rate_low"]) / 2 for scores in both]  # two standard errors
     assert abs(result.metrics["pass_rate"] - in_run["pass_rate"]) <= 2 * math.hypot(*widths)
-    assert not (finished.cwd / "scored" / ".servers" / "model").exists(), "the exported weights"
+    assert not (out / ".servers" / "model").exists(), "the exported weights"
 
-    scored = sorted(path.name for path in finished.rundir.evaluations.iterdir())
-    assert scored == [f"step-{row['step']:07}" for row in latest_rows(finished.rundir.eval)]
+    kept = sorted(path.name for path in finished.rundir.evaluations.iterdir())
+    assert kept == [f"step-{row['step']:07}" for row in latest_rows(finished.rundir.eval)]
     own = SuiteDir(finished.rundir.evaluations / f"step-{step:07}", "arithmetic")
     assert len(own.read_answers()) == in_run["n_prompts"] * in_run["samples"]
     assert own.read_result().metrics["pass_rate"] == in_run["pass_rate"]
@@ -198,7 +195,7 @@ def test_a_runs_checkpoint_on_its_own_task(finished: LiveRun) -> None:
     assert missing.returncode == 2
     assert f"has no checkpoint of step 7; there are those of {step - 2}, {step}" in missing.stderr
 
-    curve = megarl("answers", "curve", str(run), "scored", cwd=finished.cwd)
+    curve = megarl("answers", "curve", str(run), str(out), cwd=finished.cwd)
     assert curve.returncode == 0, curve.stderr
     assert (run / "curve-arithmetic.png").read_bytes().startswith(b"\x89PNG")
 
@@ -218,10 +215,15 @@ def test_a_runs_checkpoint_on_its_own_task(finished: LiveRun) -> None:
         ),
     ],
 )
-def test_one_clear_error(place: tuple[Path, Any], arguments: tuple[str, ...], said: str) -> None:
-    folder, _ = place
-    done = megarl("eval", *arguments, cwd=folder)
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert done.stderr.startswith("megarl: ")
-    assert "Traceback" not in done.stderr
+def test_one_clear_error(
+    place: tuple[Path, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    said: str,
+) -> None:
+    monkeypatch.chdir(place[0])
+    assert main(["eval", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.startswith("megarl: ")

@@ -3,20 +3,20 @@
 old_run.tar.xz is a run of six steps, with a grader and a loss of a user.
 """
 
+import contextlib
 import hashlib
 import json
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
 
+from checkpoints_tools.__main__ import main as checkpoints_tools
 from megarl.core.base.rundir import latest_rows
 from megarl.core.base.types import SCHEMA_VERSION
 from megarl.core.journal.file import FILE_HEADER
-from tests.e2e.runs import megarl, quiet
+from tests.e2e.runs import megarl
 
 OLD = Path(__file__).with_name("old_run.tar.xz")
 ROLLOUTS = "07091f1bd9475a32647813508aa5d9a4a5d0745151c48891ac3f3a00caaa5141"
@@ -59,9 +59,8 @@ def test_an_old_run_is_read_and_goes_on(workplace: Path, tmp_path: Path) -> None
     ]
     assert digest(json.dumps(rollouts).encode()) == ROLLOUTS
 
-    convert = [sys.executable, "-m", "checkpoints_tools", "convert", "megatron-to-hf", "runs/old", "exported"]
-    done = subprocess.run(convert, cwd=tmp_path, capture_output=True, text=True, timeout=200, env=quiet())
-    assert done.returncode == 0, done.stderr
+    with contextlib.chdir(tmp_path):
+        assert checkpoints_tools(["convert", "megatron-to-hf", "runs/old", "exported"]) == 0
     weights = load_file(tmp_path / "exported" / "model.safetensors")
     assert digest(*(name.encode() + weights[name].tobytes() for name in sorted(weights))) == WEIGHTS
 

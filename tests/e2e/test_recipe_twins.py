@@ -4,17 +4,17 @@ Three of them are in the gate (a dense policy and experts in bf16, and fp16), wi
 the others are in `make test-recipes`.
 """
 
+import contextlib
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from checkpoints_tools.__main__ import main as checkpoints_tools
 from megarl.core import recipe as recipes
 from megarl.core.base.rundir import latest_rows
 from tests.e2e import runs
-from tests.e2e.runs import LiveRun, batches, check_nothing_left, publications, quiet, summary, warnings
+from tests.e2e.runs import LiveRun, batches, check_nothing_left, publications, summary, warnings
 from tests.recipe_twins import twin
 from tests.twin_models import write_workplace
 
@@ -123,10 +123,6 @@ def check_evaluations(run: LiveRun) -> None:
 def check_checkpoint(run: LiveRun) -> None:
     """The last checkpoint can be read, and its policy is a Hugging Face directory again."""
     exported = run.rundir.path / "policy"
-    command = ["convert", "megatron-to-hf", str(run.rundir.path), str(exported)]
-    done = subprocess.run(
-        [sys.executable, "-m", "checkpoints_tools", *command],
-        cwd=run.cwd, capture_output=True, text=True, timeout=300, env=quiet(),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    with contextlib.chdir(run.cwd):  # the model is named from there
+        assert checkpoints_tools(["convert", "megatron-to-hf", str(run.rundir.path), str(exported)]) == 0
     assert (exported / "config.json").exists()

@@ -5,8 +5,6 @@ import gzip
 import json
 import re
 import secrets
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,12 +35,13 @@ from tests.e2e.runs import (
     START_LIMIT_S,
     LiveRun,
     batches,
+    check_ended,
     check_history,
-    check_nothing_left,
     megarl,
     publications,
     quiet,
 )
+from tests.processes import SERVERS
 from tests.prompts import load_prompts
 from tests.summaries import WORDS, recomputed
 
@@ -135,6 +134,9 @@ def test_what_a_run_leaves(rundir: RunDir, recipe: Recipe) -> None:
     assert {log.parent.name for log in logs} == {"server", "controller", "learner"}
     red = [line for log in logs for line in log.read_text().splitlines() if PROBLEM.search(line)]
     assert red == [], "nothing was wrong"
+    assert not [log for log in logs if log.parent.name == "server" and "egatron" in log.read_text()], (
+        "SGLang imports it"
+    )
     names = {p.name for p in rundir.checkpoints.iterdir()}
     assert names == {"step-0000008", "step-0000010"}  # checkpoint.keep of them
 
@@ -218,12 +220,8 @@ def test_a_finished_run_is_not_trained_over(finished: LiveRun) -> None:
 
 
 def test_exported_policy_answers_the_same_in_transformers_and_sglang(
-    rundir: RunDir, recipe: Recipe, finished: LiveRun
+    recipe: Recipe, finished: LiveRun, exported: Path
 ) -> None:
-    exported = finished.cwd / "policy"
-    convert = [sys.executable, "-m", "checkpoints_tools", "convert", "megatron-to-hf", str(rundir.path), str(exported)]
-    done = subprocess.run(convert, cwd=finished.cwd, capture_output=True, text=True, timeout=200, env=quiet())
-    assert done.returncode == 0, done.stderr
     tokenizer = load_tokenizer(exported)
     end = tokenizer.end
     heldout = finished.cwd / recipe.data.tasks["arithmetic"].heldout
@@ -263,9 +261,8 @@ def greedy_of_server(model: Path, cwd: Path, prompts: list[list[int]], end: int)
     )
     rundir.write_endpoints(endpoints)
     rundir.recipe.write_text(recipes.dump(recipe))
-    command = [sys.executable, "-m", "megarl", "serve", str(rundir.recipe), "--index", "0", "--port", str(port)]
-    with (cwd / "serve.out").open("wb") as log:
-        server = psutil.Popen(command, cwd=cwd, stdout=log, stderr=log, env=quiet())
+    command = ["serve", str(rundir.recipe), "--index", "0", "--port", str(port)]
+    server = SERVERS.megarl(command, cwd, quiet(), cwd / "serve.out")
     try:
         wait_ready(url, START_LIMIT_S, server.poll)
 
@@ -286,6 +283,7 @@ def greedy_of_server(model: Path, cwd: Path, prompts: list[list[int]], end: int)
 
         return asyncio.run(ask())
     finally:
-        family = [server, *server.children(recursive=True)]
+        first = psutil.Process(server.pid)
+        family = [first, *first.children(recursive=True)]
         server.kill()
-        check_nothing_left(family, [port])
+        check_ended(family, [port])

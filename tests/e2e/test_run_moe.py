@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from checkpoints_tools.__main__ import main as convert
 from megarl.tasks.data.arithmetic_models import LLAMA, save_model
 from tests.e2e import runs
-from tests.e2e.runs import batches, check_history, check_nothing_left, check_parity, megarl, publications
+from tests.e2e.runs import batches, check_history, check_nothing_left, check_parity, publications
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(1200)]
 
@@ -97,8 +97,7 @@ def test_gpt_oss_learns(workplace: Path) -> None:
 
 def check_run(workplace: Path, more: list[str], layers: int, chosen: int) -> None:
     """more: overrides. layers: with experts. chosen: experts of a token."""
-    warm = megarl("sft", "quickstart-moe", "sft.steps=20", *more, cwd=workplace)
-    assert warm.returncode == 0, warm.stderr
+    runs.warm_start("quickstart-moe", "sft.steps=20", *more, cwd=workplace)
     run = runs.start(workplace, *OVERRIDES, *more, recipe="quickstart-moe")
     try:
         run.wait_for(run.rundir.status.exists, "a status")

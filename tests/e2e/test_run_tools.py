@@ -27,8 +27,7 @@ OVERRIDES = (
 @pytest.fixture(scope="module")
 def warm(workplace: Path) -> Path:
     """A policy that has learnt to call, now and then."""
-    made = megarl("sft", "quickstart-tools", "sft.steps=120", cwd=workplace)
-    assert made.returncode == 0, made.stderr
+    runs.warm_start("quickstart-tools", "sft.steps=120", cwd=workplace)
     return workplace
 
 

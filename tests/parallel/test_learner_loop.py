@@ -28,6 +28,7 @@ from megarl.lab.report.trace import read
 from megarl.run.process import free_ports
 from tests.damage import cut_in_half, flip_a_bit
 from tests.parallel.test_learner_layouts import make_batch
+from tests.processes import LEARNERS, Forked
 from tests.tiny import tiny_llama
 
 LIMIT_S = 180
@@ -127,15 +128,25 @@ class Run:
         )
         self.controller = ScriptedController(address, keys, steps)
         self.controller.start()
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | Forked | None = None
 
-    def learn(self, environment: Mapping[str, str] = os.environ) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-W", "ignore", "-m", "megarl", "learn", str(self.rundir.recipe)]
-        env = {"PYTHONPATH": str(ROOT)} | dict(environment) | {"OMP_NUM_THREADS": "1"}
-        log = (self.rundir.logs / "learner.log").open("ab")
-        self.process = subprocess.Popen(
-            command, env=env, stdout=log, stderr=log, start_new_session=True, preexec_fn=die_with_parent
-        )
+    def learn(self, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes] | Forked:
+        """Forked, if its Python needs no other environment."""
+        arguments, log = ["learn", str(self.rundir.recipe)], self.rundir.logs / "learner.log"
+        if environment is None:
+            env = {"PYTHONPATH": str(ROOT)} | os.environ | {"OMP_NUM_THREADS": "1"}
+            self.process = LEARNERS.megarl(arguments, Path.cwd(), env, log)
+            return self.process
+        command = [sys.executable, "-W", "ignore", "-m", "megarl", *arguments]
+        with log.open("ab") as file:
+            self.process = subprocess.Popen(
+                command,
+                env={"PYTHONPATH": str(ROOT)} | dict(environment) | {"OMP_NUM_THREADS": "1"},
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
         return self.process
 
     def log(self) -> str:

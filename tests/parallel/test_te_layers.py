@@ -38,7 +38,7 @@ MODELS = {
 def test_layouts_hold_what_was_loaded(tmp_path: Path, ranks: int) -> None:
     for name, tiny in MODELS.items():
         tiny(tmp_path / "models" / name, torch.bfloat16, vocab_size=131)  # which no TP divides
-    print(run_world(ranks, "tests.parallel.te_world", str(tmp_path), timeout_s=900))
+    print(run_world(ranks, "tests.parallel.te_world", str(tmp_path), timeout_s=900, fresh=True))
 
 
 def test_a_run_on_a_cpu_does_without_it() -> None:

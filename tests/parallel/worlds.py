@@ -2,8 +2,8 @@
 
     run_world(2, "tests.parallel.models_world", "dir", "a")  # python -m tests.parallel.models_world dir a, as ranks 0 and 1
 
-Imports take seconds, so a world makes them once and forks its ranks, and a test starts one world and goes through its layouts
-inside.
+Imports take seconds, so a world is forked from a process that has made them, and forks its ranks; and a test starts one world
+and goes through its layouts inside.
 """
 
 import faulthandler
@@ -17,12 +17,14 @@ from pathlib import Path
 
 from megarl.core.base.process import die_with_parent, importing
 from megarl.run.process import free_ports
+from tests.processes import LEARNERS
 
 ROOT = Path(__file__).parents[2]
 
 
-def run_world(ranks: int, module: str, *args: str, timeout_s: float = 480.0) -> str:
-    """Run `python -m module args` as `ranks` ranks over gloo; their output. AssertionError with it if one fails."""
+def run_world(ranks: int, module: str, *args: str, timeout_s: float = 480.0, fresh: bool = False) -> str:
+    """Run `python -m module args` as `ranks` ranks over gloo; their output. AssertionError with it if one fails. fresh: by a
+    new Python, where the module has to be imported first of all."""
     (port,) = free_ports(1)
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -32,29 +34,24 @@ def run_world(ranks: int, module: str, *args: str, timeout_s: float = 480.0) -> 
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
     }
-    env.pop("PYTHONDONTWRITEBYTECODE", None)
-    world = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "tests.parallel.worlds", str(ranks), module, *args],
-        cwd=ROOT,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        preexec_fn=die_with_parent,
-    )
-    try:
-        output, _ = world.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(world.pid, signal.SIGKILL)
-        raise AssertionError(
-            f"{module} on {ranks} ranks: no end in {timeout_s:g} s\n{world.communicate()[0]}"
-        ) from None
-    assert world.returncode == 0, f"{module} on {ranks} ranks failed\n{output[-8000:]}"
+    run = _run_fresh if fresh else LEARNERS.run
+    status, output = run(main, (ranks, module, args), ROOT, env, timeout_s)
+    assert status == 0, f"{module} on {ranks} ranks failed\n{output[-8000:]}"
     return output
 
 
-def main(ranks: int, module: str, args: list[str]) -> None:
+def _run_fresh(
+    _: object, words: tuple[int, str, tuple[str, ...]], cwd: Path, env: dict[str, str], limit_s: float
+) -> tuple[int, str]:
+    ranks, module, args = words
+    command = [sys.executable, "-W", "ignore", "-m", "tests.parallel.worlds", str(ranks), module, *args]
+    done = subprocess.run(
+        command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=limit_s
+    )
+    return done.returncode, done.stdout
+
+
+def main(ranks: int, module: str, args: tuple[str, ...]) -> None:
     """The world's first process. It ends, and all ranks with it, when one has failed: the others would wait for that one."""
     with importing():  # and no page of what is imported is copied because it is looked through
         importlib.import_module(module)
@@ -66,7 +63,7 @@ def main(ranks: int, module: str, args: list[str]) -> None:
             os.killpg(0, signal.SIGKILL)
 
 
-def _fork(rank: int, module: str, args: list[str]) -> int:
+def _fork(rank: int, module: str, args: tuple[str, ...]) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -79,4 +76,4 @@ def _fork(rank: int, module: str, args: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    main(int(sys.argv[1]), sys.argv[2], tuple(sys.argv[3:]))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -26,7 +27,7 @@ from megarl.core.recipe import Recipe
 from megarl.core.server.client import Generation, ServerClient
 from megarl.lab.evaluation.servers import wait_ready
 from megarl.run.process import free_ports
-from tests.processes import ForkedServer
+from tests.processes import SERVERS, Forked
 from tests.tiny import tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -39,8 +40,13 @@ class Running:
     """A live server: `address` of it, `process` of it, and the log it writes."""
 
     address: ServerAddress
-    process: subprocess.Popen[bytes] | ForkedServer
+    process: subprocess.Popen[bytes] | Forked
     log: Path
+
+    def cpu_seconds(self) -> float:
+        """What its processes have used so far."""
+        main = psutil.Process(self.process.pid)
+        return sum(sum(p.cpu_times()[:2]) for p in (main, *main.children(recursive=True)))
 
     def stop(self) -> None:
         if self.process.poll() is None:
@@ -107,13 +113,12 @@ class Network:
 
 def serve(
     rundir: RunDir, address: ServerAddress, log: Path, network: Network = Network()
-) -> subprocess.Popen[bytes] | ForkedServer:
+) -> subprocess.Popen[bytes] | Forked:
     """`megarl serve`, in its own process group."""
     arguments = ["serve", str(rundir.recipe), "--index", str(address.id), "--port", address.url.rpartition(":")[2]]
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    env |= {"GLOO_SOCKET_IFNAME": network.interface}
+    env = os.environ | {"GLOO_SOCKET_IFNAME": network.interface}
     if not network.enter and not torch.cuda.is_available():
-        return ForkedServer(arguments, ROOT, env, log)
+        return SERVERS.megarl(arguments, ROOT, env, log)
     with log.open("ab") as file:
         return subprocess.Popen(
             [*network.enter, sys.executable, "-W", "ignore", "-m", "megarl", *arguments],

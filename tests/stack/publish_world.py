@@ -103,7 +103,4 @@ def say(published: Published | None) -> None:
 
 
 if __name__ == "__main__":
-    # Without a GPU handles are to /dev/shm, and torch starts a process that looks after it while a server may read there. It
-    # would keep our output open, which is read to its end.
-    os.set_inheritable(sys.stderr.fileno(), False)
     main(sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(Path(sys.argv[4]).read_text()))

@@ -4,7 +4,6 @@ The learner trains nothing; it "publishes" by loading one of two models from dis
 """
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -72,7 +71,6 @@ class Run:
             process = subprocess.Popen(
                 [sys.executable, "-W", "ignore", "-m", "megarl", "rollout", str(self.rundir.recipe)],
                 cwd=ROOT,
-                env={k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 preexec_fn=die_with_parent,

@@ -101,7 +101,9 @@ async def test_memory_is_lent_for_a_step_and_requests_go_on_after_it(sharing: St
         task = await under_way(client, PROMPT, 900)
         with offload.released(10):
             await client.release_memory()  # said twice
+            used = sharing.server.cpu_seconds()
             await asyncio.sleep(0.5)
+            assert sharing.server.cpu_seconds() - used < 0.25, "it spins on a core that the learner could use"
             assert not task.done()
             assert await client.health()
         done = await asyncio.wait_for(task, 60)

@@ -23,22 +23,13 @@ from megarl.core.recipe import Service
 from megarl.run.process import free_ports
 from megarl.tasks.graders.answer import Submission
 from megarl.tasks.graders.remote import Remote
+from tests.processes import SERVERS, Forked
 from tests.stack.conftest import ROOT, START_LIMIT_S
 from tests.tiny import COMMON
 
 pytestmark = pytest.mark.stack
 
 KEY = "key-of-the-reward-model"
-SGLANG = """
-from megarl.shims import sglang_cpu
-sglang_cpu.install()
-sglang_cpu.patch()
-import sys
-from sglang.srt.entrypoints.http_server import launch_server
-from sglang.srt.server_args import prepare_server_args
-launch_server(prepare_server_args(sys.argv[1:]))
-"""
-"""`python -m sglang.launch_server`, with what megarl does for it on a CPU."""
 
 
 def reward_model(folder: Path) -> tuple[LlamaForSequenceClassification, PreTrainedTokenizerFast]:
@@ -61,15 +52,24 @@ def reward_model(folder: Path) -> tuple[LlamaForSequenceClassification, PreTrain
     return model, tokenizer
 
 
+def serve(arguments: list[str]) -> None:
+    """`python -m sglang.launch_server`, with what megarl does for it on a CPU, in a process that has imported SGLang, and
+    only one of its two hundred models."""
+    from megarl.shims import sglang_cpu
+
+    sglang_cpu.patch()
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.models.llama_reward import LlamaForSequenceClassification as Served
+    from sglang.srt.models.registry import ModelRegistry
+    from sglang.srt.server_args import prepare_server_args
+
+    ModelRegistry.models[Served.__name__] = Served
+    launch_server(prepare_server_args(arguments))
+
+
 @contextmanager
-def started(command: list[str], ready: Callable[[], bool], log: Path, **environment: str) -> Iterator[None]:
+def started(process: subprocess.Popen[bytes] | Forked, ready: Callable[[], bool], log: Path) -> Iterator[None]:
     """This process, once it is ready; it and its children have ended afterwards."""
-    kept = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=kept | environment, stdout=out, stderr=out, start_new_session=True,
-            preexec_fn=die_with_parent,
-        )  # fmt: skip
     try:
         end = time.monotonic() + START_LIMIT_S
         while not ready():
@@ -96,7 +96,7 @@ def test_a_reward_model_served_by_sglang(tmp_path: Path, monkeypatch: pytest.Mon
     served, port = free_ports(2)
     url, example, log = f"http://127.0.0.1:{served}", tmp_path / "example.log", tmp_path / "sglang.log"
     sglang = [
-        *(sys.executable, "-W", "ignore", "-c", SGLANG, "--model-path", str(tmp_path / "rm"), "--is-embedding"),
+        *("--model-path", str(tmp_path / "rm"), "--is-embedding"),
         *("--host", "127.0.0.1", "--port", str(served), "--device", "cpu", "--dtype", "float32"),
         *("--max-total-tokens", "4096", "--max-running-requests", "16"),
     ]
@@ -104,15 +104,19 @@ def test_a_reward_model_served_by_sglang(tmp_path: Path, monkeypatch: pytest.Mon
     items = [
         Submission("2", "2", completion=f"<think>{n}+1</think>{n + 1}", prompt=f"What is {n}+1?") for n in range(20)
     ]
-    cpu = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    cpu = os.environ | {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
     async def scores() -> list[float]:
         remote = Remote("taste", Service(url=f"http://127.0.0.1:{port}/", api_key="env:REWARD_KEY"))
         return [verdict.score for verdict in await asyncio.gather(*(remote.check(item) for item in items))]
 
+    with example.open("wb") as out:
+        rewards = subprocess.Popen(
+            service, cwd=ROOT, stdout=out, stderr=out, start_new_session=True, preexec_fn=die_with_parent
+        )
     with (
-        started(sglang, lambda: answers(f"{url}/health"), log, **cpu),
-        started(service, lambda: "rewards at" in example.read_text(), example),
+        started(rewards, lambda: "rewards at" in example.read_text(), example),
+        started(SERVERS.start(serve, [sglang], ROOT, cpu, log), lambda: answers(f"{url}/health"), log),
     ):
         found = asyncio.run(scores())
     with torch.no_grad():

@@ -52,12 +52,11 @@ def model_with_code(path: Path, source: Path, mark: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
+def live(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
     """A run of all roles, two learner ranks, that has made steps and goes on."""
-    folder = tmp_path_factory.mktemp("security")
-    made = runs.megarl("data", "arithmetic", "runs/quickstart-data", cwd=folder)
-    assert made.returncode == 0, made.stderr
-    model_with_code(folder / "model", folder / "runs/quickstart-data/init", folder / "mark")
+    folder, data = tmp_path_factory.mktemp("security"), "runs/quickstart-data"
+    shutil.copytree(workplace / data, folder / data)
+    model_with_code(folder / "model", folder / data / "init", folder / "mark")
     run = runs.start(folder, "run.name=watched", "model.path=model", *OVERRIDES)
     try:
         run.wait_for(lambda: run.steps() >= 3, "three steps")

@@ -46,6 +46,9 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 async def test_two_ranks_serve_what_is_published(served: Stack) -> None:
     await assert_serves(served, "a")
+    used = served.server.cpu_seconds()
+    await asyncio.sleep(1.0)
+    assert served.server.cpu_seconds() - used < 0.5, "an idle rank spins"
     by_group = ["weights.transport=process_group", "resources.colocate=false"]
     publications = [
         ("b", [], ""),

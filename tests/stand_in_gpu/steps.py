@@ -81,7 +81,7 @@ def measured(directory: Path, case: str, changes: dict[str, Any]) -> dict[str, A
             "model": {"path": str(directory / case.split()[0])} | changes.get("model", {}),
             "batch": {"prompts": 4} | changes.get("batch", {}),
             "reference": changes.get("reference", {}),
-            "learner": {"microbatch_tokens": 128, "optimizer": {"lr": 1e-3, "warmup_steps": 0}} | changes.get("learner", {}),
+            "learner": {"microbatch_tokens": 256, "optimizer": {"lr": 1e-3, "warmup_steps": 0}} | changes.get("learner", {}),
         }
     )  # fmt: skip
     parallel.start(recipe.model, seed=1, timeout_s=60)

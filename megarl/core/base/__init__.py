@@ -5,6 +5,7 @@ admission.py     which step trains a prompt (pure logic)     contracts.py  what 
 rundir.py        the run directory                           errors.py     MegarlError
 process.py       a process: its parent, its log              link.py       the client side of requests to the controller
 ranks.py         values shared by ranks; torch's stores      device.py     which machine and GPUs a process is on
+torchrun.py      several processes of a learner or warm start
 broadcast.py     a process group for weights; every wait in it has a time limit
 checksum.py      a checksum of weights: the checksums of the pieces add up to that of the whole
 delta.py         the changes of a tensor, encoded in a few bytes

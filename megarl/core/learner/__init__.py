@@ -1,7 +1,6 @@
 """`megarl learn`: Megatron ranks, started as by torchrun, that execute the controller's decisions.
 
 main.py          the collective command loop: Next -> Train | Publish | Score | Wait | Stop
-torchrun.py      starts the learner as several processes
 trainer.py       the policy, and one training step on all networks
 network.py       a model on its ranks: runs micro-batches through Megatron's schedule
 trained.py       a network that learns: gradients, update, and which sequences had a loss that was not finite

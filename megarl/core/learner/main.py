@@ -26,11 +26,11 @@ from megarl.core.base.messages import Next, Publish, Refused, Reply, Request, Sc
 from megarl.core.base.process import ENDING, NODE, ignore_late_signals, log_to, start_logging
 from megarl.core.base.ranks import from_rank_0
 from megarl.core.base.rundir import Endpoints, RunDir, append_jsonl, rows_in_order, write_atomically
+from megarl.core.base.torchrun import is_rank
 from megarl.core.base.types import decode, encode
 from megarl.core.learner.checkpoint import replay_parent, resumed
 from megarl.core.learner.clock import StepClock
 from megarl.core.learner.network import OutOfMemory
-from megarl.core.learner.torchrun import become_torchrun, is_rank
 from megarl.core.models import build, parallel
 from megarl.core.recipe import START_LIMIT_RULE, Recipe
 from megarl.core.server.client import ServerClient
@@ -62,11 +62,9 @@ type OpenMetrics = Callable[[Recipe, RunDir, Endpoints], StepMetrics]
 
 
 def main(recipe: Recipe, open_metrics: OpenMetrics) -> int:
-    """Run this rank of the learner; if there are several ranks and this process is not one of them, become torchrun."""
-    rundir, ranks = RunDir(recipe.run.path), recipe.resources.learner_ranks
+    """Run this rank of the learner."""
+    rundir = RunDir(recipe.run.path)
     endpoints = rundir.endpoints()
-    if ranks > 1 and not is_rank():
-        become_torchrun(ranks, endpoints.rendezvous_port, endpoints.rendezvous_host, endpoints.learner_nodes)
     if is_rank() and NODE in os.environ:
         log_to(rundir.log("learner", os.environ[NODE], int(os.environ["RANK"])))
     start_logging(f"learner {os.environ.get('RANK', '0')}")

@@ -206,9 +206,9 @@ def engine_arguments(recipe: Recipe, index: int, host: str, port: int, cuda: boo
         "watchdog_timeout": weights.timeout_s + WATCHDOG_MARGIN_S,
         # Torch's own attention reads the cache of sliding windows (Llama 4 with its vision tower) at the wrong places.
         "disable_hybrid_swa_memory": not cuda,
-        # An idle scheduler would otherwise spin on a core that the learner could use. Not with several ranks: those that get no
-        # messages themselves would sleep for a second at the start of each request.
-        "sleep_on_idle": not cuda and recipe.resources.server_tensor_parallel == 1,
+        # An idle scheduler would otherwise spin on a core that the learner could use; of several ranks, each on its own. The
+        # first one sleeps until a message comes, and the others wait for what it passes on.
+        "sleep_on_idle": not cuda,
         "enable_metrics": recipe.monitor.prometheus,
         # For routing replay, and to compare the choices of both sides.
         "enable_return_routed_experts": bool(model.experts),

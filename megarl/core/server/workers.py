@@ -6,6 +6,7 @@ With a GPU, SGLang starts them with `spawn`, which imports this module first; wi
 import asyncio
 import logging
 import os
+import sys
 import threading
 import uuid
 from collections.abc import Callable
@@ -26,6 +27,7 @@ POLL_S = 0.01
 def scheduler(weights_limit_s: float, start_limit_s: float, *args: object, **kwargs: object) -> None:
     """Run the process that owns the model. weights_limit_s: how long the learner waits for a bucket (weights.timeout_s).
     start_limit_s: of the server's start (Recipe.start_limit_s)."""
+    without_megatron()
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     from megarl.core.base import ranks
@@ -35,12 +37,18 @@ def scheduler(weights_limit_s: float, start_limit_s: float, *args: object, **kwa
     own_start(start_limit_s)
     own_staging(weights_limit_s * EARLIER)
     own_labels()
+    own_pauses()
     own_checksums()
     own_loading()
     own_routing()
     # It would warn at each bucket about all parameters that are not in it: 1.7 TB of logs in a long run of Scout.
     logging.getLogger("sglang.srt.models.mllama4").setLevel(logging.ERROR)
     run_scheduler_process(*args, **kwargs)
+
+
+def without_megatron() -> None:
+    """Hide megatron from SGLang, whose dumper imports it in each scheduler, with Transformer Engine, for seconds."""
+    sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
 
 
 def own_start(limit_s: float) -> None:
@@ -88,6 +96,20 @@ def own_labels() -> None:
 
     Scheduler.pause_generation = pause_and_wait
     Scheduler.record_weight_version_change = change_after_what_is_queued
+
+
+def own_pauses() -> None:
+    """Let a paused scheduler sleep until a message comes, as an idle one does (sleep_on_idle). SGLang would spin: where server
+    and learner share the cores, for the whole step to which the server lends its memory."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    record = Scheduler._record_scheduler_state_for_paused_engine
+
+    def record_and_sleep(self: Any) -> None:
+        record(self)
+        self.maybe_sleep_on_idle()
+
+    Scheduler._record_scheduler_state_for_paused_engine = record_and_sleep
 
 
 def own_staging(limit_s: float) -> None:

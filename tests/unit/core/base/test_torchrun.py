@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.core.learner.torchrun import is_rank
+from megarl.core.base.torchrun import is_rank
 from megarl.run.process import free_ports
 
 pytestmark = pytest.mark.processes
@@ -55,7 +55,7 @@ def end(folder: Path, status: int) -> None:
 @pytest.fixture
 def torchrun(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     (tmp_path / "rank.py").write_text(RANK)
-    words = [sys.executable, "-m", "megarl.core.learner.torchrun", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
+    words = [sys.executable, "-m", "megarl.core.base.torchrun", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
     words += [f"--master-port={free_ports(1)[0]}", str(tmp_path / "rank.py"), str(tmp_path)]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     for rank in (0, 1):

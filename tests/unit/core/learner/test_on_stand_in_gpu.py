@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from tests import stand_in_gpu
+from tests.processes import LEARNERS
+from tests.stand_in_gpu import steps
 from tests.stand_in_gpu.steps import CASES, MODELS, VOCABULARY
 from tests.tiny import tiny_llama
 
@@ -52,10 +54,12 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
     folder = tmp_path_factory.mktemp("stand_in")
     for name, tiny in MODELS.items():
         tiny(folder / name, torch.bfloat16, vocab_size=VOCABULARY)
-    environments = {"gpu": stand_in_gpu.environment(folder), "cpu": dict(os.environ)}
-    for device, env in environments.items():
-        python("-m", "tests.stand_in_gpu.steps", device, str(folder), str(folder / f"{device}.json"), env=env)
-    gpu, cpu = (json.loads((folder / f"{device}.json").read_text()) for device in environments)
+    files = folder / "gpu.json", folder / "cpu.json"
+    words = ["-m", "tests.stand_in_gpu.steps", "gpu", str(folder), str(files[0])]
+    python(*words, env=stand_in_gpu.environment(folder))
+    status, said = LEARNERS.run(steps.main, ["cpu", folder, files[1]], ROOT, os.environ, 500)
+    assert status == 0, said
+    gpu, cpu = (json.loads(file.read_text()) for file in files)
     return gpu, cpu
 
 

@@ -20,6 +20,8 @@ TINY = [tiny_llama, tiny_qwen3_moe]
 
 
 def reference(model: Path, file: Path) -> dict[str, torch.Tensor]:
+    if not torch.cuda.is_available():
+        return step(model, "fp32")
     words = [
         sys.executable,
         "-W",

@@ -126,7 +126,9 @@ def test_scouts_loader_does_not_warn_of_each_bucket(monkeypatch: pytest.MonkeyPa
         (workers, "own_start"),
         (workers, "own_staging"),
         (workers, "own_labels"),
+        (workers, "own_pauses"),
         (workers, "own_routing"),
+        (workers, "without_megatron"),
         (ranks, "bind_all"),
     ):
         monkeypatch.setattr(owner, change, lambda *_: None)

@@ -7,8 +7,6 @@ rank are enough, and with two stages they are one of each.
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,8 @@ import pytest
 from megarl.core.base import architecture
 from megarl.core.recipe import Recipe, load
 from megarl.lab.planning import memory
+from tests import fake_ranks
+from tests.processes import LEARNERS
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
@@ -27,11 +27,9 @@ SCOUT = ("scalerl-17bx16", "llama-4-scout")
 
 
 def ranks(recipe: str, config: str, numbers: list[int], *overrides: str) -> list[dict[str, Any]]:
-    words = [sys.executable, "-W", "ignore", "-m", "tests.fake_ranks", recipe, config, *map(str, numbers), *overrides]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    status, said = LEARNERS.run(fake_ranks.main, [recipe, config, numbers, list(overrides)], ROOT, os.environ, 500)
+    assert status == 0, said[-4000:]
+    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
 
 
 def planned(recipe: Recipe, config: str) -> dict[str, float]:

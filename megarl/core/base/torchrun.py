@@ -1,8 +1,10 @@
-"""The learner as several processes: `python -m megarl.core.learner.torchrun` with torchrun's arguments.
+"""The learner as several processes: `python -m megarl.core.base.torchrun` with torchrun's arguments.
 
 It differs from torchrun's own command. The store listens only on --master-addr. SIGTERM, SIGINT, SIGUSR1 and SIGHUP are passed
 on to the ranks, which have sessions of their own: they save, while torchrun goes on. When a rank dies, the others are killed at
 once, because they wait for it and cannot save. The exit status is that of the rank that ended first, instead of 1.
+
+It imports torch only when it runs: what becomes torchrun needs none, and what it runs imports megatron by itself.
 """
 
 import os
@@ -11,18 +13,21 @@ import sys
 from contextlib import suppress
 
 import psutil
-from torch.distributed.elastic.multiprocessing.api import SubprocessContext
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import main
 
-from megarl.core.base import ranks
-from megarl.core.base.process import ENDING, NODE_RANK, SUPERVISOR, ignore_late_signals
+from megarl.core.base.process import ENDING, NODE_RANK, SUPERVISOR, ignore_late_signals, importing
 
 OURS = "SIGQUIT"
 
 
 def run(arguments: list[str]) -> int:
     """Run torchrun. Return the exit status of the rank that ended first, or 128 plus the signal that killed it."""
+    with importing():
+        from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.run import main
+
+        from megarl.core.base import ranks
+
     ranks.bind_all()
     close = SubprocessContext._close
     # By default, torchrun would send SIGTERM, and SIGKILL 30 s later.
@@ -58,7 +63,7 @@ def is_rank() -> bool:
 
 def become_torchrun(ranks: int, port: int, host: str = "127.0.0.1", nodes: int = 1) -> None:
     """Replace this process with torchrun, which runs the same command as this node's share of `ranks`, meeting at `host`."""
-    torchrun = ["-m", "megarl.core.learner.torchrun", f"--nproc-per-node={ranks // nodes}", f"--nnodes={nodes}"]
+    torchrun = ["-m", "megarl.core.base.torchrun", f"--nproc-per-node={ranks // nodes}", f"--nnodes={nodes}"]
     torchrun += [f"--node-rank={os.environ[NODE_RANK] if nodes > 1 else 0}"]
     torchrun += [f"--master-addr={host}", f"--master-port={port}"]
     os.execv(sys.executable, [sys.executable, *torchrun, "-m", "megarl", *sys.argv[1:]])
