@@ -51,10 +51,8 @@ class Staging:
         self._held = ""  # the version that the copy has completely; "" while one is received
         self._summed = False  # whether checksums were taken since the last bucket
         self._model: Module | None = None
-        self._turns, self._loading = (
-            LaunchOrder(),
-            threading.Lock(),
-        )  # turns: of the publication whose tensors are loaded
+        self._turns = LaunchOrder()  # of the publication whose tensors are loaded
+        self._loading = threading.Lock()
         self._jobs: dict[str, Future[Any]] = {}
 
     def job(self, step: str, act: Callable[[], Any]) -> Future[Any]:
