@@ -90,7 +90,7 @@ def test_gpt_oss_learns(workplace: Path) -> None:
     check_run(workplace, [f"sft.init={folder}", "model.path=runs/gpt-oss-sft", "run.name=gpt-oss"], layers=4, chosen=2)
     sinks = "model.layers.1.self_attn.sinks"
     before = load_file(folder / "model.safetensors")[sinks]
-    converted = workplace / "converted"
+    converted = workplace / "converted-gpt-oss"
     assert convert(["convert", "megatron-to-hf", str(workplace / "runs/gpt-oss"), str(converted)]) == 0
     assert not torch.equal(load_file(converted / "model.safetensors")[sinks], before), "the warm start trains them"
 
