@@ -106,7 +106,7 @@ BEAT_S = 5.0
 """Interval at which the holder of a lock sets the time of its file, for other nodes, which may not see the lock (Lustre with
 localflock, NFS with nolock)."""
 LONG_AGO_S = 600.0
-"""Time since which a lock must have been held to count as left, without a look at whether its file's time is still set."""
+"""A lock file of another node whose time is older than this was left behind; nobody waits to see whether it is still set."""
 
 
 @contextmanager
@@ -120,7 +120,7 @@ def lock(folder: Path, command: str, key: str) -> Iterator[None]:
         raise MegarlError(f"{key}: cannot write in {folder}: {error.strerror}") from None
     with file:
         file.seek(0)
-        holder = file.read(100).decode()
+        holder = file.read(100).decode(errors="replace")
         try:
             lock_file(file.fileno())
             if holder and not holder.endswith(f" on {host}") and _beats(path):
