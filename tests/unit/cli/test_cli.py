@@ -237,7 +237,7 @@ def test_a_broken_pipe_finishes_no_command_that_works(monkeypatch: pytest.Monkey
         raise OSError(number, os.strerror(number), "runs/quickstart/stop")
 
     monkeypatch.setattr("megarl.core.recipe.load", evicted)
-    monkeypatch.setattr(cli, "start_logging", lambda _: None)  # later tests in this process expect no messages of level INFO
+    monkeypatch.setattr(cli, "start_logging", lambda _: None)  # it lasts as long as this process, which has other tests
     for command in ("train", "sft", "rollout", "learn"):
         with pytest.raises((BrokenPipeError, SystemExit)) as ended:
             cli.main([command, "quickstart"])
