@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.gpu import __main__ as benchmark
 from benchmarks.gpu import machine, networks, process, report
-from benchmarks.gpu.parts import PARTS, Part, learner, marked_tests, run
+from benchmarks.gpu.parts import PARTS, Part, fp8, learner, marked_tests, run
 from benchmarks.gpu.rows import Absent, Outcome, Row
 from megarl.run.devices import CACHES
 from tests.processes import wait_until_gone
@@ -228,17 +228,12 @@ def test_part(name: str) -> None:
             assert (rows[f"{dtype}, kernels: mean difference of a log-prob"].ratio or 0) < 1
 
 
-def test_fp8_without_transformer_engine() -> None:
-    outcome = process.run("fp8", PARTS["fp8"].module, 120, tiny=True)
-    assert outcome.ending == "absent"
-    assert "model.fp8: blockwise needs Transformer Engine" in outcome.why
-    assert "model.fp8: tensorwise needs Transformer Engine" in outcome.why
-
-
-def test_fp8_is_compared_with_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_is_compared_with_bf16_and_refused_without_transformer_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With bf16 in place of a format that needs a GPU: nothing may differ."""
     (tmp_path / "part_fp8.py").write_text(
-        'from benchmarks.gpu.parts import fp8\nfp8.FORMATS = ("none",)\nrows = fp8.rows\n'
+        'from benchmarks.gpu.parts import fp8\nfp8.FORMATS = ("none", *fp8.FORMATS)\nrows = fp8.rows\n'
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     outcome = process.run("fp8", "part_fp8", 120, tiny=True)
@@ -247,6 +242,8 @@ def test_fp8_is_compared_with_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(rows) == 6
     assert rows["none to bf16: largest"].figure == 0
     assert rows["none: gradient's norm"].ratio == 1
+    for kind, said in zip(fp8.FORMATS, outcome.remarks, strict=True):
+        assert said.startswith(f"model.fp8: {kind} needs Transformer Engine")
 
 
 FORGETS = """
