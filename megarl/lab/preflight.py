@@ -28,7 +28,7 @@ from megarl.lab.planning import memory
 from megarl.run import checks, devices
 from megarl.run.checks import Fingerprints, HostBytes
 from megarl.tasks.data import sources
-from megarl.tasks.data.chat import load_chat
+from megarl.tasks.data.chat import Message, load_chat
 from megarl.tasks.data.prompts import load_tasks
 
 WHOLE = 64 << 20
@@ -110,7 +110,7 @@ def _check_model(key: str, path: str, advice: str = "") -> None:
 
 
 def _check_sources(recipe: Recipe) -> None:
-    """Check that the sources of prompts exist, and that the model has a chat template if a task needs one."""
+    """Check that the sources of prompts exist, and that the model has a chat template that fits if a task needs one."""
     tasks = recipe.data.tasks.items()
     named = [(f"data.tasks.{name}.train", task.train) for name, task in tasks]
     named += [(f"data.tasks.{name}.heldout", task.heldout) for name, task in tasks if isinstance(task.heldout, str)]
@@ -120,9 +120,14 @@ def _check_sources(recipe: Recipe) -> None:
         if wrong := sources.problem(source):
             made = f" (`megarl data arithmetic {Path(source).parent}` makes the quickstart's)" if source else ""
             raise MegarlError(f"{key}: {wrong}; give prompts as JSONL, Parquet or Arrow{made}")
-    for rows in recipe.sampled.values():
+    for name, rows in recipe.sampled.items():
         if rows.template == "chat":
-            load_chat(recipe.model.path, rows.template_options)
+            chat, end = load_chat(recipe.model.path, rows.template_options), recipe.length.end_of_thinking.strip()
+            asked: list[Message] = [{"role": "user", "content": "?"}]
+            if end and not rows.agent and chat.render(asked).rstrip().endswith(end):
+                key = f"{'data.tasks' if name in recipe.data.tasks else 'evaluation.suites'}.{name}.template_options"
+                what = f"the prompts end with {end} already, so that all completions would count as having no answer"
+                raise MegarlError(f"{key}: {what}; set length.end_of_thinking='' and length.control=none")
 
 
 def check_teacher(recipe: Recipe) -> None:

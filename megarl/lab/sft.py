@@ -8,6 +8,7 @@ On a signal it finishes the step, saves and exits with 128 + signal. The same co
 """
 
 import json
+import logging
 import os
 import shutil
 import time
@@ -25,13 +26,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from megarl.core.algorithm.batch import TrainSequence
 from megarl.core.base.architecture import in_directory
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.process import start_logging
 from megarl.core.base.ranks import gathered
 from megarl.core.base.rundir import complete, write_atomically
 from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.base.torchrun import become_torchrun, is_rank
 from megarl.core.learner import microbatch_size
 from megarl.core.learner.checkpoint import Checkpoints
-from megarl.core.learner.trainer import Trainer
+from megarl.core.learner.trainer import MOST_SKIPPED, Trainer
 from megarl.core.models import hf, parallel
 from megarl.core.recipe import Recipe
 from megarl.lab.evaluation.suites import digest_of
@@ -40,6 +42,7 @@ from megarl.run.launcher import LEARNER
 from megarl.run.process import StopRequest, free_ports, lock, outlive_screen, stop_requests
 from megarl.tasks.data.traces import MAX_TOKENS, Trace, load_traces
 
+log = logging.getLogger(__name__)
 SETTINGS, TRACES = "settings.json", "traces.digest"
 RANKS_LIMIT_S = 600.0  # for a collective; a rank waits for another at most as long as that takes to read the data
 
@@ -75,6 +78,8 @@ def run(recipe: Recipe, unfinished: Path) -> int:
     # No other role is running yet, so the learner can use all cores.
     torch.set_num_threads(max(recipe.resources.threads, len(os.sched_getaffinity(0)) // recipe.resources.learner_ranks))
     parallel.start(recipe.model, recipe.run.seed, RANKS_LIMIT_S)
+    if dist.get_rank() == 0:
+        start_logging("warm start")
     sft, init = recipe.sft, Path(recipe.sft.init)
     trainer = Trainer(recipe, init, supervised=True)
     checkpoints = Checkpoints(unfinished, 1, trainer, init)
@@ -82,6 +87,9 @@ def run(recipe: Recipe, unfinished: Path) -> int:
     most = min(MAX_TOKENS, in_directory(init).context)  # a model has no trained positions beyond its context
     traces = load_traces(sft.data, load_tokenizer(init), recipe.data.decontaminate, most)
     check_same(traces, unfinished, trainer.step)
+    tokens = sum(len(trace.tokens) for trace in traces)
+    passes = sft.steps * sft.batch_tokens / tokens
+    log.info("the traces have %d tokens, and sft.steps=%d go through them about %.3g times", tokens, sft.steps, passes)
     longest = max(len(trace.tokens) for trace in traces)
     microbatch_size.settle(trainer, longest, sft.batch_tokens, unfinished / "microbatch.json")
     with stop_requests() as stop_request:
@@ -121,6 +129,10 @@ def train(
             losses.append(trainer.train_step(batch).get("loss", float("nan")))
             speed = sum(map(len, batch)) / (time.monotonic() - begin)
             progress.update(task, advance=1, now=f"loss {losses[-1]:.3f}  {speed:,.0f} tokens/s")
+            if trainer.skipped_in_row >= MOST_SKIPPED:
+                what = "loss or gradient was not finite; look at sft.init, lower sft.optimizer.lr or set another model.dtype"
+                first = trainer.step - MOST_SKIPPED + 1
+                raise MegarlError(f"steps {first} to {trainer.step} of {steps} were skipped: {what}")
             checkpoints.poll()
             asked = max(gathered(stop_request.signal))
             if trainer.step < steps and (asked or trainer.step % recipe.checkpoint.every == 0):

@@ -1,6 +1,7 @@
 """`megarl sft` as a process: what it writes is a Hugging Face model that has learnt the traces, judged by transformers."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.core import recipe as recipes
@@ -78,9 +79,9 @@ def wait_for_a_checkpoint(folder: Path, process: subprocess.Popen[str]) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an uninterrupted warm start: data/, warm/, recipe.yaml."""
+    """The folder of an uninterrupted warm start: data/, warm/, recipe.yaml, and what it printed."""
     folder = tmp_path_factory.mktemp("whole")
-    run_world(1, "megarl", "sft", str(written(folder, "warm")))
+    (folder / "output.txt").write_text(run_world(1, "megarl", "sft", str(written(folder, "warm"))))
     return folder
 
 
@@ -91,6 +92,22 @@ def test_the_warm_start_learns_and_is_written_whole(whole: Path) -> None:
     assert not (whole / "warm.unfinished").exists()
     with pytest.raises(AssertionError, match="exists already"):
         run_world(1, "megarl", "sft", str(whole / "recipe.yaml"))
+
+
+def test_it_says_what_it_learns_and_how_often(whole: Path) -> None:
+    said = (whole / "output.txt").read_text()
+    assert "sft.jsonl: 40000 traces, 0 left out (longer than" in said
+    assert re.search(rf"the traces have \d+ tokens, and sft\.steps={STEPS} go through them about [\d.]+ times", said)
+
+
+def test_a_model_that_cannot_be_trained_is_not_written(tmp_path: Path) -> None:
+    """Each step would be skipped, and the model that it began with be taken for a trained one."""
+    recipe = written(tmp_path, "broken")
+    file = tmp_path / "data" / "init" / "model.safetensors"
+    save_file({name: torch.full_like(value, torch.nan) for name, value in load_file(file).items()}, file)
+    with pytest.raises(AssertionError, match="steps 1 to 3 of 40 were skipped: loss or gradient was not"):
+        run_world(1, "megarl", "sft", str(recipe))
+    assert not (tmp_path / "broken").exists()
 
 
 @pytest.mark.faults

@@ -31,6 +31,7 @@ from megarl.core.base.types import decode, encode
 from megarl.core.learner.checkpoint import replay_parent, resumed
 from megarl.core.learner.clock import StepClock
 from megarl.core.learner.network import OutOfMemory
+from megarl.core.learner.trainer import MOST_SKIPPED
 from megarl.core.models import build, parallel
 from megarl.core.recipe import START_LIMIT_RULE, Recipe
 from megarl.core.server.client import ServerClient
@@ -45,8 +46,6 @@ log = logging.getLogger(__name__)
 CONTROLLER_LIMIT_S = 600.0
 """How long the controller may be silent; its restart takes seconds."""
 SERVERS_POLL_S = 0.5
-MOST_SKIPPED = 3
-"""The run fails after this many steps in a row without a finite gradient: one is chance, three are broken weights or data."""
 
 
 class StepMetrics(Protocol):

@@ -45,6 +45,9 @@ from megarl.core.recipe import Recipe
 
 log = logging.getLogger(__name__)
 
+MOST_SKIPPED = 3
+"""Training fails after this many steps in a row without a finite gradient: one is chance, three are broken weights or data."""
+
 
 class PolicyModel(TrainedNetwork):
     """The model that is published. supervised: for the warm start (`recipe.sft`): cross-entropy and no routing replay."""

@@ -209,7 +209,7 @@ def _lengths(r: Recipe) -> Iterator[str]:
             "length.end_of_thinking: is empty, so no thinking trace is ever interrupted; set length.control=none, or "
             "give what ends a trace"
         )
-    if not length.interruption.endswith(end):
+    if length.control == "interruption" and not length.interruption.endswith(end):
         yield "length.interruption: must end with length.end_of_thinking, or the model would go on thinking in its answer"
 
 

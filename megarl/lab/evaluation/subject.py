@@ -22,7 +22,7 @@ from megarl.run import devices
 from megarl.tasks.data.chat import load_chat
 
 CONTEXT = 16_384  # most tokens of prompt and completion for a directory: ScaleRL's 14k, and room for the prompt
-THINKING = "</think>"
+ENDS_OF_THINKING = ("</think>", "<|channel|>final<|message|>")  # of gpt-oss the answer is in its last channel
 KV_TOKENS = 65_536  # KV tokens of a server without a GPU, which needs a number; at least the longest sequence
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -133,8 +133,8 @@ def _of_directory(hf: Path) -> list[str]:
     answer = max(1, min(2048, context // 4))  # the same for the prompt
     thinking = max(1, context - 2 * answer)
     files = [path for name in ("chat_template.jinja", "tokenizer_config.json") if (path := hf / name).is_file()]
-    known = load_tokenizer(hf).backend.token_to_id(THINKING) is not None
-    end = THINKING if known or any(THINKING in path.read_text() for path in files) else ""
+    known, texts = load_tokenizer(hf).backend.get_vocab(), "".join(path.read_text() for path in files)
+    end = next((end for end in ENDS_OF_THINKING if end in known or end in texts), "")
     return [
         f"model.dtype={DTYPES[dtype]}",
         "length.control=none",

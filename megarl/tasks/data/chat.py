@@ -44,9 +44,10 @@ class ChatTemplate:
             roles = ", ".join(message["role"] for message in messages)
             raise MegarlError(f"{self.path}: the chat template refuses messages of {roles}: {error}") from None
 
-    def around_reply(self, end: str) -> tuple[str, str, bool]:
+    def around_reply(self, ends: tuple[str, ...]) -> tuple[str, str, bool]:
         """Return the text before and after a tool's reply, between two turns of the assistant, and whether the template writes
-        the reply as a JSON string, as Llama 3's does. end: the text that ends a turn. The reply is a message with the role
+        the reply as a JSON string, as Llama 3's does. The text before begins with the token that ends a turn, of which gpt-oss
+        has another one at the end of a conversation. ends: texts that end a completion. The reply is a message with the role
         `tool`, or `user` if the template does not support tools. MegarlError if neither works."""
         said, told = "said-by-the-assistant", 'told-by-the-"tool"'
         in_json = json.dumps(told)[1:-1]
@@ -55,16 +56,18 @@ class ChatTemplate:
         for role in ("tool", "user"):
             try:
                 text = self.render([*before, {"role": role, "content": told}])
+                closing = self.render(before, reply=False).rpartition(said)[2]
             except MegarlError as error:
                 problem = str(error)
                 continue
             written = in_json if in_json in text else told
             if text.count(written) == text.count(said) == 1:
+                if not closing.startswith(ends):
+                    what = f"the chat template does not end a turn with {' or '.join(map(repr, ends))}"
+                    advice = "make the token that ends one the eos_token of tokenizer_config.json, or use template: raw"
+                    raise MegarlError(f"{self.path}: {what}, at which a completion ends; {advice}")
                 between, after = text.partition(said)[2].split(written)
-                if not between.startswith(end):
-                    what = f"{end!r}, the eos_token of tokenizer_config.json; make that the token which ends a turn"
-                    raise MegarlError(f"{self.path}: the chat template does not end a turn with {what}")
-                return between.removeprefix(end), after, written == in_json
+                return between, after, written == in_json
         raise MegarlError(f"{self.path}: the chat template cannot hold a tool's reply: {problem}; use template: raw")
 
 

@@ -9,13 +9,13 @@ The first form is exactly what the model sees; a list of completion texts altern
 not learnt, just as in RL. Of messages only the last, the assistant's, is learnt; those before it go through the model's
 chat template. So the prompt equals that of a task with `template: chat`, and a template that strips thinking from earlier
 turns does not strip it from what is learnt. A `<think>` with which the prompt ends is not learnt again. The end token is added
-here.
+here, unless the completion ends with one: of messages the one with which the template ends a turn, else the eos_token.
 
     source ──► survey of the user's text ──► template ──► token ids, up to a limit
 
-Malformed and empty traces are an error. Traces whose user text matches an evaluation set are left out, counted and reported;
-those that are too long are left out and counted. Repeated traces are counted but kept, since that is how sets weight their
-parts.
+Malformed and empty traces are an error; those of a hub set, which the user cannot correct, are left out. Left out, too, are
+traces whose user text matches an evaluation set, and those that are too long. All are counted and reported. Repeated traces are
+counted but kept, since that is how sets weight their parts.
 
 Schemas: messages as in TRL and on the hub (HuggingFaceH4/ultrachat_200k); conversations as in ShareGPT
 (open-thoughts/OpenThoughts-114k: system separate from user and assistant).
@@ -23,7 +23,7 @@ Schemas: messages as in TRL and on the hub (HuggingFaceH4/ultrachat_200k); conve
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import batched, islice
 from pathlib import Path
@@ -37,8 +37,9 @@ from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import int32
 from megarl.tasks.data.chat import ChatTemplate, Message, load_chat
 from megarl.tasks.data.contamination import overlap_with
-from megarl.tasks.data.rows import PromptRow, UnfitError, fingerprint
-from megarl.tasks.data.sources import Unreadable, stream
+from megarl.tasks.data.prompts import endless
+from megarl.tasks.data.rows import PromptRow, UnfitError, fingerprint, shown
+from megarl.tasks.data.sources import HUB, Unreadable, stream
 from megarl.tasks.data.survey import UNFIT, Survey, chosen, survey_of
 
 log = logging.getLogger(__name__)
@@ -72,16 +73,17 @@ def load_traces(
     path: Path | str, tokenizer: Tokenizer, decontaminate: Sequence[str] = (), longest: int = MAX_TOKENS
 ) -> list[Trace]:
     """Load a source's traces of at most `longest` tokens, in order. decontaminate: the evaluation sets to compare with."""
-    surveyed = survey_of(str(path), spoken, evaluation=overlap_with(decontaminate), refuse=UNFIT, repeats=True)
+    refused = frozenset[str]() if str(path).startswith(HUB) else UNFIT
+    surveyed = survey_of(str(path), spoken, evaluation=overlap_with(decontaminate), refuse=refused, repeats=True)
     traces: list[Trace] = []
-    end, rows = int32([tokenizer.end]), 0
+    rows = 0
     for part in batched(chosen(templated(surveyed, tokenizer)), BATCH):
         rows += len(part)
         taught = [row for row, _ in part if isinstance(row, Taught)]
         pieces = iter(tokenizer.encode_all([text for row in taught for text in (row.prompt, *row.parts)]))
         if rows == len(part):
             tokenizer.warn_of_beginning(str(path), part[0][0].prompt)
-        made = (_trace(next(pieces), [*islice(pieces, len(row.parts)), end]) for row in taught)
+        made = (_trace(next(pieces), [*islice(pieces, len(row.parts))], tokenizer) for row in taught)
         traces += [trace for trace in made if len(trace.tokens) <= longest]
     if not traces:
         raise MegarlError(f"{path}: all {rows} traces are longer than {longest} tokens; shorten them")
@@ -89,10 +91,11 @@ def load_traces(
     return traces
 
 
-def _trace(prompt: np.ndarray, pieces: Sequence[np.ndarray]) -> Trace:
-    """Assemble a trace. Every second piece is a tool's, except that the last is the end token, which the model must learn."""
-    last = len(pieces) - 1
-    learnt = [np.full(len(piece), n % 2 == 0 or n == last) for n, piece in enumerate(pieces)]
+def _trace(prompt: np.ndarray, pieces: Sequence[np.ndarray], tokenizer: Tokenizer) -> Trace:
+    """Assemble a trace, with an end token unless it has one. Every second piece is a tool's; the others must be learnt."""
+    if not set(pieces[-1][-1:].tolist()) & set(tokenizer.ends):
+        pieces = [*pieces[:-1], np.append(pieces[-1], int32([tokenizer.end]))]
+    learnt = [np.full(len(piece), n % 2 == 0) for n, piece in enumerate(pieces)]
     return Trace(np.concatenate([prompt, *pieces]), len(prompt), np.concatenate([np.zeros(len(prompt), bool), *learnt]))
 
 
@@ -119,18 +122,56 @@ def templated(source: Survey, tokenizer: Tokenizer) -> Survey:
     """Return the same survey with a reader whose prompts and completions are exactly what the model sees."""
 
     chat, is_first = cache(partial(load_chat, tokenizer.path)), iter([True])
+    end = cache(lambda: _end_of_turn(chat(), tokenizer))
 
     def read(raw: Mapping[str, Any]) -> Taught:
         before, (first, *rest) = _parts(raw)
         if isinstance(before, str):
             return replace(spoken(raw), prompt=before)
         prompt = chat().render(before)
-        if next(is_first, False) and (lacks := _unwritten(chat(), before, first)):
-            what = "its template writes %r before an answer like the first, which lacks it; write it into the content"
-            log.warning(f"%s: {what}", source.source, lacks)
-        return replace(spoken(raw), prompt=prompt, parts=(_behind(prompt, first), *rest))
+        if lost := _left_out(chat(), before, prompt):
+            what = f"the chat template leaves out what {lost['role']!r} says"
+            advice = "roles that all templates know are system, user, assistant and tool"
+            raise MegarlError(f"{source.source}: {chat().path}: {what} ({shown(lost['content'])}); {advice}")
+        for remark in _remarks(chat(), tokenizer, before, first) if next(is_first, False) else ():
+            log.warning("%s: %s", source.source, remark)
+        learnt = f"{_behind(prompt, first).removesuffix(end())}{end()}"
+        return replace(spoken(raw), prompt=prompt, parts=(learnt, *rest))
 
     return source._replace(read=read)
+
+
+def _remarks(chat: ChatTemplate, tokenizer: Tokenizer, before: Sequence[Message], text: str) -> Iterator[str]:
+    """Yield what the user should know of an answer that is learnt with this template."""
+    if problem := endless(chat, tokenizer):
+        yield problem
+    opened = re.search(r"<(\w+)>\s*$", chat.render(before))
+    if opened and (closing := f"</{opened[1]}>") not in text:
+        yield f"its template opens the thinking, but an answer like the first has no {closing!r}; write it into the content"
+    elif lacks := _unwritten(chat, before, text):
+        yield f"its template writes {lacks!r} before an answer like the first, which lacks it; write it into the content"
+
+
+def _end_of_turn(chat: ChatTemplate, tokenizer: Tokenizer) -> str:
+    """Return the token with which the template ends an answer or, as GLM-4.5's, begins the user's next message, if it can end a
+    completion; else an empty text: the eos_token of tokenizer_config.json is learnt."""
+    said, asked = "said-by-the-assistant", {"role": "user", "content": "?"}
+    try:
+        text = chat.render([asked, {"role": "assistant", "content": said}, asked], reply=False).partition(said)[2]
+        first = tokenizer.ids(text.lstrip())[:1]
+    except MegarlError:  # a template or a closed vocabulary that does not take these texts
+        return ""
+    return tokenizer.decode(first) if set(first.tolist()) & set(tokenizer.ends) else ""
+
+
+def _left_out(chat: ChatTemplate, messages: Sequence[Message], text: str) -> Message | None:
+    """Return a message that is not in the template's text, as of a role that it does not know; thoughts may be left out."""
+    for n, message in enumerate(messages):
+        if message["content"].strip() not in text:
+            other = {**message, "content": f"{message['content']}?"}
+            if chat.render([*messages[:n], other, *messages[n + 1 :]]) == text:
+                return message
+    return None
 
 
 def _unwritten(chat: ChatTemplate, before: Sequence[Message], text: str) -> str:

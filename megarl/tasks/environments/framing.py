@@ -48,12 +48,13 @@ class Framing:
         """Return the tokens before a text, after it and in place of a cut, and the tokenizer for plain text; cached.
         MegarlError if replies cannot be framed with this model, or the limit leaves no room for text."""
         if self._parts is None:
-            before, after = RAW
+            (before, after), sampled = RAW, 0
             if self._template == "chat":
-                end = self._tokenizer.decode(int32([self._tokenizer.end]))
-                before, after, self._in_json = load_chat(self._tokenizer.path, self._options).around_reply(end)
+                ends, sampled = tuple(self._tokenizer.decode(int32([end])) for end in self._tokenizer.ends), 1
+                before, after, self._in_json = load_chat(self._tokenizer.path, self._options).around_reply(ends)
             literal = self._tokenizer.literal()
-            parts = (self._tokenizer.ids(before), self._tokenizer.ids(after), literal.ids(self._written(CUT)), literal)
+            begin = self._tokenizer.ids(before)[sampled:]  # the policy has written the token that ends its turn
+            parts = (begin, self._tokenizer.ids(after), literal.ids(self._written(CUT)), literal)
             needed = sum(len(part) for part in parts[:3])
             if needed + 2 > self._limit:
                 what = f"leaves no room for a reply in the model's markers, which take {needed}; raise it"

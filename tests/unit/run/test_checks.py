@@ -101,6 +101,21 @@ def test_a_teacher_has_the_policys_tokens(tree: Tree, tmp_path: Path) -> None:
         preflight.check_inputs(changed(tree, teacher={"path": "/nowhere", "weight": 0.1}, batch=sections["batch"]))
 
 
+def test_prompts_in_which_the_template_has_closed_the_thinking(tree: Tree) -> None:
+    """As Qwen3's without thinking: no completion would have an end of thinking, and each count as wrong."""
+    template = "{{ messages[0].content }}{% if think is defined and not think %}<think></think>{% endif %}"
+    (Path(tree["model"]["path"]) / "chat_template.jinja").write_text(template)
+    math = tree["data"]["tasks"]["math"] | {"template": "chat"}
+    tree["data"]["tasks"]["math"] = math | {"template_options": {"think": True}}
+    preflight.check_inputs(from_tree(tree))
+    tree["data"]["tasks"]["math"] = math | {"template_options": {"think": False}}
+    with pytest.raises(
+        MegarlError, match=r"data\.tasks\.math\.template_options: the prompts end with </think> already"
+    ):
+        preflight.check_inputs(from_tree(tree))
+    preflight.check_inputs(changed(tree, length={"end_of_thinking": "", "control": "none"}))
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 import pickle
+import shutil
 import zlib
 from pathlib import Path
 
@@ -278,3 +279,18 @@ def test_a_suite_is_asked_in_the_tasks_chat_template_unless_it_names_one() -> No
     }  # fmt: skip
     other = load("qwen3-8b-2nodes", [suites, "data.tasks.dapo.system=Think."]).evaluation.suites
     assert {suite.template for suite in other.values()} == {"raw"}
+
+
+def test_the_answer_of_gpt_oss_is_its_last_channel(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Without it, all it thought would be graded with the answer."""
+    folder = tmp_path / "model"
+    shutil.copytree(tokenizer.path, folder)
+    for file in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
+        file.write_text(file.read_text().replace("</think>", "<|end|>"))
+
+    def end_of_thinking() -> str:
+        return asked_with(Subject("m", folder, folder), ["gsm8k"], [], [], tmp_path / "out")[0].length.end_of_thinking
+
+    assert end_of_thinking() == ""
+    (folder / "chat_template.jinja").write_text("{{- '<|start|>assistant<|channel|>final<|message|>' }}")
+    assert end_of_thinking() == "<|channel|>final<|message|>"

@@ -175,6 +175,12 @@ def test_a_template_whose_turns_end_with_another_token_than_completions(tmp_path
     assert "a turn with '</think>', but a completion ends only at '<|end|>'" in endless(
         load_chat(tmp_path / "1"), load_tokenizer(tmp_path / "1")
     )
+    caplog.clear()
+    (tmp_path / "s.jsonl").write_text(
+        json.dumps({"messages": [CONVERSATIONS[0][0], {"role": "assistant", "content": "2"}]})
+    )
+    load_traces(tmp_path / "s.jsonl", load_tokenizer(tmp_path / "1"))
+    assert sum("the chat template ends a turn with" in message for message in caplog.messages) == 1
 
 
 def task_with_chat() -> Task:
@@ -221,6 +227,16 @@ def test_a_tag_that_the_template_has_written_is_not_learnt_again(tmp_path, said)
     assert tokenizer.decode(trace.tokens[trace.learnt]) == "4</think>5<eos>"
 
 
+@pytest.mark.parametrize(("said", "lacks"), [("5", True), ("4</think>5", False)])
+def test_thinking_that_the_template_opens_and_a_trace_does_not_close_is_said(tmp_path, caplog, said, lacks):
+    """As of DeepSeek's distilled models with plain answers: all that the policy learns to write would count as thinking."""
+    save(tmp_path, PLAIN.replace("}={%", "}=<think>{%"))
+    file = tmp_path / "s.jsonl"
+    file.write_text(json.dumps({"conversations": [{"from": "human", "value": "1"}, {"from": "gpt", "value": said}]}))
+    load_traces(file, load_tokenizer(tmp_path))
+    assert sum("an answer like the first has no '</think>'" in message for message in caplog.messages) == lacks
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [
@@ -235,3 +251,18 @@ def test_bad_messages_are_named_with_their_line(tmp_path, row, words):
     (tmp_path / "s.jsonl").write_text("\n" + json.dumps(row))
     with pytest.raises(MegarlError, match=rf"s\.jsonl:2: .*{words}"):
         load_traces(tmp_path / "s.jsonl", load_tokenizer(tmp_path))
+
+
+def test_a_message_that_the_template_leaves_out_is_refused(tmp_path):
+    """Qwen's templates leave out roles that they do not know; what earlier turns thought may be left out."""
+    known = "{% if m.role in ['user', 'assistant'] %}<{{ m.content.split('</think>')[-1] }}>{% endif %}"
+    save(tmp_path, f"{{% for m in messages %}}{known}{{% endfor %}}{{% if add_generation_prompt %}}={{% endif %}}")
+    tokenizer, file = load_tokenizer(tmp_path), tmp_path / "s.jsonl"
+    turns = [("human", "1"), ("gpt", "<think>2</think>3"), ("human", "4"), ("gpt", "5")]
+    file.write_text(json.dumps({"conversations": [{"from": who, "value": text} for who, text in turns]}))
+    (trace,) = load_traces(file, tokenizer)
+    assert tokenizer.decode(trace.tokens) == "<1><3><4>=5<eos>"
+    turns[1:1] = [("function_call", "6*7"), ("observation", "42")]
+    file.write_text(json.dumps({"conversations": [{"from": who, "value": text} for who, text in turns]}))
+    with pytest.raises(MegarlError, match=r"s\.jsonl: .*leaves out what 'function_call' says \('6\*7'\)"):
+        load_traces(file, tokenizer)

@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
 from megarl.cli import main
@@ -12,6 +13,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.tasks.data.arithmetic_models import character_tokenizer
 from megarl.tasks.data.traces import are_traces, load_traces, spoken
+from tests.unit.tasks.agents.templates import PUBLISHED, published, tokenizer_of
 
 QUESTION = "What is the sum of the digits of the smallest number that is divisible by nine and eleven?"
 TURNS = [{"role": "user", "content": "12+1="}, {"role": "assistant", "content": "<think>2+1=3</think>13"}]
@@ -131,3 +133,32 @@ def test_inspect_shows_them(
         "→ <think>2+1=3</think>13",
     ):
         assert words in shown
+
+
+def test_of_a_hub_set_bad_rows_are_left_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Its user cannot correct them, and few published sets have none."""
+    rows = [PAIR | {"completion": ""}, {"text": "x"}, PAIR | {"completion": "\x0crac"}, PAIR]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
+    (only,) = load_traces("hub:a/b", tokenizer())
+    assert only.prompt_tokens == 5
+    assert "hub:a/b: 3 rows left out (not of the schema)" in caplog.text
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_messages_end_with_the_token_at_which_the_model_ends_its_turns(tmp_path: Path, family: str) -> None:
+    """After GLM-4.5's eos_token, which no turn has, an agent's next request would begin a path of its own."""
+    made, _ = published(tmp_path, family)
+    (trace,) = load_traces(write(tmp_path / "s.jsonl", MESSAGES), made)
+    end = "<|user|>" if family == "GLM-4.5" else PUBLISHED[family][1]
+    assert made.decode(trace.tokens[trace.learnt]) == TURNS[1]["content"] + end
+
+
+def test_an_eos_token_that_ends_no_turn_is_not_learnt_instead_of_the_one_that_does(tmp_path: Path) -> None:
+    """Llama 3's first tokenizers named <|end_of_text|>, where turns end with <|eot_id|>."""
+    template, end = PUBLISHED["Llama 3"]
+    made = tokenizer_of(tmp_path, template, "<|end_of_text|>", end)
+    ended = {"prompt": "?", "completion": f"!{end}"}
+    traces = load_traces(write(tmp_path / "s.jsonl", MESSAGES, ended, PAIR), made)
+    found = [made.decode(trace.tokens[trace.prompt_tokens :]) for trace in traces]
+    said = TURNS[1]["content"]
+    assert found == [f"{said}{end}", f"!{end}", f"{said}<|end_of_text|>"]

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 from megarl.core.base.errors import MegarlError
 from megarl.tasks.environments.framing import Framing, Setting
 from megarl.tasks.graders.sandbox import Sandbox
+from tests.unit.tasks.agents.templates import PUBLISHED, published, tokenizer_of
 from tests.unit.tasks.environments.texts import CHATML, DEAF, NO_TOOLS, QUOTED, byte_tokenizer
 
 
@@ -81,5 +82,23 @@ def test_templates_that_cannot_hold_a_reply(tmp_path: Path) -> None:
     with pytest.raises(MegarlError, match="cannot hold a tool's reply: it leaves a tool's text out; use template: raw"):
         Framing(tokenizer, "chat", 200).check()
     tokenizer = byte_tokenizer(tmp_path, CHATML.replace('m.content + "<|end|>', 'm.content + "'))
-    with pytest.raises(MegarlError, match=r"does not end a turn with '<\|end\|>', the eos_token"):
+    with pytest.raises(MegarlError, match=r"does not end a turn with '<\|end\|>', at which a completion ends"):
         Framing(tokenizer, "chat", 200).check()
+    glm, _ = published(tmp_path, "GLM-4.5")
+    with pytest.raises(
+        MegarlError, match=r"does not end a turn with '<\|endoftext\|>' or '<\|user\|>' or '<\|observation"
+    ):
+        Framing(glm, "chat", 200).check()
+
+
+def test_a_turn_may_end_with_another_token_than_the_eos_token(tmp_path: Path) -> None:
+    """gpt-oss ends a turn with <|return|>, and its template an earlier one with <|end|>; Llama 3 first named another token."""
+    template, *ends = PUBLISHED["gpt-oss"]
+    no_calls = template.replace("'tool' %}", "'tool' %}{{- raise_exception('no call before') }}", 1)
+    gpt_oss = tokenizer_of(tmp_path / "gpt-oss", no_calls, *ends, marks=("<|start|>", "<|message|>", "<|end|>"))
+    reply = Framing(gpt_oss, "chat", 200).tokens("42")
+    assert gpt_oss.decode(reply) == "<|start|>user<|message|>42<|end|><|start|>assistant"
+    template, end = PUBLISHED["Llama 3"]
+    llama = tokenizer_of(tmp_path / "llama", template, "<|end_of_text|>", end)
+    reply = Framing(llama, "chat", 400).tokens("42")
+    assert llama.decode(reply).startswith("<|start_header_id|>ipython<|end_header_id|>")
