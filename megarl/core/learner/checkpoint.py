@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.core.algorithm.advantages import Moments
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.link import Interrupted
 from megarl.core.base.ranks import from_rank_0, gathered
 from megarl.core.base.rundir import RunDir, complete, rows_in_order, step_folder
 from megarl.core.base.types import Batch
@@ -194,14 +195,16 @@ def resumed(recipe: Recipe, folder: Path, record: Path | None, offload: Offload)
 
 def replay_parent(recipe: Recipe, rundir: RunDir, offload: Offload) -> None:
     """Write the first checkpoint of a run that was forked between two checkpoints of its parent (megarl/run/fork.py), unless it
-    has one: replay the parent's batches since its checkpoint with its recipe. COLLECTIVE."""
+    has one: replay the parent's batches since its checkpoint with its recipe. COLLECTIVE. Interrupted if told to stop: the
+    steps so far are then in a checkpoint of RUN/parent, from which the next call goes on."""
     if from_rank_0(bool(complete(rundir.checkpoints))):
         return
     before, (_, step) = load(str(rundir.parent.recipe)), recipe.run.forked
     journal = JournalReader(rundir.parent.rollouts)
     trainer, admission = resumed(before, rundir.parent.checkpoints, None, offload).trainer, journal.fold().admission
     rates = {row["step"]: row["lr"] for row in rows_in_order(rundir.metrics) if "lr" in row}
-    while trainer.step < step:  # every rank reads the journal for itself: these batches no longer change
+    # Every rank reads the journal for itself: these batches no longer change.
+    while trainer.step < step and not from_rank_0(rundir.stop_asked()):
         log.info("step %d is replayed, to fork from %s", trainer.step, recipe.run.fork)
         batch = Batch(step=trainer.step, groups=journal.groups(admission.batch(trainer.step) or ()))
         with offload.released(trainer.step):
@@ -212,9 +215,12 @@ def replay_parent(recipe: Recipe, rundir: RunDir, offload: Offload) -> None:
                 f"run.fork: step {batch.step} was trained with a learning rate of {then:g}, but the parent's recipe now has "
                 f"{now:g}: a replay would give other weights; fork at one of the parent's checkpoints"
             )
-    checkpoints = Checkpoints(rundir.checkpoints, recipe.checkpoint.keep, trainer, Path(before.model.path))
+    folder = (rundir if trainer.step == step else rundir.parent).checkpoints
+    checkpoints = Checkpoints(folder, recipe.checkpoint.keep, trainer, Path(before.model.path))
     checkpoints.save()
     checkpoints.finish()
+    if trainer.step < step:
+        raise Interrupted(f"told to stop at step {trainer.step} of the replay up to step {step}")
     del trainer, checkpoints  # two trainers may not fit on a GPU
     for _ in range(2):  # the first leaves networks in fp32, such as a critic
         gc.collect()

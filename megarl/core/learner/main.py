@@ -76,6 +76,8 @@ def main(recipe: Recipe, open_metrics: OpenMetrics) -> int:
     try:
         with closing(LearnerRank(recipe, rundir, endpoints, open_metrics)) as learner:
             learner.run()
+    except Interrupted as reason:
+        log.info("%s", reason)
     except OutOfMemory as error:  # no restart: the learner would replay the same batch
         write_atomically(rundir.failure_file, str(error).encode())
         raise
