@@ -83,7 +83,10 @@ class Checkpoints:
         meta = checkpoint.CheckpointMeta(step=step, version=step, hf_source=source, model=model, critic=critic)
         with out_of_memory_named("learner.optimizer_offload", "gathering the optimiser for a checkpoint; set it"):
             state = _state(trainer, is_loading=False)
-        request = checkpoint.begin(path, state, meta)
+        try:
+            request = checkpoint.begin(path, state, meta)
+        except MegarlError as error:
+            return self._failed(error)
         thread = threading.Thread()  # does nothing: for a rank that has nothing to write
         if request.async_fn is not None:
             rank, _, results = request.async_fn_args
@@ -109,12 +112,7 @@ class Checkpoints:
                 for step in steps:  # megatron's, which raise a thread's error on all ranks, then ours
                     step()
         except MegarlError as error:
-            self.failures += 1
-            if self.failures == MOST_FAILURES or not isinstance(error.__cause__, CheckpointException):
-                raise
-            if dist.get_rank() == 0:
-                log.error("%s; training goes on, and the checkpoint of the next step is written", error)
-            return
+            return self._failed(error)
         self.failures = 0
         if dist.get_rank() == 0:
             checkpoint.prune(self.folder, self.keep)
@@ -122,6 +120,15 @@ class Checkpoints:
             if free < size:
                 what = "the next checkpoint, of %.1f GB, will not fit on the disk, which has %.1f GB left; free some"
                 log.warning(f"%s: {what}", self.folder, size / 1e9, free / 1e9)
+
+    def _failed(self, error: MegarlError) -> None:
+        """Count a failed write. Raise its error if it is the last one, or if other ranks may not know of it."""
+        self.failures += 1
+        known = error.__cause__ is None or isinstance(error.__cause__, (CheckpointException, MegarlError))
+        if self.failures == MOST_FAILURES or not known:
+            raise error
+        if dist.get_rank() == 0:
+            log.error("%s; training goes on, and the checkpoint of the next step is written", error)
 
     def finish(self) -> None:
         """Wait for an unfinished write. MegarlError if it failed."""

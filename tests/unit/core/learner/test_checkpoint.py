@@ -226,6 +226,23 @@ def test_a_write_that_fails_is_repeated_with_the_next_step_and_ends_the_learner_
     assert names(checkpoints) == ["step-0000001", "step-0000002", "step-0000005"]
 
 
+@pytest.mark.parametrize("what", ["read_config", "checksum", "copy_description", "seal"])
+def test_so_is_one_that_fails_as_it_begins_or_ends(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    checkpoints.trainer.step = 3
+    with monkeypatch.context() as failing:
+        failing.setattr(checkpoint, what, fails)
+        checkpoints.save()
+        checkpoints.poll(blocking=True)
+    assert (checkpoints.failures, names(checkpoints)) == (1, ["step-0000001", "step-0000002"])
+    save(checkpoints, 4)
+    assert (checkpoints.failures, names(checkpoints)) == (0, ["step-0000001", "step-0000002", "step-0000004"])
+
+
 def test_a_warm_start_whose_checkpoints_cannot_be_written_still_ends(
     checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
