@@ -14,6 +14,7 @@ other state of an optimiser is Adam's step count; the rest are settings.
 """
 
 import gc
+import json
 import logging
 import os
 import shutil
@@ -206,7 +207,8 @@ def replay_parent(recipe: Recipe, rundir: RunDir, offload: Offload) -> None:
     steps so far are then in a checkpoint of RUN/parent, from which the next call goes on."""
     if from_rank_0(bool(complete(rundir.checkpoints))):
         return
-    before, (_, step) = load(str(rundir.parent.recipe)), recipe.run.forked
+    model = f"model.path={json.dumps(recipe.model.path)}"  # the same, as its fingerprint says, though it may have moved
+    before, (_, step) = load(str(rundir.parent.recipe), [model]), recipe.run.forked
     journal = JournalReader(rundir.parent.rollouts)
     trainer, admission = resumed(before, rundir.parent.checkpoints, None, offload).trainer, journal.fold().admission
     rates = {row["step"]: row["lr"] for row in rows_in_order(rundir.metrics) if "lr" in row}

@@ -125,7 +125,7 @@ def test_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             else:
                 assert not same(trained(restored, step), at[step + 1]), "it has the fork's own loss"
 
-    # Told to stop after one step of three, it keeps that one.
+    # Told to stop after one step of three, it keeps that one, and goes on where the model has moved to.
     forked = recipe_of(tmp_path, source, "stopped", run={"fork": f"{parent.path}@3"})
     rundir = RunDir(forked.run.path)
     rundir.create()
@@ -137,7 +137,8 @@ def test_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             replay_parent(forked, rundir, offload)
     assert not complete(rundir.checkpoints)
     assert [step_of(path) for path in complete(rundir.parent.checkpoints)] == [1]
-    replay_parent(forked, rundir, offload)
+    source = source.rename(tmp_path / "moved")
+    replay_parent(recipe_of(tmp_path, source, "stopped", run={"fork": forked.run.fork}), rundir, offload)
     restored = Trainer(forked, source)
     assert Checkpoints(rundir.checkpoints, 1, restored, source).load_latest()
     assert same(trained(restored, 3), at[4])
