@@ -32,8 +32,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.core.algorithm.advantages import Moments
-from megarl.core.base.errors import MegarlError
-from megarl.core.base.link import Interrupted
+from megarl.core.base.errors import Interrupted, MegarlError
 from megarl.core.base.ranks import from_rank_0, gathered
 from megarl.core.base.rundir import RunDir, complete, rows_in_order, step_folder
 from megarl.core.base.types import Batch

@@ -20,8 +20,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from megarl.core.base.errors import MegarlError
-from megarl.core.base.link import ControllerLink, Interrupted
+from megarl.core.base.errors import Interrupted, MegarlError
+from megarl.core.base.link import ControllerLink
 from megarl.core.base.messages import Next, Publish, Refused, Reply, Request, Score, ServerAddress, Stop, Stopped, Train
 from megarl.core.base.process import ENDING, NODE, ignore_late_signals, log_to, start_logging
 from megarl.core.base.ranks import from_rank_0

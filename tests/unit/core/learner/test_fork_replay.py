@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from megarl.core import recipe as recipes
-from megarl.core.base.errors import MegarlError
-from megarl.core.base.link import Interrupted
+from megarl.core.base.errors import Interrupted, MegarlError
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, complete, step_folder, step_of, write_jsonl
 from megarl.core.base.types import Batch
 from megarl.core.journal.journal import Journal
