@@ -135,13 +135,14 @@ def train(
                 raise MegarlError(f"steps {first} to {trainer.step} of {steps} were skipped: {what}")
             checkpoints.poll()
             asked = max(gathered(stop_request.signal))
-            if trainer.step < steps and (asked or trainer.step % recipe.checkpoint.every == 0):
+            due = asked or trainer.step % recipe.checkpoint.every == 0 or checkpoints.failures
+            if trainer.step < steps and due:
                 checkpoints.save()
             if asked and trainer.step < steps:
                 checkpoints.finish()
                 say(f"warm start: saved after step {trainer.step} of {steps}; the same command continues")
                 return asked
-        checkpoints.finish()
+        checkpoints.poll(blocking=True)  # one that could not be written is no longer needed
         if skipped := trainer.scaler_skipped_steps:
             say(f"warm start: {skipped} of {steps} updates were skipped, scaled gradients overflowed")
         say(f"warm start: loss {losses[0]:.3f} -> {losses[-1]:.3f} nats a token in steps {begun + 1} to {steps}")

@@ -39,11 +39,12 @@ LARGE_ON_CPU = "MEGARL_LARGE_ON_CPU"
 type Fingerprints = Mapping[str, str]
 """Fingerprints by recipe key and part of the input: `model.path: weights`."""
 HISTORY = (
-    "run.seed", "run.fork", "model.path", "model.dtype", "model.fp32_head", "model.fp8", "data", "length", "sampling",
-    "pipeline.kind", "pipeline.k", "batch", "loss", "reference", "teacher", "learner.epochs", "critic.dtype", "critic.lam",
-    "agent.history", "agent.credit", "agent.trained_tokens",
+    "run.seed", "run.fork", "model.path", "model.dtype", "model.fp32_head", "model.fp8", "data.tasks", "data.curriculum",
+    "length", "sampling", "pipeline.kind", "pipeline.k", "batch", "loss", "reference", "teacher", "learner.epochs",
+    "critic.dtype", "critic.lam", "agent.history", "agent.credit", "agent.trained_tokens",
 )  # fmt: skip
-"""Keys and sections that determine a run's steps. Layout, servers, learning rate and intervals may change when resuming."""
+"""Keys and sections that determine a run's steps. Layout, servers, learning rate and intervals may change when resuming, and so
+may a path whose contents have a fingerprint, which is compared instead."""
 
 
 class HostBytes(NamedTuple):
@@ -62,17 +63,11 @@ def check_start(recipe: Recipe, fingerprints: Fingerprints, host_bytes: HostByte
     if not os.path.isdir(there) or not os.access(there, os.W_OK | os.X_OK):
         raise MegarlError(f"run.dir: cannot write in {there}; give another run.dir")
     check_disk(recipe, rundir, there)
-    launcher = chosen(recipe, rundir)
+    launcher, with_gpus = chosen(recipe, rundir), True  # in a job the nodes report their GPUs when the run starts
     if isinstance(launcher, LocalLauncher):
         placed = place(recipe, launcher.survey(0))
         check_placed(recipe, placed, host_bytes)
         with_gpus = bool(placed[Role("learner")].gpus)
-        unit = "GPU" if with_gpus else "core"
-        if recipe.run.stop_when and unit not in recipe.run.stop_when:
-            advice = f"give the price per {unit}-hour"
-            raise MegarlError(f"run.stop_when: {recipe.run.stop_when!r}, but this run counts {unit}-hours; {advice}")
-    else:
-        with_gpus = True  # the nodes report their GPUs when the run starts
     gpus = devices.needed(recipe) if with_gpus else 0
     counts = {"server": recipe.resources.servers} | ({"teacher": recipe.teachers} if recipe.teachers else {})
     counts |= {"rank": recipe.resources.learner_ranks, "GPU": gpus}
@@ -113,6 +108,10 @@ def check_placed(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: HostB
     """Check that settings which need GPUs have them, that servers can serve these lengths, and that nodes have enough memory.
     host_bytes: see check_host."""
     learner, resources = placed[Role("learner")], recipe.resources
+    unit = "GPU" if learner.gpus else "core"
+    if recipe.run.stop_when and unit not in recipe.run.stop_when:
+        advice = f"give the price per {unit}-hour"
+        raise MegarlError(f"run.stop_when: {recipe.run.stop_when!r}, but this run counts {unit}-hours; {advice}")
     if not learner.gpus:
         nodes = {node.name: node.cores for where in placed.values() for node in where.nodes}
         server_ranks = resources.servers * resources.server_tensor_parallel
@@ -189,10 +188,13 @@ def check_history(recipe: Recipe, rundir: RunDir, fingerprints: Fingerprints) ->
     except MegarlError as error:
         why = "the recipe this run began with cannot be read by this version"
         raise MegarlError(f"{why}; {other}\n{error}") from None
+    begun = read_json(rundir.fingerprints) if rundir.fingerprints.exists() else {}
+    compared = {name.partition(": ")[0] for name in begun.keys() & fingerprints.keys()}
     changed = [
         f"{key}: {old!r} in {rundir.recipe}, {new!r} now"
         for key, old, new in differences(before, recipe)
-        if (key, new) == fork.THAWED or any(key == fixed or key.startswith(f"{fixed}.") for fixed in HISTORY)
+        if key not in compared
+        and ((key, new) == fork.THAWED or any(key == fixed or key.startswith(f"{fixed}.") for fixed in HISTORY))
     ]
     if changed:
         keeps = "A resumed run must keep these, because its steps are one history; undo the change"

@@ -22,9 +22,9 @@ from urllib.parse import urlsplit
 
 from msgspec import structs
 
-from megarl.core.base.errors import MegarlError
+from megarl.core.base.errors import Interrupted, MegarlError
 from megarl.core.base.hf_files import read_json
-from megarl.core.base.link import ControllerLink, Interrupted
+from megarl.core.base.link import ControllerLink
 from megarl.core.base.messages import Ack, FromServer, Join, Joined, Leave, Refused, Reply, Stop, Wait
 from megarl.core.base.rundir import Endpoints, RunDir
 from megarl.core.base.types import decode

@@ -12,7 +12,10 @@ import secrets
 import shutil
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from urllib.parse import urlsplit
+
+from msgspec.structs import replace
 
 from megarl.core.base.rundir import Endpoints, LinkKeys, Meeting, RunDir, write_atomically
 from megarl.core.recipe import Recipe, dump
@@ -38,6 +41,7 @@ def prepare(
     if not resumed:  # journals left by a start that made no step, perhaps with another batch size
         for file in rundir.rollouts.glob("[0-9]*.journal"):
             file.unlink()
+    spent = _spent(rundir) if resumed else 0.0
     for file in (rundir.stop_file, rundir.failure_file, rundir.status, rundir.summary):
         file.unlink(missing_ok=True)
     again = recipe.model_copy(update={"run": recipe.run.model_copy(update={"resume": "auto"})})
@@ -45,10 +49,18 @@ def prepare(
     write_atomically(rundir.recipe, dump(again).encode())
     if recipe.run.fork:
         fork.begin(recipe, rundir)
-    endpoints = endpoints_of(recipe, placed)
+    endpoints = replace(endpoints_of(recipe, placed), spent=spent)
     rundir.write_endpoints(endpoints)
     write_targets(recipe, rundir, endpoints)
     return endpoints
+
+
+def _spent(rundir: RunDir) -> float:
+    """Return the device-hours in the status that the last life left or, if it left none, those that it began with."""
+    for file, name in ((rundir.status, "compute_hours"), (rundir.endpoints_file, "spent")):
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            return float(json.loads(file.read_bytes())[name])
+    return 0.0
 
 
 def endpoints_of(recipe: Recipe, placed: Mapping[Role, Place]) -> Endpoints:

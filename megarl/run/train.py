@@ -22,7 +22,7 @@ from rich.console import Console
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import Endpoints, Row, RunDir, SupervisorEvent, append_jsonl
 from megarl.core.evaluation.forecast import not_worth_it
-from megarl.core.recipe import Recipe
+from megarl.core.recipe import Recipe, differences, load
 from megarl.run import checks
 from megarl.run.closing import Death, RunEnd, WriteReport, closing, how
 from megarl.run.launcher import Launcher, RunningRole, task
@@ -66,6 +66,8 @@ def main(
     rundir = RunDir(recipe.run.path)
     with lock(rundir.path, "megarl train", "run.name"):
         resumed = checks.check_history(recipe, rundir, fingerprints)
+        checks.check_disk(recipe, rundir, rundir.path)
+        changes = differences(load(str(rundir.recipe)), recipe) if resumed else []
         launcher = chosen(recipe, rundir)
         nodes = launcher.survey(PORTS_A_ROLE * (4 + recipe.resources.servers + recipe.teachers))
         placed = place(recipe, nodes)
@@ -75,7 +77,8 @@ def main(
         outlive_screen()
         console = Console()
         if resumed:
-            console.print(f"resuming {rundir.path}", highlight=False, markup=False)
+            said = [f"resuming {rundir.path}", *(f"  {key}: {old!r} before, {new!r} now" for key, old, new in changes)]
+            console.print("\n".join(said), highlight=False, markup=False, soft_wrap=True)
         if len(nodes) > 1:
             print(*described(placed, nodes), sep="\n", flush=True)
         with stop_requests() as stop_request:

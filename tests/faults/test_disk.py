@@ -81,6 +81,7 @@ def test_full_under_the_whole_run(tmp_path: Path, disk: Mount) -> None:
         "model": {"path": str(tmp_path / "model"), "dtype": "fp32"},
         "data": {"tasks": {"math": {"train": str(tmp_path / "sums.jsonl"), "heldout": 1}}},
         "serving": {"kv_tokens": 65_536},
+        "length": {"interruption": "...</think>"},
     }
     life = Life(from_tree(tree), tmp_path, report=False)
     try:

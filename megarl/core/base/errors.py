@@ -8,6 +8,10 @@ class MegarlError(Exception):
     """Bad input, or a wait that timed out. Its text is complete: no traceback is shown."""
 
 
+class Interrupted(Exception):
+    """This process has to stop what it does, or what it waits for; the text says why."""
+
+
 SHOWN = 10
 """Faults listed in an error; the rest are counted."""
 

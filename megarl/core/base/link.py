@@ -12,7 +12,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from megarl.core.base.errors import MegarlError
+from megarl.core.base.errors import Interrupted, MegarlError
 from megarl.core.base.messages import LARGEST_REPLY, Request, body_of, to_frames
 from megarl.core.base.rundir import LinkKeys
 
@@ -21,10 +21,6 @@ log = logging.getLogger(__name__)
 LOOK_S = 0.2
 """How often `interrupted` is called while waiting."""
 LAST_WORD_S = 5.0
-
-
-class Interrupted(Exception):
-    """The asking process has to stop waiting; the text says why."""
 
 
 class ControllerLink:

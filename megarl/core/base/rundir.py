@@ -66,6 +66,7 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     controller_metrics: str = ""  # host:port of GET /metrics; empty: not served
     learner_metrics: str = ""
     metrics_key: str = ""
+    spent: float = 0.0  # device-hours of the lives before this one, by the status that they left
 
 
 class SupervisorEvent(msgspec.Struct, frozen=True):

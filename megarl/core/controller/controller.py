@@ -287,7 +287,9 @@ class Controller:
         """Regularly delete journal data that no kept checkpoint needs for replay, if the recipe says so."""
         while self.recipe.journal.keep == "checkpoints":
             await asyncio.sleep(DROP_S)
-            if kept := complete(self.rundir.checkpoints):
+            kept = complete(self.rundir.checkpoints)
+            # If the journal is older than the checkpoints, `decide` refuses the learner.
+            if kept and step_of(kept[0]) <= self.pipeline.batches():
                 await self.records.drop_before(step_of(kept[0]))
 
     def _fail(self, reason: str) -> None:

@@ -3,11 +3,9 @@ Compute is devices held x wall time, over all lives of the supervisor; a new lif
 journal or, where that is more, of the status that the last one left.
 """
 
-import json
 import os
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -122,16 +120,8 @@ def session_of(rundir: RunDir) -> Session:
         time=rundir.endpoints_file.stat().st_mtime,
         devices=endpoints.gpus or os.cpu_count() or 1,
         compute_unit="gpu" if endpoints.gpus else "core",
-        spent=_spent(rundir.status),
+        spent=endpoints.spent,
     )
-
-
-def _spent(status: Path) -> float:
-    """Return the hours in the status that a controller wrote last; 0 if there is none."""
-    try:
-        return float(json.loads(status.read_bytes())["compute_hours"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return 0.0
 
 
 @dataclass(frozen=True)

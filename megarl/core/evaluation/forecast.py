@@ -22,7 +22,7 @@ def not_worth_it(row: Row, stop_when: str) -> str:
     """Return a text that says why a run with this `run.stop_when` may end at a row of eval.jsonl; empty if it may not."""
     if not (price := STOP_WHEN.fullmatch(stop_when)) or "predicted_rest_high" not in row:
         return ""
-    if price[2].lower() != row["compute_unit"]:  # on a cluster the devices are not known when the recipe is checked
+    if price[2].lower() != row["compute_unit"]:  # the row may be of a life on other devices
         return ""
     rest = row["predicted_hours"] - row["compute_hours"]
     if rest <= 0 or row["predicted_rest_high"] >= float(price[1]) * rest:

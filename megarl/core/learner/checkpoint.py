@@ -14,6 +14,7 @@ other state of an optimiser is Adam's step count; the rest are settings.
 """
 
 import gc
+import json
 import logging
 import os
 import shutil
@@ -31,7 +32,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.core.algorithm.advantages import Moments
-from megarl.core.base.errors import MegarlError
+from megarl.core.base.errors import Interrupted, MegarlError
 from megarl.core.base.ranks import from_rank_0, gathered
 from megarl.core.base.rundir import RunDir, complete, rows_in_order, step_folder
 from megarl.core.base.types import Batch
@@ -82,7 +83,10 @@ class Checkpoints:
         meta = checkpoint.CheckpointMeta(step=step, version=step, hf_source=source, model=model, critic=critic)
         with out_of_memory_named("learner.optimizer_offload", "gathering the optimiser for a checkpoint; set it"):
             state = _state(trainer, is_loading=False)
-        request = checkpoint.begin(path, state, meta)
+        try:
+            request = checkpoint.begin(path, state, meta)
+        except MegarlError as error:
+            return self._failed(error)
         thread = threading.Thread()  # does nothing: for a rank that has nothing to write
         if request.async_fn is not None:
             rank, _, results = request.async_fn_args
@@ -108,12 +112,7 @@ class Checkpoints:
                 for step in steps:  # megatron's, which raise a thread's error on all ranks, then ours
                     step()
         except MegarlError as error:
-            self.failures += 1
-            if self.failures == MOST_FAILURES or not isinstance(error.__cause__, CheckpointException):
-                raise
-            if dist.get_rank() == 0:
-                log.error("%s; training goes on, and the checkpoint of the next step is written", error)
-            return
+            return self._failed(error)
         self.failures = 0
         if dist.get_rank() == 0:
             checkpoint.prune(self.folder, self.keep)
@@ -121,6 +120,15 @@ class Checkpoints:
             if free < size:
                 what = "the next checkpoint, of %.1f GB, will not fit on the disk, which has %.1f GB left; free some"
                 log.warning(f"%s: {what}", self.folder, size / 1e9, free / 1e9)
+
+    def _failed(self, error: MegarlError) -> None:
+        """Count a failed write. Raise its error if it is the last one, or if other ranks may not know of it."""
+        self.failures += 1
+        known = error.__cause__ is None or isinstance(error.__cause__, (CheckpointException, MegarlError))
+        if self.failures == MOST_FAILURES or not known:
+            raise error
+        if dist.get_rank() == 0:
+            log.error("%s; training goes on, and the checkpoint of the next step is written", error)
 
     def finish(self) -> None:
         """Wait for an unfinished write. MegarlError if it failed."""
@@ -194,14 +202,17 @@ def resumed(recipe: Recipe, folder: Path, record: Path | None, offload: Offload)
 
 def replay_parent(recipe: Recipe, rundir: RunDir, offload: Offload) -> None:
     """Write the first checkpoint of a run that was forked between two checkpoints of its parent (megarl/run/fork.py), unless it
-    has one: replay the parent's batches since its checkpoint with its recipe. COLLECTIVE."""
+    has one: replay the parent's batches since its checkpoint with its recipe. COLLECTIVE. Interrupted if told to stop: the
+    steps so far are then in a checkpoint of RUN/parent, from which the next call goes on."""
     if from_rank_0(bool(complete(rundir.checkpoints))):
         return
-    before, (_, step) = load(str(rundir.parent.recipe)), recipe.run.forked
+    model = f"model.path={json.dumps(recipe.model.path)}"  # the same, as its fingerprint says, though it may have moved
+    before, (_, step) = load(str(rundir.parent.recipe), [model]), recipe.run.forked
     journal = JournalReader(rundir.parent.rollouts)
     trainer, admission = resumed(before, rundir.parent.checkpoints, None, offload).trainer, journal.fold().admission
     rates = {row["step"]: row["lr"] for row in rows_in_order(rundir.metrics) if "lr" in row}
-    while trainer.step < step:  # every rank reads the journal for itself: these batches no longer change
+    # Every rank reads the journal for itself: these batches no longer change.
+    while trainer.step < step and not from_rank_0(rundir.stop_asked()):
         log.info("step %d is replayed, to fork from %s", trainer.step, recipe.run.fork)
         batch = Batch(step=trainer.step, groups=journal.groups(admission.batch(trainer.step) or ()))
         with offload.released(trainer.step):
@@ -212,9 +223,12 @@ def replay_parent(recipe: Recipe, rundir: RunDir, offload: Offload) -> None:
                 f"run.fork: step {batch.step} was trained with a learning rate of {then:g}, but the parent's recipe now has "
                 f"{now:g}: a replay would give other weights; fork at one of the parent's checkpoints"
             )
-    checkpoints = Checkpoints(rundir.checkpoints, recipe.checkpoint.keep, trainer, Path(before.model.path))
+    folder = (rundir if trainer.step == step else rundir.parent).checkpoints
+    checkpoints = Checkpoints(folder, recipe.checkpoint.keep, trainer, Path(before.model.path))
     checkpoints.save()
     checkpoints.finish()
+    if trainer.step < step:
+        raise Interrupted(f"told to stop at step {trainer.step} of the replay up to step {step}")
     del trainer, checkpoints  # two trainers may not fit on a GPU
     for _ in range(2):  # the first leaves networks in fp32, such as a critic
         gc.collect()

@@ -20,8 +20,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from megarl.core.base.errors import MegarlError
-from megarl.core.base.link import ControllerLink, Interrupted
+from megarl.core.base.errors import Interrupted, MegarlError
+from megarl.core.base.link import ControllerLink
 from megarl.core.base.messages import Next, Publish, Refused, Reply, Request, Score, ServerAddress, Stop, Stopped, Train
 from megarl.core.base.process import ENDING, NODE, ignore_late_signals, log_to, start_logging
 from megarl.core.base.ranks import from_rank_0
@@ -75,6 +75,8 @@ def main(recipe: Recipe, open_metrics: OpenMetrics) -> int:
     try:
         with closing(LearnerRank(recipe, rundir, endpoints, open_metrics)) as learner:
             learner.run()
+    except Interrupted as reason:
+        log.info("%s", reason)
     except OutOfMemory as error:  # no restart: the learner would replay the same batch
         write_atomically(rundir.failure_file, str(error).encode())
         raise

@@ -124,10 +124,13 @@ def begin(path: Path, state: ShardedStateDict, meta: CheckpointMeta) -> AsyncReq
 
     def finish() -> None:
         written = everywhere(own.result)
-        if dist.get_rank() == 0:
+
+        def appear() -> None:
             copy_description(Path(meta.hf_source), partial / "hf")
             seal(partial, meta, checksums(partial, ChainMap(*written)))
             os.replace(partial, path)
+
+        everywhere(lambda: appear() if dist.get_rank() == 0 else None)
 
     # For the results of the writing threads. megatron's own queue needs a manager process, which takes seconds to start and
     # serves only if another process writes.

@@ -90,9 +90,10 @@ def main(outs: Sequence[Path], suite: str | None, picture: Path | None) -> int:
 
 
 def _places(out: Path) -> list[Path]:
-    """Return [out], or for a run all of its evaluations, in the order of their steps. MegarlError if none has answers."""
+    """Return [out], or for a run its evaluations that have ended, in the order of their steps. MegarlError without answers."""
     of_run = RunDir(out).evaluations
-    places = [place for place in (sorted(of_run.iterdir()) if of_run.is_dir() else [out]) if suites_in(place)]
+    ended = sorted({result.parent.parent for result in of_run.glob("*/*/result.json")}) if of_run.is_dir() else [out]
+    places = [place for place in ended if suites_in(place)]
     if not places:
         raise MegarlError(f"{out}: no answers there; give a directory of `megarl eval`, RUN, or RUN/evaluations/step-N")
     return places

@@ -19,11 +19,12 @@ from megarl.core.base.architecture import CONFIGS
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import INDEX, parameters
 from megarl.core.base.rundir import META, Endpoints, RunDir
+from megarl.core.controller.metrics import session_of
 from megarl.core.journal.journal import Journal
 from megarl.core.journal.records import Admitted
 from megarl.core.recipe import Recipe, dump, from_tree, load
 from megarl.lab import preflight
-from megarl.run import checks, devices
+from megarl.run import checks, devices, train
 from megarl.run.checks import HostBytes
 from megarl.run.nodes import here
 from megarl.run.placement import place
@@ -68,6 +69,8 @@ def test_a_disk_without_room_for_checkpoints(recipe: Recipe, monkeypatch: pytest
     free.free = 0
     with pytest.raises(MegarlError, match="of which up to 1 are there"):
         checks.check_disk(short, RunDir(recipe.run.path), Path("/"))
+    with pytest.raises(MegarlError, match="of which up to 1 are there"):
+        train.main(short, {}, HostBytes(0, 0), lambda _: None)
 
 
 def test_missing_model(tree: Tree) -> None:
@@ -499,6 +502,43 @@ def test_contents_are_compared_with_those_the_run_began_with(tree: Tree, write_r
         checks.check_history(recipe, rundir, preflight.check_inputs(recipe))
 
 
+def test_a_run_goes_on_where_model_and_prompts_have_moved_to(
+    tree: Tree, write_run: Callable[[int], RunDir], tmp_path: Path
+) -> None:
+    """Their contents are compared instead of their paths, if they are known."""
+    rundir, there = write_run(1), tmp_path / "there"
+    tree["run"]["resume"] = "auto"
+    rundir.fingerprints.write_text(json.dumps(preflight.check_inputs(from_tree(tree))))
+    shutil.copytree(tree["model"]["path"], there)
+    prompts = shutil.copy(tree["data"]["tasks"]["math"]["train"], there)
+    data = {
+        "tasks": {"math": tree["data"]["tasks"]["math"] | {"train": prompts}},
+        "services": {"judge": {"url": "http://another-node/"}},
+    }
+    moved = changed(tree, model={"path": str(there)}, data=data)
+    assert checks.check_history(moved, rundir, preflight.check_inputs(moved))
+    Path(prompts).write_text(Path(prompts).read_text().replace('"answer": "3"', '"answer": "4"'))
+    with pytest.raises(MegarlError, match=r"data\.tasks\.math\.train: prompts: not what the run began with"):
+        checks.check_history(moved, rundir, preflight.check_inputs(moved))
+    rundir.fingerprints.write_text("{}")
+    with pytest.raises(MegarlError, match=r"model\.path: '.*model' in .*, '.*there' now"):
+        checks.check_history(moved, rundir, preflight.check_inputs(moved))
+
+
+def test_a_new_life_knows_the_hours_in_the_status_of_the_last(
+    recipe: Recipe, write_run: Callable[[int], RunDir]
+) -> None:
+    """The supervisor removes that status before the new controller starts. A life that left none keeps what it began with."""
+    rundir, placed = write_run(1), place(recipe, (here(2 * (4 + recipe.resources.servers), ""),))
+    for left in ('{"compute_hours": 12.5}', "", "{", "[]"):
+        rundir.status.write_text(left) if left else rundir.status.unlink(missing_ok=True)
+        prepare(recipe, rundir, placed, {}, resumed=True)
+        assert not rundir.status.exists()
+        assert session_of(rundir).spent == 12.5
+    prepare(recipe, rundir, placed, {}, resumed=False)
+    assert session_of(rundir).spent == 0.0
+
+
 def test_a_controller_that_starts_again_takes_no_other_prompts(
     tree: Tree, write_run: Callable[[int], RunDir], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -601,6 +641,10 @@ def test_a_price_in_hours_that_the_run_does_not_count(tree: Tree) -> None:
     preflight.check_all(changed(tree, run={"stop_when": "gain < 0.1 per core-hour"}))
     with pytest.raises(MegarlError, match=r"run\.stop_when: 'gain < 0.1 per GPU-hour', but this run counts core-hours"):
         preflight.check_all(changed(tree, run={"stop_when": "gain < 0.1 per GPU-hour"}))
+    with pytest.raises(
+        MegarlError, match=r"run\.stop_when: .* counts core-hours"
+    ):  # in a job, only now are its devices known
+        train.main(changed(tree, run={"stop_when": "gain < 0.1 per GPU-hour"}), {}, HostBytes(0, 0), lambda _: None)
 
 
 @pytest.mark.processes

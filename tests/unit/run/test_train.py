@@ -322,7 +322,9 @@ def test_nothing_survives_the_supervisor_and_the_run_goes_on(live: Callable[...,
     again = live(steps=steps, resume=True)
     status, output = again.end()
     assert status == 0, output
-    assert "resuming " in output
+    assert f"resuming {life.rundir.path}\n  run.steps: 2000 before, {steps} now\n" in output, (
+        "a forgotten key=value shows"
+    )
     assert len(latest_rows(again.rundir.metrics)) == steps
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from megarl.core.base.errors import MegarlError
-from megarl.core.base.link import ControllerLink, Interrupted
+from megarl.core.base.errors import Interrupted, MegarlError
+from megarl.core.base.link import ControllerLink
 from megarl.core.base.messages import Ack, Next, Reply, Request, Wait, from_frames, to_frames
 from megarl.core.base.rundir import LinkKeys
 from megarl.core.base.types import decode, encode

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.core.base.messages import ServerAddress
-from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir
-from megarl.core.controller.metrics import ComputeClock, Meter, Spent, session_of
+from megarl.core.controller.metrics import ComputeClock, Meter, Spent
 from megarl.core.journal.journal import Journal
 from megarl.core.journal.records import PublishedVersion, Session, clock
 from megarl.core.recipe import Resources
@@ -85,19 +84,6 @@ def test_a_life_without_a_record_counts_by_the_status_that_it_left(
     life = Life(tmp_path, monkeypatch, three, 20.5)
     assert life.publish(1, 20.5) == Spent(22.0, 20.0, 0.0)
     life.die()
-
-
-def test_the_status_is_read_where_there_is_one(tmp_path: Path) -> None:
-    rundir = RunDir(tmp_path)
-    rundir.write_endpoints(
-        Endpoints(
-            session="s", controller="", servers=(), api_key="", admin_key="", link=LinkKeys.new(), rendezvous_port=0
-        )
-    )
-    assert session_of(rundir).spent == 0.0
-    for text, hours in (('{"compute_hours": 12.5}', 12.5), ("{", 0.0), ("[]", 0.0)):
-        rundir.status.write_text(text)
-        assert session_of(rundir).spent == hours
 
 
 def test_a_server_on_cores_has_its_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,13 @@ import pytest
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import Join, Joined, Published, ServerResult
-from megarl.core.base.rundir import RunDir
+from megarl.core.base.rundir import META, RunDir
 from megarl.core.controller import controller as module
 from megarl.core.controller.controller import PUBLISH_TRIES, Controller
 from megarl.core.controller.servers import Servers
+from megarl.core.journal.journal import Journal
+from megarl.core.journal.writer import JournalWriter
+from megarl.core.recipe.tree import JournalSection
 from megarl.core.server.client import ServerClient
 from megarl.run.process import free_ports
 from tests.unit.core.controller.test_servers import servers_of
@@ -166,3 +169,26 @@ def test_a_journal_that_fails_at_the_end_leaves_nothing_open(monkeypatch: pytest
     with pytest.raises(MegarlError, match="the disk is full"):
         asyncio.run(Controller._close(made))
     assert {"records", "link", "spans", "metrics"} <= {*closed}
+
+
+def test_a_journal_that_is_older_than_the_checkpoints_is_left_to_the_learners_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controller must live to tell why."""
+    monkeypatch.setattr(module, "DROP_S", 0.01)
+    rundir, journal = RunDir(tmp_path), Journal.open(tmp_path / "rollouts", 1, 0)
+    checkpoint = rundir.checkpoints / "step-0000005"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / META).touch()
+    recipe = SimpleNamespace(journal=JournalSection(keep="checkpoints"))
+
+    async def scenario() -> None:
+        records = JournalWriter(journal)
+        told: Any = SimpleNamespace(
+            recipe=recipe, rundir=rundir, records=records, pipeline=SimpleNamespace(batches=lambda: 0)
+        )
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(Controller._drop_old(told), 0.2)
+        await records.close()
+
+    asyncio.run(scenario())

@@ -194,6 +194,10 @@ def test_the_table_of_a_runs_steps_fits_80_columns(
         suite.path.mkdir(parents=True)
         for one in answers(reward=1.0):
             suite.add(one)
+        suite.result.touch()
+    under_way = SuiteDir(tmp_path / "run" / "evaluations" / "step-0001300", "s")
+    under_way.path.mkdir(parents=True)
+    under_way.add(answer("a", 0, "1", True))  # or cut off by a crash: the others are not drawn over its prompts
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
     assert curve.main([Path("run")], None, None) == 0

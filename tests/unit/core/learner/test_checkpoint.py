@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import dist_checkpointing
+from rich.console import Console
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir
@@ -19,10 +20,13 @@ from megarl.core.learner.checkpoint import Checkpoints
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import checkpoint
 from megarl.core.recipe import from_tree
+from megarl.lab import sft
 from megarl.run.checks import check_disk
+from megarl.run.process import StopRequest
 from tests.damage import cut_in_half, flip_a_bit
 from tests.full_disk import files_no_larger_than
 from tests.tiny import tiny_llama
+from tests.unit.lab.test_sft_batches import TRACES
 
 
 @pytest.fixture
@@ -220,3 +224,34 @@ def test_a_write_that_fails_is_repeated_with_the_next_step_and_ends_the_learner_
     with pytest.raises(MegarlError, match="step-0000008: the checkpoint could not be written"):
         fails(8)
     assert names(checkpoints) == ["step-0000001", "step-0000002", "step-0000005"]
+
+
+@pytest.mark.parametrize("what", ["read_config", "checksum", "copy_description", "seal"])
+def test_so_is_one_that_fails_as_it_begins_or_ends(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    checkpoints.trainer.step = 3
+    with monkeypatch.context() as failing:
+        failing.setattr(checkpoint, what, fails)
+        checkpoints.save()
+        checkpoints.poll(blocking=True)
+    assert (checkpoints.failures, names(checkpoints)) == (1, ["step-0000001", "step-0000002"])
+    save(checkpoints, 4)
+    assert (checkpoints.failures, names(checkpoints)) == (0, ["step-0000001", "step-0000002", "step-0000004"])
+
+
+def test_a_warm_start_whose_checkpoints_cannot_be_written_still_ends(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trained model is written elsewhere."""
+    recipe = from_tree({"sft": {"steps": 3}, "checkpoint": {"every": 1}})
+    trainer, batches = checkpoints.trainer, sft.batches(TRACES, 20, 1)
+    trainer.train_step(next(batches))  # imports all modules, whose bytecode is written to files, too
+    checkpoints.folder, trainer.step = tmp_path / "unfinished", 0
+    monkeypatch.setattr(sft, "Console", lambda quiet: Console(quiet=True))  # its output would be written to a file
+    with files_no_larger_than(2000):
+        assert sft.train(trainer, batches, checkpoints, recipe, StopRequest()) == 0
+    assert (checkpoints.failures, names(checkpoints)) == (2, [])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megarl.core import recipe as recipes
-from megarl.core.base.errors import MegarlError
+from megarl.core.base.errors import Interrupted, MegarlError
 from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, complete, step_folder, step_of, write_jsonl
 from megarl.core.base.types import Batch
 from megarl.core.journal.journal import Journal
@@ -70,7 +70,7 @@ def parameters() -> int:
     return sum(type(each) is torch.nn.Parameter for each in gc.get_objects())
 
 
-def test_bit_for_bit(tmp_path: Path) -> None:
+def test_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_llama(tmp_path / "model", vocab_size=131)
     source = tmp_path / "model"
     recipe = recipe_of(tmp_path, source, "parent")
@@ -123,6 +123,24 @@ def test_bit_for_bit(tmp_path: Path) -> None:
                 assert same(trained(restored, step), at[step + 1])
             else:
                 assert not same(trained(restored, step), at[step + 1]), "it has the fork's own loss"
+
+    # Told to stop after one step of three, it keeps that one, and goes on where the model has moved to.
+    forked = recipe_of(tmp_path, source, "stopped", run={"fork": f"{parent.path}@3"})
+    rundir = RunDir(forked.run.path)
+    rundir.create()
+    fork.begin(forked, rundir)
+    shutil.rmtree(step_folder(rundir.parent.checkpoints, 2))
+    with monkeypatch.context() as told:
+        told.setattr(rundir, "stop_asked", iter((False, True)).__next__)
+        with pytest.raises(Interrupted, match="told to stop at step 1 of the replay up to step 3"):
+            replay_parent(forked, rundir, offload)
+    assert not complete(rundir.checkpoints)
+    assert [step_of(path) for path in complete(rundir.parent.checkpoints)] == [1]
+    source = source.rename(tmp_path / "moved")
+    replay_parent(recipe_of(tmp_path, source, "stopped", run={"fork": forked.run.fork}), rundir, offload)
+    restored = Trainer(forked, source)
+    assert Checkpoints(rundir.checkpoints, 1, restored, source).load_latest()
+    assert same(trained(restored, 3), at[4])
 
     changed = recipe_of(tmp_path, source, "parent", learner={"optimizer": {"lr": 2e-2, "warmup_steps": 3}})
     parent.recipe.write_text(recipes.dump(changed))
