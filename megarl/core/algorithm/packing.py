@@ -68,7 +68,9 @@ def pack(
 ) -> Packed:
     """Pack sequences into micro-batches of at most `max_tokens` tokens, the same number for every rank. A longer sequence gets
     its own. Micro-batches, fewer than `data_parallel`, are empty only if sequences run out. one_size: all are padded to the
-    fullest, because pipeline stages exchange tensors of one size."""
+    fullest, because pipeline stages exchange tensors of one size; so a longer sequence makes room in all of them."""
+    if one_size:
+        max_tokens = max(max_tokens, max(lengths, default=0))
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])  # stable: equal lengths stay in order
     alone = [[i] for i in order if lengths[i] > max_tokens]
     rest = order[len(alone) :]

@@ -238,17 +238,18 @@ class Architecture:
 
     def routed_experts(self, reply: str) -> np.ndarray:
         """Return the experts that a server chose for tokens from `routing_from` on, except the last (model.moe.routing_replay):
-        [tokens, layers with experts, chosen] uint8, or int16 where there are more experts. reply: base64 of int32 [tokens, all
-        layers, chosen]."""
+        [tokens, layers with experts, chosen] uint8, or int16 where there are more experts. reply: base64 of [tokens, all
+        layers, chosen], of one byte each, or two if there are more than 255 experts (own_routing in server/workers.py)."""
         if not reply:
             asked = "was it started with model.moe.routing_replay?"
             raise MegarlError(f"a server did not say which experts it chose: {asked}")
-        table = np.frombuffer(base64.b64decode(reply), "<u4").reshape(-1, self.layers, self.experts_per_token)
+        wire = "u1" if self.experts < 256 else "<u2"
+        table = np.frombuffer(base64.b64decode(reply), wire).reshape(-1, self.layers, self.experts_per_token)
         table = table[:, self.expert_layers]
         if table.size and (largest := int(table.max())) >= self.experts:  # -1 is large, too
             asked = "is its SGLang the version in requirements/?"
             raise MegarlError(f"a server chose expert {largest} of {self.experts}: {asked}")
-        return table.astype(np.uint8 if self.experts <= 256 else np.int16)
+        return table.astype(np.uint8 if self.experts <= 256 else np.int16, copy=False)
 
     def routing(self, tables: Sequence[np.ndarray]) -> Routing:
         """Join the `routed_experts` of a rollout's requests."""

@@ -25,7 +25,9 @@ LAST_WORD_S = 5.0
 
 class ControllerLink:
     """A connection to the controller at `address` (tcp://host:port), which must prove its identity with the key in `keys`.
-    interrupted: returns a reason to give up waiting, or "". limit_s: how long the controller may be silent."""
+    interrupted: returns a reason to give up waiting, or "". limit_s: how long the controller may be silent. resend_s: how long
+    before a request is sent again; then twice as long, and from then on twice as long as any reply took: a batch of long
+    rollouts has gigabytes."""
 
     def __init__(
         self, address: str, keys: LinkKeys, interrupted: Callable[[], str], *, resend_s: float = 30.0, limit_s: float = 600.0
@@ -41,7 +43,7 @@ class ControllerLink:
         limit = time.monotonic() + self.limit_s
         self._check_interrupted()  # here too: the loop below may never run if the controller always answers at once
         self._socket.send_multipart(frames)
-        resend = time.monotonic() + self.resend_s
+        sent, patience_s = time.monotonic(), self.resend_s
         while not self._socket.poll(int(1000 * LOOK_S)):
             self._check_interrupted()
             if time.monotonic() >= limit:
@@ -49,11 +51,12 @@ class ControllerLink:
                     f"the controller at {self.address} has not answered {name} for {self.limit_s:g} s; "
                     "look at logs/controller/ of the run, then start again with run.resume=auto"
                 )
-            if time.monotonic() >= resend:
-                log.warning("no answer to %s within %g s; sending it again", name, self.resend_s)
+            if time.monotonic() >= sent + patience_s:
+                log.warning("no answer to %s within %g s; sending it again", name, patience_s)
                 self._reconnect()
                 self._socket.send_multipart(frames)
-                resend = time.monotonic() + self.resend_s
+                sent, patience_s = time.monotonic(), min(2 * patience_s, self.limit_s / 2)
+        self.resend_s = max(self.resend_s, min(2 * (time.monotonic() - sent), self.limit_s / 2))
         try:
             return body_of(self._socket.recv_multipart())
         except msgspec.DecodeError as error:  # both sides should have one version

@@ -31,8 +31,8 @@ from megarl.core.base.types import SCHEMA_VERSION, Batch, Record, Routing, decod
 
 LARGEST_REQUEST = 16 << 20
 """Bytes of a frame from the learner; the results of 10,000 servers fit. A peer that sends more is disconnected."""
-LARGEST_REPLY = 16 << 30
-"""Bytes of a frame from the controller: a batch of long rollouts with their experts."""
+LARGEST_REPLY = 1 << 40
+"""Bytes of a frame from the controller: a batch of long rollouts with their experts. 768 of 128k tokens of GLM-4.5: 72 GB."""
 
 KEPT_FROM_INPUT = 7
 """SGLang keeps this many positions of its context, and of its KV memory, free of input; it refuses a longer input."""

@@ -28,6 +28,19 @@ def from_rank_0[T](value: T) -> T:
     return box[0]
 
 
+def bytes_from_rank_0(data: bytes) -> bytes | memoryview:
+    """As `from_rank_0`, without pickling, by which each rank would hold a batch of long rollouts, gigabytes, three times."""
+    if dist.get_world_size() == 1:
+        return data
+    size = torch.tensor([len(data)])
+    dist.broadcast(size, src=0)
+    whole = torch.empty(int(size), dtype=torch.uint8)
+    if dist.get_rank() == 0:
+        whole.numpy().data[:] = data
+    dist.broadcast(whole, src=0)
+    return whole.numpy().data
+
+
 def gathered[T](value: T) -> list[T]:
     if dist.get_world_size() == 1:
         return [value]

@@ -44,6 +44,7 @@ from megarl.core.base.messages import (
     to_frames,
 )
 from megarl.core.base.rundir import LinkKeys
+from megarl.core.base.types import encode
 
 if TYPE_CHECKING:
     from megarl.core.controller.controller import Controller
@@ -175,6 +176,9 @@ class Conversation:
                 if not isinstance(decision, Wait) or time.monotonic() >= self._question.until:
                     question, self._question = self._question, None
                     reply = await self._answers.carry_out(decision, question.asked)
+                    if self._question and encode(self._question.asked) == encode(question.asked):
+                        # It took long, as for a batch of long rollouts, and the learner listens over a new socket.
+                        question, self._question = self._question, None
                     await self._link.reply(question.peer, reply)
                     if isinstance(reply, Stop) and reply.error:
                         raise ConversationOver  # after an error the learner sends no `Stopped`

@@ -24,20 +24,24 @@ from megarl.core.server.client import Prefill, ServerClient, ServerLost, ServerR
 log = logging.getLogger(__name__)
 
 SCORE_LIMIT_S = 300.0
-"""Time limit of one request; the longest rollout takes a GPU some seconds."""
+"""Time limit of one request; what a teacher has before it (AT_ONCE) takes less, from 900 tokens/s on."""
+AT_ONCE = 1 << 18
+"""Tokens that a teacher has before it at most: a few prefills keep its GPUs busy, and a request must not wait for its turn
+until its time is up."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0
 """Pauses between two tries of a rollout: a teacher that died is restarted within the time limit for a start."""
 
 
 class TeacherServers:
-    """The teacher's servers. They get no more rollouts at once than they process in parallel."""
+    """The teacher's servers. They get no more rollouts at once than they process in parallel, nor more tokens than AT_ONCE."""
 
     def __init__(self, recipe: Recipe, endpoints: Endpoints) -> None:
         keys = endpoints.api_key, endpoints.admin_key
         addresses = [ServerAddress(id=n, url=url) for n, url in enumerate(endpoints.teachers)]
         self._clients = [ServerClient(address, *keys, SCORE_LIMIT_S) for address in addresses]
         self._limit_s = recipe.start_limit_s
-        self._places = asyncio.Semaphore(len(addresses) * recipe.serving.max_running_requests)
+        each = min(recipe.serving.max_running_requests, max(1, AT_ONCE // recipe.length.context_tokens))
+        self._places = asyncio.Semaphore(len(addresses) * each)
         self._met: set[int] = set()  # servers that have ever answered
         self._lost: set[int] = set()
 

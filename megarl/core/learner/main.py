@@ -24,7 +24,7 @@ from megarl.core.base.errors import Interrupted, MegarlError
 from megarl.core.base.link import ControllerLink
 from megarl.core.base.messages import Next, Publish, Refused, Reply, Request, Score, ServerAddress, Stop, Stopped, Train
 from megarl.core.base.process import ENDING, NODE, ignore_late_signals, log_to, start_logging
-from megarl.core.base.ranks import from_rank_0
+from megarl.core.base.ranks import bytes_from_rank_0, from_rank_0
 from megarl.core.base.rundir import Endpoints, RunDir, append_jsonl, rows_in_order, write_atomically
 from megarl.core.base.torchrun import is_rank
 from megarl.core.base.types import decode, encode
@@ -165,7 +165,7 @@ class LearnerRank:
                 reply = encode(Stop(reason=str(reason)))
             except MegarlError as error:
                 reply = encode(Stop(reason=str(error), error=True))
-        return decode(from_rank_0(reply), Reply)
+        return decode(bytes_from_rank_0(reply), Reply)
 
     def _execute(self, command: Reply) -> Reply | None:
         """Execute the command. Return the controller's reply to its result, our own Stop, or None to ask `Next`."""

@@ -87,10 +87,13 @@ class Network:
 
         return both
 
-    def full_memory_named(self) -> AbstractContextManager[None]:
-        """Return a context for work on micro-batches. If a GPU runs out of memory in it, the error says what to change."""
-        advice = "lower it, set learner.recompute=full or learner.optimizer_offload"
-        what = f"with {self.microbatch_tokens} tokens per micro-batch; {advice}"
+    def full_memory_named(self, longest: int = 0) -> AbstractContextManager[None]:
+        """Return a context for work on micro-batches. If a GPU runs out of memory in it, the error says what to change.
+        longest: tokens of the longest sequence, which has a micro-batch of its own if it exceeds the limit."""
+        advice = "set learner.recompute=full or learner.optimizer_offload"
+        what = f"with {self.microbatch_tokens} tokens per micro-batch; lower it, {advice}"
+        if longest > self.microbatch_tokens:
+            what = f"with one sequence of {longest} tokens, more than that; {advice}, shorten length.*"
         return out_of_memory_named("learner.microbatch_tokens", what)
 
     def plan(self, sequences: Sequence[TrainSequence]) -> MicroBatchPlan:
@@ -151,7 +154,7 @@ class Network:
                 )
             return output, partial(loss, members, micro)
 
-        with self.full_memory_named(), closing(replay) if replay else nullcontext():
+        with self.full_memory_named(max(map(len, sequences), default=0)), closing(replay) if replay else nullcontext():
             get_forward_backward_func()(
                 forward_step_func=forward,
                 data_iterator=[iter(mine) for _ in modules],

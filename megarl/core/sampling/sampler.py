@@ -45,6 +45,8 @@ from megarl.core.sampling.places import Order, Places, Waits
 from megarl.core.server.client import ServerClient, ServerLost, ServerRefused
 from megarl.core.telemetry.spans import spans
 
+LARGEST_RECORD = 1 << 32
+"""Bytes that a record of the journal, a group, may have (journal/file.py)."""
 MAX_RETRIES = 5
 """With more lost requests than this a rollout is void: it is unlikely that so many servers died by chance."""
 
@@ -127,6 +129,10 @@ def routed_model(recipe: Recipe) -> Architecture | None:
     model = in_directory(recipe.model.path)
     if not model.experts:
         raise MegarlError(f"model.moe.routing_replay: {recipe.model.path} has no experts; leave it out")
+    choices = model.moe_layers * model.experts_per_token * (1 if model.experts <= 256 else 2)
+    if (size := recipe.sampling.generations * recipe.length.context_tokens * (choices + 8)) >= LARGEST_RECORD:
+        what = f"the experts of a group of the longest rollouts take {size / 2**30:.1f} GiB, and a record of the journal has 4"
+        raise MegarlError(f"model.moe.routing_replay: {what}; lower sampling.generations or length.*, or leave it out")
     return model
 
 

@@ -55,7 +55,8 @@ HEALTH_LIMIT_S = 5.0
 CONTROL_LIMIT_S = 30.0
 """Limit of calls whose duration does not depend on the model, unless the client's own limit is shorter."""
 REQUEST_LIMIT_S = 3600.0
-"""Limit of a generation request: 32,768 tokens at 10 tokens/s take 55 minutes. Health checks notice a lost server sooner."""
+"""How long a server may send nothing for a request, which waits for memory, or for a learner on the same GPU. A request as a
+whole has no limit: 131,072 tokens at 20 tokens/s take two hours. Health checks notice a lost server sooner."""
 UNACKNOWLEDGED_S = 30.0
 """How long to wait for the other machine to acknowledge bytes that were sent."""
 REFUSALS = frozenset({400, 401, 403, 404, 413, 422})
@@ -153,10 +154,14 @@ _PREFIX, _END, _DONE = b"data: ", b"\n\n", b"[DONE]"
 
 async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """Yield the bodies of server-sent events from a byte stream cut anywhere, up to `[DONE]` or the end of the stream."""
-    rest = b""
+    parts = [b""]
     async for piece in pieces:
-        rest += piece
-        *whole, rest = rest.split(_END)
+        ends = _END in piece or (piece.startswith(b"\n") and parts[-1].endswith(b"\n"))
+        parts.append(piece)
+        if not ends:  # a long event, of the chosen experts, comes in a thousand pieces: join them once
+            continue
+        *whole, rest = b"".join(parts).split(_END)
+        parts = [rest]
         for event in whole:
             body = event.removeprefix(_PREFIX)
             if body == _DONE:
@@ -205,8 +210,8 @@ class ServerClient:
     """Asynchronous client of one server, for one event loop: `async with`, or `close()` at the end.
 
     `generate` and `score` raise ServerLost or ServerRefused. The other calls raise ServerSaid if the server answered with an
-    error, else MegarlError. timeout_s: limit of a request, up to its last token, and of a call that moves weights. heard: when
-    tokens last arrived (time.monotonic()). retractions: how often the server has retracted one of our requests.
+    error, else MegarlError. timeout_s: how long a request may wait for its next tokens, and limit of a call that moves weights.
+    heard: when tokens last arrived (time.monotonic()). retractions: how often the server has retracted one of our requests.
     """
 
     def __init__(
@@ -319,7 +324,7 @@ class ServerClient:
     @asynccontextmanager
     async def _replying(self, request: _TokenRequest, body: dict[str, object]) -> AsyncIterator[aiohttp.ClientResponse]:
         """Yield a good reply to a request for tokens. A failure while reading it raises ServerLost with what was received."""
-        limit = aiohttp.ClientTimeout(total=self._timeout_s)
+        limit = aiohttp.ClientTimeout(sock_read=self._timeout_s)
         headers = {"Authorization": f"Bearer {self._api_key}", "Content-Type": "application/json"}
         url, data = f"{self.address.url}/generate", msgspec.json.encode(body)
         try:
@@ -334,7 +339,7 @@ class ServerClient:
                 finally:
                     self._replies.discard(reply)
         except TimeoutError:
-            raise request.lost(f"did not finish a request within {self._timeout_s:g} s") from None
+            raise request.lost(f"sent nothing for a request for {self._timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
             raise request.lost(f"was lost: {type(error).__name__}: {error}") from None
 

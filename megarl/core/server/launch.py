@@ -81,8 +81,8 @@ def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = 
         from sglang.srt.utils import kill_process_tree
 
     app.add_middleware(OwnReplies, place=here())
-    handles, vocabulary = recipe.weights.transport == "cuda_ipc", in_directory(recipe.model.path).vocabulary
-    app.add_middleware(Gate, endpoints=endpoints, handles=handles, vocabulary=vocabulary)  # outermost
+    handles, model = recipe.weights.transport == "cuda_ipc", in_directory(recipe.model.path)
+    app.add_middleware(Gate, endpoints=endpoints, handles=handles, vocabulary=model.vocabulary)  # outermost
     try:
         launch_server(
             ServerArgs(
@@ -90,11 +90,11 @@ def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = 
                 **memory_arguments(recipe, cuda),
                 **node_arguments(meeting, host, node),
             ),
-            run_scheduler_process_func=partial(workers.scheduler, recipe.weights.timeout_s, recipe.start_limit_s),
-            run_detokenizer_process_func=workers.no_detokenizer,
-            execute_warmup_func=lambda _: asyncio.run(
-                warm_up(f"http://{host}:{port}", endpoints, recipe.evaluation.top_p)
+            run_scheduler_process_func=partial(
+                workers.scheduler, recipe.weights.timeout_s, recipe.start_limit_s, model.experts
             ),
+            run_detokenizer_process_func=workers.no_detokenizer,
+            execute_warmup_func=lambda _: warmed_up(recipe, f"http://{host}:{port}", endpoints),
         )
     except SystemExit:
         # Raised by Uvicorn if the port was taken since the check. Otherwise the warm-up would go on for minutes.
@@ -107,10 +107,36 @@ def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = 
         sys.exit(1)
 
 
+def warmed_up(recipe: Recipe, url: str, endpoints: Endpoints) -> bool:
+    """Check the KV cache, whose size is known only now, and warm up, in a thread beside the HTTP server. If the cache is too
+    small, end this process as `megarl` ends with a message."""
+    from sglang.srt.entrypoints.http_server import get_global_state
+    from sglang.srt.utils import kill_process_tree
+
+    try:
+        check_kv(recipe, get_global_state().tokenizer_manager.max_req_input_len)
+    except MegarlError as error:
+        print(f"megarl: {error}", file=sys.stderr, flush=True)
+        kill_process_tree(os.getpid(), include_parent=False)
+        os._exit(2)
+    return asyncio.run(warm_up(url, endpoints, recipe.evaluation.top_p))
+
+
+def check_kv(recipe: Recipe, most_input: int) -> None:
+    """Raise MegarlError if a server's KV cache cannot hold the longest sequence: SGLang would cut requests short there, and
+    refuse to continue them. most_input: its max_req_input_len, which counts what it keeps free."""
+    wanted = min(context_length(recipe), recipe.serving.kv_tokens or sys.maxsize)
+    if (held := most_input + KEPT_FROM_INPUT - 1) < wanted:
+        where = (
+            "the KV cache that fits beside the weights" if recipe.serving.kv_tokens is None else "a server's KV cache"
+        )
+        advice = "raise serving.memory_fraction or the GPUs per server, or shorten length.*"
+        raise MegarlError(f"serving: {where} has {held} tokens, and the longest sequence (length.*) {wanted}; {advice}")
+
+
 async def warm_up(url: str, endpoints: Endpoints, top_p: float) -> bool:
-    """Generate one token, sampled from this nucleus, then make /health succeed. This runs in a thread beside the HTTP server,
-    like SGLang's own warm-up, which first sleeps for a second. If the request fails, SGLang reports the error and the server
-    never becomes ready."""
+    """Generate one token, sampled from this nucleus, then make /health succeed. SGLang's own warm-up first sleeps for a second.
+    If the request fails, SGLang reports the error and the server never becomes ready."""
     from sglang.srt.entrypoints.http_server import get_global_state
     from sglang.srt.managers.tokenizer_manager import ServerStatus
 
@@ -172,18 +198,22 @@ def environment(recipe: Recipe, index: int, cores: list[int], cuda: bool, nodes:
     return common | cpu
 
 
+def context_length(recipe: Recipe) -> int:
+    """Return SGLang's context_length. A token of the interruption phrase is at least one byte."""
+    context = recipe.length.context_tokens + len(recipe.length.interruption.encode()) + KEPT_FROM_INPUT
+    return min(context, in_directory(recipe.model.path).context)
+
+
 def engine_arguments(recipe: Recipe, index: int, host: str, port: int, cuda: bool) -> dict[str, object]:
     """Return SGLang's ServerArgs. Others keep its defaults (radix cache on, attention backend, CUDA graphs of decode steps)."""
     serving, weights = recipe.serving, recipe.weights
     model = in_directory(recipe.model.path)
-    # A token of the interruption phrase is at least one byte.
-    context = recipe.length.context_tokens + len(recipe.length.interruption.encode()) + KEPT_FROM_INPUT
     return {
         "model_path": recipe.model.path,
         "dtype": DTYPES[recipe.model.dtype],
         "device": "cuda" if cuda else "cpu",
         "enable_fp32_lm_head": recipe.model.fp32_head in ("both", "server"),
-        "context_length": min(context, model.context),
+        "context_length": context_length(recipe),
         "skip_tokenizer_init": True,
         "sampling_defaults": "openai",  # every request has its own settings; generation_config.json is not used
         "sampling_mask_max_tokens": LARGEST_SUPPORT,

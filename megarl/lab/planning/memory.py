@@ -72,6 +72,7 @@ def learner(recipe: Recipe, shape: Architecture, microbatch_tokens: float, micro
     ends += shape.head_parameters / model.tensor_parallel if alone else 0.0
     publication = recipe.weights.bucket_mb * 2**20 + 2 * largest_bucket(recipe, shape)
     state, host = _state(recipe, shape, ends), _host(recipe, shape, ends)
+    host += batch_bytes(recipe, shape, microbatch_tokens * microbatches)
     first = LearnerMemory(state, layers * held + again, head if alone else 0.0, publication, host)
     return max(first, LearnerMemory(state, layers + again, head, publication, host), key=lambda m: m.total)
 
@@ -120,6 +121,15 @@ def _host(recipe: Recipe, shape: Architecture, ends: float) -> float:
     parameters, width = sum(_parameters(recipe, shape)) + ends, WIDTH[model.dtype]
     copied = _state(recipe.model_copy(update={"learner": learner, "model": model}), shape, ends) - parameters * FP32
     return 3 * FP32 * parameters + copied + offloaded * (copied - parameters * width) * 4 / 3
+
+
+def batch_bytes(recipe: Recipe, shape: Architecture, tokens: float) -> float:
+    """Return a step's bytes in a rank's host memory, if its rollouts carry their experts; otherwise they are few. Each
+    rank holds all ranks' `tokens` as received and as decoded, and the experts of its own in two bytes each, too."""
+    if not recipe.model.moe.routing_replay:
+        return 0.0
+    choices, width = shape.moe_layers * shape.experts_per_token, 1 if shape.experts <= 256 else 2
+    return tokens * (2 * recipe.data_parallel * (INT32 + FP32 + choices * width) + 2 * choices)
 
 
 def activation_bytes(recipe: Recipe, shape: Architecture, recompute: str) -> tuple[float, float]:

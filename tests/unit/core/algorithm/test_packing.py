@@ -19,6 +19,8 @@ COSTS = st.builds(Cost, st.floats(0.5, 2), st.floats(0, 0.1), st.floats(0, 0.1),
 def test_packing(lengths, max_tokens, ranks, cost, one_size):
     packed = pack(lengths, max_tokens, ranks, cost, one_size)
     assert packed == pack(lengths, max_tokens, ranks, cost, one_size)
+    if one_size:  # what all are padded to, all may be filled to
+        max_tokens = max(max_tokens, max(lengths, default=0))
     assert len(packed) == ranks
     assert len({len(rank) for rank in packed}) == 1
     microbatches = [m for rank in packed for m in rank]
@@ -75,6 +77,13 @@ def test_attention_weighs_where_lengths_differ():
     )
     assert max(by_cost) / np.mean(by_cost) < 1.02
     assert max(by_tokens) / np.mean(by_tokens) > 1.3
+
+
+def test_where_all_have_the_longest_sequences_size_they_are_filled_to_it():
+    """Stages would pass on 21 micro-batches of 1,000 tokens, 20 of them mostly filler."""
+    lengths = [1000] + [100] * 40
+    assert len(pack(lengths, 200, 1, one_size=True)[0]) == 5
+    assert len(pack(lengths, 200, 1)[0]) == 21
 
 
 @settings(deadline=None)

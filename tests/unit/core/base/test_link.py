@@ -1,6 +1,7 @@
 """Rank 0's link against a real ROUTER socket that answers, is silent, or comes back."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -22,8 +23,8 @@ def address() -> str:
     return f"tcp://127.0.0.1:{free_ports(1)[0]}"
 
 
-def serve(address: str, replies: list[list[bytes] | None]) -> Callable[[], list[list[bytes]]]:
-    """A ROUTER that gives these replies in turn (None: silence), then closes; what it heard, once it has."""
+def serve(address: str, replies: list[list[bytes] | None], slow_s: float = 0.0) -> Callable[[], list[list[bytes]]]:
+    """A ROUTER that gives these replies in turn (None: silence), each after slow_s, then closes; what it heard, once it has."""
     heard: list[list[bytes]] = []
 
     def run() -> None:
@@ -34,6 +35,7 @@ def serve(address: str, replies: list[list[bytes] | None]) -> Callable[[], list[
             for reply in replies:
                 peer, empty, *frames = socket.recv_multipart()
                 heard.append(frames)
+                time.sleep(slow_s)
                 if reply is not None:
                     socket.send_multipart([peer, empty, *reply])
 
@@ -69,6 +71,18 @@ def test_an_unanswered_request_is_sent_again(address: str, link: ControllerLink)
     assert link.ask(NEXT) == encode(Ack())
     assert len(set(map(tuple, heard()))) == 1
     assert len(heard()) == 3
+
+
+def test_a_reply_that_takes_longer_than_until_the_next_try_arrives(
+    address: str, link: ControllerLink, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A batch of long rollouts has gigabytes, to be read, encrypted and sent. The next one is asked for only once."""
+    serve(address, [to_frames(Ack())] * 20, slow_s=1.3)
+    assert link.ask(NEXT) == encode(Ack())
+    assert "sending it again" in caplog.text
+    caplog.clear()
+    assert link.ask(NEXT) == encode(Ack())
+    assert not caplog.text
 
 
 def test_a_controller_that_comes_late_or_again_is_heard(address: str, link: ControllerLink) -> None:

@@ -217,7 +217,13 @@ def test_what_does_not_fit_is_said_in_the_words_of_the_recipe(trainer: Trainer) 
         microbatch_size.settle(trainer, 60, 600, None)
 
 
-def test_memory_that_runs_out_in_training_names_the_keys(tmp_path: Path, one_rank: None) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "said"), [(9, "64 tokens per micro-batch; lower it"), (70, "one sequence of 70 tokens")]
+)
+def test_memory_that_runs_out_in_training_names_the_keys(
+    tmp_path: Path, one_rank: None, tokens: int, said: str
+) -> None:
+    """A longer sequence than a micro-batch may have has one of its own: lowering the key would not help."""
     tiny_llama(tmp_path / "hf")
     trainer = Trainer(recipe_of(tmp_path / "hf", microbatch_tokens=64), tmp_path / "hf")
 
@@ -225,9 +231,9 @@ def test_memory_that_runs_out_in_training_names_the_keys(tmp_path: Path, one_ran
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
     trainer.policy.lm_head = lambda _: full  # type: ignore[assignment, method-assign]
-    ids = np.arange(9, dtype=np.int32)
+    ids = np.arange(tokens, dtype=np.int32)
     with pytest.raises(
-        MegarlError, match=r"learner.microbatch_tokens: rank 0 ran out .* 64 .*recompute=full.* 2.00 GiB"
+        MegarlError, match=rf"learner.microbatch_tokens: rank 0 ran out .*{said}.*recompute=full.* 2.00 GiB"
     ) as e:
         logprobs(trainer, [ids])
     assert "\n" not in str(e.value)

@@ -27,8 +27,8 @@ EVERY_SECOND = replace(read("qwen3-30b-a3b"), layers=4, expert_layers=(1, 3), ex
 MANY = replace(EVERY_SECOND, layers=3, expert_layers=(0, 1, 2), experts=300, experts_per_token=2)
 
 
-def reply(table: np.ndarray) -> str:
-    return base64.b64encode(table.astype("<i4").tobytes()).decode()
+def reply(table: np.ndarray, kind: str = "u1") -> str:
+    return base64.b64encode(table.astype(kind).tobytes()).decode()
 
 
 def test_layers_without_experts_are_left_out() -> None:
@@ -51,7 +51,7 @@ def test_an_expert_that_the_model_lacks_is_refused(wrong: int) -> None:
 
 def test_many_experts_and_the_way_through_msgpack() -> None:
     table = np.random.default_rng(0).integers(0, 300, (5, 3, 2))
-    routing = MANY.routing([MANY.routed_experts(reply(table[:2])), MANY.routed_experts(reply(table[2:]))])
+    routing = MANY.routing([MANY.routed_experts(reply(part, "<i2")) for part in (table[:2], table[2:])])
     segment = Segment(tokens=np.zeros(3, np.int32), logprobs=np.zeros(3, np.float32), weight_version=0)
     rollout = Rollout(sample=0, segments=(segment,), reward=1, correct=True, finish="stop", routing=routing)
     again = decode(encode(rollout), Rollout).routing
@@ -76,6 +76,18 @@ def test_asked_for_of_a_model_or_server_that_has_none(tmp_path: Path) -> None:
         routed_model(recipe)
     with pytest.raises(MegarlError, match="did not say which experts"):
         MANY.routed_experts("")
+
+
+def test_a_group_that_no_record_of_the_journal_could_hold_is_refused(tmp_path: Path) -> None:
+    """128 rollouts of 128k tokens take 6 GiB. The controller would die of it at the end of the first such group."""
+    shutil.copyfile(CONFIGS / "qwen3-30b-a3b.json", tmp_path / "config.json")
+    tree = {
+        "model": {"path": str(tmp_path), "moe": {"routing_replay": True}},
+        "length": {"thinking_tokens": [1, 126_976]},
+    }
+    assert routed_model(from_tree(tree | {"sampling": {"generations": 16}})) is not None
+    with pytest.raises(MegarlError, match=r"routing_replay: .* 6\.1 GiB, .* lower sampling\.generations"):
+        routed_model(from_tree(tree | {"sampling": {"generations": 128}}))
 
 
 class OneExpertATime:

@@ -33,6 +33,24 @@ def test_events_do_not_depend_on_where_the_stream_is_cut(bodies: list[str], cuts
     assert asyncio.run(parsed()) == [body.encode() for body in bodies]
 
 
+@pytest.mark.timeout(30)
+def test_a_long_event_is_joined_once() -> None:
+    """The experts of 128k tokens take 67 MB, in pieces of 64 kB. Joined at each piece, they would be copied for a minute."""
+    body, piece = b"x" * 2**27, 2**16
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"data: "
+        for at in range(0, len(body), piece):
+            yield body[at : at + piece]
+        yield b"\n"
+        yield b"\n"
+
+    async def parsed() -> list[bytes]:
+        return [event async for event in events(pieces())]
+
+    assert asyncio.run(parsed()) == [body]
+
+
 def chunk(tokens: list[int], finish: dict[str, object] | None = None) -> bytes:
     entries = [[-0.5 * t, t, None] for t in tokens]
     spans = [{"version": "3", "start": 0, "end": 4}]
@@ -40,7 +58,9 @@ def chunk(tokens: list[int], finish: dict[str, object] | None = None) -> bytes:
     return b"data: " + json.dumps({"output_ids": tokens, "meta_info": meta, "text": ""}).encode() + b"\n\n"
 
 
-def answered(*pieces: bytes, status: int = 200, text: str = "", cut: bool = False, stall: bool = False) -> object:
+def answered(
+    *pieces: bytes, status: int = 200, text: str = "", cut: bool = False, stall: bool = False, apart_s: float = 0.0
+) -> object:
     """What `generate` returns or raises when a server sends exactly these pieces."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
@@ -50,6 +70,7 @@ def answered(*pieces: bytes, status: int = 200, text: str = "", cut: bool = Fals
         await response.prepare(request)
         for piece in pieces:
             await response.write(piece)
+            await asyncio.sleep(apart_s)
         if stall:
             await asyncio.sleep(30)
         if cut:
@@ -66,7 +87,7 @@ def answered(*pieces: bytes, status: int = 200, text: str = "", cut: bool = Fals
         await web.TCPSite(runner, "127.0.0.1", port).start()
         try:
             address = ServerAddress(id=0, url=f"http://127.0.0.1:{port}")
-            async with ServerClient(address, "user", "admin", timeout_s=2.0 if stall else 60.0) as client:
+            async with ServerClient(address, "user", "admin", timeout_s=2.0 if stall or apart_s else 60.0) as client:
                 return await client.generate([1, 2], 4)
         except (ServerLost, ServerRefused) as error:
             return error
@@ -82,6 +103,12 @@ def test_chunks_are_joined() -> None:
     assert done.logprobs.tolist() == [-2.5, -3.0, -3.5, -4.0]  # type: ignore[attr-defined]
     assert done.spans == ((3, 0, 4),)  # type: ignore[attr-defined]
     assert done.finish == "stop"  # type: ignore[attr-defined]
+
+
+def test_a_request_may_take_longer_than_a_server_may_be_silent() -> None:
+    """128k tokens take hours. A limit on the whole request would make its server count as lost, with all its other requests."""
+    done = answered(*(chunk([n]) for n in range(5)), chunk([7, 8], {"type": "stop", "matched": 8}), apart_s=0.5)
+    assert done.tokens.tolist() == [0, 1, 2, 3, 4, 7, 8]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("how", [{}, {"cut": True}, {"stall": True}])

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,6 +87,23 @@ def test_prefills_replay_no_graphs_on_a_gpu(tmp_path: Path) -> None:
     assert (
         engine_arguments(a_recipe(tmp_path), 0, "127.0.0.1", 1, cuda=True)["cuda_graph_backend_prefill"] == "disabled"
     )
+
+
+@pytest.mark.parametrize(
+    ("kv_tokens", "held", "enough"), [(None, 488, True), (None, 487, False), (450, 450, True), (450, 384, False)]
+)
+def test_a_kv_cache_without_room_for_the_longest_sequence_is_refused(
+    tmp_path: Path, kv_tokens: int | None, held: int, enough: bool
+) -> None:
+    """SGLang only warns. It would cut long requests short and refuse to continue them: their tickets would be void."""
+    recipe = a_recipe(tmp_path, serving={"kv_tokens": kv_tokens})
+    context = engine_arguments(recipe, 0, "127.0.0.1", 1, cuda=True)["context_length"]
+    assert context == 488
+    most_input = min(context, held) - 1 - 5  # as SGLang computes max_req_input_len
+    with (
+        nullcontext() if enough else pytest.raises(MegarlError, match=f"serving: .* has {held} tokens, and the longest")
+    ):
+        launch.check_kv(recipe, most_input)
 
 
 def test_context_does_not_exceed_the_model(tmp_path: Path) -> None:

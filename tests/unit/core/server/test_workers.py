@@ -132,11 +132,14 @@ def test_scouts_loader_does_not_warn_of_each_bucket(monkeypatch: pytest.MonkeyPa
         (ranks, "bind_all"),
     ):
         monkeypatch.setattr(owner, change, lambda *_: None)
-    workers.scheduler(1.0, 2.0)
+    workers.scheduler(1.0, 2.0, 0)
     assert seen == [logging.ERROR]
 
 
-def test_a_retracted_request_keeps_the_experts_of_the_tokens_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("experts", "kind"), [(255, torch.uint8), (256, torch.int16)])
+def test_a_retracted_request_keeps_the_experts_of_the_tokens_it_has(
+    monkeypatch: pytest.MonkeyPatch, experts: int, kind: torch.dtype
+) -> None:
     """It is retracted twice, and again before it has another token. Places in the cache are freed and given out anew."""
     from sglang.srt.managers import schedule_batch
     from sglang.srt.managers.scheduler_components import batch_result_processor
@@ -151,7 +154,7 @@ def test_a_retracted_request_keeps_the_experts_of_the_tokens_it_has(monkeypatch:
     processor = batch_result_processor.SchedulerBatchResultProcessor
     monkeypatch.setattr(processor, "_maybe_collect_routed_experts", processor._maybe_collect_routed_experts)
     monkeypatch.setattr(schedule_batch, "release_req", lambda **_: bool(places.fill_(99).any()))
-    workers.own_routing()
+    workers.own_routing(experts)
     request = SimpleNamespace(
         return_routed_experts=True, routed_experts_start_len=2, routed_experts=None, origin_input_ids=[7] * 4, output_ids=[],
         output_ids_through_stop=[], kv=SimpleNamespace(req_pool_idx=0), rid="", seqlen=0, cached_tokens=0,
@@ -177,6 +180,7 @@ def test_a_retracted_request_keeps_the_experts_of_the_tokens_it_has(monkeypatch:
     retract()
     compute(6, 50, 70)
     processor._maybe_collect_routed_experts(SimpleNamespace(req_to_token_pool=pool), request)
+    assert request.routed_experts.dtype == kind
     first, second, third = [12, 13, 14, 15], [46, 47], [78]  # from the third token of the input on
     assert request.routed_experts[:, 0, 0].tolist() == first + second + third
     assert torch.equal(request.routed_experts[:, 0], request.routed_experts[:, 1])

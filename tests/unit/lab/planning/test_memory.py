@@ -160,3 +160,14 @@ def test_a_servers_host_memory_is_new_weights_and_the_experts_of_each_token() ->
     assert found.host == pytest.approx(30.5 * GB + table, rel=2e-3)
     assert memory.server(recipe(**keys, weights__transport="disk"), shape, 80 * GB).host == table == 20_000 * 48 * 8 * 4
     assert memory.server(recipe(), EIGHT, 80 * GB).host == pytest.approx(16.06 * GB, rel=1e-3)
+
+
+def test_each_learners_rank_has_the_experts_of_all_rollouts() -> None:
+    """Qwen3-30B-A3B, 128k tokens on each of 8 data-parallel ranks: 48 x 8 choices and 8 more bytes a token, as received and as
+    decoded, and those of its own tokens in two bytes."""
+    shape, keys = architecture.read("qwen3-30b-a3b"), {"resources__learner_ranks": 8, "model__tensor_parallel": 1}
+    hosts = [
+        memory.learner(recipe(**keys, model__moe={"routing_replay": replayed}), shape, 16_384, 8).host
+        for replayed in (True, False)
+    ]
+    assert hosts[0] - hosts[1] == pytest.approx(16_384 * 8 * (2 * 8 * (384 + 8) + 2 * 384))

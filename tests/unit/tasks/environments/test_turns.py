@@ -106,7 +106,7 @@ class Client:
             spans = [VersionSpan(version, 0, at), VersionSpan(newer, at, len(tokens))]
             versions = [version] * at + [newer] * (len(tokens) - at)
         self.servers.log.append((ids, int32(tokens), versions, stop_token_ids == (END,)))
-        rows = np.arange(routing_from, len(ids) + len(tokens) - 1, dtype="<i4")
+        rows = np.arange(routing_from, len(ids) + len(tokens) - 1, dtype="<i2")
         finish = "stop" if tokens[-1] in stop_token_ids else "length"
         table = base64.b64encode(rows.tobytes()).decode()
         return Generation(int32(tokens), float32([-1.0] * len(tokens)), tuple(spans), finish, table)  # type: ignore[arg-type]
