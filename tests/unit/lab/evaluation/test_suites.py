@@ -146,7 +146,7 @@ def test_tests_of_any_size_are_kept(tokenizer: Tokenizer, tmp_path: Path) -> Non
 def test_the_held_out_rows_of_a_task_are_those_of_training(tokenizer: Tokenizer, tmp_path: Path) -> None:
     rows = [{"id": f"p{n}", "prompt": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(40)]
     train = write_rows(tmp_path / "train.jsonl", rows)
-    banned = write_rows(tmp_path / "banned.jsonl", [{"prompt": " ".join(f"w{n}" for n in range(20)), "answer": "1"}])
+    banned = write_rows(tmp_path / "banned.jsonl", rows[:20])  # what is held out is chosen from the others
     tree = {
         "run": {"dir": str(tmp_path), "name": "run"},
         "data": {"tasks": {"sums": {"train": str(train), "heldout": 7}}, "decontaminate": [str(banned)]},
@@ -157,10 +157,13 @@ def test_the_held_out_rows_of_a_task_are_those_of_training(tokenizer: Tokenizer,
     rundir.create()
     rundir.recipe.write_text(dump(recipe))
     for word, base in (("sums", recipe), (f"{rundir.path}:sums", from_tree({}))):
-        name, keys = _suite(word, base)
+        name, keys, owner = _suite(word, base)
         suite = from_tree({"evaluation": {"suites": {name: keys}}}).evaluation.suites[name]
-        loaded = suites.load(name, suite, tokenizer, 2048, recipe.data.decontaminate)
+        loaded = suites.load(name, suite, tokenizer, 2048, owner.data.decontaminate)
         assert ({p.id for p in loaded.questions.prompts}, loaded.rows, dict(loaded.left_out)) == (heldout, 7, {})
+    model = Subject("model", tokenizer.path, tokenizer.path)
+    asked = asked_with(model, [f"{rundir.path}:sums"], [], [], tmp_path / "out")[0]
+    assert asked.data.decontaminate == (str(banned),)
     with pytest.raises(MegarlError, match="has no task 'sum'; it has sums"):
         _suite(f"{rundir.path}:sum", recipe)
 
@@ -215,6 +218,18 @@ def test_as_many_servers_as_the_gpus_allow_are_as_wide_as_the_runs(
 
     assert servers() == (2, 4)
     assert servers("resources.server_tensor_parallel=8") == (1, 8)
+
+
+@pytest.mark.parametrize("name", ["quickstart-tasks", "scalerl-1gpu"])
+def test_a_run_with_a_forecast_or_on_one_gpu_is_asked_on_as_many_as_there_are(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its tasks nor its learner are there: what names them would be refused."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    (tmp_path / "recipe.yaml").write_text(dump(load(name, [])))
+    subject = Subject("run@1", tmp_path, tmp_path, RunDir(tmp_path))
+    recipe, names = asked_with(subject, ["gsm8k"], [], [], tmp_path / "out")
+    assert (recipe.resources.servers, names) == (2, ["gsm8k"])
 
 
 def test_a_pickle_that_is_no_text_is_not_run(tokenizer: Tokenizer, tmp_path: Path) -> None:
