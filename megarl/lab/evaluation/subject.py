@@ -94,6 +94,8 @@ def recipe_of(
         what = "have tasks with another data.decontaminate"
         raise MegarlError(f"--suite: the runs of {', '.join(suites)} {what}; evaluate each with its own --out")
     tree["data"]["decontaminate"] = next(iter(against), ())
+    for _, _, owner in found:
+        tree["data"]["services"] |= owner.model_dump(mode="json")["data"]["services"]
     tree["data"]["tasks"], tree["evaluation"]["forecast"] = {}, ""
     tree["evaluation"]["suites"] = {name: _template(base, subject.hf) | keys for name, keys in asked.items()}
     given = [f"evaluation.suites.{name}.{option}" for name in asked for option in options]

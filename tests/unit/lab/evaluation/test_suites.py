@@ -220,6 +220,15 @@ def test_as_many_servers_as_the_gpus_allow_are_as_wide_as_the_runs(
     assert servers("resources.server_tensor_parallel=8") == (1, 8)
 
 
+def test_a_task_of_another_run_is_graded_by_that_runs_services(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    services = {"judge": {"url": "http://judge/grade"}}
+    tree = {"data": {"tasks": {"essays": {"train": "x", "heldout": "y", "grader": "judge"}}, "services": services}}
+    RunDir(tmp_path).recipe.write_text(dump(from_tree(tree)))
+    model = Subject("model", tokenizer.path, tokenizer.path)
+    recipe, _ = asked_with(model, [f"{tmp_path}:essays"], [], [], tmp_path / "out")
+    assert recipe.data.services["judge"].url == "http://judge/grade"
+
+
 @pytest.mark.parametrize("name", ["quickstart-tasks", "scalerl-1gpu"])
 def test_a_run_with_a_forecast_or_on_one_gpu_is_asked_on_as_many_as_there_are(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
