@@ -2,22 +2,28 @@
 
 import asyncio
 import base64
+import io
 import json
 import pickle
 import zlib
 from pathlib import Path
 
+import msgspec
 import pytest
+from rich.console import Console
 
 from megarl.core.base.contracts import Grade
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
-from megarl.core.evaluation.answers import Result
-from megarl.core.recipe import Recipe, dump, from_tree, load, load_suite, shipped_suites
+from megarl.core.base.types import Prompt, int32
+from megarl.core.evaluation.answers import Answer, Result
+from megarl.core.evaluation.metrics import Outcome
+from megarl.core.evaluation.score import Sampled
+from megarl.core.recipe import Recipe, Suite, dump, from_tree, load, load_suite, shipped_suites
 from megarl.core.sampling.sampler import Sampler
 from megarl.lab.evaluation import suites
-from megarl.lab.evaluation.main import never_thinks
+from megarl.lab.evaluation.main import counted, never_thinks
 from megarl.lab.evaluation.subject import Subject, _suite
 from megarl.lab.evaluation.subject import recipe_of as asked_with
 from megarl.tasks.data import programs
@@ -265,6 +271,25 @@ def test_tests_that_become_too_long_are_left_out(
     recipe = recipe_of("livecodebench", write_rows(tmp_path / "rows.jsonl", rows))
     loaded = suites.load("livecodebench", recipe.evaluation.suites["livecodebench"], tokenizer, 2000)
     assert loaded.left_out == {"not of the schema": 1}
+
+
+def test_the_share_shown_is_of_what_is_asked_now() -> None:
+    """An earlier command had asked more prompts, and more answers to each."""
+    made = [
+        Answer(
+            suite="s", id=id, sample=n, prompt="", expected="", completion="", answer="", vote="", correct=True,
+            truncated=False, interrupted=False, format_ok=True, grader_timeout=False, grader_error=False, tokens=1,
+            entropy=None,
+        )
+        for id in "abc"
+        for n in range(2)
+    ]  # fmt: skip
+    prompts = [Prompt(id=id, tokens=int32([1]), answer="", task="s") for id in "ad"]
+    asked = Sampled("s", prompts, 1, [Outcome.of(one) for one in made], rows=Suite(data="x"))
+    screen = io.StringIO()
+    with counted([asked], Console(file=screen, force_terminal=True, width=160)) as count:
+        count(msgspec.structs.replace(made[0], id="d", correct=False))
+    assert "50.0% right" in screen.getvalue()
 
 
 def test_a_misspelt_suite_is_told_from_one_of_the_users() -> None:
