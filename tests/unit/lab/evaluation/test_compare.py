@@ -285,3 +285,13 @@ def test_a_runs_own_evaluation_and_megarl_evals_of_its_held_out_prompts_have_the
     assert list(compared(a, b).notes) == []
     c = write(tmp_path / "c", [answer("x", True)], "C", settings | {"prompts": "another"})
     assert compared(b, c).notes == ["prompts: a digest of B, another of C."]
+
+
+def test_the_best_by_reward_is_compared_only_where_both_have_rewards(tmp_path: Path) -> None:
+    rewarded = [answer("x", n > 0, n, reward=float(n)) for n in range(2)]
+    a, b = write(tmp_path / "a", rewarded), write(tmp_path / "b", rewarded)
+    c = write(tmp_path / "c", [answer("x", n > 0, n) for n in range(2)])
+    assert {"pass@2", "maj@2", "best@2"} <= {one.name for one in compared(a, b).quantities}
+    names = {one.name for one in compared(a, c).quantities}
+    assert {"pass@2", "maj@2"} <= names
+    assert "best@2" not in names, "without rewards none can be chosen"
