@@ -97,7 +97,8 @@ def recipe_of(
     for _, _, owner in found:
         tree["data"]["services"] |= owner.model_dump(mode="json")["data"]["services"]
     tree["data"]["tasks"], tree["evaluation"]["forecast"] = {}, ""
-    tree["evaluation"]["suites"] = {name: _template(base, subject.hf) | keys for name, keys in asked.items()}
+    template = _template(base, subject.hf)  # an agent's requests get it, not its prompt
+    tree["evaluation"]["suites"] = {n: keys if keys.get("agent") else template | keys for n, keys in asked.items()}
     given = [f"evaluation.suites.{name}.{option}" for name in asked for option in options]
     return from_tree(tree, [*given, *overrides]), list(asked)
 
@@ -159,7 +160,7 @@ def _of_directory(hf: Path) -> list[str]:
 def _template(recipe: Recipe, hf: Path) -> dict[str, Any]:
     """Return the template of the run's tasks if they share one; else the model's own, if any; else `raw`."""
     keys = {"template", "system", "template_options"}
-    trained = [task.model_dump(include=keys) for task in recipe.data.tasks.values()]
+    trained = [task.model_dump(include=keys) for task in recipe.data.tasks.values() if not task.agent]
     if trained and all(one == trained[0] for one in trained):
         return trained[0]
     try:

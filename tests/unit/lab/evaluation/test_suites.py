@@ -327,3 +327,14 @@ def test_a_suite_is_asked_in_the_tasks_chat_template_unless_it_names_one() -> No
     }  # fmt: skip
     other = load("qwen3-8b-2nodes", [suites, "data.tasks.dapo.system=Think."]).evaluation.suites
     assert {suite.template for suite in other.values()} == {"raw"}
+    beside = load("qwen3-8b-2nodes", [suites, "data.tasks.of_agent={train: x, heldout: y, agent: 'a:solve'}"])
+    assert beside.evaluation.suites == found, "an agent's prompts are raw, whatever the template is"
+
+
+def test_an_agents_suite_is_asked_raw_also_of_a_model_with_a_template(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("data: x.jsonl\nagent: 'a:solve'\n")
+    (tmp_path / "other.yaml").write_text("data: x.jsonl\n")
+    RunDir(tmp_path).recipe.write_text(dump(load("qwen3-8b-2nodes")))
+    subject, names = Subject("run@1", tmp_path, tmp_path, RunDir(tmp_path)), ("mine", "other")
+    recipe, _ = asked_with(subject, [str(tmp_path / f"{name}.yaml") for name in names], [], [], tmp_path / "out")
+    assert [recipe.evaluation.suites[name].template for name in names] == ["raw", "chat"]
