@@ -12,12 +12,22 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megarl.core.base.contracts import GraderDown
-from megarl.core.base.rundir import Row, RunDir, append_jsonl, lacking, latest_scores, rows_in_order, step_folder
+from megarl.core.base.rundir import (
+    CHECKPOINT,
+    Row,
+    RunDir,
+    append_jsonl,
+    lacking,
+    latest_scores,
+    rows_in_order,
+    step_folder,
+)
 from megarl.core.controller.metrics import ComputeClock, Spent
 from megarl.core.controller.pipeline import Pipeline
 from megarl.core.evaluation.answers import Answer, SuiteDir
@@ -102,6 +112,7 @@ class Evaluations:
                 )
             )  # fmt: skip
             log.info("version %d: held-out pass rate %.4f", version, scores["pass_rate"])
+            await asyncio.to_thread(self._drop_answers)
             if why := not_worth_it(new, self._recipe.run.stop_when):
                 self._stop(f"run.stop_when: {why}")
         except* GraderDown as errors:
@@ -153,6 +164,15 @@ class Evaluations:
             result = result_of(suite.name, model, suite.samples, settings, outcomes[suite.name])
             SuiteDir(folder, suite.name).write_result(result)
 
+    def _drop_answers(self) -> None:
+        """Delete the answers of all but the newest `evaluation.keep` evaluations, if the recipe has it; results stay."""
+        if keep := self._recipe.evaluation.keep:
+            ended = {path.parent.parent for path in self._rundir.evaluations.glob("step-*/*/result.json")}
+            for folder in sorted(path for path in ended if CHECKPOINT.fullmatch(path.name))[:-keep]:
+                for answers in folder.glob("*/answers.jsonl"):
+                    with suppress(OSError):
+                        answers.unlink()
+
     def _with_forecast(self, row: Row) -> Row:
         """Return the forecast's columns, given this row; empty if there are too few scores or no column is chosen."""
         if not (score := self._recipe.forecast_column):
@@ -180,5 +200,5 @@ def row(outcomes: Mapping[str, Sequence[Outcome]], recipe: Recipe, version: int)
     alone = [*(tasks if len(tasks) > 1 else []), *recipe.evaluation.suites]
     for name in alone:
         row |= {f"{metric}/{name}": value for metric, value in summarise(outcomes[name]).items()}
-    row |= {f"samples/{name}": suite.samples for name, suite in recipe.evaluation.suites.items()}
-    return row
+    row |= {f"samples/{name}": 1 for name in recipe.evaluation.suites}  # of multiple choice
+    return row | {f"samples/{name}": suite.samples for name, suite in recipe.evaluation.sampled.items()}

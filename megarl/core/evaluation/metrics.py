@@ -65,13 +65,14 @@ type Choice = Callable[[Sequence[Outcome], int], float]
 
 
 def choices(outcomes: Sequence[Outcome]) -> dict[str, Choice]:
-    """Return the ways to choose among answers, by metric: `maj` if every well-formed answer votes, `best` with rewards."""
+    """Return the ways to choose among answers, by metric: `maj` if every well-formed answer that is not void votes, `best`
+    with rewards."""
 
     def best(group: Sequence[Outcome], k: int) -> float:
         return best_at_k([-math.inf if o.reward is None else o.reward for o in group], [o.correct for o in group], k)
 
     choosers: dict[str, Choice] = {"pass": lambda group, k: pass_at_k(sum(o.correct for o in group), len(group), k)}
-    if any(o.vote for o in outcomes) and all(o.vote or not o.format_ok for o in outcomes):
+    if any(o.vote for o in outcomes) and all(o.vote or o.void or not o.format_ok for o in outcomes):
         choosers["maj"] = lambda group, k: maj_at_k([o.vote for o in group], [o.correct for o in group], k)
     if any(o.reward is not None for o in outcomes):
         choosers["best"] = best

@@ -268,11 +268,12 @@ def _with_suites(tree: RecipeTree) -> RecipeTree:
 
 
 def _chat_of_tasks(tree: RecipeTree) -> RecipeTree:
-    """Return the keys of the chat template that all tasks share; empty if they share none."""
+    """Return the keys of the chat template that all tasks without an agent share; empty if they share none."""
     match tree:
         case {"data": {"tasks": dict(tasks)}}:
             keys = ("template", "system", "template_options")
-            chats = [{k: task[k] for k in keys if k in task} for task in tasks.values() if isinstance(task, dict)]
+            asked = [task for task in tasks.values() if isinstance(task, dict) and not task.get("agent")]
+            chats = [{k: task[k] for k in keys if k in task} for task in asked]
             if chats and chats[0].get("template") == "chat" and all(one == chats[0] for one in chats):
                 return chats[0]
     return {}

@@ -537,6 +537,7 @@ class Evaluation(Section):
     samples: int = Field(16, ge=1, description="answers per prompt: mean@samples")
     temperature: float = Field(1.0, ge=0, description="divides the logits of evaluation answers; 0: greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus of evaluation answers")
+    keep: int | None = Field(None, ge=1, description="newest evaluations whose answers are kept; null: all")
     forecast: str = Field(
         "", description="task or suite whose pass rate is forecast; empty: that of a single task, none with several"
     )

@@ -39,6 +39,8 @@ LARGEST = 64_000_000  # characters of all completions in a page
 SHORTEST = 1000  # characters that a completion keeps at least, however many completions there are
 LONGEST_ASKED = 20_000  # characters shown of a prompt or an expected answer; tests of a program can be megabytes
 LINE = 160  # characters of a prompt in the list
+ONE_SIDED = {"prompts", "suite.data", "suite.heldout", "suite.prompt", "suite.trusted_grader"}
+"""Settings that only a suite has, or only a task of a run: that one side lacks them is no difference."""
 
 
 class Side(NamedTuple):
@@ -144,8 +146,9 @@ def quantities(a: Side, b: Side, prompts: Sequence[str]) -> list[Quantity]:
         return Quantity(name, a_score, b_score, paired_difference(x, y, of / k), share=True)
 
     rows = [share(f"mean@{k}" if k > 1 else "right", lambda answers: fmean(o.correct for o in answers))]
-    for name, chosen in choices(every).items() if k > 1 else ():
-        rows.append(share(f"{name}@{k}", lambda answers, chosen=chosen: chosen(answers, k), k))  # type: ignore[misc]
+    ways = [choices(list(chain.from_iterable(side))) for side in (ours, theirs)]  # rewards may be on one side only
+    for name in (name for name in ways[0] if name in ways[1] and k > 1):
+        rows.append(share(f"{name}@{k}", lambda answers, chosen=ways[0][name]: chosen(answers, k), k))  # type: ignore[misc]
     if any(o.by_length is not None for o in every):
         rows.append(share("by length", lambda answers: fmean(bool(o.by_length) for o in answers)))
     rows.append(share("truncated", lambda answers: fmean(o.truncated for o in answers)))
@@ -170,7 +173,8 @@ def notes(a: Side, b: Side, prompts: Sequence[str]) -> Iterator[str]:
         yield f"Worded differently, or in another template, on the two sides: {reworded} of {len(prompts)} prompts."
     if a.result and b.result:
         ours, theirs = (flat({**result.settings, "model": None}) for result in (a.result, b.result))
-        for key in sorted(ours.keys() | theirs.keys()):
+        one_sided = ONE_SIDED - (ours.keys() & theirs.keys())
+        for key in sorted((ours.keys() | theirs.keys()) - one_sided):
             if ours.get(key) != theirs.get(key):
                 yield f"{key}: {ours.get(key)} of {a.name}, {theirs.get(key)} of {b.name}."
 

@@ -29,7 +29,7 @@ from megarl.core.base.errors import MegarlError, first_of
 from megarl.core.base.rundir import RunDir, write_atomically
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
 from megarl.core.evaluation.answers import Answer, Result, SuiteDir
-from megarl.core.evaluation.metrics import read_outcomes, result_of, settings_of
+from megarl.core.evaluation.metrics import Outcome, read_outcomes, result_of, settings_of
 from megarl.core.evaluation.score import score
 from megarl.core.recipe import Recipe
 from megarl.lab.evaluation import suites
@@ -68,8 +68,7 @@ def main(
         if any(q.open for q, _ in questions):
             _ask(subject, recipe, tokenizer, [q for q, _ in questions], out, console)
         for q, settings in questions:
-            wanted = {prompt.id for prompt in q.prompts}  # an earlier command may have asked more questions
-            there = [o for o in read_outcomes(SuiteDir(out, q.name).answers) if o.id in wanted and o.sample < q.samples]
+            there = asked_now(q, read_outcomes(SuiteDir(out, q.name).answers))
             results.append(result_of(q.name, subject.name, q.samples, settings, there))
             SuiteDir(out, q.name).write_result(results[-1])
     console.print(table(results))
@@ -80,6 +79,12 @@ def main(
         left = "some answers could not be generated or judged and count as wrong; the same command tries them again"
         print(f"megarl: {left}", file=sys.stderr)
     return int(void)
+
+
+def asked_now(questions: SuiteQuestions, outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Return the outcomes of these questions; an earlier command may have asked more."""
+    wanted = {prompt.id for prompt in questions.prompts}
+    return [one for one in outcomes if one.id in wanted and one.sample < questions.samples]
 
 
 def never_thinks(results: Sequence[Result], end_of_thinking: str) -> str:
@@ -160,7 +165,7 @@ def counted(questions: Sequence[SuiteQuestions], console: Console) -> Iterator[C
     times = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
     live, last = console.is_terminal, time.monotonic()
     shown = progress.Progress(*counts, *times, console=console, disable=not live)
-    right = {q.name: sum(a.correct for a in q.answered) for q in questions}
+    right = {q.name: sum(one.correct for one in asked_now(q, q.answered)) for q in questions}
     bars = {}
     for q in questions:
         total = len(q.prompts) * q.samples

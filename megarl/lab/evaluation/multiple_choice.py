@@ -168,11 +168,15 @@ async def ask(
     client: ServerClient, tokenizer: Tokenizer, question: Question, suite: str, longest: int, salt: str
 ) -> Answer:
     """Return the answer of the model that `client` serves. longest: tokens that fit in the context window. salt: unique to an
-    evaluation and a version of the weights. Raises ServerLost or ServerRefused; MegarlError as in `joined`."""
+    evaluation and a version of the weights. Raises ServerLost or ServerRefused; MegarlError as in `joined`, and if the model's
+    log-probs are not finite."""
     continuations = joined(tokenizer, question.context, [DELIMITER + choice for choice in question.choices], longest)
     tokens, first, _ = zip(*continuations, strict=True)
     scores = await client.score(tokens, first, f"{salt}/{question.id}")
-    return answered(question, suite, [float(np.sum(s.logprobs, dtype=np.float64)) for s in scores], continuations)
+    sums = [float(np.sum(s.logprobs, dtype=np.float64)) for s in scores]
+    if not np.isfinite(sums).all():
+        raise MegarlError("the model's log-likelihood of a choice is not finite")
+    return answered(question, suite, sums, continuations)
 
 
 def answered(question: Question, suite: str, scores: Sequence[float], continuations: Sequence[Continuation]) -> Answer:

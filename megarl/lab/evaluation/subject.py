@@ -80,37 +80,48 @@ def recipe_of(
         "run.name=.servers",
         f"model.path={json.dumps(str(subject.hf))}",
         "model.moe.routing_replay=false",
+        "resources.colocate=false",  # no learner shares the servers' GPUs, or sends weights
+        "weights.transport=disk",
         f"resources.servers={servers}",
     ]
     base = load(str(run.recipe), fixed) if run else from_tree({}, [*fixed, *_of_directory(subject.hf)])
     found = [_suite(word, base) for word in dict.fromkeys(suites)]
-    if len(asked := dict(found)) < len(found):
+    if len(asked := {name: keys for name, keys, _ in found}) < len(found):
         raise MegarlError(f"--suite: two of {', '.join(suites)} have one name; evaluate each with its own --out")
     tree = base.model_dump(mode="json")
-    tree["data"]["tasks"] = {}
-    tree["evaluation"]["suites"] = {name: _template(base, subject.hf) | keys for name, keys in asked.items()}
+    against = {owner.data.decontaminate for _, keys, owner in found if keys.get("heldout")}  # decides what is held out
+    if len(against) > 1:
+        what = "have tasks with another data.decontaminate"
+        raise MegarlError(f"--suite: the runs of {', '.join(suites)} {what}; evaluate each with its own --out")
+    tree["data"]["decontaminate"] = next(iter(against), ())
+    for _, _, owner in found:
+        tree["data"]["services"] |= owner.model_dump(mode="json")["data"]["services"]
+    tree["data"]["tasks"], tree["evaluation"]["forecast"] = {}, ""
+    template = _template(base, subject.hf)  # an agent's requests get it, not its prompt
+    tree["evaluation"]["suites"] = {n: keys if keys.get("agent") else template | keys for n, keys in asked.items()}
     given = [f"evaluation.suites.{name}.{option}" for name in asked for option in options]
     return from_tree(tree, [*given, *overrides]), list(asked)
 
 
-def _suite(word: str, base: Recipe) -> tuple[str, dict[str, object]]:
-    """Return a suite's name and keys. word: a suite or task (held-out prompts) of the run, a shipped one, YAML, RUN:TASK."""
+def _suite(word: str, base: Recipe) -> tuple[str, dict[str, object], Recipe]:
+    """Return a suite's name, its keys and the recipe that it is of. word: a suite or task (held-out prompts) of the run, a
+    shipped suite, YAML, RUN:TASK."""
     if word in base.evaluation.suites:
-        return word, base.evaluation.suites[word].model_dump(mode="json")
+        return word, base.evaluation.suites[word].model_dump(mode="json"), base
     if word in base.data.tasks:
-        return word, _heldout(word, base)
+        return word, _heldout(word, base), base
     if word in shipped_suites():
-        return word, {}
+        return word, {}, base
     if word.endswith((".yaml", ".yml")):
         if not Path(word).is_file():
             raise MegarlError(f"--suite: {word!r} is not a file")
-        return Path(word).stem, load_suite(Path(word))
+        return Path(word).stem, load_suite(Path(word)), base
     path, _, task = word.rpartition(":")
     if path:
         other = load(str(RunDir.opened(Path(path)).recipe))
         if task not in other.data.tasks:
             raise MegarlError(f"--suite: {path} has no task {task!r}; it has {', '.join(other.data.tasks)}")
-        return task, _heldout(task, other)
+        return task, _heldout(task, other), other
     known = [*shipped_suites(), *base.evaluation.suites, *base.data.tasks]
     raise MegarlError(f"--suite: {word!r} is not one of {', '.join(dict.fromkeys(known))}, nor RUN:TASK or a YAML file")
 
@@ -149,7 +160,7 @@ def _of_directory(hf: Path) -> list[str]:
 def _template(recipe: Recipe, hf: Path) -> dict[str, Any]:
     """Return the template of the run's tasks if they share one; else the model's own, if any; else `raw`."""
     keys = {"template", "system", "template_options"}
-    trained = [task.model_dump(include=keys) for task in recipe.data.tasks.values()]
+    trained = [task.model_dump(include=keys) for task in recipe.data.tasks.values() if not task.agent]
     if trained and all(one == trained[0] for one in trained):
         return trained[0]
     try:

@@ -60,6 +60,9 @@ class BudgetSplit(NamedTuple):
 def read_run(path: Path) -> CellRun:
     """Read a run directory as a point of the grid."""
     recipe, rundir = load(str(RunDir.opened(path).recipe)), RunDir(path)
+    if recipe.run.fork:
+        why = "whose first steps its parent made, perhaps with another batch"
+        raise MegarlError(f"{path}: a fork, {why}; give runs that made all of their steps")
     (curve,) = read_points(path, PointColumns(hours="step"))
     hours = np.diff([row["training_hours"] for row in latest_rows(rundir.metrics) if "training_hours" in row])
     # The median, because steps waited while servers were reserved for an evaluation.

@@ -20,7 +20,7 @@ import numpy as np
 from msgspec import UNSET
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.rundir import Row, RunDir, step_of
+from megarl.core.base.rundir import CHECKPOINT, Row, RunDir, step_of
 from megarl.core.evaluation.answers import SuiteDir
 
 FALSE_ALARMS = 0.05
@@ -87,7 +87,8 @@ def straying(scores: np.ndarray) -> float:
 def watch(rundir: RunDir, version: int, tasks: Sequence[str]) -> Row:
     """Return the columns of eval.jsonl for the evaluation of this version, whose results must be on disk. Tasks without a
     trusted grader have none. With several tasks the columns end in `/TASK`."""
-    folders = {step_of(path): path for path in sorted(rundir.evaluations.glob("step-*")) if step_of(path) <= version}
+    known = [path for path in sorted(rundir.evaluations.glob("step-*")) if CHECKPOINT.fullmatch(path.name)]
+    folders = {step_of(path): path for path in known if step_of(path) <= version}
     row: Row = {}
     for name in tasks:
         if version not in folders or not _scores(SuiteDir(folders[version], name)):

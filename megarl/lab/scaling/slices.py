@@ -86,6 +86,10 @@ def slices(run: Path, hours: str | None = None, **how: Unpack[FitOptions]) -> li
     """Return all slices of a run with their laws. hours: the column of compute, as in PointColumns; how: options of `fit`."""
     rundir = RunDir.opened(run)
     scored = [(row, step_folder(rundir.evaluations, row["step"])) for row in latest_scores(rundir.eval)]
+    if gone := [str(row["step"]) for row, folder in scored if not suites_in(folder)]:
+        log.warning(
+            "evaluations whose answers are gone (evaluation.keep, a fork) are left out: step %s", ", ".join(gone)
+        )
     scored = [(row, folder) for row, folder in scored if suites_in(folder)]
     if not scored:
         raise MegarlError(f"{rundir.evaluations}: no answers of eval.jsonl's evaluations; slices are made from answers")

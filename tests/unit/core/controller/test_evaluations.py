@@ -81,6 +81,9 @@ def test_a_row_of_several_tasks_and_a_suite(tmp_path: Path) -> None:
     with_suite = row({"math": math, "gsm8k": code}, alone.model_copy(update={"evaluation": suites}), 7)
     assert (with_suite["pass_rate"], with_suite["pass_rate/gsm8k"]) == (pytest.approx(5 / 6), 0.25)
     assert (with_suite["samples"], with_suite["samples/gsm8k"]) == (2, 2)
+    choices = alone.evaluation.model_copy(update={"suites": {"arc": Suite(data="x", mapping="arc", samples=2)}})
+    of_choices = row({"math": math, "arc": code[::2]}, alone.model_copy(update={"evaluation": choices}), 7)
+    assert of_choices["samples/arc"] == 1, "whatever the suite says"
 
 
 def test_as_many_of_each_task() -> None:
@@ -190,6 +193,20 @@ def test_it_is_tried_again_while_the_grader_is_down(
         assert {(row.suite, row.answer, row.vote, row.correct) for row in rows} == {(task, "x", "x", True)}
         result = place.read_result()
         assert (result.metrics["pass_rate"], result.metrics["maj@2"]) == (1.0, 1.0)
+
+
+def test_answers_of_older_evaluations_are_deleted_but_not_their_results(tmp_path: Path) -> None:
+    tree = recipe_of(tmp_path, math=1).model_dump(mode="json")
+    recipe = from_tree(tree, ["evaluation.keep=2"])
+    evaluations = RunDir(recipe.run.path).evaluations
+    for name in ("step-0000000", "step-0000003", "step-0000006", "step-0000000.copy"):
+        (evaluations / name / "math").mkdir(parents=True)
+        for file in ("answers.jsonl", "result.json"):
+            (evaluations / name / "math" / file).touch()
+    assert asyncio.run(scored(recipe, 0, version=10)) == ([], 1)
+    left = {path.parts[-3] for path in evaluations.glob("*/math/answers.jsonl")}
+    assert left == {"step-0000006", "step-0000010", "step-0000000.copy"}
+    assert len(list(evaluations.glob("*/math/result.json"))) == 5
 
 
 def test_it_ends_the_run_when_the_grader_stays_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

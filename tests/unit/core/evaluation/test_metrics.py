@@ -63,6 +63,12 @@ def test_no_majority_where_answers_do_not_vote() -> None:
     assert not any(name.startswith("maj") for name in summarise(programs))
 
 
+def test_a_void_answer_has_no_vote_and_the_others_have_their_majority() -> None:
+    outcomes = [Outcome.of(a) for a in answers()]
+    void = outcomes[0]._replace(vote="", correct=False, void="lost", format_ok=True)
+    assert summarise([void, *outcomes[1:]])["maj@4"] == pytest.approx((1 / 3 + 0 + 1 + 0) / 4)
+
+
 def test_the_best_by_a_reward_and_by_its_opposite() -> None:
     """A reward that knows the answer is an oracle; its opposite finds a right one only where all are right."""
     for sign in (1.0, -1.0):

@@ -10,7 +10,10 @@ import pytest
 
 from megarl.cli import main as cli
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import RunDir
 from megarl.core.evaluation.answers import Answer, Result, SuiteDir
+from megarl.core.evaluation.metrics import settings_of
+from megarl.core.recipe import dump, load
 from megarl.lab import pictures
 from megarl.lab.evaluation.compare import (
     SHORTEST,
@@ -22,6 +25,7 @@ from megarl.lab.evaluation.compare import (
     shortened,
     write_comparison,
 )
+from megarl.lab.evaluation.subject import Subject, recipe_of
 from tests.pages import Resources, asks_the_network
 
 HOSTILE = "</script><script>alert(1)</script><!-- <img src=http://x onerror=alert(2)> \u2028 \U0001f600 & é"
@@ -267,3 +271,27 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert (b / "compare-math-500.html").is_file()
     assert cli(["answers", "compare", str(a), str(b), "-o", str(tmp_path / "no" / "page.html")]) == 2
     assert "no such directory" in capsys.readouterr().err
+
+
+def test_a_runs_own_evaluation_and_megarl_evals_of_its_held_out_prompts_have_the_same_settings(tmp_path: Path) -> None:
+    """The one is of a task, the other of a suite made from it."""
+    run, made = load("quickstart"), tmp_path / "run"
+    made.mkdir()
+    RunDir(made).recipe.write_text(dump(run))
+    asked, (name,) = recipe_of(Subject("run@1", made, made, RunDir(made)), ["arithmetic"], [], [], tmp_path)
+    settings = {"model": {}, "prompts": "a digest"} | settings_of(asked, asked.evaluation.suites[name])
+    a = write(tmp_path / "a", [answer("x", True)], "A", settings_of(run, run.data.tasks[name]))
+    b = write(tmp_path / "b", [answer("x", True)], "B", settings)
+    assert list(compared(a, b).notes) == []
+    c = write(tmp_path / "c", [answer("x", True)], "C", settings | {"prompts": "another"})
+    assert compared(b, c).notes == ["prompts: a digest of B, another of C."]
+
+
+def test_the_best_by_reward_is_compared_only_where_both_have_rewards(tmp_path: Path) -> None:
+    rewarded = [answer("x", n > 0, n, reward=float(n)) for n in range(2)]
+    a, b = write(tmp_path / "a", rewarded), write(tmp_path / "b", rewarded)
+    c = write(tmp_path / "c", [answer("x", n > 0, n) for n in range(2)])
+    assert {"pass@2", "maj@2", "best@2"} <= {one.name for one in compared(a, b).quantities}
+    names = {one.name for one in compared(a, c).quantities}
+    assert {"pass@2", "maj@2"} <= names
+    assert "best@2" not in names, "without rewards none can be chosen"

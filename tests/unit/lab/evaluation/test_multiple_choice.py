@@ -202,6 +202,7 @@ LOST = ServerLost("gone", int32(()), np.zeros(0, np.float32))
         ([LOST, LOST, [-1.0, -2.0]], 0, "", 2),
         ([LOST, LOST, LOST], UNSET, "3 requests were lost, the last: gone", 3),
         ([ServerRefused("too long")], UNSET, "too long", 0),
+        ([[np.nan, -1.0]], UNSET, "the model's log-likelihood of a choice is not finite", 0),
     ],
 )
 def test_lost_requests_are_asked_again_and_places_given_back(

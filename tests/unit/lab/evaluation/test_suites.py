@@ -2,23 +2,29 @@
 
 import asyncio
 import base64
+import io
 import json
 import pickle
 import shutil
 import zlib
 from pathlib import Path
 
+import msgspec
 import pytest
+from rich.console import Console
 
 from megarl.core.base.contracts import Grade
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
-from megarl.core.evaluation.answers import Result
-from megarl.core.recipe import Recipe, dump, from_tree, load, load_suite, shipped_suites
+from megarl.core.base.types import Prompt, int32
+from megarl.core.evaluation.answers import Answer, Result
+from megarl.core.evaluation.metrics import Outcome
+from megarl.core.evaluation.score import Sampled
+from megarl.core.recipe import Recipe, Suite, dump, from_tree, load, load_suite, shipped_suites
 from megarl.core.sampling.sampler import Sampler
 from megarl.lab.evaluation import suites
-from megarl.lab.evaluation.main import never_thinks
+from megarl.lab.evaluation.main import counted, never_thinks
 from megarl.lab.evaluation.subject import Subject, _suite
 from megarl.lab.evaluation.subject import recipe_of as asked_with
 from megarl.tasks.data import programs
@@ -147,7 +153,7 @@ def test_tests_of_any_size_are_kept(tokenizer: Tokenizer, tmp_path: Path) -> Non
 def test_the_held_out_rows_of_a_task_are_those_of_training(tokenizer: Tokenizer, tmp_path: Path) -> None:
     rows = [{"id": f"p{n}", "prompt": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(40)]
     train = write_rows(tmp_path / "train.jsonl", rows)
-    banned = write_rows(tmp_path / "banned.jsonl", [{"prompt": " ".join(f"w{n}" for n in range(20)), "answer": "1"}])
+    banned = write_rows(tmp_path / "banned.jsonl", rows[:20])  # what is held out is chosen from the others
     tree = {
         "run": {"dir": str(tmp_path), "name": "run"},
         "data": {"tasks": {"sums": {"train": str(train), "heldout": 7}}, "decontaminate": [str(banned)]},
@@ -158,10 +164,13 @@ def test_the_held_out_rows_of_a_task_are_those_of_training(tokenizer: Tokenizer,
     rundir.create()
     rundir.recipe.write_text(dump(recipe))
     for word, base in (("sums", recipe), (f"{rundir.path}:sums", from_tree({}))):
-        name, keys = _suite(word, base)
+        name, keys, owner = _suite(word, base)
         suite = from_tree({"evaluation": {"suites": {name: keys}}}).evaluation.suites[name]
-        loaded = suites.load(name, suite, tokenizer, 2048, recipe.data.decontaminate)
+        loaded = suites.load(name, suite, tokenizer, 2048, owner.data.decontaminate)
         assert ({p.id for p in loaded.questions.prompts}, loaded.rows, dict(loaded.left_out)) == (heldout, 7, {})
+    model = Subject("model", tokenizer.path, tokenizer.path)
+    asked = asked_with(model, [f"{rundir.path}:sums"], [], [], tmp_path / "out")[0]
+    assert asked.data.decontaminate == (str(banned),)
     with pytest.raises(MegarlError, match="has no task 'sum'; it has sums"):
         _suite(f"{rundir.path}:sum", recipe)
 
@@ -218,6 +227,27 @@ def test_as_many_servers_as_the_gpus_allow_are_as_wide_as_the_runs(
     assert servers("resources.server_tensor_parallel=8") == (1, 8)
 
 
+def test_a_task_of_another_run_is_graded_by_that_runs_services(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    services = {"judge": {"url": "http://judge/grade"}}
+    tree = {"data": {"tasks": {"essays": {"train": "x", "heldout": "y", "grader": "judge"}}, "services": services}}
+    RunDir(tmp_path).recipe.write_text(dump(from_tree(tree)))
+    model = Subject("model", tokenizer.path, tokenizer.path)
+    recipe, _ = asked_with(model, [f"{tmp_path}:essays"], [], [], tmp_path / "out")
+    assert recipe.data.services["judge"].url == "http://judge/grade"
+
+
+@pytest.mark.parametrize("name", ["quickstart-tasks", "scalerl-1gpu"])
+def test_a_run_with_a_forecast_or_on_one_gpu_is_asked_on_as_many_as_there_are(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its tasks nor its learner are there: what names them would be refused."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    (tmp_path / "recipe.yaml").write_text(dump(load(name, [])))
+    subject = Subject("run@1", tmp_path, tmp_path, RunDir(tmp_path))
+    recipe, names = asked_with(subject, ["gsm8k"], [], [], tmp_path / "out")
+    assert (recipe.resources.servers, names) == (2, ["gsm8k"])
+
+
 def test_a_pickle_that_is_no_text_is_not_run(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """It would make a file."""
 
@@ -242,6 +272,25 @@ def test_tests_that_become_too_long_are_left_out(
     recipe = recipe_of("livecodebench", write_rows(tmp_path / "rows.jsonl", rows))
     loaded = suites.load("livecodebench", recipe.evaluation.suites["livecodebench"], tokenizer, 2000)
     assert loaded.left_out == {"not of the schema": 1}
+
+
+def test_the_share_shown_is_of_what_is_asked_now() -> None:
+    """An earlier command had asked more prompts, and more answers to each."""
+    made = [
+        Answer(
+            suite="s", id=id, sample=n, prompt="", expected="", completion="", answer="", vote="", correct=True,
+            truncated=False, interrupted=False, format_ok=True, grader_timeout=False, grader_error=False, tokens=1,
+            entropy=None,
+        )
+        for id in "abc"
+        for n in range(2)
+    ]  # fmt: skip
+    prompts = [Prompt(id=id, tokens=int32([1]), answer="", task="s") for id in "ad"]
+    asked = Sampled("s", prompts, 1, [Outcome.of(one) for one in made], rows=Suite(data="x"))
+    screen = io.StringIO()
+    with counted([asked], Console(file=screen, force_terminal=True, width=160)) as count:
+        count(msgspec.structs.replace(made[0], id="d", correct=False))
+    assert "50.0% right" in screen.getvalue()
 
 
 def test_a_misspelt_suite_is_told_from_one_of_the_users() -> None:
@@ -279,6 +328,8 @@ def test_a_suite_is_asked_in_the_tasks_chat_template_unless_it_names_one() -> No
     }  # fmt: skip
     other = load("qwen3-8b-2nodes", [suites, "data.tasks.dapo.system=Think."]).evaluation.suites
     assert {suite.template for suite in other.values()} == {"raw"}
+    beside = load("qwen3-8b-2nodes", [suites, "data.tasks.of_agent={train: x, heldout: y, agent: 'a:solve'}"])
+    assert beside.evaluation.suites == found, "an agent's prompts are raw, whatever the template is"
 
 
 def test_the_answer_of_gpt_oss_is_its_last_channel(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -294,3 +345,12 @@ def test_the_answer_of_gpt_oss_is_its_last_channel(tokenizer: Tokenizer, tmp_pat
     assert end_of_thinking() == ""
     (folder / "chat_template.jinja").write_text("{{- '<|start|>assistant<|channel|>final<|message|>' }}")
     assert end_of_thinking() == "<|channel|>final<|message|>"
+
+
+def test_an_agents_suite_is_asked_raw_also_of_a_model_with_a_template(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("data: x.jsonl\nagent: 'a:solve'\n")
+    (tmp_path / "other.yaml").write_text("data: x.jsonl\n")
+    RunDir(tmp_path).recipe.write_text(dump(load("qwen3-8b-2nodes")))
+    subject, names = Subject("run@1", tmp_path, tmp_path, RunDir(tmp_path)), ("mine", "other")
+    recipe, _ = asked_with(subject, [str(tmp_path / f"{name}.yaml") for name in names], [], [], tmp_path / "out")
+    assert [recipe.evaluation.suites[name].template for name in names] == ["raw", "chat"]

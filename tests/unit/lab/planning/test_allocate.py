@@ -100,6 +100,14 @@ def write(path: Path, cell: tuple[int, int], device: str = "core") -> Path:
     return path
 
 
+def test_a_fork_is_refused(tmp_path: Path) -> None:
+    """Its steps would be counted with its own batch, and those of the parent had another."""
+    path = write(tmp_path / "fork", (8, 4))
+    (path / "recipe.yaml").write_text(dump(load(str(path / "recipe.yaml"), ["run.fork=runs/quickstart@40"])))
+    with pytest.raises(MegarlError, match="fork: a fork, whose first steps its parent made"):
+        read_run(path)
+
+
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [write(tmp_path / f"r{n}", cell) for n, cell in enumerate(CORNERS)]
     assert read_run(paths[0]).device_hours == pytest.approx(hours(8, 4))

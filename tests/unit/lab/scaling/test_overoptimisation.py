@@ -106,6 +106,7 @@ def test_columns_of_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (drawn(a, 400, 0.0, rng), drawn(b, 400, 0.0, rng))
         for a, b in (cases(T)[name] for name in ("trusted falls by 0.2", "both rise"))
     )
+    (run.evaluations / "step-0000020.old").mkdir(parents=True)  # a copy that a user made
     written(run, "hacked", hacked, steps)
     written(run, "clean", clean, steps)
     written(run, "plain", (np.zeros((12, 0)), np.zeros((12, 0))), steps)

@@ -205,6 +205,9 @@ def test_an_evaluation_without_an_answer_is_left_out(tmp_path: Path, caplog: pyt
         path.write_text("")
     assert found(run)["math: all"].values.shape == (len(before) - 1, 5)
     assert f"math: evaluations without an answer are left out: step {STEPS[3]}, {STEPS[-1]}" in caplog.text
+    before[1].unlink()
+    assert found(run)["math: all"].values.shape == (len(before) - 2, 5)
+    assert f"answers are gone (evaluation.keep, a fork) are left out: step {STEPS[1]}" in caplog.text
     for path in before:
         path.write_text("")
     (part,) = module.slices(run)
