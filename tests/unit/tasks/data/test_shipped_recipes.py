@@ -2,6 +2,7 @@
 
 import pytest
 
+from megarl.core.base import architecture
 from megarl.core.recipe import Recipe, load, shipped
 from megarl.lab.scaling.published import law_named
 from megarl.tasks.data import arithmetic_models
@@ -159,3 +160,15 @@ def test_the_quickstart_fits_its_task_and_its_machine(name):
     assert r.model.dtype == "fp32"
     longest = r.length.context_tokens + len("...") + 1
     assert r.serving.kv_tokens >= r.serving.max_running_requests * longest
+
+
+def test_the_experts_of_all_tokens_of_a_run_are_not_kept():
+    """48 layers x 8 of 128 experts, one byte each: 500 steps would take a terabyte beside 1.3 TB of checkpoints."""
+    r, shape = load("qwen3-30b-a3b-2nodes"), architecture.read("qwen3-30b-a3b")
+    assert r.model.moe.routing_replay
+    token = 8 + shape.moe_layers * shape.experts_per_token
+    step = (
+        r.batch.prompts * r.sampling.generations * r.length.completion_tokens / 2 * token
+    )  # `megarl plan`'s mean length
+    assert 1.8e9 < step < 2.5e9
+    assert r.journal.keep == "checkpoints"
