@@ -7,7 +7,7 @@ The workload is that of `workload.py` with prompts four times as long as answers
 learner with every answer, so the learner is the bottleneck. Steps count after `WARM_UP`, during which the window fills and
 shrinks, up to the last step for which a full window still draws. The interval is Student's t for the pairs' logarithms; one
 pair has none. Tokens per second depend on the machine's speed during a run and on the lengths that were drawn, too; a narrow
-window costs throughput only if the learner waits more, so the time in which it works is compared as well.
+window costs throughput if the learner waits more, so the time in which it works is compared as well.
 """
 
 import argparse
