@@ -10,17 +10,22 @@ import json
 import math
 import os
 import resource
+import shutil
 import signal
 import sys
+import tempfile
 import urllib.request
 from collections.abc import Awaitable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from megarl.core.base.process import die_with_parent, imported
 
 REWARD_LIMIT_S = 60.0
 LARGEST_FILE = 1 << 30
+KERNEL_FILES = ("/proc/sys/kernel/core_pattern", "/proc/sysrq-trigger", "/proc/mtrr", "/sys/power/state")
+"""Whoever may write one of them can do so outside every sandbox."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,22 @@ class AgentTask:
     base_url: str
     api_key: str
     model: str
+
+
+def problem(words: list[str]) -> str:
+    """Return why this process is no place for the agent `function NAME` or `command WORD …`; "" if it is one."""
+    for file in KERNEL_FILES:
+        if os.access(file, os.W_OK):
+            return f"agents could write {file}, which is the kernel's"
+    try:
+        tempfile.TemporaryFile(dir=os.environ["TMPDIR"]).close()
+    except OSError as error:
+        return f"agents could not write in $TMPDIR: {error.strerror}"
+    kind, name = words[:2]
+    if kind == "command":
+        return "" if shutil.which(name) else f"agents could not run {name}"
+    package = name.partition(":")[0].partition(".")[0]
+    return "" if find_spec(package) else f"agents could not import {package}"
 
 
 def main(words: list[str]) -> None:

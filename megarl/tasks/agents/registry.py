@@ -16,12 +16,13 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import IO
 
 import psutil
 
@@ -34,11 +35,11 @@ from megarl.core.recipe import Recipe
 from megarl.core.recipe.tree import AgentSection
 from megarl.tasks.agents.gateway import MODEL, Gateway
 from megarl.tasks.agents.rendering import Rendering, tail_problem
+from megarl.tasks.agents.sandbox import agent_sandbox, check_agent_sandbox
 from megarl.tasks.agents.session import AgentSession
 from megarl.tasks.data.chat import load_chat
 from megarl.tasks.graders.functions import check_importable, environment
-from megarl.tasks.graders.sandbox import CHECK_LIMIT_S, NAMESPACES, agent_sandbox
-from megarl.tasks.graders.scratch import kill_users, scratch
+from megarl.tasks.graders.scratch import async_scratch, hand_over, kill_users
 
 log = logging.getLogger(__name__)
 TRIES = 2
@@ -100,14 +101,14 @@ class TaskAgents:
         if any(rendering.calls is None for rendering in self._renderings.values()):
             said = "%s: tool calls of the chat template cannot be read; agents get all text in `content`"
             log.info(said, tokenizer.path)
-        if recipe.data.sandbox == "bubblewrap":
-            _check_sandbox()
         for name, task in self._tasks.items():
             key = f"{'data.tasks' if name in recipe.data.tasks else 'evaluation.suites'}.{name}.agent"
             if isinstance(task.agent, str):
                 check_importable(f"{key}:", task.agent, may_be_async=True)
             elif shutil.which(task.agent[0]) is None:
                 raise MegarlError(f"{key}: there is no command {task.agent[0]!r} on PATH")
+            if recipe.data.sandbox == "bubblewrap":
+                check_agent_sandbox(key, task.agent)
         self._host = _address(recipe.agent.interface)
 
     def work(self, task: str) -> bool:
@@ -124,8 +125,10 @@ class TaskAgents:
                 async with gateway.session(self._recipe, self._tokenizer, rendering, policy) as session:
                     try:
                         why = await self._run(prompt, session, gateway.url, waited)
-                    except OSError as error:  # agents may have filled the disk, or taken all processes
-                        why = f"it cannot be started: {error}"
+                    except Exception as error:  # agents may have filled the disk, or taken all processes
+                        unforeseen = None if isinstance(error, OSError) else error
+                        log.warning("an agent cannot be run: %s", error, exc_info=unforeseen)
+                        why = f"it cannot be run: {error}"
                     if session.failure is not None:
                         raise session.failure
                     rollout = session.rollout()
@@ -144,41 +147,67 @@ class TaskAgents:
 
     async def _run(self, prompt: Prompt, session: AgentSession, url: str, waited: Callable[[], float]) -> str:
         """Run the agent's process until it ends or reaches a limit; return why there is nothing to grade, or ""."""
-        agent, recipe = self._tasks[prompt.task].agent, self._recipe
-        words = ["function", agent] if isinstance(agent, str) else ["command", os.environ.get("PYTHONPATH", ""), *agent]
-        task = {
-            "prompt": self._tokenizer.decode(prompt.tokens), "id": prompt.id, "task": prompt.task, "answer": prompt.answer,
-            "reward_key": session.reward_key,
-        }  # fmt: skip
-        with scratch() as folder, tempfile.TemporaryFile() as output:
-            variables, around = _variables(url, session.key, str(folder)), list[str]()
-            if recipe.data.sandbox == "bubblewrap":
-                variables["HOME"], around = str(folder), agent_sandbox(folder, recipe.run.path)
-            process = await asyncio.create_subprocess_exec(
-                *around, sys.executable, "-c", _CODE, *words, env=environment() | variables, start_new_session=True,
-                stdin=asyncio.subprocess.PIPE, stdout=output, stderr=output,
-            )  # fmt: skip
-            try:
-                assert process.stdin
-                with contextlib.suppress(OSError, RuntimeError):  # it may exit before it has read its task
-                    process.stdin.write(json.dumps(task).encode())
-                    process.stdin.close()
-                await _ended(process, session, recipe.agent, waited)
-            finally:
-                await _killed(process)
-                if not around:  # what left its process group
-                    await asyncio.to_thread(kill_users, folder)
+        with tempfile.TemporaryFile() as output:
+            async with async_scratch() as folder:
+                status = await self._run_in(folder, output, prompt, session, url, waited)
             output.seek(max(0, output.seek(0, os.SEEK_END) - SAID))
-            said = output.read().decode(errors="replace").strip()
+            printed = output.read().decode(errors="replace").strip()
         if session.refused and session.reward is None:  # the agent may not have looked at the answer
             return session.refused
         if session.limited or session.reward is not None:
             return ""
-        if process.returncode:
-            return f"it ended with status {process.returncode}, and printed: {said or 'nothing'}"
+        if status:
+            return f"it ended with status {status}, and printed: {printed or 'nothing'}"
         if not any(node.delivered >= 0 for node in session.tree.nodes):
             return "it ended without a request and without a reward"
         return ""
+
+    async def _run_in(
+        self,
+        folder: Path,
+        output: IO[bytes],
+        prompt: Prompt,
+        session: AgentSession,
+        url: str,
+        waited: Callable[[], float],
+    ) -> int | None:
+        """Run the agent's process as in `_run`, with this folder; return its exit status."""
+        agent = self._tasks[prompt.task].agent
+        command = [] if isinstance(agent, str) else list(agent)
+        words = ["command", os.environ.get("PYTHONPATH", ""), *command] if command else ["function", str(agent)]
+        variables = environment() | _variables(url, session.key, str(folder))
+        around: list[str] = []
+        if self._recipe.data.sandbox == "bubblewrap":
+            hand_over(folder)
+            variables["HOME"] = str(folder)
+            around = agent_sandbox(folder, self._recipe.run.path, command)
+        process = await asyncio.create_subprocess_exec(
+            *around,
+            *(sys.executable, "-c", _CODE, *words),
+            env=variables,
+            start_new_session=True,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+        )
+        task = {
+            "prompt": self._tokenizer.decode(prompt.tokens),
+            "id": prompt.id,
+            "task": prompt.task,
+            "answer": prompt.answer,
+            "reward_key": session.reward_key,
+        }
+        try:
+            assert process.stdin
+            with contextlib.suppress(OSError, RuntimeError):  # it may exit before it has read its task
+                process.stdin.write(json.dumps(task).encode())
+                process.stdin.close()
+            await _ended(process, session, self._recipe.agent, waited)
+        finally:
+            await _killed(process)
+            if not around:  # what left its process group
+                await asyncio.to_thread(kill_users, folder)
+        return process.returncode
 
 
 async def _ended(
@@ -229,21 +258,6 @@ async def _killed(process: asyncio.subprocess.Process) -> None:
         await asyncio.wait_for(process.wait(), KILL_LIMIT_S)
     except TimeoutError:
         log.warning("process %d of an agent did not end %g s after SIGKILL", process.pid, KILL_LIMIT_S)
-
-
-def _check_sandbox() -> None:
-    """Raise MegarlError if bubblewrap cannot run an agent on this machine."""
-    advice = NAMESPACES if shutil.which("bwrap") else "install it (apt-get install bubblewrap)"
-    with scratch() as folder:
-        try:
-            command = [*agent_sandbox(folder, folder), "true"]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_LIMIT_S)
-            said = done.stderr.strip() or f"status {done.returncode}" if done.returncode else ""
-        except (OSError, subprocess.TimeoutExpired) as error:
-            said = str(error)
-    if said:
-        advice += "; or set data.sandbox=rlimits if agents may do all that you can"
-        raise MegarlError(f"data.sandbox: no agent can be run with bubblewrap here ({said}); {advice}")
 
 
 def _address(interface: str) -> str:

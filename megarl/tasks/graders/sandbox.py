@@ -25,7 +25,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
@@ -33,7 +33,7 @@ from typing import IO, Any, Literal, NamedTuple
 from megarl.core.base.contracts import GraderDown
 from megarl.core.base.errors import MegarlError
 from megarl.tasks.graders.inside import landlock_version
-from megarl.tasks.graders.scratch import scratch
+from megarl.tasks.graders.scratch import async_scratch, hand_over, scratch
 
 log = logging.getLogger(__name__)
 SandboxKind = Literal["bubblewrap", "rlimits"]
@@ -109,8 +109,9 @@ class Sandbox:
                 "data.sandbox: bubblewrap is not installed, and the policy's programs run in its sandbox; install it (apt-get "
                 f"install bubblewrap), or set data.sandbox=rlimits if the programs may {remains()}"
             )
-        with _workplace() as folder:
+        with scratch() as folder:
             try:
+                hand_over(folder)
                 done = subprocess.run(
                     self._command(), input=_task("import heapq\nprint(6 * 7)"), cwd=folder, env=ENVIRONMENT,
                     capture_output=True, timeout=CHECK_LIMIT_S, check=False,
@@ -147,8 +148,11 @@ class Sandbox:
             try:
                 async with self._places:
                     return await ran()
-            except OSError as error:
-                log.warning("a sandbox failed (attempt %d): %s", attempt + 1, error)
+            except GraderDown:
+                raise
+            except Exception as error:  # whatever a program does to its sandbox must not end the controller
+                unforeseen = None if isinstance(error, OSError) else error
+                log.warning("a sandbox failed (attempt %d): %s", attempt + 1, error, exc_info=unforeseen)
         raise GraderDown(f"no sandbox could start a program, {TRIES} times; the log has the reason")
 
     async def _pair(self, program: str, function: str, check: str) -> Ran:
@@ -167,8 +171,9 @@ class Sandbox:
     async def _run(self, program: str, pipes: Sequence[IO[bytes]] = (), expected: int = 0, **more: Any) -> Ran:
         """Run one process in its own directory. pipes: passed to it and closed here; more: further fields of its task."""
         numbers = [pipe.fileno() for pipe in pipes]
-        with _workplace() as folder:
+        async with async_scratch() as folder:
             try:
+                hand_over(folder)
                 process = await asyncio.create_subprocess_exec(
                     *self._command(), cwd=folder, env=ENVIRONMENT, start_new_session=True, pass_fds=numbers,
                     stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
@@ -215,15 +220,6 @@ class Sandbox:
         return [*_bubblewrap(prefix, self._limits), "--", *python]
 
 
-@contextlib.contextmanager
-def _workplace() -> Iterator[Path]:
-    """Have a folder that the program can write in, and no other user of the machine."""
-    with scratch() as folder:
-        if os.getuid() == 0:  # the program will be nobody
-            folder.chmod(0o777)
-        yield folder
-
-
 def _task(program: str, **more: Any) -> bytes:
     """Encode the task for inside.py."""
     return json.dumps({"program": program, "input": "", "call": "", "serves": "", "pipes": []} | more).encode()
@@ -267,14 +263,3 @@ def _bubblewrap(prefix: Path, limits: Limits) -> list[str]:
     if os.getuid() == 0:  # what inside.py needs to become nobody
         return [*command, "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     return [*command, "--unshare-user"]
-
-
-def agent_sandbox(own: Path, hidden: Path) -> list[str]:
-    """Build an agent's bwrap command: it sees all files but `hidden`, only its processes, writes in `own`, has the network."""
-    own, hidden = own.resolve(), hidden.resolve()  # bwrap cannot mount at a path that leads over an absolute link
-    command = ["bwrap", "--die-with-parent", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
-    if hidden.is_dir():
-        command += ["--tmpfs", str(hidden)]
-    command += ["--bind", str(own), str(own), "--cap-drop", "ALL"]
-    command += ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
-    return command if os.getuid() == 0 else [*command, "--unshare-user"]

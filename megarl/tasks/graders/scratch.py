@@ -6,59 +6,168 @@ An agent's folder is its TMPDIR, too, so it also tells which processes are the a
                                           └─ SIGKILL: the kernel drops the lock ─► removed by the next process that needs one
 
 A lock says that a folder is in use. A process's id would not: it is used again, and each container has its own.
+
+Whoever has a folder may put anything in it: thousands of nested directories, a hundred thousand files, directories that nobody
+may enter. `rm` copes with all of it, and what it leaves is logged: a folder that stays is no reason to stop a run.
 """
 
+import asyncio
 import fcntl
+import logging
 import os
-import shutil
 import signal
+import stat
+import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
+from megarl.tasks.graders.inside import NOBODY
+
+log = logging.getLogger(__name__)
 PREFIX = f"megarl-{Path('/proc/sys/kernel/random/boot_id').read_text()[:8]}-"
 """Says whose kernel has the locks: nodes may share TMPDIR on a file system that does not (Lustre with `localflock`)."""
 YOUNG_S = 60.0
 """A folder that was changed since then may have been made by a process that is about to lock it."""
+REMOVAL_LIMIT_S = 600.0
+"""Time limit for each of the commands that remove a folder."""
 
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """Have a folder of one's own for the block."""
-    _sweep(tempfile.gettempdir())
-    with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder:
-        held = os.open(folder, os.O_RDONLY)
+    """Have a folder of one's own for the block. Its removal may take long: coroutines use `async_scratch`."""
+    folder, lock = _make()
+    try:
+        yield folder
+    finally:
+        remove(folder)
+        os.close(lock)
+
+
+@asynccontextmanager
+async def async_scratch() -> AsyncIterator[Path]:
+    """Have a folder of one's own for the block. It is removed in a thread, so that the event loop goes on."""
+    folder, lock = _make()
+    try:
+        yield folder
+    finally:
         try:
-            with suppress(OSError):  # a file system without locks, where nothing is swept either
-                fcntl.flock(held, fcntl.LOCK_EX)
-            yield Path(folder)
+            if not _removed_empty(folder):
+                await asyncio.to_thread(remove, folder)
+        except RuntimeError as error:  # the machine has no room for a thread
+            log.warning("%s is left behind: %s", folder, error)
         finally:
-            os.close(held)
+            os.close(lock)
+
+
+def hand_over(folder: Path) -> None:
+    """Make an empty folder of ours that of the agent or program, if that will be nobody."""
+    if becomes_nobody():
+        os.chown(folder, NOBODY, NOBODY)
+
+
+@cache
+def becomes_nobody() -> bool:
+    """Return whether agents and programs run as nobody: we are root, in a container that knows of other users."""
+    if os.getuid() != 0:
+        return False
+    return _is_mapped("/proc/self/uid_map") and _is_mapped("/proc/self/gid_map")
+
+
+def _is_mapped(table: str) -> bool:
+    """Return whether this user namespace has an id for nobody. A line of its table: first id, its id outside, count."""
+    ranges = [[int(number) for number in line.split()] for line in Path(table).read_text().splitlines()]
+    return any(first <= NOBODY < first + count for first, _, count in ranges)
+
+
+def _make() -> tuple[Path, int]:
+    """Return a new folder, and the descriptor that locks it."""
+    _sweep(tempfile.gettempdir())
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    lock = os.open(folder, os.O_RDONLY)
+    with suppress(OSError):  # a file system without locks, where nothing is swept either
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    return folder, lock
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder with everything in it. If that is impossible, the log says why; nothing is raised."""
+    if _removed_empty(folder):
+        return
+    try:
+        if _ran("rm", "-rf", folder):
+            _ran("chmod", "-R", "u+rwx", folder)  # only root may empty a directory that its owner may not enter
+            problem = _ran("rm", "-rf", folder)
+            if problem:
+                log.warning("%s cannot be removed: %s", folder, problem)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        log.warning("%s cannot be removed: %s", folder, error)
+
+
+def _removed_empty(folder: Path) -> bool:
+    """Remove an empty folder, which takes no other process; return whether the folder is gone."""
+    with suppress(OSError):
+        folder.rmdir()
+    return not os.path.lexists(folder)
+
+
+def _ran(command: str, options: str, folder: Path) -> str:
+    """Run a command on a folder; return the last line of its complaints, "" if it has succeeded."""
+    words = [command, options, "--", folder]
+    # It complains of each file, and names its path: a pipe that is read into memory would have no limit.
+    with tempfile.TemporaryFile() as complaints:
+        done = subprocess.run(
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=complaints, timeout=REMOVAL_LIMIT_S
+        )
+        if not done.returncode:
+            return ""
+        complaints.seek(max(0, complaints.seek(0, os.SEEK_END) - 1000))
+        lines = complaints.read().decode(errors="replace").strip().splitlines()
+    return (lines or [f"status {done.returncode}"])[-1]
 
 
 @cache
 def _sweep(temporary: str) -> None:
     """Begin to remove what killed processes left there: once in a process, and beside it, for an agent may leave much."""
-    threading.Thread(target=remove_abandoned, args=(Path(temporary),), daemon=True).start()
+    with suppress(RuntimeError):  # the machine has no room for a thread
+        threading.Thread(target=remove_abandoned, args=(Path(temporary),), daemon=True).start()
 
 
 def remove_abandoned(temporary: Path) -> None:
     """Remove this user's folders that nobody has locked."""
     for folder in temporary.glob(f"{PREFIX}*"):
         with suppress(OSError):  # locked, another user's, or gone
-            held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            lock = _opened(folder)
             try:
-                about = os.fstat(held)
-                if about.st_uid == os.getuid() and time.time() - about.st_mtime > YOUNG_S:
-                    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                about = os.fstat(lock)
+                if about.st_uid in _owners() and time.time() - about.st_mtime > YOUNG_S:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     kill_users(folder)
-                    shutil.rmtree(folder, ignore_errors=True)
+                    remove(folder)
             finally:
-                os.close(held)
+                os.close(lock)
+
+
+def _opened(folder: Path) -> int:
+    """Open a folder, even one whose owner has shut it to himself. OSError if it is a link, or another user's."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    try:
+        return os.open(folder, flags)
+    except PermissionError:
+        about = os.lstat(folder)
+        if about.st_uid != os.getuid() or not stat.S_ISDIR(about.st_mode):
+            raise
+        folder.chmod(0o700)
+        return os.open(folder, flags)
+
+
+def _owners() -> set[int]:
+    """Return the users whose folders are ours."""
+    return {os.getuid(), NOBODY} if becomes_nobody() else {os.getuid()}
 
 
 def kill_users(folder: Path) -> None:

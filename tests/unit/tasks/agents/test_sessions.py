@@ -130,7 +130,8 @@ def test_a_sandbox_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch: p
         ("/nowhere", r"No such file.*\); install it"),
     ):
         monkeypatch.setenv("PATH", path)
-        with pytest.raises(MegarlError, match=rf"^data.sandbox: no agent can be run .*{said}.*data.sandbox=rlimits"):
+        expected = rf"^data.sandbox: data.tasks.t.agent cannot be run .*{said}.*data.sandbox=rlimits"
+        with pytest.raises(MegarlError, match=expected):
             agents_of(tmp_path, COMMAND, sandbox="bubblewrap")
 
 
@@ -153,9 +154,7 @@ def test_an_agent_for_which_the_machine_has_no_room_is_void(tmp_path: Path, monk
     """As when others have filled the disk, or taken all processes."""
     (tmp_path / "file").touch()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
-    with pytest.raises(
-        AgentDown, match=r"failed 2 times without a reward, the last time: it cannot be started: .*file"
-    ):
+    with pytest.raises(AgentDown, match=r"failed 2 times without a reward, the last time: it cannot be run: .*file"):
         play(tmp_path, f"{HERE}:judged")
 
 

@@ -17,7 +17,8 @@ from megarl.core.base.errors import MegarlError
 from megarl.tasks.graders.answer import Submission, judged
 from megarl.tasks.graders.code import Code
 from megarl.tasks.graders.inside import NOBODY
-from megarl.tasks.graders.sandbox import Limits, Ran, Sandbox, SandboxKind, _workplace, remains
+from megarl.tasks.graders.sandbox import Limits, Ran, Sandbox, SandboxKind, remains
+from megarl.tasks.graders.scratch import hand_over, scratch
 from tests.unit.tasks.graders.asking import LIMITS, SHORT, graders_of, prompt_of, sandbox
 
 pytestmark = pytest.mark.processes
@@ -333,13 +334,13 @@ print(f(), sorted(n for n in os.listdir("/proc") if n.isdigit()), os.path.exists
     )
 
 
-@pytest.mark.parametrize(("user", "others"), [(0, 0o77), (1000, 0)])  # root's programs become nobody, who needs access
-def test_other_users_have_no_access_to_a_programs_folder(
-    monkeypatch: pytest.MonkeyPatch, user: int, others: int
-) -> None:
-    monkeypatch.setattr(os, "getuid", lambda: user)
-    with _workplace() as folder:
-        assert folder.stat().st_mode & 0o77 == others
+def test_other_users_have_no_access_to_a_programs_folder() -> None:
+    """Under root it is nobody's, as its program."""
+    with scratch() as folder:
+        hand_over(folder)
+        about = folder.stat()
+    assert about.st_mode & 0o77 == 0
+    assert about.st_uid == (os.getuid() or NOBODY)
 
 
 def test_network(kind: SandboxKind) -> None:

@@ -1,0 +1,163 @@
+"""The bubblewrap sandbox of an agent: it reads the machine's files, and writes only in a folder of its own.
+
+    / read-only ─► paths opened to nobody ─► an empty run directory ─► the agent's folder, writable ─► setpriv ─► agent
+
+The network is the machine's; processes, IPC and /dev are the sandbox's own.
+
+Root without capabilities still owns what the kernel offers below /proc/sys, and a program of /proc/sys/kernel/core_pattern runs
+outside every sandbox. So if megarl runs as root, an agent is nobody. It then cannot pass directories such as /root, where
+Python and the agent's program may lie: in the sandbox an empty directory covers such a one, with only those paths in it.
+"""
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from megarl.core.base.errors import MegarlError
+from megarl.tasks.graders.functions import environment
+from megarl.tasks.graders.inside import NOBODY
+from megarl.tasks.graders.sandbox import CHECK_LIMIT_S, NAMESPACES
+from megarl.tasks.graders.scratch import becomes_nobody, hand_over, scratch
+
+AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--inh-caps=-all")
+PASSED_BY_ALL = 0o001
+READ_BY_ALL = 0o005
+MOST_LINKS = 40
+"""Linux follows no more in one path."""
+WITHOUT_RIGHTS = "under root, agents are nobody: let everybody read what they need, or run as another user; they write only in $TMPDIR"
+_CHECK = "import sys; from megarl.tasks.agents.inside import problem; print(problem(sys.argv[1:]))"
+
+
+def agent_sandbox(own: Path, hidden: Path, command: Sequence[str] = ()) -> list[str]:
+    """Build the bwrap command that runs an agent. own: its folder; hidden: a directory that is empty in the sandbox; command:
+    the agent's, which needs to be readable."""
+    sandbox = ["bwrap", "--die-with-parent", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
+    if becomes_nobody():
+        sandbox += _opened_to_nobody([*_needed(command), own.parent])
+    # bwrap cannot mount at a path that leads over an absolute link.
+    own = own.resolve()
+    hidden = hidden.resolve()
+    if hidden.is_dir():
+        sandbox += ["--tmpfs", str(hidden)]
+    sandbox += ["--bind", str(own), str(own), "--cap-drop", "ALL"]
+    sandbox += ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    if becomes_nobody():
+        return [*sandbox, "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--", *AS_NOBODY]
+    if os.getuid() == 0:
+        return sandbox
+    return [*sandbox, "--unshare-user"]
+
+
+def check_agent_sandbox(key: str, agent: str | Sequence[str]) -> None:
+    """Raise MegarlError if bubblewrap cannot run this agent on this machine. key: the agent's in the recipe."""
+    command = [] if isinstance(agent, str) else agent
+    words = ["command", *command] if command else ["function", str(agent)]
+    with scratch() as folder:
+        hand_over(folder)
+        run = [*agent_sandbox(folder, folder, command), sys.executable, "-c", _CHECK, *words]
+        variables = environment() | {"TMPDIR": str(folder)}
+        try:
+            done = subprocess.run(run, env=variables, capture_output=True, text=True, timeout=CHECK_LIMIT_S)
+            problem = done.stdout.strip()
+            if done.returncode:
+                problem = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        except (OSError, subprocess.TimeoutExpired) as error:
+            problem = str(error)
+    if problem:
+        advice = f"{_advice(problem)}; or set data.sandbox=rlimits if agents may do all that you can"
+        raise MegarlError(f"data.sandbox: {key} cannot be run with bubblewrap here ({problem}); {advice}")
+
+
+def _advice(problem: str) -> str:
+    if shutil.which("bwrap") is None:
+        return "install it (apt-get install bubblewrap)"
+    if "execvp setpriv" in problem:
+        return "install it (apt-get install util-linux)"
+    if problem.startswith(("agents ", "setpriv: ")):
+        return WITHOUT_RIGHTS
+    return NAMESPACES
+
+
+def _needed(command: Sequence[str]) -> Iterator[Path]:
+    """Yield the paths that an agent reads: our Python, what it imports, the working directory, and its command's files."""
+    yield from (Path(sys.prefix), Path(sys.base_prefix), Path.cwd())
+    yield from map(Path, filter(None, sys.path))
+    yield from map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+    program = shutil.which(command[0]) if command else None
+    if program:
+        yield from (_installation(Path(program)), _installation(Path(program).resolve()))
+    yield from (Path(word).parent for word in command[1:] if word and os.path.exists(word))
+
+
+def _installation(program: Path) -> Path:
+    """Return the folder that a program is installed in: of /opt/tool/bin/program, /opt/tool."""
+    folder = program.absolute().parent
+    return folder.parent if folder.name == "bin" else folder
+
+
+def _opened_to_nobody(paths: Iterable[Path]) -> list[str]:
+    """Return bwrap's arguments that let nobody read these paths although a directory on their way is closed to him. The files
+    themselves have to be readable by everybody."""
+    wanted = sorted({stop for path in paths for stop in _stops(path)})
+    closed_at = {path: _closed(path) for path in wanted}
+    arguments: list[str] = []
+    for closed in sorted({directory for directory in closed_at.values() if directory}):
+        arguments += ["--perms", "0755", "--tmpfs", str(closed)]
+        inside = {path for path in wanted if closed_at[path] == closed}
+        for path in sorted(inside):
+            if inside.isdisjoint(path.parents):
+                arguments += _shown(path, closed)
+    return arguments
+
+
+def _stops(path: Path) -> Iterator[Path]:
+    """Yield the links on the way to a path, each by a way without links, and at last what the path leads to."""
+    way = Path(os.path.normpath(path.absolute()))
+    for _ in range(MOST_LINKS):
+        link = next((step for step in (*reversed(way.parents), way) if step.is_symlink()), None)
+        if link is None:
+            break
+        yield link
+        way = Path(os.path.normpath(link.parent / os.readlink(link) / way.relative_to(link)))
+    if way.exists():
+        yield way
+
+
+def _closed(path: Path) -> Path | None:
+    """Return the first directory, from the root to this path, that not everybody may pass; None if there is none."""
+    for directory in (*reversed(path.parents), path):
+        about = directory.lstat()
+        if stat.S_ISDIR(about.st_mode) and not about.st_mode & PASSED_BY_ALL:
+            return directory
+    return None
+
+
+def _shown(path: Path, closed: Path) -> list[str]:
+    """Return the arguments that show this path in the empty directory that covers `closed`."""
+    arguments: list[str] = []
+    for parent in reversed(path.parents):
+        if parent.is_relative_to(closed) and parent != closed:
+            arguments += _folder(parent)
+    if not path.is_dir() or path.is_symlink() or path.stat().st_mode & READ_BY_ALL == READ_BY_ALL:
+        return [*arguments, *_mounted(path)]
+    if path != closed:
+        arguments += _folder(path)
+    for child in sorted(path.iterdir()):
+        arguments += _mounted(child)
+    return arguments
+
+
+def _folder(path: Path) -> list[str]:
+    """Return the arguments for an empty directory, which bwrap by itself would open to its own user only."""
+    return ["--perms", "0755", "--dir", str(path)]
+
+
+def _mounted(path: Path) -> list[str]:
+    """Return the arguments that show a link as the same link, and all else as it is."""
+    if path.is_symlink():
+        return ["--symlink", os.readlink(path), str(path)]
+    return ["--ro-bind-try", str(path), str(path)]

@@ -1,0 +1,102 @@
+"""What an agent in bubblewrap can change on the machine: nothing. It asks with access(2), and writes only in its own folder."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.core.base.errors import MegarlError
+from megarl.tasks.agents import sandbox
+from megarl.tasks.agents.sandbox import agent_sandbox, check_agent_sandbox
+from megarl.tasks.graders.scratch import becomes_nobody, hand_over, scratch
+
+pytestmark = pytest.mark.processes
+as_root = pytest.mark.skipif(not becomes_nobody(), reason="an ordinary user's agents are that user")
+PROBE = """
+import json, os
+own = lambda path: path.startswith("/proc/") and (path.split("/")[2].isdigit() or "self" in path.split("/")[2])
+found = [
+    os.path.join(folder, name)
+    for top in ("/proc", "/sys", "/dev")
+    for folder, folders, names in os.walk(top)
+    if not folders.__setitem__(slice(None), [name for name in folders if not own(f"{folder}/{name}")])
+    for name in names
+    if os.access(os.path.join(folder, name), os.W_OK)
+]
+try:
+    os.close(os.open("/proc/sys/kernel/core_pattern", os.O_WRONLY))
+    opened = True
+except OSError:
+    opened = False
+status = dict(line.split(":\\t") for line in open("/proc/self/status").read().splitlines() if ":\\t" in line)
+rights = [status[name] for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")]
+print(json.dumps([found, opened, [os.getuid(), os.getgid(), *os.getgroups()], [int(right, 16) for right in rights]]))
+"""
+OWN = {f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts/ptmx", "stdin")}
+"""The sandbox's own /dev and its terminals. What is written to /dev/random is only mixed in."""
+OPEN_TO_ALL = {f"/proc/{name}" for name in ("pressure/io", "pressure/cpu", "pressure/memory", "sys/kernel/ns_last_pid")}
+"""Any user may open them: the first three only to be woken, the last one needs rights in the sandbox's own process namespace."""
+
+
+def probed(*around: str) -> tuple[set[str], bool, list[int], list[int]]:
+    """What the probe may write below /proc, /sys and /dev; whether it could open core_pattern; its user, groups and rights."""
+    done = subprocess.run([*around, sys.executable, "-c", PROBE], capture_output=True, text=True, check=True)
+    writable, opened, ids, rights = json.loads(done.stdout)
+    return set(writable), opened, ids, rights
+
+
+def test_an_agent_can_change_nothing_of_the_kernel() -> None:
+    with scratch() as folder:
+        hand_over(folder)
+        writable, opened, ids, rights = probed(*agent_sandbox(folder, folder))
+    assert writable <= OWN | OPEN_TO_ALL
+    assert not opened
+    assert not any(rights)
+    assert 0 not in ids or os.getgid() != 0, "it is neither root nor of root's group"
+
+
+@as_root
+def test_the_probe_finds_what_root_without_rights_can_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same sandbox, but of an agent that stays root; the check before a run notices it, too."""
+    for module in (sandbox, sys.modules[scratch.__module__]):
+        monkeypatch.setattr(module, "becomes_nobody", lambda: False)
+    with scratch() as folder:
+        writable, opened, ids, rights = probed(*agent_sandbox(folder, folder))
+    assert len([path for path in writable if path.startswith("/proc/sys/")]) > 100
+    assert opened
+    assert ids[0] == 0
+    assert not any(rights)
+    with pytest.raises(MegarlError, match=r"agent cannot be run .*could write /proc/sys/kernel/core_pattern"):
+        check_agent_sandbox("agent", ["true"])
+
+
+@as_root
+def test_nobody_reads_what_an_agent_needs_and_nothing_else_of_a_closed_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its command, by a link, and a package lie below a directory that only root may pass, as /root is."""
+    home = tmp_path / "home"
+    for folder in ("tool/bin", "packages", "private", "project"):
+        (home / folder).mkdir(parents=True)
+    (home / "tool" / "bin" / "agent").write_text(f'#!/bin/sh\ncat {home}/packages/it; cd {home}/project && ls {home}')
+    (home / "tool" / "bin" / "agent").chmod(0o755)
+    (home / "link").symlink_to(home / "tool")
+    (home / "packages" / "it").write_text("package\n")
+    home.chmod(0o700)
+    monkeypatch.setenv("PYTHONPATH", str(home / "packages"))
+    monkeypatch.chdir(home / "project")
+    command = [str(home / "link" / "bin" / "agent")]
+    with scratch() as folder:
+        hand_over(folder)
+        done = subprocess.run([*agent_sandbox(folder, folder, command), *command], capture_output=True, text=True)
+        assert done.stdout.split() == ["package", "link", "packages", "project", "tool"], done.stderr
+    check_agent_sandbox("agent", command)
+    (home / "tool" / "bin" / "agent").chmod(0o700)
+    with pytest.raises(MegarlError, match=r"agents could not run .*agent\); under root, agents are nobody: let everybody"):
+        check_agent_sandbox("agent", command)
+    (home / "packages" / "it.py").touch()
+    monkeypatch.syspath_prepend(home / "packages")
+    check_agent_sandbox("agent", "it:function")
