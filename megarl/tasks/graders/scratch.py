@@ -99,9 +99,9 @@ def remove(folder: Path) -> None:
     if _removed_empty(folder):
         return
     try:
-        if _ran("rm", "-rf", folder):
-            _ran("chmod", "-R", "u+rwx", folder)  # only root may empty a directory that its owner may not enter
-            problem = _ran("rm", "-rf", folder)
+        if _complaint("rm", "-rf", "--", str(folder)):
+            _complaint("chmod", "-R", "u+rwx", "--", str(folder))  # a directory that its owner may not enter
+            problem = _complaint("rm", "-rf", "--", str(folder))
             if problem:
                 log.warning("%s cannot be removed: %s", folder, problem)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -115,10 +115,9 @@ def _removed_empty(folder: Path) -> bool:
     return not os.path.lexists(folder)
 
 
-def _ran(command: str, options: str, folder: Path) -> str:
-    """Run a command on a folder; return the last line of its complaints, "" if it has succeeded."""
-    words = [command, options, "--", folder]
-    # It complains of each file, and names its path: a pipe that is read into memory would have no limit.
+def _complaint(*words: str) -> str:
+    """Run a command; return the last line of its complaints, "" if it has succeeded."""
+    # It may complain of each file, with its path: a pipe that is read into memory would have no limit.
     with tempfile.TemporaryFile() as complaints:
         done = subprocess.run(
             words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=complaints, timeout=REMOVAL_LIMIT_S

@@ -39,6 +39,15 @@ def judged(task: Any) -> float:
     return 0.5 if ask(user(task.prompt)) == task.answer else -0.5
 
 
+def nests(task: Any) -> float:
+    """Leaves a folder that Python's own removal cannot handle."""
+    os.chdir(os.environ["TMPDIR"])
+    for _ in range(1500):
+        os.mkdir("d")
+        os.chdir("d")
+    return judged(task)
+
+
 def judged_by_numpy(task: Any) -> Any:
     import numpy as np
 

@@ -122,6 +122,25 @@ def test_an_agent_in_bubblewrap_has_its_own_files_alone(tmp_path: Path, monkeypa
     assert (tmp_path / "left").exists()
 
 
+def test_nothing_that_an_agent_leaves_in_its_folder_ends_the_controller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as temporary:
+        monkeypatch.setattr(tempfile, "tempdir", temporary)
+        (made,) = play(tmp_path, f"{HERE}:nests", sandbox="bubblewrap")
+        assert made.verdict == Verdict(0.5)
+        assert not list(Path(temporary).iterdir())
+
+
+def test_an_error_that_nobody_foresaw_costs_that_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr(registry, "environment", fails)
+    with pytest.raises(AgentDown, match="failed 2 times without a reward, the last time: it cannot be run: too deep"):
+        play(tmp_path, COMMAND)
+
+
 def test_a_sandbox_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bwrap").write_text("#!/bin/sh\necho no namespaces >&2; exit 1")
     (tmp_path / "bwrap").chmod(0o755)

@@ -1,17 +1,20 @@
 """Temporary folders that outlive a killed process, and who removes them."""
 
+import asyncio
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from megarl.tasks.graders.functions import environment as worker_environment
-from megarl.tasks.graders.scratch import PREFIX, remove_abandoned, scratch
+from megarl.tasks.graders import scratch as folders
+from megarl.tasks.graders.scratch import PREFIX, async_scratch, remove, remove_abandoned, scratch
 
 pytestmark = pytest.mark.processes
 HOLDS = """
@@ -64,6 +67,111 @@ def test_a_folder_is_removed_once_nobody_holds_it(tmp_path: Path, monkeypatch: p
             process.communicate()
         for child in children[1:]:
             child.kill()
+
+
+MAKES = {
+    "nested": "import os\nfor _ in range(3000): os.mkdir('d' * 100); os.chdir('d' * 100)",
+    "shut": "import os; os.makedirs('a/b'); open('a/b/c', 'w').close(); [os.chmod(f, 0) for f in ('a/b', 'a', '.')]",
+    "odd": "import os; os.mkfifo('f'); os.symlink('/', 'l'); [open(b'-rf %c' % n, 'w') for n in range(1, 256) if n != 47]",
+}
+"""Programs that leave something in the working directory."""
+ORDINARY = """
+import os, sys
+from pathlib import Path
+from megarl.tasks.graders.scratch import remove, remove_abandoned
+if os.getuid() == 0:
+    os.setgid(1234)
+    os.setuid(1234)
+for name, program in zip(("megarl-now", sys.argv[1]), sys.argv[3:] * 2):
+    Path(sys.argv[2], name).mkdir()
+    os.chdir(Path(sys.argv[2], name))
+    exec(program)
+os.chdir("/")
+os.utime(Path(sys.argv[2], sys.argv[1]), (0, 0))
+remove(Path(sys.argv[2], "megarl-now"))
+remove_abandoned(Path(sys.argv[2]))
+print(os.listdir(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("program", MAKES)
+def test_whatever_is_in_a_folder_an_ordinary_user_removes_it(program: str) -> None:
+    """In the process that made it, and as one that a killed process left."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as place:  # in memory, so that it is quick
+        os.chmod(place, 0o777)
+        words = [sys.executable, "-c", ORDINARY, f"{PREFIX}left", place, MAKES[program]]
+        done = subprocess.run(words, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.fixture
+def unremovable(tmp_path: Path) -> Iterator[Path]:
+    """A folder with a file in it that not even root may remove."""
+    folder = tmp_path / f"{PREFIX}a"
+    folder.mkdir()
+    (folder / "file").touch()
+    if subprocess.run(["chattr", "+i", folder / "file"], capture_output=True).returncode:
+        pytest.skip("only root can make such a file, on some file systems")
+    yield folder
+    subprocess.run(["chattr", "-i", folder / "file"], check=True)
+
+
+def test_what_cannot_be_removed_is_logged_and_stays(
+    unremovable: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And is no reason not to remove what comes after it."""
+    later = tmp_path / f"{PREFIX}b"
+    later.mkdir()
+    for folder in (unremovable, later):
+        os.utime(folder, (0, 0))
+    remove_abandoned(tmp_path)
+    assert list(tmp_path.iterdir()) == [unremovable]
+    assert "cannot be removed" in caplog.text
+    assert "Operation not permitted" in caplog.text
+
+
+@pytest.mark.parametrize("fault", ["a missing rm", "a slow rm"])
+def test_a_removal_that_fails_is_no_error(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if fault == "a slow rm":
+        (tmp_path / "rm").write_text("#!/bin/sh\nexec /bin/sleep 60")
+        (tmp_path / "rm").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(folders, "REMOVAL_LIMIT_S", 0.1)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").touch()
+    remove(tmp_path / "folder")
+    assert "folder cannot be removed" in caplog.text
+
+
+def test_the_event_loop_goes_on_while_a_folder_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program may have left a hundred thousand files."""
+
+    def slow(folder: Path) -> None:
+        time.sleep(0.5)
+        remove(folder)
+
+    async def ticks() -> int:
+        count = 0
+        async with async_scratch() as folder:
+            (folder / "file").touch()
+            asyncio.get_running_loop().call_soon(lambda: None)
+            leaving = asyncio.create_task(asyncio.sleep(0.5))
+
+            async def tick() -> None:
+                nonlocal count
+                while not leaving.done():
+                    await asyncio.sleep(0.01)
+                    count += 1
+
+            ticking = asyncio.create_task(tick())
+        assert not folder.exists()
+        await ticking
+        return count
+
+    monkeypatch.setattr(folders, "remove", slow)
+    assert asyncio.run(ticks()) > 10
 
 
 def test_workers_can_make_temporary_files_where_the_jobs_folder_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
