@@ -23,7 +23,8 @@ from types import FrameType
 import psutil
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.process import SUPERVISOR, die_with_parent, lock_file, shared_memory_mark
+from megarl.core.base.locks import holder, host_named, lock_file, name_holder, open_lock_file, unknown_holder
+from megarl.core.base.process import SUPERVISOR, die_with_parent, shared_memory_mark
 from megarl.core.base.rundir import writing
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -112,28 +113,29 @@ LONG_AGO_S = 600.0
 @contextmanager
 def lock(folder: Path, command: str, key: str) -> Iterator[None]:
     """Lock the folder, so that only one `command` works there; the kernel unlocks it when we die. key: the option's name."""
-    path, host = folder / ".lock", socket.gethostname()
+    path = folder / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = path.open("ab+", buffering=0)  # unbuffered, so that closing it writes nothing
+        file = os.fdopen(open_lock_file(path), "rb+", buffering=0)  # unbuffered, so that closing it writes nothing
     except OSError as error:
         raise MegarlError(f"{key}: cannot write in {folder}: {error.strerror}") from None
     with file:
-        file.seek(0)
-        holder = file.read(100).decode(errors="replace")
+        elsewhere = host_named(file.fileno()) not in ("", socket.gethostname())
         try:
             lock_file(file.fileno())
-            if holder and not holder.endswith(f" on {host}") and _beats(path):
+            if elsewhere and _beats(path):
                 raise BlockingIOError
         except BlockingIOError:
-            what = f"another `{command}` (process {holder}) is at work there; end it, or give another {key}"
+            known = holder(file.fileno())
+            if not known:
+                raise MegarlError(f"{folder}: {unknown_holder(path)}, or give another {key}") from None
+            what = f"another `{command}` ({known}) is at work there; end it, or give another {key}"
             raise MegarlError(f"{folder}: {what}") from None
         except OSError as error:
             advice = "the file system must support flock (Lustre: mount -o flock)"
             raise MegarlError(f"{folder}: cannot be locked: {error.strerror}; {advice}") from None
         with writing(path):
-            file.truncate(0)
-            file.write(f"{os.getpid()} on {host}".encode())
+            name_holder(file.fileno())
         over = threading.Event()
         threading.Thread(target=_beat, args=(path, over), daemon=True).start()
         try:

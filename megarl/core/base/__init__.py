@@ -4,6 +4,7 @@ types.py         prompts, rollouts, groups, batches          messages.py   messa
 admission.py     which step trains a prompt (pure logic)     contracts.py  what tasks implement: graders, environments
 rundir.py        the run directory                           errors.py     MegarlError
 process.py       a process: its parent, its log              link.py       the client side of requests to the controller
+locks.py         locks of files
 ranks.py         values shared by ranks; torch's stores      device.py     which machine and GPUs a process is on
 torchrun.py      several processes of a learner or warm start
 broadcast.py     a process group for weights; every wait in it has a time limit

@@ -1,10 +1,8 @@
-"""What every role does as a process: it raises its limits, imports, dies with its parent, marks its shared memory, logs, locks
-a file, checks a port."""
+"""What every role does as a process: it raises its limits, imports, dies with its parent, marks its shared memory, logs,
+checks a port."""
 
 import ctypes
-import errno
 import faulthandler
-import fcntl
 import gc
 import importlib
 import logging
@@ -12,7 +10,6 @@ import os
 import resource
 import signal
 import socket
-import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -113,21 +110,6 @@ class _Printable(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
-
-
-WHOLE_FILE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-"""C's `struct flock` of a lock for writing, on all bytes."""
-
-
-def lock_file(descriptor: int) -> None:
-    """Lock an open file until it is closed. BlockingIOError if another process has locked it, OSError if none can. The lock is
-    one on bytes, which GPFS and others keep on all nodes together, unlike flock's."""
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, WHOLE_FILE)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # a kernel without such locks, as a sandbox may have
-            raise
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def check_free(host: str, port: int) -> None:

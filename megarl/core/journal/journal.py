@@ -25,7 +25,8 @@ from msgspec import structs
 
 from megarl.core.base.admission import Admission
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.process import lock_file
+from megarl.core.base.locks import holder, lock_file, name_holder, open_lock_file, unknown_holder
+from megarl.core.base.rundir import writing
 from megarl.core.base.types import Group
 from megarl.core.journal import file
 from megarl.core.journal.file import GroupOffsets
@@ -289,21 +290,23 @@ class Journal(JournalReader):
 
 
 def _lock(path: Path) -> int:
-    """Return the descriptor of a file with this process's id, locked until it is closed. MegarlError if another holds it."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    """Return the descriptor of a file with this process's name, locked until it is closed. MegarlError if another holds it."""
+    with writing(path):
+        descriptor = open_lock_file(path)
     deadline = time.monotonic() + LOCK_TIMEOUT_S
     while True:
         try:
-            lock_file(fd)
+            lock_file(descriptor)
         except BlockingIOError:
             if time.monotonic() > deadline:
-                holder = os.pread(fd, 20, 0).decode()
-                os.close(fd)
-                why = f"process {holder} writes this journal (waited {LOCK_TIMEOUT_S:g} s)"
+                known = holder(descriptor)
+                os.close(descriptor)
+                waited = f"waited {LOCK_TIMEOUT_S:g} s"
+                if not known:
+                    raise MegarlError(f"{path.parent}: {unknown_holder(path)}; {waited}") from None
                 advice = "end that run first, or give this one another run.name"
-                raise MegarlError(f"{path.parent}: {why}; {advice}") from None
+                raise MegarlError(f"{path.parent}: {known} writes this journal ({waited}); {advice}") from None
             time.sleep(0.1)
         else:
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, str(os.getpid()).encode(), 0)
-            return fd
+            name_holder(descriptor)
+            return descriptor

@@ -4,6 +4,7 @@
                                               └─► paths: the part of the session that is trained on
 
 registry.py    TaskAgents: a recipe's agents, by task: processes, limits, rewards; inside.py: the code that runs in a process
+sandbox.py     the bubblewrap sandbox of that process
 gateway.py     the HTTP server
 wire.py        what the protocols share; chat_completions.py, responses.py: OpenAI's two; anthropic_messages.py: Anthropic's
 session.py     one agent's requests: which client waits for which answer, and the limits

@@ -28,7 +28,9 @@ PASSED_BY_ALL = 0o001
 READ_BY_ALL = 0o005
 MOST_LINKS = 40
 """Linux follows no more in one path."""
-WITHOUT_RIGHTS = "under root, agents are nobody: let everybody read what they need, or run as another user; they write only in $TMPDIR"
+WITHOUT_RIGHTS = (
+    "under root, agents are nobody and write only in $TMPDIR: let everybody read what they need, or run as another user"
+)
 _CHECK = "import sys; from megarl.tasks.agents.inside import problem; print(problem(sys.argv[1:]))"
 
 

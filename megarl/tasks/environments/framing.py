@@ -36,13 +36,25 @@ class Framing:
         self._in_json = False
 
     def tokens(self, text: str) -> np.ndarray:
-        """Return the framed text as [m] int32, with m at most the limit; the middle of a longer text is cut out."""
+        """Return the framed text as [m] int32, with m at most the limit; the middle of a longer text is cut out.
+
+        A text may be long enough for its tokens to take all memory: of one that must be cut, only the two
+        ends are tokenised.
+        """
         before, after, cut, literal = self.check()
-        ids, room = literal.ids(self._written(text)), self._limit - len(before) - len(after)
-        if len(ids) > room:
-            head = (room - len(cut) + 1) // 2
-            ids = np.concatenate([ids[:head], cut, ids[len(ids) - (room - len(cut) - head) :]])
-        return np.concatenate([before, ids, after])
+        room = self._limit - len(before) - len(after)
+        if literal.must_exceed(len(text), room):
+            characters = room * literal.longest_token
+            beginning = literal.ids(self._written(text[:characters]))
+            end = literal.ids(self._written(text[-characters:]))
+        else:
+            beginning = end = literal.ids(self._written(text))
+            if len(beginning) <= room:
+                return np.concatenate([before, beginning, after])
+        kept = room - len(cut)
+        first = (kept + 1) // 2
+        last = kept - first
+        return np.concatenate([before, beginning[:first], cut, end[len(end) - last :], after])
 
     def check(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, Tokenizer]:
         """Return the tokens before a text, after it and in place of a cut, and the tokenizer for plain text; cached.

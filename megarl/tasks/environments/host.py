@@ -21,7 +21,7 @@ import msgspec
 from megarl.core.base.contracts import EnvironmentDown
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import decode, encode
-from megarl.tasks.environments.worker import HEAD, LONGEST, MARK, EpisodeReply, EpisodeRequest, Setup, frame
+from megarl.tasks.environments.worker import HEAD, MARK, EpisodeReply, EpisodeRequest, Setup, frame, longest_reply
 from megarl.tasks.graders.functions import environment
 
 log = logging.getLogger(__name__)
@@ -42,8 +42,9 @@ class Died(Exception):
 class Process:
     """One run of an environment's process, after its greeting."""
 
-    def __init__(self, process: asyncio.subprocess.Process, mark: mmap.mmap) -> None:
-        self._process, self._mark = process, mark
+    def __init__(self, process: asyncio.subprocess.Process, mark: mmap.mmap, longest: int) -> None:
+        """mark: the memory in which the process says whose code is running; longest: bytes of its longest reply."""
+        self._process, self._mark, self._longest = process, mark, longest
         self._waiting: dict[int, asyncio.Future[EpisodeReply]] = {}
         self._heard = 0.0
         self.over: Died | None = None  # set once it can answer no more requests
@@ -85,7 +86,7 @@ class Process:
         assert self._process.stdout
         try:
             while True:
-                reply = await _received(self._process.stdout)
+                reply = await _received(self._process.stdout, self._longest)
                 self._heard = time.monotonic()
                 waiting = self._waiting.get(reply.call)
                 if waiting is not None and not waiting.done():
@@ -156,12 +157,12 @@ _COMMAND = (sys.executable, "-c", _CODE)
 
 async def _started(setup: Setup) -> Process:
     """Start a process and wait until it is ready."""
-    descriptor = os.memfd_create("mark")
+    descriptor, longest = os.memfd_create("mark"), longest_reply(setup)
     try:
         os.ftruncate(descriptor, MARK.size)
         mark = mmap.mmap(descriptor, MARK.size)
         process = await asyncio.create_subprocess_exec(
-            *_COMMAND, str(descriptor), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=LONGEST,
+            *_COMMAND, str(descriptor), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=longest,
             env=environment(), pass_fds=(descriptor,), start_new_session=True,
         )  # fmt: skip
     finally:
@@ -170,7 +171,7 @@ async def _started(setup: Setup) -> Process:
     assert process.stdout
     try:
         process.stdin.write(frame(encode(setup)))
-        greeting = await asyncio.wait_for(_received(process.stdout), START_LIMIT_S)
+        greeting = await asyncio.wait_for(_received(process.stdout, longest), START_LIMIT_S)
         if greeting.error is not None:
             raise EnvironmentDown(greeting.error)
     except BaseException as error:
@@ -181,12 +182,12 @@ async def _started(setup: Setup) -> Process:
         if isinstance(error, EOFError | OSError | RuntimeError | msgspec.DecodeError | ValueError):
             raise EnvironmentDown("its process ended as it started; the controller's log has the reason") from None
         raise
-    return Process(process, mark)
+    return Process(process, mark, longest)
 
 
-async def _received(source: asyncio.StreamReader) -> EpisodeReply:
+async def _received(source: asyncio.StreamReader, longest: int) -> EpisodeReply:
     (length,) = HEAD.unpack(await source.readexactly(HEAD.size))
-    if length > LONGEST:
+    if length > longest:
         raise ValueError(f"a reply of {length:,} bytes")
     return decode(await source.readexactly(length), EpisodeReply)
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from megarl.core.base.contracts import EnvironmentDown, GraderDown, Observation, Verdict
+from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Episode, Prompt
 from megarl.core.recipe import Recipe, Rows
@@ -95,6 +96,11 @@ class Bounded:
                 why = str(died)
                 if died.culprit == self._episode:
                     raise self._down(why) from None
+            except (GraderDown, MegarlError):
+                raise
+            except Exception as error:  # no episode may end the controller
+                log.exception("%s failed in a way that nobody foresaw", self._where)
+                raise self._down(f"{type(error).__name__}: {error}", ": ") from None
         raise self._down(f"{why}; the last of {LIVES} processes, and it is unknown which episode was to blame")
 
     async def _begin(self) -> None:

@@ -39,7 +39,9 @@ BUILT_IN: dict[str, Factory] = {"python": Python, "calculator": Calculator, "gue
 HEAD = struct.Struct("<Q")
 MARK = struct.Struct("<q")
 LONGEST = 1 << 26
-"""Most bytes in a frame."""
+"""Most bytes in a request."""
+BESIDES_TOKENS = 1 << 16
+"""Most bytes in a reply, besides the tokens of an observation."""
 SAID = 1000
 """Most characters of an error message that are passed on."""
 
@@ -61,6 +63,11 @@ class Setup(Record, frozen=True):
     sandbox: Literal["bubblewrap", "rlimits"]
     end_of_thinking: str
     parts: dict[str, Part]
+
+
+def longest_reply(setup: Setup) -> int:
+    """Return the most bytes in a reply, with 4 for each token of an observation."""
+    return 4 * max(part.reply_tokens for part in setup.parts.values()) + BESIDES_TOKENS
 
 
 Act = Literal["reset", "step", "reward", "close"]
@@ -116,9 +123,10 @@ class Episodes:
     async def answer(self, request: EpisodeRequest) -> bytes:
         """Return an encoded reply, whatever the environment does. Never returns if the environment cannot be cancelled."""
         try:
-            if len(message := encode(await self._reply(request))) <= LONGEST:
+            message, most = encode(await self._reply(request)), longest_reply(self._setup)
+            if len(message) <= most:
                 return message
-            error = f"answered {len(message):,} bytes, {LONGEST:,} at most"
+            error = f"answered {len(message):,} bytes, {most:,} at most"
             return encode(EpisodeReply(call=request.call, error=error))
         except Exception as error:  # a number that no record holds, or text that is not Unicode
             said = f"answered something that cannot be encoded ({type(error).__name__})"

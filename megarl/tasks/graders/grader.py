@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megarl.core.base.contracts import WRONG, Grade, Verdict, answer_of
+from megarl.core.base.contracts import WRONG, Grade, GraderDown, Verdict, answer_of
+from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import Prompt
 from megarl.core.recipe import Recipe, Task
 from megarl.core.recipe.rules import GRADERS
@@ -42,6 +43,24 @@ async def exact(submission: Submission) -> Verdict:
 async def well_formed(submission: Submission) -> Verdict:
     """Return right if the thinking trace was closed and an answer follows it."""
     return judged(bool(submission.answer))
+
+
+def _guarded(name: str, check: Check) -> Check:
+    """Return the check; an error at an answer, other than those that graders may raise, costs that
+    answer its verdict, and not the run."""
+
+    async def guarded(submission: Submission) -> Verdict:
+        try:
+            return await check(submission)
+        except (GraderDown, MegarlError):
+            raise
+        except Exception as error:
+            log.exception(
+                "the grader %s failed in a way that nobody foresaw; the answer: %.80r", name, submission.answer
+            )
+            raise GraderDown(f"the grader {name} failed: {type(error).__name__}: {error}") from None
+
+    return guarded
 
 
 def _logged(name: str, check: Check) -> Check:
@@ -134,7 +153,7 @@ class TaskGraders:
         self._data, self._workers, self._limit_s, self._limits = recipe.data, workers or places(), limit_s, limits
         self._pools: list[Pool] = []
         check_graders(recipe)
-        made = {name: self._made(name) for name in _named(recipe)}
+        made = {name: _guarded(name, self._made(name)) for name in _named(recipe)}
         checks = {name: _logged(name, check) for name, check in made.items()}
         self._graders = {
             name: TaskGrader(

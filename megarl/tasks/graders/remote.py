@@ -38,6 +38,8 @@ LONGEST_PAUSE_S = 30.0
 RETRIES = 5
 """Together they take 15 s, so a service that restarts within that time costs no ticket."""
 BUSY = (408, 429)
+LONGEST_REPLY = 1 << 20
+"""Most bytes in a reply. Its numbers take a few hundred."""
 
 
 class ServiceReply(msgspec.Struct, frozen=True):
@@ -88,6 +90,9 @@ class Remote:
             outcomes = [unknown if r is None or not math.isfinite(r) else Verdict(r) for r in rewards]
         except GraderDown as down:
             outcomes = [GraderDown(str(down)) for _ in batch]
+        except Exception as error:  # without an outcome, they would wait for ever
+            log.exception("%s failed in a way that nobody foresaw", self._what)
+            outcomes = [GraderDown(f"{self._what} failed: {type(error).__name__}") for _ in batch]
         for (_, verdict), outcome in zip(batch, outcomes, strict=True):
             if verdict.done():
                 continue  # its rollout was cancelled
@@ -115,7 +120,8 @@ class Remote:
     async def _post(self, body: bytes) -> ServiceReply:
         timeout = aiohttp.ClientTimeout(total=self._service.timeout_s)
         async with (
-            aiohttp.ClientSession(timeout=timeout) as session,
+            # A compressed reply could be a thousand times as long as what is counted.
+            aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session,
             session.post(self._service.url, data=body, headers=self._headers, allow_redirects=False) as response,
         ):
             if response.status in BUSY or response.status >= 500:
@@ -123,9 +129,14 @@ class Remote:
             if response.status != 200:
                 hint = "; is its key right?" if response.status in (401, 403) else ""
                 raise GraderDown(f"{self._what} answered with status {response.status}{hint}")
+            text = bytearray()
+            async for part in response.content.iter_any():
+                text += part
+                if len(text) > LONGEST_REPLY:
+                    raise GraderDown(f"{self._what} answered more than {LONGEST_REPLY:,} bytes")
             try:
                 # Python's decoder, because Python's services write NaN, which is no JSON; it then is one item without a reward
-                return msgspec.convert(json.loads(await response.read()), ServiceReply)
+                return msgspec.convert(json.loads(text), ServiceReply)
             except (ValueError, RecursionError) as error:
                 raise GraderDown(f'{self._what} did not answer with {{"rewards": [...]}}: {error}') from None
 
@@ -146,4 +157,5 @@ def headers(name: str, service: Service) -> dict[str, str]:
             raise MegarlError(f"data.services.{name}.api_key: {place} is empty")
     if len(key.split()) > 1:
         raise MegarlError(f"data.services.{name}.api_key: {place} has white space in it; give it the key alone")
-    return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    plain = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+    return plain | ({"Authorization": f"Bearer {key}"} if key else {})

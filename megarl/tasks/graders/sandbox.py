@@ -121,17 +121,28 @@ class Sandbox:
                 said, out = [str(error)], b""
         if out != b"42\n":
             why = " ".join(said) or "it printed nothing"
-            advice = (
-                f"{NAMESPACES}; or set data.sandbox=rlimits if the programs may {remains()}"
-                if self._kind == "bubblewrap"
-                else f"run as another user than root, or let everybody read {self.python.parent.parent}"
-            )
-            raise MegarlError(f"data.sandbox: no program can be run with {self._kind} here ({why}); {advice}")
+            problem = f"no program can be run with {self._kind} here ({why}); {self._advice(why)}"
+            raise MegarlError(f"data.sandbox: {problem}")
         if self._kind == "rlimits":
             log.warning("data.sandbox=rlimits: programs may %s", remains())
         if sys.version_info < (3, 12, 2):
             what = "functions with functools.cache recur at most 498 deep, and right programs fail; use 3.12.2 or later"
             log.warning("programs are graded by Python %s, where %s", platform.python_version(), what)
+
+    def _advice(self, why: str) -> str:
+        """Return what to do if no program can be run."""
+        if self._kind == "rlimits":
+            return f"run as another user than root, or let everybody read {self.python.parent.parent}"
+        otherwise = f"or set data.sandbox=rlimits if the programs may {remains()}"
+        if why.startswith("bwrap: execvp"):
+            needs = f"what it needs has to be in {' and '.join(map(str, self._prefixes()))}, or in /usr"
+            return f"Python cannot be started there: {needs}; {otherwise}"
+        return f"{NAMESPACES}; {otherwise}"
+
+    def _prefixes(self) -> list[Path]:
+        """Return the directories that our Python is installed in, and the one that a link to it leads to."""
+        ways = (self.python, self.python.resolve())
+        return list(dict.fromkeys(way.parent.parent for way in ways))
 
     async def run(self, program: str, given: str, call: str = "", expected: int = 0) -> Ran:
         """Return the program's output for the stdin `given` or, after it has run, the repr of the expression `call`.
@@ -209,15 +220,14 @@ class Sandbox:
         return Ran(out.removeprefix(STARTED).decode(errors="replace"), ended, process.returncode or 0)  # type: ignore[arg-type]
 
     def _command(self) -> list[str]:
-        prefix = self.python.parent.parent
-        readable = [*SYSTEM, str(prefix)] if self._kind == "rlimits" else []
+        readable = [*SYSTEM, *map(str, self._prefixes())] if self._kind == "rlimits" else []
         python = [
             str(self.python), "-I", "-S", "-X", "utf8", "-X", "int_max_str_digits=0",
             "-c", INSIDE.read_text(), json.dumps(asdict(self._limits)), json.dumps(readable),
         ]  # fmt: skip
         if self._kind == "rlimits":
             return python
-        return [*_bubblewrap(prefix, self._limits), "--", *python]
+        return [*_bubblewrap(self._prefixes(), self._limits), "--", *python]
 
 
 def _task(program: str, **more: Any) -> bytes:
@@ -245,21 +255,29 @@ async def _killed(process: asyncio.subprocess.Process) -> None:
         raise GraderDown(f"the sandbox of process {process.pid} did not end {KILL_LIMIT_S:g} s after SIGKILL") from None
 
 
-def _bubblewrap(prefix: Path, limits: Limits) -> list[str]:
-    """Build the bwrap command, with a root of only the system's programs and the Python in `prefix`."""
+def _bubblewrap(prefixes: Sequence[Path], limits: Limits) -> list[str]:
+    """Build the bwrap command, with a root of only the system's programs and the Python in `prefixes`."""
     command = ["bwrap", "--die-with-parent", "--new-session", "--ro-bind", "/usr", "/usr"]
     for path in SYSTEM[1:]:
         if os.path.islink(path):
             command += ["--symlink", os.readlink(path), path]
         else:
             command += ["--ro-bind-try", path, path]
-    if not prefix.is_relative_to("/usr"):
-        for parent in reversed(prefix.parents[:-1]):  # bwrap by itself would make them accessible to its own user only
-            command += ["--perms", "0755", "--dir", str(parent)]
-        command += ["--ro-bind", str(prefix), str(prefix)]
     command += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(limits.tmp), "--tmpfs", "/tmp"]
+    for prefix in prefixes:  # after /tmp, where it may be, too
+        command += _installed(prefix)
     command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
     command += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     if os.getuid() == 0:  # what inside.py needs to become nobody
         return [*command, "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     return [*command, "--unshare-user"]
+
+
+def _installed(prefix: Path) -> list[str]:
+    """Return bwrap's arguments that show a Python."""
+    if prefix.is_relative_to("/usr"):
+        return []
+    arguments: list[str] = []
+    for parent in reversed(prefix.parents[:-1]):  # bwrap by itself would make them accessible to its own user only
+        arguments += ["--perms", "0755", "--dir", str(parent)]
+    return [*arguments, "--ro-bind", str(prefix), str(prefix)]

@@ -416,9 +416,10 @@ def test_one_writer_at_a_time(tmp_path: Path):
     other.start()
     try:
         assert ready.wait(60)
-        with pytest.raises(MegarlError, match=f"process {other.pid} writes this journal"):
+        with pytest.raises(MegarlError, match=rf"process {other.pid} on \S+ writes this journal"):
             Journal.open(tmp_path, 2, 1)
         assert list(JournalReader(tmp_path).fold().unfinished) == []  # reading needs no lock
+        assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o600  # who can read it can hold it
     finally:
         other.kill()
         other.join(60)

@@ -38,7 +38,7 @@ print(json.dumps([found, opened, [os.getuid(), os.getgid(), *os.getgroups()], [i
 OWN = {f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts/ptmx", "stdin")}
 """The sandbox's own /dev and its terminals. What is written to /dev/random is only mixed in."""
 OPEN_TO_ALL = {f"/proc/{name}" for name in ("pressure/io", "pressure/cpu", "pressure/memory", "sys/kernel/ns_last_pid")}
-"""Any user may open them: the first three only to be woken, the last one needs rights in the sandbox's own process namespace."""
+"""Any user may open them: the first three only to be woken, and the last one needs rights."""
 
 
 def probed(*around: str) -> tuple[set[str], bool, list[int], list[int]]:
@@ -81,7 +81,7 @@ def test_nobody_reads_what_an_agent_needs_and_nothing_else_of_a_closed_directory
     home = tmp_path / "home"
     for folder in ("tool/bin", "packages", "private", "project"):
         (home / folder).mkdir(parents=True)
-    (home / "tool" / "bin" / "agent").write_text(f'#!/bin/sh\ncat {home}/packages/it; cd {home}/project && ls {home}')
+    (home / "tool" / "bin" / "agent").write_text(f"#!/bin/sh\ncat {home}/packages/it; cd {home}/project && ls {home}")
     (home / "tool" / "bin" / "agent").chmod(0o755)
     (home / "link").symlink_to(home / "tool")
     (home / "packages" / "it").write_text("package\n")
@@ -95,7 +95,9 @@ def test_nobody_reads_what_an_agent_needs_and_nothing_else_of_a_closed_directory
         assert done.stdout.split() == ["package", "link", "packages", "project", "tool"], done.stderr
     check_agent_sandbox("agent", command)
     (home / "tool" / "bin" / "agent").chmod(0o700)
-    with pytest.raises(MegarlError, match=r"agents could not run .*agent\); under root, agents are nobody: let everybody"):
+    with pytest.raises(
+        MegarlError, match=r"agents could not run .*agent\); under root, agents are nobody: let everybody"
+    ):
         check_agent_sandbox("agent", command)
     (home / "packages" / "it.py").touch()
     monkeypatch.syspath_prepend(home / "packages")

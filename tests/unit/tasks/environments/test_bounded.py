@@ -17,7 +17,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
 from megarl.core.base.types import Prompt, int32
 from megarl.core.recipe import from_tree
-from megarl.tasks.environments import host, registry
+from megarl.tasks.environments import host, registry, worker
 from megarl.tasks.environments.registry import Bounded, TaskEnvironments
 from tests.processes import ended_before_it_is_asked
 from tests.unit.tasks.environments.scripted import Near
@@ -183,11 +183,22 @@ def test_one_for_which_no_process_can_be_had_is_down(tmp_path: Path, monkeypatch
         raise error
 
 
+def test_an_error_that_nobody_foresaw_costs_that_episode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    found = environments(tmp_path, "game")
+    monkeypatch.setattr(host, "_started", fails)
+    (error,) = run(found, play(found.of("game"), prompt_of("game")))
+    with pytest.raises(EnvironmentDown, match=r"Faulty: RuntimeError: can't start new thread"):
+        raise error
+
+
 def test_an_answer_longer_than_a_frame(tmp_path: Path) -> None:
     found = environments(tmp_path, "game", "Hostile", limit_s=60)
-    program = f"{TURN}return Observation(__import__('numpy').ones({(host.LONGEST >> 2) + 1}, 'int32'))"
+    program = f"{TURN}return Observation(__import__('numpy').ones({worker.BESIDES_TOKENS}, 'int32'))"
     (error,) = run(found, play(found.of("game"), prompt_of("game", program)))
-    with pytest.raises(EnvironmentDown, match=r"Hostile:? answered 67,.* bytes, 67,.* at most"):
+    with pytest.raises(EnvironmentDown, match=r"Hostile:? answered 262,.* bytes, 65,616 at most"):
         raise error
 
 

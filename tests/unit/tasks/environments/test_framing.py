@@ -7,6 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.tokenizer import Tokenizer
 from megarl.tasks.environments.framing import Framing, Setting
 from megarl.tasks.graders.sandbox import Sandbox
 from tests.unit.tasks.agents.templates import PUBLISHED, published, tokenizer_of
@@ -63,6 +64,30 @@ def test_of_a_long_reply_the_middle_is_left_out(tmp_path: Path, template: str) -
         assert "xend" in said
         assert "x\n…\nx" in said
     assert "…" not in tokenizer.decode(Framing(tokenizer, template, 80).tokens("short"))
+
+
+@pytest.mark.parametrize("template", [CHATML, QUOTED])
+def test_of_a_text_that_must_be_cut_only_the_ends_are_tokenised(
+    tmp_path: Path, template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A website may have sent 30 MB. What is replied is the same as if all of it had been tokenised."""
+    tokenizer = byte_tokenizer(tmp_path, template)
+    text = "".join(map(str, range(10_000)))
+    limit = 100
+    framing = Framing(tokenizer, "chat", limit)
+    lengths = list[int]()
+    ids = Tokenizer.ids
+
+    def counted(self: Tokenizer, given: str) -> np.ndarray:
+        lengths.append(len(given))
+        return ids(self, given)
+
+    monkeypatch.setattr(Tokenizer, "ids", counted)
+    short = framing.tokens(text)
+    assert max(lengths) <= limit * tokenizer.longest_token < len(text)
+    monkeypatch.setattr(Tokenizer, "must_exceed", lambda *_: False)
+    assert framing.tokens(text).tolist() == short.tolist()
+    assert max(lengths) >= len(text)
 
 
 @pytest.mark.parametrize(

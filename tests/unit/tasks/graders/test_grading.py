@@ -212,6 +212,15 @@ def test_a_process_that_ends_names_its_grader_and_how_it_ended() -> None:
         asyncio.run(run())
 
 
+def test_an_error_that_nobody_foresaw_costs_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def too_deep(*_: object) -> Verdict:
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr("megarl.tasks.graders.grader.exact", too_deep)
+    with pytest.raises(GraderDown, match="the grader exact failed: RecursionError: too deep"):
+        grade("exact", "</think>85", "85")
+
+
 def fails(_: Submission) -> bool:
     raise KeyError("no such thing")
 

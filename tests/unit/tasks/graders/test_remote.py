@@ -18,7 +18,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import Service
 from megarl.tasks.graders import remote as module
 from megarl.tasks.graders.answer import Submission
-from megarl.tasks.graders.remote import Remote
+from megarl.tasks.graders.remote import LONGEST_REPLY, Remote
 
 KEY = "sk-do-not-tell-4711"
 EXAMPLE = Path(__file__).parents[4] / "examples" / "reward_server.py"
@@ -136,6 +136,7 @@ def test_a_busy_service_is_asked_again(status: int) -> None:
         ({"rewards": []}, r"gave 0 rewards for 1 items", 1),
         ({"scores": [1.0]}, r'did not answer with \{"rewards"', 1),
         ({"rewards": ["high"]}, r"did not answer with", 1),
+        ({"rewards": [1.0], "why": "x" * LONGEST_REPLY}, r"answered more than 1,048,576 bytes", 1),
     ],
 )
 def test_a_service_that_is_down(
@@ -150,6 +151,19 @@ def test_a_service_that_is_down(
     assert {headers["Authorization"] for headers in stub.headers} == {f"Bearer {KEY}"}
     assert KEY not in str(error.value)
     assert KEY not in caplog.text.replace(f"POST /score?token={KEY}", "")  # the stub's own log of what it was asked
+
+
+def test_a_reply_may_be_long_within_the_limit() -> None:
+    assert asked(Stub({"rewards": [1.0], "why": "x" * (LONGEST_REPLY - 100)}), one) == Verdict(1.0)
+
+
+def test_an_error_that_nobody_foresaw_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(*_: object) -> None:
+        raise RecursionError
+
+    monkeypatch.setattr(Remote, "_post", fails)
+    with pytest.raises(GraderDown, match="failed: RecursionError"):
+        asked(Stub(503), one)
 
 
 def test_a_service_that_is_slow_or_away() -> None:

@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -415,6 +416,32 @@ def test_a_bubblewrap_that_may_not_make_namespaces_is_refused(monkeypatch: pytes
     assert shutil.which("bwrap") == str(tmp_path / "bwrap")
     with pytest.raises(MegarlError, match=r"No permissions to create new namespace.*in a container"):
         Sandbox("bubblewrap", 1).check()
+
+
+@pytest.mark.parametrize("place", ["/tmp", "/var/tmp", "/dev/shm"])
+@pytest.mark.parametrize("linked", [".", "bin/python"])
+def test_python_may_be_installed_anywhere(bubblewrap: SandboxKind, place: str, linked: str) -> None:
+    """Also below /tmp, of which a program has its own, and by links to its directory or its program."""
+    with tempfile.TemporaryDirectory(dir=place) as folder:
+        link = Path(folder) / "python" / linked
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(Path(sys.base_prefix) / ("." if linked == "." else f"bin/python3.{sys.version_info.minor}"))
+        python = link / "bin" / "python3" if linked == "." else link
+        program = f"open('/tmp/mine', 'w').close(); import json, os; print(os.access({folder!r}, os.W_OK))"
+        found = Sandbox(bubblewrap, 1, LIMITS, python)
+        found.check()
+        assert asyncio.run(found.run(program, "")) == Ran("False\n", "exit")
+
+
+def test_a_python_that_needs_more_than_its_directory_is_named(bubblewrap: SandboxKind, tmp_path: Path) -> None:
+    """And not the kernel, which is not to blame."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text("#!/opt/nowhere/sh")
+    (tmp_path / "bin" / "python").chmod(0o755)
+    expected = rf"execvp .*Python cannot be started there: what it needs has to be in {tmp_path}, or in /usr"
+    with pytest.raises(MegarlError, match=expected) as error:
+        Sandbox(bubblewrap, 1, LIMITS, tmp_path / "bin" / "python").check()
+    assert "namespaces" not in str(error.value)
 
 
 def test_a_sandbox_that_fails_later_is_no_wrong_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.tasks.graders.functions import environment as worker_environment
 from megarl.tasks.graders import scratch as folders
+from megarl.tasks.graders.functions import environment as worker_environment
 from megarl.tasks.graders.scratch import PREFIX, async_scratch, remove, remove_abandoned, scratch
 
 pytestmark = pytest.mark.processes

@@ -1,0 +1,75 @@
+"""Locks of files, by which one process at a time works in a directory, and the name of the process that has one.
+
+    open_lock_file ─► lock_file ─► name_holder          another: lock_file raises BlockingIOError; holder says who
+
+Whoever can open a file, if only to read it, can lock it and thereby keep us from our work. So others may not open lock files.
+"""
+
+import errno
+import fcntl
+import os
+import re
+import socket
+import stat
+import struct
+from pathlib import Path
+
+WHOLE_FILE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+"""C's `struct flock` of a lock for writing, on all bytes."""
+HOLDER = re.compile(r"(\d+) on (\S+)")
+LONGEST_NAME = 100
+
+
+def open_lock_file(path: Path) -> int:
+    """Open a file to lock it, and make it if there is none. OSError if that is impossible, or if it is a link or no file."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    about = os.fstat(descriptor)
+    if not stat.S_ISREG(about.st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file")
+    if about.st_uid == os.getuid():
+        os.fchmod(descriptor, 0o600)  # an earlier version let everybody read it
+    return descriptor
+
+
+def lock_file(descriptor: int) -> None:
+    """Lock an open file until it is closed. BlockingIOError if another process has locked it, OSError if none can. The lock is
+    one on bytes, which GPFS and others keep on all nodes together, unlike flock's."""
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, WHOLE_FILE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a kernel without such locks, as a sandbox may have
+            raise
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def name_holder(descriptor: int) -> None:
+    """Write into a file that we have locked which process this is."""
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()} on {socket.gethostname()}".encode(), 0)
+
+
+def host_named(descriptor: int) -> str:
+    """Return the node of the process that the file names; "" if it names none."""
+    named = HOLDER.fullmatch(_text(descriptor))
+    return named[2] if named else ""
+
+
+def holder(descriptor: int) -> str:
+    """Say which process has locked the file; "" if that is unknown: it names none, or one of this node that has ended."""
+    named = HOLDER.fullmatch(_text(descriptor))
+    if not named:
+        return ""
+    if named[2] == socket.gethostname() and not os.path.exists(f"/proc/{named[1]}"):
+        return ""
+    return f"process {named[0]}"
+
+
+def unknown_holder(path: Path) -> str:
+    """Say that a process without a name has locked this file, and what to do."""
+    what = f"an unknown process has locked {path} (`fuser -v {path}`, as root, names it)"
+    return f"{what}; end it or, if it is not yours, remove the file"
+
+
+def _text(descriptor: int) -> str:
+    return os.pread(descriptor, LONGEST_NAME, 0).decode(errors="replace")
