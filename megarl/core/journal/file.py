@@ -7,11 +7,13 @@ groups can be located without reading them.
 """
 
 import os
+import stat
 import struct
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 
@@ -27,6 +29,8 @@ MAGIC = b"megarlRJ"
 RECORD_HEADER = struct.Struct("<4sIqII")
 """Mark, payload bytes, ticket or -1, CRC-32 of the payload, CRC-32 of the header up to here."""
 MARK = b"\xa5RJ\x5a"
+SEARCHED_AT_ONCE = 1 << 20
+"""Bytes of a damaged file that are searched for records at a time."""
 
 
 class Entry(NamedTuple):
@@ -89,18 +93,30 @@ def scan(path: Path, payloads: bool = True) -> Iterator[tuple[Entry, bytes]]:
     """Yield a file's intact records, up to a truncated last one. Raise MegarlError if intact records follow a damaged one,
     or if the file is not a journal of this version. payloads: False yields b"" for each."""
     # A buffer has a MiB on NFS, and would be filled for each header.
-    with path.open("rb", -1 if payloads else 0) as file:
+    with _opened(path, -1 if payloads else 0) as file:
         size = os.fstat(file.fileno()).st_size
         _check_header(path, file.read(FILE_HEADER.size))
         while (offset := file.tell()) < size:
             entry = _entry(file.read(RECORD_HEADER.size), offset)
             payload = file.read(entry.length) if entry and payloads else b""
             if not entry or entry.end > size or (payloads and zlib.crc32(payload) != entry.checksum):
-                file.seek(offset + 1)
-                _check_tail(path, offset, file.read(max(0, size - offset - 1)))  # without what was written since `size`
+                _check_tail(path, file, offset, size)
                 return
             file.seek(entry.end)
             yield entry, payload
+
+
+@contextmanager
+def _opened(path: Path, buffering: int = -1) -> Iterator[BinaryIO]:
+    """Open a file to read it. MegarlError if it is a pipe or a device, of which there may be no end."""
+
+    def at_once(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NONBLOCK)
+
+    with open(path, "rb", buffering, opener=at_once) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise MegarlError(f"{path}: not a rollout journal (it is no regular file); move it away or restore it")
+        yield file
 
 
 def _check_header(path: Path, header: bytes) -> None:
@@ -113,14 +129,24 @@ def _check_header(path: Path, header: bytes) -> None:
         raise MegarlError(f"{path}: {why}; {advice}")
 
 
-def _check_tail(path: Path, offset: int, after: bytes) -> None:
-    """Raise MegarlError if intact records follow an incomplete one: a crash cannot cause that, so the file is damaged."""
-    at = after.find(MARK)
-    while at >= 0:
-        if _entry(after[at : at + RECORD_HEADER.size], 0) is not None:
-            advice = "restore the file from a backup"
-            raise MegarlError(f"{path}: damaged at offset {offset} (checksum), with intact records after it; {advice}")
-        at = after.find(MARK, at + 1)
+def _check_tail(path: Path, file: BinaryIO, offset: int, size: int) -> None:
+    """Raise MegarlError if intact records follow an incomplete one at `offset`: a crash cannot cause that, so the file is
+    damaged. What was written since the file had `size` bytes is left out."""
+    begin = offset + 1
+    while size - begin >= RECORD_HEADER.size:
+        file.seek(begin)
+        part = file.read(min(SEARCHED_AT_ONCE, size - begin))
+        if not part:
+            return  # it was cut meanwhile
+        at = part.find(MARK)
+        while at >= 0:
+            if _entry(part[at : at + RECORD_HEADER.size], 0) is not None:
+                advice = "restore the file from a backup"
+                raise MegarlError(
+                    f"{path}: damaged at offset {offset} (checksum), with intact records after it; {advice}"
+                )
+            at = part.find(MARK, at + 1)
+        begin += max(1, len(part) - RECORD_HEADER.size + 1)  # a header may begin at the part's end
 
 
 def record_of(path: Path, entry: Entry, payload: bytes) -> JournalRecord:
@@ -133,7 +159,7 @@ def record_of(path: Path, entry: Entry, payload: bytes) -> JournalRecord:
 
 def read(path: Path, offset: int) -> JournalRecord:
     """Return the record at `offset`. MegarlError if it is damaged."""
-    with path.open("rb") as file:
+    with _opened(path) as file:
         file.seek(offset)
         entry = _entry(file.read(RECORD_HEADER.size), offset)
         payload = file.read(entry.length) if entry else b""

@@ -13,7 +13,7 @@ Text that is not a well-formed call stays in the content: if a malformed call va
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,6 +24,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import JsonObject
 from megarl.tasks.agents.messages import CanonicalMessage, ToolCall
 from megarl.tasks.data.chat import ChatTemplate
+from megarl.tasks.thinking import is_opened, opening_of, without_thinking
 
 NAME, KEY, VALUE, SAID = "megarl_tool", "megarl_key", "megarl-value", "said-by-the-assistant"
 PROBE = {
@@ -90,14 +91,9 @@ class CallFormat:
     def read(self, text: str, tools: Iterable[JsonObject] = ()) -> tuple[str, list[ToolCall]]:
         """Return the text without its calls, and the calls, their `id` still empty. tools: their schemas say which arguments
         are strings, where the format does not."""
-        schemas = {tool["function"]["name"]: _field(tool["function"].get("parameters"), "properties") for tool in tools}
-        if self.begins is None:
-            calls, end = self._section(text, 0, schemas) or ([], 0)
-            return ("", calls) if calls and not text[end:].strip() else (text, [])
         rest, calls, at = "", list[ToolCall](), 0
-        while begin := self.begins.search(text, at):
-            made, end = self._section(text, begin.start(), schemas) or ([], begin.end())
-            rest += text[at : begin.start() if made else end]
+        for begin, end, made in self._sections(text, tools):
+            rest += text[at:begin]
             calls += made
             at = end
         rest += text[at:]
@@ -106,6 +102,10 @@ class CallFormat:
         if calls and any(self.beside) and said.startswith(before) and said.endswith(behind):
             rest = said.removeprefix(before).removesuffix(behind)
         return rest, calls
+
+    def places(self, text: str, tools: Iterable[JsonObject] = ()) -> list[tuple[int, int]]:
+        """Return where the calls in a text are, with the marks around them, as (begin, end)."""
+        return [(begin, end) for begin, end, _ in self._sections(text, tools)]
 
     def template_id(self, call: ToolCall, number: int) -> str:
         """Return the id that the template is given for the `number`-th call of the conversation."""
@@ -131,6 +131,21 @@ class CallFormat:
         channel, kind = (_literal(part) for part in self.behind_name.split(maxsplit=1))
         kind = rf"\s*(?:<\|constrain\|>)?\s*{kind}"
         return re.compile(rf"{to}({name}){channel}{kind}|{channel}\s*{to}({name}){kind}")
+
+    def _sections(self, text: str, tools: Iterable[JsonObject]) -> Iterator[tuple[int, int, list[ToolCall]]]:
+        """Yield the begin, the end and the calls of each place with calls."""
+        schemas = {tool["function"]["name"]: _field(tool["function"].get("parameters"), "properties") for tool in tools}
+        if self.begins is None:
+            section = self._section(text, 0, schemas)
+            if section and not text[section[1] :].strip():
+                yield 0, len(text), section[0]
+            return
+        at = 0
+        while begin := self.begins.search(text, at):
+            section = self._section(text, begin.start(), schemas)
+            at = section[1] if section else begin.end()
+            if section:
+                yield begin.start(), at, section[0]
 
     def _section(self, text: str, at: int, schemas: JsonObject) -> tuple[list[ToolCall], int] | None:
         """Return the calls that begin at `at`, and where their last mark ends; None if there is no call, or no last mark."""
@@ -265,12 +280,12 @@ def read_turn(
     """Return the message that the agent is served for a turn. number: its node's, part of every opaque id that we create. The
     text before `end_of_thinking` becomes reasoning, without its opening tag (`<think>` for `</think>`). cut: the policy did not
     end the turn itself, so all of it is reasoning if its thinking was opened, by itself or by the end of its prompt."""
-    reasoning, opening = "", end_of_thinking.strip().replace("/", "", 1)
-    closed = bool(end_of_thinking) and end_of_thinking in text
-    opened = opening != end_of_thinking.strip() and (text.lstrip().startswith(opening) or prompt.endswith(opening))
-    if closed or (cut and opened):
-        reasoning, _, text = text.partition(end_of_thinking)
-        reasoning = reasoning.lstrip().removeprefix(opening)
+    calls_at = [] if format is None or end_of_thinking not in text else format.places(text, tools)
+    parts = without_thinking(text, end_of_thinking, prompt, calls_at)
+    if parts is None and cut and is_opened(text, end_of_thinking, prompt):
+        parts = text, ""
+    reasoning, text = parts or ("", text)
+    reasoning = reasoning.lstrip().removeprefix(opening_of(end_of_thinking))
     content, found = (text, []) if format is None else format.read(text, tools)
     if found:
         content = content.strip("\n") if content.strip() else ""

@@ -20,6 +20,7 @@ from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import int32
 from megarl.tasks.data.chat import load_chat
 from megarl.tasks.graders.sandbox import Sandbox
+from megarl.tasks.thinking import without_thinking
 
 RAW = ("\n```output\n", "\n```\n")
 CUT = "\n…\n"
@@ -94,4 +95,5 @@ class Setting:
     def said(self, tokens: np.ndarray) -> str:
         """Return a turn's text without its thinking, if that is closed. An empty end_of_thinking means: no thinking."""
         text = self.tokenizer.continued(tokens)
-        return text.rpartition(self.end_of_thinking)[2] if self.end_of_thinking else text
+        parts = without_thinking(text, self.end_of_thinking)
+        return text if parts is None else parts[1]

@@ -16,6 +16,7 @@ import numpy as np
 from megarl.core.base.contracts import DONE, Environment, Observation
 from megarl.tasks.environments.framing import Setting
 from megarl.tasks.graders.sandbox import Limits, Ran
+from megarl.tasks.thinking import blocks
 
 LIMITS = Limits(seconds=10, output=1 << 16)
 FENCE, TOOL_CALL = "```", "<tool_call>"
@@ -54,15 +55,11 @@ class Python(Environment):
 
 def last_call(text: str) -> tuple[str, str] | None:
     """Return kind (FENCE or TOOL_CALL) and content of the last closed call, or None, in time linear in the text's length."""
-    last, at, missing = None, 0, set[str]()
-    while opening := OPENING.search(text, at):
-        kind, at = TOOL_CALL if opening[0] == TOOL_CALL else FENCE, opening.end()
-        end = -1 if kind in missing else text.find(CLOSING[kind], at)
-        if end < 0:
-            missing.add(kind)  # also after any later opening, so it is not searched for again
-        else:
-            last, at = (kind, text[at:end]), end + len(CLOSING[kind])
-    return last
+    last = max(blocks(text, OPENING, CLOSING), key=lambda block: block.begin, default=None)
+    if last is None:
+        return None
+    kind = TOOL_CALL if text.startswith(TOOL_CALL, last.begin) else FENCE
+    return kind, text[last.inner : last.inner_end]
 
 
 def program_of(kind: str, called: str) -> str:

@@ -9,6 +9,7 @@ import resource
 import stat
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import Group, Prompt, Rollout, Segment, encode, float32, int32
 from megarl.core.journal import journal as journal_module
-from megarl.core.journal.file import record_of, scan
+from megarl.core.journal.file import RECORD_HEADER, record_of, scan
 from megarl.core.journal.journal import REMEMBERED, Journal, JournalReader
 from megarl.core.journal.records import (
     Admitted,
@@ -245,6 +246,27 @@ def test_a_torn_tail_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     assert caplog.text == ""
 
 
+def test_a_file_of_any_size_is_read_in_little_memory(tmp_path: Path):
+    """A stranger's may be a few bytes on the disk, and more than memory when it is read."""
+    written(tmp_path, 2)
+    file = last_file(tmp_path)
+    count = len(list(scan(file)))
+    os.truncate(file, 64 << 20)
+    tracemalloc.start()
+    assert len(list(scan(file))) == count
+    assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    tracemalloc.stop()
+
+
+def test_a_pipe_is_no_journal(tmp_path: Path):
+    written(tmp_path, 1)
+    file = last_file(tmp_path)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(MegarlError, match="not a rollout journal"):
+        JournalReader(tmp_path).fold()
+
+
 @settings(deadline=None, max_examples=30)
 @given(data=st.data())
 def test_damage_in_the_middle_is_an_error_with_its_place(tmp_path_factory, data):
@@ -257,8 +279,11 @@ def test_damage_in_the_middle_is_an_error_with_its_place(tmp_path_factory, data)
     content = bytearray(file.read_bytes())
     content[at] ^= 1 << data.draw(st.integers(0, 7))
     file.write_bytes(content)
-    with pytest.raises(MegarlError, match=f"{file.name}: damaged at offset {entries[damaged].offset} "):
-        Journal.open(path, 2, 1)
+    searched = data.draw(st.sampled_from([RECORD_HEADER.size, 2 * RECORD_HEADER.size + 1, 1 << 20]))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("megarl.core.journal.file.SEARCHED_AT_ONCE", searched)
+        with pytest.raises(MegarlError, match=f"{file.name}: damaged at offset {entries[damaged].offset} "):
+            Journal.open(path, 2, 1)
     assert file.read_bytes() == content
     with pytest.raises(MegarlError, match="damaged"):  # the lock was given back with the error
         Journal.open(path, 2, 1)
