@@ -1,8 +1,8 @@
 """Where the thinking at the beginning of a turn ends.
 
-<think> hm </think> The answer.          opened, by the turn or the prompt: it ends at the first mark
-hm </think> The answer.                  perhaps open: at the first mark that is not in a call or a block of code
-grep("</think>")                         a policy that did not think writes of the mark: nothing ends
+<think> hm </think> 7     opened, by the turn or its prompt: it ends at the first mark
+hm </think> 7             perhaps open: at the first mark outside of calls and blocks of code
+grep("</think>")          a policy that did not think writes of the mark: nothing ends
 """
 
 import json
@@ -16,7 +16,7 @@ CLOSING = {"```": "```", "~~~": "~~~", "<tool_call>": "</tool_call>"}
 
 @dataclass(frozen=True)
 class Block:
-    """A block in a text: text[begin:end], of which text[inner:inner_end] lies between its marks."""
+    """A block of a text: text[begin:end], with text[inner:inner_end] between its marks."""
 
     begin: int
     inner: int
@@ -25,25 +25,27 @@ class Block:
 
 
 def blocks(text: str, opening: re.Pattern[str], closing: Mapping[str, str]) -> Iterator[Block]:
-    """Yield the closed blocks of a text, in time linear in its length. closing: the closing mark, by the
-    beginning of an opening mark."""
+    """Yield the closed blocks of a text, in time linear in its length.
+
+    closing: the closing mark, by the beginning of an opening mark.
+    """
     at = 0
     unclosed = set[str]()
-    while found := opening.search(text, at):
-        at = found.end()
-        kind = next(mark for mark in closing if found[0].startswith(mark))
-        # After one opening mark without a closing one there is none after a later one, either.
+    while match := opening.search(text, at):
+        at = match.end()
+        kind = next(mark for mark in closing if match[0].startswith(mark))
+        # If no closing mark follows an opening one, none follows a later one.
         inner_end = -1 if kind in unclosed else text.find(closing[kind], at)
         if inner_end < 0:
             unclosed.add(kind)
             continue
-        block = Block(found.start(), at, inner_end, inner_end + len(closing[kind]))
+        block = Block(match.start(), at, inner_end, inner_end + len(closing[kind]))
         at = block.end
         yield block
 
 
 def opening_of(end_of_thinking: str) -> str:
-    """Return the mark that opens thinking: `<think>` for `</think>`, "" for a mark without a slash."""
+    """Return the mark that opens thinking: `<think>` for `</think>`; "" if there is none."""
     mark = end_of_thinking.strip()
     opening = mark.replace("/", "", 1)
     return "" if opening == mark else opening
@@ -52,16 +54,18 @@ def opening_of(end_of_thinking: str) -> str:
 def is_opened(text: str, end_of_thinking: str, prompt: str = "") -> bool:
     """Return whether a turn begins with thinking for certain. prompt: the text before it."""
     opening = opening_of(end_of_thinking)
-    return bool(opening) and (text.lstrip().startswith(opening) or prompt.rstrip().endswith(opening))
+    if not opening:
+        return False
+    return text.lstrip().startswith(opening) or prompt.rstrip().endswith(opening)
 
 
 def without_thinking(
     text: str, end_of_thinking: str, prompt: str = "", calls: Iterable[tuple[int, int]] = ()
 ) -> tuple[str, str] | None:
-    """Return the thinking at the beginning of a turn, and the rest; None if no thinking ends there.
+    """Return the thinking at the beginning of a turn, and the rest; None if none ends there.
 
-    prompt: the text before the turn. calls: the places, as (begin, end), of calls, in which nobody thinks. An
-    empty end_of_thinking means: no thinking.
+    prompt: the text before the turn. calls: the places of calls, as (begin, end). An empty
+    end_of_thinking means: no thinking.
     """
     at = text.find(end_of_thinking) if end_of_thinking else -1
     if at >= 0 and not is_opened(text, end_of_thinking, prompt):

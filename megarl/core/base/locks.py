@@ -1,8 +1,10 @@
-"""Locks of files, by which one process at a time works in a directory, and the name of the process that has one.
+"""Locks of files, by which one process at a time works in a directory, and their holders.
 
-    open_lock_file ─► lock_file ─► name_holder          another: lock_file raises BlockingIOError; holder says who
+    open_lock_file ─► lock_file ─► name_holder
+                          └─ BlockingIOError: another process has it; `holder` says which
 
-Whoever can open a file, if only to read it, can lock it and thereby keep us from our work. So others may not open lock files.
+Whoever can open a file, if only to read it, can lock it and so keep us from our work. So
+nobody else may open lock files.
 """
 
 import errno
@@ -21,20 +23,26 @@ LONGEST_NAME = 100
 
 
 def open_lock_file(path: Path) -> int:
-    """Open a file to lock it, and make it if there is none. OSError if that is impossible, or if it is a link or no file."""
+    """Open a file to lock it, and make it if there is none.
+
+    OSError if that is impossible, or if the path is a link or no regular file.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     about = os.fstat(descriptor)
     if not stat.S_ISREG(about.st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is no regular file")
     if about.st_uid == os.getuid():
-        os.fchmod(descriptor, 0o600)  # an earlier version let everybody read it
+        os.fchmod(descriptor, 0o600)  # it may have been made with other rights
     return descriptor
 
 
 def lock_file(descriptor: int) -> None:
-    """Lock an open file until it is closed. BlockingIOError if another process has locked it, OSError if none can. The lock is
-    one on bytes, which GPFS and others keep on all nodes together, unlike flock's."""
+    """Lock an open file until it is closed.
+
+    BlockingIOError if another process has locked it, OSError if none can. The lock is one on
+    bytes, which GPFS and others keep on all nodes together, unlike flock's.
+    """
     try:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, WHOLE_FILE)
     except OSError as error:
@@ -56,7 +64,10 @@ def host_named(descriptor: int) -> str:
 
 
 def holder(descriptor: int) -> str:
-    """Say which process has locked the file; "" if that is unknown: it names none, or one of this node that has ended."""
+    """Say which process has locked the file.
+
+    "" if that is unknown: the file names none, or one of this node that has ended.
+    """
     named = HOLDER.fullmatch(_text(descriptor))
     if not named:
         return ""
@@ -66,7 +77,7 @@ def holder(descriptor: int) -> str:
 
 
 def unknown_holder(path: Path) -> str:
-    """Say that a process without a name has locked this file, and what to do."""
+    """Say that an unknown process has locked this file, and what to do."""
     what = f"an unknown process has locked {path} (`fuser -v {path}`, as root, names it)"
     return f"{what}; end it or, if it is not yours, remove the file"
 

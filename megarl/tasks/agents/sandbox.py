@@ -1,12 +1,16 @@
-"""The bubblewrap sandbox of an agent: it reads the machine's files, and writes only in a folder of its own.
+"""The bubblewrap sandbox of an agent.
 
-    / read-only ─► paths opened to nobody ─► an empty run directory ─► the agent's folder, writable ─► setpriv ─► agent
+    the machine's files, read-only
+      ─► paths that nobody could not reach      under root
+      ─► the run directory, empty
+      ─► the agent's own folder, which it may write in ─► setpriv ─► the agent
 
 The network is the machine's; processes, IPC and /dev are the sandbox's own.
 
-Root without capabilities still owns what the kernel offers below /proc/sys, and a program of /proc/sys/kernel/core_pattern runs
-outside every sandbox. So if megarl runs as root, an agent is nobody. It then cannot pass directories such as /root, where
-Python and the agent's program may lie: in the sandbox an empty directory covers such a one, with only those paths in it.
+Root owns the files below /proc/sys even without capabilities, and the program named in
+/proc/sys/kernel/core_pattern runs outside every sandbox. So under root an agent is nobody. It
+then cannot pass a directory such as /root, where Python or the agent's program may lie: in
+the sandbox, an empty directory covers it, with only the paths that the agent needs.
 """
 
 import os
@@ -23,21 +27,29 @@ from megarl.tasks.graders.inside import NOBODY
 from megarl.tasks.graders.sandbox import CHECK_LIMIT_S, NAMESPACES
 from megarl.tasks.graders.scratch import becomes_nobody, hand_over, scratch
 
-AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--inh-caps=-all")
+AS_NOBODY = (
+    "setpriv",
+    f"--reuid={NOBODY}",
+    f"--regid={NOBODY}",
+    "--clear-groups",
+    "--inh-caps=-all",
+)
 PASSED_BY_ALL = 0o001
 READ_BY_ALL = 0o005
 MOST_LINKS = 40
 """Linux follows no more in one path."""
-WITHOUT_RIGHTS = (
-    "under root, agents are nobody and write only in $TMPDIR: let everybody read what they need, or run as another user"
-)
+WITHOUT_RIGHTS = "under root, agents are nobody: let everybody read what they need, or run as another user"
 _CHECK = "import sys; from megarl.tasks.agents.inside import problem; print(problem(sys.argv[1:]))"
 
 
 def agent_sandbox(own: Path, hidden: Path, command: Sequence[str] = ()) -> list[str]:
-    """Build the bwrap command that runs an agent. own: its folder; hidden: a directory that is empty in the sandbox; command:
-    the agent's, which needs to be readable."""
-    sandbox = ["bwrap", "--die-with-parent", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
+    """Build the bwrap command that runs an agent.
+
+    own: the agent's folder. hidden: a directory that is empty in the sandbox. command: the
+    agent's, whose files it must be able to read.
+    """
+    sandbox = ["bwrap", "--die-with-parent", "--ro-bind", "/", "/"]
+    sandbox += ["--dev", "/dev", "--proc", "/proc"]
     if becomes_nobody():
         sandbox += _opened_to_nobody([*_needed(command), own.parent])
     # bwrap cannot mount at a path that leads over an absolute link.
@@ -48,30 +60,45 @@ def agent_sandbox(own: Path, hidden: Path, command: Sequence[str] = ()) -> list[
     sandbox += ["--bind", str(own), str(own), "--cap-drop", "ALL"]
     sandbox += ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     if becomes_nobody():
-        return [*sandbox, "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--", *AS_NOBODY]
+        rights = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+        return [*sandbox, *rights, "--", *AS_NOBODY]
     if os.getuid() == 0:
         return sandbox
     return [*sandbox, "--unshare-user"]
 
 
 def check_agent_sandbox(key: str, agent: str | Sequence[str]) -> None:
-    """Raise MegarlError if bubblewrap cannot run this agent on this machine. key: the agent's in the recipe."""
+    """Raise MegarlError if bubblewrap cannot run this agent on this machine.
+
+    key: the agent's in the recipe.
+    """
     command = [] if isinstance(agent, str) else agent
     words = ["command", *command] if command else ["function", str(agent)]
     with scratch() as folder:
         hand_over(folder)
         run = [*agent_sandbox(folder, folder, command), sys.executable, "-c", _CHECK, *words]
-        variables = environment() | {"TMPDIR": str(folder)}
-        try:
-            done = subprocess.run(run, env=variables, capture_output=True, text=True, timeout=CHECK_LIMIT_S)
-            problem = done.stdout.strip()
-            if done.returncode:
-                problem = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-        except (OSError, subprocess.TimeoutExpired) as error:
-            problem = str(error)
+        problem = _problem(run, environment() | {"TMPDIR": str(folder)})
     if problem:
-        advice = f"{_advice(problem)}; or set data.sandbox=rlimits if agents may do all that you can"
-        raise MegarlError(f"data.sandbox: {key} cannot be run with bubblewrap here ({problem}); {advice}")
+        what = f"{key} cannot be run with bubblewrap here ({problem}); {_advice(problem)}"
+        otherwise = "or set data.sandbox=rlimits if agents may do all that you can"
+        raise MegarlError(f"data.sandbox: {what}; {otherwise}")
+
+
+def _problem(run: Sequence[str], variables: dict[str, str]) -> str:
+    """Return what the check prints, or why it cannot be run; "" if all is well."""
+    try:
+        done = subprocess.run(
+            run,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=CHECK_LIMIT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+    return done.stdout.strip()
 
 
 def _advice(problem: str) -> str:
@@ -85,13 +112,14 @@ def _advice(problem: str) -> str:
 
 
 def _needed(command: Sequence[str]) -> Iterator[Path]:
-    """Yield the paths that an agent reads: our Python, what it imports, the working directory, and its command's files."""
+    """Yield the paths that an agent reads: our Python, what it imports, and its own files."""
     yield from (Path(sys.prefix), Path(sys.base_prefix), Path.cwd())
     yield from map(Path, filter(None, sys.path))
     yield from map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
     program = shutil.which(command[0]) if command else None
     if program:
-        yield from (_installation(Path(program)), _installation(Path(program).resolve()))
+        yield _installation(Path(program))
+        yield _installation(Path(program).resolve())
     yield from (Path(word).parent for word in command[1:] if word and os.path.exists(word))
 
 
@@ -102,8 +130,11 @@ def _installation(program: Path) -> Path:
 
 
 def _opened_to_nobody(paths: Iterable[Path]) -> list[str]:
-    """Return bwrap's arguments that let nobody read these paths although a directory on their way is closed to him. The files
-    themselves have to be readable by everybody."""
+    """Return bwrap's arguments with which nobody reaches these paths.
+
+    They concern paths with a directory on the way that not everybody may pass. The files
+    themselves have to be readable by everybody.
+    """
     wanted = sorted({stop for path in paths for stop in _stops(path)})
     closed_at = {path: _closed(path) for path in wanted}
     arguments: list[str] = []
@@ -117,23 +148,28 @@ def _opened_to_nobody(paths: Iterable[Path]) -> list[str]:
 
 
 def _stops(path: Path) -> Iterator[Path]:
-    """Yield the links on the way to a path, each by a way without links, and at last what the path leads to."""
+    """Yield the links on the way to a path, and at last what the path leads to.
+
+    The way to each of them has no links.
+    """
     way = Path(os.path.normpath(path.absolute()))
     for _ in range(MOST_LINKS):
-        link = next((step for step in (*reversed(way.parents), way) if step.is_symlink()), None)
+        steps = (*reversed(way.parents), way)
+        link = next((step for step in steps if step.is_symlink()), None)
         if link is None:
             break
         yield link
-        way = Path(os.path.normpath(link.parent / os.readlink(link) / way.relative_to(link)))
+        target = link.parent / os.readlink(link)
+        way = Path(os.path.normpath(target / way.relative_to(link)))
     if way.exists():
         yield way
 
 
 def _closed(path: Path) -> Path | None:
-    """Return the first directory, from the root to this path, that not everybody may pass; None if there is none."""
+    """Return the first directory on the way to this path that not everybody may pass."""
     for directory in (*reversed(path.parents), path):
-        about = directory.lstat()
-        if stat.S_ISDIR(about.st_mode) and not about.st_mode & PASSED_BY_ALL:
+        mode = directory.lstat().st_mode
+        if stat.S_ISDIR(mode) and not mode & PASSED_BY_ALL:
             return directory
     return None
 
@@ -144,7 +180,8 @@ def _shown(path: Path, closed: Path) -> list[str]:
     for parent in reversed(path.parents):
         if parent.is_relative_to(closed) and parent != closed:
             arguments += _folder(parent)
-    if not path.is_dir() or path.is_symlink() or path.stat().st_mode & READ_BY_ALL == READ_BY_ALL:
+    mode = path.lstat().st_mode
+    if not stat.S_ISDIR(mode) or mode & READ_BY_ALL == READ_BY_ALL:
         return [*arguments, *_mounted(path)]
     if path != closed:
         arguments += _folder(path)
@@ -154,7 +191,7 @@ def _shown(path: Path, closed: Path) -> list[str]:
 
 
 def _folder(path: Path) -> list[str]:
-    """Return the arguments for an empty directory, which bwrap by itself would open to its own user only."""
+    """Return the arguments for a directory that everybody may pass; bwrap's own are closed."""
     return ["--perms", "0755", "--dir", str(path)]
 
 

@@ -7,8 +7,9 @@ An agent's folder is its TMPDIR, too, so it also tells which processes are the a
 
 A lock says that a folder is in use. A process's id would not: it is used again, and each container has its own.
 
-Whoever has a folder may put anything in it: thousands of nested directories, a hundred thousand files, directories that nobody
-may enter. `rm` copes with all of it, and what it leaves is logged: a folder that stays is no reason to stop a run.
+Whoever has a folder may put anything in it: thousands of nested directories, a hundred
+thousand files, directories that nobody may enter. `rm` copes with all of it, and what it leaves
+is logged: a folder that stays is no reason to stop a run.
 """
 
 import asyncio
@@ -39,7 +40,10 @@ REMOVAL_LIMIT_S = 600.0
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """Have a folder of one's own for the block. Its removal may take long: coroutines use `async_scratch`."""
+    """Have a folder of one's own for the block.
+
+    Its removal may take long: coroutines use `async_scratch`.
+    """
     folder, lock = _make()
     try:
         yield folder
@@ -50,7 +54,7 @@ def scratch() -> Iterator[Path]:
 
 @asynccontextmanager
 async def async_scratch() -> AsyncIterator[Path]:
-    """Have a folder of one's own for the block. It is removed in a thread, so that the event loop goes on."""
+    """Have a folder of one's own for the block; it is removed beside the event loop."""
     folder, lock = _make()
     try:
         yield folder
@@ -72,16 +76,25 @@ def hand_over(folder: Path) -> None:
 
 @cache
 def becomes_nobody() -> bool:
-    """Return whether agents and programs run as nobody: we are root, in a container that knows of other users."""
+    """Return whether agents and programs run as nobody: under root, if nobody exists here.
+
+    In some containers root is the only user, and outside they are an ordinary one.
+    """
     if os.getuid() != 0:
         return False
     return _is_mapped("/proc/self/uid_map") and _is_mapped("/proc/self/gid_map")
 
 
 def _is_mapped(table: str) -> bool:
-    """Return whether this user namespace has an id for nobody. A line of its table: first id, its id outside, count."""
-    ranges = [[int(number) for number in line.split()] for line in Path(table).read_text().splitlines()]
-    return any(first <= NOBODY < first + count for first, _, count in ranges)
+    """Return whether this user namespace has an id for nobody.
+
+    Each line of its table has the first id of a range, that id outside, and the range's length.
+    """
+    for line in Path(table).read_text().splitlines():
+        first, _, count = map(int, line.split())
+        if first <= NOBODY < first + count:
+            return True
+    return False
 
 
 def _make() -> tuple[Path, int]:
@@ -95,12 +108,13 @@ def _make() -> tuple[Path, int]:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder with everything in it. If that is impossible, the log says why; nothing is raised."""
+    """Remove a folder with everything in it; if that is impossible, the log says why."""
     if _removed_empty(folder):
         return
     try:
         if _complaint("rm", "-rf", "--", str(folder)):
-            _complaint("chmod", "-R", "u+rwx", "--", str(folder))  # a directory that its owner may not enter
+            # Its owner may not enter one of its directories.
+            _complaint("chmod", "-R", "u+rwx", "--", str(folder))
             problem = _complaint("rm", "-rf", "--", str(folder))
             if problem:
                 log.warning("%s cannot be removed: %s", folder, problem)
@@ -117,10 +131,14 @@ def _removed_empty(folder: Path) -> bool:
 
 def _complaint(*words: str) -> str:
     """Run a command; return the last line of its complaints, "" if it has succeeded."""
-    # It may complain of each file, with its path: a pipe that is read into memory would have no limit.
+    # It may complain of each file, with its path: in memory that would have no limit.
     with tempfile.TemporaryFile() as complaints:
         done = subprocess.run(
-            words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=complaints, timeout=REMOVAL_LIMIT_S
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=complaints,
+            timeout=REMOVAL_LIMIT_S,
         )
         if not done.returncode:
             return ""
@@ -152,7 +170,10 @@ def remove_abandoned(temporary: Path) -> None:
 
 
 def _opened(folder: Path) -> int:
-    """Open a folder, even one whose owner has shut it to himself. OSError if it is a link, or another user's."""
+    """Open a folder, even one that its owner may not enter.
+
+    OSError if it is a link, or another user's.
+    """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
     try:
         return os.open(folder, flags)

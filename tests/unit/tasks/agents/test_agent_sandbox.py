@@ -1,4 +1,4 @@
-"""What an agent in bubblewrap can change on the machine: nothing. It asks with access(2), and writes only in its own folder."""
+"""What an agent in bubblewrap can change on the machine: nothing. It asks with access(2)."""
 
 import json
 import os
@@ -15,34 +15,41 @@ from megarl.tasks.graders.scratch import becomes_nobody, hand_over, scratch
 
 pytestmark = pytest.mark.processes
 as_root = pytest.mark.skipif(not becomes_nobody(), reason="an ordinary user's agents are that user")
-PROBE = """
+PROBE = r"""
 import json, os
-own = lambda path: path.startswith("/proc/") and (path.split("/")[2].isdigit() or "self" in path.split("/")[2])
-found = [
-    os.path.join(folder, name)
-    for top in ("/proc", "/sys", "/dev")
-    for folder, folders, names in os.walk(top)
-    if not folders.__setitem__(slice(None), [name for name in folders if not own(f"{folder}/{name}")])
-    for name in names
-    if os.access(os.path.join(folder, name), os.W_OK)
-]
+
+def ours(path):
+    kind = path.split("/")[2]
+    return path.startswith("/proc/") and (kind.isdigit() or "self" in kind)
+
+writable = []
+for top in ("/proc", "/sys", "/dev"):
+    for folder, folders, names in os.walk(top):
+        folders[:] = [name for name in folders if not ours(f"{folder}/{name}")]
+        paths = [os.path.join(folder, name) for name in names]
+        writable += [path for path in paths if os.access(path, os.W_OK)]
 try:
     os.close(os.open("/proc/sys/kernel/core_pattern", os.O_WRONLY))
     opened = True
 except OSError:
     opened = False
-status = dict(line.split(":\\t") for line in open("/proc/self/status").read().splitlines() if ":\\t" in line)
-rights = [status[name] for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")]
-print(json.dumps([found, opened, [os.getuid(), os.getgid(), *os.getgroups()], [int(right, 16) for right in rights]]))
+lines = open("/proc/self/status").read().splitlines()
+status = dict(line.split(":\t", 1) for line in lines)
+rights = [int(status[name], 16) for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")]
+ids = [os.getuid(), os.getgid(), *os.getgroups()]
+print(json.dumps([writable, opened, ids, rights]))
 """
-OWN = {f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts/ptmx", "stdin")}
-"""The sandbox's own /dev and its terminals. What is written to /dev/random is only mixed in."""
-OPEN_TO_ALL = {f"/proc/{name}" for name in ("pressure/io", "pressure/cpu", "pressure/memory", "sys/kernel/ns_last_pid")}
-"""Any user may open them: the first three only to be woken, and the last one needs rights."""
+DEVICES = ["null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts/ptmx"]
+OWN = {f"/dev/{name}" for name in [*DEVICES, "stdin", "stdout", "stderr"]}
+"""The sandbox's own /dev, its terminals and the process's own descriptors. What is written to
+/dev/random is only mixed in."""
+PRESSURE = {f"/proc/pressure/{what}" for what in ("io", "cpu", "memory")}
+OPEN_TO_ALL = {*PRESSURE, "/proc/sys/kernel/ns_last_pid"}
+"""Any user may open them: to be told of pressure; the last one needs rights."""
 
 
 def probed(*around: str) -> tuple[set[str], bool, list[int], list[int]]:
-    """What the probe may write below /proc, /sys and /dev; whether it could open core_pattern; its user, groups and rights."""
+    """What the probe may write; whether it could open core_pattern; its user, groups and rights."""
     done = subprocess.run([*around, sys.executable, "-c", PROBE], capture_output=True, text=True, check=True)
     writable, opened, ids, rights = json.loads(done.stdout)
     return set(writable), opened, ids, rights

@@ -1,6 +1,7 @@
 """Attacks that must fail and be survived, each by a program run in the sandbox; after each it still runs a good one."""
 
 import asyncio
+import json
 import logging
 import os
 import shutil
@@ -20,6 +21,7 @@ from megarl.tasks.graders.code import Code
 from megarl.tasks.graders.inside import NOBODY
 from megarl.tasks.graders.sandbox import Limits, Ran, Sandbox, SandboxKind, remains
 from megarl.tasks.graders.scratch import hand_over, scratch
+from tests.unit.tasks.agents.test_agent_sandbox import OPEN_TO_ALL, OWN, PROBE
 from tests.unit.tasks.graders.asking import LIMITS, SHORT, graders_of, prompt_of, sandbox
 
 pytestmark = pytest.mark.processes
@@ -342,6 +344,13 @@ def test_other_users_have_no_access_to_a_programs_folder() -> None:
         about = folder.stat()
     assert about.st_mode & 0o77 == 0
     assert about.st_uid == (os.getuid() or NOBODY)
+
+
+def test_a_program_can_change_nothing_of_the_kernel(bubblewrap: SandboxKind) -> None:
+    writable, opened, ids, _ = json.loads(run(bubblewrap, PROBE, limits=Limits()).stdout)
+    assert set(writable) <= OWN | OPEN_TO_ALL
+    assert not opened
+    assert 0 not in ids
 
 
 def test_network(kind: SandboxKind) -> None:
