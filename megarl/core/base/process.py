@@ -105,11 +105,19 @@ def start_logging(role: str) -> None:
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 
 
+LONGEST_MESSAGE = 1 << 16
+"""Most characters of a message in a log, a traceback included."""
+
+
 class _Printable(logging.Formatter):
-    """Messages quote what agents print and what graders say of answers."""
+    """Messages quote what agents print, what graders say of answers, and errors, which may be as long as what they read."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
+        text = super().format(record)
+        if len(text) > LONGEST_MESSAGE:
+            half = LONGEST_MESSAGE // 2
+            text = f"{text[:half]} … {text[-half:]}"
+        return printable(text)
 
 
 def check_free(host: str, port: int) -> None:

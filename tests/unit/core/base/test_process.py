@@ -120,12 +120,17 @@ import logging
 from megarl.core.base.process import start_logging
 
 start_logging("controller")
+logging.warning("begin%send", "x" * 10_000_000)
 logging.warning("an agent printed: %s", "\\x1b[2J\\x9b\\r\\nmore")
 """
 
 
 def test_a_terminal_does_not_obey_what_a_log_quotes() -> None:
+    """Nor has a log the whole of what has no end."""
     done = subprocess.run([sys.executable, "-c", SAYS], capture_output=True, timeout=240)
+    assert len(done.stderr) < 70_000
+    assert b"beginxxx" in done.stderr
+    assert b"xxxend\n" in done.stderr
     assert done.stderr.endswith(b"controller WARNING root: an agent printed: \\x1b[2J\\x9b\\x0d\nmore\n")
 
 

@@ -130,6 +130,21 @@ def test_what_cannot_be_removed_is_logged_and_stays(
     assert "Operation not permitted" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("table", "mapped"),
+    [
+        ("0 0 4294967295", True),
+        ("0 1000 1\n1 100000 65536", True),
+        ("0 1000 1", False),
+        ("0 1000 1\n1 100000 65533", False),
+    ],
+)
+def test_a_container_may_not_know_nobody(tmp_path: Path, table: str, mapped: bool) -> None:
+    """Where root is the only user, it is an ordinary one outside, and agents stay that user."""
+    (tmp_path / "uid_map").write_text(table)
+    assert folders._is_mapped(str(tmp_path / "uid_map")) is mapped
+
+
 @pytest.mark.parametrize("fault", ["a missing rm", "a slow rm"])
 def test_a_removal_that_fails_is_no_error(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
