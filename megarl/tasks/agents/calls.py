@@ -91,7 +91,9 @@ class CallFormat:
     def read(self, text: str, tools: Iterable[JsonObject] = ()) -> tuple[str, list[ToolCall]]:
         """Return the text without its calls, and the calls, their `id` still empty. tools: their schemas say which arguments
         are strings, where the format does not."""
-        rest, calls, at = "", list[ToolCall](), 0
+        rest = ""
+        calls: list[ToolCall] = []
+        at = 0
         for begin, end, made in self._sections(text, tools):
             rest += text[at:begin]
             calls += made

@@ -38,7 +38,6 @@ PASSED_BY_ALL = 0o001
 READ_BY_ALL = 0o005
 MOST_LINKS = 40
 """Linux follows no more in one path."""
-WITHOUT_RIGHTS = "under root, agents are nobody: let everybody read what they need, or run as another user"
 _CHECK = "import sys; from megarl.tasks.agents.inside import problem; print(problem(sys.argv[1:]))"
 
 
@@ -106,9 +105,14 @@ def _advice(problem: str) -> str:
         return "install it (apt-get install bubblewrap)"
     if "execvp setpriv" in problem:
         return "install it (apt-get install util-linux)"
-    if problem.startswith(("agents ", "setpriv: ")):
-        return WITHOUT_RIGHTS
-    return NAMESPACES
+    if not problem.startswith(("agents ", "setpriv: ")):
+        return NAMESPACES
+    if becomes_nobody():
+        needs = "let everybody read what they need, or run as another user"
+        return f"under root, agents are nobody: {needs}"
+    if os.getuid() == 0:
+        return "run as another user than root"
+    return "in the sandbox they write only in $TMPDIR"
 
 
 def _needed(command: Sequence[str]) -> Iterator[Path]:

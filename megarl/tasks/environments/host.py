@@ -157,7 +157,8 @@ _COMMAND = (sys.executable, "-c", _CODE)
 
 async def _started(setup: Setup) -> Process:
     """Start a process and wait until it is ready."""
-    descriptor, longest = os.memfd_create("mark"), longest_reply(setup)
+    descriptor = os.memfd_create("mark")
+    longest = longest_reply(setup)
     try:
         os.ftruncate(descriptor, MARK.size)
         mark = mmap.mmap(descriptor, MARK.size)

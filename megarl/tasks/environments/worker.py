@@ -123,7 +123,8 @@ class Episodes:
     async def answer(self, request: EpisodeRequest) -> bytes:
         """Return an encoded reply, whatever the environment does. Never returns if the environment cannot be cancelled."""
         try:
-            message, most = encode(await self._reply(request)), longest_reply(self._setup)
+            message = encode(await self._reply(request))
+            most = longest_reply(self._setup)
             if len(message) <= most:
                 return message
             error = f"answered {len(message):,} bytes, {most:,} at most"

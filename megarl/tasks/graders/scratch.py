@@ -26,6 +26,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import IO, Any
 
 from megarl.tasks.graders.inside import NOBODY
 
@@ -35,7 +36,10 @@ PREFIX = f"megarl-{Path('/proc/sys/kernel/random/boot_id').read_text()[:8]}-"
 YOUNG_S = 60.0
 """A folder that was changed since then may have been made by a process that is about to lock it."""
 REMOVAL_LIMIT_S = 600.0
-"""Time limit for each of the commands that remove a folder."""
+"""Time limit for a folder's removal."""
+SHOWN_BYTES = 1000
+"""Most of what a removal printed that is logged."""
+SLOW = "%s is not removed after %g s; what is left is removed by a later process"
 
 
 @contextmanager
@@ -60,10 +64,7 @@ async def async_scratch() -> AsyncIterator[Path]:
         yield folder
     finally:
         try:
-            if not _removed_empty(folder):
-                await asyncio.to_thread(remove, folder)
-        except RuntimeError as error:  # the machine has no room for a thread
-            log.warning("%s is left behind: %s", folder, error)
+            await _async_remove(folder)
         finally:
             os.close(lock)
 
@@ -111,15 +112,29 @@ def remove(folder: Path) -> None:
     """Remove a folder with everything in it; if that is impossible, the log says why."""
     if _removed_empty(folder):
         return
-    try:
-        if _complaint("rm", "-rf", "--", str(folder)):
-            # Its owner may not enter one of its directories.
-            _complaint("chmod", "-R", "u+rwx", "--", str(folder))
-            problem = _complaint("rm", "-rf", "--", str(folder))
-            if problem:
-                log.warning("%s cannot be removed: %s", folder, problem)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        log.warning("%s cannot be removed: %s", folder, error)
+    with tempfile.TemporaryFile() as output:
+        try:
+            subprocess.run(_removal(folder), **_with_output(output), timeout=REMOVAL_LIMIT_S)
+            _log_rest(folder, output)
+        except subprocess.TimeoutExpired:
+            log.warning(SLOW, folder, REMOVAL_LIMIT_S)
+        except OSError as error:
+            log.warning("%s cannot be removed: %s", folder, error)
+
+
+async def _async_remove(folder: Path) -> None:
+    """Remove a folder as `remove` does. If this is cancelled, a later process removes the rest."""
+    if _removed_empty(folder):
+        return
+    with tempfile.TemporaryFile() as output:
+        try:
+            process = await asyncio.create_subprocess_exec(*_removal(folder), **_with_output(output))
+            await asyncio.wait_for(process.wait(), REMOVAL_LIMIT_S)
+            _log_rest(folder, output)
+        except TimeoutError:
+            log.warning(SLOW, folder, REMOVAL_LIMIT_S)
+        except OSError as error:
+            log.warning("%s cannot be removed: %s", folder, error)
 
 
 def _removed_empty(folder: Path) -> bool:
@@ -129,22 +144,22 @@ def _removed_empty(folder: Path) -> bool:
     return not os.path.lexists(folder)
 
 
-def _complaint(*words: str) -> str:
-    """Run a command; return the last line of its complaints, "" if it has succeeded."""
-    # It may complain of each file, with its path: in memory that would have no limit.
-    with tempfile.TemporaryFile() as complaints:
-        done = subprocess.run(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=complaints,
-            timeout=REMOVAL_LIMIT_S,
-        )
-        if not done.returncode:
-            return ""
-        complaints.seek(max(0, complaints.seek(0, os.SEEK_END) - 1000))
-        lines = complaints.read().decode(errors="replace").strip().splitlines()
-    return (lines or [f"status {done.returncode}"])[-1]
+def _removal(folder: Path) -> list[str]:
+    """Return the command that removes a folder, even one with directories that its owner may not enter."""
+    return ["sh", "-c", 'rm -rf -- "$1" || { chmod -R u+rwx -- "$1"; rm -rf -- "$1"; }', "sh", str(folder)]
+
+
+def _with_output(output: IO[bytes]) -> dict[str, Any]:
+    """Return how a removal is started. It may complain of each file, so a file takes what it prints."""
+    return {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "start_new_session": True}
+
+
+def _log_rest(folder: Path, output: IO[bytes]) -> None:
+    """Log the last complaint of a removal that has failed."""
+    if os.path.lexists(folder):
+        output.seek(max(0, output.seek(0, os.SEEK_END) - SHOWN_BYTES))
+        lines = output.read().decode(errors="replace").strip().splitlines()
+        log.warning("%s cannot be removed: %s", folder, lines[-1] if lines else "no reason is given")
 
 
 @cache

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -145,47 +146,48 @@ def test_a_container_may_not_know_nobody(tmp_path: Path, table: str, mapped: boo
     assert folders._is_mapped(str(tmp_path / "uid_map")) is mapped
 
 
-@pytest.mark.parametrize("fault", ["a missing rm", "a slow rm"])
+@pytest.mark.parametrize("fault", ["a missing sh", "a slow rm"])
+@pytest.mark.parametrize("kind", ["sync", "async"])
 def test_a_removal_that_fails_is_no_error(
-    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fault: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if fault == "a slow rm":
-        (tmp_path / "rm").write_text("#!/bin/sh\nexec /bin/sleep 60")
-        (tmp_path / "rm").chmod(0o755)
+        (tmp_path / "sh").write_text("#!/bin/sh\nexec /bin/sleep 2")
+        (tmp_path / "sh").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(folders, "REMOVAL_LIMIT_S", 0.1)
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "file").touch()
-    remove(tmp_path / "folder")
-    assert "folder cannot be removed" in caplog.text
+    if kind == "sync":
+        with scratch() as folder:
+            (folder / "file").touch()
+    else:
+        folder = asyncio.run(leave_a_file())
+    reason = "cannot be removed: .*No such file" if fault == "a missing sh" else "is not removed after 0.1 s"
+    assert re.search(f"{folder} {reason}", caplog.text)
+    remove(folder)
 
 
-def test_the_event_loop_goes_on_while_a_folder_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def leave_a_file() -> Path:
+    async with async_scratch() as folder:
+        (folder / "file").touch()
+    return folder
+
+
+def test_the_event_loop_goes_on_while_a_folder_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program may have left a hundred thousand files."""
-
-    def slow(folder: Path) -> None:
-        time.sleep(0.5)
-        remove(folder)
 
     async def ticks() -> int:
         count = 0
-        async with async_scratch() as folder:
-            (folder / "file").touch()
-            asyncio.get_running_loop().call_soon(lambda: None)
-            leaving = asyncio.create_task(asyncio.sleep(0.5))
-
-            async def tick() -> None:
-                nonlocal count
-                while not leaving.done():
-                    await asyncio.sleep(0.01)
-                    count += 1
-
-            ticking = asyncio.create_task(tick())
-        assert not folder.exists()
-        await ticking
+        leaving = asyncio.create_task(leave_a_file())
+        while not leaving.done():
+            await asyncio.sleep(0.01)
+            count += 1
+        assert not leaving.result().exists()
         return count
 
-    monkeypatch.setattr(folders, "remove", slow)
+    (tmp_path / "rm").write_text('#!/bin/sh\n/bin/sleep 0.5\nexec /bin/rm "$@"')
+    (tmp_path / "rm").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert asyncio.run(ticks()) > 10
 
 
