@@ -75,7 +75,6 @@ def hand_over(folder: Path) -> None:
         os.chown(folder, NOBODY, NOBODY)
 
 
-@cache
 def becomes_nobody() -> bool:
     """Return whether agents and programs run as nobody: under root, if nobody exists here.
 

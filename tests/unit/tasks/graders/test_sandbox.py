@@ -21,7 +21,7 @@ from megarl.tasks.graders.code import Code
 from megarl.tasks.graders.inside import NOBODY
 from megarl.tasks.graders.sandbox import Limits, Ran, Sandbox, SandboxKind, remains
 from megarl.tasks.graders.scratch import hand_over, scratch
-from tests.unit.tasks.agents.test_agent_sandbox import OPEN_TO_ALL, OWN, PROBE
+from tests.unit.tasks.agents.test_agent_sandbox import PROBE, of_the_machine
 from tests.unit.tasks.graders.asking import LIMITS, SHORT, graders_of, prompt_of, sandbox
 
 pytestmark = pytest.mark.processes
@@ -348,7 +348,7 @@ def test_other_users_have_no_access_to_a_programs_folder() -> None:
 
 def test_a_program_can_change_nothing_of_the_kernel(bubblewrap: SandboxKind) -> None:
     writable, opened, ids, _ = json.loads(run(bubblewrap, PROBE, limits=Limits()).stdout)
-    assert set(writable) <= OWN | OPEN_TO_ALL
+    assert of_the_machine(writable) == set()
     assert not opened
     assert 0 not in ids
 
