@@ -107,8 +107,10 @@ class TaskAgents:
                 check_importable(f"{key}:", task.agent, may_be_async=True)
             elif shutil.which(task.agent[0]) is None:
                 raise MegarlError(f"{key}: there is no command {task.agent[0]!r} on PATH")
-            if recipe.data.sandbox == "bubblewrap":
-                check_agent_sandbox(key, task.agent)
+        if recipe.data.sandbox == "bubblewrap":
+            agents = {str(task.agent): (name, task.agent) for name, task in self._tasks.items()}
+            for name, agent in agents.values():
+                check_agent_sandbox(f"the agent of {name}", agent)
         self._host = _address(recipe.agent.interface)
 
     def work(self, task: str) -> bool:

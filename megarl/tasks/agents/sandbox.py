@@ -66,10 +66,10 @@ def agent_sandbox(own: Path, hidden: Path, command: Sequence[str] = ()) -> list[
     return [*sandbox, "--unshare-user"]
 
 
-def check_agent_sandbox(key: str, agent: str | Sequence[str]) -> None:
+def check_agent_sandbox(what: str, agent: str | Sequence[str]) -> None:
     """Raise MegarlError if bubblewrap cannot run this agent on this machine.
 
-    key: the agent's in the recipe.
+    what: the agent in the message.
     """
     command = [] if isinstance(agent, str) else agent
     words = ["command", *command] if command else ["function", str(agent)]
@@ -78,9 +78,10 @@ def check_agent_sandbox(key: str, agent: str | Sequence[str]) -> None:
         run = [*agent_sandbox(folder, folder, command), sys.executable, "-c", _CHECK, *words]
         problem = _problem(run, environment() | {"TMPDIR": str(folder)})
     if problem:
-        what = f"{key} cannot be run with bubblewrap here ({problem}); {_advice(problem)}"
         otherwise = "or set data.sandbox=rlimits if agents may do all that you can"
-        raise MegarlError(f"data.sandbox: {what}; {otherwise}")
+        raise MegarlError(
+            f"data.sandbox: {what} cannot be run with bubblewrap here ({problem}); {_advice(problem)}; {otherwise}"
+        )
 
 
 def _problem(run: Sequence[str], variables: dict[str, str]) -> str:

@@ -149,7 +149,7 @@ def test_a_sandbox_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch: p
         ("/nowhere", r"No such file.*\); install it"),
     ):
         monkeypatch.setenv("PATH", path)
-        expected = rf"^data.sandbox: data.tasks.t.agent cannot be run .*{said}.*data.sandbox=rlimits"
+        expected = rf"^data.sandbox: the agent of t cannot be run .*{said}.*data.sandbox=rlimits"
         with pytest.raises(MegarlError, match=expected):
             agents_of(tmp_path, COMMAND, sandbox="bubblewrap")
 
