@@ -9,15 +9,11 @@ import msgspec
 
 from megarl.core.base.types import JsonObject
 from megarl.tasks.agents import wire
-from megarl.tasks.agents.messages import (
-    AgentRequest,
-    CanonicalMessage,
-    ReadMessages,
-    ToolCall,
-    WireError,
-    refused_field,
-)
-from megarl.tasks.agents.session import ContextFull, ServedTurn
+from megarl.tasks.agents.errors import ContextFull, WireError, refused_field
+from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ReadMessages, ToolCall
+from megarl.tasks.agents.session import ServedTurn
+
+SEND_ITEMS = "nothing is kept here by name; send the items themselves, as clients do with `store: false`"
 
 
 class Item(msgspec.Struct):
@@ -84,6 +80,10 @@ class Responses(wire.WireProtocol):
             )
         return made
 
+    def error_event(self, error: WireError) -> tuple[str, JsonObject]:
+        event = {"type": "error", "code": error.code, "message": str(error), "param": None}
+        return "error", event | {"sequence_number": 0}
+
     def reply(self, body: JsonObject, turn: ServedTurn) -> JsonObject:
         whole = turn.finish != "length"
         sent, made = turn.prompt_tokens, turn.completion_tokens
@@ -139,8 +139,10 @@ def _messages(item: Item, where: str) -> Iterator[CanonicalMessage]:
             yield CanonicalMessage("assistant", calls=(call,), marks=frozenset([call.id]))
         case "function_call_output":
             yield CanonicalMessage("tool", wire.text_of(item.output, f"{where}.output"), answers=item.call_id)
+        case "item_reference":
+            raise refused_field(where, SEND_ITEMS)
         case _:
-            raise refused_field(where, f"the policy does not support {item.type}; {wire.NO_STATE}")
+            raise refused_field(where, f"the policy does not support {item.type}")
 
 
 def _items(turn: ServedTurn) -> list[JsonObject]:

@@ -12,6 +12,7 @@ import pytest
 
 from megarl.core.base.messages import KEPT_FROM_INPUT
 from megarl.core.base.types import int32, paths_of
+from megarl.tasks.agents import bounds
 from megarl.tasks.agents import gateway as module
 from tests.unit.tasks.agents.serving import ADD, USER, Served, called, gateway, run
 from tests.unit.tasks.agents.templates import FAMILIES
@@ -327,12 +328,12 @@ def test_a_key_opens_its_session_alone(tmp_path: Path) -> None:
 
 
 def test_huge_and_slow_bodies_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LARGEST_BODY", 1 << 20)
+    monkeypatch.setattr(bounds, "LARGEST_BODY", 1 << 20)
 
-    async def raw(served: Served, key: str, body: bytes) -> bytes:
+    async def raw(served: Served, key: str, body: bytes, size: int) -> bytes:
         host, port = served.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        head = f"Host: x\r\nAuthorization: Bearer {key}\r\nContent-Length: 1000000000\r\n\r\n"
+        head = f"Host: x\r\nAuthorization: Bearer {key}\r\nContent-Length: {size}\r\n\r\n"
         writer.write(f"POST /v1/chat/completions HTTP/1.1\r\n{head}".encode() + body)
         said = await reader.read(300)
         writer.close()
@@ -344,8 +345,9 @@ def test_huge_and_slow_bodies_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert (status, body["error"]["code"]) == (413, "too_large")
             with monkeypatch.context() as patch:
                 patch.setattr(module, "BODY_LIMIT_S", 0.3)
-                assert b" 408 " in await raw(served, served.session.key, b"{"), "a body that does not come"
-            assert b" 401 " in await raw(served, "foreign", b""), "without a key nothing of the body is read"
+                assert b" 408 " in await raw(served, served.session.key, b"{", 1000), "a body that does not come"
+            assert b" 413 " in await raw(served, served.session.key, b"", 10**9), "nothing of it is read"
+            assert b" 401 " in await raw(served, "foreign", b"", 10**9), "without a key nothing of the body is read"
             assert (await served.chat())[0] == 200
 
     run(test)

@@ -8,12 +8,15 @@ import anthropic
 import openai
 import pytest
 
-from megarl.tasks.agents import messages as messages_module
 from megarl.tasks.agents.anthropic_messages import AnthropicMessages
-from megarl.tasks.agents.messages import AgentRequest, ReadMessages, WireError
+from megarl.tasks.agents import bounds
+from megarl.tasks.agents.bounds import RequestBounds
+from megarl.tasks.agents.errors import WireError
+from megarl.tasks.agents.messages import AgentRequest, ReadMessages
 from tests.unit.tasks.agents.serving import USER, Served, called, gateway, run
 
 SAID = "<think>Hm.\n</think>\n\nLook." + called(a=1)
+BOUNDS = RequestBounds(prompt_tokens=4000)
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {}}
 TOOLS: dict[str, list[Any]] = {
     "messages": [{"name": "add", "input_schema": SCHEMA}],
@@ -248,22 +251,23 @@ def called_with(value: str) -> str:
 
 def test_a_message_is_read_once_a_session_and_told_apart_by_its_json(monkeypatch: pytest.MonkeyPatch) -> None:
     user, calls = '{"role": "user", "content": "u"}', [called_with(value) for value in ("1", "1.0", "true")]
-    known = ReadMessages()
+    known = ReadMessages(BOUNDS)
     read = [asked_anthropics(known, user, call, user).messages for call in (*calls, *calls)]
     assert all(before[1] is after[1] for before, after in zip(read[:3], read[3:], strict=True))
     assert all(each[0] is each[2] is read[0][0] for each in read)
-    assert len({each[1].key for each in read}) == 3, "1, 1.0 and true are three of them"
-    assert read[:3] == [asked_anthropics(ReadMessages(), user, call, user).messages for call in calls]
-    monkeypatch.setattr(messages_module, "LARGEST_BODY", 2 * len(user))
-    small = ReadMessages()
-    long = [f'{{"role": "user", "content": "{n}"}}' for n in (1, 2, 3, 1)]
-    assert [m.text for m in asked_anthropics(small, *long).messages] == ["1", "2", "3", "1"], (
-        "forgotten, and read again"
-    )
+    one, real, true = (each[1].key for each in read[:3])
+    assert one == real != true
+    assert read[:3] == [asked_anthropics(ReadMessages(BOUNDS), user, call, user).messages for call in calls]
+    monkeypatch.setattr(bounds, "SMALLEST_LIMIT", 600)
+    small = ReadMessages(RequestBounds(prompt_tokens=9))
+    numbers = [str(n % 5) for n in range(9)]
+    long = [f'{{"role": "user", "content": "{n}"}}' for n in numbers]
+    assert [m.text for m in asked_anthropics(small, *long).messages] == numbers
+    assert len(small._known) < 5, "forgotten, and read again"
 
 
 def test_a_message_of_another_type_is_named_by_its_place() -> None:
-    known = ReadMessages()
+    known = ReadMessages(BOUNDS)
     for _ in range(2):  # what was refused is not known
         with pytest.raises(WireError, match=r"Expected `str`, got `int` - at `\$\.messages\[1\]\.role`"):
             asked_anthropics(known, '{"role": "user", "content": "u"}', '{"role": 3, "content": "u"}')
