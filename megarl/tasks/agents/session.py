@@ -169,6 +169,11 @@ class AgentSession:
             self.over = why
             self.limited = True
 
+    @property
+    def answering(self) -> bool:
+        """Return whether a request is in progress."""
+        return any(not turn.done.done() for turn in itertools.chain(*self._asked.values()))
+
     def end(self, why: str, limited: bool = False) -> None:
         """Accept no more requests, and cancel those in progress: their clients get 400."""
         if not self.over:
