@@ -185,6 +185,7 @@ class Gateway:
             elif request.transport is not None:
                 request.transport.close()  # too late for another status; clients ask again, and get 400
             return response
+        protocol.note_answer(turn, session.known)
         await _send(request, response, _written(protocol, body, turn, stream), last=True)
         session.tree.deliver(turn.node)  # whether or not the client has closed: it has the whole answer
         return response

@@ -104,10 +104,12 @@ def number_of(text: str) -> float | list[str]:
 
 class ReadMessages:
     """A cache of messages that a session has sent, by the hash of their JSON: each request repeats the whole conversation. It
-    holds as much as two bodies can contain; when it would exceed that, it is emptied."""
+    holds as much as two bodies can contain; when it would exceed that, it is emptied. answered: the parts of the session's
+    answers by their items' ids (responses.py), by which some clients name them."""
 
     def __init__(self, bounds: RequestBounds) -> None:
         self.bounds = bounds
+        self.answered: dict[str, CanonicalMessage] = {}
         self._known: dict[tuple[type, bytes], tuple[CanonicalMessage, ...]] = {}
         self._bytes = 0
 
@@ -139,6 +141,8 @@ def decoded[T](raw: msgspec.Raw, kind: type[T], where: str) -> T:
     """Return the JSON of a body's field `where` as a `kind`. WireError if it is none."""
     try:
         return msgspec.json.decode(raw, type=kind)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         said, _, inner = str(error).partition(" - at `$")
         raise WireError(400, f"{said} - at `$.{where}{inner or '`'}") from None
+    except RecursionError:
+        raise WireError(400, f"{where}: nested too deeply") from None

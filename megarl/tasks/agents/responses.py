@@ -1,8 +1,9 @@
 """OpenAI's Responses protocol: POST /v1/responses. Its input is a list of items; one message can span several of them."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import msgspec
@@ -13,7 +14,7 @@ from megarl.tasks.agents.errors import ContextFull, WireError, refused_field
 from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ReadMessages, ToolCall
 from megarl.tasks.agents.session import ServedTurn
 
-SEND_ITEMS = "nothing is kept here by name; send the items themselves, as clients do with `store: false`"
+UNKNOWN_ITEM = "no answer of this session has an item with this id; send the item itself, as clients do with `store: false`"
 
 
 class Item(msgspec.Struct):
@@ -57,7 +58,7 @@ class Responses(wire.WireProtocol):
         if bytes(items).startswith(b'"'):
             items = msgspec.Raw(msgspec.json.encode([Item(role="user", content=msgspec.json.decode(items))]))
         messages = [CanonicalMessage("system", body.instructions)] if body.instructions else []
-        for said in known.read(items, Item, _messages, "input"):
+        for said in known.read(items, Item, partial(_messages, answered=known.answered), "input"):
             if said.role == "assistant" and messages and messages[-1].role == "assistant":
                 before = messages.pop()
                 said = replace(
@@ -83,6 +84,11 @@ class Responses(wire.WireProtocol):
     def error_event(self, error: WireError) -> tuple[str, JsonObject]:
         event = {"type": "error", "code": error.code, "message": str(error), "param": None}
         return "error", event | {"sequence_number": 0}
+
+    def note_answer(self, turn: ServedTurn, known: ReadMessages) -> None:
+        for item in _items(turn):
+            (part,) = _messages(msgspec.convert(item, Item), "output", {})
+            known.answered[item["id"]] = part
 
     def reply(self, body: JsonObject, turn: ServedTurn) -> JsonObject:
         whole = turn.finish != "length"
@@ -124,8 +130,9 @@ class Responses(wire.WireProtocol):
             yield f"response.{kind}", {"type": f"response.{kind}", "sequence_number": n} | event
 
 
-def _messages(item: Item, where: str) -> Iterator[CanonicalMessage]:
-    """Yield the one canonical message in an item. `read` joins consecutive messages of the assistant."""
+def _messages(item: Item, where: str, answered: Mapping[str, CanonicalMessage]) -> Iterator[CanonicalMessage]:
+    """Yield the one canonical message in an item. `read` joins consecutive messages of the assistant. answered: the parts of
+    answers that an `item_reference` may name."""
     match item.type:
         case "message":
             role = wire.role_of(item.role, f"{where}.role")
@@ -139,8 +146,10 @@ def _messages(item: Item, where: str) -> Iterator[CanonicalMessage]:
             yield CanonicalMessage("assistant", calls=(call,), marks=frozenset([call.id]))
         case "function_call_output":
             yield CanonicalMessage("tool", wire.text_of(item.output, f"{where}.output"), answers=item.call_id)
+        case "item_reference" if item.id in answered:
+            yield answered[item.id]
         case "item_reference":
-            raise refused_field(where, SEND_ITEMS)
+            raise refused_field(where, UNKNOWN_ITEM)
         case _:
             raise refused_field(where, f"the policy does not support {item.type}")
 

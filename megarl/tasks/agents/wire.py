@@ -61,8 +61,10 @@ class WireProtocol:
             fields = msgspec.json.decode(with_whole_characters(data), type=dict[str, msgspec.Raw])
         except msgspec.ValidationError:
             raise WireError(400, "the body is not a JSON object") from None
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise WireError(400, f"the body is not JSON: {error}") from None
+        except RecursionError:
+            raise WireError(400, "the body is nested too deeply") from None
         return {name: decoded(raw, Any, name) if name in read else raw for name, raw in fields.items()}
 
     def request(self, body: JsonObject, known: ReadMessages) -> tuple[str, AgentRequest]:
@@ -87,6 +89,9 @@ class WireProtocol:
     def read(self, body: Any, known: ReadMessages) -> AgentRequest:
         """Return the request in a body whose fields have the right types."""
         raise NotImplementedError
+
+    def note_answer(self, turn: ServedTurn, known: ReadMessages) -> None:
+        """Note what later requests may name by an id."""
 
     def reply(self, body: JsonObject, turn: ServedTurn) -> JsonObject:
         """Return the body of an answer."""

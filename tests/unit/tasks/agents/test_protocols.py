@@ -12,7 +12,7 @@ from megarl.tasks.agents.anthropic_messages import AnthropicMessages
 from megarl.tasks.agents import bounds
 from megarl.tasks.agents.bounds import RequestBounds
 from megarl.tasks.agents.errors import WireError
-from megarl.tasks.agents.messages import AgentRequest, ReadMessages
+from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ReadMessages, ToolCall
 from tests.unit.tasks.agents.serving import USER, Served, called, gateway, run
 
 SAID = "<think>Hm.\n</think>\n\nLook." + called(a=1)
@@ -108,6 +108,24 @@ def test_openais_client_gets_items_and_their_results_go_on(tmp_path: Path, strea
                         assert said.usage.input_tokens == len(served.asked[0])
             assert (said.output_text, said.status) == ("Three.", "completed")
             assert len(served.session.tree.paths()[1]) == 1
+
+    run(test)
+
+
+def test_items_that_are_named_by_their_ids_are_this_sessions_answers(tmp_path: Path) -> None:
+    """As clients name them that think the provider has stored them."""
+
+    async def test() -> None:
+        async with gateway(tmp_path, SAID, "Three.", "other") as served, served.another() as foreign:
+            _, first = await ask(served, "responses")
+            assert [item["type"] for item in first["output"]] == ["reasoning", "message", "function_call"]
+            named = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+            result = {"type": "function_call_output", "call_id": first["output"][2]["call_id"], "output": "3"}
+            assert (await ask(served, "responses", input=[*USER, *named, result]))[0] == 200
+            assert len(served.session.tree.paths()[1]) == 1
+            body = {"model": "policy", "input": [*USER, *named, result]}
+            status, told = await served.post("responses", body, foreign.key)
+            assert (status, told["error"]["message"][:36]) == (400, "input[1]: no answer of this session ")
 
     run(test)
 
@@ -264,6 +282,31 @@ def test_a_message_is_read_once_a_session_and_told_apart_by_its_json(monkeypatch
     long = [f'{{"role": "user", "content": "{n}"}}' for n in numbers]
     assert [m.text for m in asked_anthropics(small, *long).messages] == numbers
     assert len(small._known) < 5, "forgotten, and read again"
+
+
+NUMBERS = [
+    ("1.0", "1", True), ("1e3", "1000", True), ("-0.0", "0", True), ("1E+2", "100.0", True), ("0.10", "1e-1", True),
+    ("9007199254740993", "9007199254740992", True), ("12345678901234567890123", "1.2345678901234568e22", True),
+    (r'"caf\u00e9"', '"café"', True), ('{"b": 1.0, "a": [2]}', '{"a": [2.0], "b": 1}', True), (r'"\/"', '"/"', True),
+    ("1", "2", False), ("1", "true", False), ("0", "false", False), ("0", "null", False), ("1", '"1"', False), ("1", "[1]", False),
+    ("1.5", "1", False), ("0.1", "0.10000000000000002", False), ("1" + "0" * 307, "1" + "0" * 308, False), ("[1, 2]", "[2, 1]", False),
+    ("[]", "{}", False), ('""', "null", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("one", "other", "same"), NUMBERS)
+def test_arguments_are_compared_as_javascript_reads_them(one: str, other: str, same: bool) -> None:
+    """It has one kind of numbers, doubles, and writes 1.0 as 1."""
+    known = ReadMessages(BOUNDS)
+    keys = [asked_anthropics(known, called_with(value), '{"role": "user", "content": "u"}').messages[0].key
+            for value in (one, other)]  # fmt: skip
+    assert (keys[0] == keys[1]) == same
+
+
+def test_numbers_that_no_double_can_hold_equal_themselves() -> None:
+    values = ["1" + "0" * 400, "1" + "0" * 401, "1" + "0" * 400]
+    one, other, again = (CanonicalMessage("assistant", calls=(ToolCall("", "f", {"a": int(v)}),)).key for v in values)
+    assert one == again != other
 
 
 def test_a_message_of_another_type_is_named_by_its_place() -> None:
