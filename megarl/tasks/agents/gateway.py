@@ -26,8 +26,8 @@ from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import JsonObject
 from megarl.core.recipe import Recipe
 from megarl.tasks.agents.anthropic_messages import AnthropicMessages
-from megarl.tasks.agents.chat_completions import ChatCompletions
 from megarl.tasks.agents.bounds import IN_FLIGHT, ByteBudget, RequestBounds
+from megarl.tasks.agents.chat_completions import ChatCompletions
 from megarl.tasks.agents.errors import WireError, session_over
 from megarl.tasks.agents.messages import AgentRequest
 from megarl.tasks.agents.rendering import Rendering

@@ -58,7 +58,8 @@ class Rendering:
         return self._tokens(self._render(request), limit)
 
     def tail(self, node: TreeNode, request: AgentRequest, limit: int = UNLIMITED) -> np.ndarray | None:
-        """Return the tokens to append to the node's; None if the request has to be rendered whole. ContextFull as in `whole`."""
+        """Return the tokens to append to the node's; None if the request has to be rendered whole. ContextFull as
+        in `whole`."""
         sampled = node.sampled
         ended = len(sampled) > 0 and int(sampled[-1]) in self._tokenizer.ends
         known = (*node.history, node.served)
@@ -200,7 +201,8 @@ class Rendering:
         return parts
 
     def _tokens(self, text: str, limit: int, before: int = 0) -> np.ndarray:
-        """Return the tokens of a rendered text. ContextFull if they and the `before` that precede them are far beyond `limit`."""
+        """Return the tokens of a rendered text. ContextFull if they and the `before` tokens that precede them are far beyond
+        `limit`."""
         parts = [(self._literal if literal else self._tokenizer, part) for literal, part in self._parts(text) if part]
         if len(text) > CHARACTERS * (limit - before):
             _check_length(parts, limit, before)

@@ -14,7 +14,9 @@ from megarl.tasks.agents.errors import ContextFull, WireError, refused_field
 from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ReadMessages, ToolCall
 from megarl.tasks.agents.session import ServedTurn
 
-UNKNOWN_ITEM = "no answer of this session has an item with this id; send the item itself, as clients do with `store: false`"
+UNKNOWN_ITEM = (
+    "no answer of this session has an item with this id; send the item itself, as clients do with `store: false`"
+)
 
 
 class Item(msgspec.Struct):
@@ -146,10 +148,11 @@ def _messages(item: Item, where: str, answered: Mapping[str, CanonicalMessage]) 
             yield CanonicalMessage("assistant", calls=(call,), marks=frozenset([call.id]))
         case "function_call_output":
             yield CanonicalMessage("tool", wire.text_of(item.output, f"{where}.output"), answers=item.call_id)
-        case "item_reference" if item.id in answered:
-            yield answered[item.id]
         case "item_reference":
-            raise refused_field(where, UNKNOWN_ITEM)
+            part = answered.get(item.id or "")
+            if part is None:
+                raise refused_field(where, UNKNOWN_ITEM)
+            yield part
         case _:
             raise refused_field(where, f"the policy does not support {item.type}")
 

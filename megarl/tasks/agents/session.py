@@ -76,10 +76,14 @@ class ServedTurn:
 
 
 class AgentSession:
-    """A session, open until `close` or `end`. key: for requests; reward_key: for rewards. over: why it accepts no more requests,
-    "" while it does; limited: whether a limit of the recipe ended it. rewards: those the agent posted, as (moment, reward).
-    refused: why the last reward was refused, "" if it was not. failure: the exception that the policy raised. idle_since: when
-    the last request was done (time.monotonic), None while one is in progress. bounds, budget: of its requests' bodies."""
+    """A session, open until `close` or `end`.
+
+    key: for requests; reward_key: for rewards. over: why it accepts no more requests, "" while it
+    does; limited: whether a limit of the recipe ended it. rewards: those the agent posted, as
+    (moment, reward); refused: why the last one was refused, "" if it was not. failure: the
+    exception that the policy raised. idle_since: when the last request was done (time.monotonic),
+    None while one is in progress. bounds, budget: of its requests' bodies.
+    """
 
     def __init__(self, recipe: Recipe, tokenizer: Tokenizer, rendering: Rendering, policy: Policy) -> None:
         self.key, self.reward_key = secrets.token_hex(16), secrets.token_hex(16)

@@ -26,9 +26,13 @@ LONG: dict[str, Callable[[int], dict[str, Any]]] = {
     "tools": lambda size: {"tools": [ADD] * (size // 115)},
     "a tool": lambda size: {"tools": [ADD | {"function": {"name": "f", "description": "ab " * (size // 3)}}]},
     "arguments": lambda _: {
-        "messages": [*USER, {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "c", "content": ""}]
+        "messages": [
+            *USER,
+            {"role": "assistant", "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "c", "content": ""},
+        ]
     },
-}  # fmt: skip
+}
 
 
 def resident_mib(field: str) -> float:
@@ -147,7 +151,9 @@ def test_requests_share_a_budget_first_come_first_served(monkeypatch: pytest.Mon
                 order.append(name)
                 await go.wait()
 
-        tasks = {name: asyncio.create_task(take(name, count)) for name, count in (("a", 6), ("b", 5), ("c", 4), ("d", 99))}
+        tasks = {
+            name: asyncio.create_task(take(name, count)) for name, count in (("a", 6), ("b", 5), ("c", 4), ("d", 99))
+        }
         await asyncio.sleep(0.01)
         assert order == ["a"], "b does not fit, and c waits behind it"
         tasks["b"].cancel()

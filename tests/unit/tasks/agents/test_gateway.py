@@ -167,10 +167,15 @@ def test_fields_are_honoured_ignored_or_refused_by_name(tmp_path: Path) -> None:
 
 
 DROPPED: list[tuple[dict[str, Any], int]] = [
-    ({"content": None}, 1), ({"content": "", "reasoning_content": None}, 1), ({"content": " \n"}, 1), ({"content": "Edited."}, 3),
-    ({"content": None, "tool_calls": "other ids"}, 3), ({"content": None, "tool_calls": "edited"}, 3),
-    ({"content": None, "tool_calls": "one of two"}, 3), ({"tool_calls": "other ids"}, 1),
-]  # fmt: skip
+    ({"content": None}, 1),
+    ({"content": "", "reasoning_content": None}, 1),
+    ({"content": " \n"}, 1),
+    ({"content": "Edited."}, 3),
+    ({"content": None, "tool_calls": "other ids"}, 3),
+    ({"content": None, "tool_calls": "edited"}, 3),
+    ({"content": None, "tool_calls": "one of two"}, 3),
+    ({"tool_calls": "other ids"}, 1),
+]
 
 
 @pytest.mark.parametrize("history", ["sampled", "template"])
@@ -206,12 +211,23 @@ def test_calls_with_our_ids_name_an_answer_whose_text_was_dropped(
 
 
 NO_REWARDS = {
-    '{"reward": NaN}': "got nan", '{"reward": Infinity}': "got inf", '{"reward": -Infinity}': "got -inf",
-    '{"reward": 1e400}': "got inf", '{"reward": 1%s}' % ("0" * 400): "got 1000", '{"reward": 1%s}' % ("0" * 5000): "not JSON",
-    '{"reward": "1.0"}': "got '1.0'", '{"reward": null}': "got None", "{}": "got None", '{"reward": {"reward": 1}}': "got {",
-    '{"reward": [1]}': "got [1]", "[1]": "got None", "1.0": "got None", "": "not JSON", '{"reward": 1': "not JSON",
+    '{"reward": NaN}': "got nan",
+    '{"reward": Infinity}': "got inf",
+    '{"reward": -Infinity}': "got -inf",
+    '{"reward": 1e400}': "got inf",
+    '{"reward": 1%s}' % ("0" * 400): "got 1000",
+    '{"reward": 1%s}' % ("0" * 5000): "not JSON",
+    '{"reward": "1.0"}': "got '1.0'",
+    '{"reward": null}': "got None",
+    "{}": "got None",
+    '{"reward": {"reward": 1}}': "got {",
+    '{"reward": [1]}': "got [1]",
+    "[1]": "got None",
+    "1.0": "got None",
+    "": "not JSON",
+    '{"reward": 1': "not JSON",
     "[" * 100_000: "not JSON",
-}  # fmt: skip
+}
 
 
 def test_what_is_no_reward_is_refused_and_noted_until_one_comes(tmp_path: Path) -> None:
@@ -235,9 +251,15 @@ def test_what_is_no_reward_is_refused_and_noted_until_one_comes(tmp_path: Path) 
 
 
 SURROGATES = [
-    (r"cut \ud83d", "cut \ufffd"), (r"\uD83Dx", "\ufffdx"), (r"\ude00", "\ufffd"), (r"\ude00\ud83d", "\ufffd\ufffd"),
-    (r"\ud83d\ude00", "\U0001f600"), (r"\ud83d\ud83d\ude00", "\ufffd\U0001f600"), (r"\\ud83d", r"\ud83d"), (r"\n\u00e9", "\né"),
-]  # fmt: skip
+    (r"cut \ud83d", "cut \ufffd"),
+    (r"\uD83Dx", "\ufffdx"),
+    (r"\ude00", "\ufffd"),
+    (r"\ude00\ud83d", "\ufffd\ufffd"),
+    (r"\ud83d\ude00", "\U0001f600"),
+    (r"\ud83d\ud83d\ude00", "\ufffd\U0001f600"),
+    (r"\\ud83d", r"\ud83d"),
+    (r"\n\u00e9", "\né"),
+]
 
 
 def test_half_a_character_is_replaced_as_no_tokenizer_knows_it(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import anthropic
 import openai
 import pytest
 
-from megarl.tasks.agents.anthropic_messages import AnthropicMessages
 from megarl.tasks.agents import bounds
+from megarl.tasks.agents.anthropic_messages import AnthropicMessages
 from megarl.tasks.agents.bounds import RequestBounds
 from megarl.tasks.agents.errors import WireError
 from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ReadMessages, ToolCall
@@ -285,21 +285,39 @@ def test_a_message_is_read_once_a_session_and_told_apart_by_its_json(monkeypatch
 
 
 NUMBERS = [
-    ("1.0", "1", True), ("1e3", "1000", True), ("-0.0", "0", True), ("1E+2", "100.0", True), ("0.10", "1e-1", True),
-    ("9007199254740993", "9007199254740992", True), ("12345678901234567890123", "1.2345678901234568e22", True),
-    (r'"caf\u00e9"', '"café"', True), ('{"b": 1.0, "a": [2]}', '{"a": [2.0], "b": 1}', True), (r'"\/"', '"/"', True),
-    ("1", "2", False), ("1", "true", False), ("0", "false", False), ("0", "null", False), ("1", '"1"', False), ("1", "[1]", False),
-    ("1.5", "1", False), ("0.1", "0.10000000000000002", False), ("1" + "0" * 307, "1" + "0" * 308, False), ("[1, 2]", "[2, 1]", False),
-    ("[]", "{}", False), ('""', "null", False),
-]  # fmt: skip
+    ("1.0", "1", True),
+    ("1e3", "1000", True),
+    ("-0.0", "0", True),
+    ("1E+2", "100.0", True),
+    ("0.10", "1e-1", True),
+    ("9007199254740993", "9007199254740992", True),
+    ("12345678901234567890123", "1.2345678901234568e22", True),
+    (r'"caf\u00e9"', '"café"', True),
+    ('{"b": 1.0, "a": [2]}', '{"a": [2.0], "b": 1}', True),
+    (r'"\/"', '"/"', True),
+    ("1", "2", False),
+    ("1", "true", False),
+    ("0", "false", False),
+    ("0", "null", False),
+    ("1", '"1"', False),
+    ("1", "[1]", False),
+    ("1.5", "1", False),
+    ("0.1", "0.10000000000000002", False),
+    ("1" + "0" * 307, "1" + "0" * 308, False),
+    ("[1, 2]", "[2, 1]", False),
+    ("[]", "{}", False),
+    ('""', "null", False),
+]
 
 
 @pytest.mark.parametrize(("one", "other", "same"), NUMBERS)
 def test_arguments_are_compared_as_javascript_reads_them(one: str, other: str, same: bool) -> None:
     """It has one kind of numbers, doubles, and writes 1.0 as 1."""
     known = ReadMessages(BOUNDS)
-    keys = [asked_anthropics(known, called_with(value), '{"role": "user", "content": "u"}').messages[0].key
-            for value in (one, other)]  # fmt: skip
+    keys = [
+        asked_anthropics(known, called_with(value), '{"role": "user", "content": "u"}').messages[0].key
+        for value in (one, other)
+    ]
     assert (keys[0] == keys[1]) == same
 
 
