@@ -8,13 +8,13 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from megarl.tasks.agents import gateway as module
-from megarl.tasks.agents.bounds import RequestBounds
 from tests.harnesses.environments import python_of, versions
 from tests.harnesses.programs import MODES
 from tests.unit.tasks.agents.serving import gateway, run
@@ -63,8 +63,8 @@ async def record(mode: str) -> dict[str, Any]:
     python = await asyncio.to_thread(python_of, harness)
     read = module._read
 
-    async def noted(request: web.Request, bounds: RequestBounds) -> bytes:
-        data = await read(request, bounds)
+    async def noted(request: web.Request, check_size: Callable[[int], None]) -> bytes:
+        data = await read(request, check_size)
         headers = {name: request.headers[name] for name in HEADERS if name in request.headers}
         sent.append({"path": request.path, "headers": headers, "body": shortened(json.loads(data))})
         return data

@@ -22,6 +22,8 @@ SMALLEST_LIMIT = 1 << 20
 """Bytes that every body may have, however short the context."""
 LARGEST_BODY = 32 << 20
 """Bytes that no body may exceed. A conversation of 500 turns and 193,000 tokens has 1.5 million."""
+LARGEST_REWARD = 1 << 16
+"""Bytes of a body that posts a reward."""
 IN_FLIGHT = 128 << 20
 """Bytes of all bodies that are read, parsed and rendered at a time."""
 WAIT_LIMIT_S = 600.0

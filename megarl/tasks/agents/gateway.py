@@ -26,7 +26,7 @@ from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import JsonObject
 from megarl.core.recipe import Recipe
 from megarl.tasks.agents.anthropic_messages import AnthropicMessages
-from megarl.tasks.agents.bounds import IN_FLIGHT, ByteBudget, RequestBounds
+from megarl.tasks.agents.bounds import IN_FLIGHT, LARGEST_REWARD, ByteBudget
 from megarl.tasks.agents.chat_completions import ChatCompletions
 from megarl.tasks.agents.errors import WireError, session_over
 from megarl.tasks.agents.messages import AgentRequest
@@ -136,9 +136,8 @@ class Gateway:
 
     async def _reward(self, request: web.Request, protocol: WireProtocol, session: AgentSession) -> web.Response:
         """Accept a reward for the session. What is refused is noted there: the agent may not have looked at the answer."""
-        data = await _read(request, session.bounds)
         try:
-            reward = _reward_of(data)
+            reward = _reward_of(await _read(request, _check_reward))
         except WireError as error:
             session.refused = str(error)
             raise
@@ -152,7 +151,7 @@ class Gateway:
         session.bounds.check_bytes(size)
         with session.busy():
             async with session.budget.lend(size), self._budget.lend(size):
-                yield await _read(request, session.bounds)
+                yield await _read(request, session.bounds.check_bytes)
 
     async def _count(self, request: web.Request, protocol: WireProtocol, session: AgentSession) -> web.Response:
         """Answer with the number of tokens that the policy would be sent for a request."""
@@ -165,7 +164,8 @@ class Gateway:
         async with self._admitted(request, session) as data:
             pending, body = self._begin(request, protocol, session, data)
             del data  # the answer may take an hour
-            await pending.placed.wait()
+            await pending.rendered.wait()
+        await pending.placed.wait()
         stream = bool(body.get("stream"))
         kind = "text/event-stream" if stream else "application/json"
         response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-cache"})
@@ -280,14 +280,20 @@ def _unknown(model: str | None) -> WireError:
     return WireError(404, f"the model {model!r} does not exist; the only one is {MODEL!r}", "model_not_found")
 
 
-async def _read(request: web.Request, bounds: RequestBounds) -> bytes:
-    """Return a request's body. WireError if it is too long, or slow to arrive."""
+def _check_reward(size: int) -> None:
+    if size > LARGEST_REWARD:
+        raise WireError(413, f"reward: the body is longer than {LARGEST_REWARD:,} bytes", "too_large")
+
+
+async def _read(request: web.Request, check_size: Callable[[int], None]) -> bytes:
+    """Return a request's body. check_size: raises WireError if so many bytes are too many. WireError also if it is slow to
+    arrive."""
     parts = bytearray()
     try:
         async with asyncio.timeout(BODY_LIMIT_S):
             async for part in request.content.iter_any():
                 parts += part
-                bounds.check_bytes(len(parts))
+                check_size(len(parts))
     except TimeoutError:
         raise WireError(408, f"the body did not arrive within {BODY_LIMIT_S:g} s", "timeout") from None
     return bytes(parts)

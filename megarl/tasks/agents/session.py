@@ -43,10 +43,15 @@ LONG_TAIL = 20_000
 
 @dataclass(eq=False)
 class PendingTurn:
-    """A request in progress. asked: when it came, by the tree's clock; placed: set once its prompt is known and allowed, or
-    it has failed or been cancelled; clients: one function per client, which returns whether its connection is still open."""
+    """A request in progress.
+
+    asked: when it came, by the tree's clock. rendered: set once its prompt is known; placed: once
+    the prompt is allowed, too; both if it has failed or been cancelled. clients: one function per
+    client, which returns whether its connection is still open.
+    """
 
     asked: int
+    rendered: asyncio.Event = field(default_factory=asyncio.Event)
     placed: asyncio.Event = field(default_factory=asyncio.Event)
     clients: list[Callable[[], bool]] = field(default_factory=list)
     node: TreeNode | None = None
@@ -130,6 +135,7 @@ class AgentSession:
 
     def _settled(self, body: bytes, generation: PendingTurn, _done: "asyncio.Task[ServedTurn]") -> None:
         """Let its clients go on, also if it was cancelled before it began. A failure is not kept: it would keep the request."""
+        generation.rendered.set()
         generation.placed.set()
         if generation.failed:
             self._asked[body].remove(generation)
@@ -204,8 +210,11 @@ class AgentSession:
         return AgentRollout(segments, paths, text, "length" if self.limited else "stop", verdict, episode)
 
     async def prompt_tokens(self, request: AgentRequest) -> int:
-        """Return the number of tokens that the policy would be sent for the request."""
-        parent, _, put = await self._placed(request)
+        """Return the number of tokens that the policy would be sent for the request; if it is much too long, at least so many."""
+        try:
+            parent, _, put = await self._placed(request)
+        except ContextFull as full:
+            return full.tokens
         return len(put) + (0 if parent is None else len(parent.tokens))
 
     async def _generate(self, request: AgentRequest, generation: PendingTurn) -> ServedTurn:
@@ -214,6 +223,7 @@ class AgentSession:
 
     async def _served(self, request: AgentRequest, generation: PendingTurn) -> ServedTurn:
         parent, key, put = await self._placed(request)
+        generation.rendered.set()
         before = np.concatenate([int32(()) if parent is None else parent.tokens, put])
         while self._room <= 0 < self._lent:  # parallel requests may not use all the tokens they were allotted
             self._returned.clear()

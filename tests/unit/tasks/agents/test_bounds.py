@@ -196,3 +196,34 @@ def test_bodies_in_flight_are_bounded_together(tmp_path: Path, monkeypatch: pyte
             assert budget._free == budget._size
 
     run(test)
+
+
+def test_a_request_that_waits_for_tokens_does_not_keep_its_bytes(tmp_path: Path) -> None:
+    """It may wait for an hour, until others have written theirs."""
+
+    async def test() -> None:
+        async with gateway(tmp_path, "abc", "abc", trained_tokens=5) as served:
+            served.hold.clear()
+            first = asyncio.create_task(served.chat())
+            while not served.asked:
+                await asyncio.sleep(0.01)
+            second = asyncio.create_task(served.chat([{"role": "user", "content": "second"}]))
+            while served.session._requests < 2 or served.session.budget._free < served.session.budget._size:
+                await asyncio.sleep(0.01)
+            assert len(served.asked) == 1
+            served.hold.set()
+            assert [(await each)[0] for each in (first, second)] == [200, 200]
+
+    run(test)
+
+
+def test_tokens_of_what_is_much_too_long_are_counted_up_to_the_limit(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with gateway(tmp_path) as served:
+            for count, least, most in ((10, 10, 100), (500_000, 3993, 100_000)):
+                body = {"model": "policy", "messages": [{"role": "user", "content": "x" * count}]}
+                status, told = await served.post("messages/count_tokens", body)
+                assert status == 200
+                assert least < told["input_tokens"] < most
+
+    run(test)

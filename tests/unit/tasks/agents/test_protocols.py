@@ -1,5 +1,6 @@
 """Anthropic's messages and OpenAI's responses on the wire: what their clients get, what is refused, errors in their words."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,24 @@ def test_the_order_of_events(tmp_path: Path) -> None:
             assert [event["sequence_number"] for event in events] == list(range(len(events)))
             _, cut = await ask(served, "responses")
             assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+
+    run(test)
+
+
+@pytest.mark.parametrize("protocol", ["messages", "responses"])
+def test_a_stream_whose_session_ends_ends_with_an_error_event(protocol: str, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with gateway(tmp_path, "a") as served:
+            served.hold.clear()
+            asked = asyncio.create_task(ask(served, protocol, stream=True))
+            while not served.asked:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            served.session.end("its time is up", limited=True)
+            status, text = await asked
+            (event,) = events_of(text)
+            assert (status, event["type"]) == (200, "error")
+            assert (event.get("error") or event)["message"] == "the session is over: its time is up"
 
     run(test)
 
