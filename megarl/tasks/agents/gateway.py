@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from megarl.core.base.contracts import Policy
 from megarl.core.base.tokenizer import Tokenizer
@@ -65,7 +66,7 @@ class Gateway:
             app.router.add_post(prefix + "/v1/reward", self._handler(CHAT, self._reward))
             app.router.add_get(prefix + "/v1/models", self._handler(CHAT, self._models))
             app.router.add_get(prefix + "/v1/models/{model}", self._handler(CHAT, self._models))
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(app, access_log=None, logger=_server_log(), shutdown_timeout=1.0)
 
     async def start(self) -> "Gateway":
         """Start to listen; return this gateway."""
@@ -106,7 +107,11 @@ class Gateway:
                 return await serve(request, protocol, session)
             except WireError as error:
                 return web.json_response(protocol.error(error), status=error.status)
-            except (ConnectionError, web.RequestPayloadError) as error:
+            except web.RequestPayloadError as error:
+                return web.json_response(
+                    protocol.error(WireError(400, f"the body cannot be read: {error}")), status=400
+                )
+            except ConnectionError as error:
                 log.debug("an agent's request ended before its answer: %r", error)
                 return web.Response(status=400)
 
@@ -147,7 +152,9 @@ class Gateway:
     @asynccontextmanager
     async def _admitted(self, request: web.Request, session: AgentSession) -> AsyncIterator[bytes]:
         """Read a request's body; while the block works on it, it counts against the budgets."""
-        size = session.bounds.body_bytes if request.content_length is None else request.content_length
+        size = session.bounds.body_bytes
+        if request.content_length is not None and "Content-Encoding" not in request.headers:
+            size = request.content_length
         session.bounds.check_bytes(size)
         with session.busy():
             async with session.budget.lend(size), self._budget.lend(size):
@@ -214,6 +221,25 @@ class Gateway:
             if (protocol.path, field) not in self._ignored:
                 self._ignored.add((protocol.path, field))
                 log.info("agents' field %r is ignored (%s)", field, protocol.path)
+
+
+def _server_log() -> logging.Logger:
+    """Return aiohttp's log, in which a malformed request is one line: its traceback says nothing of ours."""
+
+    def shorten(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError | web.RequestPayloadError):
+            record.msg = "an agent's request is malformed: %s"
+            record.args = (" ".join(str(error).split()),)
+            record.exc_info = None
+            record.levelno = logging.WARNING
+            record.levelname = "WARNING"
+        return True
+
+    server_log = logging.getLogger(f"{__name__}.http")
+    if not server_log.filters:
+        server_log.addFilter(shorten)
+    return server_log
 
 
 @web.middleware

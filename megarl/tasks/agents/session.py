@@ -210,7 +210,8 @@ class AgentSession:
         return AgentRollout(segments, paths, text, "length" if self.limited else "stop", verdict, episode)
 
     async def prompt_tokens(self, request: AgentRequest) -> int:
-        """Return the number of tokens that the policy would be sent for the request; if it is much too long, at least so many."""
+        """Return the number of tokens that the policy would be sent for the request. Of one that is
+        much too long they are counted until that is clear."""
         try:
             parent, _, put = await self._placed(request)
         except ContextFull as full:

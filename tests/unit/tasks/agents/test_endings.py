@@ -196,7 +196,14 @@ def test_whatever_ends_a_session_each_request_is_answered(tmp_path: Path) -> Non
     assert min(seen["200"], seen["400"], seen["left"]) > 20, seen
 
 
-def test_a_client_that_hangs_up_leaves_no_traceback(
+MALFORMED = {
+    "Content-Length: 1000": b"{",  # and then it hangs up
+    "Transfer-Encoding: chunked": b"3\r\n{ }\r\nZZ\r\n",
+    "Content-Encoding: gzip\r\nContent-Length: 5": b"plain",
+}
+
+
+def test_a_client_that_hangs_up_or_stammers_leaves_no_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "KEEP_ALIVE_S", 0.05)
@@ -211,15 +218,17 @@ def test_a_client_that_hangs_up_leaves_no_traceback(
                 asked.cancel()
                 await asyncio.sleep(0.2)
                 served.hold.set()
-            reader, writer = await asyncio.open_connection(*served.url.removeprefix("http://").split(":"))
-            head = f"Host: x\r\nx-api-key: {served.session.key}\r\nContent-Length: 1000\r\n\r\n"
-            writer.write(f"POST /v1/chat/completions HTTP/1.1\r\n{head}{{".encode())
-            await asyncio.sleep(0.1)
-            writer.close()
+            host, port = served.url.removeprefix("http://").split(":")
+            for headers, body in MALFORMED.items():
+                _, writer = await asyncio.open_connection(host, int(port))
+                head = f"Host: x\r\nx-api-key: {served.session.key}\r\n{headers}\r\n\r\n"
+                writer.write(f"POST /v1/chat/completions HTTP/1.1\r\n{head}".encode() + body)
+                await asyncio.sleep(0.1)
+                writer.close()
             assert (await served.chat(user("last")))[0] == 200
             assert len(served.session.tree.paths()[1]) == 1
-            assert reader is not None
 
     run(test)
     assert not [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
     assert "Traceback" not in caplog.text
+    assert caplog.text.count("an agent's request is malformed: ") == 2
