@@ -30,13 +30,14 @@ from tests.unit.tasks.agents.templates import QWEN, tokenizer_of
 pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 PROGRAMS = Path(__file__).parents[1] / "harnesses" / "programs.py"
-TURNS = {"mini-swe-agent": 3, "verifiers": 1}
+TURNS = {"mini-swe-agent": 3, "verifiers": 1, "crewai": 1}
 """Answers of a session, by harness; of the others two."""
 PATHS = {"mini-swe-agent": 3}
 """Paths of a session; of the others one. An answer without a command is left out of the conversation when it is told so."""
 GROUPS = {
     "clients": ("openai", "anthropic", "openai-agents"),
     "frameworks": ("pydantic-ai", "mini-swe-agent", "verifiers"),
+    "others": ("crewai", "agno", "ai-sdk"),
 }
 GRADER = '''
 def odd(submission):

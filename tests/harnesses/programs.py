@@ -196,6 +196,35 @@ def verifiers(prompt: str, harness: str) -> None:
         subprocess.run(words, check=True, cwd=folder, env=os.environ | {"PYTHONPATH": folder, "PATH": path})
 
 
+def crewai(prompt: str) -> None:
+    os.environ |= {"CREWAI_DISABLE_TELEMETRY": "true", "OTEL_SDK_DISABLED": "true"}
+    from crewai import LLM, Agent
+    from crewai.tools import tool
+
+    agent = Agent(
+        role="adder", goal="Add.", backstory="You add.", llm=LLM(model=MODEL, provider="openai"), max_iter=TURNS,
+        tools=[tool("add")(add)],
+    )  # fmt: skip
+    agent.kickoff(prompt)
+
+
+def agno(prompt: str) -> None:
+    from agno.agent import Agent
+    from agno.models.openai import OpenAIResponses
+
+    agent = Agent(model=OpenAIResponses(id=MODEL), instructions="Be brief.", tools=[add], telemetry=False)
+    made = agent.run(prompt)
+    history = [message for message in made.messages if message.role != "system"]
+    agent.run([*history, {"role": "user", "content": AGAIN}])
+
+
+def javascript(prompt: str) -> None:
+    """Run the mode in Node.js, by the program in this Python's environment."""
+    place = Path(sys.executable).parents[1]
+    words = [place / "bin" / "node", place / "programs.mjs", sys.argv[1]]
+    subprocess.run(words, check=True, input=json.dumps({"prompt": prompt}).encode())
+
+
 MODES: dict[str, tuple[str, Callable[..., None], tuple[Any, ...]]] = {
     "openai-chat": ("openai", openai_chat, ()),
     "openai-chat-stream": ("openai", openai_chat, (True,)),
@@ -216,6 +245,12 @@ MODES: dict[str, tuple[str, Callable[..., None], tuple[Any, ...]]] = {
     "mini-swe-agent-text": ("mini-swe-agent", mini_swe_agent, ("litellm_textbased",)),
     "verifiers-bash": ("verifiers", verifiers, ("bash",)),
     "verifiers-null": ("verifiers", verifiers, ("null",)),
+    "crewai": ("crewai", crewai, ()),
+    "agno-responses": ("agno", agno, ()),
+    "ai-sdk-chat": ("ai-sdk", javascript, ()),
+    "ai-sdk-chat-stream": ("ai-sdk", javascript, ()),
+    "ai-sdk-responses": ("ai-sdk", javascript, ()),
+    "ai-sdk-messages": ("ai-sdk", javascript, ()),
 }
 """By mode: the harness whose environment it needs, the agent, and its arguments."""
 

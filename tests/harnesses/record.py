@@ -8,14 +8,14 @@ import json
 import os
 import sys
 import tempfile
-from importlib.metadata import distributions
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from megarl.tasks.agents import gateway as module
-from tests.harnesses.environments import PACKAGES, python_of
+from tests.harnesses.environments import python_of, versions
 from tests.harnesses.programs import MODES
 from tests.unit.tasks.agents.serving import gateway, run
 
@@ -63,11 +63,11 @@ async def record(mode: str) -> dict[str, Any]:
     python = await asyncio.to_thread(python_of, harness)
     read = module._read
 
-    async def noted(request: web.Request) -> tuple[bytes, dict[str, Any]]:
-        data, body = await read(request)
+    async def noted(request: web.Request, check_size: Callable[[int], None]) -> bytes:
+        data = await read(request, check_size)
         headers = {name: request.headers[name] for name in HEADERS if name in request.headers}
-        sent.append({"path": request.path, "headers": headers, "body": shortened(body)})
-        return data, body
+        sent.append({"path": request.path, "headers": headers, "body": shortened(json.loads(data))})
+        return data
 
     module._read = noted
     with tempfile.TemporaryDirectory() as folder:
@@ -91,14 +91,6 @@ async def record(mode: str) -> dict[str, Any]:
             paths, left = len(served.session.tree.paths()[1]), len(served.said)
     assert key not in json.dumps(sent)
     return {"versions": versions(python), "paths": paths, "unsaid": left, "requests": sent}
-
-
-def versions(python: Path) -> dict[str, str]:
-    """Return the versions of the harnesses' packages in an environment."""
-    (packages,) = python.parents[1].glob("lib/python*/site-packages")
-    named = {*PACKAGES, "pydantic-ai-slim", "litellm"}
-    found = {d.name: d.version for d in distributions(path=[str(packages)])}
-    return {name: found[name] for name in sorted(named & found.keys())}
 
 
 if __name__ == "__main__":

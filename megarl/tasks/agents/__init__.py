@@ -7,6 +7,7 @@ registry.py    TaskAgents: a recipe's agents, by task: processes, limits, reward
 sandbox.py     the bubblewrap sandbox of that process
 gateway.py     the HTTP server
 wire.py        what the protocols share; chat_completions.py, responses.py: OpenAI's two; anthropic_messages.py: Anthropic's
+bounds.py      how long a request may be; errors.py: what an agent is told when it is refused
 session.py     one agent's requests: which client waits for which answer, and the limits
 tree.py        which conversation a request continues, and which tokens are trained on, without I/O
 messages.py    the content of a request, independent of the protocol

@@ -9,8 +9,9 @@ import msgspec
 
 from megarl.core.base.types import JsonObject
 from megarl.tasks.agents import wire
-from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ReadMessages, ToolCall, WireError
-from megarl.tasks.agents.session import ContextFull, ServedTurn
+from megarl.tasks.agents.errors import ContextFull, WireError
+from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ReadMessages, ToolCall
+from megarl.tasks.agents.session import ServedTurn
 
 BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
 """A line that Claude Code puts at the head of its system prompt. It changes with each request and tells a model nothing."""
@@ -77,6 +78,9 @@ class AnthropicMessages(wire.WireProtocol):
             said = f"prompt is too long: {error.tokens} tokens > {error.limit} maximum"
         kind = ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": said}}
+
+    def error_event(self, error: WireError) -> tuple[str, JsonObject]:
+        return "error", self.error(error)
 
     def reply(self, body: JsonObject, turn: ServedTurn) -> JsonObject:
         message = turn.message

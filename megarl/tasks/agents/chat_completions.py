@@ -8,8 +8,14 @@ import msgspec
 
 from megarl.core.base.types import JsonObject
 from megarl.tasks.agents import wire
-from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ReadMessages, ToolCall, refused_field
+from megarl.tasks.agents.errors import refused_field
+from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ReadMessages, ToolCall
 from megarl.tasks.agents.session import ServedTurn
+
+SEVERAL_ANSWERS = (
+    "a request has one answer; for several, send it several times at once. Not one after another: of a request that is sent "
+    "again after its answer came, only the last answer is trained"
+)
 
 
 class CalledFunction(msgspec.Struct):
@@ -69,7 +75,7 @@ class ChatCompletions(wire.WireProtocol):
 
     def read(self, body: ChatBody, known: ReadMessages) -> AgentRequest:
         if body.n not in (None, 1):
-            raise refused_field("n", "one answer at a time; send the request again for another")
+            raise refused_field("n", SEVERAL_ANSWERS)
         wire.refuse_format(body.response_format, "response_format")
         if body.modalities not in (None, ["text"]):
             raise refused_field("modalities", "the policy reads and writes text")

@@ -5,7 +5,8 @@
 
 A session has one key for requests and one for rewards, so that programs of the policy, which find the first in the environment,
 cannot reward themselves. Clients send a key as `Authorization: Bearer KEY`, as `x-api-key: KEY`, or in the path, `/s/KEY/v1/…`.
-While the policy generates, a space or a comment every KEEP_ALIVE_S keeps the connection alive.
+While the policy generates, a space or a comment every KEEP_ALIVE_S keeps the connection alive. A request's bytes count against
+its session's and everybody's ByteBudget until its prompt has been rendered.
 """
 
 import asyncio
@@ -13,22 +14,26 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from megarl.core.base.contracts import Policy
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import JsonObject
 from megarl.core.recipe import Recipe
 from megarl.tasks.agents.anthropic_messages import AnthropicMessages
+from megarl.tasks.agents.bounds import IN_FLIGHT, LARGEST_REWARD, ByteBudget
 from megarl.tasks.agents.chat_completions import ChatCompletions
-from megarl.tasks.agents.messages import LARGEST_BODY, AgentRequest, WireError
+from megarl.tasks.agents.errors import WireError, session_over
+from megarl.tasks.agents.messages import AgentRequest
 from megarl.tasks.agents.rendering import Rendering
 from megarl.tasks.agents.responses import Responses
-from megarl.tasks.agents.session import AgentSession, ServedTurn
+from megarl.tasks.agents.session import AgentSession, PendingTurn, ServedTurn
 from megarl.tasks.agents.wire import WireProtocol
 
 log = logging.getLogger(__name__)
@@ -52,7 +57,8 @@ class Gateway:
         self._rewarded: dict[str, AgentSession] = {}  # the same, by the key for rewards
         self._ignored = set[tuple[str, str]]()
         self._warned = False
-        app = web.Application(client_max_size=LARGEST_BODY)
+        self._budget = ByteBudget(IN_FLIGHT)
+        app = web.Application(middlewares=[_unknown_routes])
         for prefix in ("", "/s/{key}"):
             for protocol in PROTOCOLS:
                 app.router.add_post(prefix + protocol.path, self._handler(protocol, self._answer))
@@ -60,7 +66,7 @@ class Gateway:
             app.router.add_post(prefix + "/v1/reward", self._handler(CHAT, self._reward))
             app.router.add_get(prefix + "/v1/models", self._handler(CHAT, self._models))
             app.router.add_get(prefix + "/v1/models/{model}", self._handler(CHAT, self._models))
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(app, access_log=None, logger=_server_log(), shutdown_timeout=1.0)
 
     async def start(self) -> "Gateway":
         """Start to listen; return this gateway."""
@@ -72,6 +78,9 @@ class Gateway:
         return self
 
     async def close(self) -> None:
+        """End the sessions that are still open, and stop to listen."""
+        for session in self._sessions.values():
+            session.end("the run ends")
         await self._runner.cleanup()
 
     @asynccontextmanager
@@ -94,9 +103,17 @@ class Gateway:
 
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
-                return await serve(request, protocol, self._opened(request, keys))
+                session = self._opened(request, keys)
+                return await serve(request, protocol, session)
             except WireError as error:
                 return web.json_response(protocol.error(error), status=error.status)
+            except web.RequestPayloadError as error:
+                return web.json_response(
+                    protocol.error(WireError(400, f"the body cannot be read: {error}")), status=400
+                )
+            except ConnectionError as error:
+                log.debug("an agent's request ended before its answer: %r", error)
+                return web.Response(status=400)
 
         return handle
 
@@ -123,58 +140,119 @@ class Gateway:
         return web.json_response(model if named else {"object": "list", "data": [model]})
 
     async def _reward(self, request: web.Request, protocol: WireProtocol, session: AgentSession) -> web.Response:
-        """Accept a reward for the session."""
-        _, body = await _read(request, protocol)
-        reward = body.get("reward")
-        if isinstance(reward, bool):
-            reward = 1.0 if reward else -1.0
-        if not isinstance(reward, int | float) or not abs(reward) <= sys.float_info.max:
-            session.refused = f"reward: should be a finite number, or true or false, got {reward!r:.80}"
-            raise WireError(400, session.refused)
-        session.post(float(reward))
-        return web.json_response({"reward": float(reward)})
+        """Accept a reward for the session. What is refused is noted there: the agent may not have looked at the answer."""
+        try:
+            reward = _reward_of(await _read(request, _check_reward))
+        except WireError as error:
+            session.refused = str(error)
+            raise
+        session.post(reward)
+        return web.json_response({"reward": reward})
+
+    @asynccontextmanager
+    async def _admitted(self, request: web.Request, session: AgentSession) -> AsyncIterator[bytes]:
+        """Read a request's body; while the block works on it, it counts against the budgets."""
+        size = session.bounds.body_bytes
+        if request.content_length is not None and "Content-Encoding" not in request.headers:
+            size = request.content_length
+        session.bounds.check_bytes(size)
+        with session.busy():
+            async with session.budget.lend(size), self._budget.lend(size):
+                yield await _read(request, session.bounds.check_bytes)
 
     async def _count(self, request: web.Request, protocol: WireProtocol, session: AgentSession) -> web.Response:
         """Answer with the number of tokens that the policy would be sent for a request."""
-        _, body = await _read(request, protocol)
-        session.check()
-        return web.json_response({"input_tokens": await session.prompt_tokens(_asked(protocol, body, session))})
+        async with self._admitted(request, session) as data:
+            session.check()
+            asked = _asked(protocol, protocol.parse(data), session)
+            return web.json_response({"input_tokens": await session.prompt_tokens(asked)})
 
     async def _answer(self, request: web.Request, protocol: WireProtocol, session: AgentSession) -> web.StreamResponse:
-        data, body = await _read(request, protocol)
-        session.check()
-        asked = _asked(protocol, body, session)
-        for field in protocol.ignored(body):
-            if (protocol.path, field) not in self._ignored:
-                self._ignored.add((protocol.path, field))
-                log.info("agents' field %r is ignored (%s)", field, protocol.path)
-        digest = hashlib.sha256(data + protocol.path.encode()).digest()
+        async with self._admitted(request, session) as data:
+            pending, body = self._begin(request, protocol, session, data)
+            del data  # the answer may take an hour
+            await pending.rendered.wait()
+        await pending.placed.wait()
+        stream = bool(body.get("stream"))
+        kind = "text/event-stream" if stream else "application/json"
+        response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-cache"})
+        if stream and not pending.done.done():
+            await response.prepare(request)
+        while not (await asyncio.wait({pending.done}, timeout=KEEP_ALIVE_S))[0]:
+            await _send(request, response, b": the policy writes\n\n" if stream else b" ")
+        try:
+            if pending.done.cancelled():
+                raise session_over(session.over)
+            turn = pending.done.result()
+        except WireError as error:
+            if not response.prepared:
+                raise
+            if stream:
+                await _send(request, response, _event(*protocol.error_event(error)), last=True)
+            elif request.transport is not None:
+                request.transport.close()  # too late for another status; clients ask again, and get 400
+            return response
+        protocol.note_answer(turn, session.known)
+        await _send(request, response, _written(protocol, body, turn, stream), last=True)
+        session.tree.deliver(turn.node)  # whether or not the client has closed: it has the whole answer
+        return response
+
+    def _begin(
+        self, request: web.Request, protocol: WireProtocol, session: AgentSession, data: bytes
+    ) -> tuple[PendingTurn, JsonObject]:
+        """Return the generation that answers a request, and the fields of its body without the conversation."""
+        digest = hashlib.sha256(protocol.path.encode())
+        digest.update(data)
         retried = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
 
         def is_open() -> bool:
             return request.transport is not None and not request.transport.is_closing()
 
-        generation = session.begin(asked, digest, retried, is_open)
-        kind = "text/event-stream" if asked.stream else "application/json"
-        response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-cache"})
-        await generation.placed.wait()
-        if asked.stream and not generation.done.done():
-            await response.prepare(request)
-        while not (await asyncio.wait({generation.done}, timeout=KEEP_ALIVE_S))[0]:
-            await _send(request, response, b": the policy writes\n\n" if asked.stream else b" ")
-        try:
-            if generation.done.cancelled():
-                raise WireError(400, "the session is over", "session_over")
-            turn = generation.done.result()
-        except WireError:
-            if not response.prepared:
-                raise
-            if request.transport is not None:
-                request.transport.close()  # too late for another status
-            return response
-        await _send(request, response, _written(protocol, body, turn, asked.stream), last=True)
-        session.tree.deliver(turn.node)  # whether or not the client has closed: it has the whole answer
-        return response
+        body = protocol.parse(data)
+        pending = session.resume(digest.digest(), retried, is_open)
+        if pending is None:
+            session.check()
+            pending = session.begin(_asked(protocol, body, session), digest.digest(), is_open)
+            self._note_ignored(protocol, body)
+        return pending, {name: value for name, value in body.items() if not isinstance(value, msgspec.Raw)}
+
+    def _note_ignored(self, protocol: WireProtocol, body: JsonObject) -> None:
+        for field in protocol.ignored(body):
+            if (protocol.path, field) not in self._ignored:
+                self._ignored.add((protocol.path, field))
+                log.info("agents' field %r is ignored (%s)", field, protocol.path)
+
+
+def _server_log() -> logging.Logger:
+    """Return aiohttp's log, in which a malformed request is one line: its traceback says nothing of ours."""
+
+    def shorten(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError | web.RequestPayloadError):
+            record.msg = "an agent's request is malformed: %s"
+            record.args = (" ".join(str(error).split()),)
+            record.exc_info = None
+            record.levelno = logging.WARNING
+            record.levelname = "WARNING"
+        return True
+
+    server_log = logging.getLogger(f"{__name__}.http")
+    if not server_log.filters:
+        server_log.addFilter(shorten)
+    return server_log
+
+
+@web.middleware
+async def _unknown_routes(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Say what there is instead of an address or method that there is not."""
+    try:
+        return await handler(request)
+    except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as error:
+        there = ", ".join(protocol.path for protocol in PROTOCOLS)
+        why = f"there is no {request.method} {request.path} here; agents POST to {there}"
+        return web.json_response(CHAT.error(WireError(error.status, why, "not_found")), status=error.status)
 
 
 async def _send(request: web.Request, response: web.StreamResponse, data: bytes, last: bool = False) -> None:
@@ -193,11 +271,28 @@ def _written(protocol: WireProtocol, body: JsonObject, turn: ServedTurn, stream:
     """Return the body of an answer, in one piece or as a stream of events."""
     if not stream:
         return json.dumps(protocol.reply(body, turn), ensure_ascii=False).encode(errors="replace")
-    parts = []
-    for name, data in protocol.events(body, turn):
-        text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
-        parts.append(f"{f'event: {name}{chr(10)}' if name else ''}data: {text}\n\n")
-    return "".join(parts).encode(errors="replace")
+    return b"".join(_event(name, data) for name, data in protocol.events(body, turn))
+
+
+def _event(name: str, data: Any) -> bytes:
+    """Return a server-sent event. data: JSON, or a text that is sent as it is."""
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {text}\n\n".encode(errors="replace")
+
+
+def _reward_of(data: bytes) -> float:
+    """Return the reward in a body of JSON; true and false are 1 and -1. WireError if it is not a finite number."""
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise WireError(400, f"reward: the body is not JSON: {error}") from None
+    reward = body.get("reward") if isinstance(body, dict) else None
+    if isinstance(reward, bool):
+        return 1.0 if reward else -1.0
+    if not isinstance(reward, int | float) or not abs(reward) <= sys.float_info.max:
+        raise WireError(400, f"reward: should be a finite number, or true or false, got {reward!r:.80}")
+    return float(reward)
 
 
 def _asked(protocol: WireProtocol, body: JsonObject, session: AgentSession) -> AgentRequest:
@@ -211,13 +306,20 @@ def _unknown(model: str | None) -> WireError:
     return WireError(404, f"the model {model!r} does not exist; the only one is {MODEL!r}", "model_not_found")
 
 
-async def _read(request: web.Request, protocol: WireProtocol) -> tuple[bytes, JsonObject]:
-    """Return a request's body and its fields. WireError if it is not a JSON object, too long, or slow to arrive."""
+def _check_reward(size: int) -> None:
+    if size > LARGEST_REWARD:
+        raise WireError(413, f"reward: the body is longer than {LARGEST_REWARD:,} bytes", "too_large")
+
+
+async def _read(request: web.Request, check_size: Callable[[int], None]) -> bytes:
+    """Return a request's body. check_size: raises WireError if so many bytes are too many. WireError also if it is slow to
+    arrive."""
+    parts = bytearray()
     try:
         async with asyncio.timeout(BODY_LIMIT_S):
-            data = await request.read()
-    except web.HTTPRequestEntityTooLarge:
-        raise WireError(413, f"the body is longer than {LARGEST_BODY:,} bytes", "too_large") from None
+            async for part in request.content.iter_any():
+                parts += part
+                check_size(len(parts))
     except TimeoutError:
         raise WireError(408, f"the body did not arrive within {BODY_LIMIT_S:g} s", "timeout") from None
-    return data, protocol.parse(data)
+    return bytes(parts)

@@ -6,12 +6,13 @@
 
 Agents seldom send back exactly what they were served: they join parts, strip whitespace, re-encode the arguments' JSON, drop
 ids and reasoning. Two messages are the same if their roles, texts (an assistant's stripped of whitespace) and calls agree.
-Arguments are compared as JSON values: 1, 1.0 and true all differ, and the order of keys does not matter. Reasoning and ids
-are compared separately (tree.py).
+Arguments are compared as JSON values (`number_of`): 1, 1.0 and 1e0 are one number; true and "1" are others; the order of keys
+does not matter. Reasoning and ids are compared separately (tree.py).
 """
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,22 +22,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from megarl.core.base.types import JsonObject
+from megarl.tasks.agents.bounds import RequestBounds
+from megarl.tasks.agents.errors import WireError
 
-LARGEST_BODY = 32 << 20
-"""Most bytes in a request. A conversation of 500 turns and 193,000 tokens has 1.5 million."""
-
-
-class WireError(Exception):
-    """A request that is refused. status: the HTTP status; code: as in OpenAI's errors."""
-
-    def __init__(self, status: int, message: str, code: str = "invalid_request") -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
-
-
-def refused_field(field: str, why: str) -> WireError:
-    """Return the error for a field that would change the sampling distribution, or that the policy does not support."""
-    return WireError(400, f"{field}: {why}", "unsupported_parameter")
+CACHED_MESSAGE = 500
+"""Bytes that a message of the cache occupies besides its text."""
 
 
 class ToolCall(NamedTuple):
@@ -77,7 +67,8 @@ class CanonicalMessage:
     def key(self) -> bytes:
         """Return a hash of the parts that must agree for two messages to be the same."""
         text = self.text.strip() if self.role == "assistant" else self.text
-        return hashlib.sha256(tagged([self.role, text, [[call.name, call.arguments] for call in self.calls]])).digest()
+        calls = [[call.name, comparable(call.arguments)] for call in self.calls]
+        return hashlib.sha256(tagged([self.role, text, calls])).digest()
 
 
 @dataclass(frozen=True)
@@ -93,17 +84,32 @@ class AgentRequest:
 
 def tagged(value: Any) -> bytes:
     """Return JSON that is equal only for equal values of equal types."""
-    try:
-        return msgspec.json.encode(value, order="sorted")
-    except UnicodeEncodeError:  # half a surrogate pair, which JSON can contain as \\ud800
-        return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+    return msgspec.json.encode(value, order="sorted")
+
+
+def comparable(arguments: Any) -> Any:
+    """Return a call's arguments with their numbers made comparable."""
+    return json.loads(json.dumps(arguments), parse_int=number_of, parse_float=number_of)
+
+
+def number_of(text: str) -> float | list[str]:
+    """Return the number as a double, as which JavaScript reads it: 1.0, 1 and 1e0 are equal, -0.0
+    and 0 too, and so are integers above 2**53 that have the same double. A number that no double
+    can hold equals only itself."""
+    number = float(text)
+    if math.isfinite(number):
+        return number + 0.0  # -0.0 becomes 0.0
+    return [text]
 
 
 class ReadMessages:
     """A cache of messages that a session has sent, by the hash of their JSON: each request repeats the whole conversation. It
-    holds as much as one body can contain; when it would exceed that, it is emptied."""
+    holds as much as two bodies can contain; when it would exceed that, it is emptied. answered: the parts of the session's
+    answers by their items' ids (responses.py), by which some clients name them."""
 
-    def __init__(self) -> None:
+    def __init__(self, bounds: RequestBounds) -> None:
+        self.bounds = bounds
+        self.answered: dict[str, CanonicalMessage] = {}
         self._known: dict[tuple[type, bytes], tuple[CanonicalMessage, ...]] = {}
         self._bytes = 0
 
@@ -111,16 +117,19 @@ class ReadMessages:
         self, raw: msgspec.Raw, kind: type[T], said: Callable[[T, str], Iterable[CanonicalMessage]], field: str
     ) -> list[CanonicalMessage]:
         """Return the messages in `raw`, the list in a request's `field`. kind: the type of its items; said: maps an item and
-        its place (for errors) to the item's messages. WireError if an item is not a `kind`, or if `said` raises it."""
+        its place (for errors) to the item's messages. WireError if there are too many, if an item is not a `kind`, or if
+        `said` raises it."""
         messages: list[CanonicalMessage] = []
-        for n, item in enumerate(_decoded(raw, list[msgspec.Raw], field)):
+        items = decoded(raw, list[msgspec.Raw], field)
+        self.bounds.check_count(len(items))
+        for n, item in enumerate(items):
             digest = hashlib.sha256(item).digest()
             made = self._known.get((kind, digest))
             if made is None:
                 where = f"{field}[{n}]"
-                made = tuple(said(_decoded(item, kind, where), where))
-                self._bytes += len(bytes(item))
-                if self._bytes > LARGEST_BODY:
+                made = tuple(said(decoded(item, kind, where), where))
+                self._bytes += len(bytes(item)) + CACHED_MESSAGE * len(made)
+                if self._bytes > 2 * self.bounds.body_bytes:
                     self._known.clear()
                     self._bytes = 0
                 self._known[kind, digest] = made
@@ -128,9 +137,12 @@ class ReadMessages:
         return messages
 
 
-def _decoded[T](raw: msgspec.Raw, kind: type[T], where: str) -> T:
+def decoded[T](raw: msgspec.Raw, kind: type[T], where: str) -> T:
+    """Return the JSON of a body's field `where` as a `kind`. WireError if it is none."""
     try:
         return msgspec.json.decode(raw, type=kind)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         said, _, inner = str(error).partition(" - at `$")
         raise WireError(400, f"{said} - at `$.{where}{inner or '`'}") from None
+    except RecursionError:
+        raise WireError(400, f"{where}: nested too deeply") from None

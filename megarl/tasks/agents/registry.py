@@ -154,7 +154,7 @@ class TaskAgents:
                 status = await self._run_in(folder, output, prompt, session, url, waited)
             output.seek(max(0, output.seek(0, os.SEEK_END) - SAID))
             printed = output.read().decode(errors="replace").strip()
-        if session.refused and session.reward is None:  # the agent may not have looked at the answer
+        if session.refused:  # the agent may not have looked at the answer
             return session.refused
         if session.limited or session.reward is not None:
             return ""
@@ -227,7 +227,8 @@ async def _ended(
             session.end(f"there was no request for {limits.idle_s:g} s, a third of agent.time_s", limited=True)
         if session.failure is not None:
             return
-        if session.over:  # the agent learns of it at its next request, and may still clean up and post a reward
+        # The agent learns of it at its next request, and may still clean up and post a reward.
+        if session.over and not session.answering:
             over_since = over_since or now
             if now - over_since > KILL_LIMIT_S:
                 return

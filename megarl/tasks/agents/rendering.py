@@ -13,6 +13,7 @@ its calls cannot change them. Names of special tokens in messages are tokenised 
 
 import re
 import secrets
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -23,11 +24,17 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import JsonObject, int32
 from megarl.tasks.agents.calls import KEY, NAME, PROBE, SAID, VALUE, call_format
-from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ToolCall, WireError
+from megarl.tasks.agents.errors import ContextFull, WireError
+from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ToolCall
 from megarl.tasks.agents.tree import TreeNode
 from megarl.tasks.data.chat import ChatTemplate
 
 UNKNOWN = "?"
+UNLIMITED = sys.maxsize
+CHARACTERS = 5
+"""Characters per token, with which a text may still fit. Longer texts are first counted piece by piece, up to the limit."""
+PIECE = 1 << 16
+"""Characters that are tokenised at a time to count them: a token takes about 400 bytes until its text has been tokenised."""
 
 
 class Rendering:
@@ -45,28 +52,31 @@ class Rendering:
         self._mark = re.compile("|".join(map(re.escape, names)))
         self._closes = self._closed()
 
-    def whole(self, request: AgentRequest) -> np.ndarray:
-        """Return the tokens of all messages and the start of the next. WireError if the template rejects the messages."""
-        return self._tokens(self._render(request))
+    def whole(self, request: AgentRequest, limit: int = UNLIMITED) -> np.ndarray:
+        """Return the tokens of all messages and the start of the next. WireError if the template rejects the messages,
+        ContextFull if they are much longer than `limit`, the longest prompt."""
+        return self._tokens(self._render(request), limit)
 
-    def tail(self, node: TreeNode, request: AgentRequest) -> np.ndarray | None:
-        """Return the tokens to append to the node's; None if the request has to be rendered whole."""
+    def tail(self, node: TreeNode, request: AgentRequest, limit: int = UNLIMITED) -> np.ndarray | None:
+        """Return the tokens to append to the node's; None if the request has to be rendered whole. ContextFull as
+        in `whole`."""
         sampled = node.sampled
         ended = len(sampled) > 0 and int(sampled[-1]) in self._tokenizer.ends
-        if self._history == "template":
-            text = self._behind(node.tokens[:-1] if ended else node.tokens, request)
+        known = (*node.history, node.served)
+        ours = {
+            theirs.id: call.id
+            for sent, had in zip(request.messages, known, strict=False)
+            for theirs, call in zip(sent.calls, had.calls, strict=False)
+        }  # the agent may have given the calls other ids
+        tail = [replace(m, answers=ours.get(m.answers, m.answers)) for m in request.messages[len(known) :]]
+        if self._history == "template":  # the messages as they were served; the agent may send back less of them
+            served = replace(request, messages=(*known, *tail))
+            text = self._behind(node.tokens[:-1] if ended else node.tokens, served)
         else:
-            known = (*node.history, node.served)
-            ours = {
-                theirs.id: call.id
-                for sent, had in zip(request.messages, known, strict=False)
-                for theirs, call in zip(sent.calls, had.calls, strict=False)
-            }  # the agent may have given the calls other ids
-            tail = [replace(m, answers=ours.get(m.answers, m.answers)) for m in request.messages[len(known) :]]
             text = self.tail_text(node.served, tail, request.tools, known=known)
         if text is None:
             return None
-        tokens = self._tokens(text)
+        tokens = self._tokens(text, limit, len(node.tokens))
         if not ended:
             return tokens
         return tokens[1:] if self._closes or tokens[0] == sampled[-1] else None
@@ -190,9 +200,24 @@ class Rendering:
             parts += [(True, self._special[int(part[:4])]), (False, part[4:])]
         return parts
 
-    def _tokens(self, text: str) -> np.ndarray:
-        parts = ((self._literal if literal else self._tokenizer, part) for literal, part in self._parts(text) if part)
+    def _tokens(self, text: str, limit: int, before: int = 0) -> np.ndarray:
+        """Return the tokens of a rendered text. ContextFull if they and the `before` tokens that precede them are far beyond
+        `limit`."""
+        parts = [(self._literal if literal else self._tokenizer, part) for literal, part in self._parts(text) if part]
+        if len(text) > CHARACTERS * (limit - before):
+            _check_length(parts, limit, before)
         return np.concatenate([int32(()), *(tokenizer.ids(part) for tokenizer, part in parts)])
+
+
+def _check_length(parts: Iterable[tuple[Tokenizer, str]], limit: int, before: int) -> None:
+    """Raise ContextFull as soon as the pieces of the parts have an eighth more tokens than `limit`. Cut into pieces, a text has
+    a few tokens more than it has as a whole, so the rest is left to whoever counts the whole."""
+    count = before
+    for tokenizer, part in parts:
+        for begin in range(0, len(part), PIECE):
+            count += len(tokenizer.ids(part[begin : begin + PIECE]))
+            if count > limit + limit // 8:
+                raise ContextFull(count, limit, at_least=True)
 
 
 def tail_problem(chat: ChatTemplate, rendering: Rendering) -> str:

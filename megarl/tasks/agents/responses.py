@@ -1,23 +1,22 @@
 """OpenAI's Responses protocol: POST /v1/responses. Its input is a list of items; one message can span several of them."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import msgspec
 
 from megarl.core.base.types import JsonObject
 from megarl.tasks.agents import wire
-from megarl.tasks.agents.messages import (
-    AgentRequest,
-    CanonicalMessage,
-    ReadMessages,
-    ToolCall,
-    WireError,
-    refused_field,
+from megarl.tasks.agents.errors import ContextFull, WireError, refused_field
+from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ReadMessages, ToolCall
+from megarl.tasks.agents.session import ServedTurn
+
+UNKNOWN_ITEM = (
+    "no answer of this session has an item with this id; send the item itself, as clients do with `store: false`"
 )
-from megarl.tasks.agents.session import ContextFull, ServedTurn
 
 
 class Item(msgspec.Struct):
@@ -61,7 +60,7 @@ class Responses(wire.WireProtocol):
         if bytes(items).startswith(b'"'):
             items = msgspec.Raw(msgspec.json.encode([Item(role="user", content=msgspec.json.decode(items))]))
         messages = [CanonicalMessage("system", body.instructions)] if body.instructions else []
-        for said in known.read(items, Item, _messages, "input"):
+        for said in known.read(items, Item, partial(_messages, answered=known.answered), "input"):
             if said.role == "assistant" and messages and messages[-1].role == "assistant":
                 before = messages.pop()
                 said = replace(
@@ -83,6 +82,15 @@ class Responses(wire.WireProtocol):
                 "Please adjust your input and try again."
             )
         return made
+
+    def error_event(self, error: WireError) -> tuple[str, JsonObject]:
+        event = {"type": "error", "code": error.code, "message": str(error), "param": None}
+        return "error", event | {"sequence_number": 0}
+
+    def note_answer(self, turn: ServedTurn, known: ReadMessages) -> None:
+        for item in _items(turn):
+            (part,) = _messages(msgspec.convert(item, Item), "output", {})
+            known.answered[item["id"]] = part
 
     def reply(self, body: JsonObject, turn: ServedTurn) -> JsonObject:
         whole = turn.finish != "length"
@@ -124,8 +132,9 @@ class Responses(wire.WireProtocol):
             yield f"response.{kind}", {"type": f"response.{kind}", "sequence_number": n} | event
 
 
-def _messages(item: Item, where: str) -> Iterator[CanonicalMessage]:
-    """Yield the one canonical message in an item. `read` joins consecutive messages of the assistant."""
+def _messages(item: Item, where: str, answered: Mapping[str, CanonicalMessage]) -> Iterator[CanonicalMessage]:
+    """Yield the one canonical message in an item. `read` joins consecutive messages of the assistant. answered: the parts of
+    answers that an `item_reference` may name."""
     match item.type:
         case "message":
             role = wire.role_of(item.role, f"{where}.role")
@@ -139,8 +148,13 @@ def _messages(item: Item, where: str) -> Iterator[CanonicalMessage]:
             yield CanonicalMessage("assistant", calls=(call,), marks=frozenset([call.id]))
         case "function_call_output":
             yield CanonicalMessage("tool", wire.text_of(item.output, f"{where}.output"), answers=item.call_id)
+        case "item_reference":
+            part = answered.get(item.id or "")
+            if part is None:
+                raise refused_field(where, UNKNOWN_ITEM)
+            yield part
         case _:
-            raise refused_field(where, f"the policy does not support {item.type}; {wire.NO_STATE}")
+            raise refused_field(where, f"the policy does not support {item.type}")
 
 
 def _items(turn: ServedTurn) -> list[JsonObject]:

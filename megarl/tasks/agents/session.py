@@ -1,8 +1,11 @@
 """One session: an agent, its key, its tree, its limits, and which client waits for which answer.
 
-    begin(request) ─► PendingTurn ─► tree.find ─► rendering ─► policy ─► tree.answer ─► await done
-       │ same body as a request whose client has gone, or same body and marked as a retry: the same PendingTurn
-       └ session over: 400
+    resume(digest) ─► the PendingTurn of the same body, if its client has gone, or if this one is marked as a retry
+    begin(request) ─► PendingTurn ─► tree.find ─► rendering ─► policy ─► tree.answer ─► done
+       └ a limit was reached, or the session is over: 400
+
+    a limit on requests, paths or tokens ─► close: no new requests; those in progress are answered, if they keep the limits
+    time, the agent's end, the run's ─────► end: those in progress get 400, too
 
 A generation continues after its client has gone, since the client may come back; an answer that nobody collects is not trained.
 """
@@ -13,39 +16,42 @@ import itertools
 import secrets
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import numpy as np
 from msgspec import structs
 
 from megarl.core.base.contracts import AgentRollout, Policy, PolicyTurn, Verdict
-from megarl.core.base.messages import KEPT_FROM_INPUT
+from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import Episode, Segment, int32
 from megarl.core.recipe import Recipe
+from megarl.tasks.agents.bounds import ByteBudget, RequestBounds
 from megarl.tasks.agents.calls import read_turn
-from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ReadMessages, WireError
+from megarl.tasks.agents.errors import ContextFull, WireError, session_over
+from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ReadMessages
 from megarl.tasks.agents.rendering import Rendering
 from megarl.tasks.agents.tree import SessionTree, TreeNode, tokens_of
 
-
-class ContextFull(WireError):
-    """The prompt has `tokens` tokens, of at most `limit`: no room for an answer. Agents know each protocol's wording for it."""
-
-    def __init__(self, tokens: int, limit: int) -> None:
-        said = f"This model's maximum context length is {limit} tokens. However, your messages resulted in {tokens} tokens."
-        super().__init__(400, f"{said} Please reduce the length of the messages.", "context_length_exceeded")
-        self.tokens, self.limit = tokens, limit
+LONG_TAIL = 20_000
+"""Characters. A longer tail is rendered in a thread, because the event loop would stand still for tens of milliseconds."""
 
 
 @dataclass(eq=False)
 class PendingTurn:
-    """A request in progress. asked: when it came, by the tree's clock; placed: set once its prompt is known and allowed, or it
-    has failed; clients: one function per client, which returns whether its connection is still open."""
+    """A request in progress.
+
+    asked: when it came, by the tree's clock. rendered: set once its prompt is known; placed: once
+    the prompt is allowed, too; both if it has failed or been cancelled. clients: one function per
+    client, which returns whether its connection is still open.
+    """
 
     asked: int
+    rendered: asyncio.Event = field(default_factory=asyncio.Event)
     placed: asyncio.Event = field(default_factory=asyncio.Event)
     clients: list[Callable[[], bool]] = field(default_factory=list)
     node: TreeNode | None = None
@@ -56,6 +62,11 @@ class PendingTurn:
         """Return whether no client has received the answer or is still waiting for it."""
         delivered = self.node is not None and self.node.delivered >= 0
         return not delivered and not any(is_open() for is_open in self.clients)
+
+    @property
+    def failed(self) -> bool:
+        """Return whether there will be no answer."""
+        return self.done.done() and (self.done.cancelled() or self.done.exception() is not None)
 
 
 @dataclass(frozen=True)
@@ -70,14 +81,20 @@ class ServedTurn:
 
 
 class AgentSession:
-    """A session, open until `end`. key: for requests; reward_key: for rewards. over: why it serves no more, "" while it does;
-    limited: whether a limit of the recipe ended it. rewards: those the agent posted, as (moment, reward). refused: why a reward
-    was refused. failure: the exception that the policy raised. idle_since: when the last request was done (time.monotonic),
-    None while one is in progress."""
+    """A session, open until `close` or `end`.
+
+    key: for requests; reward_key: for rewards. over: why it accepts no more requests, "" while it
+    does; limited: whether a limit of the recipe ended it. rewards: those the agent posted, as
+    (moment, reward); refused: why the last one was refused, "" if it was not. failure: the
+    exception that the policy raised. idle_since: when the last request was done (time.monotonic),
+    None while one is in progress. bounds, budget: of its requests' bodies.
+    """
 
     def __init__(self, recipe: Recipe, tokenizer: Tokenizer, rendering: Rendering, policy: Policy) -> None:
         self.key, self.reward_key = secrets.token_hex(16), secrets.token_hex(16)
-        self.tree, self.known = SessionTree(), ReadMessages()
+        self.bounds = RequestBounds.of(recipe.length)
+        self.budget = ByteBudget(2 * self.bounds.body_bytes)
+        self.tree, self.known = SessionTree(), ReadMessages(self.bounds)
         self.over, self.limited = "", False
         self.rewards: list[tuple[int, float]] = []
         self.refused = ""
@@ -87,31 +104,62 @@ class AgentSession:
         self._settings, self._length = recipe.agent, recipe.length
         self._tokenizer, self._rendering, self._policy = tokenizer, rendering, policy
         self._asked: dict[bytes, list[PendingTurn]] = {}
+        self._requests = 0
         self._working, self._paths, self._alone, self._asked_last = 0, 0, 0.0, 0
         self._room, self._lent, self._returned = recipe.agent.trained_tokens, 0, asyncio.Event()
 
-    def begin(self, request: AgentRequest, body: bytes, retried: bool, is_open: Callable[[], bool]) -> PendingTurn:
-        """Return the generation that answers this request. body: its digest; retried: the client marked it as a retry. Parallel
-        sub-agents may send the same request, so while the first one's client waits, the second is not a retry."""
+    def resume(self, body: bytes, retried: bool, is_open: Callable[[], bool]) -> PendingTurn | None:
+        """Return the generation whose answer this request wants, None if it is a new request. body: its digest; retried: the
+        client marked it as a retry. Parallel sub-agents may send the same request, so while the first one's client waits, the
+        second is not a retry."""
+        before = [turn for turn in self._asked.get(body, ()) if not turn.failed]
+        left = [turn for turn in before if turn.abandoned]
+        again = left[-1:] or (before[-1:] if retried else [])
+        if not again:
+            return None
+        again[0].clients.append(is_open)
+        return again[0]
+
+    def begin(self, request: AgentRequest, body: bytes, is_open: Callable[[], bool]) -> PendingTurn:
+        """Start to answer a request. WireError if the session accepts no more."""
         self.check()
-        before = self._asked.setdefault(body, [])
-        left = [g for g in before if g.abandoned and not g.done.cancelled()]
-        if again := left[-1:] or (before[-1:] if retried else []):
-            again[0].clients.append(is_open)
-            return again[0]
-        if sum(map(len, self._asked.values())) >= self._settings.requests:
-            raise self._ended(f"agent.requests={self._settings.requests} were served")
+        if self._requests >= self._settings.requests:
+            raise self._closed(f"agent.requests={self._settings.requests} were served")
+        self._requests += 1
         self._asked_last = self.tree.moment()
         generation = PendingTurn(self._asked_last, clients=[is_open])
         generation.done = asyncio.create_task(self._generate(request, generation))
-        before.append(generation)
+        generation.done.add_done_callback(partial(self._settled, body, generation))
+        self._asked.setdefault(body, []).append(generation)
         return generation
+
+    def _settled(self, body: bytes, generation: PendingTurn, _done: "asyncio.Task[ServedTurn]") -> None:
+        """Let its clients go on, also if it was cancelled before it began. A failure is not kept: it would keep the request."""
+        generation.rendered.set()
+        generation.placed.set()
+        if generation.failed:
+            self._asked[body].remove(generation)
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Count the block's time as time in which the agent waits for us."""
+        self._working += 1
+        if self.idle_since is not None:
+            self._alone += time.monotonic() - self.idle_since
+        self.idle_since = None
+        try:
+            yield
+        finally:
+            self._working -= 1
+            if not self._working:
+                self.idle_since = time.monotonic()
 
     def post(self, reward: float) -> None:
         """Accept a reward. If several come without a request in between, the last one counts."""
         if self.rewards and self.rewards[-1][0] > self._asked_last:
             self.rewards.pop()
         self.rewards.append((self.tree.moment(), reward))
+        self.refused = ""
 
     @property
     def reward(self) -> float | None:
@@ -121,16 +169,28 @@ class AgentSession:
         return self.rewards[-1][1]
 
     def check(self) -> None:
-        """Raise WireError if the session is over."""
+        """Raise WireError if the session accepts no more requests."""
         if self.over:
-            raise WireError(400, f"the session is over: {self.over}", "session_over")
+            raise session_over(self.over)
+
+    def close(self, why: str) -> None:
+        """Accept no more requests, because a limit was reached. Those in progress are answered."""
+        if not self.over:
+            self.over = why
+            self.limited = True
+
+    @property
+    def answering(self) -> bool:
+        """Return whether a request is in progress."""
+        return any(not turn.done.done() for turn in itertools.chain(*self._asked.values()))
 
     def end(self, why: str, limited: bool = False) -> None:
-        """End the session: cancel the requests in progress and refuse further ones."""
+        """Accept no more requests, and cancel those in progress: their clients get 400."""
         if not self.over:
-            self.over, self.limited = why, limited
-            for generation in itertools.chain(*self._asked.values()):
-                generation.done.cancel()
+            self.over = why
+            self.limited = limited
+        for generation in itertools.chain(*self._asked.values()):
+            generation.done.cancel()
 
     def rollout(self) -> AgentRollout:
         """Return the tokens to train on, and the text to grade if there is no `reward`: the last message the agent received."""
@@ -150,24 +210,21 @@ class AgentSession:
         return AgentRollout(segments, paths, text, "length" if self.limited else "stop", verdict, episode)
 
     async def prompt_tokens(self, request: AgentRequest) -> int:
-        """Return the number of tokens that the policy would be sent for the request."""
-        parent, _, put = await self._placed(request)
+        """Return the number of tokens that the policy would be sent for the request. Of one that is
+        much too long they are counted until that is clear."""
+        try:
+            parent, _, put = await self._placed(request)
+        except ContextFull as full:
+            return full.tokens
         return len(put) + (0 if parent is None else len(parent.tokens))
 
     async def _generate(self, request: AgentRequest, generation: PendingTurn) -> ServedTurn:
-        self._working += 1
-        if self.idle_since is not None:
-            self._alone += time.monotonic() - self.idle_since
-        self.idle_since = None
-        try:
+        with self.busy():
             return await self._served(request, generation)
-        finally:
-            generation.placed.set()
-            self._working -= 1
-            self.idle_since = None if self._working else time.monotonic()
 
     async def _served(self, request: AgentRequest, generation: PendingTurn) -> ServedTurn:
         parent, key, put = await self._placed(request)
+        generation.rendered.set()
         before = np.concatenate([int32(()) if parent is None else parent.tokens, put])
         while self._room <= 0 < self._lent:  # parallel requests may not use all the tokens they were allotted
             self._returned.clear()
@@ -175,50 +232,75 @@ class AgentSession:
         limit = self._allowed(request, len(before), parent is None or bool(parent.children))
         generation.node = node = self.tree.add(parent, put, request, key, generation.asked)
         generation.placed.set()
-        self._room, self._lent = self._room - limit, self._lent + limit
-        try:
-            turn = await self._policy(before, limit, len(before) - len(put))
-        except Exception as error:  # no server could answer; TaskAgents.session raises this error again
-            self.failure = error
-            raise self._ended(f"the policy cannot be asked: {error}", limited=False) from None
-        segments, node.stopped = self._stopped(turn, request.stop)
-        self._room, self._lent = self._room + limit - sum(len(s.tokens) for s in segments), self._lent - limit
-        self._returned.set()
-        text, cut = self._text(segments, node.stopped), bool(node.stopped) or not turn.ended
+        turn, node.stopped = await self._sampled(before, limit, len(before) - len(put), request.stop)
+        text = self._text(turn.segments, node.stopped)
+        cut = bool(node.stopped) or not turn.ended
         form, prompt = self._rendering.calls if request.tools else None, self._tokenizer.decode(before[-8:]).rstrip()
         served = read_turn(text, form, self._length.end_of_thinking, node.number, request.tools, cut, prompt)
-        self.tree.answer(node, segments, served)
+        self.tree.answer(node, turn.segments, served)
         finish: Literal["stop", "length", "tool_calls"] = "stop" if turn.ended or node.stopped else "length"
         return ServedTurn(node, served, "tool_calls" if served.calls else finish, len(before), len(node.sampled))
 
+    async def _sampled(
+        self, before: np.ndarray, limit: int, kept: int, stops: tuple[str, ...]
+    ) -> tuple[PolicyTurn, str]:
+        """Return the policy's turn after these tokens [n], and the stop text that ended it, or "". The session lends it `limit`
+        tokens, and gets back what is left."""
+        self._room -= limit
+        self._lent += limit
+        written = 0
+        try:
+            turn = await self._policy(before, limit, kept)
+            segments, stopped = self._stopped(turn, stops)
+            written = sum(len(s.tokens) for s in segments)
+            return PolicyTurn(segments, turn.ended), stopped
+        except Exception as error:  # no server could answer; TaskAgents.session raises this error again
+            self.failure = error
+            why = f"the policy cannot be asked: {error}"
+            self.end(why)
+            raise session_over(why) from None
+        finally:
+            self._room += limit - written
+            self._lent -= limit
+            self._returned.set()
+
     async def _placed(self, request: AgentRequest) -> tuple[TreeNode | None, "hashlib._Hash", np.ndarray]:
         """Return the node that the request continues (None: a new root), the request's hash, and the tokens to append."""
-        parent, key = self.tree.find(request)
-        if parent is not None:
-            put = self._rendering.tail(parent, request)
-            if put is not None:
-                return parent, key, put
-        # 200,000 tokens take half a second, too long for the event loop.
-        return None, key, await asyncio.to_thread(self._rendering.whole, request)
+        longest = self.bounds.prompt_tokens
+        try:
+            parent, key = self.tree.find(request)
+            if parent is not None:
+                tail = partial(self._rendering.tail, parent, request, longest)
+                added = request.messages[len(parent.history) + 1 :]
+                is_long = sum(len(message.text) for message in added) > LONG_TAIL
+                put = await asyncio.to_thread(tail) if is_long else tail()
+                if put is not None:
+                    return parent, key, put
+            # 200,000 tokens take half a second, too long for the event loop.
+            return None, key, await asyncio.to_thread(self._rendering.whole, request, longest)
+        except RecursionError:
+            raise WireError(400, "messages, tools: the JSON is nested too deeply") from None
+        except MegarlError as error:  # the tokenizer lacks a character
+            raise WireError(400, f"messages: {error}") from None
 
     def _allowed(self, request: AgentRequest, before: int, branches: bool) -> int:
         """Return how many tokens may be sampled after a prompt of `before` tokens. branches: whether a new path begins.
         WireError if there is no room for any, or if `agent.paths` is exceeded."""
-        settings, context = self._settings, self._length.context_tokens
-        self._paths += branches
-        if self._paths > settings.paths:
-            raise self._ended(f"agent.paths={settings.paths} conversations were begun")
+        settings = self._settings
+        if before > self.bounds.prompt_tokens:
+            raise ContextFull(before, self.bounds.prompt_tokens)
+        if branches and self._paths >= settings.paths:
+            raise self._closed(f"agent.paths={settings.paths} conversations were begun")
         if self._room <= 0:
-            raise self._ended(f"the policy has written agent.trained_tokens={settings.trained_tokens}")
-        if before > (most := context - KEPT_FROM_INPUT - 1):
-            raise ContextFull(before, most)
+            raise self._closed(f"the policy has written agent.trained_tokens={settings.trained_tokens}")
+        self._paths += branches
         longest = self._length.completion_tokens if request.max_tokens is None else request.max_tokens
-        return min(longest, self._length.completion_tokens, context - before, self._room)
+        return min(longest, self._length.completion_tokens, self._length.context_tokens - before, self._room)
 
-    def _ended(self, why: str, limited: bool = True) -> WireError:
-        """End the session; return the error for the request during which it ended."""
-        self.end(why, limited)
-        return WireError(400, f"the session is over: {why}", "session_over")
+    def _closed(self, why: str) -> WireError:
+        """Close the session; return the error for the request that reached the limit."""
+        self.close(why)
+        return session_over(why)
 
     def _stopped(self, turn: PolicyTurn, stops: tuple[str, ...]) -> tuple[tuple[Segment, ...], str]:
         """Return the turn up to the token that completes the first stop text in it, and that text ("" if it has none)."""

@@ -7,12 +7,13 @@
 
 The tokens sent to a server are the tokens recorded, so training is right whatever is decided here: a missed match only costs
 the prompt's tokens once more, but a wrong match would show the policy another conversation. So a request continues a node only
-if its messages are the same as those the node has seen, and if any reasoning that it sends back is the reasoning served.
+if its messages are the same as those the node has seen, and if any reasoning that it sends back is the reasoning served. Some
+harnesses drop the text beside calls, as others drop reasoning: calls with all the ids that we gave them name the answer.
 """
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from msgspec import structs
@@ -78,6 +79,8 @@ class SessionTree:
     def __init__(self) -> None:
         self.nodes: list[TreeNode] = []
         self._at: dict[bytes, list[TreeNode]] = {}  # by the hash of all messages up to and including the served one
+        self._textless: dict[tuple[tuple[str, ...], bytes], bytes] = {}
+        """By the ids of an answer's calls and the answer's key without its text: its key."""
         self._clock = 0
 
     def find(self, request: AgentRequest) -> tuple[TreeNode | None, "hashlib._Hash"]:
@@ -85,13 +88,13 @@ class SessionTree:
         answered = len(request.messages)
         while answered and request.messages[answered - 1].role != "assistant":
             answered -= 1
-        before, behind = request.messages[:answered], request.messages[answered:]
+        before = request.messages[:answered]
+        behind = request.messages[answered:]
         key = hashlib.sha256(hashlib.sha256(tagged(list(request.tools))).digest())
-        key.update(b"".join([message.key for message in before]))
+        key.update(b"".join([self._key(message) for message in before]))
         fit = [node for node in self._at.get(key.digest(), ()) if _reasoning_agrees(node, before)]
         key.update(b"".join([message.key for message in behind]))
-        marks = before[-1].marks if fit else frozenset()
-        return max(fit, key=lambda node: (len(node.served.marks & marks), node.number), default=None), key
+        return _closest(fit, before), key
 
     def moment(self) -> int:
         """Advance the clock by one, and return the new moment."""
@@ -115,9 +118,17 @@ class SessionTree:
     def answer(self, node: TreeNode, segments: tuple[Segment, ...], served: CanonicalMessage) -> None:
         """Record what was sampled for the node, and the message that the agent is served."""
         node.segments, node.served = segments, served
+        if served.calls and served.text.strip():
+            ids = tuple(call.id for call in served.calls)
+            self._textless[ids, replace(served, text="").key] = served.key
         upto = node.key.copy()
         upto.update(served.key)
         self._at.setdefault(upto.digest(), []).append(node)
+
+    def _key(self, message: CanonicalMessage) -> bytes:
+        """Return a message's key; of an answer whose text beside calls was dropped, the key that it had when it was served."""
+        ids = tuple(call.id for call in message.calls)
+        return self._textless.get((ids, message.key), message.key)
 
     def deliver(self, node: TreeNode) -> None:
         """Record that the agent has received the whole answer."""
@@ -178,6 +189,25 @@ class SessionTree:
 def tokens_of(segments: Sequence[Segment]) -> np.ndarray:
     """Return the tokens of all segments, [n] int32."""
     return np.concatenate([int32(()), *(s.tokens for s in segments)])
+
+
+def _closest(fit: Sequence[TreeNode], messages: Sequence[CanonicalMessage]) -> TreeNode | None:
+    """Return the node that a request continues, of those that fit its messages up to the last answer: the one whose ids it has;
+    else the one whose numbers are written as in the request; else the newest. None if none fits."""
+    if len(fit) < 2:
+        return fit[0] if fit else None
+    marks = messages[-1].marks
+
+    def closeness(node: TreeNode) -> tuple[int, int, int]:
+        pairs = zip((*node.history, node.served), messages, strict=True)
+        exact = sum(_arguments(ours) == _arguments(theirs) for ours, theirs in pairs)
+        return len(node.served.marks & marks), exact, node.number
+
+    return max(fit, key=closeness)
+
+
+def _arguments(message: CanonicalMessage) -> list[object]:
+    return [call.arguments for call in message.calls]
 
 
 def _reasoning_agrees(node: TreeNode, messages: Sequence[CanonicalMessage]) -> bool:

@@ -98,6 +98,17 @@ def posts_text(task: Any) -> None:
     ask([], "reward", key=task.reward_key, reward="1.0")  # and does not look at the answer
 
 
+def posts_nan_first(task: Any) -> None:
+    """Posts NaN in its first session, and a number in its second."""
+    ask(user(task.prompt))
+    mark = Path(os.environ["CRASH_MARK"])
+    if mark.exists():
+        ask([], "reward", key=task.reward_key, reward=0.5)
+    else:
+        mark.touch()
+        ask([], "reward", key=task.reward_key, reward=float("nan"))
+
+
 def returns_nan(task: Any) -> float:
     return float("nan")
 

@@ -51,6 +51,7 @@ class Served:
     hold: asyncio.Event
     tokenizer: Tokenizer
     another: Callable[[], AbstractAsyncContextManager[AgentSession]]
+    close: Callable[[], Awaitable[None]]
 
     async def post(self, path: str, body: Any, key: str | None = None, **headers: str) -> tuple[int, Any]:
         """Return status and body, a stream's as text."""
@@ -96,7 +97,7 @@ async def gateway(
             server.session(recipe, tokenizer, rendering, policy) as session,
         ):
             another = partial(server.session, recipe, tokenizer, rendering, policy)
-            yield Served(session, server.url, http, left, asked, limits, hold, tokenizer, another)
+            yield Served(session, server.url, http, left, asked, limits, hold, tokenizer, another, server.close)
     finally:
         await server.close()
 

@@ -12,7 +12,9 @@ import pytest
 
 from megarl.core.base.messages import KEPT_FROM_INPUT
 from megarl.core.base.types import int32, paths_of
+from megarl.tasks.agents import bounds
 from megarl.tasks.agents import gateway as module
+from megarl.tasks.agents.wire import with_whole_characters
 from tests.unit.tasks.agents.serving import ADD, USER, Served, called, gateway, run
 from tests.unit.tasks.agents.templates import FAMILIES
 
@@ -160,10 +162,167 @@ def test_fields_are_honoured_ignored_or_refused_by_name(tmp_path: Path) -> None:
             assert (status, "not JSON" in body["error"]["message"]) == (400, True)
             assert (await served.post("chat/completions", b"[" * 100_000))[0] == 400
             assert (await served.chat(model="gpt-5"))[0] == 404
-            assert (await served.post("reward", {"reward": "much"}))[0] == 400
-            for number in ("1e999", "1" + "0" * 400):
-                assert (await served.post("reward", b'{"reward": %s}' % number.encode()))[0] == 400
-            assert (await served.post("reward", {"reward": False})) == (200, {"reward": -1.0})
+
+    run(test)
+
+
+DROPPED: list[tuple[dict[str, Any], int]] = [
+    ({"content": None}, 1),
+    ({"content": "", "reasoning_content": None}, 1),
+    ({"content": " \n"}, 1),
+    ({"content": "Edited."}, 3),
+    ({"content": None, "tool_calls": "other ids"}, 3),
+    ({"content": None, "tool_calls": "edited"}, 3),
+    ({"content": None, "tool_calls": "one of two"}, 3),
+    ({"tool_calls": "other ids"}, 1),
+]
+
+
+@pytest.mark.parametrize("history", ["sampled", "template"])
+@pytest.mark.parametrize(("changed", "paths"), DROPPED)
+def test_calls_with_our_ids_name_an_answer_whose_text_was_dropped(
+    changed: dict[str, Any], paths: int, history: str, tmp_path: Path
+) -> None:
+    """Three turns, so that the dropped text is in the middle of the conversation, too."""
+
+    async def test() -> None:
+        said = "Let me look." + called(a=1, b=2) + called(a=3)
+        said = said.replace(":  ", ": ")  # as the template writes it
+        async with gateway(tmp_path, said, said, "Three.", history=history) as served:
+            messages: list[Any] = [*USER]
+            for _ in range(3):
+                message = (await served.chat(messages, tools=TOOLS))[1]["choices"][0]["message"]
+                calls = message.get("tool_calls") or []
+                results = [{"role": "tool", "content": "3", "tool_call_id": call["id"]} for call in calls]
+                returned = message | changed
+                if changed.get("tool_calls") == "other ids":
+                    returned["tool_calls"] = [call | {"id": f"x{call['id']}"} for call in calls]
+                    results = [result | {"tool_call_id": f"x{result['tool_call_id']}"} for result in results]
+                elif changed.get("tool_calls") == "edited":
+                    function = {"name": "add", "arguments": '{"a": 9}'}
+                    returned["tool_calls"] = [call | {"function": function} for call in calls]
+                elif changed.get("tool_calls") == "one of two":
+                    returned["tool_calls"], results = calls[:1], results[:1]
+                messages += [returned, *results]
+            assert len(served.session.tree.paths()[1]) == paths
+            assert served.sent().count("Let me look.") == (2 if paths == 1 else 0), "the policy sees an edit"
+
+    run(test)
+
+
+NO_REWARDS = {
+    '{"reward": NaN}': "got nan",
+    '{"reward": Infinity}': "got inf",
+    '{"reward": -Infinity}': "got -inf",
+    '{"reward": 1e400}': "got inf",
+    '{"reward": 1%s}' % ("0" * 400): "got 1000",
+    '{"reward": 1%s}' % ("0" * 5000): "not JSON",
+    '{"reward": "1.0"}': "got '1.0'",
+    '{"reward": null}': "got None",
+    "{}": "got None",
+    '{"reward": {"reward": 1}}': "got {",
+    '{"reward": [1]}': "got [1]",
+    "[1]": "got None",
+    "1.0": "got None",
+    "": "not JSON",
+    '{"reward": 1': "not JSON",
+    "[" * 50_000: "not JSON",
+}
+
+
+def test_what_is_no_reward_is_refused_and_noted_until_one_comes(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with gateway(tmp_path) as served:
+            for text, named in NO_REWARDS.items():
+                served.session.refused = ""
+                status, body = await served.post("reward", text.encode())
+                assert status == 400, text[:40]
+                assert body["error"]["message"].startswith("reward: ")
+                assert named in body["error"]["message"]
+                assert served.session.refused == body["error"]["message"]
+            assert served.session.reward is None
+            status, body = await served.post("reward", b'{"reward": 1, "x": "%s"}' % (b"x" * (1 << 16)))
+            assert (status, "longer than 65,536 bytes" in served.session.refused) == (413, True)
+            for value, reward in ((False, -1.0), (True, 1.0), (3, 3.0), (-1e300, -1e300)):
+                assert (await served.post("reward", {"reward": value})) == (200, {"reward": reward})
+                assert (served.session.reward, served.session.refused) == (reward, "")
+            assert (await served.post("reward", b'{"reward": NaN}'))[0] == 400
+            assert served.session.refused, "the last one counts"
+
+    run(test)
+
+
+SURROGATES = [
+    (r"cut \ud83d", "cut \ufffd"),
+    (r"\uD83Dx", "\ufffdx"),
+    (r"\ude00", "\ufffd"),
+    (r"\ude00\ud83d", "\ufffd\ufffd"),
+    (r"\ud83d\ude00", "\U0001f600"),
+    (r"\ud83d\ud83d\ude00", "\ufffd\U0001f600"),
+    (r"\\ud83d", r"\ud83d"),
+    (r"\n\u00e9", "\né"),
+]
+
+
+def test_half_a_character_is_replaced_as_no_tokenizer_knows_it(tmp_path: Path) -> None:
+    for written, read in SURROGATES:
+        body = b'{"model": "policy", "messages": [{"role": "user", "content": "%s"}]}' % written.encode()
+        parsed = json.loads(with_whole_characters(body))
+        assert parsed["messages"][0]["content"] == read, written
+
+    async def test() -> None:
+        async with gateway(tmp_path, "a") as served:
+            body = rb'{"model": "policy", "messages": [{"role": "user", "content": "cut \ud83d"}]}'
+            assert (await served.post("chat/completions", body))[0] == 200
+            assert "cut \ufffd" in served.sent()
+
+    run(test)
+
+
+def test_what_is_wrong_with_a_request_is_named(tmp_path: Path) -> None:
+    deep: Any = 1
+    for _ in range(900):
+        deep = {"a": deep}
+    called_with = {"id": "c", "function": {"name": "add", "arguments": deep}}
+    nested = [*USER, {"role": "assistant", "tool_calls": [called_with]}, *USER]
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"tools": [{"type": "function"}]}, "tools[0]: the function has no name"),
+        ({"tools": [ADD, {"type": "function", "function": {"name": ""}}]}, "tools[1]: the function has no name"),
+        ({"tools": [ADD, {"type": "web_search"}]}, "tools[1]: web_search: no provider here can run it"),
+        ({"n": 2}, "n: a request has one answer; for several, send it several times at once"),
+        ({"stream": "yes"}, "Expected `bool | null`, got `str` - at `$.stream`"),
+    ]
+
+    async def test() -> None:
+        async with gateway(tmp_path, "a", roomy=True) as served:
+            for fields, named in wrong:
+                status, body = await served.chat(**{"messages": USER} | fields)
+                assert (status, body["error"]["message"].startswith(named)) == (400, True), body
+            for path in ("embeddings", "completions", "chat/completion"):
+                status, body = await served.post(path, {})
+                assert status == 404
+                assert body["error"]["message"].startswith(f"there is no POST /v1/{path} here; agents POST to /v1/chat")
+            assert (await served.chat(nested))[0] == 200, "what JSON can hold is read"
+            tools = b'{"model": "policy", "messages": [], "tools": %s}' % (b"[" * 5000 + b"]" * 5000)
+            assert "nested too deeply" in str(await served.post("chat/completions", tools))
+            async with served.http.put(f"{served.url}/v1/messages") as reply:
+                assert (reply.status, "there is no PUT" in await reply.text()) == (405, True)
+            assert len(served.asked) == 1
+
+    run(test)
+
+
+def test_the_way_to_several_answers_that_the_error_names_trains_them_all(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with gateway(tmp_path, *"abcd") as served:
+            served.hold.clear()
+            asked = [asyncio.create_task(served.chat()) for _ in range(3)]
+            await until(lambda: len(served.asked) == 3)
+            served.hold.set()
+            assert [status for status, _ in await asyncio.gather(*asked)] == [200] * 3
+            assert len(served.session.tree.trained()) == 3
+            assert (await served.chat())[0] == 200
+            assert len(served.session.tree.trained()) == 1, "one after another: the last alone"
 
     run(test)
 
@@ -327,12 +486,12 @@ def test_a_key_opens_its_session_alone(tmp_path: Path) -> None:
 
 
 def test_huge_and_slow_bodies_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LARGEST_BODY", 1 << 20)
+    monkeypatch.setattr(bounds, "LARGEST_BODY", 1 << 20)
 
-    async def raw(served: Served, key: str, body: bytes) -> bytes:
+    async def raw(served: Served, key: str, body: bytes, size: int) -> bytes:
         host, port = served.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        head = f"Host: x\r\nAuthorization: Bearer {key}\r\nContent-Length: 1000000000\r\n\r\n"
+        head = f"Host: x\r\nAuthorization: Bearer {key}\r\nContent-Length: {size}\r\n\r\n"
         writer.write(f"POST /v1/chat/completions HTTP/1.1\r\n{head}".encode() + body)
         said = await reader.read(300)
         writer.close()
@@ -344,8 +503,9 @@ def test_huge_and_slow_bodies_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert (status, body["error"]["code"]) == (413, "too_large")
             with monkeypatch.context() as patch:
                 patch.setattr(module, "BODY_LIMIT_S", 0.3)
-                assert b" 408 " in await raw(served, served.session.key, b"{"), "a body that does not come"
-            assert b" 401 " in await raw(served, "foreign", b""), "without a key nothing of the body is read"
+                assert b" 408 " in await raw(served, served.session.key, b"{", 1000), "a body that does not come"
+            assert b" 413 " in await raw(served, served.session.key, b"", 10**9), "nothing of it is read"
+            assert b" 401 " in await raw(served, "foreign", b"", 10**9), "without a key nothing of the body is read"
             assert (await served.chat())[0] == 200
 
     run(test)

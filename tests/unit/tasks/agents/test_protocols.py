@@ -1,5 +1,6 @@
 """Anthropic's messages and OpenAI's responses on the wire: what their clients get, what is refused, errors in their words."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,15 @@ import anthropic
 import openai
 import pytest
 
-from megarl.tasks.agents import messages as messages_module
+from megarl.tasks.agents import bounds
 from megarl.tasks.agents.anthropic_messages import AnthropicMessages
-from megarl.tasks.agents.messages import AgentRequest, ReadMessages, WireError
+from megarl.tasks.agents.bounds import RequestBounds
+from megarl.tasks.agents.errors import WireError
+from megarl.tasks.agents.messages import AgentRequest, CanonicalMessage, ReadMessages, ToolCall
 from tests.unit.tasks.agents.serving import USER, Served, called, gateway, run
 
 SAID = "<think>Hm.\n</think>\n\nLook." + called(a=1)
+BOUNDS = RequestBounds(prompt_tokens=4000)
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {}}
 TOOLS: dict[str, list[Any]] = {
     "messages": [{"name": "add", "input_schema": SCHEMA}],
@@ -109,6 +113,24 @@ def test_openais_client_gets_items_and_their_results_go_on(tmp_path: Path, strea
     run(test)
 
 
+def test_items_that_are_named_by_their_ids_are_this_sessions_answers(tmp_path: Path) -> None:
+    """As clients name them that think the provider has stored them."""
+
+    async def test() -> None:
+        async with gateway(tmp_path, SAID, "Three.", "other") as served, served.another() as foreign:
+            _, first = await ask(served, "responses")
+            assert [item["type"] for item in first["output"]] == ["reasoning", "message", "function_call"]
+            named = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+            result = {"type": "function_call_output", "call_id": first["output"][2]["call_id"], "output": "3"}
+            assert (await ask(served, "responses", input=[*USER, *named, result]))[0] == 200
+            assert len(served.session.tree.paths()[1]) == 1
+            body = {"model": "policy", "input": [*USER, *named, result]}
+            status, told = await served.post("responses", body, foreign.key)
+            assert (status, told["error"]["message"][:36]) == (400, "input[1]: no answer of this session ")
+
+    run(test)
+
+
 def test_the_order_of_events(tmp_path: Path) -> None:
     async def test() -> None:
         async with gateway(tmp_path, SAID, SAID, "cut…") as served:
@@ -135,6 +157,24 @@ def test_the_order_of_events(tmp_path: Path) -> None:
             assert [event["sequence_number"] for event in events] == list(range(len(events)))
             _, cut = await ask(served, "responses")
             assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+
+    run(test)
+
+
+@pytest.mark.parametrize("protocol", ["messages", "responses"])
+def test_a_stream_whose_session_ends_ends_with_an_error_event(protocol: str, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with gateway(tmp_path, "a") as served:
+            served.hold.clear()
+            asked = asyncio.create_task(ask(served, protocol, stream=True))
+            while not served.asked:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            served.session.end("its time is up", limited=True)
+            status, text = await asked
+            (event,) = events_of(text)
+            assert (status, event["type"]) == (200, "error")
+            assert (event.get("error") or event)["message"] == "the session is over: its time is up"
 
     run(test)
 
@@ -248,22 +288,66 @@ def called_with(value: str) -> str:
 
 def test_a_message_is_read_once_a_session_and_told_apart_by_its_json(monkeypatch: pytest.MonkeyPatch) -> None:
     user, calls = '{"role": "user", "content": "u"}', [called_with(value) for value in ("1", "1.0", "true")]
-    known = ReadMessages()
+    known = ReadMessages(BOUNDS)
     read = [asked_anthropics(known, user, call, user).messages for call in (*calls, *calls)]
     assert all(before[1] is after[1] for before, after in zip(read[:3], read[3:], strict=True))
     assert all(each[0] is each[2] is read[0][0] for each in read)
-    assert len({each[1].key for each in read}) == 3, "1, 1.0 and true are three of them"
-    assert read[:3] == [asked_anthropics(ReadMessages(), user, call, user).messages for call in calls]
-    monkeypatch.setattr(messages_module, "LARGEST_BODY", 2 * len(user))
-    small = ReadMessages()
-    long = [f'{{"role": "user", "content": "{n}"}}' for n in (1, 2, 3, 1)]
-    assert [m.text for m in asked_anthropics(small, *long).messages] == ["1", "2", "3", "1"], (
-        "forgotten, and read again"
-    )
+    one, real, true = (each[1].key for each in read[:3])
+    assert one == real != true
+    assert read[:3] == [asked_anthropics(ReadMessages(BOUNDS), user, call, user).messages for call in calls]
+    monkeypatch.setattr(bounds, "SMALLEST_LIMIT", 600)
+    small = ReadMessages(RequestBounds(prompt_tokens=9))
+    numbers = [str(n % 5) for n in range(9)]
+    long = [f'{{"role": "user", "content": "{n}"}}' for n in numbers]
+    assert [m.text for m in asked_anthropics(small, *long).messages] == numbers
+    assert len(small._known) < 5, "forgotten, and read again"
+
+
+NUMBERS = [
+    ("1.0", "1", True),
+    ("1e3", "1000", True),
+    ("-0.0", "0", True),
+    ("1E+2", "100.0", True),
+    ("0.10", "1e-1", True),
+    ("9007199254740993", "9007199254740992", True),
+    ("12345678901234567890123", "1.2345678901234568e22", True),
+    (r'"caf\u00e9"', '"café"', True),
+    ('{"b": 1.0, "a": [2]}', '{"a": [2.0], "b": 1}', True),
+    (r'"\/"', '"/"', True),
+    ("1", "2", False),
+    ("1", "true", False),
+    ("0", "false", False),
+    ("0", "null", False),
+    ("1", '"1"', False),
+    ("1", "[1]", False),
+    ("1.5", "1", False),
+    ("0.1", "0.10000000000000002", False),
+    ("1" + "0" * 307, "1" + "0" * 308, False),
+    ("[1, 2]", "[2, 1]", False),
+    ("[]", "{}", False),
+    ('""', "null", False),
+]
+
+
+@pytest.mark.parametrize(("one", "other", "same"), NUMBERS)
+def test_arguments_are_compared_as_javascript_reads_them(one: str, other: str, same: bool) -> None:
+    """It has one kind of numbers, doubles, and writes 1.0 as 1."""
+    known = ReadMessages(BOUNDS)
+    keys = [
+        asked_anthropics(known, called_with(value), '{"role": "user", "content": "u"}').messages[0].key
+        for value in (one, other)
+    ]
+    assert (keys[0] == keys[1]) == same
+
+
+def test_numbers_that_no_double_can_hold_equal_themselves() -> None:
+    values = ["1" + "0" * 400, "1" + "0" * 401, "1" + "0" * 400]
+    one, other, again = (CanonicalMessage("assistant", calls=(ToolCall("", "f", {"a": int(v)}),)).key for v in values)
+    assert one == again != other
 
 
 def test_a_message_of_another_type_is_named_by_its_place() -> None:
-    known = ReadMessages()
+    known = ReadMessages(BOUNDS)
     for _ in range(2):  # what was refused is not known
         with pytest.raises(WireError, match=r"Expected `str`, got `int` - at `\$\.messages\[1\]\.role`"):
             asked_anthropics(known, '{"role": "user", "content": "u"}', '{"role": 3, "content": "u"}')

@@ -158,6 +158,9 @@ def test_a_crash_is_tried_once_more_and_then_void(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("CRASH_MARK", str(tmp_path / "crashed"))
     (made,) = play(tmp_path, f"{HERE}:crashes_once")
     assert made.verdict == Verdict(1.0)
+    (tmp_path / "crashed").unlink()
+    (made,) = play(tmp_path, f"{HERE}:posts_nan_first")
+    assert made.verdict == Verdict(0.5)
     failures = {
         "crashes": "status 1, and printed: .*a bug of mine",
         "fills_its_output": "nothing to do",
@@ -208,6 +211,34 @@ def test_time_for_which_no_server_answers_does_not_count(tmp_path: Path) -> None
 
     assert asyncio.run(run(True)) == ("", 0)
     assert asyncio.run(run(False))[0] == "its time is up (agent.time_s=1)"
+
+
+def test_an_agent_that_reached_a_limit_lives_until_its_requests_are_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "KILL_LIMIT_S", 0.2)
+    monkeypatch.setattr(registry, "POLL_S", 0.05)
+    limits = from_tree({}).agent
+
+    async def run() -> tuple[bool, bool]:
+        async with gateway(tmp_path, "a", requests=1) as served:
+            served.hold.clear()
+            asked = asyncio.create_task(served.chat())
+            while not served.asked:
+                await asyncio.sleep(0.01)
+            assert (await served.chat([{"role": "user", "content": "one too many"}]))[0] == 400
+            process = await asyncio.create_subprocess_exec("sleep", "60")
+            ended = asyncio.create_task(registry._ended(process, served.session, limits, lambda: 0.0))
+            await asyncio.sleep(1)
+            waited = not ended.done()
+            served.hold.set()
+            assert (await asked)[0] == 200
+            await asyncio.wait_for(ended, 10)
+            process.kill()
+            await process.wait()
+            return waited, served.session.limited
+
+    assert asyncio.run(run()) == (True, True)
 
 
 def test_a_limit_of_requests_ends_an_agent_that_is_told(tmp_path: Path) -> None:

@@ -95,7 +95,9 @@ class World:
         asked = Asked(messages, said, self.clock, edited)
         self.asked.append(asked)
         open_ = True
-        pending = self.session.begin(AgentRequest(messages, TOOLS), repr(messages).encode(), again, lambda: open_)
+        body = repr(messages).encode()
+        pending = self.session.resume(body, again, lambda: open_)
+        pending = pending or self.session.begin(AgentRequest(messages, TOOLS), body, lambda: open_)
         await asyncio.sleep(0)
         open_ = stays
         turn = await pending.done
