@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import mend_jsonl
 
 PROGRESS = "progress.jsonl"
 SETTLE_BYTES = 128 << 20
@@ -58,10 +59,9 @@ class Partial:
             self._note(same)
             return
         for line in rows:
-            with suppress(json.JSONDecodeError):  # a line that a kill cut off
-                row = json.loads(line)
-                if (file := self.path / row["file"]).is_file() and file.stat().st_size == row["bytes"]:
-                    self.finished[row["file"]] = row["note"]
+            row = json.loads(line)
+            if (file := self.path / row["file"]).is_file() and file.stat().st_size == row["bytes"]:
+                self.finished[row["file"]] = row["note"]
 
     def expect(self, what: str, total: int) -> None:
         """Set the progress bar's text and the total number of bytes to write."""
@@ -173,5 +173,6 @@ def _locked(path: Path) -> TextIO:
         raise MegarlError(
             f"{path}: another conversion is writing there; wait for it or name another directory"
         ) from None
+    mend_jsonl(path / PROGRESS)
     log.seek(0)
     return log

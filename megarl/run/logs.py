@@ -41,7 +41,7 @@ def logs_of(rundir: RunDir, role: str) -> list[Path]:
     """Return the role's existing log files, the most recently written one last. MegarlError for an unknown role."""
     kind, _, index = role.partition("-")
     if role == "supervisor":
-        files = [rundir.logs / "supervisor.jsonl"]
+        files = [rundir.supervisor]
     elif kind in KINDS and (not index or (index.isdecimal() and kind != "controller")):
         logs = rundir.logs.glob(f"{kind}/*.{index or '*'}.log")
         files = sorted(logs, key=lambda log: (log.stat().st_mtime, log.name))

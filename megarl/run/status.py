@@ -53,7 +53,7 @@ def main(run: Path) -> int:
 def problem_of(rundir: RunDir) -> str:
     """Return the newest warning or failure that roles and supervisor have written down with its time; empty without any."""
     problems: list[str] = []
-    for line in Tail(rundir.logs / "supervisor.jsonl").lines():
+    for line in Tail(rundir.supervisor).lines():
         event = parsed(line) or {}
         if event.get("event") in ("hung", "dropped") or (event.get("event") == "ended" and event.get("status")):
             problems.append(sentence(line))

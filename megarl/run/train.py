@@ -323,7 +323,7 @@ class Supervisor:
         row |= ({"role": role.name} if role else {}) | more
         self.events.append(msgspec.convert(row, SupervisorEvent))
         self._unwritten.append(row)
-        file = self.rundir.logs / "supervisor.jsonl"
+        file = self.rundir.supervisor
         while self._unwritten and self._tried(append_jsonl, file, self._unwritten[0]):
             del self._unwritten[0]
 

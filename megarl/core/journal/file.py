@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.files import opened
 from megarl.core.base.rundir import write_atomically, writing
 from megarl.core.base.types import SCHEMA_VERSION, decode, encode
 from megarl.core.journal.records import Finished, JournalRecord, Snapshot, State
@@ -89,7 +90,7 @@ def scan(path: Path, payloads: bool = True) -> Iterator[tuple[Entry, bytes]]:
     """Yield a file's intact records, up to a truncated last one. Raise MegarlError if intact records follow a damaged one,
     or if the file is not a journal of this version. payloads: False yields b"" for each."""
     # A buffer has a MiB on NFS, and would be filled for each header.
-    with path.open("rb", -1 if payloads else 0) as file:
+    with opened(path, -1 if payloads else 0) as file:
         size = os.fstat(file.fileno()).st_size
         _check_header(path, file.read(FILE_HEADER.size))
         while (offset := file.tell()) < size:
@@ -133,7 +134,7 @@ def record_of(path: Path, entry: Entry, payload: bytes) -> JournalRecord:
 
 def read(path: Path, offset: int) -> JournalRecord:
     """Return the record at `offset`. MegarlError if it is damaged."""
-    with path.open("rb") as file:
+    with opened(path) as file:
         file.seek(offset)
         entry = _entry(file.read(RECORD_HEADER.size), offset)
         payload = file.read(entry.length) if entry else b""

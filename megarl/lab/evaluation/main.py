@@ -26,6 +26,7 @@ from rich.table import Column, Table
 
 from megarl.core.base.contracts import GraderDown
 from megarl.core.base.errors import MegarlError, first_of
+from megarl.core.base.files import contents
 from megarl.core.base.rundir import RunDir, write_atomically
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
 from megarl.core.evaluation.answers import Answer, Result, SuiteDir
@@ -100,7 +101,7 @@ def _with_earlier(questions: SuiteQuestions, place: SuiteDir, settings: Mapping[
     """Return the questions with the answers that already exist. MegarlError if those were made with other settings."""
     place.path.mkdir(parents=True, exist_ok=True)
     if place.settings.is_file():
-        before = json.loads(place.settings.read_bytes())
+        before = json.loads(contents(place.settings))
         if changed := [key for key in settings if before.get(key) != settings[key]]:
             otherwise = f"made with other settings: {', '.join(changed)} changed (see {place.settings.name})"
             raise MegarlError(f"{place.path}: has answers that were {otherwise}; give another --out, or remove it")

@@ -28,6 +28,7 @@ from typing import NamedTuple, cast
 import msgspec
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.files import lines_of
 from megarl.core.base.rundir import RunDir, latest_rows
 from megarl.core.base.types import JsonObject
 from megarl.core.telemetry.spans import TICKETS, Life, Open, Span, SpanEvent, TraceRow, Value
@@ -326,7 +327,7 @@ def _cut(begun: Iterable[Open], at: float) -> list[Span]:
 
 def _rows(path: Path) -> Iterator[TraceRow]:
     """Yield the rows of a file, if it still exists. Incomplete lines (a crash, a write in progress) are skipped."""
-    with suppress(FileNotFoundError), path.open("rb") as file:
-        for line in file:
+    with suppress(FileNotFoundError):
+        for line in lines_of(path):
             with suppress(msgspec.DecodeError):
                 yield _decode(line)

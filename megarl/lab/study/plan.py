@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.hf_files import read_json
 from megarl.core.base.rundir import RunDir, write_atomically
 from megarl.core.recipe import Recipe, differences, dump, load
 
@@ -55,7 +56,7 @@ class StudyTask:
         if not self.rundir.summary.exists():
             return "begun" if self.rundir.recipe.exists() else "waiting"
         states: dict[str, TaskState] = {"finished": "done", "failed": "failed"}
-        state = states.get(json.loads(self.rundir.summary.read_text())["outcome"], "begun")
+        state = states.get(read_json(self.rundir.summary).get("outcome"), "begun")
         if state == "done" and self.steps and load(str(self.rundir.recipe)).run.steps < self.steps:
             return "begun"
         return state
@@ -119,9 +120,8 @@ def prepare(
 
 
 def opened(path: Path) -> Study:
-    try:
-        record = json.loads((path / "study.json").read_text())
-    except FileNotFoundError:
-        raise MegarlError(f"{path}: no study (no study.json); `megarl study loo` or `compare` makes one") from None
+    if not (path / "study.json").exists():
+        raise MegarlError(f"{path}: no study (no study.json); `megarl study loo` or `compare` makes one")
+    record = read_json(path / "study.json")
     variants, seeds, rungs = (tuple(record.get(part, ())) for part in ("variants", "seeds", "rungs"))
     return Study(path, variants, seeds, rungs, record.get("branch", 0))

@@ -24,6 +24,7 @@ import numpy as np
 from rich.console import Console
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.files import contents
 from megarl.core.base.rundir import latest_rows, latest_scores, write_atomically
 from megarl.core.recipe import Recipe, dump, load
 from megarl.lab.scaling.compare import SAME_CEILING, compare
@@ -163,7 +164,7 @@ def _file(study: Study, step: int) -> Path:
 
 
 def _read(file: Path) -> Rung:
-    return msgspec.json.decode(file.read_bytes(), type=Rung)
+    return msgspec.json.decode(contents(file), type=Rung)
 
 
 def decide(study: Study, stage: Study) -> Rung:
