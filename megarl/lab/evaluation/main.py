@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -57,6 +58,7 @@ def main(
     recipe, names = recipe_of(subject, words, [f"{k}={v}" for k, v in given.items() if v is not None], overrides, out)
     tokenizer = load_tokenizer(subject.hf)
     questions, results = [], []
+    reasons = Counter[str]()
     with lock(RunDir(recipe.run.path).path, "megarl eval", "--out"):
         for name in names:
             rows = recipe.evaluation.suites[name]
@@ -70,16 +72,23 @@ def main(
             _ask(subject, recipe, tokenizer, [q for q, _ in questions], out, console)
         for q, settings in questions:
             there = asked_now(q, read_outcomes(SuiteDir(out, q.name).answers))
+            reasons.update(outcome.void for outcome in there if outcome.void)
             results.append(result_of(q.name, subject.name, q.samples, settings, there))
             SuiteDir(out, q.name).write_result(results[-1])
     console.print(table(results))
     console.print(f"answers and results: {out}", highlight=False, soft_wrap=True)
     if said := never_thinks(results, recipe.length.end_of_thinking):
         print(f"megarl: {said}", file=sys.stderr)
-    if void := any(result.metrics["void_rate"] for result in results):
-        left = "some answers could not be generated or judged and count as wrong; the same command tries them again"
-        print(f"megarl: {left}", file=sys.stderr)
-    return int(void)
+    if reasons:
+        print(f"megarl: {void_answers(reasons)}", file=sys.stderr)
+    return int(bool(reasons))
+
+
+def void_answers(reasons: Counter[str]) -> str:
+    """Return a sentence on answers that are void, with the most frequent reason."""
+    why, count = reasons.most_common(1)[0]
+    many = f"{reasons.total():,} answers could not be generated or judged and count as wrong"
+    return f"{many}; the same command tries them again. The reason of {count:,}: {why}"
 
 
 def asked_now(questions: SuiteQuestions, outcomes: Sequence[Outcome]) -> list[Outcome]:

@@ -34,8 +34,8 @@ Interval = tuple[float, float]
 CEILINGS = np.linspace(0.45, 0.8, 71)
 """The paper's values of A."""
 RECORDED = (
-    "form", "A", "B", "C_mid", "R_0", "sse", "rmse", "r2", "n", "window", "A_interval", "B_interval", "C_mid_interval",
-    "warnings",
+    "form", "A", "B", "C_mid", "R_0", "r0_from", "score_before", "sse", "rmse", "r2", "n", "window",
+    "A_interval", "B_interval", "C_mid_interval", "warnings",
 )  # fmt: skip
 
 
@@ -70,6 +70,7 @@ class Fit:
     remarks: tuple[str, ...]  # about the window
     unit: str
     r0_from: R0From
+    score_before: float | None  # the score before training, measured or given; None: unknown
     theta: np.ndarray  # [4] A, u, w, R_0 as in forms.py, with compute in units of `scale`
     posterior: Posterior
     hours: np.ndarray  # [n] hours of the points used, ascending
@@ -161,6 +162,7 @@ def fit(
         remarks=remarks,
         unit=curves[0].unit,
         r0_from=r0_from,
+        score_before=known,
         theta=theta,
         posterior=posterior,
         hours=hours,

@@ -36,6 +36,7 @@ from megarl.lab.scaling.points import Curve, PointColumns, binomial_noise, curve
 log = logging.getLogger(__name__)
 KINDS = ("task", "difficulty", "objective", "pass@n")
 NONE = np.zeros((0, 0))
+CONSTANT = 1e-9  # scores that differ by less are the same
 MOST_BINS = 5  # most values of a column with a bin each; more values are put into three bins
 
 
@@ -74,12 +75,20 @@ class Slice:
 
     def record(self) -> dict[str, object]:
         """Return a record for JSON, with all scores in the objective's own unit."""
-        law, (before, last) = None, self.ends or (None, None)
-        if found := self.fit:
-            a_interval = [self.shown(end) for end in found.A_interval]
-            law = found.record() | {"A": self.shown(found.A), "R_0": self.shown(found.R_0), "A_interval": a_interval}
+        before, last = self.ends or (None, None)
+        law = None if self.fit is None else self.fit.record() | self._in_own_unit(self.fit)
         known = {"task": self.task, "kind": self.kind, "slice": self.name, "prompts": self.values.shape[1]}
         return known | {"before": before, "last": last, "law": law, "problem": self.problem}
+
+    def _in_own_unit(self, fitted: Fit) -> dict[str, object]:
+        """Return those parameters of a law that are scores."""
+        before = fitted.score_before
+        return {
+            "A": self.shown(fitted.A),
+            "R_0": self.shown(fitted.R_0),
+            "A_interval": [self.shown(end) for end in fitted.A_interval],
+            "score_before": None if before is None else self.shown(before),
+        }
 
 
 def slices(run: Path, hours: str | None = None, **how: Unpack[FitOptions]) -> list[Slice]:
@@ -175,6 +184,9 @@ def _with_law(
     if part.problem or prompts < 2:
         return part if part.problem else replace(part, problem="it has one prompt, so its noise is unknown")
     means, answers = part.values.mean(1), part.answers or prompts
+    if np.ptp(means) < CONSTANT:
+        constant = f"all {len(means)} scores are {part.shown(float(means[0])):g}"
+        return replace(part, problem=f"{constant}; a constant has no midpoint and no ceiling")
     noise = binomial_noise(means, answers)
     if part.answers is None:
         over_prompts = part.values.std(1, ddof=1) / math.sqrt(prompts)

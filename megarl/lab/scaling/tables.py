@@ -19,7 +19,9 @@ from megarl.lab.scaling.transfer import Transferred
 if TYPE_CHECKING:
     from megarl.lab.scaling.slices import Slice  # imports more than a fit needs
 
-R0_FROM = {"evaluation": "measured before training", "given": "given", "estimate": "estimated"}
+
+
+SAME_SCORE = 5e-4  # scores are printed with three digits
 
 
 def show(table: Table) -> None:
@@ -39,7 +41,17 @@ def say(found: Fit, text: str, warnings: Sequence[str] | None = None) -> None:
 
 def window(found: Fit) -> str:
     begin, end = amount(found.window[0]), amount(found.window[1], found.unit)
-    return f"R_0 = {found.R_0:.3f} ({R0_FROM[found.r0_from]}). Fitted from {begin} to {end}."
+    return f"R_0 = {found.R_0:.3f} ({_origin(found)}). Fitted from {begin} to {end}."
+
+
+def _origin(found: Fit) -> str:
+    """Return where R_0 comes from. A measured score before training is only evidence of it (fit.py),
+    unless the form or the grid takes it as it is."""
+    if found.score_before is None:
+        return "estimated from the points"
+    if abs(found.R_0 - found.score_before) < SAME_SCORE:
+        return "given" if found.r0_from == "given" else "as measured before training"
+    return f"fitted; the score before training is {found.score_before:.3f}"
 
 
 def between_seeds(each: Sequence[Fit]) -> str:

@@ -139,7 +139,7 @@ def markdown(rows: Sequence[VariantResult], missing: Sequence[str] = ()) -> str:
     ceilings = [row.at_ceiling.A for row in rows if row.at_ceiling is not None]
     held = ""
     if len(ceilings) > 1:
-        held = f", B with A held at {ceilings[0]:.3f}, the mean of all variants by their certainty"
+        held = f", B with A held at {ceilings[0]:.3f}, the mean of all variants"
     lines = [
         "| " + " | ".join(HEADINGS) + " |",
         "|" + "---|" * len(HEADINGS),
