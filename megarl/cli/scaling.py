@@ -264,7 +264,9 @@ def _read(source: str | Path, seed: int | None, hours_column: str | None, score_
 
 def _named(sources: Sequence[Path], *which: Any) -> dict[str, list["Curve"]]:
     """Read the curves of all sources by name; sources with the same name go by their paths. which: as in `_read`."""
-    names = [source.stem if source.is_file() else source.resolve().name for source in sources]
+    from megarl.lab.scaling.table_files import name_of
+
+    names = [name_of(source) if source.is_file() else source.resolve().name for source in sources]
     return {
         name if names.count(name) == 1 else str(source): _read(source, *which)
         for name, source in zip(names, sources, strict=True)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from megarl.lab.scaling.slices import Slice  # imports more than a fit needs
 
 
-
 SAME_SCORE = 5e-4  # scores are printed with three digits
 
 
