@@ -7,6 +7,7 @@ import json
 import time
 from pathlib import Path
 
+from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir
 from megarl.run.observe import TAIL_BYTES, Tail, last_lines
@@ -30,7 +31,8 @@ def main(run: Path, role: str, count: int, follow: bool) -> int:
             lines = tails[file].lines()[begin:] if follow else last_lines(file, count)
             where = f"{file.parent.name} {file.stem}: " if len(files) > 1 else ""
             for line in lines:
-                print(sentence(line) if file.suffix == ".jsonl" else where + line, flush=True)
+                shown = sentence(line) if file.suffix == ".jsonl" else where + terminal.uncoloured(line)
+                terminal.say(shown, flush=True)
         if ended or not follow:
             return 0
         begin = 0

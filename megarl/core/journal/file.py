@@ -95,13 +95,18 @@ def scan(path: Path, payloads: bool = True) -> Iterator[tuple[Entry, bytes]]:
         _check_header(path, file.read(FILE_HEADER.size))
         while (offset := file.tell()) < size:
             entry = _entry(file.read(RECORD_HEADER.size), offset)
-            payload = file.read(entry.length) if entry and payloads else b""
+            payload = file.read(entry.length) if entry and payloads and entry.end <= size else b""
             if not entry or entry.end > size or (payloads and zlib.crc32(payload) != entry.checksum):
-                file.seek(offset + 1)
-                _check_tail(path, offset, file.read(max(0, size - offset - 1)))  # without what was written since `size`
+                for begin in range(offset + 1, size, TAIL_BYTES):  # without what was written since `size`
+                    file.seek(begin)
+                    _check_tail(path, offset, file.read(min(TAIL_BYTES + RECORD_HEADER.size, size - begin)))
                 return
             file.seek(entry.end)
             yield entry, payload
+
+
+TAIL_BYTES = 64 << 20
+"""Bytes that are searched at once after a damaged record."""
 
 
 def _check_header(path: Path, header: bytes) -> None:

@@ -25,6 +25,7 @@ from rich import progress
 from rich.console import Console
 from rich.table import Column, Table
 
+from megarl.core.base import terminal
 from megarl.core.base.contracts import GraderDown
 from megarl.core.base.errors import MegarlError, first_of
 from megarl.core.base.files import contents
@@ -46,7 +47,7 @@ def main(
 ) -> int:  # fmt: skip
     """Return 0, or 1 if an answer is void. None: as the suite says; for `out`, a directory in runs/evaluations."""
     outlive_screen()
-    console = Console()
+    console = terminal.console()
     subject = subject_of(model)
     out = out or Path("runs") / "evaluations" / re.sub(r"[^\w@.-]+", "-", subject.name).strip(".-")
     given = {"samples": samples, "prompts": limit, "data": json.dumps(data) if data else None}
@@ -78,9 +79,9 @@ def main(
     console.print(table(results))
     console.print(f"answers and results: {out}", highlight=False, soft_wrap=True)
     if said := never_thinks(results, recipe.length.end_of_thinking):
-        print(f"megarl: {said}", file=sys.stderr)
+        terminal.say(f"megarl: {said}", file=sys.stderr)
     if reasons:
-        print(f"megarl: {void_answers(reasons)}", file=sys.stderr)
+        terminal.say(f"megarl: {void_answers(reasons)}", file=sys.stderr)
     return int(bool(reasons))
 
 
@@ -170,7 +171,7 @@ LINE_S = 30.0  # seconds between progress lines when the output is not a termina
 @contextmanager
 def counted(questions: Sequence[SuiteQuestions], console: Console) -> Iterator[Callable[[Answer], None]]:
     """Show the progress of each suite: answers so far, and the share that is right. Yield a function that counts an answer."""
-    name, share = progress.TextColumn("{task.description}"), progress.TextColumn("{task.fields[right]}")
+    name, share = progress.TextColumn("{task.description}", markup=False), progress.TextColumn("{task.fields[right]}")
     counts = (name, progress.BarColumn(), progress.MofNCompleteColumn(), share)
     times = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
     live, last = console.is_terminal, time.monotonic()

@@ -29,7 +29,7 @@ from megarl.core.base.rundir import Row, RunDir, latest_rows, latest_scores, ste
 from megarl.core.evaluation.answers import SuiteDir, suites_in
 from megarl.core.evaluation.metrics import by_prompt, pass_at_k, powers_up_to, read_outcomes
 from megarl.core.recipe import load
-from megarl.lab.scaling.fit import Fit, FitOptions, Interval, fit
+from megarl.lab.scaling.fit import Fit, FitOptions, Interval, fit, windowed
 from megarl.lab.scaling.overoptimisation import RISES, straying, trend
 from megarl.lab.scaling.points import Curve, PointColumns, binomial_noise, curve_of_run
 
@@ -184,9 +184,6 @@ def _with_law(
     if part.problem or prompts < 2:
         return part if part.problem else replace(part, problem="it has one prompt, so its noise is unknown")
     means, answers = part.values.mean(1), part.answers or prompts
-    if np.ptp(means) < CONSTANT:
-        constant = f"all {len(means)} scores are {part.shown(float(means[0])):g}"
-        return replace(part, problem=f"{constant}; a constant has no midpoint and no ceiling")
     noise = binomial_noise(means, answers)
     if part.answers is None:
         over_prompts = part.values.std(1, ddof=1) / math.sqrt(prompts)
@@ -195,6 +192,10 @@ def _with_law(
     where = f"{part.task}, {part.name}"
     trained = np.array([row["step"] > 0 for row in rows])
     curve = replace(curve_of_run(where, points, metrics, where, columns), noise=noise[trained])
+    fitted = windowed([curve], how.get("start"), how.get("end"))[1]
+    if len(fitted) > 1 and np.ptp(fitted) < CONSTANT:
+        constant = f"all {len(fitted)} scores are {part.shown(float(fitted[0])):g}"
+        return replace(part, curve=curve, problem=f"{constant}; a constant has no midpoint and no ceiling")
     try:
         found = fit([curve], **how)
     except MegarlError as error:

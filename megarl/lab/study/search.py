@@ -24,6 +24,7 @@ import numpy as np
 import yaml
 from rich.console import Console
 
+from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.files import contents
 from megarl.core.base.rundir import latest_rows, latest_scores, write_atomically
@@ -82,7 +83,7 @@ def search(names: Sequence[str], options: StudyOptions, how: SearchOptions) -> i
     """Search among recipes and their variations by `vary`. If a task is given, run only its part of the present rung."""
     recipes = arms(names, options.overrides, how.vary)
     study = prepared(f"search-{next(iter(recipes))}", recipes, options, _rungs(recipes, how), how.branch)
-    return 0 if study is None else advance(study, Console(), options.task)
+    return 0 if study is None else advance(study, terminal.console(), options.task)
 
 
 def arms(names: Sequence[str], overrides: Sequence[str], vary: Sequence[str]) -> dict[str, Recipe]:
