@@ -45,21 +45,21 @@ class Tail:
     def lines(self) -> list[str]:
         """Return complete lines since the last call, without line ends; bytes that are not UTF-8 are replaced. Empty while the
         file is missing or cannot be read; a later call then returns its lines."""
-        found: list[str] = []
+        added: list[str] = []
         try:
             with opened(self.path) as file:
                 file.seek(self.offset)
                 while line := file.readline(LONGEST_LINE_BYTES):
                     if line.endswith(b"\n"):
                         self.offset += len(line)
-                        found += line.decode(errors="replace").splitlines()
+                        added += line.decode(errors="replace").splitlines()
                     elif len(line) < LONGEST_LINE_BYTES:
                         break
                     else:  # no line of ours: what was added so far is skipped
                         self.offset = file.seek(0, os.SEEK_END)
         except OSError:
             pass
-        return found
+        return added
 
     def new(self) -> list[Row]:
         """Return rows since the last call; a line truncated by a crash is skipped."""

@@ -139,7 +139,8 @@ def _newest_groups(reader: JournalReader) -> Sequence[Group]:
     return newest
 
 
-RIGHT, WRONG = Markup('<span class="good">right</span>'), Markup('<span class="bad">wrong</span>')
+RIGHT = Markup('<span class="good">right</span>')
+WRONG = Markup('<span class="bad">wrong</span>')
 
 
 def _rollout(tokenizer: Tokenizer, group: Group, rollout: Rollout, several_tasks: bool) -> Markup:

@@ -96,6 +96,15 @@ class Fit:
         return (*self.remarks, *doubts(self))
 
 
+class ConstantScores(MegarlError):
+    """No curve can be fitted to scores that are all the same. score: what they are, of `count`."""
+
+    def __init__(self, name: str, count: int, score: float) -> None:
+        super().__init__(f"{name}: all {count} scores are {score:g}; a constant has no midpoint and no ceiling")
+        self.count = count
+        self.score = score
+
+
 BEFORE_TRAINING = 0.03
 """Standard deviation of R_0 around the score before training."""
 LN_B = Normal(math.log(1.2), 0.5)
@@ -193,8 +202,7 @@ def _refuse(name: str, form: Form, hours: Array, scores: Array, r0: float | None
     if (amounts := np.unique(hours).size) <= parameters:
         raise MegarlError(f"{name}: only {amounts} different amounts of compute; nothing can be fitted to that")
     if np.ptp(scores) < 1e-9:  # also for scores whose squares are less than floats can represent
-        scores_are = f"all {len(scores)} scores are {scores[0]:g}"
-        raise MegarlError(f"{name}: {scores_are}; a constant has no midpoint and no ceiling")
+        raise ConstantScores(name, len(scores), float(scores[0]))
     if form.name == "power" and r0 is None:
         raise MegarlError(f"{name}: the power law cannot estimate R_0 (it only moves C_mid); give --r0")
 

@@ -29,14 +29,13 @@ from megarl.core.base.rundir import Row, RunDir, latest_rows, latest_scores, ste
 from megarl.core.evaluation.answers import SuiteDir, suites_in
 from megarl.core.evaluation.metrics import by_prompt, pass_at_k, powers_up_to, read_outcomes
 from megarl.core.recipe import load
-from megarl.lab.scaling.fit import Fit, FitOptions, Interval, fit, windowed
+from megarl.lab.scaling.fit import ConstantScores, Fit, FitOptions, Interval, fit
 from megarl.lab.scaling.overoptimisation import RISES, straying, trend
 from megarl.lab.scaling.points import Curve, PointColumns, binomial_noise, curve_of_run
 
 log = logging.getLogger(__name__)
 KINDS = ("task", "difficulty", "objective", "pass@n")
 NONE = np.zeros((0, 0))
-CONSTANT = 1e-9  # scores that differ by less are the same
 MOST_BINS = 5  # most values of a column with a bin each; more values are put into three bins
 
 
@@ -192,12 +191,11 @@ def _with_law(
     where = f"{part.task}, {part.name}"
     trained = np.array([row["step"] > 0 for row in rows])
     curve = replace(curve_of_run(where, points, metrics, where, columns), noise=noise[trained])
-    fitted = windowed([curve], how.get("start"), how.get("end"))[1]
-    if len(fitted) > 1 and np.ptp(fitted) < CONSTANT:
-        constant = f"all {len(fitted)} scores are {part.shown(float(fitted[0])):g}"
-        return replace(part, curve=curve, problem=f"{constant}; a constant has no midpoint and no ceiling")
     try:
         found = fit([curve], **how)
+    except ConstantScores as constant:
+        problem = str(ConstantScores(where, constant.count, part.shown(constant.score)))
+        return replace(part, curve=curve, problem=problem.removeprefix(f"{where}: "))
     except MegarlError as error:
         return replace(part, curve=curve, problem=str(error).removeprefix(f"{where}: "))
     change, errors = trend(np.array([row["step"] for row in rows]), part.values, straying(part.values))

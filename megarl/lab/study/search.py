@@ -126,7 +126,8 @@ def listed_values(text: str) -> list[str]:
 
 def _in_a_name(key: str, value: str) -> str:
     """Return a key's last part and its value as they stand in the name of an arm."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", f"{key.rpartition('.')[2]}-{value}").rstrip("-")
+    bare = value.strip("[]{}'\" ")
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", f"{key.rpartition('.')[2]}-{bare}")
 
 
 def _rungs(recipes: Mapping[str, Recipe], how: SearchOptions) -> list[int]:

@@ -15,8 +15,8 @@ from megarl.lab.scaling.published import csv_of, law_named, published, synthetic
 from tests.unit.lab.scaling.curves import HOURS
 
 KEYS = {
-    "form", "A", "B", "C_mid", "R_0", "sse", "rmse", "r2", "n", "window", "A_interval", "B_interval", "C_mid_interval",
-    "warnings",
+    "form", "A", "B", "C_mid", "R_0", "r0_from", "score_before", "sse", "rmse", "r2", "n", "window",
+    "A_interval", "B_interval", "C_mid_interval", "warnings",
 }  # fmt: skip
 
 
