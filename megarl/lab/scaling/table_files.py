@@ -14,6 +14,7 @@ import csv
 import gzip
 import io
 import json
+import logging
 import re
 import zlib
 from collections import Counter
@@ -24,6 +25,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.files import LARGEST_BYTES, contents
 from megarl.core.base.rundir import Row
 
+log = logging.getLogger(__name__)
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 SEPARATORS = ",;\t"
 type Placed = tuple[str, Row]
@@ -233,6 +235,7 @@ def _json_lines(path: Path, text: str) -> Iterator[Placed]:
             row = _parsed(line)
         except (ValueError, RecursionError) as error:
             if number == len(lines) > 1:
+                log.warning("%s: cut off, and left out", where)
                 return
             raise MegarlError(f"{where}: cannot be read as JSON ({error})") from None
         yield where, _object(where, row)
