@@ -225,6 +225,7 @@ def show_published(
     import numpy as np
 
     from megarl.lab.scaling import tables
+    from megarl.lab.scaling.points import amount
     from megarl.lab.scaling.published import SAMPLES, csv_of, law_named, published
     from megarl.lab.scaling.published import synthetic as points_of
 
@@ -244,6 +245,10 @@ def show_published(
     for law in published():
         if law.mark:
             terminal.say(f"* {law.name}: {law.mark}.")
+    for law in published():
+        if law.fitted and law.hours:
+            ends = f"fitted up to {amount(law.fitted, 'gpu')} and run to {amount(law.hours)}"
+            terminal.say(f"{law.name}: {ends} (figure {law.figure}).")
     return 0
 
 

@@ -139,6 +139,8 @@ def test_published(capsys: pytest.CaptureFixture[str]) -> None:
     text = scaling(capsys, "published")
     assert all(law.name in text for law in published())
     assert "scout-17bx16: does not reproduce its own figure's points" in text
+    assert "batch-2048: fitted up to 50,000 GPU-hours and run to 100,000 (figure 1)." in text
+    assert [law.name for law in published() if law.figure == 1] == ["scout-17bx16", "batch-2048"]
 
 
 def test_published_curves_begin_where_the_papers_figure_does() -> None:
