@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 import typer
 from typer import Argument, Option
 
+from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.process import importing
 
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = str(error)
     except typer.TyperException as error:
         message = error.format_message()
-    print(f"checkpoints_tools: {message}", file=sys.stderr)
+    terminal.say(f"checkpoints_tools: {message}", file=sys.stderr)
     return 2
 
 

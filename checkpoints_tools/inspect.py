@@ -18,6 +18,7 @@ from checkpoints_tools.region import Region, Shape
 from checkpoints_tools.safetensors_files import Directory
 from checkpoints_tools.shards import OPTIMIZER, Shards, StoredTensor
 from checkpoints_tools.stored import StoredModel, stored
+from megarl.core.base import terminal
 from megarl.core.base.hf_files import read_config
 
 type Tree = dict[str, Tree | str]
@@ -28,24 +29,24 @@ def inspect(directory: Path, every_tensor: bool) -> None:
     """Print what a directory holds, without reading weights. every_tensor: one line for each tensor instead of the tree."""
     what = stored(directory)
     config = read_config(what.hf_dir)
-    print(what.path)
-    print(f"  architecture  {', '.join(config.get('architectures') or ['unknown'])}")
+    terminal.say(what.path)
+    terminal.say(f"  architecture  {', '.join(config.get('architectures') or ['unknown'])}")
     tensors: Mapping[str, Region | StoredTensor]
     tensors = Directory(what.path).regions if what.meta is None else Shards(what.path).tensors
     if what.meta is not None:
         layout = {k: v for k, v in what.meta.model.items() if k.endswith("_parallel") and v not in (1, False)}
         optimizer = {k: v for k, v in tensors.items() if k.startswith(OPTIMIZER)}
         tensors = {k: v for k, v in tensors.items() if k not in optimizer}
-        print(f"  checkpoint    step {what.meta.step}, weights of version {what.meta.version}")
-        print(f"  made from     {what.meta.hf_source}")
-        print(f"  recipe        {_recipe(what)}")
-        print(f"  written at    {', '.join(f'{k}={v}' for k, v in layout.items()) or 'one rank per copy'}")
-        print(f"  optimiser     {_size(optimizer) if optimizer else 'none'}")
-    print(f"  weights       {_size(tensors)}")
+        terminal.say(f"  checkpoint    step {what.meta.step}, weights of version {what.meta.version}")
+        terminal.say(f"  made from     {what.meta.hf_source}")
+        terminal.say(f"  recipe        {_recipe(what)}")
+        terminal.say(f"  written at    {', '.join(f'{k}={v}' for k, v in layout.items()) or 'one rank per copy'}")
+        terminal.say(f"  optimiser     {_size(optimizer) if optimizer else 'none'}")
+    terminal.say(f"  weights       {_size(tensors)}")
     described = {name: _described(tensor) for name, tensor in tensors.items()}
     every = [f"{name}  {text}" for name, text in sorted(described.items())]
     for line in every if every_tensor else _lines(_tree(described)):
-        print(f"  {line}")
+        terminal.say(f"  {line}")
 
 
 def _described(tensor: Region | StoredTensor) -> str:

@@ -21,10 +21,11 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import mend_jsonl
 
 PROGRESS = "progress.jsonl"
 SETTLE_BYTES = 128 << 20
@@ -58,10 +59,9 @@ class Partial:
             self._note(same)
             return
         for line in rows:
-            with suppress(json.JSONDecodeError):  # a line that a kill cut off
-                row = json.loads(line)
-                if (file := self.path / row["file"]).is_file() and file.stat().st_size == row["bytes"]:
-                    self.finished[row["file"]] = row["note"]
+            row = json.loads(line)
+            if (file := self.path / row["file"]).is_file() and file.stat().st_size == row["bytes"]:
+                self.finished[row["file"]] = row["note"]
 
     def expect(self, what: str, total: int) -> None:
         """Set the progress bar's text and the total number of bytes to write."""
@@ -118,8 +118,8 @@ def writing(destination: Path, same: Mapping[str, object]) -> Iterator[Partial]:
     """Yield a directory to write, which appears as `destination` once the block has succeeded. same: the identity (JSON, see
     `identity`) with which an earlier attempt must have begun to be continued."""
     path = destination.with_name(f".{destination.name}.partial")
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console = terminal.console(stderr=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     begin = time.monotonic()
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -142,7 +142,7 @@ def writing(destination: Path, same: Mapping[str, object]) -> Iterator[Partial]:
             reason = error.strerror or error
             raise MegarlError(f"{destination}: could not be written (is the disk full?): {reason}") from None
     seconds, megabytes = time.monotonic() - begin, partial.done / 1e6
-    print(f"{destination}: {megabytes:,.1f} MB written in {seconds:.1f} s ({megabytes / seconds:,.0f} MB/s)")
+    terminal.say(f"{destination}: {megabytes:,.1f} MB written in {seconds:.1f} s ({megabytes / seconds:,.0f} MB/s)")
 
 
 def _settle(path: Path) -> None:
@@ -173,5 +173,6 @@ def _locked(path: Path) -> TextIO:
         raise MegarlError(
             f"{path}: another conversion is writing there; wait for it or name another directory"
         ) from None
+    mend_jsonl(path / PROGRESS)
     log.seek(0)
     return log

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from checkpoints_tools.layout import WHOLE
 from checkpoints_tools.stored import StoredModel, stored, tensors_of
+from megarl.core.base import terminal
 from megarl.core.base.architecture import in_directory
 from megarl.core.models import build, checkpoint, parallel
 
@@ -30,10 +31,10 @@ def verify(a: Path, b: Path, prompts: int = 0) -> int:
     left, right = (tensors_of(side, everything=directories) for side in sides)
     differences = list(compare(left, right))
     for line in differences[:SHOWN]:
-        print(line)
+        terminal.say(line)
     if len(differences) > SHOWN:
-        print(f"… and {len(differences) - SHOWN} more")
-    print(f"{len(differences)} differences" if differences else f"equal: {len(left)} tensors")
+        terminal.say(f"… and {len(differences) - SHOWN} more")
+    terminal.say(f"{len(differences)} differences" if differences else f"equal: {len(left)} tensors")
     agree = _logits_agree(*sides, prompts) if prompts else True
     return 0 if agree and not differences else 1
 
@@ -61,13 +62,13 @@ def _difference(name: str, x: Tensor, y: Tensor) -> str:
 def _logits_agree(a: StoredModel, b: StoredModel, prompts: int) -> bool:
     vocabulary, other = (in_directory(side.hf_dir).vocabulary for side in (a, b))
     if vocabulary != other:
-        print(f"logits cannot be compared: the vocabularies have {vocabulary} and {other} tokens")
+        terminal.say(f"logits cannot be compared: the vocabularies have {vocabulary} and {other} tokens")
         return False
     tokens = torch.randint(vocabulary, (prompts, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
     x, y = _logits(a, tokens), _logits(b, tokens)
     largest = x.abs().max().item()
     difference = (x - y).abs().max().item()
-    print(
+    terminal.say(
         f"logits of {prompts} random prompts of {PROMPT_TOKENS} tokens differ by {difference:.3g}, the largest is {largest:.3g}"
     )
     return difference <= LOGITS_TOLERANCE * max(1.0, largest)

@@ -12,7 +12,8 @@ set -euo pipefail
 
 CONTAINER=${CONTAINER:-none}                      # none | pyxis | apptainer
 IMAGE=${IMAGE:-}                                  # registry/name:tag, or a .sqsh file (pyxis); a .sif file (apptainer)
-MOUNTS=${MOUNTS:-$PWD}                            # folders that the container sees, comma-separated: shared storage with RUN, models, data
+MOUNTS=${MOUNTS:-$PWD}                            # folders that the container sees, comma-separated: shared storage with RUN, models, data;
+                                                  # each is FOLDER, or FOLDER:PLACE[:OPTIONS] for another place or :ro
 INTERFACE=${INTERFACE:-slurm}                     # run.interface: the network on which the nodes trust each other (docs/security.md)
 MEGARL=${MEGARL:-$PWD/.venv/bin/megarl}           # on the host: the supervisor and, without a container, everything else
 PYTHON=$(dirname "$MEGARL")/python
@@ -39,6 +40,32 @@ quoted() {
     printf "'%s' " "${@//$mark/$mark\\$mark$mark}"
 }
 
+# Prints MOUNTS, each as FOLDER:PLACE[:OPTIONS] with absolute paths. Blanks around commas are not part of a path.
+mounts_in_full() {
+    local entries entry folder place options joined=""
+    local entry_of="^([^:]+)(:([^:]+))?(:([^:]+))?$"
+    if [[ $MOUNTS == *$'\n'* ]]; then say "MOUNTS has a line end; separate folders by commas"; return 2; fi
+    IFS=, read -ra entries <<< "$MOUNTS"
+    for entry in "${entries[@]}"; do
+        entry=${entry#"${entry%%[![:space:]]*}"}
+        entry=${entry%"${entry##*[![:space:]]}"}
+        if [ -z "$entry" ]; then continue; fi
+        if ! [[ $entry =~ $entry_of ]]; then
+            say "MOUNTS: '$entry' is neither FOLDER nor FOLDER:PLACE nor FOLDER:PLACE:OPTIONS"
+            return 2
+        fi
+        folder=${BASH_REMATCH[1]} place=${BASH_REMATCH[3]} options=${BASH_REMATCH[4]}
+        folder=$(realpath --canonicalize-missing --no-symlinks -- "${folder/#"~/"/"${HOME:-}/"}") || return 2
+        if [ -n "$place" ] && [[ $place != /* ]]; then
+            say "MOUNTS: '$entry': its place in the container, $place, is not an absolute path; write FOLDER:PLACE:OPTIONS"
+            return 2
+        fi
+        joined+="${joined:+,}$folder:${place:-$folder}$options"
+    done
+    if [ -z "$joined" ]; then say "MOUNTS='$MOUNTS' names no folder"; return 2; fi
+    echo "$joined"
+}
+
 case "$CONTAINER" in
     none)
         unset MEGARL_STEP_OPTIONS MEGARL_STEP_COMMAND
@@ -46,10 +73,8 @@ case "$CONTAINER" in
     pyxis)
         : "${IMAGE:?CONTAINER=pyxis needs IMAGE, such as registry.example.org#team/megarl:1 or /shared/megarl.sqsh}"
         # With the node's /tmp, where its roles share compiled kernels; else each would have one of its own, in memory.
-        mounts=()
-        IFS=, read -ra folders <<< "$MOUNTS,/tmp"
-        for folder in "${folders[@]}"; do mounts+=("$folder:$folder"); done
-        mounts_joined=$(IFS=,; echo "${mounts[*]}")
+        mounts_joined=$(mounts_in_full)
+        if ! [[ $mounts_joined =~ :/tmp(:|,|$) ]]; then mounts_joined+=",/tmp:/tmp"; fi
         # The name has each node unpack the image once, in the first step, and not again for each role. With no_exec a role never
         # enters the container of another role, which may end meanwhile. It needs pyxis 0.14.
         MEGARL_STEP_OPTIONS=$(quoted "--container-image=$IMAGE" "--container-name=megarl-$SLURM_JOB_ID:no_exec" \
@@ -61,7 +86,8 @@ case "$CONTAINER" in
         : "${IMAGE:?CONTAINER=apptainer needs IMAGE, such as /shared/megarl.sif}"
         nvidia=""
         if command -v nvidia-smi > /dev/null; then nvidia="--nv"; fi
-        MEGARL_STEP_COMMAND="${APPTAINER:-apptainer} exec $nvidia $(quoted --bind "$MOUNTS" --pwd "$PWD" "$IMAGE" python)"
+        mounts_joined=$(mounts_in_full)
+        MEGARL_STEP_COMMAND="${APPTAINER:-apptainer} exec $nvidia $(quoted --bind "$mounts_joined" --pwd "$PWD" "$IMAGE" python)"
         export MEGARL_STEP_OPTIONS="" MEGARL_STEP_COMMAND
         # The home directory is there, too: what `pip install --user` put into it must not hide the image's packages.
         export APPTAINERENV_PYTHONNOUSERSITE=1 SINGULARITYENV_PYTHONNOUSERSITE=1

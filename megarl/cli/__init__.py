@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 from megarl import __version__
 from megarl.cli import data, scaling
 from megarl.cli import parameters as p
+from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.process import bind_no_threads, dump_no_core, importing, raise_limits, start_logging
 from megarl.run.process import die_with_supervisor, have_streams
@@ -40,9 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = app(arguments, prog_name="megarl", standalone_mode=False)
         return status
     except MegarlError as error:
-        print(f"megarl: {error}", file=sys.stderr)
+        terminal.say(f"megarl: {error}", file=sys.stderr)
     except typer.TyperException as error:
-        print(f"megarl: {_misused(error)}", file=sys.stderr)
+        terminal.say(f"megarl: {_misused(error)}", file=sys.stderr)
     return 2
 
 
@@ -105,7 +106,7 @@ for group in (recipes, study, rollouts, data.app, answers, scaling.app):
 
 def _version(asked: bool) -> None:
     if asked:
-        print(f"megarl {__version__}")
+        terminal.say(f"megarl {__version__}")
         raise typer.Exit
 
 
@@ -175,7 +176,7 @@ def _dry_run(recipe: "Recipe", checked: Callable[["Recipe"], str]) -> int:
     except BrokenPipeError:
         _discard_output()
     try:
-        print(f"ready: {checked(recipe)}", file=sys.stderr)
+        terminal.say(f"ready: {checked(recipe)}", file=sys.stderr)
     except MegarlError as error:
         raise MegarlError(f"before this can start: {error}") from None
     return 0
@@ -299,7 +300,7 @@ def metrics(
 
     if not (text := explained(name)):
         raise MegarlError(f"no metric's name contains {name!r}")
-    print(text)
+    terminal.say(text)
     return 0
 
 
@@ -433,7 +434,6 @@ def _recipes(context: typer.Context) -> int:
     """Show the recipes that come with megarl. Without a command: their list."""
     if context.invoked_subcommand is not None:
         return 0
-    from rich.console import Console
     from rich.table import Column, Table
 
     from megarl.core.recipe import load, shipped
@@ -445,7 +445,7 @@ def _recipes(context: typer.Context) -> int:
         recipe = load(shown)
         gpus = f"{needed(recipe)}" + (" or 0" if recipe.model.dtype == "fp32" else "")
         table.add_row(shown, gpus, file.read_text().partition("\n")[0].strip("# ."))
-    Console().print(table)
+    terminal.console().print(table)
     return 0
 
 

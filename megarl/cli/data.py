@@ -7,6 +7,7 @@ import typer
 from typer import Argument, Option
 
 from megarl.cli import parameters as p
+from megarl.core.base import terminal
 
 app = typer.Typer(name="data", help="Look at prompt sets, prepare them, make the quickstart's.")
 
@@ -37,12 +38,11 @@ def prepare(
     form: Annotated[Literal["jsonl", "parquet", "arrow"], Option("--format", help="format of the files")] = "jsonl",
 ) -> int:  # fmt: skip
     """Clean, split and decontaminate a source into the project's own rows."""
-    from rich.console import Console
 
     from megarl.lab.inspection.data import reader
     from megarl.tasks.data.prepare import prepare
 
-    console = Console()
+    console = terminal.console()
     done = prepare(source, out, reader(mapping, column), heldout, against, form, console)
     text = f"{out}: {done.train:,} to train on, {done.heldout:,} held out, of {done.rows:,} rows"
     console.print(text, soft_wrap=True)

@@ -61,7 +61,7 @@ COLUMN = "column of prompt, answer, difficulty or id, such as prompt=problem"
 Column = Annotated[list[str], repeated("FIELD=COLUMN", COLUMN)]
 
 # For points of learning curves, their fits and pictures.
-POINTS = "a run directory, or a CSV or JSONL of points"
+POINTS = "a run directory, or a table of points (CSV, JSON, Parquet)"
 Points = Annotated[str, Argument(help=POINTS)]
 AllPoints = Annotated[list[Path], Argument(metavar="points", help=f"{POINTS}, each; the first is the reference")]
 SIZED = f"{POINTS}, each of a policy with N active parameters; for RUN alone, N is its model's"

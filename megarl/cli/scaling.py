@@ -12,6 +12,7 @@ import typer
 from typer import Option
 
 from megarl.cli import parameters as p
+from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def fit(
     curves = _read(points, seed, hours_column, score_column)
     fitted = fit(curves, **how)
     if as_json:
-        print(json.dumps(fitted.record(), allow_nan=False))
+        terminal.say(json.dumps(fitted.record(), allow_nan=False))
         return 0
     each = [fit([curve], **how) for curve in curves] if len(curves) > 1 else []
     rows = [(f"seed {curve.seed}", one) for curve, one in zip(curves, each, strict=False)]
@@ -86,7 +87,7 @@ def extrapolate(
         record["later"] = asdict(later)
         text += "\n" + tables.later(fitted, later)
     if as_json:
-        print(json.dumps(record | {"unit": fitted.unit, "warnings": warnings}, allow_nan=False))
+        terminal.say(json.dumps(record | {"unit": fitted.unit, "warnings": warnings}, allow_nan=False))
     else:
         tables.say(fitted, text, warnings)
     return 0
@@ -112,13 +113,15 @@ def compare(
         raise MegarlError("compare needs two runs or more; for one use `megarl scaling fit`")
     comparison = compare(runs, **_how(r0, start, until, form, grid) | {"ceiling": ceiling})
     if as_json:
-        print(json.dumps({"runs": comparison.rows(), "verdict": comparison.verdict.splitlines()}, allow_nan=False))
+        terminal.say(
+            json.dumps({"runs": comparison.rows(), "verdict": comparison.verdict.splitlines()}, allow_nan=False)
+        )
     else:
         tables.show(tables.compared(comparison))
-        print(comparison.verdict)
+        terminal.say(comparison.verdict)
         for entry in comparison.entries:
             for warning in entry.fit.warnings if entry.fit else ():
-                print(f"warning: {entry.name}: {warning}")
+                terminal.say(f"warning: {entry.name}: {warning}")
     if output:
         own = {entry.name: entry.fit for entry in comparison.entries if entry.fit}
         _draw(output, to, published, runs, comparison, own | comparison.comparable if len(own) > 1 else {})
@@ -157,10 +160,10 @@ def transfer(
             record |= {key: middle, f"{key}_interval": [low, high]}
         each = zip(to, scores.T.tolist(), strict=True)
         later = [{"hours": h, "pass_rate": m, "interval": [a, b]} for h, (m, a, b) in each]
-        print(json.dumps(record | {"scores": later, "unit": unit, "warnings": said}, allow_nan=False))
+        terminal.say(json.dumps(record | {"scores": later, "unit": unit, "warnings": said}, allow_nan=False))
         return 0
     tables.show(tables.fits([(f"{n:.3g} parameters", one) for n, one in fits.items()]))
-    print(tables.transferred(size, found, to, scores, unit), *(f"warning: {text}" for text in said), sep="\n")
+    terminal.say(tables.transferred(size, found, to, scores, unit), *(f"warning: {text}" for text in said), sep="\n")
     return 0
 
 
@@ -178,7 +181,7 @@ def plot(
     comparison = compare(runs, **_how(r0, start, until, form, grid))
     for entry in comparison.entries:
         if entry.fit is None:
-            print(f"{entry.name}: points without a curve: {entry.problem}", file=sys.stderr)
+            terminal.say(f"{entry.name}: points without a curve: {entry.problem}", file=sys.stderr)
     _draw(output, to, published, runs, comparison, {})
     return 0
 
@@ -196,7 +199,7 @@ def slices(
 
     parts = slices(run, hours_column, start=start, end=until)
     if as_json:
-        print(json.dumps([part.record() for part in parts], allow_nan=False))
+        terminal.say(json.dumps([part.record() for part in parts], allow_nan=False))
     else:
         unit = next((unit_name(part.curve.unit) for part in parts if part.curve), "hours")
         tables.show(tables.sliced(parts, unit))
@@ -205,7 +208,7 @@ def slices(
         from megarl.lab.scaling.plot import plot_slices
 
         output.parent.mkdir(parents=True, exist_ok=True)
-        print(*plot_slices(parts, output), sep="\n", file=sys.stderr)
+        terminal.say(*plot_slices(parts, output), sep="\n", file=sys.stderr)
     return 0
 
 
@@ -222,6 +225,7 @@ def show_published(
     import numpy as np
 
     from megarl.lab.scaling import tables
+    from megarl.lab.scaling.points import amount
     from megarl.lab.scaling.published import SAMPLES, csv_of, law_named, published
     from megarl.lab.scaling.published import synthetic as points_of
 
@@ -235,12 +239,16 @@ def show_published(
         print(csv_of([points_of(law, compute, seed) for seed in range(seeds)], about), end="")
         return 0
     if as_json:
-        print(json.dumps([msgspec.to_builtins(law) for law in published()]))
+        terminal.say(json.dumps([msgspec.to_builtins(law) for law in published()]))
         return 0
     tables.show(tables.laws(published()))
     for law in published():
         if law.mark:
-            print(f"* {law.name}: {law.mark}.")
+            terminal.say(f"* {law.name}: {law.mark}.")
+    for law in published():
+        if law.fitted and law.hours:
+            ends = f"fitted up to {amount(law.fitted, 'gpu')} and run to {amount(law.hours)}"
+            terminal.say(f"{law.name}: {ends} (figure {law.figure}).")
     return 0
 
 
@@ -264,7 +272,9 @@ def _read(source: str | Path, seed: int | None, hours_column: str | None, score_
 
 def _named(sources: Sequence[Path], *which: Any) -> dict[str, list["Curve"]]:
     """Read the curves of all sources by name; sources with the same name go by their paths. which: as in `_read`."""
-    names = [source.stem if source.is_file() else source.resolve().name for source in sources]
+    from megarl.lab.scaling.table_files import name_of
+
+    names = [name_of(source) if source.is_file() else source.resolve().name for source in sources]
     return {
         name if names.count(name) == 1 else str(source): _read(source, *which)
         for name, source in zip(names, sources, strict=True)
@@ -289,4 +299,4 @@ def _draw(
     written = plot_fits(series, base, until=to, laws=laws)
     if efficiency:
         written += plot_efficiency(efficiency, base.with_name(f"{base.name}-efficiency"))
-    print(*written, sep="\n", file=sys.stderr)
+    terminal.say(*written, sep="\n", file=sys.stderr)

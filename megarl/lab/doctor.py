@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Literal
 
 import psutil
-from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from megarl.core.base import terminal
 from megarl.core.base.device import cudnn_of_torch
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import load_tokenizer
@@ -62,10 +62,10 @@ def main(models: Sequence[Path] = ()) -> int:
     findings = [*examine(), *map(chat_template, models)]
     columns = [*(Column(no_wrap=True) for _ in range(3)), Column(ratio=1)]
     table = Table(*columns, box=None, padding=(0, 2), pad_edge=False, show_header=False)
-    marks = {"good": "[green]✓", "note": "[yellow]•", "bad": "[red]✗"}
+    marks = {"good": Text("✓", "green"), "note": Text("•", "yellow"), "bad": Text("✗", "red")}
     for f in findings:
         table.add_row(marks[f.grade], f.what, f.found, Text(f.advice))
-    console = Console()
+    console = terminal.console()
     console.print(table)
     text, status = verdict(findings, len(gpus()))
     console.print(f"\n{text}", highlight=False)

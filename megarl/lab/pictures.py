@@ -1,8 +1,9 @@
 """Shared by pages and figures: single-file HTML pages that open offline, and the style of all figures.
 
 A page's template lies beside the module that fills it, and the page has its data in a script. Templates are
-`string.Template`s: `$name` is replaced, and a literal dollar sign would be `$$` (there is none). The first figure imports
-matplotlib.
+`string.Template`s: `$name` is replaced, and a literal dollar sign would be `$$` (there is none). Whatever stands in a page is
+`Markup`, made by `Markup("<b>{}</b>").format(text)`, which escapes the text: models and strangers wrote it. The first figure
+imports matplotlib, which takes no text for mathematics.
 """
 
 import io
@@ -13,6 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from markupsafe import Markup, escape
+
+from megarl.core.base.errors import printable
 from megarl.core.base.rundir import write_atomically
 
 if TYPE_CHECKING:
@@ -20,14 +24,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def embedded(data: object) -> str:
+def embedded(data: object) -> Markup:
     """Encode JSON for a <script>. Whatever a model wrote, nothing in it can close the script or open a comment."""
-    return json.dumps(data, allow_nan=False, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    text = json.dumps(data, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    return Markup(text.replace("<", "\\u003c"))
 
 
-def write_page(template: Path, target: Path, **parts: str) -> None:
-    """Write a page, completely or not at all. Parts are inserted unchanged, so escape everything that is not `embedded`."""
-    page = string.Template(template.read_text()).substitute(parts)
+def write_page(template: Path, target: Path, **parts: str | Markup) -> None:
+    """Write a page, completely or not at all. Parts that are not Markup are escaped."""
+    page = string.Template(template.read_text()).substitute({name: escape(part) for name, part in parts.items()})
     write_atomically(target, page.encode(errors="replace"))  # JSON can hold half a surrogate pair, which is not UTF-8
 
 
@@ -51,6 +56,7 @@ STYLE = {
     "legend.frameon": False,
     "lines.linewidth": 1.5,
     "svg.fonttype": "none",
+    "text.parse_math": False,
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "Helvetica", "Arial"],
 }
@@ -71,8 +77,18 @@ def drawing(
         yield figure, list(figure.subplots(rows, columns, sharex=sharex, sharey=sharey, squeeze=False).flat)
 
 
+def _spell_out(figure: "Figure") -> None:
+    """Spell out control characters in all texts of a figure: no font draws them, and no SVG may have them."""
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        assert isinstance(text, Text)
+        text.set_text(printable(text.get_text()))
+
+
 def rendered(figure: "Figure", kind: str, dpi: int = 130) -> bytes:
     """Return the figure as a PNG or an SVG file. The SVG has no date, so that the same figure gives the same file."""
+    _spell_out(figure)
     data = io.BytesIO()
     figure.savefig(data, format=kind, dpi=dpi, metadata={"Date": None} if kind == "svg" else None)
     return data.getvalue()
@@ -80,6 +96,7 @@ def rendered(figure: "Figure", kind: str, dpi: int = 130) -> bytes:
 
 def save(figure: "Figure", path_without_suffix: Path, dpi: int = 130) -> list[Path]:
     """Write the figure as PNG and SVG; return the two paths."""
+    _spell_out(figure)
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # laid out once, not again for each format
     written = []

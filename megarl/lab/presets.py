@@ -5,15 +5,14 @@ ppo      ranges by model size from guides to PPO and GRPO, for PPO with a critic
          From a range, the recipe takes the end that changes the policy less.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import yaml
-from rich.console import Console
 from rich.table import Column, Table
 
+from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import parameters
 from megarl.core.recipe.loading import load
@@ -57,7 +56,7 @@ def suggest(model: Path, preset: Literal["scalerl", "ppo"]) -> int:
     for name, attribute in ROWS.items():
         ranges = (dict.fromkeys(getattr(one, attribute)) for one in (SCALERL, chosen))
         shown.add_row(name, *(" - ".join(f"{end:g}" for end in ends) for ends in ranges))
-    console = Console(file=sys.stderr)
+    console = terminal.console(stderr=True)
     console.print(f"{model}: {count / 1e9:.2f}B parameters", soft_wrap=True, highlight=False)
     console.print(shown)
     if count < 1e9:

@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megarl.core.algorithm.batch import TrainSequence
+from megarl.core.base import terminal
 from megarl.core.base.architecture import in_directory
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.process import start_logging
@@ -121,7 +121,7 @@ def train(
     begun, steps = trainer.step, recipe.sft.steps
     losses: list[float] = []
     others = dist.get_rank() != 0
-    with Progress(*columns, console=Console(quiet=others), disable=others) as progress:
+    with Progress(*columns, console=terminal.console(quiet=others), disable=others) as progress:
         say = progress.console.print
         task = progress.add_task("sft", total=steps, completed=begun, now="")
         for batch in islice(source, begun, steps):

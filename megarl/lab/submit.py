@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import write_atomically
 from megarl.core.recipe import Recipe, load
@@ -61,9 +62,11 @@ def main(job: SlurmJob, out: Path | None, submitted: bool) -> int:
     text = script(chosen, job)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, text.encode())
-    print(text)
+    terminal.say(text)
     if not submitted:
-        print(f"{file} is written, nothing is submitted: `sbatch {file}`, or the same with --yes", file=sys.stderr)
+        terminal.say(
+            f"{file} is written, nothing is submitted: `sbatch {file}`, or the same with --yes", file=sys.stderr
+        )
         return 0
     return submit(file)
 
@@ -77,7 +80,7 @@ def submit(file: Path) -> int:
         raise MegarlError(f"sbatch did not answer within {SUBMIT_LIMIT_S:g} s; {file} may be queued or not") from None
     if done.returncode:
         raise MegarlError(f"sbatch refused {file}: {done.stderr.strip()}")
-    print(done.stdout.strip())
+    terminal.say(done.stdout.strip())
     return 0
 
 

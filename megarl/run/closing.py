@@ -16,6 +16,7 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
+from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import Row, RunDir, write_atomically
 from megarl.core.recipe import Recipe
@@ -70,17 +71,20 @@ def closing(
     if write_report is not None:
         with _attempt(rundir.report):
             write_report(rundir)
-    with suppress(OSError):  # a file that cannot be read must not change the exit status
+    with suppress(OSError, MegarlError):  # a file that cannot be read must not change the exit status
         if values:
             console.print(summary.render(values, rundir))
         if deaths and outcome.kind in ("failed", "elsewhere"):
             console.print(causes(deaths))
         if outcome.role and (log := log_of(rundir, outcome.role, begins)):
-            print(f"\nThe end of {log}:", *last_lines(log, begin=begins.get(log, 0)), sep="\n  ", file=sys.stderr)
+            lines = map(terminal.uncoloured, last_lines(log, begin=begins.get(log, 0)))
+            terminal.say(f"\nThe end of {log}:", *lines, sep="\n  ", file=sys.stderr)
     if outcome.kind == "failed":
-        print(f"\nmegarl: {outcome.reason}; see {rundir.logs}", file=sys.stderr)
+        terminal.say(f"\nmegarl: {outcome.reason}; see {rundir.logs}", file=sys.stderr)
     elif outcome.kind == "elsewhere":
-        print(f"\nmegarl: {outcome.reason}; its checkpoint is kept; start it again on other nodes", file=sys.stderr)
+        terminal.say(
+            f"\nmegarl: {outcome.reason}; its checkpoint is kept; start it again on other nodes", file=sys.stderr
+        )
 
 
 @contextmanager
@@ -90,7 +94,7 @@ def _attempt(path: Path) -> Iterator[None]:
         yield
     except Exception as error:
         said = error if isinstance(error, MegarlError) else repr(error)
-        print(f"megarl: {path} was not written: {said}", file=sys.stderr)
+        terminal.say(f"megarl: {path} was not written: {said}", file=sys.stderr)
 
 
 def causes(deaths: Sequence[Death]) -> Table:

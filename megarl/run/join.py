@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 from msgspec import structs
 
+from megarl.core.base import terminal
 from megarl.core.base.errors import Interrupted, MegarlError
 from megarl.core.base.hf_files import read_json
 from megarl.core.base.link import ControllerLink
@@ -83,7 +84,9 @@ def serve(run: Path, interface: str, asked: StopRequest) -> str:
 
 def resumed(rundir: RunDir, life: str, asked: StopRequest) -> bool:
     """Return True once the run has a new life with a controller; False if it ends for good, or after FOLLOW_LIMIT_S."""
-    print(f"megarl: if the run goes on within {FOLLOW_LIMIT_S / 60:g} minutes, this server joins it again", flush=True)
+    terminal.say(
+        f"megarl: if the run goes on within {FOLLOW_LIMIT_S / 60:g} minutes, this server joins it again", flush=True
+    )
     until = time.monotonic() + FOLLOW_LIMIT_S
     while not asked.count and time.monotonic() < until:
         with suppress(OSError, MegarlError):  # a shared file system may be away for a while
@@ -144,7 +147,7 @@ class Guest:
                 why, until = self._beat(), time.monotonic() + BEAT_S
                 while not (why := why or self._why_end()) and time.monotonic() < until:
                     time.sleep(TICK_S)
-            print(f"megarl: leaving: {why}", flush=True)
+            terminal.say(f"megarl: leaving: {why}", flush=True)
             status = self._process.status() if self._process else None
             if self._process and (self._asked.count or status is not None):
                 self._leave()
@@ -187,7 +190,7 @@ class Guest:
             self._process = self._launcher.start(self._role)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        print(f"megarl: server {server} starts at {self._join.url}; its log: {self._role.log()}", flush=True)
+        terminal.say(f"megarl: server {server} starts at {self._join.url}; its log: {self._role.log()}", flush=True)
         self.link.limit_s = SILENT_LIMIT_S
 
     def _leave(self) -> None:

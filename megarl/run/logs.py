@@ -7,6 +7,7 @@ import json
 import time
 from pathlib import Path
 
+from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir
 from megarl.run.observe import TAIL_BYTES, Tail, last_lines
@@ -30,7 +31,8 @@ def main(run: Path, role: str, count: int, follow: bool) -> int:
             lines = tails[file].lines()[begin:] if follow else last_lines(file, count)
             where = f"{file.parent.name} {file.stem}: " if len(files) > 1 else ""
             for line in lines:
-                print(sentence(line) if file.suffix == ".jsonl" else where + line, flush=True)
+                shown = sentence(line) if file.suffix == ".jsonl" else where + terminal.uncoloured(line)
+                terminal.say(shown, flush=True)
         if ended or not follow:
             return 0
         begin = 0
@@ -41,7 +43,7 @@ def logs_of(rundir: RunDir, role: str) -> list[Path]:
     """Return the role's existing log files, the most recently written one last. MegarlError for an unknown role."""
     kind, _, index = role.partition("-")
     if role == "supervisor":
-        files = [rundir.logs / "supervisor.jsonl"]
+        files = [rundir.supervisor]
     elif kind in KINDS and (not index or (index.isdecimal() and kind != "controller")):
         logs = rundir.logs.glob(f"{kind}/*.{index or '*'}.log")
         files = sorted(logs, key=lambda log: (log.stat().st_mtime, log.name))

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
 from megarl.run import devices
 from megarl.run.process import free_ports
@@ -138,7 +139,9 @@ def main(arguments: list[str]) -> int:
             sys.stdout.buffer.write(line)
             sys.stdout.buffer.flush()  # each in one write: lines of nodes do not mix
     except MegarlError as error:
-        print(f"megarl: node {os.environ.get('SLURMD_NODENAME', socket.gethostname())}: {error}", file=sys.stderr)
+        terminal.say(
+            f"megarl: node {os.environ.get('SLURMD_NODENAME', socket.gethostname())}: {error}", file=sys.stderr
+        )
         return 2
     return 0
 

@@ -20,6 +20,7 @@ from types import MappingProxyType
 
 import msgspec
 
+from megarl.core.base.files import LONGEST_LINE_BYTES, contents, opened
 from megarl.core.base.rundir import Row, RunDir, by_step, parsed, rows_in_order, scores
 from megarl.run.health import MEMORY, Health
 from megarl.run.restart import Role
@@ -44,15 +45,21 @@ class Tail:
     def lines(self) -> list[str]:
         """Return complete lines since the last call, without line ends; bytes that are not UTF-8 are replaced. Empty while the
         file is missing or cannot be read; a later call then returns its lines."""
+        added: list[str] = []
         try:
-            with self.path.open("rb") as file:
+            with opened(self.path) as file:
                 file.seek(self.offset)
-                data = file.read()
+                while line := file.readline(LONGEST_LINE_BYTES):
+                    if line.endswith(b"\n"):
+                        self.offset += len(line)
+                        added += line.decode(errors="replace").splitlines()
+                    elif len(line) < LONGEST_LINE_BYTES:
+                        break
+                    else:  # no line of ours: what was added so far is skipped
+                        self.offset = file.seek(0, os.SEEK_END)
         except OSError:
-            return []
-        end = data.rfind(b"\n") + 1
-        self.offset += end
-        return data[:end].decode(errors="replace").splitlines()
+            pass
+        return added
 
     def new(self) -> list[Row]:
         """Return rows since the last call; a line truncated by a crash is skipped."""
@@ -141,7 +148,7 @@ class Observer:
                 self.health.add(row)
         self.evaluations |= scores(self._eval.new())
         with suppress(OSError, msgspec.DecodeError):  # not written yet, or malformed: keep the last one
-            status = msgspec.json.decode(self._rundir.status.read_bytes(), type=Status)
+            status = msgspec.json.decode(contents(self._rundir.status), type=Status)
             if self.status is None or status.time != self.status.time:
                 self._changed = time.monotonic()
             self.status = status
@@ -257,6 +264,6 @@ def last_lines(log: Path, count: int = 25, begin: int = 0) -> list[str]:
     """Return the last lines of a log. begin: number of bytes to skip at its beginning."""
     if not log.exists():
         return []
-    with log.open("rb") as file:
+    with opened(log) as file:
         file.seek(max(begin, log.stat().st_size - TAIL_BYTES))
         return file.read().decode(errors="replace").splitlines()[-count:]

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
+from megarl.core.base.files import contents
 from megarl.core.base.rundir import Endpoints, LinkKeys, Meeting, RunDir, write_atomically
 from megarl.core.recipe import Recipe, dump
 from megarl.run import devices, fork
@@ -59,7 +60,7 @@ def _spent(rundir: RunDir) -> float:
     """Return the device-hours in the status that the last life left or, if it left none, those that it began with."""
     for file, name in ((rundir.status, "compute_hours"), (rundir.endpoints_file, "spent")):
         with suppress(OSError, ValueError, TypeError, KeyError):
-            return float(json.loads(file.read_bytes())[name])
+            return float(json.loads(contents(file))[name])
     return 0.0
 
 

@@ -9,8 +9,7 @@ import re
 import time
 from pathlib import Path
 
-from rich.console import Console
-
+from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_json
 from megarl.core.base.rundir import RunDir, latest_scores, parsed, rows_in_order
@@ -30,7 +29,7 @@ WARNED = re.compile(r"(\S+ \S+),\d+ (.*?) (?:WARNING|ERROR|CRITICAL) megarl\.\S+
 
 def main(run: Path) -> int:
     rundir = RunDir.opened(run)
-    console = Console()
+    console = terminal.console()
     if rundir.summary.exists():
         values = read_json(rundir.summary)
         try:
@@ -53,7 +52,7 @@ def main(run: Path) -> int:
 def problem_of(rundir: RunDir) -> str:
     """Return the newest warning or failure that roles and supervisor have written down with its time; empty without any."""
     problems: list[str] = []
-    for line in Tail(rundir.logs / "supervisor.jsonl").lines():
+    for line in Tail(rundir.supervisor).lines():
         event = parsed(line) or {}
         if event.get("event") in ("hung", "dropped") or (event.get("event") == "ended" and event.get("status")):
             problems.append(sentence(line))
@@ -77,11 +76,11 @@ def health(run: Path) -> int:
     judged, scores = Health(rows_in_order(rundir.metrics)), latest_scores(rundir.eval)
     for alarm in judged.history:
         until = "now" if alarm.until is None else f"{alarm.until - 1}"
-        print(f"steps {alarm.since} to {until}, noticed at {alarm.raised}: {alarm.text}")
+        terminal.say(f"steps {alarm.since} to {until}, noticed at {alarm.raised}: {alarm.text}")
     exploited = overoptimised(scores[-1] if scores else {})
-    print("".join(f"{message}\n" for message in exploited), end="")
+    terminal.say("".join(f"{message}\n" for message in exploited), end="")
     lasting = [alarm.name for alarm in judged.alarms] + ["over-optimisation"] * bool(exploited)
-    print(f"{judged.step + 1} steps, {len(judged.history)} alarms; now: {', '.join(lasting) or 'healthy'}")
+    terminal.say(f"{judged.step + 1} steps, {len(judged.history)} alarms; now: {', '.join(lasting) or 'healthy'}")
     return int(bool(lasting))
 
 

@@ -95,7 +95,7 @@ def render(values: Row, rundir: RunDir) -> RenderableType:
     style = {"finished": "green", "failed": "red"}.get(values["outcome"], "yellow")
     outcome = Text(f"{values['outcome']}: {values['reason']}", style=f"bold {style}")
     parts = Group(outcome, Text(), grid(lines(values)), Text(), grid(_places(rundir)))
-    return Panel(parts, title=f"megarl · {rundir.path}", padding=(0, 1), width=100)
+    return Panel(parts, title=Text(f"megarl · {rundir.path}"), padding=(0, 1), width=100)
 
 
 def grid(pairs: Iterable[tuple[str, str]]) -> Table:

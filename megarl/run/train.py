@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
+from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import Endpoints, Row, RunDir, SupervisorEvent, append_jsonl
 from megarl.core.evaluation.forecast import not_worth_it
@@ -75,12 +75,12 @@ def main(
         endpoints = prepare(recipe, rundir, placed, fingerprints, resumed)
         adopt_orphans()
         outlive_screen()
-        console = Console()
+        console = terminal.console()
         if resumed:
             said = [f"resuming {rundir.path}", *(f"  {key}: {old!r} before, {new!r} now" for key, old, new in changes)]
             console.print("\n".join(said), highlight=False, markup=False, soft_wrap=True)
         if len(nodes) > 1:
-            print(*described(placed, nodes), sep="\n", flush=True)
+            terminal.say(*described(placed, nodes), sep="\n", flush=True)
         with stop_requests() as stop_request:
             supervisor = Supervisor(recipe, rundir, endpoints, launcher, placed, stop_request)
             screen = Screen(console)
@@ -323,7 +323,7 @@ class Supervisor:
         row |= ({"role": role.name} if role else {}) | more
         self.events.append(msgspec.convert(row, SupervisorEvent))
         self._unwritten.append(row)
-        file = self.rundir.logs / "supervisor.jsonl"
+        file = self.rundir.supervisor
         while self._unwritten and self._tried(append_jsonl, file, self._unwritten[0]):
             del self._unwritten[0]
 

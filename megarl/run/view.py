@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from megarl.core.base import terminal
 from megarl.core.base.rundir import Row, SupervisorEvent
 from megarl.core.evaluation.forecast import words
 from megarl.core.recipe import Recipe
@@ -78,7 +79,9 @@ def render(frame: Frame) -> RenderableType:
     if frame.problem:
         parts.append(Text(f"last problem: {frame.problem}", style="red", overflow="ellipsis", no_wrap=True))
     foot = Text(frame.stopping or frame.foot, style="bold yellow" if frame.stopping else "dim")
-    return Panel(Group(*parts), title=f"megarl · {frame.recipe.run.path}", subtitle=foot, width=100, padding=(0, 1))
+    return Panel(
+        Group(*parts), title=Text(f"megarl · {frame.recipe.run.path}"), subtitle=foot, width=100, padding=(0, 1)
+    )
 
 
 def line(frame: Frame) -> str:
@@ -286,12 +289,12 @@ class Screen:
             self.live.update(render(frame), refresh=True)
         elif frame.elapsed_s - self._last >= self._every or bool(frame.stopping) != bool(self._stopping):
             self._last, self._stopping = frame.elapsed_s, frame.stopping
-            print(line(frame), flush=True)
+            terminal.say(line(frame), flush=True)
             for warning in warnings(frame):
                 kind = warning.lstrip("0123456789.%")
                 if kind not in self._warned:
                     self._warned.add(kind)
-                    print(f"! {warning}", flush=True)
+                    terminal.say(f"! {warning}", flush=True)
 
     def say(self, text: str) -> None:
         """Print one line above the picture, where it stays."""

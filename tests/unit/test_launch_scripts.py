@@ -106,9 +106,39 @@ def test_apptainer(tmp_path: Path) -> None:
     )
     words = done.stdout.splitlines()
     assert words[words.index("apptainer") :] == [
-        "apptainer", "exec", "--bind", "/my dàta's", "--pwd", str(ROOT), "/m.sif", "python",
+        "apptainer", "exec", "--bind", "/my dàta's:/my dàta's", "--pwd", str(ROOT), "/m.sif", "python",
         "-m", "megarl", "eval", "--model", "m", "--suite", "math",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mounts", "full"),
+    {
+        "/a:/a": "/a:/a",
+        " /a , /b:/c:ro+x ,": "/a:/a,/b:/c:ro+x",
+        "/a/,data,./d e,~/x": f"/a:/a,{ROOT}/data:{ROOT}/data,{ROOT}/d e:{ROOT}/d e,/home/me/x:/home/me/x",
+        "/a::ro": None,
+        "/a:b": None,
+        "/a:ro": None,
+        "/a:/a:ro:x": None,
+        " , ": None,
+        "/a\n/b": None,
+    }.items(),
+)
+@pytest.mark.parametrize("container", ["pyxis", "apptainer"])
+def test_mounts(tmp_path: Path, container: str, mounts: str, full: str | None) -> None:
+    chosen = {"CONTAINER": container, "IMAGE": "/m.sif", "MODEL": "m", "SUITE": "math", "HOME": "/home/me"}
+    done = run("eval.sbatch", tmp_path, MOUNTS=mounts, **chosen)
+    if full is None:
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("megarl: MOUNTS")
+    else:
+        assert (f"--container-mounts={full},/tmp:/tmp" if container == "pyxis" else full) in done.stdout.splitlines()
+
+
+def test_a_mount_at_the_containers_tmp_takes_the_place_of_the_nodes(tmp_path: Path) -> None:
+    done = run("sft.sbatch", tmp_path, "a=1", CONTAINER="pyxis", IMAGE="m", MOUNTS="/scratch:/tmp,/data")
+    assert "--container-mounts=/scratch:/tmp,/data:/data" in done.stdout.splitlines()
 
 
 def test_the_home_directorys_packages_do_not_hide_those_of_apptainers_image(tmp_path: Path) -> None:

@@ -30,8 +30,13 @@ def first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+REORDERING = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+"""Characters that have a terminal, or a reader, take the text around them in another order."""
+SURROGATES = range(0xD800, 0xE000)
+"""Halves of characters, which JSON can hold and no terminal's encoding can."""
+SPELLED_OUT = CONTROLS | {code: f"\\u{code:04x}" for code in (*REORDERING, *SURROGATES)}
 
 
 def printable(text: str) -> str:
     """Return the text with control characters spelled out: a policy or a stranger wrote it, and a terminal would obey them."""
-    return text.translate(CONTROLS)
+    return text.translate(SPELLED_OUT)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.files import contents
 from megarl.core.base.types import JsonObject
 
 
@@ -29,7 +30,7 @@ def text_config(config: JsonObject, path: Path) -> JsonObject:
 
 def read_json(path: Path) -> JsonObject:
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(contents(path))
     except json.JSONDecodeError as error:
         raise MegarlError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
     except (ValueError, RecursionError) as error:  # not UTF-8, a number of thousands of digits, brackets too deep

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import math
 import os
 import re
@@ -14,7 +15,9 @@ from typing import Annotated, Any, BinaryIO
 import msgspec
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.files import contents, lines_of, next_line, opened
 
+log = logging.getLogger(__name__)
 META = "megarl.json"
 """Written last into a checkpoint: without it the checkpoint is incomplete."""
 CHECKPOINT = re.compile(r"step-(\d+)")
@@ -97,6 +100,7 @@ class RunDir:
         self.bad_rollouts = path / "bad-rollouts.jsonl"  # of skipped steps
         self.rollouts = path / "rollouts"  # the journal
         self.logs = path / "logs"
+        self.supervisor = self.logs / "supervisor.jsonl"
         self.checkpoints = path / "checkpoints"
         self.tensorboard = path / "tensorboard"
         self.report = path / "report.html"
@@ -125,13 +129,16 @@ class RunDir:
 
     def events(self) -> Iterator[SupervisorEvent]:
         """Yield the supervisor's events in all its lives; invalid lines are skipped."""
-        for row in read_jsonl(self.logs / "supervisor.jsonl"):
+        for row in read_jsonl(self.supervisor):
             with suppress(msgspec.ValidationError):
                 yield msgspec.convert(row, SupervisorEvent)
 
     def create(self) -> None:
+        """Make the folders, and mend what an earlier life left in the middle of a line."""
         for folder in (self.path, self.rollouts, self.logs, self.checkpoints, self.tensorboard):
             folder.mkdir(parents=True, exist_ok=True)
+        for lines in (self.metrics, self.eval, self.bad_rollouts, self.supervisor):
+            mend_jsonl(lines)
 
     def stop(self, signal: int = 0) -> None:
         """Ask the run to save and end. signal: the reason, if it was a signal."""
@@ -154,7 +161,7 @@ class RunDir:
     def endpoints(self) -> Endpoints:
         path = self.endpoints_file
         try:
-            return msgspec.json.decode(path.read_bytes(), type=Endpoints)
+            return msgspec.json.decode(contents(path), type=Endpoints)
         except FileNotFoundError:
             raise MegarlError(f"{path}: no such file; the run is not live. Start it with `megarl train`.") from None
         except msgspec.DecodeError as error:
@@ -168,7 +175,7 @@ class RunDir:
 def _text(file: Path) -> str:
     """Return a file's contents; "" if it cannot be read."""
     try:
-        return file.read_text()
+        return contents(file).decode(errors="replace")
     except OSError:
         return ""
 
@@ -222,7 +229,7 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
 
 
 def append_jsonl(path: Path, row: Row) -> None:
-    """Append one line, with null for a non-finite number, after ending any line that a crash left unfinished."""
+    """Append one line, with null for a non-finite number, after removing one that a crash cut off."""
     with writing(path), opened_jsonl(path) as file:
         file.write(line_of(row))
 
@@ -230,11 +237,51 @@ def append_jsonl(path: Path, row: Row) -> None:
 def opened_jsonl(path: Path) -> BinaryIO:
     """Open a file for lines at its end, as `append_jsonl` does."""
     file = path.open("ab+")
-    if file.tell():
-        file.seek(-1, os.SEEK_END)
-        if file.read(1) != b"\n":
-            file.write(b"\n")
+    _mend(file, path)
     return file
+
+
+def mend_jsonl(path: Path) -> None:
+    """Remove a last line that a crash cut off, so that any program can read the file."""
+    if os.path.exists(path):
+        with writing(path), path.open("rb+") as file:
+            _mend(file, path)
+
+
+SEARCHED_BYTES = 1 << 16
+
+
+def _mend(file: BinaryIO, path: Path) -> None:
+    """Make the file end with a whole line: add the end that only a row's line lacks, else remove
+    what a crash left of it. A crash in here leaves the file as it was or mended."""
+    size = file.seek(0, os.SEEK_END)
+    begin = _after_last_line_end(file, size)
+    if begin == size:
+        return
+    file.seek(begin)
+    rest = file.read(SEARCHED_BYTES)
+    if size - begin <= SEARCHED_BYTES and parsed(rest.decode(errors="replace")) is not None:
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n")
+    else:
+        file.truncate(begin)
+        log.warning("%s: removed a line that a crash cut off: %r", path, rest[:80])
+    file.flush()
+    os.fsync(file.fileno())
+    file.seek(0, os.SEEK_END)
+
+
+def _after_last_line_end(file: BinaryIO, size: int) -> int:
+    """Return the offset after the last line end in a file of this size; 0 if there is none."""
+    end = size
+    while end > 0:
+        begin = max(0, end - SEARCHED_BYTES)
+        file.seek(begin)
+        at = file.read(end - begin).rfind(b"\n")
+        if at >= 0:
+            return begin + at + 1
+        end = begin
+    return 0
 
 
 def line_of(row: Row) -> bytes:
@@ -268,10 +315,10 @@ def read_jsonl(path: Path) -> Iterator[Row]:
     """Yield rows in order; bytes that are not UTF-8 are replaced."""
     if not path.exists():
         return
-    with path.open(errors="replace") as file:
-        for line in file:
-            if (row := parsed(line)) is not None:
-                yield row
+    for line in lines_of(path):
+        row = parsed(line.decode(errors="replace"))
+        if row is not None:
+            yield row
 
 
 class _Stepped(msgspec.Struct):
@@ -283,9 +330,9 @@ def rows_in_order(path: Path, first: int = 0) -> Iterator[Row]:
     if not path.exists():
         return
     where: dict[int, int] = {}
-    with path.open("rb") as file:
+    with opened(path) as file:
         begin = 0
-        for line in file:
+        while line := next_line(file, path):
             with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 where[msgspec.json.decode(line, type=_Stepped).step] = begin
             begin += len(line)

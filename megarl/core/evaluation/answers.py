@@ -17,6 +17,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.files import contents, lines_of
 from megarl.core.base.rundir import line_of, opened_jsonl, write_atomically, writing
 from megarl.core.base.types import JsonObject
 
@@ -111,7 +112,7 @@ class SuiteDir:
         write_atomically(self.result, json.dumps(msgspec.to_builtins(result), indent=2).encode() + b"\n")
 
     def read_result(self) -> Result:
-        if (result := _decoded(self.result, 1, self.result.read_bytes(), Result)) is None:
+        if (result := _decoded(self.result, 1, contents(self.result), Result)) is None:
             raise MegarlError(f"{self.result}: not the result of an evaluation: it is not JSON")
         return result
 
@@ -120,10 +121,10 @@ def read_answers(path: Path) -> Iterable[Answer]:
     """Yield answers in the order in which they were written. Lines that are not JSON, left by a crash, are skipped."""
     if not path.is_file():
         return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if (answer := _decoded(path, number, line, Answer)) is not None:
-                yield answer
+    for number, line in enumerate(lines_of(path), 1):
+        answer = _decoded(path, number, line, Answer)
+        if answer is not None:
+            yield answer
 
 
 def suites_in(out: Path) -> list[str]:

@@ -7,17 +7,16 @@ groups can be located without reading them.
 """
 
 import os
-import stat
 import struct
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import msgspec
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.files import opened
 from megarl.core.base.rundir import write_atomically, writing
 from megarl.core.base.types import SCHEMA_VERSION, decode, encode
 from megarl.core.journal.records import Finished, JournalRecord, Snapshot, State
@@ -93,30 +92,17 @@ def scan(path: Path, payloads: bool = True) -> Iterator[tuple[Entry, bytes]]:
     """Yield a file's intact records, up to a truncated last one. Raise MegarlError if intact records follow a damaged one,
     or if the file is not a journal of this version. payloads: False yields b"" for each."""
     # A buffer has a MiB on NFS, and would be filled for each header.
-    with _opened(path, -1 if payloads else 0) as file:
+    with opened(path, -1 if payloads else 0) as file:
         size = os.fstat(file.fileno()).st_size
         _check_header(path, file.read(FILE_HEADER.size))
         while (offset := file.tell()) < size:
             entry = _entry(file.read(RECORD_HEADER.size), offset)
-            payload = file.read(entry.length) if entry and payloads else b""
+            payload = file.read(entry.length) if entry and payloads and entry.end <= size else b""
             if not entry or entry.end > size or (payloads and zlib.crc32(payload) != entry.checksum):
                 _check_tail(path, file, offset, size)
                 return
             file.seek(entry.end)
             yield entry, payload
-
-
-@contextmanager
-def _opened(path: Path, buffering: int = -1) -> Iterator[BinaryIO]:
-    """Open a file to read it. MegarlError if it is a pipe or a device, of which there may be no end."""
-
-    def at_once(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NONBLOCK)
-
-    with open(path, "rb", buffering, opener=at_once) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise MegarlError(f"{path}: not a rollout journal (it is no regular file); move it away or restore it")
-        yield file
 
 
 def _check_header(path: Path, header: bytes) -> None:
@@ -159,7 +145,7 @@ def record_of(path: Path, entry: Entry, payload: bytes) -> JournalRecord:
 
 def read(path: Path, offset: int) -> JournalRecord:
     """Return the record at `offset`. MegarlError if it is damaged."""
-    with _opened(path) as file:
+    with opened(path) as file:
         file.seek(offset)
         entry = _entry(file.read(RECORD_HEADER.size), offset)
         payload = file.read(entry.length) if entry else b""

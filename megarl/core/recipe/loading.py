@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megarl.core.base.errors import MegarlError, listed
+from megarl.core.base.files import opened
 from megarl.core.recipe.removed import KeyFault, drop_removed
 from megarl.core.recipe.rules import impossible
 from megarl.core.recipe.tree import Recipe, RecipeTree
@@ -200,7 +201,7 @@ def _read(path: Path, derived: tuple[Path, ...] = ()) -> tuple[RecipeTree, Origi
 def _text(path: Path) -> str:
     """Read a recipe file. MegarlError if it cannot be read, is too large or is not UTF-8."""
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             data = file.read(LARGEST + 1)
         if len(data) > LARGEST:
             raise MegarlError(f"{path}: larger than {LARGEST} bytes, too large for a recipe; give another file")

@@ -21,6 +21,7 @@ from functools import partial
 from itertools import batched, cycle, islice
 from urllib.parse import urlsplit
 
+from megarl.core.base import terminal
 from megarl.core.base.architecture import in_directory
 from megarl.core.base.device import here
 from megarl.core.base.errors import MegarlError
@@ -116,7 +117,7 @@ def warmed_up(recipe: Recipe, url: str, endpoints: Endpoints) -> bool:
     try:
         check_kv(recipe, get_global_state().tokenizer_manager.max_req_input_len)
     except MegarlError as error:
-        print(f"megarl: {error}", file=sys.stderr, flush=True)
+        terminal.say(f"megarl: {error}", file=sys.stderr, flush=True)
         kill_process_tree(os.getpid(), include_parent=False)
         os._exit(2)
     return asyncio.run(warm_up(url, endpoints, recipe.evaluation.top_p))

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import msgspec
 
+from megarl.core.base.rundir import opened_jsonl
+
 log = logging.getLogger(__name__)
 
 LARGEST_BYTES = 32 << 20
@@ -112,7 +114,7 @@ class Spans:
                 data += _encode(self._rows.popleft()) + b"\n"
             try:
                 path.parent.mkdir(exist_ok=True)
-                with path.open("ab") as file:
+                with opened_jsonl(path) as file:
                     file.write(data)
                     full = file.tell() > LARGEST_BYTES
                 if full:

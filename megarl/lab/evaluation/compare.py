@@ -13,17 +13,18 @@ end of long ones. Each prompt's data are a script of their own, which is parsed 
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from html import escape
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
+from markupsafe import Markup
 from msgspec import UNSET
 from rich.console import Console
 from rich.table import Column, Table
 
+from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
 from megarl.core.evaluation.answers import Answer, Result, SuiteDir, suites_in
 from megarl.core.evaluation.metrics import Estimate, Outcome, choices, over_prompts, student
@@ -80,7 +81,7 @@ def main(out_a: Path, out_b: Path, suite: str | None, page: Path | None) -> int:
         raise MegarlError(f"-o: {page} is one page, both have answers to {', '.join(suites)}; choose one with --suite")
     if page is not None and not page.parent.is_dir():
         raise MegarlError(f"-o: {page.parent}: no such directory")
-    console = Console()
+    console = terminal.console()
     for name in suites:
         comparison = compare(name, *(read_side(out, name) for out in (out_a, out_b)))
         target = page or out_b / f"compare-{name}.html"
@@ -222,14 +223,14 @@ def write_comparison(comparison: SideBySide, target: Path) -> int | None:
     sizes = [len(answer.completion) for name in comparison.prompts for side in sides for answer in side.answers[name]]
     longest = max(SHORTEST, LARGEST // len(sizes))
     limit = None if sum(sizes) <= LARGEST or max(sizes) <= longest else longest
-    prompts = "\n".join(
-        f'<script type="application/json" class="prompt">{pictures.embedded(_prompt(comparison, name, limit))}</script>'
-        for name in comparison.prompts
+    script = Markup('<script type="application/json" class="prompt">{}</script>')
+    prompts = Markup("\n").join(
+        script.format(pictures.embedded(_prompt(comparison, name, limit))) for name in comparison.prompts
     )
     pictures.write_page(
         TEMPLATE,
         target,
-        title=escape(f"{comparison.suite}: {comparison.a.name} and {comparison.b.name}"),
+        title=f"{comparison.suite}: {comparison.a.name} and {comparison.b.name}",
         data=pictures.embedded(_overview(comparison, limit)),
         prompts=prompts,
     )

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.console import Console
 from rich.table import Column, Table
 
+from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import CHECKPOINT, RunDir, step_of, write_atomically
 from megarl.core.evaluation import metrics
@@ -66,7 +66,7 @@ def main(outs: Sequence[Path], suite: str | None, picture: Path | None) -> int:
         raise MegarlError(f"--picture: shows one suite; choose it with --suite ({', '.join(common)})")
     if picture is not None and picture.suffix not in ("", ".png", ".svg"):
         raise MegarlError(f"--picture: {picture}: it is drawn as PNG or SVG; end the name with .png or .svg")
-    console = Console()
+    console = terminal.console()
     for name in [suite] if suite else common:
         answered = {place: metrics.read_outcomes(SuiteDir(place, name).answers) for place in places}
         for place, outcomes in answered.items():

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -24,8 +25,10 @@ from rich import progress
 from rich.console import Console
 from rich.table import Column, Table
 
+from megarl.core.base import terminal
 from megarl.core.base.contracts import GraderDown
 from megarl.core.base.errors import MegarlError, first_of
+from megarl.core.base.files import contents
 from megarl.core.base.rundir import RunDir, write_atomically
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
 from megarl.core.evaluation.answers import Answer, Result, SuiteDir
@@ -44,7 +47,7 @@ def main(
 ) -> int:  # fmt: skip
     """Return 0, or 1 if an answer is void. None: as the suite says; for `out`, a directory in runs/evaluations."""
     outlive_screen()
-    console = Console()
+    console = terminal.console()
     subject = subject_of(model)
     out = out or Path("runs") / "evaluations" / re.sub(r"[^\w@.-]+", "-", subject.name).strip(".-")
     given = {"samples": samples, "prompts": limit, "data": json.dumps(data) if data else None}
@@ -56,6 +59,7 @@ def main(
     recipe, names = recipe_of(subject, words, [f"{k}={v}" for k, v in given.items() if v is not None], overrides, out)
     tokenizer = load_tokenizer(subject.hf)
     questions, results = [], []
+    reasons = Counter[str]()
     with lock(RunDir(recipe.run.path).path, "megarl eval", "--out"):
         for name in names:
             rows = recipe.evaluation.suites[name]
@@ -69,16 +73,23 @@ def main(
             _ask(subject, recipe, tokenizer, [q for q, _ in questions], out, console)
         for q, settings in questions:
             there = asked_now(q, read_outcomes(SuiteDir(out, q.name).answers))
+            reasons.update(outcome.void for outcome in there if outcome.void)
             results.append(result_of(q.name, subject.name, q.samples, settings, there))
             SuiteDir(out, q.name).write_result(results[-1])
     console.print(table(results))
     console.print(f"answers and results: {out}", highlight=False, soft_wrap=True)
     if said := never_thinks(results, recipe.length.end_of_thinking):
-        print(f"megarl: {said}", file=sys.stderr)
-    if void := any(result.metrics["void_rate"] for result in results):
-        left = "some answers could not be generated or judged and count as wrong; the same command tries them again"
-        print(f"megarl: {left}", file=sys.stderr)
-    return int(void)
+        terminal.say(f"megarl: {said}", file=sys.stderr)
+    if reasons:
+        terminal.say(f"megarl: {void_answers(reasons)}", file=sys.stderr)
+    return int(bool(reasons))
+
+
+def void_answers(reasons: Counter[str]) -> str:
+    """Return a sentence on answers that are void, with the most frequent reason."""
+    why, count = reasons.most_common(1)[0]
+    many = f"{reasons.total():,} answers could not be generated or judged and count as wrong"
+    return f"{many}; the same command tries them again. The reason of {count:,}: {why}"
 
 
 def asked_now(questions: SuiteQuestions, outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -100,7 +111,7 @@ def _with_earlier(questions: SuiteQuestions, place: SuiteDir, settings: Mapping[
     """Return the questions with the answers that already exist. MegarlError if those were made with other settings."""
     place.path.mkdir(parents=True, exist_ok=True)
     if place.settings.is_file():
-        before = json.loads(place.settings.read_bytes())
+        before = json.loads(contents(place.settings))
         if changed := [key for key in settings if before.get(key) != settings[key]]:
             otherwise = f"made with other settings: {', '.join(changed)} changed (see {place.settings.name})"
             raise MegarlError(f"{place.path}: has answers that were {otherwise}; give another --out, or remove it")
@@ -160,7 +171,7 @@ LINE_S = 30.0  # seconds between progress lines when the output is not a termina
 @contextmanager
 def counted(questions: Sequence[SuiteQuestions], console: Console) -> Iterator[Callable[[Answer], None]]:
     """Show the progress of each suite: answers so far, and the share that is right. Yield a function that counts an answer."""
-    name, share = progress.TextColumn("{task.description}"), progress.TextColumn("{task.fields[right]}")
+    name, share = progress.TextColumn("{task.description}", markup=False), progress.TextColumn("{task.fields[right]}")
     counts = (name, progress.BarColumn(), progress.MofNCompleteColumn(), share)
     times = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
     live, last = console.is_terminal, time.monotonic()

@@ -190,7 +190,6 @@ def answered(question: Question, suite: str, scores: Sequence[float], continuati
         vote=text,
         correct=chosen == question.gold,
         truncated=any(continuation.cut for continuation in continuations),
-        format_ok=True,
         tokens=continuations[chosen].scored,
         loglikelihoods=tuple(scores),
         chosen=chosen,
@@ -199,9 +198,10 @@ def answered(question: Question, suite: str, scores: Sequence[float], continuati
 
 
 def _void(question: Question, suite: str, why: str) -> Answer:
-    """Return an answer without scores. why: the reason why it is void, "" if it is not."""
+    """Return an answer without scores. why: the reason why it is void, "" if it is not. A void
+    answer is not malformed: its model wrote nothing."""
     return Answer(
         suite=suite, id=question.id, sample=0, prompt=question.context, expected=question.choices[question.gold],
-        completion="", answer="", vote="", correct=False, truncated=False, interrupted=False, format_ok=False,
+        completion="", answer="", vote="", correct=False, truncated=False, interrupted=False, format_ok=True,
         grader_timeout=False, grader_error=False, tokens=0, entropy=None, void=why, choices=question.choices,
     )  # fmt: skip

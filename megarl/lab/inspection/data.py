@@ -21,6 +21,7 @@ from rich.panel import Panel
 from rich.table import Column, Table
 from rich.text import Text
 
+from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError, printable
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
 from megarl.core.recipe import ColumnName, Recipe, load
@@ -81,7 +82,7 @@ def inspect(
     source: str, overrides: Sequence[str], columns: Sequence[str], mapping: str, tokenizer: Path | None, samples: int
 ) -> int:
     """Print what a source or a recipe holds; return 0. tokenizer: a model directory; samples: rows shown of each set."""
-    console = Console()
+    console = terminal.console()
     if not is_source(source):
         if mapping or columns:
             why = "not with a recipe, whose tasks have them (data.tasks.NAME.mapping, .columns)"
@@ -165,7 +166,7 @@ def look(
 def show(name: str, seen: Seen, console: Console, unit: str, limit: int | None, render: Render | None) -> None:
     """Print one prompt set, or traces if render is None. limit: the most tokens in a prompt or trace that is used."""
     if not seen.lengths:
-        console.print(f"[bold]{name}[/]: no rows")
+        console.print(Text.assemble((name, "bold"), ": no rows"))
         return
     prompts, answers = np.array(seen.lengths), np.array(seen.answers)
     parts = [_lengths_view("prompts", prompts, unit)]

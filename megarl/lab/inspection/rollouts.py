@@ -18,6 +18,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError, printable
 from megarl.core.base.rundir import RunDir
 from megarl.core.base.tokenizer import Tokenizer
@@ -39,7 +40,7 @@ def show(
 ) -> None:  # fmt: skip
     """Print groups of the run in `run_path`. MegarlError if there is no such journal, ticket or batch. limit: most groups in
     the table, or rollouts of a ticket. tokenizer: the policy's; without one, token ids are shown."""
-    console = console or Console()
+    console = console or terminal.console()
     reader = JournalReader(RunDir(run_path).rollouts)
     state = reader.fold()
     groups = reader.groups(_chosen(reader, state, ticket, step, limit))

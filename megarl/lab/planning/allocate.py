@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from rich.console import Console
 
+from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import RunDir, latest_rows, latest_scores
 from megarl.core.recipe import Recipe, differences, load
@@ -183,7 +183,7 @@ def main(
     said = list(_caveats(recipe, runs, paths, ranked[0], law, prices if posed else {}))
     if as_json:
         split = [s._asdict() | {"chosen": s.chosen._asdict()} for s in divided]
-        print(json.dumps({"choices": [c._asdict() for c in ranked], "splits": split, "caveats": said}, indent=2))
+        terminal.say(json.dumps({"choices": [c._asdict() for c in ranked], "splits": split, "caveats": said}, indent=2))
         return 0
     headings = "prompts", "rollouts\na prompt", "steps", "hours\na step", "score", "95 %", "chance to\nbe best"
     table = show.narrow("", *headings)
@@ -192,7 +192,7 @@ def main(
             score, low, high = (f"{value:.3f}" for value in (c.score, *c.interval))
             figures = f"{c.steps:,}", f"{c.hours:.3g}", score, f"{low} … {high}", f"{c.first:.0%}"
             table.add_row("as written" if c.batch == written else str(n), *map(str, c.batch), *figures)
-    console = Console(highlight=False)
+    console = terminal.console()
     console.print(f"{amount(budget, runs[0].curve.unit)} buy", table)
     if divided:
         titles = "answers\na prompt", "prompts x\nrollouts", "steps", "one", "by\nmajority", "by an\noracle"
@@ -201,7 +201,7 @@ def main(
             scores = ["–" if score is None else f"{score:.3f}" for score in (c.score, *of_n)]
             table.add_row("", str(n), "{} x {}".format(*c.batch), f"{c.steps:,}", *scores)
         console.print(f"\nor training, and then n answers to each of {answers:,} prompts", table)
-    print(*(f"note: {text}" for text in said), sep="\n")
+    terminal.say(*(f"note: {text}" for text in said), sep="\n")
     return 0
 
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.core.base import architecture
+from megarl.core.base import architecture, terminal
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import Recipe, load
 from megarl.lab.planning import show
@@ -32,11 +32,11 @@ def main(posed: PlanningProblem, drawn: tuple[int, Path] | None, as_json: bool, 
     chosen = show.named(posed, written, found, SIMULATED)
     simulated = _simulated(posed, chosen, found, *drawn) if drawn and chosen else show.Simulated()
     if as_json:
-        print(json.dumps(show.as_json(posed, written, found, simulated, price), indent=2))
+        terminal.say(json.dumps(show.as_json(posed, written, found, simulated, price), indent=2))
     else:
         show.tables(posed, written, found, simulated, price)
         if drawn and simulated.plans:
-            print(f"\n{drawn[1]}")
+            terminal.say(f"\n{drawn[1]}")
     return 0 if found.plans or not isinstance(written, str) else 1
 
 
@@ -82,5 +82,5 @@ def planned(name: str, overrides: Sequence[str], gpu: str) -> Recipe:
     if not plans:
         raise MegarlError(f"--plan: no layout of {name} fits {count} {gpu}; `megarl plan` says why each is refused")
     chosen = show.overrides(plans[0])
-    print("planned:", *chosen)
+    terminal.say("planned:", *chosen)
     return load(name, [*overrides, *chosen])

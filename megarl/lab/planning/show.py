@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 
-from rich.console import Console
 from rich.table import Column, Table
 
+from megarl.core.base import terminal
 from megarl.core.base.architecture import Architecture
 from megarl.core.server.checks import attention_problem
 from megarl.lab.planning import memory
@@ -35,7 +35,7 @@ def tables(
     problem: PlanningProblem, written: Plan | str, found: Found, simulated: Simulated, price: float | None
 ) -> None:
     """Print the recipe as written, the best plans, why others are refused, and the simulations. price: that of a GPU-hour."""
-    console, work, shape = Console(highlight=False), problem.work, problem.shape
+    console, work, shape = terminal.console(), problem.work, problem.shape
     console.print(
         f"{problem.gpus} x {problem.gpu.name} ({problem.gpu.memory / GB:.0f} GB); model of {shape.parameters / 1e9:.2f}B "
         f"parameters, {shape.active_parameters / 1e9:.2f}B active; {work.prompts} x {work.generations} rollouts a step of "

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 from matplotlib.axes import Axes
 
 from megarl.core.base.errors import MegarlError
@@ -142,14 +143,14 @@ def smooth(values: np.ndarray) -> np.ndarray:
     return (sums[high] - sums[low]) / (high - low)
 
 
-def svg(draw: Callable[[Axes], bool | None], title: str) -> str:
+def svg(draw: Callable[[Axes], bool | None], title: str) -> Markup:
     """Return one picture as an inline SVG element, or "" if there was nothing to draw."""
     with drawing((5.6, 2.9)) as (figure, (axes,)):
         axes.set_title(title)
         if draw(axes) is False:
-            return ""
+            return Markup("")
         text = rendered(figure, "svg").decode()
-    return text[text.index("<svg") :]
+    return Markup(text[text.index("<svg") :])  # matplotlib has escaped what it drew
 
 
 def reward_png(recipe: Recipe, rows: list[Row], evaluations: list[Row]) -> bytes:
@@ -192,7 +193,7 @@ def alarms(axes: Axes, history: Sequence[Alarm], steps: int) -> bool:
     return bool(history)
 
 
-def pictures(recipe: Recipe, rows: list[Row], timed: list[Row], evaluations: list[Row]) -> Sequence[str]:
+def pictures(recipe: Recipe, rows: list[Row], timed: list[Row], evaluations: list[Row]) -> Sequence[Markup]:
     """Return all SVGs of the report, in reading order, without empty ones. timed: the rows whose times are meaningful."""
     history = Health(rows).history
 
@@ -206,7 +207,7 @@ def pictures(recipe: Recipe, rows: list[Row], timed: list[Row], evaluations: lis
         axes.annotate(text, (0.01, limit), xycoords=at, va="bottom", color=RED, fontsize=8)
         return drawn
 
-    def plain(title: str, names: dict[str, str], *, log: bool = False) -> str:
+    def plain(title: str, names: dict[str, str], *, log: bool = False) -> Markup:
         return svg(lambda axes: lines(axes, rows, names, log=log), title)
 
     tasks = list(recipe.data.tasks)

@@ -3,11 +3,13 @@
 recipe.yaml, metrics.jsonl, eval.jsonl, rollouts/ ──► tiles, charts (inline SVG), table, sample rollouts ──► report.html
 """
 
-import html
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from markupsafe import Markup
+
+from megarl.core.base import terminal
 from megarl.core.base.rundir import Row, RunDir, latest_rows, latest_scores, write_atomically
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
 from megarl.core.base.types import Group, Rollout
@@ -27,7 +29,7 @@ MOST_CHARACTERS = 6000
 def main(run: Path) -> int:
     rundir = RunDir.opened(run)
     write_report(rundir)
-    print(f"{rundir.report}\n{rundir.picture}")
+    terminal.say(f"{rundir.report}\n{rundir.picture}")
     return 0
 
 
@@ -37,20 +39,19 @@ def write_report(rundir: RunDir) -> None:
     rows, evaluations = latest_rows(rundir.metrics), latest_scores(rundir.eval)
     values = summary.summarise(recipe, rundir, rows)
     drawn = charts.pictures(recipe, rows, summary.steady(rows, rundir), evaluations)
+    tile = Markup('<div class="tile"><b>{}</b><span>{}</span></div>')
+    line = Markup("<tr><td>{}</td><td>{}</td></tr>")
     pictures.write_page(
         TEMPLATE,
         rundir.report,
-        name=html.escape(recipe.run.name),
+        name=recipe.run.name,
         subtitle=f"{values['steps']} of {values['steps_planned']} steps",
-        tiles="".join(
-            f'<div class="tile"><b>{html.escape(text)}</b><span>{html.escape(name)}</span></div>'
-            for name, text in _tiles(values)
-        ),
-        charts="".join(f"<div>{picture}</div>" for picture in drawn),
-        table="".join(f"<tr><td>{html.escape(n)}</td><td>{html.escape(t)}</td></tr>" for n, t in summary.lines(values)),
+        tiles=_joined(tile.format(text, name) for name, text in _tiles(values)),
+        charts=_joined(Markup("<div>{}</div>").format(picture) for picture in drawn),
+        table=_joined(line.format(name, text) for name, text in summary.lines(values)),
         parity=_parity(rows),
         rollouts=_rollouts(recipe, rundir),
-        recipe=html.escape(dump(recipe)),
+        recipe=dump(recipe),
     )
     write_atomically(rundir.picture, charts.reward_png(recipe, rows, evaluations))
 
@@ -77,31 +78,40 @@ STATISTICS = {
 }
 
 
-def _parity(rows: Sequence[Row]) -> str:
+def _joined(parts: Iterable[Markup]) -> Markup:
+    return Markup("").join(parts)
+
+
+def _parity(rows: Sequence[Row]) -> Markup:
     """Return a table of how far servers and learner differ, with one row per cause, or "" if nothing was compared."""
-    found = parity.pooled(rows)
-    if not found:
-        return ""
+    pooled = parity.pooled(rows)
+    if not pooled:
+        return Markup("")
     heads = ["", *STATISTICS.values(), f"above {parity.SHARE_ABOVE:g}", "tokens", "publications"]
-    table = "".join(f"<th>{html.escape(head)}</th>" for head in heads)
-    for cause, d in found.items():
+    table = _row("th", heads)
+    for cause, d in pooled.items():
         values = ["same bits"] if d["max"] == 0 else [summary.show(d[name], ".1e") for name in STATISTICS]
         values += [""] * (len(STATISTICS) - len(values))
         values += [summary.show(d["share"], ".2%"), summary.show(d["tokens"]), summary.show(d["publications"])]
-        cells = "".join(f"<td>{html.escape(value)}</td>" for value in (charts.CAUSES[cause], *values))
-        table += f"</tr><tr>{cells}"
+        table += _row("td", [charts.CAUSES[cause], *values])
     text = "|difference| of log-probs, by cause; mean, share and k3 of all tokens, percentiles as medians of the publications."
     routing = summary.mean(rows, "parity_routing")
     text += "" if routing is None else f" Choices of experts that differ: {routing:.2%}."
-    return f'<h2>Servers against learner</h2><p class="sub">{text}</p><table class="parity"><tr>{table}</tr></table>'
+    page = '<h2>Servers against learner</h2><p class="sub">{}</p><table class="parity">{}</table>'
+    return Markup(page).format(text, table)
 
 
-def _rollouts(recipe: Recipe, rundir: RunDir) -> str:
+def _row(tag: str, cells: Sequence[str]) -> Markup:
+    cell = Markup("<{0}>{1}</{0}>")
+    return Markup("<tr>{}</tr>").format(_joined(cell.format(tag, text) for text in cells))
+
+
+def _rollouts(recipe: Recipe, rundir: RunDir) -> Markup:
     """Return a right and a wrong answer from each of the newest groups as HTML, coloured by weight version, or "" if there is
     no journal or tokenizer."""
     newest = _newest_groups(JournalReader(rundir.rollouts))
     if not newest or not (Path(recipe.model.path) / "tokenizer.json").exists():
-        return ""
+        return Markup("")
     tokenizer = load_tokenizer(recipe.model.path)
     chosen = [
         (group, rollout)
@@ -110,12 +120,12 @@ def _rollouts(recipe: Recipe, rundir: RunDir) -> str:
         for rollout in [r for r in group.rollouts if r.correct is right][:1]
     ]
     several = len(recipe.data.tasks) > 1
-    shown = "".join(_rollout(tokenizer, group, rollout, several) for group, rollout in chosen[:SAMPLES])
-    legend = (
+    shown = _joined(_rollout(tokenizer, group, rollout, several) for group, rollout in chosen[:SAMPLES])
+    legend = Markup(
         'Newest groups. <span class="v0">Backgrounds</span> <span class="v1">change</span> with the version of the weights; '
         '<span class="phrase">this one</span> was inserted and is not trained.'
     )
-    return f'<h2>Rollouts</h2><p class="sub">{legend}</p>{shown}'
+    return Markup('<h2>Rollouts</h2><p class="sub">{}</p>{}').format(legend, shown)
 
 
 def _newest_groups(reader: JournalReader) -> Sequence[Group]:
@@ -129,15 +139,26 @@ def _newest_groups(reader: JournalReader) -> Sequence[Group]:
     return newest
 
 
-def _rollout(tokenizer: Tokenizer, group: Group, rollout: Rollout, several_tasks: bool) -> str:
-    text = html.escape(tokenizer.decode(group.prompt.tokens))
+RIGHT = Markup('<span class="good">right</span>')
+WRONG = Markup('<span class="bad">wrong</span>')
+
+
+def _rollout(tokenizer: Tokenizer, group: Group, rollout: Rollout, several_tasks: bool) -> Markup:
     versions = sorted({s.weight_version for s in rollout.segments if s.trained})
+    parts = [Markup("{}").format(tokenizer.decode(group.prompt.tokens))]
     for segment in rollout.segments:
-        part = html.escape(tokenizer.continued(segment.tokens)[:MOST_CHARACTERS])
+        text = tokenizer.continued(segment.tokens)[:MOST_CHARACTERS]
         colour = f"v{versions.index(segment.weight_version) % 2}" if segment.trained else "phrase"
-        text += f'<span class="{colour}">{part}</span>'
-    mark = '<span class="good">right</span>' if rollout.correct else '<span class="bad">wrong</span>'
-    span = f"{versions[0]}–{versions[-1]}" if len(versions) > 1 else "".join(map(str, versions))
-    name = f"ticket {group.ticket}" + (f" · {group.prompt.task}" if several_tasks else "")
-    facts = f"{name} · {mark} · answer {html.escape(group.prompt.answer)} · weights {span} · {rollout.finish}"
-    return f'<p class="sub">{facts}</p><pre class="rollout">{text}</pre>'
+        parts.append(Markup('<span class="{}">{}</span>').format(colour, text))
+    facts = Markup(" · ").join(_facts(group, rollout, versions, several_tasks))
+    return Markup('<p class="sub">{}</p><pre class="rollout">{}</pre>').format(facts, _joined(parts))
+
+
+def _facts(group: Group, rollout: Rollout, versions: Sequence[int], several_tasks: bool) -> Iterable[str | Markup]:
+    yield f"ticket {group.ticket}"
+    if several_tasks:
+        yield group.prompt.task
+    yield RIGHT if rollout.correct else WRONG
+    yield f"answer {group.prompt.answer}"
+    yield "weights " + "–".join(map(str, dict.fromkeys([*versions[:1], *versions[-1:]])))
+    yield rollout.finish

@@ -21,14 +21,17 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import accumulate, batched, pairwise
 from pathlib import Path
 from typing import NamedTuple, cast
 
 import msgspec
 
+from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.rundir import RunDir, latest_rows
+from megarl.core.base.files import lines_of
+from megarl.core.base.rundir import RunDir, latest_rows, write_atomically
 from megarl.core.base.types import JsonObject
 from megarl.core.telemetry.spans import TICKETS, Life, Open, Span, SpanEvent, TraceRow, Value
 
@@ -178,14 +181,17 @@ def main(run: Path, steps: int, output: Path | None) -> int:
     rundir = RunDir.opened(run)
     trace = trace_of(rundir, steps)
     path = output or rundir.path / "trace.json.gz"
+    written = path.write_bytes if output else partial(write_atomically, path)  # which replaces a link
     data = json.dumps(trace, separators=(",", ":"), allow_nan=False).encode()
     try:
-        path.write_bytes(gzip.compress(data, 6) if path.suffix == ".gz" else data)
+        written(gzip.compress(data, 6) if path.suffix == ".gz" else data)
     except OSError as error:
         raise MegarlError(f"{path}: cannot be written: {error.strerror}; name another file with --output") from None
     shown = trace["otherData"]["steps"]
     what = f"steps {shown[0]} to {shown[-1]}" if shown else "no step is complete yet"
-    print(f"{path}: {what}, {len(trace['traceEvents'])} events; open it at https://ui.perfetto.dev or chrome://tracing")
+    terminal.say(
+        f"{path}: {what}, {len(trace['traceEvents'])} events; open it at https://ui.perfetto.dev or chrome://tracing"
+    )
     return 0
 
 
@@ -326,7 +332,7 @@ def _cut(begun: Iterable[Open], at: float) -> list[Span]:
 
 def _rows(path: Path) -> Iterator[TraceRow]:
     """Yield the rows of a file, if it still exists. Incomplete lines (a crash, a write in progress) are skipped."""
-    with suppress(FileNotFoundError), path.open("rb") as file:
-        for line in file:
+    with suppress(FileNotFoundError):
+        for line in lines_of(path):
             with suppress(msgspec.DecodeError):
                 yield _decode(line)

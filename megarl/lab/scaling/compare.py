@@ -4,8 +4,7 @@
 
 Exponents B of two fits are comparable only at one ceiling. ScaleRL compares those of all arms at one fixed A (section 4; .605)
 if the arms' A agree within 0.02, the difference between three seeds of one recipe (arXiv 2510.13786, section 2). That A is
-given, or the mean over all runs, weighted by how narrow their intervals are. Two runs that agree with each other, but not with
-that mean, are compared at their own.
+given, or the mean of all runs' A. Two runs that agree with each other, but not with that mean, are compared at their own.
 """
 
 import math
@@ -91,7 +90,7 @@ def compare(runs: Mapping[str, Sequence[Curve]], **options: Unpack[FitOptions]) 
             if (reached := float(found(found.hours[-1:])[0])) > given + SAME_CEILING:
                 advice = "give one that no run has passed"
                 raise MegarlError(f"--ceiling is {given:g}, and {name} has reached {reached:.3f}; {advice}")
-    ceiling = given or _pooled(fits.values())
+    ceiling = given or _mean_ceiling(fits.values())
     common: FitOptions = {**options, "ceiling": ceiling}
     at_ceiling = {name: fit(runs[name], **common) for name in fits} if len(fits) > 1 else {}
     pairs = []
@@ -102,7 +101,7 @@ def compare(runs: Mapping[str, Sequence[Curve]], **options: Unpack[FitOptions]) 
         ahead = overtakes(*named)
         both = {name: at_ceiling[name] for name in (reference, other)}
         if same and not given and max(abs(one.A - ceiling) for one in (first, second)) > SAME_CEILING:
-            at: FitOptions = {**options, "ceiling": _pooled((first, second))}
+            at: FitOptions = {**options, "ceiling": _mean_ceiling((first, second))}
             both = {name: fit(runs[name], **at) for name in both}
         said = _exponents(*named, both) if same else _ceiling(*named)
         text = f"{said} {_speed(*named)} {_lead(ahead, first, second)}"
@@ -110,12 +109,10 @@ def compare(runs: Mapping[str, Sequence[Curve]], **options: Unpack[FitOptions]) 
     return RunComparison(tuple(entries), tuple(pairs), ceiling, at_ceiling)
 
 
-def _pooled(fits: Iterable[Fit]) -> float:
-    """Return the mean A, weighted by how narrow the intervals are; 0 if there are no fits."""
-    if not (fits := list(fits)):
-        return 0.0
-    widths = np.array([np.ptp(fit.A_interval) for fit in fits])
-    return float(np.average([fit.A for fit in fits], weights=np.maximum(widths, 1e-3) ** -2))
+def _mean_ceiling(fits: Iterable[Fit]) -> float:
+    """Return the mean A of the fits; 0 of none."""
+    ceilings = [fit.A for fit in fits]
+    return float(np.mean(ceilings)) if ceilings else 0.0
 
 
 def overtakes(name_a: str, a: Fit, name_b: str, b: Fit) -> tuple[tuple[str, float], ...]:

@@ -34,8 +34,8 @@ Interval = tuple[float, float]
 CEILINGS = np.linspace(0.45, 0.8, 71)
 """The paper's values of A."""
 RECORDED = (
-    "form", "A", "B", "C_mid", "R_0", "sse", "rmse", "r2", "n", "window", "A_interval", "B_interval", "C_mid_interval",
-    "warnings",
+    "form", "A", "B", "C_mid", "R_0", "r0_from", "score_before", "sse", "rmse", "r2", "n", "window",
+    "A_interval", "B_interval", "C_mid_interval", "warnings",
 )  # fmt: skip
 
 
@@ -70,6 +70,7 @@ class Fit:
     remarks: tuple[str, ...]  # about the window
     unit: str
     r0_from: R0From
+    score_before: float | None  # the score before training, measured or given; None: unknown
     theta: np.ndarray  # [4] A, u, w, R_0 as in forms.py, with compute in units of `scale`
     posterior: Posterior
     hours: np.ndarray  # [n] hours of the points used, ascending
@@ -93,6 +94,15 @@ class Fit:
     @cached_property
     def warnings(self) -> tuple[str, ...]:
         return (*self.remarks, *doubts(self))
+
+
+class ConstantScores(MegarlError):
+    """No curve can be fitted to scores that are all the same. score: what they are, of `count`."""
+
+    def __init__(self, name: str, count: int, score: float) -> None:
+        super().__init__(f"{name}: all {count} scores are {score:g}; a constant has no midpoint and no ceiling")
+        self.count = count
+        self.score = score
 
 
 BEFORE_TRAINING = 0.03
@@ -161,6 +171,7 @@ def fit(
         remarks=remarks,
         unit=curves[0].unit,
         r0_from=r0_from,
+        score_before=known,
         theta=theta,
         posterior=posterior,
         hours=hours,
@@ -191,8 +202,7 @@ def _refuse(name: str, form: Form, hours: Array, scores: Array, r0: float | None
     if (amounts := np.unique(hours).size) <= parameters:
         raise MegarlError(f"{name}: only {amounts} different amounts of compute; nothing can be fitted to that")
     if np.ptp(scores) < 1e-9:  # also for scores whose squares are less than floats can represent
-        scores_are = f"all {len(scores)} scores are {scores[0]:g}"
-        raise MegarlError(f"{name}: {scores_are}; a constant has no midpoint and no ceiling")
+        raise ConstantScores(name, len(scores), float(scores[0]))
     if form.name == "power" and r0 is None:
         raise MegarlError(f"{name}: the power law cannot estimate R_0 (it only moves C_mid); give --r0")
 

@@ -1,15 +1,16 @@
 """Reads points of a learning curve (compute, held-out pass rate) from a run directory, a CSV or a JSONL file.
 
     RUN/eval.jsonl (+ epochs of metrics.jsonl)   ─┐
-    points.csv    gpu_hours,pass_rate[,seed,…]    ├─► Curve, one per seed: checked, sorted by compute, R_0 separate
-    points.jsonl  {"compute_hours": …, …}        ─┘
+    a table: gpu_hours, pass_rate[, seed, …]      ├─► Curve, one per seed: checked, sorted by compute, R_0 separate
+    (table_files.py)                             ─┘
 
-The score of the weights before training (at step 0, or without compute) is R_0, not a point of the curve.
+The score of the weights before training (at step 0, or without compute) is R_0, not a point of the curve. Rows without a score
+are left out, with a warning that counts them.
 """
 
-import csv
-import json
+import logging
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -20,7 +21,9 @@ import numpy as np
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import Row, RunDir, latest_rows, rows_in_order
+from megarl.lab.scaling.table_files import Placed, name_of, read_table
 
+log = logging.getLogger(__name__)
 HOURS = {"gpu": "GPU-hours", "core": "core-hours"}  # names of the units of compute, for people
 
 
@@ -78,14 +81,16 @@ def unit_name(unit: str) -> str:
 
 
 def read_points(source: str | Path, columns: PointColumns | None = None) -> list[Curve]:
-    """Read the curves of a run directory or a file, one per seed."""
-    path, columns = Path(source), columns or PointColumns()
+    """Read the curves of a run directory, its eval.jsonl, or a table, one per seed."""
+    path = Path(source)
+    columns = columns or PointColumns()
+    if path.name == "eval.jsonl" and (path.parent / "recipe.yaml").exists():
+        path = path.parent
     if path.is_dir():
         return [_run(path, columns)]
     if not path.exists():
         raise MegarlError(f"{path}: no such run directory or file of points")
-    rows = list(_jsonl(path) if path.suffix == ".jsonl" else _csv(path))
-    return curves_of_rows(path.stem, rows, columns, str(path))
+    return curves_of_rows(name_of(path), read_table(path), columns, str(path))
 
 
 def curve_of_run(name: str, scores: Sequence[Row], steps: Iterable[Row], where: str, columns: PointColumns) -> Curve:
@@ -126,67 +131,100 @@ def _forecast_column(path: Path) -> str:
     return recipe.forecast_column
 
 
-def _csv(path: Path) -> Iterable[tuple[str, Row]]:
-    """Yield rows, each with its place for error messages."""
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets write a byte order mark
-            lines = [line for line in file if not line.startswith("#")]
-            separator = max(",;\t", key="".join(lines[:1]).count)  # some countries' spreadsheets write semicolons
-            reader = csv.DictReader(lines, delimiter=separator, skipinitialspace=True)
-            for number, row in enumerate(reader, 1):
-                where = f"{path}, row {number}"
-                if None in row or None in row.values():
-                    raise MegarlError(f"{where}: {len(reader.fieldnames or ())} headers, but another number of fields")
-                yield where, row
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise MegarlError(f"{path}: not a CSV file ({error})") from error
-
-
-def _jsonl(path: Path) -> Iterable[tuple[str, Row]]:
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise MegarlError(f"{path}: not a JSONL file ({error})") from error
-    for number, line in enumerate(lines, 1):
-        where = f"{path}, line {number}"
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise MegarlError(f"{where}: not JSON ({error})") from error
-        if not isinstance(row, dict):
-            raise MegarlError(f"{where}: not a JSON object")
-        yield where, row
-
-
-def curves_of_rows(name: str, rows: Sequence[tuple[str, Row]], columns: PointColumns, where: str) -> list[Curve]:
+def curves_of_rows(name: str, rows: Sequence[Placed], columns: PointColumns, where: str) -> list[Curve]:
     """Build one curve per value of `seed`. If a step has several rows, the last one counts."""
     if not rows:
         raise MegarlError(f"{where}: no points in it")
-    known, score = rows[0][1], columns.score or "pass_rate"
-    hours = columns.hours or next((name for name in ("gpu_hours", "compute_hours") if name in known), None)
-    if hours is None:
-        has = f"no column gpu_hours or compute_hours (it has {', '.join(known)})"
-        raise MegarlError(f"{where}: {has}; name yours with --hours-column")
-    scored = [(at, row) for at, row in rows if score in row]  # a suite may have been added in the middle of a run
-    for column, there in ((hours, hours in known), (score, scored)):
-        if not there:
-            has = f"no column {column!r} (it has {', '.join(known)})"
-            raise MegarlError(f"{where}: {has}; name yours with --hours-column, --score-column")
+    hours, score = _columns(rows, columns, where)
+    scored = _with_a_score([(at, row) for at, row in rows if score in row], score, where)
     seeds: dict[int | None, dict[float, _Point]] = {}
     for n, (at, row) in enumerate(scored):
-        seed, step = (None if row.get(c) in (None, "") else _number(at, row, c) for c in ("seed", "step"))
-        seed = None if seed is None else int(seed)
+        seed = _integer(at, row, "seed")
+        step = _step(at, row)
         point = _point(at, row, hours, score, step)
         seeds.setdefault(seed, {})[step if step is not None else -1 - n] = point
     unit = _unit(where, rows, hours)
     return [_curve(name, seed, points, unit, hours, where) for seed, points in seeds.items()]
 
 
+TENSORBOARD = {"Wall time", "Step", "Value"}
+"""The columns of TensorBoard's CSV files."""
+STEPS = ("step", "Step", "_step", "global_step")
+"""Names of a step: ours, wandb's and TensorBoard's, wandb's in its history, other trainers'."""
+MOST_SHOWN = 12
+"""Columns named in a message; wandb exports thousands."""
+
+
+def _columns(rows: Sequence[Placed], columns: PointColumns, where: str) -> tuple[str, str]:
+    """Return the columns of compute and of the score. MegarlError if there is none, or several."""
+    known = list(dict.fromkeys(name for _, row in rows for name in row))
+    if known and set(known) <= TENSORBOARD and not (columns.hours and columns.score):
+        fix = "to fit over steps, give --hours-column Step --score-column Value"
+        raise MegarlError(f"{where}: a file of TensorBoard, which has steps and no compute; {fix}")
+    shown = ", ".join(known[:MOST_SHOWN])
+    if len(known) > MOST_SHOWN:
+        shown += f" and {len(known) - MOST_SHOWN} more"
+    defaults = (columns.hours,) if columns.hours else ("gpu_hours", "compute_hours")
+    hours = next(filter(None, (_column(known, name, where) for name in defaults)), None)
+    if hours is None:
+        wanted = repr(columns.hours) if columns.hours else " or ".join(defaults)
+        step = next((name for name in STEPS if name in known and not columns.hours), "")
+        over_steps = f"; --hours-column {step} fits over steps" if step else ""
+        raise MegarlError(f"{where}: no column {wanted} (it has {shown}); name yours with --hours-column{over_steps}")
+    wanted = columns.score or "pass_rate"
+    score = _column(known, wanted, where)
+    if score is None:
+        raise MegarlError(f"{where}: no column {wanted!r} (it has {shown}); name yours with --score-column")
+    return hours, score
+
+
+def _column(known: Sequence[str], name: str, where: str) -> str | None:
+    """Return the column of this name, or the one that wandb wrote for it: `run - eval/pass_rate`. Its
+    `…__MIN` and `…__MAX` are not meant. MegarlError if several runs have one."""
+    if name in known:
+        return name
+    metrics = {column: column.rpartition(" - ")[2] for column in known}
+    exported = [column for column, metric in metrics.items() if metric == name or metric.endswith(f"/{name}")]
+    if len(exported) > 1:
+        several = " and ".join(map(repr, exported[:MOST_SHOWN]))
+        raise MegarlError(f"{where}: any of {several} may be meant by {name}; choose one with --score-column")
+    return exported[0] if exported else None
+
+
+NO_VALUE = {"", "nan", "-nan", "na", "n/a", "#n/a", "<na>", "null", "none", "-", "–"}
+"""What programs and people write, in lower case, where there is no value."""
+
+
+def _is_missing(value: object) -> bool:
+    if isinstance(value, str):
+        return value.strip().lower() in NO_VALUE
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _with_a_score(rows: Sequence[Placed], score: str, where: str) -> list[Placed]:
+    """Return the rows that have a score; say how many have none. MegarlError if all have none."""
+    scored = [(at, row) for at, row in rows if not _is_missing(row[score])]
+    left_out = len(rows) - len(scored)
+    if not scored:
+        raise MegarlError(f"{where}: {score} is empty in each of its {left_out} rows")
+    if left_out:
+        log.warning("%s: %d of %d rows have no %s and are left out", where, left_out, len(rows), score)
+    return scored
+
+
+def _step(where: str, row: Row) -> float | None:
+    """Return the row's step, if it has one."""
+    column = next((name for name in STEPS if not _is_missing(row.get(name))), None)
+    return None if column is None else _number(where, row, column)
+
+
+def _integer(where: str, row: Row, column: str) -> int | None:
+    return None if _is_missing(row.get(column)) else int(_number(where, row, column))
+
+
 def _unit(where: str, rows: Sequence[tuple[str, Row]], hours: str) -> str:
     """Return the unit of compute that the rows state; if none does, GPU-hours, or the column's own name if it has no hours."""
-    stated = {str(row["compute_unit"]) for _, row in rows if row.get("compute_unit")}
+    stated = {str(row["compute_unit"]) for _, row in rows if not _is_missing(row.get("compute_unit"))}
     if len(stated) > 1 or not stated <= HOURS.keys():
         advice = "it is gpu or core, the same in all rows"
         raise MegarlError(f"{where}: compute_unit is {', '.join(sorted(stated))}; {advice}")
@@ -197,9 +235,9 @@ def _answers(where: str, row: Row, score: str) -> int | None:
     """Return the number of answers per score, from one row: the column `answers`, or prompts times samples in eval.jsonl."""
     suffix = score.removeprefix("pass_rate")
     prompts, samples = f"n_prompts{suffix}", f"samples{suffix}" if f"samples{suffix}" in row else "samples"
-    if row.get(prompts) and row.get(samples):
+    if all(row.get(name) and not _is_missing(row[name]) for name in (prompts, samples)):
         answers = _number(where, row, prompts) * _number(where, row, samples)
-    elif row.get("answers") in (None, ""):
+    elif _is_missing(row.get("answers")):
         return None
     else:
         answers = _number(where, row, "answers")
@@ -211,7 +249,7 @@ def _answers(where: str, row: Row, score: str) -> int | None:
 def _point(where: str, row: Row, hours: str, score: str, step: float | None) -> _Point:
     compute, rate = _number(where, row, hours), _number(where, row, score)
     if not 0 <= rate <= 1:
-        hint = "; if it is in percent, divide it by 100" if 1 < rate <= 100 else ""
+        hint = "; if it is in percent, write 54.2% or divide by 100" if 1 < rate <= 100 else ""
         raise MegarlError(f"{where}: {score} is {rate:g}, not a pass rate between 0 and 1{hint}")
     if compute < 0:
         raise MegarlError(f"{where}: {hours} is {compute:g}; compute is cumulative and cannot be negative")
@@ -236,6 +274,10 @@ def _curve(name: str, seed: int | None, points: Mapping[float, _Point], unit: st
             fell = f"{hours} falls from {one.hours:g} at step {step:g} to {other.hours:g} at step {later:g}"
             raise MegarlError(f"{where}: {fell}; it is cumulative, also over restarts")
     trained = sorted(point for point in points.values() if not point.before)
+    without_step = Counter(point.hours for step, point in points.items() if step < 0 and not point.before)
+    if repeated := [at for at, count in without_step.items() if count > 1]:
+        several = f"several scores at {hours} {', '.join(f'{at:g}' for at in repeated[:3])}"
+        log.warning("%s: %s count as those of one run; several runs need a column `seed`", where, several)
     compute, rates = np.array([point[:2] for point in trained], dtype=np.float64).reshape(-1, 2).T
     answers = [point.answers for point in trained] or [point.answers for point in points.values()]
     known = answers[-1] if None not in answers else None
@@ -247,9 +289,10 @@ def _curve(name: str, seed: int | None, points: Mapping[float, _Point], unit: st
 def _number(where: str, row: Row, column: str) -> float:
     value = row.get(column)
     try:
-        number = float(value)  # type: ignore[arg-type]
+        number = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
-        raise MegarlError(f"{where}: {column} is {value!r}, not a number") from None
+        number = math.nan
     if not math.isfinite(number):
-        raise MegarlError(f"{where}: {column} is {number}; leave out points without a score")
+        hint = "; is the comma a decimal mark?" if isinstance(value, str) and "," in value else ""
+        raise MegarlError(f"{where}: {column} is {value!r}, not a number{hint}")
     return number

@@ -23,7 +23,9 @@ class Law(msgspec.Struct, frozen=True, kw_only=True):
     A: float
     B: float
     C_mid: float | None = None
-    hours: float | None = None
+    figure: int | None = None  # of the paper, where it is drawn with its points
+    fitted: float | None = None  # GPU-hours up to which the paper fitted it; the rest is its test
+    hours: float | None = None  # GPU-hours of the run
     mark: str = ""
     r0: float = 0.0  # read off the paper's figure 1 and used for all rows, as the paper does not state it
 

@@ -29,7 +29,7 @@ from megarl.core.base.rundir import Row, RunDir, latest_rows, latest_scores, ste
 from megarl.core.evaluation.answers import SuiteDir, suites_in
 from megarl.core.evaluation.metrics import by_prompt, pass_at_k, powers_up_to, read_outcomes
 from megarl.core.recipe import load
-from megarl.lab.scaling.fit import Fit, FitOptions, Interval, fit
+from megarl.lab.scaling.fit import ConstantScores, Fit, FitOptions, Interval, fit
 from megarl.lab.scaling.overoptimisation import RISES, straying, trend
 from megarl.lab.scaling.points import Curve, PointColumns, binomial_noise, curve_of_run
 
@@ -74,12 +74,20 @@ class Slice:
 
     def record(self) -> dict[str, object]:
         """Return a record for JSON, with all scores in the objective's own unit."""
-        law, (before, last) = None, self.ends or (None, None)
-        if found := self.fit:
-            a_interval = [self.shown(end) for end in found.A_interval]
-            law = found.record() | {"A": self.shown(found.A), "R_0": self.shown(found.R_0), "A_interval": a_interval}
+        before, last = self.ends or (None, None)
+        law = None if self.fit is None else self.fit.record() | self._in_own_unit(self.fit)
         known = {"task": self.task, "kind": self.kind, "slice": self.name, "prompts": self.values.shape[1]}
         return known | {"before": before, "last": last, "law": law, "problem": self.problem}
+
+    def _in_own_unit(self, fitted: Fit) -> dict[str, object]:
+        """Return those parameters of a law that are scores."""
+        before = fitted.score_before
+        return {
+            "A": self.shown(fitted.A),
+            "R_0": self.shown(fitted.R_0),
+            "A_interval": [self.shown(end) for end in fitted.A_interval],
+            "score_before": None if before is None else self.shown(before),
+        }
 
 
 def slices(run: Path, hours: str | None = None, **how: Unpack[FitOptions]) -> list[Slice]:
@@ -185,6 +193,9 @@ def _with_law(
     curve = replace(curve_of_run(where, points, metrics, where, columns), noise=noise[trained])
     try:
         found = fit([curve], **how)
+    except ConstantScores as constant:
+        problem = str(ConstantScores(where, constant.count, part.shown(constant.score)))
+        return replace(part, curve=curve, problem=problem.removeprefix(f"{where}: "))
     except MegarlError as error:
         return replace(part, curve=curve, problem=str(error).removeprefix(f"{where}: "))
     change, errors = trend(np.array([row["step"] for row in rows]), part.values, straying(part.values))

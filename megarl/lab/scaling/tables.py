@@ -4,9 +4,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Column, Table
+from rich.text import Text
 
+from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
 from megarl.lab.scaling.compare import RunComparison
 from megarl.lab.scaling.extrapolate import BEFORE, Later, Reached
@@ -19,27 +20,38 @@ from megarl.lab.scaling.transfer import Transferred
 if TYPE_CHECKING:
     from megarl.lab.scaling.slices import Slice  # imports more than a fit needs
 
-R0_FROM = {"evaluation": "measured before training", "given": "given", "estimate": "estimated"}
+
+SAME_SCORE = 5e-4  # scores are printed with three digits
 
 
 def show(table: Table) -> None:
-    console = Console()
+    console = terminal.console()
     console.print(table)
     console.print()
 
 
 def say(found: Fit, text: str, warnings: Sequence[str] | None = None) -> None:
     """Print a text, then warnings, by default those of the fit."""
-    print(text)
+    terminal.say(text)
     if found.unit == "core":
-        print("Compute is core-hours of CPUs, not GPU-hours: it compares only with runs on CPUs.")
+        terminal.say("Compute is core-hours of CPUs, not GPU-hours: it compares only with runs on CPUs.")
     for warning in found.warnings if warnings is None else warnings:
-        print(f"warning: {warning}")
+        terminal.say(f"warning: {warning}")
 
 
 def window(found: Fit) -> str:
     begin, end = amount(found.window[0]), amount(found.window[1], found.unit)
-    return f"R_0 = {found.R_0:.3f} ({R0_FROM[found.r0_from]}). Fitted from {begin} to {end}."
+    return f"R_0 = {found.R_0:.3f} ({_origin(found)}). Fitted from {begin} to {end}."
+
+
+def _origin(found: Fit) -> str:
+    """Return where R_0 comes from. A measured score before training is only evidence of it (fit.py),
+    unless the form or the grid takes it as it is."""
+    if found.score_before is None:
+        return "estimated from the points"
+    if abs(found.R_0 - found.score_before) < SAME_SCORE:
+        return "given" if found.r0_from == "given" else "as measured before training"
+    return f"fitted; the score before training is {found.score_before:.3f}"
 
 
 def between_seeds(each: Sequence[Fit]) -> str:
@@ -136,12 +148,12 @@ def later(found: Fit, after: Later) -> str:
     )
 
 
-def _parameters(found: Fit, score: Callable[[float], float] = float) -> tuple[str, str, str]:
+def _parameters(found: Fit, score: Callable[[float], float] = float) -> tuple[Text, Text, Text]:
     """Return texts of A, B and C_mid, each with its interval. score: converts A to its own unit."""
 
-    def over(text: Callable[[float], str], value: float, ends: tuple[float, float]) -> str:
+    def over(text: Callable[[float], str], value: float, ends: tuple[float, float]) -> Text:
         low, high = map(text, ends)
-        return f"{text(value)}\n[dim]{low} … {high}[/]"
+        return Text.assemble(f"{text(value)}\n", (f"{low} … {high}", "dim"))
 
     return (
         over("{:.3f}".format, score(found.A), (score(found.A_interval[0]), score(found.A_interval[1]))),
@@ -175,4 +187,4 @@ def say_slices(parts: Sequence["Slice"]) -> None:
             shares = "" if part.unit == (0, 1) else " (in shares of its range)"
             names.setdefault(warning, []).append(f"{part.task}, {part.name}{shares}")
     for warning, those in names.items():
-        print(f"warning: {'; '.join(those)}: {warning}")
+        terminal.say(f"warning: {'; '.join(those)}: {warning}")

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Column, Table
 
+from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.process import SUPERVISOR
 from megarl.core.base.rundir import latest_rows, latest_scores, write_atomically
@@ -75,7 +76,7 @@ def table_and_plots(path: Path) -> int:
     """Write the results of a study, also of an unfinished one; return the exit status."""
     from megarl.lab.study import results, search  # `results` imports matplotlib, so only when needed
 
-    study, console = plan.opened(path), Console()
+    study, console = plan.opened(path), terminal.console()
     if study.rungs:
         write_atomically(path / "search.md", search.report(study).encode())
         console.print((path / "search.md").read_text(), highlight=False)
@@ -105,8 +106,8 @@ def _study(kind: str, recipes: Mapping[str, Recipe], options: StudyOptions, hook
     if (study := prepared(kind, recipes, options)) is None:
         return 0
     if options.task is None:
-        return run(study, study.tasks, Console(), hooks) or hooks.end(study.path)
-    return run(study, [study.tasks[options.task]], Console(), hooks)
+        return run(study, study.tasks, terminal.console(), hooks) or hooks.end(study.path)
+    return run(study, [study.tasks[options.task]], terminal.console(), hooks)
 
 
 def prepared(
@@ -123,7 +124,7 @@ def prepared(
         if rungs:
             arms = f"{len(recipes)} arms x {len(seeds)} seeds"
             runs = f"{arms}, half of them dropped at each of steps {', '.join(map(str, rungs))}"
-        Console().print(planned(f"{path}: {runs}", recipes))
+        terminal.console().print(planned(f"{path}: {runs}", recipes))
         return None
     return plan.prepare(path, recipes, seeds, rungs, branch)
 
@@ -192,7 +193,7 @@ def run(study: Study, tasks: Sequence[StudyTask], console: Console, hooks: Study
             last = time.monotonic()
             done = sum(hooks.ended(task) for task in study.tasks)
             at = "step {}, pass rate {}".format(*_progress(now))
-            print(f"{done}/{len(study.tasks)} done · {now.name}: {now.state()}, {at}", flush=True)
+            terminal.say(f"{done}/{len(study.tasks)} done · {now.name}: {now.state()}, {at}", flush=True)
 
     with stop_requests() as stop_request, live or nullcontext():
         for task in tasks:

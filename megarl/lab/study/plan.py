@@ -11,9 +11,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+import msgspec
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.files import contents
+from megarl.core.base.hf_files import read_json
 from megarl.core.base.rundir import RunDir, write_atomically
 from megarl.core.recipe import Recipe, differences, dump, load
 
@@ -55,7 +59,7 @@ class StudyTask:
         if not self.rundir.summary.exists():
             return "begun" if self.rundir.recipe.exists() else "waiting"
         states: dict[str, TaskState] = {"finished": "done", "failed": "failed"}
-        state = states.get(json.loads(self.rundir.summary.read_text())["outcome"], "begun")
+        state = states.get(str(read_json(self.rundir.summary).get("outcome")), "begun")
         if state == "done" and self.steps and load(str(self.rundir.recipe)).run.steps < self.steps:
             return "begun"
         return state
@@ -118,10 +122,21 @@ def prepare(
     return study
 
 
+class _Record(msgspec.Struct):
+    """STUDY/study.json. Names of variants are names of files."""
+
+    variants: tuple[Annotated[str, msgspec.Meta(pattern=r"^[^/\0]+$")], ...]
+    seeds: tuple[int, ...]
+    rungs: tuple[int, ...] = ()
+    branch: int = 0
+
+
 def opened(path: Path) -> Study:
+    file = path / "study.json"
+    if not file.exists():
+        raise MegarlError(f"{path}: no study (no study.json); `megarl study loo` or `compare` makes one")
     try:
-        record = json.loads((path / "study.json").read_text())
-    except FileNotFoundError:
-        raise MegarlError(f"{path}: no study (no study.json); `megarl study loo` or `compare` makes one") from None
-    variants, seeds, rungs = (tuple(record.get(part, ())) for part in ("variants", "seeds", "rungs"))
-    return Study(path, variants, seeds, rungs, record.get("branch", 0))
+        record = msgspec.json.decode(contents(file), type=_Record)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MegarlError(f"{file}: not what a study writes: {error}") from None
+    return Study(path, record.variants, record.seeds, record.rungs, record.branch)

@@ -58,11 +58,14 @@ class VariantResult(NamedTuple):
 def write(study: Study, console: Console) -> int:
     """Write all files, and print the table. MegarlError while no run has finished."""
     rows, done = collect(study), [task for task in study.tasks if task.state() == "done"]
-    (study.path / "points").mkdir(exist_ok=True)
+    points = study.path / "points"
+    if points.is_symlink():
+        raise MegarlError(f"{points}: a link, and files of a study would be written where it leads; remove it")
+    points.mkdir(exist_ok=True)
     for task in done:  # for `megarl scaling`; no value has a comma
         lines = [f"{h:.6f},{rate:.6f},{','.join(map(str, rest))}" for h, rate, *rest in read(task)]
         text = "\n".join([",".join(EvaluationPoint._fields), *lines, ""])
-        write_atomically(study.path / "points" / f"{task.name}.csv", text.encode())
+        write_atomically(points / f"{task.name}.csv", text.encode())
     missing = [task.name for task in study.tasks if task not in done]
     write_atomically(study.path / "table.md", markdown(rows, missing).encode())
     plot_scaling(rows, study.path / "scaling")
@@ -139,7 +142,7 @@ def markdown(rows: Sequence[VariantResult], missing: Sequence[str] = ()) -> str:
     ceilings = [row.at_ceiling.A for row in rows if row.at_ceiling is not None]
     held = ""
     if len(ceilings) > 1:
-        held = f", B with A held at {ceilings[0]:.3f}, the mean of all variants by their certainty"
+        held = f", B with A held at {ceilings[0]:.3f}, the mean of all variants"
     lines = [
         "| " + " | ".join(HEADINGS) + " |",
         "|" + "---|" * len(HEADINGS),

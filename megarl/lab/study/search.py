@@ -21,9 +21,12 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+import yaml
 from rich.console import Console
 
+from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.files import contents
 from megarl.core.base.rundir import latest_rows, latest_scores, write_atomically
 from megarl.core.recipe import Recipe, dump, load
 from megarl.lab.scaling.compare import SAME_CEILING, compare
@@ -80,7 +83,7 @@ def search(names: Sequence[str], options: StudyOptions, how: SearchOptions) -> i
     """Search among recipes and their variations by `vary`. If a task is given, run only its part of the present rung."""
     recipes = arms(names, options.overrides, how.vary)
     study = prepared(f"search-{next(iter(recipes))}", recipes, options, _rungs(recipes, how), how.branch)
-    return 0 if study is None else advance(study, Console(), options.task)
+    return 0 if study is None else advance(study, terminal.console(), options.task)
 
 
 def arms(names: Sequence[str], overrides: Sequence[str], vary: Sequence[str]) -> dict[str, Recipe]:
@@ -89,20 +92,42 @@ def arms(names: Sequence[str], overrides: Sequence[str], vary: Sequence[str]) ->
     first: dict[str, tuple[tuple[str, str], ...]] = {}  # the values with which a recipe was first made
     axes = []
     for axis in vary:
-        key, equals, values = axis.partition("=")
-        if not equals or not all(values.split(",")):
+        key, _, values = axis.partition("=")
+        each = listed_values(values)
+        if not key or not each:
             raise MegarlError(f"--vary: {axis!r} is not KEY=A,B, such as learner.optimizer.lr=1e-4,2e-4")
-        axes.append([(key, value) for value in values.split(",")])
+        axes.append([(key, value) for value in each])
     for pairs in itertools.product(*axes):
-        ends = [re.sub(r"[^A-Za-z0-9._-]+", "-", f"{key.rpartition('.')[2]}-{value}") for key, value in pairs]
+        ends = [_in_a_name(key, value) for key, value in pairs]
         for name, recipe in side_by_side(names, [*overrides, *("=".join(pair) for pair in pairs)]).items():
-            arm, run = "-".join([name, *ends]), recipe.run.model_copy(update={"name": "", "seed": 0})
+            arm = "-".join([name, *ends])
+            while arm in found:  # such as of +1 and -1
+                arm += "-2"
             found[arm] = recipe
+            run = recipe.run.model_copy(update={"name": "", "seed": 0})
             if (twin := first.setdefault(dump(recipe.model_copy(update={"run": run})), pairs)) is not pairs:
                 same = " and ".join(" ".join(map("=".join, each)) for each in (twin, pairs))
                 advice = "leave one out"
                 raise MegarlError(f"--vary: {same} make the same recipe, as every run gets the study's seeds; {advice}")
     return found
+
+
+def listed_values(text: str) -> list[str]:
+    """Split values at the commas between them, as YAML does: a list, a mapping and a quoted text are
+    one value each. Return each as it is written; none if the text is not such a list."""
+    try:
+        node = yaml.compose(f"[{text}]", yaml.SafeLoader)
+    except yaml.YAMLError:
+        return []
+    if not isinstance(node, yaml.SequenceNode) or node.end_mark.index != len(text) + 2:
+        return []
+    return [text[one.start_mark.index - 1 : one.end_mark.index - 1].strip() for one in node.value]
+
+
+def _in_a_name(key: str, value: str) -> str:
+    """Return a key's last part and its value as they stand in the name of an arm."""
+    bare = value.strip("[]{}'\" ")
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", f"{key.rpartition('.')[2]}-{bare}")
 
 
 def _rungs(recipes: Mapping[str, Recipe], how: SearchOptions) -> list[int]:
@@ -163,7 +188,7 @@ def _file(study: Study, step: int) -> Path:
 
 
 def _read(file: Path) -> Rung:
-    return msgspec.json.decode(file.read_bytes(), type=Rung)
+    return msgspec.json.decode(contents(file), type=Rung)
 
 
 def decide(study: Study, stage: Study) -> Rung:

@@ -61,7 +61,7 @@ def prepare(
         raise MegarlError(f"{out}: cannot make this directory: {error.strerror}") from None
     evaluation = overlap_with(against)
     bars = (
-        TextColumn("{task.description:>8}"),
+        TextColumn("{task.description:>8}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         _RowsPerSecond(),

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from checkpoints_tools import convert, partial
 from checkpoints_tools.__main__ import main
 from checkpoints_tools.layout import Parallelism
-from checkpoints_tools.partial import PROGRESS, Partial
+from checkpoints_tools.partial import PROGRESS, Partial, writing
 from checkpoints_tools.safetensors_files import Directory
 from megarl.core.base.errors import MegarlError
 from megarl.core.models import checkpoint
@@ -250,6 +251,21 @@ def test_an_error_waits_for_the_second_thread(tmp_path: Path, monkeypatch: pytes
 def test_a_place_that_cannot_be_written(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert "cannot be written" in refused(capsys, "convert", "hf-to-megatron", directory, tmp_path / "file" / "out")
+
+
+def test_a_note_that_a_kill_cut_off_spoils_no_later_one(tmp_path: Path) -> None:
+    """It would, if the next one were written behind it on the same line."""
+    same = {"command": "x"}
+    folder = tmp_path / ".out.partial"
+    folder.mkdir()
+    (folder / PROGRESS).write_text(json.dumps(same) + '\n{"file": "a.safeten')
+    with suppress(KeyboardInterrupt), writing(tmp_path / "out", same) as begun:
+        begun.unfinished("b").write_bytes(b"weights")
+        begun.finish("b", 1)
+        begun.flush()
+        raise KeyboardInterrupt
+    identity, note = map(json.loads, (folder / PROGRESS).read_text().splitlines())
+    assert (identity, note) == (same, {"file": "b", "bytes": 7, "note": 1})
 
 
 DIES = """

@@ -8,19 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from megarl.core.base import rundir
+from megarl.core.base import files, rundir
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import (
     RunDir,
     append_jsonl,
     by_step,
     latest_rows,
+    opened_jsonl,
     read_jsonl,
     rows_in_order,
     write_atomically,
 )
+from megarl.core.evaluation.answers import SuiteDir
 from megarl.core.journal.journal import Journal
 from megarl.core.journal.records import Admitted
+from megarl.core.telemetry.spans import Spans
 from megarl.run.observe import Observer
 from megarl.run.process import lock
 from tests.full_disk import files_no_larger_than
@@ -33,13 +36,79 @@ def test_rows_supersede_by_step(tmp_path: Path) -> None:
     assert latest_rows(path) == [{"step": 0, "loss": 1.0}, {"step": 1, "loss": 3.0}, {"step": 2, "loss": 4.0}]
 
 
-def test_a_line_cut_by_a_crash_spoils_only_itself(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    append_jsonl(path, {"step": 0})
-    with path.open("ab") as file:
-        file.write(b'{"step": 1, "lo')
-    append_jsonl(path, {"step": 2})
-    assert [row["step"] for row in read_jsonl(path)] == [0, 2]
+ROW = b'{"step": 0, "loss": 1.5}\n'
+
+
+@pytest.mark.parametrize(
+    ("left", "mended"),
+    {
+        b"": b"",
+        ROW: ROW,
+        ROW + b'{"step": 1, "lo': ROW,
+        ROW + b"\0" * 4096: ROW,  # as file systems leave after a power failure
+        ROW + b'{"x": "' + b"y" * 200_000: ROW,
+        b'{"step"': b"",
+        ROW[:-1]: ROW,  # only the line end is missing
+        ROW + ROW[:-1]: ROW + ROW,
+        ROW + b"[1, 2]": ROW,
+        ROW + b"\xff\xfe\n": ROW + b"\xff\xfe\n",  # a whole line, whatever is in it
+    }.items(),
+)
+def test_a_line_that_a_crash_cut_off_goes(tmp_path: Path, left: bytes, mended: bytes) -> None:
+    """At a start, and when a line is added: programs that are not ours read the file then."""
+    run = RunDir(tmp_path)
+    run.eval.write_bytes(left)
+    run.create()
+    assert run.eval.read_bytes() == mended
+    run.eval.write_bytes(left)
+    append_jsonl(run.eval, {"step": 2})
+    assert run.eval.read_bytes() == mended + b'{"step": 2}\n'
+
+
+def test_every_file_of_lines_is_mended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of a run at its start, others when they are opened for more."""
+    run = RunDir(tmp_path)
+    run.create()
+    files = [run.metrics, run.eval, run.bad_rollouts, run.supervisor]
+    answers, trace = SuiteDir(tmp_path, "math"), run.trace / "learner.jsonl"
+    answers.path.mkdir()
+    run.trace.mkdir()
+    for path in [*files, answers.answers, trace]:
+        path.write_bytes(ROW + b'{"st')
+    run.create()
+    opened_jsonl(answers.answers).close()
+    spans = Spans()
+    spans.write_to(trace)
+    spans.flush()
+    assert [path.read_bytes() for path in files] == [ROW] * len(files)
+    assert answers.answers.read_bytes() == ROW
+    assert [type(json.loads(line)) for line in trace.read_text().splitlines()] == [dict, dict]
+    assert "metrics.jsonl: removed a line that a crash cut off: b'{\"st'" in caplog.text
+
+
+def test_only_regular_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A FIFO has its reader wait; a device, or a sparse file, has more than fits into memory."""
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "zeros").symlink_to("/dev/zero")
+    (tmp_path / "folder").mkdir()
+    for name in ("fifo", "zeros", "folder"):
+        with pytest.raises(MegarlError, match=f"{name}: a folder, a pipe or a device, where a regular file belongs"):
+            files.contents(tmp_path / name)
+        with pytest.raises(MegarlError, match=f"{name}: a folder, a pipe or a device"):
+            list(files.lines_of(tmp_path / name))
+    with (tmp_path / "sparse").open("wb") as sparse:
+        sparse.truncate(40 << 30)
+    with pytest.raises(MegarlError, match="sparse: larger than 256 MiB"):
+        files.contents(tmp_path / "sparse")
+    monkeypatch.setattr(files, "LONGEST_LINE_BYTES", 1 << 20)
+    with pytest.raises(MegarlError, match="sparse: a line of more than 1 MiB"):
+        latest_rows(tmp_path / "sparse")
+    (tmp_path / "link").symlink_to(tmp_path / "metrics.jsonl")
+    (tmp_path / "metrics.jsonl").write_bytes(ROW * 2)
+    assert list(files.lines_of(tmp_path / "link")) == [ROW] * 2
+    assert files.contents(tmp_path / "link", len(ROW) * 2) == ROW * 2
+    with pytest.raises(MegarlError, match="larger than"):
+        files.contents(tmp_path / "link", len(ROW) * 2 - 1)
 
 
 def test_lines_that_are_not_ours_spoil_only_themselves(tmp_path: Path) -> None:

@@ -234,6 +234,7 @@ def test_lost_requests_are_asked_again_and_places_given_back(
     pool = WatchedPool({0: server})
     answer, running = asyncio.run(run())
     assert (answer.chosen, answer.void, answer.correct, running) == (chosen, void, chosen == 0, 0)
+    assert answer.format_ok, "nothing that the model wrote is malformed"
     assert pool.lost == [(0, 5)] * lost
     assert set(server.salts) == {"s/q"}
 

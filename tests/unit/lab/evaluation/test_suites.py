@@ -7,6 +7,7 @@ import json
 import pickle
 import shutil
 import zlib
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -24,7 +25,7 @@ from megarl.core.evaluation.score import Sampled
 from megarl.core.recipe import Recipe, Suite, dump, from_tree, load, load_suite, shipped_suites
 from megarl.core.sampling.sampler import Sampler
 from megarl.lab.evaluation import suites
-from megarl.lab.evaluation.main import counted, never_thinks
+from megarl.lab.evaluation.main import counted, never_thinks, void_answers
 from megarl.lab.evaluation.subject import Subject, _suite
 from megarl.lab.evaluation.subject import recipe_of as asked_with
 from megarl.tasks.data import programs
@@ -316,6 +317,12 @@ def test_a_model_that_never_thinks_is_told_from_one_that_is_cut_off() -> None:
     assert "\"length.end_of_thinking=''\" and another --out" in never_thinks([good, result(1.0, 0.1)], "</think>")
     assert never_thinks([good, result(0.95, 0.9)], "</think>") == ""
     assert never_thinks([result(1.0, 0.1)], "") == ""
+
+
+def test_void_answers_are_told_with_their_reason() -> None:
+    said = void_answers(Counter({"the tokenizer failed": 1200, "no grader could judge it": 3}))
+    assert said.startswith("1,203 answers could not be generated or judged and count as wrong")
+    assert said.endswith("The reason of 1,200: the tokenizer failed")
 
 
 def test_a_suite_is_asked_in_the_tasks_chat_template_unless_it_names_one() -> None:

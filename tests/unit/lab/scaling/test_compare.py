@@ -40,6 +40,17 @@ def test_all_are_refitted_at_one_ceiling() -> None:
         compare(runs, ceiling=0.5)
 
 
+def test_the_common_ceiling_is_the_mean_whatever_the_intervals() -> None:
+    """ScaleRL refits both of two runs at the mean of their A (arXiv 2510.13786, section 4)."""
+    wide = noisy(0.62, 1.5, 2500, hours=np.linspace(1600, 6000, 9))
+    found = compare({"narrow": [exact(0.61, 1.92, 2542)], "wide": [wide]})
+    narrow, other = (entry.fit for entry in found.entries)
+    assert narrow is not None
+    assert other is not None
+    assert np.ptp(other.A_interval) > 2 * np.ptp(narrow.A_interval)
+    assert found.ceiling == pytest.approx((narrow.A + other.A) / 2)
+
+
 def test_two_of_one_ceiling_are_compared_there_whatever_a_third_has() -> None:
     """At the mean of all, .64, the first two would have passed their ceiling, and B would be the window's edge."""
     runs = {"a": [exact(0.8, 1.3, 2500)], "b": [exact(0.79, 1.8, 2500)], "low": [noisy(0.6, 1.5, 2500)]}

@@ -15,8 +15,8 @@ from megarl.lab.scaling.published import csv_of, law_named, published, synthetic
 from tests.unit.lab.scaling.curves import HOURS
 
 KEYS = {
-    "form", "A", "B", "C_mid", "R_0", "sse", "rmse", "r2", "n", "window", "A_interval", "B_interval", "C_mid_interval",
-    "warnings",
+    "form", "A", "B", "C_mid", "R_0", "r0_from", "score_before", "sse", "rmse", "r2", "n", "window",
+    "A_interval", "B_interval", "C_mid_interval", "warnings",
 }  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def test_fit_as_table(points: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "C_mid, GPU-hours",
         "logistic",
         "power",
-        "measured before training",
+        "(fitted; the score before training is 0.39",
         "1,500 to 16,000 GPU-hours",
     ):
         assert shown in text
@@ -139,6 +139,8 @@ def test_published(capsys: pytest.CaptureFixture[str]) -> None:
     text = scaling(capsys, "published")
     assert all(law.name in text for law in published())
     assert "scout-17bx16: does not reproduce its own figure's points" in text
+    assert "batch-2048: fitted up to 50,000 GPU-hours and run to 100,000 (figure 1)." in text
+    assert [law.name for law in published() if law.figure == 1] == ["scout-17bx16", "batch-2048"]
 
 
 def test_published_curves_begin_where_the_papers_figure_does() -> None:

@@ -17,7 +17,7 @@ from megarl.lab.study import results
 from megarl.lab.study import search as searching
 from megarl.lab.study.main import StudyOptions
 from megarl.lab.study.plan import opened
-from megarl.lab.study.search import SearchOptions, arms, chances, judge
+from megarl.lab.study.search import SearchOptions, arms, chances, judge, listed_values
 
 VARY = ("learner.optimizer.lr=1e-4,2e-4,4e-4,8e-4",)
 LRS = ("1e-4", "2e-4", "4e-4", "8e-4")
@@ -174,6 +174,31 @@ def test_arms() -> None:
     ]  # fmt: skip
     chosen = made["quickstart-cap-5-prompts-4"]
     assert (chosen.loss.cap, chosen.batch.prompts, chosen.run.steps) == (5, 4, 9)
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    {
+        "1e-4,2e-4": ["1e-4", "2e-4"],
+        "[10,20],[30, 40]": ["[10,20]", "[30, 40]"],
+        "{a: 1, b: 2}, {a: 3}": ["{a: 1, b: 2}", "{a: 3}"],
+        "'a,b',\"c,d\", null": ["'a,b'", '"c,d"', "null"],
+        "hub:a/b:train,runs/x@40": ["hub:a/b:train", "runs/x@40"],
+        "[[1,2],[3]],[]": ["[[1,2],[3]]", "[]"],
+        "": [],
+        "a,,b": [],
+        "[1,2": [],
+        "1],[2": [],
+    }.items(),
+)
+def test_values_are_split_at_the_commas_between_them(text: str, values: list[str]) -> None:
+    assert listed_values(text) == values
+
+
+def test_arms_of_lists() -> None:
+    made = arms(["quickstart"], [], ["length.thinking_tokens=[10,12],[20,24]"])
+    assert list(made) == ["quickstart-thinking_tokens-10-12", "quickstart-thinking_tokens-20-24"]
+    assert [tuple(one.length.thinking_tokens) for one in made.values()] == [(10, 12), (20, 24)]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,289 @@
+"""Reads tables as other programs export them, into rows by column name.
+
+    CSV, TSV      wandb, TensorBoard, pandas, spreadsheets: , or ; or tab, quotes, UTF-8 or UTF-16
+    JSON          an array of objects, an object a line, or pandas' columns
+    Parquet                                                            each of them also as .gz
+
+The first bytes say what a file is, rather than its name. Numbers may have thousands separators,
+decimal commas and percent signs: whether a comma is a decimal mark, the other numbers of a column
+or file say, since 1,234 by itself does not. Two columns of one name are an error, as either could
+be meant.
+"""
+
+import csv
+import gzip
+import io
+import json
+import logging
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.files import LARGEST_BYTES, contents
+from megarl.core.base.rundir import Row
+
+log = logging.getLogger(__name__)
+JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
+SEPARATORS = ",;\t"
+type Placed = tuple[str, Row]
+"""A row, and where it stands, for messages."""
+
+
+def name_of(path: Path) -> str:
+    """Return the file's name without its suffixes: `run` of run.csv.gz."""
+    return Path(path.name.removesuffix(".gz")).stem
+
+
+def read_table(path: Path) -> list[Placed]:
+    """Read the rows of a file. MegarlError, with the place, for anything that is no table."""
+    data = _decompressed(path, _bytes(path))
+    if data.startswith(b"PAR1"):
+        return _parquet(path, data)
+    if data.startswith(b"PK"):
+        raise MegarlError(f"{path}: a workbook or a ZIP archive; save the sheet as CSV, or unpack it")
+    text = _text(path, data)
+    is_json = text.lstrip().startswith(("{", "["))
+    if is_json or Path(path.name.removesuffix(".gz")).suffix in JSON_SUFFIXES:
+        return _json(path, text)
+    return _delimited(path, text)
+
+
+def _bytes(path: Path) -> bytes:
+    """Return a file's contents. A pipe is read, too: a shell makes one of `<(command)`."""
+    if not path.is_fifo():
+        return contents(path)
+    with path.open("rb") as pipe:
+        data = pipe.read(LARGEST_BYTES + 1)
+    if len(data) > LARGEST_BYTES:
+        raise MegarlError(f"{path}: more than {LARGEST_BYTES >> 20} MiB, too much for a table")
+    return data
+
+
+def _decompressed(path: Path, data: bytes) -> bytes:
+    if not data.startswith(b"\x1f\x8b"):
+        return data
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+            plain = file.read(LARGEST_BYTES + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise MegarlError(f"{path}: cannot be decompressed ({error}); write it again") from None
+    if len(plain) > LARGEST_BYTES:
+        raise MegarlError(f"{path}: more than {LARGEST_BYTES >> 20} MiB once decompressed, too much for a table")
+    return plain
+
+
+def _text(path: Path, data: bytes) -> str:
+    encoding = "utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig"
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise MegarlError(
+            f"{path}: not text in UTF-8 ({error.reason} at byte {error.start}); save it as such"
+        ) from None
+    if "\0" in text:
+        raise MegarlError(f"{path}: not a table of text: it has zero bytes")
+    return text
+
+
+def _parquet(path: Path, data: bytes) -> list[Placed]:
+    import pyarrow  # comes with `datasets`; only here, since it takes long
+    from pyarrow import parquet
+
+    try:
+        table = parquet.read_table(io.BytesIO(data))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise MegarlError(f"{path}: cannot be read as Parquet ({error}); write it again") from None
+    _refuse_repeated(str(path), table.column_names)
+    return [(f"{path}, row {n}", row) for n, row in enumerate(table.to_pylist(), 1)]
+
+
+# Text with separators.
+
+
+def _delimited(path: Path, text: str) -> list[Placed]:
+    """Read rows of text with separators. A line that begins with # is a remark."""
+    every = io.StringIO(text, newline="")
+    lines = [line for line in every if line.strip() and not line.startswith("#")]
+    separator = ""
+    if lines and re.fullmatch(r"sep=.\s*", lines[0]):  # of Excel
+        separator = lines.pop(0)[len("sep=")]
+    try:
+        separator = separator or max(SEPARATORS, key=lambda mark: len(_fields(lines[:1], mark)))
+        header, *rows = list(csv.reader(lines, delimiter=separator, skipinitialspace=True)) or [[]]
+    except csv.Error as error:
+        raise MegarlError(f"{path}: not a CSV file ({error})") from None
+    names = [name.strip() for name in header]
+    _refuse_header(path, names)
+    placed = [(f"{path}, row {n}", _named(f"{path}, row {n}", names, row)) for n, row in enumerate(rows, 1)]
+    return _with_plain_numbers([(where, row) for where, row in placed if any(row.values())])
+
+
+def _fields(lines: Sequence[str], separator: str) -> list[str]:
+    return next(csv.reader(lines, delimiter=separator, skipinitialspace=True), [])
+
+
+def _refuse_header(path: Path, names: Sequence[str]) -> None:
+    _refuse_repeated(str(path), names)
+    if names and all(_number_of(name, ".") for name in names):
+        raise MegarlError(f"{path}: its first line has numbers only; write a line with the columns' names above it")
+
+
+def _refuse_repeated(where: str, names: Sequence[str]) -> None:
+    """Raise MegarlError if two columns have one name. Several may have none."""
+    repeated = [name for name, count in Counter(names).items() if name and count > 1]
+    if repeated:
+        columns = [str(n) for n, name in enumerate(names, 1) if name == repeated[0]]
+        which = f"columns {' and '.join(columns)} are both called {repeated[0]!r}"
+        raise MegarlError(f"{where}: {which}; rename or remove one")
+
+
+def _named(where: str, names: Sequence[str], fields: Sequence[str]) -> Row:
+    """Return the fields by name, without those of columns that have none, such as pandas' index."""
+    beyond = fields[len(names) :]
+    blank = not any(field.strip() for field in fields)
+    if not blank and (len(fields) < len(names) or any(field.strip() for field in beyond)):
+        raise MegarlError(f"{where}: {len(names)} headers, but another number of fields ({len(fields)})")
+    return {name: field.strip() for name, field in zip(names, fields, strict=False) if name}
+
+
+# Numbers as people and spreadsheets write them.
+
+GROUPS = re.compile(r"(?<=\d)[ \u00a0\u202f'’](?=\d{3}(?!\d))")
+"""A blank or an apostrophe in front of three digits."""
+POINT = re.compile(r"[-+]?(\d+|[1-9]\d{0,2}(,\d{3})+)?(\.\d*)?([eE][-+]?\d+)?")
+COMMA = re.compile(r"[-+]?(\d+|[1-9]\d{0,2}(\.\d{3})+)?(,\d*)?([eE][-+]?\d+)?")
+MARKS = {".": POINT, ",": COMMA}
+"""Numbers by the mark before their decimals."""
+
+
+def _number_of(text: str, mark: str) -> str | None:
+    """Return a number as Python writes it, if it is one with `mark` before its decimals."""
+    is_share = text.endswith("%")
+    digits = GROUPS.sub("", text.removesuffix("%").rstrip())
+    if not MARKS[mark].fullmatch(digits) or not any(character.isdigit() for character in digits):
+        return None
+    other = "," if mark == "." else "."
+    plain = digits.replace(other, "").replace(mark, ".")
+    return repr(float(plain) / 100) if is_share else plain
+
+
+def _with_plain_numbers(rows: Sequence[Placed]) -> list[Placed]:
+    """Return the rows with all numbers as Python writes them. A column that tells no mark has that
+    of the others."""
+    telling: dict[str, set[str]] = {}
+    for _, row in rows:
+        for name, text in row.items():
+            telling.setdefault(name, set()).update(_telling_mark(text))
+    of_file = _only(set().union(*telling.values()))
+    marks = {name: _only(marks) if marks else of_file for name, marks in telling.items()}
+    return [(where, {name: _plain(text, marks[name]) for name, text in row.items()}) for where, row in rows]
+
+
+def _telling_mark(text: str) -> str:
+    """Return the mark before the decimals if this text can be a number with no other; else ""."""
+    if "." not in text and "," not in text:
+        return ""
+    marks = [mark for mark in MARKS if _number_of(text, mark)]
+    return marks[0] if len(marks) == 1 else ""
+
+
+def _only(marks: set[str]) -> str:
+    return next(iter(marks)) if len(marks) == 1 else ""
+
+
+def _plain(text: str, mark: str) -> str:
+    """Return a number as Python writes it, and any other text as it is. Without a mark 1.234 has a
+    decimal point, and 1,234 is left for the message that it is no number."""
+    if not mark and "," in text:
+        return text
+    number = _number_of(text, mark or ".")
+    return text if number is None else number
+
+
+# JSON.
+
+
+def _json(path: Path, text: str) -> list[Placed]:
+    """Read an array of objects, columns as pandas writes them, or an object a line."""
+    try:
+        document = _parsed(text)
+    except ValueError as error:
+        if text.lstrip().startswith("["):
+            raise MegarlError(f"{path}: cannot be read as JSON ({error})") from None
+        return list(_json_lines(path, text))
+    except RecursionError:
+        raise MegarlError(f"{path}: brackets are nested too deep for a table") from None
+    if isinstance(document, list):
+        return [(f"{path}, row {n}", _object(f"{path}, row {n}", row)) for n, row in enumerate(document, 1)]
+    rows = _rows_of_columns(path, document) if isinstance(document, dict) else None
+    if rows is not None:
+        return [(f"{path}, row {n}", row) for n, row in enumerate(rows, 1)]
+    return [(f"{path}, line 1", _object(f"{path}, line 1", document))]
+
+
+def _json_lines(path: Path, text: str) -> Iterator[Placed]:
+    """Yield an object a line. A last line without an end is what a crash, or a writer at work, left."""
+    lines = text.split("\n")
+    for number, line in enumerate(lines, 1):
+        where = f"{path}, line {number}"
+        if not line.strip():
+            continue
+        try:
+            row = _parsed(line)
+        except (ValueError, RecursionError) as error:
+            if number == len(lines) > 1:
+                log.warning("%s: cut off, and left out", where)
+                return
+            raise MegarlError(f"{where}: cannot be read as JSON ({error})") from None
+        yield where, _object(where, row)
+
+
+def _parsed(text: str) -> object:
+    """Parse JSON. ValueError if it is none, or if an object has two values of one name."""
+    return json.loads(text, object_pairs_hook=_without_repetition)
+
+
+def _without_repetition(pairs: list[tuple[str, object]]) -> Row:
+    names = Counter(name for name, _ in pairs)
+    name, count = names.most_common(1)[0] if names else ("", 0)
+    if count > 1:
+        raise ValueError(f"{name!r} is there {count} times in one object")
+    return dict(pairs)
+
+
+def _object(where: str, row: object) -> Row:
+    if isinstance(row, list):
+        raise MegarlError(
+            f"{where}: not a JSON object but a list without names, as in TensorBoard's JSON; save its CSV"
+        )
+    if not isinstance(row, dict):
+        raise MegarlError(f"{where}: not a JSON object")
+    return row
+
+
+def _rows_of_columns(path: Path, document: Row) -> list[Row] | None:
+    """Return the rows of an object that has them by column, as pandas writes them (orient: columns,
+    split or table), as lists, or by index; None for another object."""
+    if isinstance(document.get("data"), list):
+        names = document.get("columns")
+        if isinstance(names, list):
+            names = [str(name) for name in names]
+            _refuse_repeated(str(path), names)
+            if not all(isinstance(values, list) for values in document["data"]):
+                raise MegarlError(f"{path}: `data` beside `columns` is not a list of rows")
+            return [dict(zip(names, values, strict=False)) for values in document["data"]]
+        return [_object(f"{path}, row {n}", row) for n, row in enumerate(document["data"], 1)]
+    values = list(document.values())
+    if values and all(isinstance(value, list) for value in values):
+        if len({len(value) for value in values}) > 1:
+            lengths = ", ".join(f"{name} {len(value)}" for name, value in document.items())
+            raise MegarlError(f"{path}: columns of different lengths: {lengths}")
+        return [dict(zip(document, row, strict=True)) for row in zip(*values, strict=True)]
+    if values and all(isinstance(value, dict) for value in values):
+        if all(name.isdecimal() for name in document):
+            return values
+        return [{name: document[name].get(index) for name in document} for index in values[0]]
+    return None
