@@ -132,7 +132,8 @@ def warnings(frame: Frame) -> list[str]:
     if observer.status is not None and observer.status.parity:
         messages.append(observer.status.parity)
     if observer.latest.get("groups_in_loss") == 0 and not frame.recipe.all_groups_teach:
-        messages.append("no group of the last step had both right and wrong answers: nothing was learnt from it")
+        complete = ", of which one is complete" if frame.recipe.batch.truncated == "drop" else ""
+        messages.append(f"no group of the last step had right and wrong answers{complete}: nothing was learnt from it")
     return messages
 
 
