@@ -17,7 +17,7 @@ from megarl.core.base.retention import kept_at_milestones
 from megarl.core.base.rundir import RunDir, latest_scores, parsed, rows_in_order
 from megarl.core.recipe import load
 from megarl.run import summary
-from megarl.run.health import Health, overoptimised
+from megarl.run.health import Health, score_warnings
 from megarl.run.logs import sentence
 from megarl.run.observe import Observer, Tail, last_lines
 from megarl.run.restart import Role
@@ -83,15 +83,15 @@ def _when(problem: str) -> str:
 
 
 def health(run: Path) -> int:
-    """Print every alarm with its steps, and over-optimisation. Return 1 if any of them lasts, else 0."""
+    """Print every alarm with its steps, and what evaluations warn of. Return 1 if any of them lasts, else 0."""
     rundir = RunDir.opened(run)
     judged, scores = Health(rows_in_order(rundir.metrics)), latest_scores(rundir.eval)
     for alarm in judged.history:
         until = "now" if alarm.until is None else f"{alarm.until - 1}"
         print(f"steps {alarm.since} to {until}, noticed at {alarm.raised}: {alarm.text}")
-    exploited = overoptimised(scores[-1] if scores else {})
-    print("".join(f"{message}\n" for message in exploited), end="")
-    lasting = [alarm.name for alarm in judged.alarms] + ["over-optimisation"] * bool(exploited)
+    warnings = score_warnings(scores)
+    print("".join(f"{warning.text}\n" for warning in warnings), end="")
+    lasting = [alarm.name for alarm in judged.alarms] + list(dict.fromkeys(warning.name for warning in warnings))
     print(f"{judged.step + 1} steps, {len(judged.history)} alarms; now: {', '.join(lasting) or 'healthy'}")
     return int(bool(lasting))
 

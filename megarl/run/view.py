@@ -22,7 +22,7 @@ from megarl.core.base.rundir import Row, SupervisorEvent
 from megarl.core.evaluation.forecast import words
 from megarl.core.recipe import Recipe
 from megarl.core.weights import parity
-from megarl.run.health import overoptimised
+from megarl.run.health import score_warnings
 from megarl.run.observe import Observer, ServerStatus
 from megarl.run.restart import Role, RoleKind
 from megarl.run.summary import grid, mean, show
@@ -128,7 +128,8 @@ def phase(frame: Frame) -> str:
 def warnings(frame: Frame) -> list[str]:
     """Return the warnings that the user should see."""
     observer = frame.observer
-    messages = [alarm.text for alarm in observer.health.alarms] + overoptimised(observer.scored)
+    messages = [alarm.text for alarm in observer.health.alarms]
+    messages += [warning.text for warning in score_warnings(observer.scores)]
     if observer.status is not None and observer.status.parity:
         messages.append(observer.status.parity)
     if observer.latest.get("groups_in_loss") == 0 and not frame.recipe.all_groups_teach:

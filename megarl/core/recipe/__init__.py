@@ -18,7 +18,9 @@ from megarl.core.recipe.loading import (
     from_tree,
     load,
     load_suite,
+    read_mapping,
     shipped,
+    shipped_studies,
     shipped_suites,
 )
 from megarl.core.recipe.tree import (
@@ -47,5 +49,5 @@ __all__ = [
     "START_LIMIT_RULE",
     "BatchSection", "ColumnName", "Data", "Evaluation", "Length", "Loss", "Model", "Moe", "Optimizer", "PipelineSection",
     "Recipe", "Reference", "Resources", "Reward", "Rows", "Service", "Suite", "Task", "describe", "differences",
-    "dump", "flat", "from_tree", "load", "load_suite", "shipped", "shipped_suites",
+    "dump", "flat", "from_tree", "load", "load_suite", "read_mapping", "shipped", "shipped_studies", "shipped_suites",
 ]  # fmt: skip
