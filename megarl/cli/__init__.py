@@ -460,7 +460,7 @@ def show_recipe(recipe: p.RecipeName, overrides: p.Overrides) -> int:
 
 @recipes.command()
 def suggest(
-    model: Annotated[Path, Option(help="Hugging Face directory with weights")],
+    model: Annotated[Path, Option(help="Hugging Face directory, with weights or only a config.json")],
     preset: Annotated[Literal["scalerl", "ppo"], Option(help="whose numbers")] = "scalerl",
 ) -> int:
     """Print a recipe for a model of yours, with numbers for its size."""
