@@ -55,7 +55,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path)
     parser.add_argument("--recipe", default="quickstart", help="the run's, if it is another")
-    parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory: the model that RUN began with")
+    parser.add_argument(
+        "--model", type=Path, required=True, help="Hugging Face directory: the model that RUN began with"
+    )
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-6, 2e-5])
     parser.add_argument("--steps", type=int, default=10)
     options = parser.parse_args()

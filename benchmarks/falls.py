@@ -7,9 +7,9 @@ judgement of the newest, as in a live run. `noticed`: runs with an alarm at any 
 `fell`: the mean of the last two scores is below the best mean of two in a row, by more than
 three standard errors of their answers, twice over, and by .06 at least.
 
---curves: other people's runs, points.csv (curve, x, score, answers) and index.csv (name, cls),
-of which only evaluations (cls eval) and short series (tiny) state their answers. Curves of more
-than 30 points are averaged to 30.
+--curves: other people's runs, points.csv (curve, x, score, answers) and index.csv (name, cls):
+evaluations (cls eval) and noisy short ones (tiny), where the answers behind each score are stated.
+Curves of more than 30 points are averaged to 30.
 """
 
 import argparse
@@ -45,7 +45,10 @@ def main() -> None:
         of_fallen = [noticed for falls, noticed, _ in judged if falls]
         of_others = [noticed for falls, noticed, _ in judged if not falls]
         forecasts = sum(count for *_, count in judged)
-        print(f"| {kind} | {len(runs)}, {forecasts} | {len(of_fallen)} | {sum(of_fallen)} | {sum(of_others)} |", flush=True)
+        print(
+            f"| {kind} | {len(runs)}, {forecasts} | {len(of_fallen)} | {sum(of_fallen)} | {sum(of_others)} |",
+            flush=True,
+        )
 
 
 def replayed(scores: Sequence[Row]) -> tuple[bool, int]:
@@ -78,7 +81,7 @@ def curves_of(folder: Path) -> dict[str, list[list[Row]]]:
             points[point["curve"]].append(point)
     kinds: dict[str, list[list[Row]]] = {"eval": [], "tiny": []}
     for name, curve in points.items():
-        if kind_of[name] in kinds:
+        if kind_of[name] in kinds and all(point["answers"] for point in curve):
             kinds[kind_of[name]].append(list(rows_of(curve)))
     return kinds
 

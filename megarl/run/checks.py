@@ -87,8 +87,8 @@ def check_disk(recipe: Recipe, rundir: RunDir, folder: Path) -> None:
     if free < needed:
         raise MegarlError(
             f"run.dir: {free / 1e9:.1f} GB are free on the disk of {folder}, and checkpoints take {size / 1e9:.1f} GB each, of "
-            f"which up to {most} are there (checkpoint.keep, checkpoint.milestones, and the one being written); free some, or give "
-            "another run.dir"
+            f"which up to {most} are there (checkpoint.keep, checkpoint.milestones, and the one being written); free some, or "
+            "give another run.dir"
         )
 
 

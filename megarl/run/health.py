@@ -352,9 +352,9 @@ def score_warnings(evaluations: Sequence[Row]) -> list[ScoreWarning]:
 def _fallen(fall: Fall) -> str:
     scored = fall.name.removeprefix(PASS_RATE).removeprefix("/") or "held out"
     return (
-        f"{scored}: the score has fallen to {fall.score:.3f} at step {fall.step}, and that before was as low; by the forecast of "
-        f"step {fall.forecast_step} it would stay at {fall.least:.3f} or above. The policy gets worse: {_READ}, fork from an "
-        "earlier step (run.fork) at a lower or falling rate (learner.optimizer.schedule=linear)"
+        f"{scored}: the score has fallen to {fall.score:.3f} at step {fall.step}, and that before was as low; by the "
+        f"forecast of step {fall.forecast_step} it would stay at {fall.least:.3f} or above. The policy gets worse: {_READ}, "
+        "fork from an earlier step (run.fork) at a lower or falling rate (learner.optimizer.schedule=linear)"
     )
 
 

@@ -105,8 +105,9 @@ def forecast(evaluations: Sequence[Row], metrics: Iterable[Row], steps: int, sco
 
     The budget, i.e. compute at the last step, is the present compute times steps / step. `predicted_rest_high`: the gain from
     the rest of the budget, at the upper end of its 95 % interval. `predicted_least`: the lower of the curve's values now and at
-    the end, with the lower end of its interval; core/evaluation/fall.py compares later scores with it. Empty if there are too few scores, or no curve fits. score:
-    the column to forecast, `pass_rate` or that of a task or suite, such as `pass_rate/math`.
+    the end, with the lower end of its interval; core/evaluation/fall.py compares later scores with it. Empty if there are too
+    few scores, or no curve fits. score: the column to forecast, `pass_rate` or that of a task or suite, such as
+    `pass_rate/math`.
     """
     last = evaluations[-1]
     if not last["step"]:

@@ -1,4 +1,4 @@
-"""`megarl study loo | run | compare | corpus | results`: runs a study's tasks one after another, or in a Slurm array one per job.
+"""`megarl study loo | run | compare | corpus | results`: runs a study's tasks in turn, or in a Slurm array one per job.
 
     waiting or begun ─► `megarl train STUDY/recipes/NAME.yaml` ─► done | failed        (a begun run resumes from its checkpoint)
 
