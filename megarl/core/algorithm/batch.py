@@ -68,8 +68,8 @@ def tokens_in_loss(group: Group, settings: BatchSection) -> list[int]:
 
     What `batch.truncated: drop` leaves out has no gradient and counts in no aggregation. Its
     reward still counts in the mean and the deviation by which the advantages of the others
-    are made, as in DAPO's overlong filtering (arXiv 2503.14476): a prompt that the policy
-    often fails by running out of tokens is a hard one.
+    are made, as in TRL's form of DAPO's overlong filtering (arXiv 2503.14476): a prompt that
+    the policy often fails by running out of tokens is a hard one.
     """
     left_out = settings.truncated == "drop"
     return [0 if left_out and r.finish == "length" else r.trained_tokens for r in group.rollouts]
