@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import fmean
 
 from megarl.core.base.rundir import Row
-from megarl.core.evaluation.fall import fallen
+from megarl.core.evaluation.fall import lasting_fall
 from megarl.lab.scaling.extrapolate import forecast
 from megarl.lab.study.corpus import read
 
@@ -59,7 +59,7 @@ def replayed(scores: Sequence[Row]) -> tuple[bool, int]:
     for score in scores:
         columns = forecast([*rows, score], [], steps)
         rows.append(dict(score) | columns)
-        noticed = noticed or fallen(rows) is not None
+        noticed = noticed or lasting_fall(rows) is not None
     return noticed, sum("predicted_least" in row for row in rows)
 
 

@@ -22,7 +22,7 @@ from statistics import fmean, stdev
 from typing import NamedTuple
 
 from megarl.core.base.rundir import Row
-from megarl.core.evaluation.fall import Fall, fallen
+from megarl.core.evaluation.fall import Fall, lasting_fall
 from megarl.core.evaluation.forecast import PASS_RATE
 from megarl.core.weights import parity
 
@@ -344,12 +344,12 @@ def score_warnings(evaluations: Sequence[Row]) -> list[ScoreWarning]:
     if not evaluations:
         return []
     warnings = [ScoreWarning("over-optimisation", text) for text in overoptimised(evaluations[-1])]
-    if fall := fallen(evaluations):
-        warnings.append(ScoreWarning("fall below the forecast", _fallen(fall)))
+    if fall := lasting_fall(evaluations):
+        warnings.append(ScoreWarning("fall below the forecast", _fall_text(fall)))
     return warnings
 
 
-def _fallen(fall: Fall) -> str:
+def _fall_text(fall: Fall) -> str:
     scored = fall.name.removeprefix(PASS_RATE).removeprefix("/") or "held out"
     return (
         f"{scored}: the score has fallen to {fall.score:.3f} at step {fall.step}, and that before was as low; by the "

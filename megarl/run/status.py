@@ -13,7 +13,7 @@ from rich.console import Console
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_json
-from megarl.core.base.retention import kept_at_milestones
+from megarl.core.base.retention import milestone_checkpoints
 from megarl.core.base.rundir import RunDir, latest_scores, parsed, rows_in_order
 from megarl.core.recipe import load
 from megarl.run import summary
@@ -56,7 +56,7 @@ def main(run: Path) -> int:
 def _show_milestones(rundir: RunDir, console: Console) -> None:
     """Print which checkpoints are kept as milestones."""
     milestones = load(str(rundir.recipe)).checkpoint.milestones
-    for milestone, path in kept_at_milestones(rundir.checkpoints, milestones).items():
+    for milestone, path in milestone_checkpoints(rundir.checkpoints, milestones).items():
         wanted = f"step {milestone}" if isinstance(milestone, int) else milestone
         console.print(f"kept for good, as of {wanted}: {path}", highlight=False, soft_wrap=True)
 

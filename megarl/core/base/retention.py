@@ -27,18 +27,18 @@ class Compute:
     unit: str
 
 
-def kept_at_milestones(folder: Path, milestones: Sequence[Milestone]) -> dict[Milestone, Path]:
+def milestone_checkpoints(folder: Path, milestones: Sequence[Milestone]) -> dict[Milestone, Path]:
     """Return, for each milestone that a checkpoint has reached, the first such checkpoint. folder: RUN/checkpoints."""
     checkpoints = complete(folder)
-    spent: dict[int, Compute] = {}
+    compute_by_step: dict[int, Compute] = {}
     if any(isinstance(milestone, str) for milestone in milestones):
-        spent = _compute_by_step(RunDir(folder.parent).metrics)
-    kept = {}
+        compute_by_step = _compute_by_step(RunDir(folder.parent).metrics)
+    first = {}
     for milestone in milestones:
-        past = [path for path in checkpoints if _reached(milestone, step_of(path), spent)]
-        if past:
-            kept[milestone] = past[0]
-    return kept
+        candidates = [path for path in checkpoints if _reaches(step_of(path), milestone, compute_by_step)]
+        if candidates:
+            first[milestone] = candidates[0]
+    return first
 
 
 def unit_of(milestone: str) -> str:
@@ -46,10 +46,10 @@ def unit_of(milestone: str) -> str:
     return milestone.rpartition(" ")[2].removesuffix("-hours").lower()
 
 
-def _reached(milestone: Milestone, step: int, spent: Mapping[int, Compute]) -> bool:
+def _reaches(step: int, milestone: Milestone, compute_by_step: Mapping[int, Compute]) -> bool:
     if isinstance(milestone, int):
         return step >= milestone
-    compute = spent.get(step)
+    compute = compute_by_step.get(step)
     if compute is None or compute.unit != unit_of(milestone):
         return False
     return compute.hours >= float(milestone.partition(" ")[0])

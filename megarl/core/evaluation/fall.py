@@ -33,7 +33,7 @@ class Fall:
     forecast_step: int
 
 
-def fallen(evaluations: Sequence[Row]) -> Fall | None:
+def lasting_fall(evaluations: Sequence[Row]) -> Fall | None:
     """Return the fall that lasts at the newest of a run's evaluations, in order of steps; None if there is none."""
     newest = evaluations[-IN_A_ROW:]
     falls = []

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megarl.core.algorithm.advantages import Moments
 from megarl.core.base.errors import Interrupted, MegarlError
 from megarl.core.base.ranks import from_rank_0, gathered
-from megarl.core.base.retention import Milestone, kept_at_milestones
+from megarl.core.base.retention import Milestone, milestone_checkpoints
 from megarl.core.base.rundir import RunDir, complete, rows_in_order, step_folder
 from megarl.core.base.types import Batch
 from megarl.core.journal.journal import JournalReader
@@ -127,8 +127,8 @@ class Checkpoints:
                 log.warning(f"%s: {what}", self.folder, size / 1e9, free / 1e9)
 
     def _prune(self) -> None:
-        kept = kept_at_milestones(self.folder, self.milestones)
-        checkpoint.prune(self.folder, self.keep, list(kept.values()))
+        milestones = milestone_checkpoints(self.folder, self.milestones)
+        checkpoint.prune(self.folder, self.keep, list(milestones.values()))
 
     def _failed(self, error: MegarlError) -> None:
         """Count a failed write. Raise its error if it is the last one, or if other ranks may not know of it."""

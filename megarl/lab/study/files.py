@@ -38,22 +38,22 @@ def variants_of(study: str, recipe: str, overrides: Sequence[str]) -> dict[str, 
     one is left out. MegarlError for a file or a key that is none.
     """
     file = opened(study)
-    begin = [*_overrides(file.common), *overrides]
-    base = load(recipe, begin)
+    common = [*_overrides(file.common), *overrides]
+    base = load(recipe, common)
     own_name = Path(recipe).stem if base == load(recipe, overrides) else "base"
-    found = {own_name: base}
-    different = [_comparable(base)]
+    variants = {own_name: base}
+    distinct = [_comparable(base)]
     for name, keys in file.variants.items():
         if name == own_name:
             raise MegarlError(f"{file.path}: variants.{name}: the recipe itself has this name; choose another")
         try:
-            made = load(recipe, [*begin, *_overrides(keys)])
+            variant = load(recipe, [*common, *_overrides(keys)])
         except MegarlError as error:
             raise MegarlError(f"{file.path}: variants.{name}: {error}") from None
-        if _comparable(made) not in different:
-            different.append(_comparable(made))
-            found[name] = made
-    return found
+        if _comparable(variant) not in distinct:
+            distinct.append(_comparable(variant))
+            variants[name] = variant
+    return variants
 
 
 def _comparable(recipe: Recipe) -> Recipe:

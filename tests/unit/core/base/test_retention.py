@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.retention import kept_at_milestones
+from megarl.core.base.retention import milestone_checkpoints
 from megarl.core.base.rundir import META, RunDir, append_jsonl, step_folder, step_of
 from megarl.core.models.checkpoint import prune
 from megarl.core.recipe import from_tree
@@ -28,7 +28,9 @@ def run_with(path: Path, *steps: int, unit: str = "gpu", rows: int = 1000) -> Ru
 
 
 def steps_kept(rundir: RunDir, *milestones: int | str) -> dict[int | str, int]:
-    return {milestone: step_of(path) for milestone, path in kept_at_milestones(rundir.checkpoints, milestones).items()}
+    return {
+        milestone: step_of(path) for milestone, path in milestone_checkpoints(rundir.checkpoints, milestones).items()
+    }
 
 
 def test_the_first_checkpoint_past_a_milestone_stays(tmp_path: Path) -> None:
@@ -37,7 +39,7 @@ def test_the_first_checkpoint_past_a_milestone_stays(tmp_path: Path) -> None:
     assert steps_kept(rundir, *MILESTONES) == {250: 250, "1000 GPU-hours": 700}
     assert steps_kept(rundir, 251, ".5 GPU-hours", 801, "1144.1 GPU-hours") == {251: 300, ".5 GPU-hours": 200}
     assert steps_kept(rundir, "1000 core-hours") == {}, "the run counts others"
-    prune(rundir.checkpoints, 1, list(kept_at_milestones(rundir.checkpoints, MILESTONES).values()))
+    prune(rundir.checkpoints, 1, list(milestone_checkpoints(rundir.checkpoints, MILESTONES).values()))
     assert sorted(map(step_of, rundir.checkpoints.iterdir())) == [250, 700, 800]
     assert steps_kept(rundir, *MILESTONES) == {250: 250, "1000 GPU-hours": 700}, "it says the same of what is left"
 
