@@ -13,6 +13,7 @@ setup(
         "megarl": [
             "recipes/*.yaml",
             "recipes/suites/*.yaml",
+            "recipes/studies/*.yaml",
             "core/base/configs/*.json",
             "lab/*/*.html",
             "lab/*/*.yaml",

@@ -460,7 +460,7 @@ def show_recipe(recipe: p.RecipeName, overrides: p.Overrides) -> int:
 
 @recipes.command()
 def suggest(
-    model: Annotated[Path, Option(help="Hugging Face directory with weights")],
+    model: Annotated[Path, Option(help="Hugging Face directory, with weights or only a config.json")],
     preset: Annotated[Literal["scalerl", "ppo"], Option(help="whose numbers")] = "scalerl",
 ) -> int:
     """Print a recipe for a model of yours, with numbers for its size."""
@@ -473,14 +473,26 @@ def suggest(
 def loo(
     recipe: p.RecipeName,
     overrides: p.Overrides,
-    beside: Annotated[str, Option("--with", metavar="A,B", help="more recipes to run beside the variants")] = "",
+    beside: p.Beside = "",
     seeds: p.Seeds = "0,1,2", directory: p.StudyDirectory = "", task: p.TaskIndex = None, dry_run: p.DryRun = False,
 ) -> int:  # fmt: skip
     """Leave one out: run variants of a recipe that revert one ScaleRL part each."""
-    from megarl.lab.study.main import StudyOptions, loo
+    return run_study("loo", recipe, overrides, beside, seeds, directory, task, dry_run)
+
+
+@study.command("run")
+def run_study(
+    file: Annotated[str, Argument(metavar="study", help="name of a shipped study, or a file of variants")],
+    recipe: p.RecipeName,
+    overrides: p.Overrides,
+    beside: p.Beside = "",
+    seeds: p.Seeds = "0,1,2", directory: p.StudyDirectory = "", task: p.TaskIndex = None, dry_run: p.DryRun = False,
+) -> int:  # fmt: skip
+    """Run the variants of a recipe that a study names: axes, curriculum, forward, kl, loo, value-precision, or yours."""
+    from megarl.lab.study.main import StudyOptions, run_variants
 
     others = [name for name in beside.split(",") if name]
-    return loo(recipe, others, StudyOptions(seeds, directory, task, dry_run, overrides))
+    return run_variants(file, recipe, others, StudyOptions(seeds, directory, task, dry_run, overrides))
 
 
 @study.command("compare")

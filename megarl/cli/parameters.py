@@ -45,6 +45,7 @@ SUITES = (
 )
 
 # For studies.
+Beside = Annotated[str, Option("--with", metavar="A,B", help="more recipes to run beside the variants")]
 Seeds = Annotated[str, Option(help="values of run.seed")]
 StudyDirectory = Annotated[str, Option("--dir", help="the study's directory; else runs/studies/KIND-RECIPE")]
 TaskIndex = Annotated[

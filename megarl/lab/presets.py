@@ -12,7 +12,7 @@ from typing import Literal
 import yaml
 from rich.table import Column, Table
 
-from megarl.core.base import terminal
+from megarl.core.base import architecture, terminal
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import parameters
 from megarl.core.recipe.loading import load
@@ -48,7 +48,7 @@ def suggest(model: Path, preset: Literal["scalerl", "ppo"]) -> int:
     """Print the recipe on stdout, and both sources' numbers on stderr. MegarlError if the directory holds no model."""
     if not (model / "config.json").is_file():
         raise MegarlError(f"--model: {model} is not a Hugging Face directory (no config.json in it)")
-    count = parameters(model)
+    count = _parameters(model)
     chosen = ppo_for(count)
     columns = [Column(name, no_wrap=True, style="bold" if name == preset else "") for name in ("", "scalerl", "ppo")]
     shown = Table(*columns, box=None, padding=(0, 2), pad_edge=False)
@@ -63,6 +63,13 @@ def suggest(model: Path, preset: Literal["scalerl", "ppo"]) -> int:
         console.print("Both are for models of 1B parameters and more; a smaller one needs a higher learning rate.")
     print(text(model, preset, chosen), end="")
     return 0
+
+
+def _parameters(model: Path) -> int:
+    """Count parameters by the weights or, in a directory without any, by its config.json."""
+    if any(model.glob("*.safetensors*")):
+        return parameters(model)
+    return architecture.read(str(model)).parameters
 
 
 def ppo_for(count: int) -> Preset:

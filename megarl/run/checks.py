@@ -79,12 +79,16 @@ def check_disk(recipe: Recipe, rundir: RunDir, folder: Path) -> None:
     one is whole. A checkpoint holds weights, fp32 weights and two moments."""
     weights = parameters(Path(recipe.model.path)) * (1 + recipe.has_critic)
     size = weights * (16 if recipe.model.dtype == "fp32" else 14)
-    most = min(recipe.checkpoint.keep + 1, math.ceil(recipe.run.steps / recipe.checkpoint.every))
+    settings = recipe.checkpoint
+    at_steps = sum(isinstance(milestone, int) for milestone in settings.milestones)
+    written = math.ceil(recipe.run.steps / settings.every) + at_steps
+    most = min(settings.keep + len(settings.milestones) + 1, written)
     needed, free = (most - len(complete(rundir.checkpoints))) * size, shutil.disk_usage(folder).free
     if free < needed:
         raise MegarlError(
             f"run.dir: {free / 1e9:.1f} GB are free on the disk of {folder}, and checkpoints take {size / 1e9:.1f} GB each, of "
-            f"which up to {most} are there (checkpoint.keep, and the one being written); free some, or give another run.dir"
+            f"which up to {most} are there (checkpoint.keep, checkpoint.milestones, and the one being written); free some, or "
+            "give another run.dir"
         )
 
 
@@ -112,6 +116,9 @@ def check_placed(recipe: Recipe, placed: Mapping[Role, Place], host_bytes: HostB
     if recipe.run.stop_when and unit not in recipe.run.stop_when:
         advice = f"give the price per {unit}-hour"
         raise MegarlError(f"run.stop_when: {recipe.run.stop_when!r}, but this run counts {unit}-hours; {advice}")
+    for milestone in recipe.checkpoint.milestones:
+        if isinstance(milestone, str) and unit not in milestone:
+            raise MegarlError(f"checkpoint.milestones: {milestone!r}, but this run counts {unit}-hours; give these")
     if not learner.gpus:
         nodes = {node.name: node.cores for where in placed.values() for node in where.nodes}
         server_ranks = resources.servers * resources.server_tensor_parallel

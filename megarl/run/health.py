@@ -15,13 +15,15 @@ nothing ends a run.
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import NamedTuple
 
 from megarl.core.base.rundir import Row
+from megarl.core.evaluation.fall import Fall, lasting_fall
+from megarl.core.evaluation.forecast import PASS_RATE
 from megarl.core.weights import parity
 
 RECENT, FIRST = 5, 3
@@ -326,6 +328,34 @@ class Health:
 
 
 _BY_NAME = {signal.name: signal for signal in SIGNALS}
+
+
+@dataclass(frozen=True)
+class ScoreWarning:
+    """What a run's evaluations warn of. name: for the list of what lasts."""
+
+    name: str
+    text: str
+
+
+def score_warnings(evaluations: Sequence[Row]) -> list[ScoreWarning]:
+    """Return what the newest of a run's evaluations, given in order of steps, warns of: over-optimisation, and a fall below an
+    earlier forecast."""
+    if not evaluations:
+        return []
+    warnings = [ScoreWarning("over-optimisation", text) for text in overoptimised(evaluations[-1])]
+    if fall := lasting_fall(evaluations):
+        warnings.append(ScoreWarning("fall below the forecast", _fall_text(fall)))
+    return warnings
+
+
+def _fall_text(fall: Fall) -> str:
+    scored = fall.name.removeprefix(PASS_RATE).removeprefix("/") or "held out"
+    return (
+        f"{scored}: the score has fallen to {fall.score:.3f} at step {fall.step}, and that before was as low; by the "
+        f"forecast of step {fall.forecast_step} it would stay at {fall.least:.3f} or above. The policy gets worse: {_READ}, "
+        "fork from an earlier step (run.fork) at a lower or falling rate (learner.optimizer.schedule=linear)"
+    )
 
 
 def overoptimised(evaluation: Row) -> list[str]:

@@ -213,6 +213,11 @@ class Observer:
         return self.rows[max(self.rows)] if self.rows else {}
 
     @property
+    def scores(self) -> list[Row]:
+        """Rows of eval.jsonl, in order of steps."""
+        return [self.evaluations[step] for step in sorted(self.evaluations)]
+
+    @property
     def scored(self) -> Row:
         """The newest evaluation; empty before the first."""
         return self.evaluations[max(self.evaluations)] if self.evaluations else {}

@@ -12,10 +12,11 @@ from pathlib import Path
 from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_json
+from megarl.core.base.retention import milestone_checkpoints
 from megarl.core.base.rundir import RunDir, latest_scores, parsed, rows_in_order
 from megarl.core.recipe import load
 from megarl.run import summary
-from megarl.run.health import Health, overoptimised
+from megarl.run.health import Health, score_warnings
 from megarl.run.logs import sentence
 from megarl.run.observe import Observer, Tail, last_lines
 from megarl.run.restart import Role
@@ -36,6 +37,7 @@ def main(run: Path) -> int:
             console.print(summary.render(values, rundir))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise MegarlError(f"{rundir.summary}: not what a run writes at its end ({error!r}); remove it") from None
+        _show_milestones(rundir, console)
         return 0
     recipe, observer = load(str(rundir.recipe)), Observer(rundir)
     observer.look()
@@ -46,7 +48,16 @@ def main(run: Path) -> int:
     if now - last > DEAD_S:
         foot = f"nothing written for {clock(now - last)}: it seems dead; run.resume=auto resumes it"
     console.print(render(Frame(recipe, observer, max(0.0, now - began), roles, problem=problem_of(rundir), foot=foot)))
+    _show_milestones(rundir, console)
     return 0
+
+
+def _show_milestones(rundir: RunDir, console: Console) -> None:
+    """Print which checkpoints are kept as milestones."""
+    milestones = load(str(rundir.recipe)).checkpoint.milestones
+    for milestone, path in milestone_checkpoints(rundir.checkpoints, milestones).items():
+        wanted = f"step {milestone}" if isinstance(milestone, int) else milestone
+        console.print(f"kept for good, as of {wanted}: {path}", highlight=False, soft_wrap=True)
 
 
 def problem_of(rundir: RunDir) -> str:
@@ -71,15 +82,15 @@ def _when(problem: str) -> str:
 
 
 def health(run: Path) -> int:
-    """Print every alarm with its steps, and over-optimisation. Return 1 if any of them lasts, else 0."""
+    """Print every alarm with its steps, and what evaluations warn of. Return 1 if any of them lasts, else 0."""
     rundir = RunDir.opened(run)
     judged, scores = Health(rows_in_order(rundir.metrics)), latest_scores(rundir.eval)
     for alarm in judged.history:
         until = "now" if alarm.until is None else f"{alarm.until - 1}"
         terminal.say(f"steps {alarm.since} to {until}, noticed at {alarm.raised}: {alarm.text}")
-    exploited = overoptimised(scores[-1] if scores else {})
-    terminal.say("".join(f"{message}\n" for message in exploited), end="")
-    lasting = [alarm.name for alarm in judged.alarms] + ["over-optimisation"] * bool(exploited)
+    warnings = score_warnings(scores)
+    terminal.say("".join(f"{warning.text}\n" for warning in warnings), end="")
+    lasting = [alarm.name for alarm in judged.alarms] + list(dict.fromkeys(warning.name for warning in warnings))
     terminal.say(f"{judged.step + 1} steps, {len(judged.history)} alarms; now: {', '.join(lasting) or 'healthy'}")
     return int(bool(lasting))
 

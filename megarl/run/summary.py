@@ -16,7 +16,7 @@ from rich.text import Text
 from megarl.core.base.rundir import Row, RunDir, latest_rows, latest_scores
 from megarl.core.evaluation.forecast import words
 from megarl.core.recipe import Recipe
-from megarl.run.health import MEMORY, Health, overoptimised
+from megarl.run.health import MEMORY, Health, score_warnings
 
 
 def summarise(recipe: Recipe, rundir: RunDir, rows: list[Row] | None = None) -> Row:
@@ -61,7 +61,10 @@ def summarise(recipe: Recipe, rundir: RunDir, rows: list[Row] | None = None) -> 
         "versions_per_rollout": mean(rows, "versions_per_rollout"),
         **{name: mean(rows[-20:], name) for name in ("truncation_rate", "interruption_rate", "format_error_rate")},
         "void_groups": _total(rows, "void_groups"),
-        "warnings": [alarm.text for alarm in Health(rows[-MEMORY:]).alarms] + overoptimised(last),
+        "warnings": [
+            *(alarm.text for alarm in Health(rows[-MEMORY:]).alarms),
+            *(warning.text for warning in score_warnings(evaluations)),
+        ],
         "restarts": events.count("restart"),
         "tasks": _by_task(recipe, rows, first, last),
     }

@@ -23,7 +23,7 @@ from megarl.core.base.rundir import Row, SupervisorEvent
 from megarl.core.evaluation.forecast import words
 from megarl.core.recipe import Recipe
 from megarl.core.weights import parity
-from megarl.run.health import overoptimised
+from megarl.run.health import score_warnings
 from megarl.run.observe import Observer, ServerStatus
 from megarl.run.restart import Role, RoleKind
 from megarl.run.summary import grid, mean, show
@@ -131,11 +131,13 @@ def phase(frame: Frame) -> str:
 def warnings(frame: Frame) -> list[str]:
     """Return the warnings that the user should see."""
     observer = frame.observer
-    messages = [alarm.text for alarm in observer.health.alarms] + overoptimised(observer.scored)
+    messages = [alarm.text for alarm in observer.health.alarms]
+    messages += [warning.text for warning in score_warnings(observer.scores)]
     if observer.status is not None and observer.status.parity:
         messages.append(observer.status.parity)
     if observer.latest.get("groups_in_loss") == 0 and not frame.recipe.all_groups_teach:
-        messages.append("no group of the last step had both right and wrong answers: nothing was learnt from it")
+        complete = ", of which one is complete" if frame.recipe.batch.truncated == "drop" else ""
+        messages.append(f"no group of the last step had right and wrong answers{complete}: nothing was learnt from it")
     return messages
 
 

@@ -138,7 +138,7 @@ def test_what_a_run_leaves(rundir: RunDir, recipe: Recipe) -> None:
         "SGLang imports it"
     )
     names = {p.name for p in rundir.checkpoints.iterdir()}
-    assert names == {"step-0000008", "step-0000010"}  # checkpoint.keep of them
+    assert names == {"step-0000003", "step-0000008", "step-0000010"}  # a milestone, and checkpoint.keep of them
 
 
 def test_trace_tells_the_times_of_metrics_and_journal(rundir: RunDir, recipe: Recipe, finished: LiveRun) -> None:

@@ -16,7 +16,7 @@ KEPT = (
     "model.context_parallel", "model.moe.*", "data.sandbox", "data.curriculum.*", "data.tasks.*.grader",
     "data.tasks.*.template", "data.tasks.*.system", "data.tasks.*.environment", "data.tasks.*.weight", "data.tasks.*.turns",
     "length.control", "length.end_of_thinking", "length.interruption", "sampling.temperature",
-    "pipeline.*", "batch.zero_variance", "batch.positive_threshold", "batch.centring", "batch.advantage",
+    "pipeline.*", "batch.zero_variance", "batch.truncated", "batch.positive_threshold", "batch.centring", "batch.advantage",
     "batch.aggregation", "loss.*", "reference.*", "teacher.weight",
     "learner.recompute", "learner.epochs", "learner.optimizer.schedule", "learner.optimizer.grad_clip", "critic.lam",
 )  # fmt: skip

@@ -18,9 +18,11 @@ import numpy as np
 
 from megarl.core.algorithm.advantages import NOTHING_SEEN, Moments, centred_rewards, divided, turns_of
 from megarl.core.base.types import Batch, Group, PathTokens, Rollout, paths_of
-from megarl.core.recipe import Recipe
+from megarl.core.recipe import BatchSection, Recipe
 
 Aggregation = Literal["prompt", "sample", "token", "constant"]
+SCALERL = Recipe()
+"""The defaults."""
 
 PerToken = float | np.ndarray
 """[prompt + completion] float32, or one number for all tokens."""
@@ -61,10 +63,23 @@ class TrainSequence:
         return np.broadcast_to(values, len(self))[self.trained].astype(np.float64)
 
 
-def groups_in_loss(groups: Sequence[Group], zero_variance: Literal["drop", "refill", "keep"]) -> list[Group]:
+def tokens_in_loss(group: Group, settings: BatchSection) -> list[int]:
+    """Return how many tokens of each rollout are in the loss: |y|, or 0 if the rollout is left out as truncated.
+
+    What `batch.truncated: drop` leaves out has no gradient and counts in no aggregation. Its
+    reward still counts in the mean and the deviation by which the advantages of the others
+    are made, as in TRL's form of DAPO's overlong filtering (arXiv 2503.14476): a prompt that
+    the policy often fails by running out of tokens is a hard one.
+    """
+    left_out = settings.truncated == "drop"
+    return [0 if left_out and r.finish == "length" else r.trained_tokens for r in group.rollouts]
+
+
+def groups_in_loss(groups: Sequence[Group], settings: BatchSection) -> list[Group]:
     """Return the groups with something to train: not void, and with variance unless `keep`."""
-    wanted = [g for g in groups if not g.void and (zero_variance == "keep" or g.has_variance)]
-    return [g for g in wanted if any(r.trained_tokens for r in g.rollouts)]
+    keeps_all = settings.zero_variance == "keep"
+    wanted = [g for g in groups if not g.void and (keeps_all or g.has_variance)]
+    return [g for g in wanted if any(tokens_in_loss(g, settings))]
 
 
 def token_weights(trained_tokens: Sequence[Sequence[int]], aggregation: Aggregation, longest: int) -> list[np.ndarray]:
@@ -89,15 +104,15 @@ def token_weights(trained_tokens: Sequence[Sequence[int]], aggregation: Aggregat
 def sequences_in_loss(batch: Batch, recipe: Recipe) -> list[TrainSequence]:
     """Return the batch's sequences in the loss, ordered by ticket, sample and path; empty if no group has a gradient. Paths of
     a rollout weigh by their tokens. Advantages are still 0: a model may first have to compute penalties on the rewards."""
-    groups = groups_in_loss(batch.groups, recipe.batch.zero_variance)
-    counts = [[r.trained_tokens for r in g.rollouts] for g in groups]
+    groups = groups_in_loss(batch.groups, recipe.batch)
+    counts = [tokens_in_loss(group, recipe.batch) for group in groups]
     weights = token_weights(counts, recipe.batch.aggregation, recipe.most_trained_tokens)
     return [
         _sequence(group, rollout, path, float(weight))
         for group, group_weights in zip(groups, weights, strict=True)
         for rollout, weight in zip(group.rollouts, group_weights, strict=True)
         for path in paths_of(rollout.segments, rollout.paths, group.prompt.tokens)
-        if path.trained.any()
+        if weight and path.trained.any()
     ]
 
 
@@ -110,7 +125,7 @@ def with_advantages(
     settings = recipe.batch
     if settings.centring == "critic":
         return list(sequences), before
-    groups = groups_in_loss(batch.groups, settings.zero_variance)
+    groups = groups_in_loss(batch.groups, settings)
     penalties: dict[tuple[int, int], float] = defaultdict(float)
     for s in sequences:  # a rollout may have several sequences
         penalties[s.ticket, s.sample] += float(np.sum(s.kl_penalty))
@@ -174,8 +189,9 @@ def unrewarded(index: int, tokens: np.ndarray, first: int = 1, experts: np.ndarr
     return TrainSequence(index, 0, tokens, np.zeros_like(weight), weight, 0.0, experts)
 
 
-def batch_statistics(batch: Batch, all_groups_teach: bool = False) -> dict[str, float]:
-    """Compute metrics of a batch (telemetry/names.py), groups without variance included. A mean over nothing is NaN."""
+def batch_statistics(batch: Batch, recipe: Recipe = SCALERL) -> dict[str, float]:
+    """Compute metrics of a batch (telemetry/names.py), groups without variance and truncated rollouts included. A mean over
+    nothing is NaN."""
     groups = [g for g in batch.groups if not g.void]
     rollouts = [r for g in groups for r in g.rollouts]
     lengths = np.array([sum(len(s.tokens) for s in r.segments) for r in rollouts])
@@ -185,6 +201,7 @@ def batch_statistics(batch: Batch, all_groups_teach: bool = False) -> dict[str, 
     lags = batch.step - np.array([s.weight_version for segments in sampled for s in segments], dtype=np.int64)
     versions = np.array([len({s.weight_version for s in segments}) for segments in sampled], dtype=np.int64)
     varied = [g.has_variance for g in groups]
+    teaching = [g for g in groups if recipe.all_groups_teach or g.has_variance]
     names = dict.fromkeys(name for r in rollouts for name in r.rewards)
     more = {f"reward/{name}": _mean([r.rewards[name] for r in rollouts if name in r.rewards]) for name in names}
     if turns := [r.credits for r in rollouts if -1 not in r.credits]:
@@ -197,7 +214,7 @@ def batch_statistics(batch: Batch, all_groups_teach: bool = False) -> dict[str, 
         "reward_mean": _mean(rewards),
         "reward_gap": _mean(rewards[correct]) - _mean(rewards[~correct]),
         "zero_variance_share": 1 - _mean(varied),
-        "groups_in_loss": float(len(groups) if all_groups_teach else sum(varied)),
+        "groups_in_loss": float(sum(any(tokens_in_loss(g, recipe.batch)) for g in teaching)),
         "void_groups": float(len(batch.groups) - len(groups)),
         "truncation_rate": _mean([r.finish == "length" for r in rollouts]),
         "interruption_rate": _mean([r.interrupted for r in rollouts]),

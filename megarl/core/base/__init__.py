@@ -11,6 +11,7 @@ torchrun.py      several processes of a learner or warm start
 broadcast.py     a process group for weights; every wait in it has a time limit
 checksum.py      a checksum of weights: the checksums of the pieces add up to that of the whole
 delta.py         the changes of a tensor, encoded in a few bytes
+retention.py     which checkpoints stay besides the newest
 architecture.py  a model's structure, from its config.json   hf_files.py   files of a Hugging Face directory
 tokenizer.py     text to token ids and back
 """

@@ -241,7 +241,7 @@ class Controller:
         step, replay, spent, held = decision.step, decision.replay, self.compute.spent(), self.compute.held
         spans.event("controller/batches", f"batch {step}", step=step, replay=replay, tickets=list(tickets))
         running, ahead = float(len(self.pipeline.running)), float(self.pipeline.ahead(step))
-        stats = batch_statistics(batch, self.recipe.all_groups_teach) | spent.row() | self.meter.step()
+        stats = batch_statistics(batch, self.recipe) | spent.row() | self.meter.step()
         stats |= task_statistics(batch, self.recipe)
         stats |= draw_metrics(self.tickets.mixture) | {"tickets_running": running, "tickets_ahead": ahead}
         stats |= self.parity.metrics() | {"window": self.pipeline.window.batches}
@@ -284,10 +284,11 @@ class Controller:
             await asyncio.to_thread(spans.flush)
 
     async def _drop_old(self) -> None:
-        """Regularly delete journal data that no kept checkpoint needs for replay, if the recipe says so."""
+        """Regularly delete journal data that none of the newest checkpoints needs for replay, if the recipe says so. Those kept
+        as milestones are to be looked at: nothing restarts from them."""
         while self.recipe.journal.keep == "checkpoints":
             await asyncio.sleep(DROP_S)
-            kept = complete(self.rundir.checkpoints)
+            kept = complete(self.rundir.checkpoints)[-self.recipe.checkpoint.keep :]
             # If the journal is older than the checkpoints, `decide` refuses the learner.
             if kept and step_of(kept[0]) <= self.pipeline.batches():
                 await self.records.drop_before(step_of(kept[0]))

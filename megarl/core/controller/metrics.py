@@ -92,7 +92,7 @@ def task_statistics(batch: Batch, recipe: Recipe) -> dict[str, float]:
         return metrics
     for task in recipe.data.tasks:
         of_task = Batch(step=batch.step, groups=tuple(g for g in batch.groups if g.prompt.task == task))
-        statistics = batch_statistics(of_task, recipe.all_groups_teach)
+        statistics = batch_statistics(of_task, recipe)
         rewards = [name for name in statistics if name.startswith("reward/")]
         metrics |= {f"{name}/{task}": statistics[name] for name in (*OF_EACH_TASK, *rewards)}
         if task in played:

@@ -14,6 +14,7 @@ from statistics import fmean
 
 from msgspec.structs import replace
 
+from megarl.core.algorithm.batch import groups_in_loss
 from megarl.core.base.contracts import Grade, GraderDown, Graders, TaskPrompts
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import Group, Prompt, Rollout
@@ -94,7 +95,7 @@ class Tickets:
             if down:
                 log.warning("ticket %d: %d of its rollouts cannot be graded: %s", ticket, len(down), down[0])
             self.mixture.observe(prompt.task, prompt.id, group.pass_rate)
-        record = settled(self._recipe, group, group.has_variance)
+        record = settled(self._recipe, group, bool(groups_in_loss([group], self._recipe.batch)))
         spans.span(
             TICKETS, "ticket", begin, time.monotonic(), ticket=ticket, task=prompt.task, pass_rate=group.pass_rate, void=void,
             removed=isinstance(record, Removed),

@@ -3,5 +3,5 @@
 score.py     prompts -> completions -> grades -> answers: the only such loop
 answers.py   the files on disk               metrics.py   mean@k, pass@k, maj@k and their intervals
 votes.py     which wrong answers are equal, for maj@k
-forecast.py  the forecast in a row of eval.jsonl, as text
+forecast.py  the forecast in a row of eval.jsonl, as text   fall.py      a score below what its forecast allows
 """

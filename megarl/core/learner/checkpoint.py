@@ -20,7 +20,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megarl.core.algorithm.advantages import Moments
 from megarl.core.base.errors import Interrupted, MegarlError
 from megarl.core.base.ranks import from_rank_0, gathered
+from megarl.core.base.retention import Milestone, milestone_checkpoints
 from megarl.core.base.rundir import RunDir, complete, rows_in_order, step_folder
 from megarl.core.base.types import Batch
 from megarl.core.journal.journal import JournalReader
@@ -63,10 +64,14 @@ moment, and the steps since the last checkpoint would be trained again."""
 
 
 class Checkpoints:
-    """A trainer's RUN/checkpoints; collective over all ranks. failures: of writes in a row; if any, call `save` again soon."""
+    """A trainer's RUN/checkpoints; collective over all ranks. milestones: besides the `keep` newest, these stay
+    (retention.py). failures: of writes in a row; if any, call `save` again soon."""
 
-    def __init__(self, folder: Path, keep: int, trainer: Trainer, hf_source: Path) -> None:
+    def __init__(
+        self, folder: Path, keep: int, trainer: Trainer, hf_source: Path, milestones: Sequence[Milestone] = ()
+    ) -> None:
         self.folder, self.keep, self.trainer, self.hf_source = folder, keep, trainer, hf_source
+        self.milestones = milestones
         self._writing: tuple[Path, threading.Thread, list[Callable[[], None]]] | None = None
         self.failures = 0
 
@@ -115,11 +120,15 @@ class Checkpoints:
             return self._failed(error)
         self.failures = 0
         if dist.get_rank() == 0:
-            checkpoint.prune(self.folder, self.keep)
+            self._prune()
             size, free = sum(file.stat().st_size for file in path.iterdir()), shutil.disk_usage(path).free
             if free < size:
                 what = "the next checkpoint, of %.1f GB, will not fit on the disk, which has %.1f GB left; free some"
                 log.warning(f"%s: {what}", self.folder, size / 1e9, free / 1e9)
+
+    def _prune(self) -> None:
+        milestones = milestone_checkpoints(self.folder, self.milestones)
+        checkpoint.prune(self.folder, self.keep, list(milestones.values()))
 
     def _failed(self, error: MegarlError) -> None:
         """Count a failed write. Raise its error if it is the last one, or if other ranks may not know of it."""
@@ -155,7 +164,7 @@ class Checkpoints:
             advice = "move them away to train again from the beginning"
             raise MegarlError(f"{self.folder}: none of the {len(corrupt)} checkpoints is intact; {advice}")
         if dist.get_rank() == 0:
-            checkpoint.prune(self.folder, self.keep)
+            self._prune()
         return bool(paths)
 
     def _load_in_several_tries(self, path: Path) -> None:
@@ -193,7 +202,7 @@ def resumed(recipe: Recipe, folder: Path, record: Path | None, offload: Offload)
     the file for the size of micro-batches (microbatch_size.py). offload: frees the servers' memory."""
     source = Path(recipe.model.path)
     trainer = Trainer(recipe, source)
-    checkpoints = Checkpoints(folder, recipe.checkpoint.keep, trainer, source)
+    checkpoints = Checkpoints(folder, recipe.checkpoint.keep, trainer, source, recipe.checkpoint.milestones)
     checkpoints.load_latest()
     longest, rollouts = recipe.length.context_tokens, recipe.batch.prompts * recipe.sampling.generations
     microbatch_size.settle(trainer, longest, longest * rollouts, record, within=offload.released(trainer.step))

@@ -190,7 +190,9 @@ class LearnerRank:
             metrics = self.trainer.train_step(self.trainer.sequences(command.batch))
         self._check_recorded(step, command.stats | metrics)
         with self.clock.spent("checkpoint", step):
-            if self.trainer.step % self.recipe.checkpoint.every == 0 or self.checkpoints.failures:
+            when = self.recipe.checkpoint
+            due = self.trainer.step % when.every == 0 or self.trainer.step in when.milestones
+            if due or self.checkpoints.failures:
                 self.checkpoints.save()
         seconds = self.clock.next_step(step)
         self.profiler.step(self.trainer.step)

@@ -22,7 +22,7 @@ import re
 import shutil
 import zlib
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -241,10 +241,11 @@ def read_meta(path: Path) -> CheckpointMeta:
     return meta
 
 
-def prune(checkpoints: Path, keep: int) -> None:
-    """Remove all checkpoints but the newest `keep`, and what killed writers left. Call this on one rank, while none is written.
-    Files that cannot be removed stay, with a warning, until the next call."""
-    for path in (*complete(checkpoints)[:-keep], *_incomplete(checkpoints)):
+def prune(checkpoints: Path, keep: int, milestones: Collection[Path] = ()) -> None:
+    """Remove all checkpoints but the newest `keep` and `milestones`, and what killed writers left. Call this on one rank, while
+    none is written. Files that cannot be removed stay, with a warning, until the next call."""
+    old = [path for path in complete(checkpoints)[:-keep] if path not in milestones]
+    for path in (*old, *_incomplete(checkpoints)):
         try:
             (path / META).unlink(missing_ok=True)  # first, so that a kill leaves nothing that looks complete
             shutil.rmtree(path)

@@ -18,11 +18,14 @@ from megarl.core.recipe.loading import (
     from_tree,
     load,
     load_suite,
+    read_mapping,
     shipped,
+    shipped_studies,
     shipped_suites,
 )
 from megarl.core.recipe.tree import (
     START_LIMIT_RULE,
+    BatchSection,
     ColumnName,
     Data,
     Evaluation,
@@ -44,7 +47,7 @@ from megarl.core.recipe.tree import (
 
 __all__ = [
     "START_LIMIT_RULE",
-    "ColumnName", "Data", "Evaluation", "Length", "Loss", "Model", "Moe", "Optimizer", "PipelineSection",
+    "BatchSection", "ColumnName", "Data", "Evaluation", "Length", "Loss", "Model", "Moe", "Optimizer", "PipelineSection",
     "Recipe", "Reference", "Resources", "Reward", "Rows", "Service", "Suite", "Task", "describe", "differences",
-    "dump", "flat", "from_tree", "load", "load_suite", "shipped", "shipped_suites",
+    "dump", "flat", "from_tree", "load", "load_suite", "read_mapping", "shipped", "shipped_studies", "shipped_suites",
 ]  # fmt: skip

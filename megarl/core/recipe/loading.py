@@ -130,6 +130,10 @@ def shipped_suites() -> dict[str, Path]:
     return {p.stem: p for p in sorted((SHIPPED / "suites").glob("*.yaml"))}
 
 
+def shipped_studies() -> dict[str, Path]:
+    return {p.stem: p for p in sorted((SHIPPED / "studies").glob("*.yaml"))}
+
+
 LARGEST = 1 << 20
 """Largest size of a recipe file in bytes. PyYAML takes a few seconds for a megabyte."""
 DEEPEST = 32
@@ -144,6 +148,11 @@ def load(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
 def from_tree(tree: RecipeTree, overrides: Sequence[str] = ()) -> Recipe:
     """Validate a recipe built in Python (tests, tools)."""
     return _overridden(copy.deepcopy(tree), {(): "recipe"}, overrides)
+
+
+def read_mapping(path: Path) -> RecipeTree:
+    """Read a YAML file of one mapping, without checking its keys."""
+    return _read(path)[0]
 
 
 def load_suite(path: Path) -> RecipeTree:

@@ -85,6 +85,12 @@ def _advantages(r: Recipe) -> Iterator[str]:
             "batch.advantage: a group without variance has no deviation to divide an uncentred reward by; "
             "use batch or none, or set batch.centring"
         )
+    from_reward = r.reference.coefficient > 0 and not r.reference.in_loss
+    if r.batch.truncated == "drop" and from_reward and not r.has_critic:
+        yield (
+            "batch.truncated: the reference scores only rollouts in the loss, so that k1, which is subtracted from the reward, "
+            "would spare the truncated ones; set reference.estimator=k2 or k3, or keep"
+        )
     if not r.has_critic:
         return
     if r.batch.advantage == "group":

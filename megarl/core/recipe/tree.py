@@ -363,6 +363,11 @@ class BatchSection(Section):
         description="groups whose answers are graded alike: drop them, refill with other prompts' groups, or keep them "
         "in the loss",
     )
+    truncated: Literal["keep", "drop"] = Field(
+        "keep",
+        description="rollouts that the answer budget cut off; drop: left out of the loss, though their rewards count in the "
+        "group's mean and deviation",
+    )
     positive_threshold: float | None = Field(
         0.9, gt=0, le=1, description="a prompt of this pass rate is not drawn again (no-positive-resampling); null: off"
     )
@@ -549,9 +554,18 @@ class Evaluation(Section):
         return {name: suite for name, suite in self.suites.items() if suite.mapping not in MULTIPLE_CHOICE}
 
 
+MilestoneStep = Annotated[int, Field(ge=1)]
+MilestoneCompute = Annotated[str, Field(pattern=r"^[0-9]*\.?[0-9]+ (GPU|core)-hours$")]
+
+
 class Checkpoint(Section):
     every: int = Field(100, ge=1, description="steps between checkpoints")
     keep: int = Field(2, ge=1, description="newest checkpoints that are kept")
+    milestones: tuple[MilestoneStep | MilestoneCompute, ...] = Field(
+        (),
+        description="steps, or compute such as 1000 GPU-hours: the first checkpoint at or after each is never removed; one is "
+        "written at each of these steps",
+    )
 
 
 class Monitor(Section):
@@ -562,7 +576,9 @@ class Monitor(Section):
 
 
 class JournalSection(Section):
-    keep: Literal["all", "checkpoints"] = Field("all", description="checkpoints: drop what no kept checkpoint replays")
+    keep: Literal["all", "checkpoints"] = Field(
+        "all", description="checkpoints: drop what none of the checkpoint.keep newest replays"
+    )
 
 
 class SftRate(Section):

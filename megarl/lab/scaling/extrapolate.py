@@ -104,8 +104,10 @@ def forecast(evaluations: Sequence[Row], metrics: Iterable[Row], steps: int, sco
     """Forecast the rest of a live run of `steps` steps after the last of these evaluations; return columns of eval.jsonl.
 
     The budget, i.e. compute at the last step, is the present compute times steps / step. `predicted_rest_high`: the gain from
-    the rest of the budget, at the upper end of its 95 % interval. Empty if there are too few scores, or no curve fits. score:
-    the column to forecast, `pass_rate` or that of a task or suite, such as `pass_rate/math`.
+    the rest of the budget, at the upper end of its 95 % interval. `predicted_least`: the lower of the curve's values now and at
+    the end, with the lower end of its interval; core/evaluation/fall.py compares later scores with it. Empty if there are too
+    few scores, or no curve fits. score: the column to forecast, `pass_rate` or that of a task or suite, such as
+    `pass_rate/math`.
     """
     last = evaluations[-1]
     if not last["step"]:
@@ -121,6 +123,7 @@ def forecast(evaluations: Sequence[Row], metrics: Iterable[Row], steps: int, sco
     at = np.array([now, now + FURTHER_HOURS[fitted.unit], budget])
     here, after, end = fitted.posterior.scores(FORMS[fitted.form].x(at, fitted.scale)).T
     middle, low, high = np.quantile(end, INTERVAL)
+    least = np.minimum(here, end)
     return {
         "predicted_score": score,
         "predicted_hours": budget,
@@ -130,6 +133,8 @@ def forecast(evaluations: Sequence[Row], metrics: Iterable[Row], steps: int, sco
         "predicted_final_high": float(high),
         "predicted_gain": float(np.median(after - here)),
         "predicted_rest_high": float(max(0.0, np.quantile(end - here, INTERVAL[2]))),
+        "predicted_least": float(np.median(least)),
+        "predicted_least_low": float(np.quantile(least, INTERVAL[1])),
     }
 
 

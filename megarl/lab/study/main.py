@@ -1,12 +1,9 @@
-"""`megarl study loo | compare | corpus | results`: runs a study's tasks one after another, or in a Slurm array one per job.
+"""`megarl study loo | run | compare | corpus | results`: runs a study's tasks in turn, or in a Slurm array one per job.
 
     waiting or begun ─► `megarl train STUDY/recipes/NAME.yaml` ─► done | failed        (a begun run resumes from its checkpoint)
 
 Ctrl-C and SIGTERM are passed on to the run, which saves and exits; the same command resumes it. A failed task does not stop
 the others. The run dies with this process, however that ends.
-
-Leave-one-out reverts one part of ScaleRL at a time to earlier common practice (arXiv 2510.13786, section 4 and its
-comparison of losses). A variant that equals the recipe, or makes no difference to it, is left out.
 """
 
 import os
@@ -29,6 +26,7 @@ from megarl.core.base.process import SUPERVISOR
 from megarl.core.base.rundir import latest_rows, latest_scores, write_atomically
 from megarl.core.recipe import Recipe, differences, load
 from megarl.lab.study import plan
+from megarl.lab.study.files import variants_of
 from megarl.lab.study.plan import Study, StudyTask
 from megarl.run.process import StopRequest, outlive_screen, stop_requests
 from megarl.run.view import sparkline
@@ -48,13 +46,13 @@ class StudyOptions(NamedTuple):
     overrides: Sequence[str]
 
 
-def loo(recipe: str, beside: Sequence[str], options: StudyOptions) -> int:
-    """Study ScaleRL's leave-one-out variants of `recipe`, and the recipes `beside` with them."""
-    recipes = leave_one_out(recipe, options.overrides)
+def run_variants(study: str, recipe: str, beside: Sequence[str], options: StudyOptions) -> int:
+    """Study the variants of `recipe` that a study file names, and the recipes `beside` with them."""
+    recipes = variants_of(study, recipe, options.overrides)
     others = side_by_side(beside, options.overrides)
     if twice := recipes.keys() & others.keys():
         raise MegarlError(f"--with: {', '.join(sorted(twice))} is in the study already")
-    return _study(f"loo-{Path(recipe).stem}", recipes | others, options)
+    return _study(f"{Path(study).stem}-{Path(recipe).stem}", recipes | others, options)
 
 
 def compare(names: Sequence[str], options: StudyOptions) -> int:
@@ -149,25 +147,6 @@ def planned(title: str, recipes: Mapping[str, Recipe]) -> Table:
         changed = [f"{key}={new}" for key, _, new in differences(first, recipe) if key != "run.name"]
         shown.add_row(name, " ".join(changed))
     return shown
-
-
-def leave_one_out(recipe: str, overrides: Sequence[str]) -> dict[str, Recipe]:
-    """Return the recipe as it is (under its own name), then its variants."""
-    base = load(recipe, overrides)
-    reverted = {
-        "prompt-level-advantage": ["batch.advantage=group"],
-        "length-penalty": ["length.control=overlong_penalty"],
-        "zero-variance-kept": ["batch.zero_variance=keep"],
-        "ppo-off-policy-8": ["pipeline.kind=ppo-off-policy", "pipeline.k=8"],
-        "no-fp32-head": ["model.fp32_head=none"],
-        "sample-average": ["batch.aggregation=sample"],
-        "positives-resampled": ["batch.positive_threshold=null"],
-        "dapo-loss": ["loss.kind=clip", "loss.clip_low=0.2", "loss.clip_high=0.26"],
-    }
-    if base.model.dtype == "fp32":  # the whole model is, and so is its head
-        del reverted["no-fp32-head"]
-    variants = {name: load(recipe, [*overrides, *changes]) for name, changes in reverted.items()}
-    return {Path(recipe).stem: base} | {name: variant for name, variant in variants.items() if variant != base}
 
 
 def side_by_side(recipes: Sequence[str], overrides: Sequence[str]) -> dict[str, Recipe]:

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from megarl.core.base import architecture
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.hf_files import INDEX
 from megarl.core.recipe import load
 from megarl.lab.presets import PPO, ppo_for, suggest
 from megarl.run.checks import parameters
@@ -48,6 +50,17 @@ def test_the_suggestion_is_a_recipe(
         assert (recipe.learner.optimizer.lr, rollouts, recipe.learner.epochs) == (5e-7, 768, 1)
     else:
         assert (recipe.learner.optimizer.lr, rollouts, recipe.learner.epochs) == (3e-6, 256, 4)
+
+
+def test_a_config_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As for `megarl plan`. A directory with an index of weights that are missing is not without weights."""
+    config = architecture.CONFIGS / "qwen3-8b.json"
+    (tmp_path / "config.json").write_bytes(config.read_bytes())
+    assert suggest(tmp_path, "scalerl") == 0
+    assert "8.19B parameters" in capsys.readouterr().err
+    (tmp_path / INDEX).write_text('{"weight_map": {"a": "model-1.safetensors"}}')
+    with pytest.raises(MegarlError, match="files of weights are missing"):
+        suggest(tmp_path, "scalerl")
 
 
 def test_no_model(tmp_path: Path) -> None:

@@ -58,6 +58,9 @@ def test_a_disk_without_room_for_checkpoints(recipe: Recipe, monkeypatch: pytest
         preflight.check_all(recipe)
     free.free = 3 * size
     preflight.check_all(recipe)
+    milestones = recipe.checkpoint.model_copy(update={"milestones": (3, "1 core-hours")})
+    with pytest.raises(MegarlError, match="of which up to 5 are there"):
+        preflight.check_all(recipe.model_copy(update={"checkpoint": milestones}))
     older = RunDir(recipe.run.path).checkpoints / "step-0000002"
     older.mkdir(parents=True)
     (older / META).write_text("{}")
@@ -645,6 +648,9 @@ def test_a_price_in_hours_that_the_run_does_not_count(tree: Tree) -> None:
         MegarlError, match=r"run\.stop_when: .* counts core-hours"
     ):  # in a job, only now are its devices known
         train.main(changed(tree, run={"stop_when": "gain < 0.1 per GPU-hour"}), {}, HostBytes(0, 0), lambda _: None)
+    preflight.check_all(changed(tree, checkpoint={"milestones": [5, "1 core-hours"]}))
+    with pytest.raises(MegarlError, match=r"checkpoint\.milestones: '1 GPU-hours', but this run counts core-hours"):
+        preflight.check_all(changed(tree, checkpoint={"milestones": ["1 GPU-hours"]}))
 
 
 @pytest.mark.processes

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megarl.cli import main
-from megarl.core.base.rundir import RunDir, append_jsonl
-from megarl.core.recipe import Recipe
+from megarl.core.base.rundir import META, RunDir, append_jsonl
+from megarl.core.recipe import Recipe, dump
 from megarl.run import status, summary
 from megarl.run.closing import Death, causes
 from megarl.run.observe import last_lines
@@ -59,9 +59,13 @@ def test_roles(write_run: Write) -> None:
     assert list(roles[Role("learner")].nodes) == ["n3"]
 
 
-def test_of_a_live_run(write_run: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_a_live_run(recipe: Recipe, write_run: Write, capsys: pytest.CaptureFixture[str]) -> None:
     rundir = write_run(41)
     live(rundir)
+    milestones = recipe.checkpoint.model_copy(update={"milestones": (30, 50)})
+    rundir.recipe.write_text(dump(recipe.model_copy(update={"checkpoint": milestones})))
+    (rundir.checkpoints / "step-0000040").mkdir()
+    (rundir.checkpoints / "step-0000040" / META).write_text("{}")
     status = json.loads(rundir.status.read_text()) | {"time": time.time()}
     rundir.status.write_text(json.dumps(status))
     assert main(["status", str(rundir.path)]) == 0
@@ -69,6 +73,7 @@ def test_of_a_live_run(write_run: Write, capsys: pytest.CaptureFixture[str]) -> 
     assert "step 41/80" in shown
     assert "dropped" in shown
     assert "seems dead" not in shown
+    assert re.findall("kept for good, as of (.*): .*/(step-.*)", shown) == [("step 30", "step-0000040")]
     rundir.status.write_text(json.dumps(status | {"time": time.time() - 7300}))
     assert main(["status", str(rundir.path)]) == 0
     assert "nothing written for 2:01:4" in capsys.readouterr().out

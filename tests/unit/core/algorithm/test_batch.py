@@ -171,6 +171,41 @@ def test_nothing_to_train(zero_variance: str):
     assert training_sequences(Batch(step=0, groups=(group(0, void="dead"),)), recipe(zero_variance=zero_variance)) == []
 
 
+DEVIATION = statistics.pstdev([1, -1, -4 / 3, 2 / 3, 2 / 3])
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "weights"),
+    [
+        ("prompt", [1 / (2 * 8)] * 2 + [1 / (2 * 7)] * 2),
+        ("sample", [1 / (4 * 4), 1 / (4 * 4), 1 / (4 * 6), 1 / (4 * 1)]),
+        ("token", [1 / 15] * 4),
+        ("constant", [1 / (4 * LONGEST)] * 4),
+    ],
+)
+def test_a_truncated_rollout_that_is_dropped_has_a_reward_but_no_weight(aggregation: str, weights: list[float]):
+    """Group 3 of MIXED by hand: rewards -1 (truncated, 2 tokens), 1 (6 tokens), 1 (1 token), whose mean is 1/3."""
+    sequences = training_sequences(MIXED, recipe(aggregation=aggregation, truncated="drop"))
+    assert [(s.ticket, s.sample) for s in sequences] == [(0, 0), (0, 1), (3, 1), (3, 2)]
+    gains = [1 / DEVIATION, -1 / DEVIATION, (2 / 3) / DEVIATION, (2 / 3) / DEVIATION]
+    assert [s.advantage for s in sequences] == pytest.approx(gains)
+    assert [float(s.loss_weight.max()) for s in sequences] == pytest.approx(weights)
+    kept = training_sequences(MIXED, recipe(aggregation=aggregation))
+    assert [s.advantage for s in kept if (s.ticket, s.sample) != (3, 0)] == pytest.approx(gains)
+
+
+def test_a_group_of_truncated_rollouts_is_not_in_the_loss():
+    """Graded differently, so it has variance; where it is kept, both are trained."""
+    cut = group(1, rollout(0, 1.0, (4, 0, True), finish="length"), rollout(1, -1.0, (3, 0, True), finish="length"))
+    batch = Batch(step=0, groups=(cut, MIXED.groups[0]))
+    for truncated, tickets in (("drop", [0, 0]), ("keep", [1, 1, 0, 0])):
+        found = recipe(truncated=truncated)
+        assert [s.ticket for s in training_sequences(batch, found)] == tickets
+        assert batch_statistics(batch, found)["groups_in_loss"] == len(tickets) // 2
+    whole = training_sequences(batch, recipe(truncated="drop"))
+    assert sum(float(s.loss_weight.sum()) for s in whole) == pytest.approx(1.0), "it counts as no prompt"
+
+
 def test_a_batch_without_variance_is_empty_unless_kept():
     batch = Batch(step=0, groups=(MIXED.groups[1],))
     assert training_sequences(batch, recipe()) == []

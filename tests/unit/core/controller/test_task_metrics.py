@@ -61,7 +61,7 @@ def test_of_each_task() -> None:
 def test_a_group_of_equal_rewards_counts_where_it_has_a_gradient(tree: dict[str, Any], of_code: int) -> None:
     recipe = from_tree(tree | {"data": {"tasks": {t: {"train": "", "heldout": ""} for t in ("math", "code")}}})
     assert task_statistics(BATCH, recipe)["groups_in_loss/code"] == of_code
-    assert batch_statistics(BATCH, recipe.all_groups_teach)["groups_in_loss"] == 2 + of_code
+    assert batch_statistics(BATCH, recipe)["groups_in_loss"] == 2 + of_code
 
 
 def test_one_task_has_none() -> None:

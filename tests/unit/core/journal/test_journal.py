@@ -263,7 +263,7 @@ def test_a_pipe_is_no_journal(tmp_path: Path):
     file = last_file(tmp_path)
     file.unlink()
     os.mkfifo(file)
-    with pytest.raises(MegarlError, match="not a rollout journal"):
+    with pytest.raises(MegarlError, match="where a regular file belongs"):
         JournalReader(tmp_path).fold()
 
 

@@ -15,7 +15,7 @@ from megatron.core import dist_checkpointing
 from rich.console import Console
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.rundir import RunDir
+from megarl.core.base.rundir import RunDir, append_jsonl
 from megarl.core.learner.checkpoint import Checkpoints
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import checkpoint
@@ -182,6 +182,22 @@ def test_a_checkpoint_that_cannot_be_removed_is_removed_after_a_later_one(
         caplog.clear()
     save(checkpoints, 5)
     assert names(checkpoints) == ["step-0000005"]
+
+
+def test_milestones_stay_beside_the_newest_also_after_a_restart(checkpoints: Checkpoints) -> None:
+    """A step, and compute, which the checkpoint of step 4 is the first to have passed."""
+    run = RunDir(checkpoints.folder.parent)
+    checkpoints.keep, checkpoints.milestones = 1, (2, "6.5 core-hours")
+    for step in (3, 4, 5, 6):
+        append_jsonl(run.metrics, {"step": step - 1, "compute_hours": 2.0 * step, "compute_unit": "core"})
+        save(checkpoints, step)
+    assert names(checkpoints) == ["step-0000002", "step-0000004", "step-0000006"]
+    again = Checkpoints(checkpoints.folder, 1, checkpoints.trainer, checkpoints.hf_source, checkpoints.milestones)
+    assert again.load_latest()
+    assert (again.trainer.step, names(again)) == (6, ["step-0000002", "step-0000004", "step-0000006"])
+    again.milestones = ()
+    assert again.load_latest()
+    assert names(again) == ["step-0000006"], "without them they are old"
 
 
 def test_what_killed_writers_left_is_removed_before_anything_is_saved(checkpoints: Checkpoints) -> None:

@@ -51,6 +51,10 @@ IMPOSSIBLE = [
         {"model": {"dtype": "fp32"}, "learner": {"optimizer_offload": 0.5}},
         "learner.optimizer_offload: megatron-core cannot load",
     ),
+    (
+        {"batch": {"truncated": "drop"}, "reference": {"coefficient": 0.01}},
+        "batch.truncated: the reference scores only rollouts in the loss, so that k1",
+    ),
     ({"batch": {"centring": "critic"}}, "batch.zero_variance: with a critic a group of equal rewards has a gradient"),
     (
         {"batch": {"centring": "critic", "zero_variance": "keep", "advantage": "group"}},

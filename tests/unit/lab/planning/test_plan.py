@@ -130,7 +130,7 @@ def test_details_are_those_of_as_many_gpus_as_were_asked_for(capsys: pytest.Capt
     assert cli.main([*asked.split(), "32", "--model-config", "llama-3.1-8b"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "written (80)" in out
-    assert "plan 1: 3,200 steps take" in out
+    assert "plan 1: 11,600 steps take" in out
     assert "note: the recipe's resources use 80 GPUs, not 32" in out
     assert cli.main([*asked.split(), "32", "--model-config", "deepseek-v3"]) == 1
     out = capsys.readouterr().out

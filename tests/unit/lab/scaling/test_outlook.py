@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.evaluation.fall import lasting_fall
 from megarl.core.evaluation.forecast import not_worth_it, words
 from megarl.core.recipe import from_tree
 from megarl.lab.scaling.extrapolate import forecast
@@ -37,6 +38,18 @@ def test_known_curve() -> None:
     assert found["predicted_asymptote"] == pytest.approx(A, abs=2e-3)
     assert found["predicted_gain"] == pytest.approx(rate(9_000) - rate(8_000), abs=2e-3)
     assert found["predicted_rest_high"] >= rate(16_000) - rate(8_000)
+    assert found["predicted_least"] == pytest.approx(rate(8_000), abs=4e-3), "the law does not fall"
+    assert found["predicted_least_low"] <= rate(8_000)
+
+
+def test_a_run_that_falls_behind_its_forecasts_is_noticed_and_one_that_follows_them_is_not() -> None:
+    """The paper's curve with the noise of its 16,000 answers; from the twelfth evaluation on the other run loses .1."""
+    good = rows(14, 600.0, noise=0.004)
+    bad = [row | {"pass_rate": row["pass_rate"] - 0.1 * (row["step"] >= 1200)} for row in good]
+    for run, alarms in ((good, []), (bad, [1300, 1400])):
+        with_forecasts = run[:9] + [row | forecast(run[: n + 1], [], 1400) for n, row in enumerate(run) if n >= 9]
+        found = [with_forecasts[end - 1]["step"] for end in range(1, 16) if lasting_fall(with_forecasts[:end])]
+        assert found == alarms
 
 
 def test_the_rest_is_worth_its_price_or_not() -> None:

@@ -37,9 +37,9 @@ BASELINES = {
     # phases or PipelineRL, k; loss, its bounds; aggregation, advantage; FP32 head; prompts of 8B
     "grpo": ("ppo-off-policy", 8, "clip", (0.2, 0.2), "sample", "group", "none", 48),
     "dapo": ("ppo-off-policy", 8, "clip", (0.2, 0.26), "prompt", "group", "none", 80),
-    "magistral": ("pipeline-rl", 8, "clip", (0.2, 0.26), "prompt", "batch", "none", 48),
+    "magistral": ("pipeline-rl", 8, "clip", (0.2, 0.26), "prompt", "batch", "none", 80),
     "minimax-m1": ("ppo-off-policy", 8, "cispo", (0.0, 5.0), "prompt", "group", "both", 80),
-    "gspo": ("pipeline-rl", 8, "gspo", (4e-3, 5e-3), "sample", "group", "both", 48),
+    "gspo": ("pipeline-rl", 8, "gspo", (3e-3, 5e-3), "sample", "group", "none", 48),
     "dr-grpo": ("ppo-off-policy", 1, "clip", (0.2, 0.2), "constant", "none", "none", 48),
 }
 """arXiv 2510.13786, the baselines of its comparison of recipes and losses; Dr. GRPO: arXiv 2503.20783."""
@@ -60,7 +60,7 @@ def test_a_baseline_is_its_paper_and_otherwise_the_scalerl_of_its_size(name, siz
     for section in ("resources", "data", "sampling", "learner", "weights", "serving", "evaluation", "sft"):
         assert getattr(r, section) == getattr(scalerl, section)
     assert r.length.completion_tokens == scalerl.length.completion_tokens
-    assert r.length.control == ("overlong_penalty" if name == "dapo" else "interruption")
+    assert r.length.control == ("overlong_penalty" if name in ("dapo", "magistral") else "interruption")
     assert r.model.path == scalerl.model.path
 
 
@@ -84,15 +84,16 @@ def test_scalerl_8b_is_the_papers():
     r = load("scalerl-8b")
     assert (r.resources.servers * r.resources.server_tensor_parallel, r.resources.learner_ranks) == (64, 16)
     assert (r.batch.prompts, r.sampling.generations) == (48, 16)
-    longest, batch = load("scalerl-8b-batch-2048"), r.batch.prompts * r.sampling.generations
-    per_rollout = 100_000 / (longest.run.steps * longest.batch.prompts * longest.sampling.generations)
-    assert r.run.steps * batch * per_rollout == pytest.approx(16_000, rel=0.02), (
-        "GPU-hours of the paper's runs of this batch"
+    epochs = r.run.steps * r.batch.prompts / 52_000
+    assert epochs * 1500 == pytest.approx(16_000, rel=0.02), (
+        "an epoch takes about 1,500 of the leave-one-out runs' GPU-hours"
     )
+    assert r.batch.truncated == "drop"
     assert (r.learner.optimizer.lr, r.learner.optimizer.warmup_steps) == (5e-7, 100)
     assert (r.length.prompt_tokens, r.length.thinking_tokens, r.length.answer_tokens) == (2048, (10_000, 12_000), 2048)
     assert (r.evaluation.every, r.evaluation.prompts, r.evaluation.samples) == (100, 1000, 16)
     assert (r.sft.batch_tokens, r.sft.optimizer.lr, MAX_TOKENS) == (2_000_000, 3e-5, 12_288)
+    assert r.sft.steps * r.sft.batch_tokens == 32_000_000_000
     assert r.model.dtype == "bf16"
 
 
