@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.hf_files import parameters
+from megarl.core.base.weight_files import parameters
 from megarl.core.recipe.loading import load
 
 

@@ -7,9 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
@@ -17,6 +15,7 @@ from tokenizers.pre_tokenizers import Split
 from megarl.core.base.rundir import RunDir, append_jsonl, write_jsonl
 from megarl.core.recipe import Recipe, dump, from_tree
 from megarl.tasks.data.arithmetic_models import CHARACTERS, END, LLAMA, SPECIAL
+from tests.sparse_weights import write_sparse_weights
 
 Tree = dict[str, Any]
 
@@ -54,7 +53,7 @@ def write_model(folder: Path) -> None:
     backend.add_special_tokens([*SPECIAL])
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
-    save_file({"w": np.zeros(3, np.float32)}, folder / "model.safetensors")
+    write_sparse_weights(folder)
 
 
 @pytest.fixture
