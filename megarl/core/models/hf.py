@@ -56,7 +56,7 @@ def load(chunks: Sequence[Module], family: Family, hf_dir: Path) -> None:
         with torch.no_grad():
             parameter.copy_(value)
         types |= {source.name: parameter.dtype for source in weight.sources}
-    if dist.get_rank() == 0 and (text := rounded(directory.tensors, types)):
+    if (text := rounded(directory.tensors, types)) and dist.get_rank() == 0:
         log.warning("%s: %s", hf_dir, text)
 
 
