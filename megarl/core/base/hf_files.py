@@ -1,10 +1,13 @@
 """JSON files of a Hugging Face directory, possibly written by hand. Any fault raises a `MegarlError`."""
 
 import json
+import re
 from pathlib import Path
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import JsonObject
+
+_WEIGHTS = re.compile(r".*\.(safetensors|bin|pth|pt|gguf|h5|msgpack)(\.index\.json)?|\..*")
 
 
 def read_config(hf_dir: Path | str) -> JsonObject:
@@ -15,6 +18,28 @@ def read_config(hf_dir: Path | str) -> JsonObject:
     config = read_json(path)
     text_config(config, path)
     return config
+
+
+def description_files(hf_dir: Path) -> list[Path]:
+    """Return all files of a directory but weights: configuration, tokenizer, model card. They are
+    copied into checkpoints and exports, which people publish.
+
+    MegarlError if one is a link to a file elsewhere, which may be a secret of the user's. Where
+    config.json is such a link, too, the whole directory is made of links (a cache of downloads).
+    """
+    files = sorted(path for path in hf_dir.iterdir() if path.is_file())
+    described = [path for path in files if not _WEIGHTS.fullmatch(path.name)]
+    if _leads_out(hf_dir / "config.json"):
+        return described
+    for path in described:
+        if _leads_out(path):
+            what = f"a link to {path.resolve()}, outside of the directory"
+            raise MegarlError(f"{path}: {what}; put the file itself there, or remove the link")
+    return described
+
+
+def _leads_out(path: Path) -> bool:
+    return not path.resolve().is_relative_to(path.parent.resolve())
 
 
 def gguf_advice(path: Path) -> str:

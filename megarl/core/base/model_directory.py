@@ -18,6 +18,7 @@ import numpy as np
 from megarl.core.base import architecture, hf_tensors
 from megarl.core.base.architecture import Architecture
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.hf_files import description_files
 from megarl.core.base.hf_tensors import EMBEDDING, FREQUENCIES, HEAD
 from megarl.core.base.safetensors_header import TensorInFile
 from megarl.core.base.weight_files import check_served, tensors_in_files
@@ -57,6 +58,7 @@ def open_model(hf_dir: Path) -> ModelDirectory:
     """Return the model in a Hugging Face directory. MegarlError, beginning with the directory or
     the file, if anything about it is wrong."""
     model = architecture.in_directory(hf_dir)
+    description_files(hf_dir)
     stored = tensors_in_files(hf_dir)
     if problem := misfit(model, stored):
         raise MegarlError(f"{hf_dir}: {problem}")

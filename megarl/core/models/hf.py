@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.hf_files import read_config
+from megarl.core.base.hf_files import description_files, read_config
 from megarl.core.base.model_directory import ModelDirectory, few, open_model
 from megarl.core.base.ranks import gathered
 from megarl.core.base.safetensors_header import TensorInFile
@@ -40,7 +40,6 @@ log = logging.getLogger(__name__)
 SHARD_BYTES = 4 << 30
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 _EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)(.*)")
-_WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pth|pt|gguf|h5|msgpack)(\.index\.json)?|\..*")
 
 
 def load(chunks: Sequence[Module], family: Family, hf_dir: Path) -> None:
@@ -307,9 +306,8 @@ def copy_description(source: Path, destination: Path, dtype: torch.dtype | None 
     """Copy every file without weights. dtype: put it into the config and remove the quantisation from it."""
     config = read_config(source)
     destination.mkdir(parents=True, exist_ok=True)
-    for path in sorted(source.iterdir()):
-        if path.is_file() and not _WEIGHT_FILES.fullmatch(path.name):
-            shutil.copyfile(path, destination / path.name)
+    for path in description_files(source):
+        shutil.copyfile(path, destination / path.name)
     if dtype is not None:
         config.pop("quantization_config", None)
         for part in (config, config.get("text_config", config)):

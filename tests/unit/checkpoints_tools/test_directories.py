@@ -162,6 +162,18 @@ def hub_snapshot(path: Path) -> None:
         file.symlink_to(Path("..") / "blobs" / str(number))
 
 
+def linked(name: str) -> Change:
+    """A file of the directory that is elsewhere."""
+
+    def apply(path: Path) -> None:
+        secret = path.parent / "secret"
+        (path / name).touch()
+        (path / name).rename(secret)
+        (path / name).symlink_to(secret)
+
+    return apply
+
+
 def beside(name: str) -> Change:
     """Another file of tensors beside the model's."""
     return lambda path: save_file({"other.weight": torch.ones(3)}, path / name)
@@ -250,6 +262,8 @@ CASES = {
         reindexed(lambda path, file: f"../{path.name}/{file}"), "not the name of a file"
     ),
     "an index with absolute paths": Case(reindexed(lambda path, file: str(path / file)), "not the name of a file"),
+    "a link to a file elsewhere": Case(linked("README.md"), r"README\.md: a link to .*secret"),
+    "weights that are a link": Case(linked("model.safetensors")),
     "an index of text": Case(lambda path: (path / INDEX).write_text('{"weight_map": {"a": 3}}'), INDEX),
     "a file that is cut off": Case(cut, r"model\.safetensors: .*unreadable or incomplete"),
     "an empty file": Case(lambda p: (p / "model.safetensors").write_bytes(b""), "unreadable or incomplete"),

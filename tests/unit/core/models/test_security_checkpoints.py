@@ -208,6 +208,17 @@ def test_metadata_that_is_not_what_torch_writes(
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+def test_a_link_to_a_users_file_is_not_exported(
+    saved: Path, chunks: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parallel.stop()
+    (tmp_path / "key").write_text("secret")
+    (saved / "hf" / "NOTES.md").symlink_to(tmp_path / "key")
+    assert main(["convert", "megatron-to-hf", str(saved), str(tmp_path / "out")]) == 2
+    assert "NOTES.md: a link to" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["../../proc/kmsg", "/dev/zero"])
 def test_a_checkpoint_that_names_files_outside(name: str, saved: Path, chunks: list[Any]) -> None:
