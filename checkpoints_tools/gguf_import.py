@@ -5,8 +5,7 @@
 transformers loses what splits text before the merges (digits one by one, the composed form of
 accents), the decimal epsilon, and rope scaling. The first two are repaired; a file with the last
 is refused. The result is compared with what the `gguf` package reads from the same file: sizes,
-vocabulary, merges, and all values but those of q and k, of which llama.cpp permutes the rows.
-The whole model is in memory.
+vocabulary, merges, and all values. The whole model is in memory.
 """
 
 import json
@@ -27,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from checkpoints_tools.partial import refuse_existing
 from checkpoints_tools.safetensors_files import Directory
+from megarl.core.base.architecture import Architecture
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_config, read_json
 from megarl.core.base.model_directory import few, open_served_model
@@ -260,18 +260,23 @@ def _check_values(file: Path, reader: gguf.GGUFReader, partial: Path) -> None:
             wrong.append(f"{name} is not in the file")
             continue
         wanted = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
-        if not _same(name, value, wanted.view(value.shape).to(value.dtype)):
+        ordered = _in_order(name, wanted.view(value.shape), directory.architecture)
+        if not torch.equal(value, ordered.to(value.dtype)):
             wrong.append(f"{name} has other values")
     wrong += [f"{name} has not been read" for name in in_file]
     if wrong:
         raise MegarlError(f"{file}: transformers has read it wrongly: {few(wrong)}")
 
 
-def _same(name: str, value: torch.Tensor, wanted: torch.Tensor) -> bool:
-    if name.endswith(("q_proj.weight", "k_proj.weight")):  # other rows first
-        value, wanted = (tensor.float().sum(1).sort().values for tensor in (value, wanted))
-        return torch.allclose(value, wanted, rtol=1e-4, atol=1e-4)
-    return torch.equal(value, wanted)
+def _in_order(name: str, value: torch.Tensor, architecture: Architecture) -> torch.Tensor:
+    """Return q_proj or k_proj with its rows as in transformers. In llama.cpp's order pairs of rows
+    that are rotated together are neighbours; transformers has the first of all pairs first."""
+    heads = {"q_proj": architecture.heads, "k_proj": architecture.groups}
+    projection = name.split(".")[-2]
+    if architecture.name != "LlamaForCausalLM" or projection not in heads:
+        return value
+    pairs = value.view(heads[projection], -1, 2, *value.shape[1:])
+    return pairs.transpose(1, 2).reshape(value.shape)
 
 
 def _greedy(partial: Path) -> str:

@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from megarl.core.base.config_values import MOST_EXPERTS, check_values, names, size
+from megarl.core.base.config_values import MOST_EXPERTS, MOST_LAYERS, check_values, names, size
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_config, read_json, text_config
 from megarl.core.base.types import JsonObject, Routing
@@ -317,6 +317,9 @@ def _checked(model: Architecture) -> Architecture:
     if model.experts * model.moe_layers > MOST_EXPERTS:
         count = f"{model.moe_layers} layers of {model.experts:,} experts"
         raise MegarlError(f"{count} are more than any model has ({MOST_EXPERTS:,} in all)")
+    if model.predicting_layers > MOST_LAYERS:
+        what = f"{model.predicting_layers:,} layers for multi-token prediction"
+        raise MegarlError(f"{what} are more than any model has")
     return model
 
 

@@ -28,7 +28,7 @@ from megarl.core.recipe import Model, from_tree
 from megarl.lab import preflight
 from megarl.lab.evaluation.subject import subject_of
 from megarl.tasks.data.arithmetic_models import CHARACTERS, END, SPECIAL
-from tests.tiny import tiny_llama, tiny_qwen3_moe
+from tests.tiny import tiny_deepseek_v3, tiny_llama, tiny_qwen3_moe
 
 # isort: split
 from safetensors.torch import load_file, save_file
@@ -48,6 +48,10 @@ def tied(path: Path) -> None:
 
 def moe(path: Path) -> None:
     tiny_qwen3_moe(path, torch.bfloat16, num_hidden_layers=1)
+
+
+def latent(path: Path) -> None:
+    tiny_deepseek_v3(path, torch.bfloat16, num_hidden_layers=1, first_k_dense_replace=0)
 
 
 def stacked(path: Path) -> None:
@@ -329,6 +333,7 @@ CASES = {
     "no architectures": Case(without("architectures"), "architecture none is not supported"),
     "layers as text": Case(config(num_hidden_layers="1"), "num_hidden_layers is '1'"),
     "10^9 layers": Case(config(num_hidden_layers=10**9), "num_hidden_layers is 1,000,000,000"),
+    "10^9 predicting layers": Case(config(num_nextn_predict_layers=10**9), "more than any model", latent),
     "10^9 experts": Case(config(num_experts=10**9, num_local_experts=10**9), "more than any model", moe),
     "3 key-value heads of 8": Case(config(num_key_value_heads=3), "num_key_value_heads=3"),
     "9 of 4 experts": Case(config(num_experts_per_tok=9), "num_experts_per_tok=9", moe),
