@@ -45,6 +45,7 @@ def write_model(folder: Path) -> None:
     """What of a model's directory is read before a run: a Llama's sizes, the tokenizer of sums, weights that nobody loads."""
     folder.mkdir()
     sizes = {"vocab_size": 32, "max_position_embeddings": 32_768, "rms_norm_eps": 1e-6}
+    sizes |= {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     config = LLAMA | {"architectures": ["LlamaForCausalLM"]} | sizes
     (folder / "config.json").write_text(json.dumps(config))
     vocabulary = {text: number for number, text in enumerate([*SPECIAL, *CHARACTERS])}
