@@ -100,6 +100,19 @@ def dequantize(
 
 
 @app.command()
+def import_gguf(
+    source: Annotated[Path, Argument(help="GGUF file, or a directory with one")],
+    destination: Annotated[Path, Argument(help="must not exist")],
+    dtype: Annotated[Literal["bf16", "fp16", "fp32"], Option(help="precision to write")] = "bf16",
+) -> None:
+    """Make a Hugging Face directory of a GGUF file."""
+    with importing():
+        from checkpoints_tools import gguf_import
+
+    gguf_import.import_gguf(source, destination, dtype)
+
+
+@app.command()
 def reshard(
     source: CheckpointPath,
     destination: Destination,

@@ -20,15 +20,16 @@ from torch import Tensor
 from checkpoints_tools import card
 from checkpoints_tools.layout import WHOLE, Dtype, Parallelism, StoredPart, parts
 from checkpoints_tools.partial import PROGRESS, Partial, identity, refuse_existing, writing
-from checkpoints_tools.region import Region
 from checkpoints_tools.safetensors_files import Directory, SafetensorsFile
 from checkpoints_tools.shards import OPTIMIZER, Shards, Writer, no_objects, plan_files
-from checkpoints_tools.stored import HuggingFaceTensors, TensorGroup, box_of, check_keys, checked, stored, value_of
+from checkpoints_tools.stored import NEAREST, HuggingFaceTensors, TensorGroup, box_of, check_keys, stored, value_of
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.model_directory import open_model
 from megarl.core.models import Family, checkpoint, family_of
 from megarl.core.models.build import DTYPES
 from megarl.core.models.checkpoint import checksums
-from megarl.core.models.hf import copy_description, write_index
+from megarl.core.models.hf import copy_description, rounded, write_index
+from megarl.core.models.region import Region, check_finite
 
 FILE_BYTES = 4 << 30
 """Size of a file, and so the most work that a kill can cost. The files of all ranks that are open at once share this size."""
@@ -41,10 +42,13 @@ def hf_to_megatron(
 ) -> None:
     """Write `destination` as a checkpoint of weights at step 0, sharded as ranks with this layout would shard it."""
     refuse_existing(destination)
-    family, directory = family_of(source), Directory(source)
-    dtype = dtype or stored(source).dtype
-    checked(directory, family, dtype)
+    model, family = open_model(source), family_of(source)
+    directory = Directory(source, model.tensors)
+    dtype = dtype or NEAREST[model.dtype]
     wanted = parts(source, layout, dtype)
+    types = {view.name: part.dtype for part in wanted for view in family.weight(part.name).sources}
+    if text := rounded(model.tensors, types):
+        print(f"{source}: {text}")
     meta = checkpoint.CheckpointMeta(
         step=0, version=0, hf_source=str(source.resolve()), model=layout.section(source, dtype).model_dump()
     )
@@ -109,6 +113,7 @@ def megatron_to_hf(source: Path, destination: Path, base: Path | None = None, fi
 
     def values(group: TensorGroup) -> Iterator[tuple[str, int, Tensor]]:
         for view, value in trained.views_of(group):
+            check_finite(value, [view.name], what.path)
             yield view.name, view.expert or 0, value
         for name, shape in group.tensors.items():
             if isinstance(shape, Region):

@@ -14,12 +14,14 @@ import torch
 import yaml
 
 from checkpoints_tools.card import run_of
-from checkpoints_tools.region import Region, Shape
 from checkpoints_tools.safetensors_files import Directory
 from checkpoints_tools.shards import OPTIMIZER, Shards, StoredTensor
 from checkpoints_tools.stored import StoredModel, stored
 from megarl.core.base import terminal
+from megarl.core.base.config_values import names
 from megarl.core.base.hf_files import read_config
+from megarl.core.base.model_directory import unusable
+from megarl.core.models.region import Region, Shape
 
 type Tree = dict[str, Tree | str]
 """Descriptions of tensors by the components of their names."""
@@ -30,7 +32,7 @@ def inspect(directory: Path, every_tensor: bool) -> None:
     what = stored(directory)
     config = read_config(what.hf_dir)
     terminal.say(what.path)
-    terminal.say(f"  architecture  {', '.join(config.get('architectures') or ['unknown'])}")
+    terminal.say(f"  architecture  {', '.join(names(config)) or 'unknown'}")
     tensors: Mapping[str, Region | StoredTensor]
     tensors = Directory(what.path).regions if what.meta is None else Shards(what.path).tensors
     if what.meta is not None:
@@ -43,6 +45,8 @@ def inspect(directory: Path, every_tensor: bool) -> None:
         terminal.say(f"  written at    {', '.join(f'{k}={v}' for k, v in layout.items()) or 'one rank per copy'}")
         terminal.say(f"  optimiser     {_size(optimizer) if optimizer else 'none'}")
     terminal.say(f"  weights       {_size(tensors)}")
+    if what.meta is None and (problem := unusable(what.path)):
+        terminal.say(f"  unusable      {problem}")
     described = {name: _described(tensor) for name, tensor in tensors.items()}
     every = [f"{name}  {text}" for name, text in sorted(described.items())]
     for line in every if every_tensor else _lines(_tree(described)):
@@ -65,12 +69,13 @@ def _recipe(what: StoredModel) -> str:
 
 def _tree(described: Mapping[str, str]) -> Tree:
     root: Tree = {}
+    inner = {name[:at] for name in described for at, letter in enumerate(name) if letter == "."}
     for name, text in described.items():
-        *path, leaf = name.split(".")
+        *path, leaf = [name] if name in inner else name.split(".")
         node = root
         for component in path:
             child = node.setdefault(component, {})
-            assert isinstance(child, dict)  # no tensor's name is the beginning of another's
+            assert isinstance(child, dict)  # a name that begins others stands alone in the root
             node = child
         node[leaf] = text
     return root

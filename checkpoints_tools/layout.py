@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpoints_tools.region import Shape
 from megarl.core.base.errors import MegarlError
 from megarl.core.models import build, checkpoint, hf, parallel
+from megarl.core.models.region import Shape
 from megarl.core.recipe import Model
 from megarl.shims.megatron_cpu import after_megatron_import
 

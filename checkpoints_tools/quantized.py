@@ -18,17 +18,20 @@ from torch import Tensor
 
 from checkpoints_tools.convert import FILE_BYTES, write_tensors
 from checkpoints_tools.partial import identity, refuse_existing, writing
-from checkpoints_tools.region import Region, Shape
 from checkpoints_tools.safetensors_files import Directory
-from checkpoints_tools.stored import TensorGroup, few
+from checkpoints_tools.stored import TensorGroup
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_config
+from megarl.core.base.model_directory import few
 from megarl.core.models.hf import copy_description
+from megarl.core.models.region import Region, Shape
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=torch.bfloat16)
 _PAIRS = torch.stack([_VALUES.repeat(16), _VALUES.repeat_interleave(16)], 1)
 """[256, 2]: the two numbers in each byte."""
+SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
+"""Types of the scales of FP8 numbers; the last is powers of 2 (`scale_fmt: ue8m0`)."""
 ENDINGS = ("_scale_inv", "_blocks", "_scales")
 QUANTIZED = (torch.uint8, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
 
@@ -108,7 +111,7 @@ def _misshapen(numbers: Region, scales: Region, block: list[int] | None) -> str:
         right = len(numbers.shape) == 4 and numbers.shape[3] == 16 and numbers.dtype == scales.dtype == torch.uint8
         wanted = numbers.shape[:-1]
     else:
-        right = len(numbers.shape) == 2 and scales.dtype in (torch.float32, torch.bfloat16)
+        right = len(numbers.shape) == 2 and scales.dtype in SCALES
         wanted = tuple(-(-n // size) for n, size in zip(numbers.shape, block, strict=False))
     if right and scales.shape == wanted:
         return ""

@@ -8,35 +8,28 @@ safetensors' own reader maps a whole file and keeps the pages it has touched; it
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping, Set
-from copy import copy
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import _TYPES as DTYPES
 from torch import Tensor
 
-from checkpoints_tools.region import Region, Shape, write_all
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.hf_files import weight_files
+from megarl.core.base.safetensors_header import TensorInFile
+from megarl.core.base.weight_files import tensors_in_files
+from megarl.core.models.region import DTYPES, Region, Shape, write_all
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Directory(Mapping[str, Tensor]):
-    """The tensors of a Hugging Face directory by name. Files are checked when opened; values are read on access."""
+    """The tensors of a Hugging Face directory by name, whose values are read on access. tensors:
+    None for all that are stored, as they are stored; the model need not be one that is trained."""
 
-    def __init__(self, hf_dir: Path) -> None:
+    def __init__(self, hf_dir: Path, tensors: Mapping[str, TensorInFile] | None = None) -> None:
         self.path = hf_dir
-        self.regions: dict[str, Region] = {}
-        for path in weight_files(hf_dir):
-            self.regions |= _regions(path)
-
-    def only(self, names: Set[str]) -> "Directory":
-        """Return the same directory with only these tensors."""
-        fewer = copy(self)
-        fewer.regions = {name: region for name, region in self.regions.items() if name in names}
-        return fewer
+        places = tensors_in_files(hf_dir) if tensors is None else tensors
+        self.regions = {name: Region.of(place) for name, place in places.items()}
 
     def __getitem__(self, name: str) -> Tensor:
         return self.regions[name].tensor()
@@ -75,26 +68,3 @@ class SafetensorsFile:
 
     def close(self) -> None:
         os.close(self._descriptor)
-
-
-def _regions(path: Path) -> dict[str, Region]:
-    size = path.stat().st_size
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > size - 8:
-                raise ValueError("cut off within its header")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        regions = {}
-        for name, entry in header.items():
-            begin, end = entry["data_offsets"]
-            region = Region(tuple(entry["shape"]), DTYPES[entry["dtype"]], path, 8 + length + begin)
-            if begin < 0 or region.nbytes != end - begin:
-                raise ValueError(f"{name} of {entry['shape']} {entry['dtype']} has {end - begin} bytes")
-            if 8 + length + end > size:
-                raise ValueError(f"cut off: {size} bytes, {name} ends at {8 + length + end}")
-            regions[name] = region
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise MegarlError(f"{path}: weights unreadable or incomplete: {error}") from None
-    return regions

@@ -40,9 +40,9 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from checkpoints_tools.layout import StoredPart
 from checkpoints_tools.partial import Partial
-from checkpoints_tools.region import Region, Shape
 from megarl.core.base.errors import MegarlError
 from megarl.core.models.checkpoint import CRITIC, METADATA, safely
+from megarl.core.models.region import Region, Shape
 
 COMMON = "common_state/shard_0_1"  # where megatron puts everything except tensors; it must be there
 OPTIMIZER = "optimizer."

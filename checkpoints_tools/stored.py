@@ -12,17 +12,26 @@ import torch
 from torch import Tensor
 
 from checkpoints_tools.layout import WHOLE, Dtype, StoredPart, parts
-from checkpoints_tools.region import Shape
 from checkpoints_tools.safetensors_files import Directory
 from checkpoints_tools.shards import DISTCP, OPTIMIZER, Box, Shards
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.hf_files import read_config
+from megarl.core.base.hf_files import gguf_advice
+from megarl.core.base.model_directory import few, open_model
 from megarl.core.models import Family, checkpoint, family_of
 from megarl.core.models.families import SourceView
-from megarl.core.models.hf import check_names, read_view
+from megarl.core.models.hf import read_view
+from megarl.core.models.region import Shape, check_finite
 
 # isort: split
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+NEAREST: dict[str, Dtype] = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "float64": "fp32",
+}
+"""The precision in which megatron keeps most digits of values of a type."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +51,17 @@ def box_of(shard: ShardedTensor) -> Box:
     return tuple(shard.global_offset), (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
 
 
-def value_of(part: StoredPart, family: Family, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the part's parameter, assembled from Hugging Face tensors."""
+def value_of(part: StoredPart, family: Family, tensors: Directory) -> Tensor:
+    """Return the part's parameter, assembled from Hugging Face tensors. MegarlError if a value
+    is not finite."""
     weight = family.weight(part.name)
     views = [(source, tensors[source.name]) for source in weight.sources]
-    value = weight.merge([read_view(t, t.shape, s, weight, *part.place) for s, t in views])
+    pieces = [read_view(t, t.shape, s, weight, *part.place) for s, t in views]
+    for source, piece in zip(weight.sources, pieces, strict=True):
+        check_finite(piece, [source.name], tensors.path)
+    value = weight.merge(pieces)
     value = value.to(part.dtype).contiguous()
-    assert value.shape == part.shape, (part.name, value.shape, part.shape)  # `checked` has compared them
+    assert value.shape == part.shape, (part.name, value.shape, part.shape)
     return value
 
 
@@ -71,19 +84,6 @@ def views(part: StoredPart, family: Family, value: Tensor) -> Iterator[tuple[Sou
         yield SourceView(name, expert), pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
 
 
-def checked(directory: Directory, family: Family, dtype: Dtype) -> None:
-    """Raise MegarlError unless the directory holds exactly the model's tensors, in the shapes that follow from config.json."""
-    check_names(directory.path, directory.keys(), family)
-    expected = [pair for group in groups(directory.path, family, dtype) for pair in group.tensors.items()]
-    wrong = [
-        f"{name} {list(present)} instead of {list(tensor.shape)}"
-        for name, tensor in expected
-        if (present := directory.regions[name].shape) != tensor.shape
-    ]
-    if wrong:
-        raise MegarlError(f"{directory.path}: tensors do not have the shapes config.json says: {few(wrong)}")
-
-
 def check_keys(shards: Shards, needed: Sequence[StoredPart]) -> None:
     """Raise MegarlError if the checkpoint lacks any of these parameters, or holds others."""
     wanted = {shard.key: shard for part in needed for shard in part.shards()}
@@ -96,11 +96,6 @@ def check_keys(shards: Shards, needed: Sequence[StoredPart]) -> None:
             problems.append(f"{key} is {list(shape)} instead of {list(shard.global_shape)}")
     if problems:
         raise MegarlError(f"{shards.path}: tensors do not fit its config.json: {few(problems)}")
-
-
-def few(problems: Sequence[str]) -> str:
-    """Join the first problems for a message."""
-    return "; ".join(problems[:8]) + (f"; … ({len(problems)} in all)" if len(problems) > 8 else "")
 
 
 def _group(members: tuple[StoredPart, ...], family: Family) -> TensorGroup:
@@ -122,20 +117,11 @@ class StoredModel:
 
     @property
     def dtype(self) -> Dtype:
-        """The precision according to the checkpoint or config.json."""
+        """The precision of a checkpoint; of a directory, that of most of its values."""
         if self.meta is not None:
             written: Dtype = self.meta.model["dtype"]
             return written
-        config = read_config(self.hf_dir)
-        config = config if "dtype" in config or "torch_dtype" in config else config.get("text_config", config)
-        name = config.get("dtype", config.get("torch_dtype", "float32"))
-        known: dict[str, Dtype] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-        if name not in known:
-            raise MegarlError(
-                f"{self.hf_dir / 'config.json'}: dtype {name!r} is not supported; give --dtype to convert to one of "
-                f"{', '.join(known.values())}"
-            )
-        return known[name]
+        return NEAREST[open_model(self.hf_dir).dtype]
 
 
 def stored(path: Path) -> StoredModel:
@@ -145,6 +131,8 @@ def stored(path: Path) -> StoredModel:
     """
     if (path / "config.json").is_file():
         return StoredModel(path, path, None)
+    if advice := gguf_advice(path):
+        raise MegarlError(f"{path}: {advice}")
     folder = checkpoint.find(path)
     meta = checkpoint.read_meta(folder)
     checkpoint.check(folder, {name: value for name, value in meta.files.items() if not name.endswith(DISTCP)})
@@ -197,5 +185,6 @@ def tensors_of(source: StoredModel, everything: bool) -> Mapping[str, Tensor]:
     """Return tensors by Hugging Face name. everything: include a directory's tensors that are not trained (a vision tower)."""
     if source.meta is not None:
         return HuggingFaceTensors(source)
-    directory = Directory(source.path)
-    return directory if everything else directory.only(family_of(source.hf_dir).names())
+    if everything:
+        return Directory(source.path)
+    return Directory(source.path, open_model(source.path).trained())

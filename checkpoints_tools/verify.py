@@ -15,7 +15,9 @@ from checkpoints_tools.layout import WHOLE
 from checkpoints_tools.stored import StoredModel, stored, tensors_of
 from megarl.core.base import terminal
 from megarl.core.base.architecture import in_directory
+from megarl.core.base.model_directory import few, unusable
 from megarl.core.models import build, checkpoint, parallel
+from megarl.core.models.region import is_finite
 
 SHOWN = 20
 PROMPT_TOKENS = 64
@@ -25,7 +27,8 @@ TIMEOUT_S = 60.0
 
 
 def verify(a: Path, b: Path, prompts: int = 0) -> int:
-    """Return 0 if both are equal, else 1; print the differences. prompts: random prompts whose logits are compared, too."""
+    """Return 0 if both are equal and usable, else 1; print the differences and what is wrong.
+    prompts: random prompts whose logits are compared, too."""
     sides = stored(a), stored(b)
     directories = all(side.meta is None for side in sides)
     left, right = (tensors_of(side, everything=directories) for side in sides)
@@ -35,8 +38,13 @@ def verify(a: Path, b: Path, prompts: int = 0) -> int:
     if len(differences) > SHOWN:
         terminal.say(f"… and {len(differences) - SHOWN} more")
     terminal.say(f"{len(differences)} differences" if differences else f"equal: {len(left)} tensors")
+    problems = {side.path: unusable(side.path) for side in sides if side.meta is None}
+    broken = [f"{path}: {problem}" for path, problem in problems.items() if problem]
+    broken += _not_finite(a, left) + (_not_finite(b, right) if differences else [])
+    for line in dict.fromkeys(broken):
+        terminal.say(line)
     agree = _logits_agree(*sides, prompts) if prompts else True
-    return 0 if agree and not differences else 1
+    return 0 if agree and not differences and not broken else 1
 
 
 def compare(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Iterator[str]:
@@ -49,6 +57,12 @@ def compare(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Iterator[str]:
             yield f"{name}: {tuple(x.shape)} {x.dtype} against {tuple(y.shape)} {y.dtype}"
         elif not torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (x, y))):  # bits: a NaN equals itself
             yield _difference(name, x, y)
+
+
+def _not_finite(path: Path, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return a line that names the tensors with values that are NaN or infinite, if there are any."""
+    names = [name for name in tensors if not is_finite(tensors[name])]
+    return [f"{path}: NaN or infinite values in {few(names, ', ')}"] if names else []
 
 
 def _difference(name: str, x: Tensor, y: Tensor) -> str:

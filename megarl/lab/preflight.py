@@ -15,10 +15,12 @@ from pathlib import Path
 from megarl.core.base import architecture
 from megarl.core.base.contracts import TaskPrompts
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.hf_files import check_head, parameters
+from megarl.core.base.hf_files import gguf_advice
+from megarl.core.base.model_directory import open_model, open_served_model
 from megarl.core.base.rundir import RunDir
 from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.base.types import encode
+from megarl.core.base.weight_files import INDEX, weight_files
 from megarl.core.controller.draw import difficulties
 from megarl.core.recipe import Recipe
 from megarl.core.recipe.rules import LOSSES
@@ -79,7 +81,7 @@ def host_bytes(recipe: Recipe) -> HostBytes:
 def check_sft(recipe: Recipe) -> str:
     """Check that the inputs of `megarl sft` exist and that its ranks fit; return a text on what it would start."""
     made = f"`megarl data arithmetic {Path(recipe.sft.init).parent}` makes the quickstart's"
-    _check_model("sft.init", recipe.sft.init, f"give one to start from ({made})")
+    _check_model("sft.init", recipe.sft.init, f"give one to start from ({made})", served=False)
     if wrong := sources.problem(recipe.sft.data):
         raise MegarlError(f"sft.data: {wrong}; give rows of prompt and completion, or of messages")
     for source in recipe.data.decontaminate:
@@ -96,14 +98,18 @@ def check_sft(recipe: Recipe) -> str:
     return f"{ranks} rank{'s' * (ranks != 1)}, {min(here, ranks)} GPU{'s' * (min(here, ranks) != 1)}"
 
 
-def _check_model(key: str, path: str, advice: str = "") -> None:
-    """Check that a model exists, its weights are complete, and its tokenizer can be loaded."""
+def _check_model(key: str, path: str, advice: str = "", served: bool = True) -> None:
+    """Check that a model exists, is what its config.json says, and that its tokenizer can be
+    loaded. served: whether SGLang is to load it, too."""
     if not path or not os.path.isfile(Path(path) / "config.json"):
         text = f"{key}: {path!r} is not a Hugging Face model directory (no config.json in it)"
+        advice = gguf_advice(Path(path)) or advice
         raise MegarlError(f"{text}; {advice}" if advice else text)
     try:
-        parameters(Path(path))
-        check_head(Path(path))
+        if served:
+            open_served_model(Path(path))
+        else:
+            open_model(Path(path))
         load_tokenizer(path)
     except MegarlError as error:
         raise MegarlError(f"{key}: {error}") from None
@@ -162,13 +168,12 @@ def read_inputs(recipe: Recipe) -> Fingerprints:
     tokenizer = load_tokenizer(recipe.model.path)
     path = Path(recipe.model.path)
     fingerprints = {"model.path: tokenizer": _hash_files(path / name for name in TOKENIZER)}
-    weights = [file for kind in ("", ".index.json") for file in sorted(path.glob(f"*.safetensors{kind}"))]
     fingerprints["model.path: config.json"] = _hash_files([path / "config.json"])
-    fingerprints["model.path: weights"] = _hash_files(weights)
+    fingerprints["model.path: weights"] = _hash_files([*weight_files(path), path / INDEX])
     if recipe.teachers:
         teacher = Path(recipe.teacher.path)
         architecture.read(recipe.teacher.path)
-        files = [teacher / "config.json", *sorted(teacher.glob("*.safetensors*"))]
+        files = [teacher / "config.json", *weight_files(teacher), teacher / INDEX]
         fingerprints["teacher.path: weights"] = _hash_files(files)
     tasks = load_tasks(recipe, tokenizer)
     for name, prompts in tasks.items():

@@ -14,7 +14,7 @@ from rich.table import Column, Table
 
 from megarl.core.base import architecture, terminal
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.hf_files import parameters
+from megarl.core.base.weight_files import parameters
 from megarl.core.recipe.loading import load
 
 

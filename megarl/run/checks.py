@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.hf_files import parameters, read_json
+from megarl.core.base.hf_files import read_json
 from megarl.core.base.rundir import RunDir, complete
+from megarl.core.base.weight_files import parameters
 from megarl.core.journal.journal import JournalReader
 from megarl.core.recipe import Recipe, differences, load
 from megarl.core.server.checks import check as check_server

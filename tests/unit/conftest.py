@@ -7,9 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
@@ -17,6 +15,7 @@ from tokenizers.pre_tokenizers import Split
 from megarl.core.base.rundir import RunDir, append_jsonl, write_jsonl
 from megarl.core.recipe import Recipe, dump, from_tree
 from megarl.tasks.data.arithmetic_models import CHARACTERS, END, LLAMA, SPECIAL
+from tests.sparse_weights import write_sparse_weights
 
 Tree = dict[str, Any]
 
@@ -46,6 +45,7 @@ def write_model(folder: Path) -> None:
     """What of a model's directory is read before a run: a Llama's sizes, the tokenizer of sums, weights that nobody loads."""
     folder.mkdir()
     sizes = {"vocab_size": 32, "max_position_embeddings": 32_768, "rms_norm_eps": 1e-6}
+    sizes |= {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     config = LLAMA | {"architectures": ["LlamaForCausalLM"]} | sizes
     (folder / "config.json").write_text(json.dumps(config))
     vocabulary = {text: number for number, text in enumerate([*SPECIAL, *CHARACTERS])}
@@ -54,7 +54,7 @@ def write_model(folder: Path) -> None:
     backend.add_special_tokens([*SPECIAL])
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
-    save_file({"w": np.zeros(3, np.float32)}, folder / "model.safetensors")
+    write_sparse_weights(folder)
 
 
 @pytest.fixture

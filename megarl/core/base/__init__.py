@@ -12,6 +12,12 @@ broadcast.py     a process group for weights; every wait in it has a time limit
 checksum.py      a checksum of weights: the checksums of the pieces add up to that of the whole
 delta.py         the changes of a tensor, encoded in a few bytes
 retention.py     which checkpoints stay besides the newest
-architecture.py  a model's structure, from its config.json   hf_files.py   files of a Hugging Face directory
 tokenizer.py     text to token ids and back
+hf_files.py      JSON files of a Hugging Face directory
+config_values.py     types of the values in config.json
+architecture.py      a model's structure, from its config.json
+hf_tensors.py        names and shapes of its tensors, by family
+safetensors_header.py   where each tensor lies in a file
+weight_files.py      which files hold a model's weights
+model_directory.py   the one door to a directory: all of these, compared
 """

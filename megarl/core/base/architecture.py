@@ -17,8 +17,9 @@ from typing import Literal
 
 import numpy as np
 
+from megarl.core.base.config_values import MOST_EXPERTS, MOST_LAYERS, check_values, names, size
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.hf_files import read_config, read_json
+from megarl.core.base.hf_files import read_config, read_json, text_config
 from megarl.core.base.types import JsonObject, Routing
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -277,19 +278,26 @@ def in_directory(hf_dir: Path | str) -> Architecture:
         advice = f"convert it: python -m checkpoints_tools dequantize {hf_dir} NEW"
         quantised = f"its weights are quantised (quant_method {method}), but megarl trains and serves bf16"
         raise MegarlError(f"{hf_dir}: {quantised}; {advice}")
-    return of(config, Path(hf_dir) / "config.json")
+    where = Path(hf_dir) / "config.json"
+    model = of(config, where)
+    if config.get("model_type") != MODEL_TYPES[model.name]:
+        wanted = f"transformers and SGLang load {model.name} as {MODEL_TYPES[model.name]!r}"
+        raise MegarlError(f"{where}: model_type is {config.get('model_type')!r}; {wanted}: set it")
+    return model
 
 
 def of(config: JsonObject, where: Path | str) -> Architecture:
     """Return the architecture in a parsed config.json. MegarlError, beginning with `where`, if unsupported or incomplete."""
     name = ""
     try:
-        names = config.get("architectures") or ["none"]
-        name = next((name for name in names if name in READERS), "")
+        given = names(config)
+        name = next((name for name in given if name in READERS), "")
         if not name:
             known = ", ".join(sorted(READERS))
-            raise MegarlError(f"architecture {', '.join(names)} is not supported; supported: {known}")
-        return replace(READERS[name](config), name=name)
+            shown = ", ".join(given) or "none"
+            raise MegarlError(f"architecture {shown} is not supported; supported: {known}")
+        check_values(text_config(config, Path(where)))
+        return _checked(replace(READERS[name](config), name=name))
     except MegarlError as error:
         raise MegarlError(f"{where}: {error}") from None
     except KeyError as error:
@@ -298,24 +306,41 @@ def of(config: JsonObject, where: Path | str) -> Architecture:
         raise MegarlError(f"{where}: not a model's configuration: {error}") from None
 
 
+def _checked(model: Architecture) -> Architecture:
+    """Return the model. MegarlError if its sizes contradict each other, or are no model's."""
+    if model.heads % model.groups:
+        what = f"num_attention_heads={model.heads} is no multiple of"
+        raise MegarlError(f"{what} num_key_value_heads={model.groups}")
+    if model.experts_per_token > model.experts:
+        what = f"num_experts_per_tok={model.experts_per_token}"
+        raise MegarlError(f"{what}, but there are only {model.experts} experts")
+    if model.experts * model.moe_layers > MOST_EXPERTS:
+        count = f"{model.moe_layers} layers of {model.experts:,} experts"
+        raise MegarlError(f"{count} are more than any model has ({MOST_EXPERTS:,} in all)")
+    if model.predicting_layers > MOST_LAYERS:
+        what = f"{model.predicting_layers:,} layers for multi-token prediction"
+        raise MegarlError(f"{what} are more than any model has")
+    return model
+
+
 # SGLang rotates as dual chunk attention asks (Qwen2.5's -1M) but no longer has the kernels for it.
 QWEN = {"use_sliding_window": False, "dual_chunk_attention_config": None}
 NO_BIAS = {"attention_bias": False}
 
 
 def _qwen3_moe(config: JsonObject) -> Architecture:
-    chosen, normalised = _size(config, "num_experts_per_tok"), config.get("norm_topk_prob", False)
+    chosen, normalised = size(config, "num_experts_per_tok"), config.get("norm_topk_prob", False)
     if chosen == 1 and normalised:
         raise MegarlError("norm_topk_prob with num_experts_per_tok=1 is not supported: the router has no effect")
-    dense, step = config.get("mlp_only_layers") or [], _size(config, "decoder_sparse_step", 1)
-    layers = range(_size(config, "num_hidden_layers"))
+    dense, step = config.get("mlp_only_layers") or [], size(config, "decoder_sparse_step", 1)
+    layers = range(size(config, "num_hidden_layers"))
     return replace(
         _decoder(config, QWEN | NO_BIAS),
         head_norms=True,
         # transformers 5 writes num_local_experts; before, it was num_experts.
-        experts=_size(config, "num_local_experts" if "num_local_experts" in config else "num_experts"),
+        experts=size(config, "num_local_experts" if "num_local_experts" in config else "num_experts"),
         experts_per_token=chosen,
-        expert_feed_forward=_size(config, "moe_intermediate_size"),
+        expert_feed_forward=size(config, "moe_intermediate_size"),
         expert_layers=tuple(i for i in layers if i not in dense and (i + 1) % step == 0),
         expert_step=step,
         router="softmax of the chosen" if normalised else "softmax",
@@ -329,24 +354,24 @@ def _llama4_multimodal(config: JsonObject) -> Architecture:
 
 
 def _llama4(config: JsonObject) -> Architecture:
-    layers, step = range(_size(config, "num_hidden_layers")), _size(config, "interleave_moe_layer_step", 1)
-    listed, interval = config.get("moe_layers"), _size(config, "no_rope_layer_interval", 4)
+    layers, step = range(size(config, "num_hidden_layers")), size(config, "interleave_moe_layer_step", 1)
+    listed, interval = config.get("moe_layers"), size(config, "no_rope_layer_interval", 4)
     # Despite its name, no_rope_layers has a 1 for each layer with rotary embedding.
     rotary = config.get("no_rope_layers") or [(i + 1) % interval for i in layers]
     chunked, tuned = config.get("attention_chunk_size"), config.get("attn_temperature_tuning", True)
-    inner = _size(config, "intermediate_size")  # of an expert; dense layers have intermediate_size_mlp
+    inner = size(config, "intermediate_size")  # of an expert; dense layers have intermediate_size_mlp
     if not isinstance(tuned, bool):  # the first releases have 4, with the same meaning
         why = f"transformers 5, and so a server, does not load it; set it to {str(bool(tuned)).lower()}"
         raise MegarlError(f"attn_temperature_tuning={tuned!r} is not supported: {why}")
     return replace(
         _decoder({"rope_theta": 500000.0, **config}, NO_BIAS | {"num_experts_per_tok": 1}),
-        feed_forward=_size(config, "intermediate_size_mlp"),
+        feed_forward=size(config, "intermediate_size_mlp"),
         rope_interleaved=True,
         unrotated_layers=tuple(i for i in layers if not rotary[i]),
-        attention_chunk=_size(config, "attention_chunk_size") if chunked else None,
+        attention_chunk=size(config, "attention_chunk_size") if chunked else None,
         temperature=(config.get("floor_scale", 8192), config.get("attn_scale", 0.1)) if tuned else None,
         l2_norms=config.get("use_qk_norm", True),
-        experts=_size(config, "num_local_experts"),
+        experts=size(config, "num_local_experts"),
         experts_per_token=1,
         expert_feed_forward=inner,
         shared_feed_forward=inner,
@@ -361,7 +386,7 @@ def _glm4_moe(config: JsonObject) -> Architecture:
     share: float = (config | rope).get("partial_rotary_factor", 0.5)
     return replace(
         _balanced(_decoder(config, {}, ("default",)), config),
-        rotated=int(_size(config, "head_dim") * share),
+        rotated=int(size(config, "head_dim") * share),
         head_norms=config.get("use_qk_norm", False),
         qkv_biases=config.get("attention_bias", False),
     )
@@ -370,14 +395,14 @@ def _glm4_moe(config: JsonObject) -> Architecture:
 def _deepseek_v3(config: JsonObject) -> Architecture:
     query = config.get("q_lora_rank")
     latent = Latent(
-        _size(config, "q_lora_rank") if query is not None else None,
-        *(_size(config, key) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")),
+        size(config, "q_lora_rank") if query is not None else None,
+        *(size(config, key) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")),
     )
     head_dim = latent.content + latent.position
     if latent.value > head_dim:
         raise MegarlError(f"v_head_dim={latent.value}, wider than a head of q and k, is not supported")
     only = NO_BIAS | {
-        "num_key_value_heads": _size(config, "num_attention_heads"), "moe_layer_freq": 1,
+        "num_key_value_heads": size(config, "num_attention_heads"), "moe_layer_freq": 1,
         "topk_method": "noaux_tc", "scoring_func": "sigmoid",
     }  # fmt: skip
     return replace(
@@ -389,8 +414,8 @@ def _deepseek_v3(config: JsonObject) -> Architecture:
 
 def _balanced(decoder: Architecture, config: JsonObject) -> Architecture:
     """Add the fields that describe the experts of DeepSeek-V3 and GLM-4.5."""
-    chosen, experts = _size(config, "num_experts_per_tok"), _size(config, "n_routed_experts")
-    groups, some = _size(config, "n_group", 1), _size(config, "topk_group", 1)
+    chosen, experts = size(config, "num_experts_per_tok"), size(config, "n_routed_experts")
+    groups, some = size(config, "n_group", 1), size(config, "topk_group", 1)
     if not config.get("norm_topk_prob", True) or chosen == 1:
         raise MegarlError("norm_topk_prob=false or num_experts_per_tok=1 is not supported: weights are normalised")
     if groups > 1 and (experts % groups or chosen // some != GROUP_BEST):
@@ -398,13 +423,13 @@ def _balanced(decoder: Architecture, config: JsonObject) -> Architecture:
             f"n_group={groups}, topk_group={some} with {chosen} of {experts} experts is not supported: megatron ranks a group "
             f"by its best num_experts_per_tok / topk_group experts, this model by its best {GROUP_BEST}"
         )
-    inner = _size(config, "moe_intermediate_size")
+    inner = size(config, "moe_intermediate_size")
     return replace(
         decoder,
         experts=experts,
         experts_per_token=chosen,
         expert_feed_forward=inner,
-        shared_feed_forward=inner * _size(config, "n_shared_experts"),
+        shared_feed_forward=inner * size(config, "n_shared_experts"),
         expert_layers=tuple(range(int(config["first_k_dense_replace"]), decoder.layers)),
         router="balanced",
         router_scale=config["routed_scaling_factor"],
@@ -414,7 +439,7 @@ def _balanced(decoder: Architecture, config: JsonObject) -> Architecture:
 
 
 def _gpt_oss(config: JsonObject) -> Architecture:
-    layers, chosen = range(_size(config, "num_hidden_layers")), _size(config, "num_experts_per_tok")
+    layers, chosen = range(size(config, "num_hidden_layers")), size(config, "num_experts_per_tok")
     kinds = config.get("layer_types") or [("sliding_attention", "full_attention")[i % 2] for i in layers]
     if chosen == 1:
         raise MegarlError("num_experts_per_tok=1 is not supported: the router has no effect")
@@ -428,12 +453,12 @@ def _gpt_oss(config: JsonObject) -> Architecture:
         qkv_biases=True,
         biases=True,
         sinks=True,
-        window=_size(config, "sliding_window") if windowed else None,
+        window=size(config, "sliding_window") if windowed else None,
         window_layers=windowed,
         glu_limit=float(config.get("swiglu_limit", 7.0)),
-        experts=_size(config, "num_local_experts"),
+        experts=size(config, "num_local_experts"),
         experts_per_token=chosen,
-        expert_feed_forward=_size(config, "intermediate_size"),
+        expert_feed_forward=size(config, "intermediate_size"),
         expert_layers=tuple(layers),
         router="softmax of the chosen",
     )
@@ -454,6 +479,18 @@ READERS: dict[str, Callable[[JsonObject], Architecture]] = {
     "Llama4ForConditionalGeneration": _llama4_multimodal,
 }
 """Readers of config.json by the name in its `architectures`."""
+MODEL_TYPES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Glm4MoeForCausalLM": "glm4_moe",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "GptOssForCausalLM": "gpt_oss",
+    "Llama4ForCausalLM": "llama4_text",
+    "Llama4ForConditionalGeneration": "llama4",
+}
+"""What config.json must have as `model_type`, by which transformers and SGLang choose a class."""
 
 
 def _decoder(
@@ -464,9 +501,9 @@ def _decoder(
     for key, value in ({"hidden_act": "silu"} | only).items():
         if config.get(key, value) != value:
             raise MegarlError(f"{key}={config[key]!r} is not supported, only {value!r}")
-    heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
-    head_dim = _size(config, "head_dim", hidden // heads)
-    # transformers 5 writes rope_parameters; earlier versions wrote rope_theta and rope_scaling, which it prefers if both exist.
+    heads, hidden = size(config, "num_attention_heads"), size(config, "hidden_size")
+    head_dim = size(config, "head_dim", hidden // heads)
+    # transformers 5 writes rope_parameters; earlier versions wrote rope_theta and rope_scaling.
     given: JsonObject = config.get("rope_scaling") or config.get("rope_parameters") or {}
     rope = {"rope_theta": config.get("rope_theta", 10000.0), **given}
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -480,14 +517,14 @@ def _decoder(
         scaling = RopeScaling(*(rope[key] for key in llama3))
     return Architecture(
         name="",
-        layers=_size(config, "num_hidden_layers"),
+        layers=size(config, "num_hidden_layers"),
         hidden=hidden,
         heads=heads,
-        groups=_size(config, "num_key_value_heads", heads),
+        groups=size(config, "num_key_value_heads", heads),
         head_dim=head_dim,
-        feed_forward=_size(config, "intermediate_size"),
-        vocabulary=_size(config, "vocab_size"),
-        context=_size(config, "max_position_embeddings"),
+        feed_forward=size(config, "intermediate_size"),
+        vocabulary=size(config, "vocab_size"),
+        context=size(config, "max_position_embeddings"),
         tied=config.get("tie_word_embeddings", False),
         epsilon=config["rms_norm_eps"],
         rope_theta=rope["rope_theta"],
@@ -516,11 +553,3 @@ def _yarn(rope: JsonObject, latent: bool) -> Yarn:
         magnitude=magnitude,
         scores=grown(all_dim) ** 2 if latent and all_dim else 1.0,
     )
-
-
-def _size(config: JsonObject, key: str, otherwise: int | None = None) -> int:
-    """Return the whole number above 0 under `key`, or `otherwise` if there is none. ValueError for any other number."""
-    value = config[key] if otherwise is None else config.get(key) or otherwise
-    if not 0 < value == int(value):
-        raise ValueError(f"{key} is {value}")
-    return int(value)

@@ -8,6 +8,7 @@
     products.py      matrix products that accumulate in FP32, and weight gradients by them
     head/            log-probs and entropy of a split vocabulary, without its logits
     hf.py            load, export, save                    checkpoint.py  distributed checkpoints
+    region.py        a tensor within a file
 
 Importing any module of this package (or `megarl.core.models` itself) before megatron makes megatron-core importable on a CPU.
 """

@@ -25,8 +25,9 @@ from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import torch
@@ -319,14 +320,23 @@ def checksums(folder: Path, known: Mapping[str, int] | None = None) -> dict[str,
 
 
 def check(folder: Path, expected: Mapping[str, int]) -> None:
-    """Raise CorruptCheckpoint if a file is missing or has another checksum."""
+    """Raise CorruptCheckpoint if a file is missing, is not in the checkpoint, or has another
+    checksum."""
     for name, wanted in expected.items():
         file = folder / name
+        if not _is_inside(name):
+            raise CorruptCheckpoint(f"{folder / META}: {name!r} is not the name of a file in the checkpoint")
         if not file.is_file():
             raise CorruptCheckpoint(f"{file}: missing; the checkpoint is damaged, use an older one")
         if (now := checksum(file)) != wanted:
             changed = f"its checksum is {now:08x}, and was {wanted:08x} when it was written"
             raise CorruptCheckpoint(f"{file}: {changed}; the checkpoint is damaged, use an older one")
+
+
+def _is_inside(name: str) -> bool:
+    """Return whether a relative path does not lead out of its directory."""
+    path = Path(name)
+    return not path.is_absolute() and ".." not in path.parts
 
 
 METADATA = ".metadata"
@@ -339,28 +349,74 @@ _IN_METADATA = {
     "torch.distributed.checkpoint.planner": "SavePlan TensorWriteData WriteItem WriteItemType",
 }
 """The classes, by module, that torch and megatron use in .metadata, besides tensors' dtypes."""
+
+
+def _stand_in(named: Any) -> object:
+    """Return what can be called in place of a class or function, and shares no attribute with it."""
+    if isinstance(named, type) and not issubclass(named, Enum | torch.Size):
+        return type(named.__name__, (named,), {"__module__": named.__module__})
+    return lambda *arguments: named(*arguments)
+
+
 FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 @contextmanager
 def safely(path: Path) -> Iterator[None]:
     """Make it safe for torch to read the checkpoint at `path` within this context. MegarlError if its .metadata cannot be read,
-    CorruptCheckpoint if it is not a pickle of the expected classes."""
+    CorruptCheckpoint if it is not a pickle of the expected classes, or names files that no checksum covers."""
     try:
         with (path / METADATA).open("rb") as stream:
-            _MetadataUnpickler(stream).load()
+            _check_metadata(_MetadataUnpickler(stream).checked(), read_meta(path).files)
     except (OSError, MemoryError) as error:
         raise MegarlError(f"{path / METADATA}: cannot be read: {error or 'out of memory'}") from None
+    except CorruptCheckpoint:
+        raise
     except Exception as error:  # a truncated or foreign pickle can fail in any way
         raise CorruptCheckpoint(f"{path / METADATA}: unreadable: {error}") from None
     with environment({FORCE: "1"}):  # torch checks it in every load, even one that allows any class
         yield
 
 
+def _check_metadata(metadata: Any, files: Mapping[str, int]) -> None:
+    """Raise an error if this is not what torch writes. files: those with a checksum."""
+    for key, entry in metadata.state_dict_metadata.items():
+        chunks = getattr(entry, "chunks", ())
+        if not isinstance(key, str) or (chunks and not isinstance(entry.properties.dtype, torch.dtype)):
+            raise ValueError(f"{key!r} is not described as a tensor")
+        numbers = [n for chunk in chunks for n in (*chunk.offsets, *chunk.sizes, *entry.size)]
+        if not all(type(n) is int and n >= 0 for n in numbers):
+            raise ValueError(f"{key} has no sizes")
+    for index, place in metadata.storage_data.items():
+        if place.relative_path not in files:
+            raise ValueError(f"{index.fqn} is in {place.relative_path!r}, which has no checksum")
+        if not (type(place.offset) is type(place.length) is int and min(place.offset, place.length) >= 0):
+            raise ValueError(f"{index.fqn} has no place in {place.relative_path}")
+
+
 class _MetadataUnpickler(pickle.Unpickler):
+    """Loads a stand-in for each class, since a pickle may set attributes of what it names."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        super().__init__(stream)
+        self._stand_ins: dict[tuple[str, str], object] = {}
+
+    def checked(self) -> object:
+        """Return the object. UnpicklingError if loading has changed a class."""
+        attributes = set(vars(_stand_in(object)))
+        loaded = self.load()
+        for (module, name), stand_in in self._stand_ins.items():
+            if isinstance(stand_in, type) and vars(stand_in).keys() - attributes:
+                raise pickle.UnpicklingError(f"it changes {module}.{name}")
+        return loaded
+
     def find_class(self, module: str, name: str) -> object:
         known = name in _IN_METADATA.get(module, "").split()
-        if known or (module == "torch" and isinstance(torch.__dict__.get(name), torch.dtype)):
+        if module == "torch" and isinstance(torch.__dict__.get(name), torch.dtype):
             return super().find_class(module, name)
+        if known:
+            if (module, name) not in self._stand_ins:
+                self._stand_ins[module, name] = _stand_in(super().find_class(module, name))
+            return self._stand_ins[module, name]
         what = "which no checkpoint needs and which may run anything; do not trust the source of this checkpoint"
         raise pickle.UnpicklingError(f"it wants to load {module}.{name}, {what}")

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from megarl.core.base import architecture
 from megarl.core.base.architecture import Architecture
+from megarl.core.base.hf_tensors import carried_prefixes, text_prefix
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,6 @@ class Family:
             name = pattern.sub(local, name)
         return self.weights[name]
 
-    def names(self) -> set[str]:
-        return {source.name for weight in self.weights.values() for source in weight.sources}
-
     def passthrough(self, name: str) -> bool:
         """Return whether this Hugging Face tensor belongs to a part that is not trained here, such as a vision tower."""
         return name.startswith(self.elsewhere)
@@ -105,10 +103,7 @@ SERVED_ROUTERS = {"Glm4MoeForCausalLM": torch.float32}
 
 def family_of(hf_dir: Path) -> Family:
     model = architecture.in_directory(hf_dir)
-    if model.name == "Llama4ForConditionalGeneration":
-        return Family(model, _weights(model, "language_model."), ("vision_model.", "multi_modal_projector."))
-    layers = range(model.layers, model.layers + model.predicting_layers)
-    return Family(model, _weights(model), tuple(f"model.layers.{i}." for i in layers))
+    return Family(model, _weights(model, text_prefix(model)), carried_prefixes(model))
 
 
 def _weights(model: Architecture, prefix: str = "") -> NamedWeights:

@@ -10,60 +10,88 @@ Values are copied, never computed: export after load gives the same bits if the 
 import functools
 import itertools
 import json
+import logging
 import os
 import re
 import shutil
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack
-from operator import itemgetter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Module
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.hf_files import INDEX, read_config, weight_files
+from megarl.core.base.hf_files import description_files, read_config
+from megarl.core.base.model_directory import ModelDirectory, few, open_model
 from megarl.core.base.ranks import gathered
+from megarl.core.base.safetensors_header import TensorInFile
+from megarl.core.base.weight_files import INDEX, tensors_in_files
 from megarl.core.models.families import Family, SourceView, Weight
+from megarl.core.models.region import DTYPES, Region, check_finite
+
+log = logging.getLogger(__name__)
 
 SHARD_BYTES = 4 << 30
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 _EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)(.*)")
-_WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pth|pt|gguf|h5|msgpack)(\.index\.json)?|\..*")
-
-
-def _open(hf_dir: Path, stack: ExitStack) -> dict[str, safe_open]:
-    """Return the open file of each tensor in a Hugging Face directory, by name; `stack` closes the files."""
-    try:
-        files = [stack.enter_context(safe_open(path, framework="pt")) for path in weight_files(hf_dir)]
-    except (SafetensorError, OSError) as error:
-        raise MegarlError(f"{hf_dir}: weights unreadable or incomplete: {error}") from None
-    return {name: file for file in files for name in file.keys()}  # noqa: SIM118
 
 
 def load(chunks: Sequence[Module], family: Family, hf_dir: Path) -> None:
-    """Fill this rank's parameters from `hf_dir`, reading only its part. MegarlError names all missing and extra tensors."""
-    with ExitStack() as stack, torch.no_grad():
-        file_of = _open(hf_dir, stack)
-        check_names(hf_dir, file_of.keys(), family)
-        for name, parameter in named_tensors(chunks):
-            weight, (rank, size) = family.weight(name), shard_of(name)
-            names = ", ".join(dict.fromkeys(source.name for source in weight.sources))
-            try:
-                lazy = [(source, file_of[source.name].get_slice(source.name)) for source in weight.sources]
-                value = weight.merge([read_view(t, t.get_shape(), s, weight, rank, size) for s, t in lazy])
-            except (SafetensorError, RuntimeError, OSError) as error:
-                raise MegarlError(f"{hf_dir}: cannot read {names}: {error}") from None
-            if value.shape != parameter.shape:
-                what = f"{tuple(value.shape)} instead of {tuple(parameter.shape)} for {name}"
-                raise MegarlError(f"{hf_dir}: {names} do not have the shapes config.json says: {what}")
+    """Fill this rank's parameters from `hf_dir`, reading only its part. MegarlError if the
+    directory is not the model's, or if a value that this rank reads is not finite. Rank 0 logs
+    which tensors are rounded to the model's type."""
+    directory = open_model(hf_dir)
+    types: dict[str, torch.dtype] = {}
+    for name, parameter in named_tensors(chunks):
+        weight = family.weight(name)
+        value = _read(directory, weight, *shard_of(name))
+        assert value.shape == parameter.shape, (name, value.shape, parameter.shape)
+        with torch.no_grad():
             parameter.copy_(value)
+        types |= {source.name: parameter.dtype for source in weight.sources}
+    if (text := rounded(directory.tensors, types)) and dist.get_rank() == 0:
+        log.warning("%s: %s", hf_dir, text)
+
+
+def _read(directory: ModelDirectory, weight: Weight, rank: int, size: int) -> Tensor:
+    """Return the part of rank `rank` of `size` of megatron's tensor."""
+    names = [source.name for source in weight.sources]
+    try:
+        wholes = [Region.of(directory.tensors[name]).tensor() for name in names]
+    except (OSError, ValueError) as error:  # the file has become shorter, or cannot be mapped
+        which = ", ".join(dict.fromkeys(names))
+        raise MegarlError(f"{directory.path}: cannot read {which}: {error}") from None
+    pairs = zip(wholes, weight.sources, strict=True)
+    views = [read_view(whole, whole.shape, source, weight, rank, size) for whole, source in pairs]
+    for name, view in zip(names, views, strict=True):
+        check_finite(view, [name], directory.path)
+    return weight.merge(views)
+
+
+def rounded(stored: Mapping[str, TensorInFile], types: Mapping[str, torch.dtype]) -> str:
+    """Return which tensors lose digits when they are stored with these types; empty if none do."""
+    kinds: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
+    for name, dtype in types.items():
+        before = DTYPES[stored[name].dtype]
+        if torch.promote_types(before, dtype) != dtype:
+            kinds.setdefault((before, dtype), []).append(name)
+    parts = [
+        f"{len(names)} tensor{'s' * (len(names) != 1)} of {plain(before)} are rounded to {plain(after)}"
+        f" ({few(names, ', ')})"
+        for (before, after), names in kinds.items()
+    ]
+    return "; ".join(parts)
+
+
+def plain(dtype: torch.dtype) -> str:
+    """Return a type's name as config.json has it: `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
 
 
 def export(
@@ -234,25 +262,9 @@ def _all(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return tensors
 
 
-def check_names(hf_dir: Path, present: Set[str], family: Family) -> None:
-    """Raise a MegarlError that names missing and foreign tensors, if there are any."""
-    needed = family.names()
-    # Old versions of transformers stored frequencies; a tied head may be stored as well as the embedding.
-    endings = ("rotary_emb.inv_freq", *(["lm_head.weight"] if family.architecture.tied else []))
-    ignored = {name for name in present if name.endswith(endings) or family.passthrough(name)}
-    missing, extra = sorted(needed - present), sorted(present - needed - ignored)
-    parts = [
-        f"{what} {len(names)} tensors ({', '.join(names[:8])}{', …' if len(names) > 8 else ''})"
-        for what, names in (("missing", missing), ("not of this model", extra))
-        if names
-    ]
-    if parts:
-        raise MegarlError(f"{hf_dir}: weights do not fit config.json: {'; '.join(parts)}")
-
-
 def read_view(tensor: Tensor, shape: Sequence[int], source: SourceView, weight: Weight, rank: int, size: int) -> Tensor:
     """Read the part of rank `rank` of `size` of one view of a Hugging Face tensor, with zeros for padding of the vocabulary.
-    tensor: may be a lazy one from safetensors, which reads only the part that is indexed."""
+    tensor: of a mapped file, of which only the part that is indexed is read."""
     bounds = [(0, n) for n in shape]
     if source.expert is not None:
         bounds[0] = (source.expert, source.expert + 1)
@@ -294,9 +306,8 @@ def copy_description(source: Path, destination: Path, dtype: torch.dtype | None 
     """Copy every file without weights. dtype: put it into the config and remove the quantisation from it."""
     config = read_config(source)
     destination.mkdir(parents=True, exist_ok=True)
-    for path in sorted(source.iterdir()):
-        if path.is_file() and not _WEIGHT_FILES.fullmatch(path.name):
-            shutil.copyfile(path, destination / path.name)
+    for path in description_files(source):
+        shutil.copyfile(path, destination / path.name)
     if dtype is not None:
         config.pop("quantization_config", None)
         for part in (config, config.get("text_config", config)):
@@ -306,10 +317,9 @@ def copy_description(source: Path, destination: Path, dtype: torch.dtype | None 
 
 
 def _tensors_elsewhere(family: Family, source: Path) -> Iterator[tuple[str, Tensor]]:
-    with ExitStack() as stack:
-        for name, file in sorted(_open(source, stack).items(), key=itemgetter(0)):
-            if family.passthrough(name):
-                yield name, file.get_tensor(name)
+    for name, place in sorted(tensors_in_files(source).items()):
+        if family.passthrough(name):
+            yield name, Region.of(place).tensor()
 
 
 def _write(partial: Path, tensors: Iterator[tuple[str, Tensor]], prefix: str, writes: bool) -> list[_WrittenFile]:

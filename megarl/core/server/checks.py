@@ -13,6 +13,9 @@ from megarl.core.recipe import Recipe
 
 TEXT_ONLY = "Llama4ForCausalLM"
 """The text-only Llama 4. Our class loads it everywhere, because SGLang's own leaves its experts empty."""
+INNER_MULTIPLE = 32
+"""On a CPU SGLang pads the inner dimension of a gated MLP to a multiple of this, but not the
+experts of gpt-oss, whose biases it would have to pad as well."""
 OWN_EVERYWHERE = (TEXT_ONLY, "DeepseekV3ForCausalLM", "GptOssForCausalLM")
 """Architectures for which servers use our class in sglang_models/ even on a GPU."""
 
@@ -32,6 +35,10 @@ def check(recipe: Recipe, cuda: bool) -> None:
         raise MegarlError(f"resources.server_tensor_parallel: {why}; {advice}")
     if model.sinks and cuda and recipe.model.dtype != "bf16":
         raise MegarlError(f"model.dtype: {recipe.model.dtype}: SGLang's GPU kernels take attention sinks in bf16 only")
+    inner = model.expert_feed_forward
+    if model.biases and not cuda and inner % INNER_MULTIPLE:
+        what = f"experts of intermediate_size={inner}, which is no multiple of {INNER_MULTIPLE}"
+        raise MegarlError(f"{path}: SGLang on a CPU cannot load {what}; serve it on a GPU")
     if cuda and recipe.model.dtype == "fp32":
         advice = "set one of them, or CUDA_VISIBLE_DEVICES= to train a tiny model on the CPU"
         raise MegarlError(f"model.dtype: fp32: SGLang's attention on a GPU takes bf16 and fp16; {advice}")

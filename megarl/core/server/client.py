@@ -341,7 +341,7 @@ class ServerClient:
         except TimeoutError:
             raise request.lost(f"sent nothing for a request for {self._timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
-            raise request.lost(f"was lost: {type(error).__name__}: {error}") from None
+            raise request.lost(_why_lost(error)) from None
 
     async def health(self) -> bool:
         """Return whether the server replies within HEALTH_LIMIT_S that it accepts requests. This needs no key."""
@@ -526,6 +526,15 @@ def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, SYN_RETRIES)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNACKNOWLEDGED_S))
     return made
+
+
+def _why_lost(error: Exception) -> str:
+    """Return what happened to a request. JSON has no NaN: SGLang writes null in its place."""
+    if isinstance(error, msgspec.ValidationError) and "got `null`" in str(error) and "logprobs" in str(error):
+        cause = "its weights or activations are NaN or infinite"
+        advice = "compare the model with `python -m checkpoints_tools verify DIR DIR`"
+        return f"answered with log-probs that are NaN: {cause}; {advice}, or try another model.dtype"
+    return f"was lost: {type(error).__name__}: {error}"
 
 
 @lru_cache(maxsize=2)

@@ -19,6 +19,7 @@ import sys
 import time
 from functools import partial
 from itertools import batched, cycle, islice
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from megarl.core.base import terminal
@@ -26,6 +27,7 @@ from megarl.core.base.architecture import in_directory
 from megarl.core.base.device import here
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import KEPT_FROM_INPUT, PARITY_ROLLOUTS, ServerAddress
+from megarl.core.base.model_directory import open_served_model
 from megarl.core.base.process import NODE_RANK, check_free, die_with_parent, importing, start_logging, without_proxy
 from megarl.core.base.rundir import Endpoints, Meeting, RunDir
 from megarl.core.recipe import Recipe
@@ -61,6 +63,7 @@ def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = 
         cuda = torch.cuda.is_available()
         host = host or str(urlsplit(urls[index]).hostname)
         check(recipe, cuda)
+        open_served_model(Path(recipe.model.path))
         if cuda:
             check_kernels()
             check_gpus(recipe, [".".join(map(str, torch.cuda.get_device_capability()))])

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from megarl.core.base.architecture import Architecture
+from megarl.core.server.checks import INNER_MULTIPLE
 
 VOCABULARY_MULTIPLE = 64
 PADDED = ("embed_tokens.weight", "lm_head.weight")
-INNER_MULTIPLE = 32
-"""On a CPU the inner dimension of a gated MLP is padded to a multiple of this."""
 
 _ATTENTION = re.compile(r"\.(q|k|v)_proj\.(weight|bias)$")
 _LATENT = re.compile(r"\.(q_a_proj|kv_a_proj_with_mqa)\.weight$")

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.hf_files import check_head, read_config, text_config
+from megarl.core.base.hf_files import gguf_advice, read_config, text_config
+from megarl.core.base.model_directory import open_model, open_served_model
 from megarl.core.base.rundir import RunDir, complete, step_folder, step_of
 from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.recipe import Recipe, from_tree, load, load_suite, shipped_suites
@@ -52,12 +53,13 @@ def subject_of(model: str) -> Subject:
     asks_step = bool(at) and step.isdigit()
     path = Path(whole if asks_step else model)
     if path.is_dir() and (path / "config.json").is_file():
-        check_head(path)
+        open_served_model(path)
         return Subject(str(path), path, path)
     rundir = RunDir(path)
     if not rundir.recipe.is_file():
         neither = "neither a Hugging Face directory (config.json) nor a run (recipe.yaml) nor RUN@STEP"
-        raise MegarlError(f"--model: {model!r} is {neither}")
+        advice = gguf_advice(path)
+        raise MegarlError(f"--model: {model!r} is {neither}{'; ' if advice else ''}{advice}")
     if not (there := complete(rundir.checkpoints)):
         raise MegarlError(f"--model: {path} has no complete checkpoint yet; there is one every checkpoint.every steps")
     chosen = step_folder(rundir.checkpoints, int(step)) if asks_step else there[-1]
@@ -136,7 +138,7 @@ def _heldout(name: str, base: Recipe) -> dict[str, object]:
 def _of_directory(hf: Path) -> list[str]:
     """Return the settings, as key=value, that follow from a model's own files."""
     config = text_config(read_config(hf), hf / "config.json")
-    dtype = config.get("dtype", config.get("torch_dtype", "bfloat16"))
+    dtype = config.get("dtype", config.get("torch_dtype")) or open_model(hf).dtype
     if dtype not in DTYPES:
         advice = f"convert it to one of {', '.join(DTYPES)}"
         raise MegarlError(f"{hf / 'config.json'}: dtype {dtype!r} is not supported; {advice}")

@@ -9,5 +9,6 @@ prompts.py        a recipe's tasks -> Prompt records, checked once, kept on disk
 prepare.py        `megarl data prepare`: rows in our format from any source
 traces.py         warm-start rows, completions or messages -> token ids
 chat.py           a model's chat template
+template_environment.py   the Jinja environment of a template, with a limit on its work
 arithmetic.py     writes a data set of sums; arithmetic_models.py: tiny models that learn them; products.py: a set for a tool
 """

@@ -7,20 +7,15 @@ as transformers runs it, in a sandbox, but without transformers (see tokenizer.p
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Never
+from typing import Any
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_json
 
 type Message = Mapping[str, Any]
 """{"role": "system" | "user" | "assistant" | "tool", "content": …}, and more that a template reads, such as tool_calls."""
-
-TODAY = datetime(2024, 7, 26)
-"""The date for templates that write today's: with the real one, prompts would change overnight, and a run could not be resumed.
-It is the one that Llama 3.2's template writes when it is given no clock."""
 
 OURS = ("messages", "tools", "documents", "add_generation_prompt")
 """What `ChatTemplate.render` sets."""
@@ -37,7 +32,10 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), reply: bool = True) -> str:
         """Return the text of messages. tools: those that the model may call; reply: whether to add the start of its message."""
+        from megarl.tasks.data.template_environment import MOST_STEPS
+
         given = {"messages": list(messages), "tools": list(tools) or None, "documents": None}
+        self.template.environment.steps = MOST_STEPS
         try:
             return self.template.render(**self.variables, **given, add_generation_prompt=reply)
         except Exception as error:  # a template is a program: it may raise any exception
@@ -73,18 +71,9 @@ class ChatTemplate:
 
 def load_chat(hf_dir: Path | str, options: Mapping[str, Any] = MappingProxyType({})) -> ChatTemplate:
     """Load a directory's chat template; MegarlError if there is none. options: variables to set, which it must read."""
-    from jinja2 import TemplateError, meta, nodes
-    from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2 import TemplateError, meta
 
-    class Generation(Extension):
-        """Write what `{% generation %}` encloses; with this tag transformers marks what a supervised trainer learns."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> nodes.Node:
-            line = next(parser.stream).lineno
-            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+    from megarl.tasks.data.template_environment import TemplateEnvironment
 
     folder = Path(hf_dir)
     try:
@@ -102,11 +91,7 @@ def load_chat(hf_dir: Path | str, options: Mapping[str, Any] = MappingProxyType(
     given = {key: value for key, value in config.items() if key.endswith("_token") and value}
     tokens = {key: value["content"] if isinstance(value, dict) else value for key, value in given.items()
               if isinstance(value, str | dict)}  # fmt: skip
-    extensions = [Generation, "jinja2.ext.loopcontrols"]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = TODAY.strftime
+    environment = TemplateEnvironment()
     try:
         template, parsed = environment.from_string(source), environment.parse(source)
     except (TemplateError, RecursionError) as error:
@@ -117,15 +102,3 @@ def load_chat(hf_dir: Path | str, options: Mapping[str, Any] = MappingProxyType(
         what = f"template_options {', '.join(sorted(unread))}: no option of the chat template"
         raise MegarlError(f"{folder}: {what}, {known}")
     return ChatTemplate(template, {**tokens, **options}, folder)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **more: Any) -> str:
-    """Write JSON as transformers' filter of this name does: templates can set `ensure_ascii`, separators, and the like."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **more)
-
-
-def _refuse(message: str) -> Never:
-    """Raise an error for messages that a template rejects; templates call this."""
-    import jinja2
-
-    raise jinja2.TemplateError(message)

@@ -12,10 +12,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from checkpoints_tools import partial, quantized
 from checkpoints_tools.__main__ import main
-from checkpoints_tools.safetensors_files import Directory
-from checkpoints_tools.stored import checked
 from megarl.core.base.architecture import in_directory
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.model_directory import open_model
 from megarl.core.models import family_of
 from tests.tiny import tiny_gpt_oss
 
@@ -123,7 +122,7 @@ def test_a_gpt_oss_as_released_becomes_one_that_the_learner_reads(tmp_path: Path
     with pytest.raises(MegarlError, match="python -m checkpoints_tools dequantize"):
         family_of(source)
     assert main(["dequantize", str(source), str(tmp_path / "bf16")]) == 0
-    checked(Directory(tmp_path / "bf16"), family_of(tmp_path / "bf16"), "bf16")
+    open_model(tmp_path / "bf16")
     found = load_file(tmp_path / "bf16/model.safetensors")
     assert len(expected) == 2
     assert all(same_bits(found[name], expected[name]) for name in expected)

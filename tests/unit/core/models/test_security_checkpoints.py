@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 
 from checkpoints_tools.__main__ import main
 from megarl.core.base.errors import MegarlError
@@ -161,3 +162,67 @@ def test_what_a_load_asks_for_is_overruled_only_within_it(
     monkeypatch.delenv(FORCE, raising=False)
     checkpoint.load_model(saved, chunks)
     assert FORCE not in os.environ
+
+
+def with_slot_state(path: Path) -> None:
+    """GLOBAL, state, BUILD: `Metadata` itself gets the state."""
+    state = pickle.dumps((None, {"mark": True}), protocol=2)[2:-1]
+    name = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
+    (path / METADATA).write_bytes(b"\x80\x02" + name + state + b"b.")
+
+
+def outside(path: Path, to: str) -> None:
+    """A shard in a file that no checksum covers."""
+    metadata = FileSystemReader(path).read_metadata()
+    for place in metadata.storage_data.values():
+        place.relative_path = to
+    (path / METADATA).write_bytes(pickle.dumps(metadata))
+
+
+def no_sizes(path: Path) -> None:
+    metadata = FileSystemReader(path).read_metadata()
+    for entry in metadata.state_dict_metadata.values():
+        entry.chunks = [None]
+    (path / METADATA).write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize(
+    ("attack", "says"),
+    [
+        (with_slot_state, r"\.metadata: unreadable: it changes .*Metadata"),
+        (lambda path: outside(path, "/etc/hostname"), r"'/etc/hostname', which has no checksum"),
+        (lambda path: outside(path, "../step-9/__0_0.distcp"), r"which has no checksum"),
+        (no_sizes, r"\.metadata: unreadable"),
+    ],
+)
+def test_metadata_that_is_not_what_torch_writes(
+    attack: Callable[[Path], object], says: str, saved: Path, chunks: list[Any], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    attacked(lambda path, _: attack(path), saved, tmp_path / "mark")
+    with pytest.raises(MegarlError, match=says):
+        checkpoint.load_model(saved, chunks)
+    assert not hasattr(Metadata, "mark")
+    parallel.stop()
+    assert main(["inspect", str(saved)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_link_to_a_users_file_is_not_exported(
+    saved: Path, chunks: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parallel.stop()
+    (tmp_path / "key").write_text("secret")
+    (saved / "hf" / "NOTES.md").symlink_to(tmp_path / "key")
+    assert main(["convert", "megatron-to-hf", str(saved), str(tmp_path / "out")]) == 2
+    assert "NOTES.md: a link to" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["../../proc/kmsg", "/dev/zero"])
+def test_a_checkpoint_that_names_files_outside(name: str, saved: Path, chunks: list[Any]) -> None:
+    meta = checkpoint.read_meta(saved)
+    checkpoint.seal(saved, meta, meta.files | {name: 0})
+    with pytest.raises(MegarlError, match=r"megarl\.json: '.*' is not the name of a file in the checkpoint"):
+        checkpoint.load_model(saved, chunks)

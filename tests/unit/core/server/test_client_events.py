@@ -143,6 +143,19 @@ def test_an_error_in_the_stream_is_a_refusal() -> None:
     assert "too long" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("field", "says"),
+    [("output_token_logprobs", "log-probs that are NaN: its weights"), ("cached_tokens", "was lost: ValidationError")],
+)
+def test_log_probs_that_are_no_numbers_are_named(field: str, says: str) -> None:
+    value = [[None, 7, None]] if field.endswith("logprobs") else None
+    event = b"data: " + json.dumps({"output_ids": [7], "meta_info": {field: value}}).encode() + b"\n\n"
+    lost = answered(chunk([5, 6]), event)
+    assert isinstance(lost, ServerLost)
+    assert says in str(lost)
+    assert lost.tokens.tolist() == [5, 6]
+
+
 def test_a_connection_to_a_machine_that_is_gone_ends() -> None:
     with client._socket((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 1))) as made:
         assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000

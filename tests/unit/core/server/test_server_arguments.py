@@ -207,6 +207,10 @@ def test_gpt_oss_is_always_ours_and_on_a_gpu_in_bf16(tmp_path: Path) -> None:
     for cuda in (False, True):
         assert environment(recipe, 0, [0], cuda)["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "megarl.core.server.sglang_models"
     check(a_recipe(tmp_path, config=GPT_OSS, model={"dtype": "bf16"}), cuda=True)
+    odd = a_recipe(tmp_path, config=GPT_OSS | {"intermediate_size": 48}, model={"dtype": "bf16"})
+    check(odd, cuda=True)
+    with pytest.raises(MegarlError, match=r"intermediate_size=48, which is no multiple of 32; serve it on a GPU"):
+        check(odd, cuda=False)
     for dtype in ("fp16", "fp32"):
         other = a_recipe(tmp_path, config=GPT_OSS, model={"dtype": dtype})
         check(other, cuda=False)

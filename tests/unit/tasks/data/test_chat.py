@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.recipe import Task, from_tree
-from megarl.tasks.data import arithmetic_models
+from megarl.tasks.data import arithmetic_models, template_environment
 from megarl.tasks.data.chat import load_chat
 from megarl.tasks.data.prompts import endless, load_tasks, renderer
 from megarl.tasks.data.traces import load_traces
@@ -35,6 +35,9 @@ S {{ m['content'] }}
     "tools": """{%- if tools is not none %}{{ 'Tools: ' ~ tools | length }}{% endif %}
 {%- if documents is not none %}Documents{% endif %}
 {%- for m in messages %}{{ m.content }}{% endfor %}""",
+    "loop variables": """{%- for m in messages -%}
+    {{ loop.index }}/{{ loop.length }} {{ loop.revindex0 }}{{ loop.last }} {{ loop.nextitem is defined }}{{ m.content * 2 }}
+{%- endfor %}""",
     "generation": """{%- for m in messages %}
     {%- if m.role == "assistant" %}
         {%- generation -%}{% set text = m.content %}{{ loop.index ~ text }}{%- endgeneration -%}
@@ -104,6 +107,31 @@ HYBRID = """{%- for m in messages %}{{ m.content }}{% endfor %}
     {%- if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}
 {%- endif %}"""
 """Reads an option as Qwen3's template does, and another as Llama 3's."""
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% for i in range(999) %}{% for j in range(999) %}{% endfor %}{% endfor %}", "more than 50,000 steps"),
+        ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}", "steps"),
+        ("{% for i in [1, 2] recursive %}{{ loop([1, 2]) if loop.depth < 40 }}{% endfor %}", "steps"),
+        ("{% set n = 9 %}{{ n ** 999999999 }}", "larger than"),
+        ("{% set n = 'a' %}{{ 999999999 * n }}", "larger than"),
+        ("{{ lipsum(n=999999999) }}", "undefined"),
+    ],
+)
+@pytest.mark.timeout(60)
+def test_a_template_that_would_not_end(tmp_path, monkeypatch, template, words):
+    monkeypatch.setattr(template_environment, "MOST_STEPS", 50_000)
+    save(tmp_path, template)
+    with pytest.raises(MegarlError, match=words):
+        load_chat(tmp_path).render(CONVERSATIONS[0])
+
+
+def test_a_long_conversation_ends(tmp_path):
+    """A template that goes through all messages for each message."""
+    save(tmp_path, "{% for m in messages %}{% for n in messages %}{{ n.content }}{% endfor %}{% endfor %}")
+    assert load_chat(tmp_path).render([{"role": "user", "content": "1"}] * 300) == "1" * 300**2
 
 
 def test_options_of_the_template_are_set_as_transformers_sets_them(tmp_path):

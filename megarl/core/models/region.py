@@ -1,13 +1,23 @@
-"""A tensor's bytes within a file, read through a memory map: nothing is copied, and dropping the view frees everything."""
+"""A tensor's bytes within a file, read through a memory map: nothing is copied, and dropping the
+view frees everything. safetensors' own reader keeps all pages that it has touched.
+"""
 
 import math
 import mmap
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import _TYPES
 from torch import Tensor
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.safetensors_header import TensorInFile
+
+DTYPES: dict[str, torch.dtype] = _TYPES | {"F8_E8M0": torch.float8_e8m0fnu}
+"""torch's types by their names in safetensors."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +37,13 @@ class Region(Shape):
     path: Path
     offset: int
 
+    @classmethod
+    def of(cls, place: TensorInFile) -> "Region":
+        """Return the tensor at a place in a safetensors file."""
+        if place.dtype not in DTYPES:
+            raise MegarlError(f"{place.path}: torch cannot read the type {place.dtype} in it")
+        return cls(place.shape, DTYPES[place.dtype], place.path, place.offset)
+
     def tensor(self) -> Tensor:
         """Return a view of the file, private to this process. The file's length must have been checked when it was opened."""
         if not self.nbytes:
@@ -40,6 +57,23 @@ class Region(Shape):
         if flat.data_ptr() % self.dtype.itemsize:  # safetensors aligns to 8 bytes, other writers may not
             flat = flat.clone()
         return flat.view(self.dtype).view(self.shape)
+
+
+def is_finite(value: Tensor) -> bool:
+    """Return whether no value is infinite or NaN, in one pass and without a copy."""
+    if not value.numel() or not value.is_floating_point() or value.dtype.itemsize == 1:
+        return True
+    smallest, largest = torch.aminmax(value)
+    return bool(smallest.isfinite() and largest.isfinite())
+
+
+def check_finite(value: Tensor, names: Sequence[str], where: Path) -> None:
+    """Raise MegarlError if a value of the tensor made from `names` is infinite or NaN."""
+    if not is_finite(value):
+        which = ", ".join(dict.fromkeys(names))
+        count = int((~value.isfinite()).sum())
+        what = f"{count} of {value.numel()} values of {which} are NaN or infinite"
+        raise MegarlError(f"{where}: {what}; no model works with those, so take another one")
 
 
 def write_all(descriptor: int, tensor: Tensor, offset: int) -> None:

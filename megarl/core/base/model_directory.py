@@ -1,0 +1,178 @@
+"""The one door to a Hugging Face directory: every reader of a model's weights goes through it.
+
+    config.json ──► Architecture ──► names and shapes ─┐
+    *.safetensors ──► headers ──► tensors in files ────┴─► compared ──► ModelDirectory
+
+What transformers would load is taken, with the same values; everything else is one MegarlError.
+Only headers are read, and the values of a head that is stored beside the embedding it is tied to.
+The learner, the conversions and `verify` read values; they name those that are not finite.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megarl.core.base import architecture, hf_tensors
+from megarl.core.base.architecture import Architecture
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.hf_files import description_files
+from megarl.core.base.hf_tensors import EMBEDDING, FREQUENCIES, HEAD
+from megarl.core.base.safetensors_header import TensorInFile
+from megarl.core.base.weight_files import check_served, tensors_in_files
+
+FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+"""Types of weights in safetensors, and what config.json calls them."""
+SHOWN = 8
+CHUNK_VALUES = 1 << 24
+
+
+@dataclass(frozen=True)
+class ModelDirectory:
+    """A directory whose tensors are those that its config.json asks for. tensors: of the whole
+    directory; experts that transformers has stacked are apart."""
+
+    path: Path
+    architecture: Architecture
+    tensors: Mapping[str, TensorInFile]
+    stacked: bool
+
+    def trained(self) -> dict[str, TensorInFile]:
+        """Return the language model's tensors: without a tied head, a vision tower or layers for
+        multi-token prediction."""
+        shapes = hf_tensors.expected_shapes(self.architecture)
+        return {name: self.tensors[name] for name in shapes}
+
+    @property
+    def dtype(self) -> str:
+        """The type (`bfloat16`) of most values of the language model."""
+        values: Counter[str] = Counter()
+        for tensor in self.trained().values():
+            values[FLOATS[tensor.dtype]] += tensor.nbytes
+        return values.most_common(1)[0][0]
+
+
+def open_model(hf_dir: Path) -> ModelDirectory:
+    """Return the model in a Hugging Face directory. MegarlError, beginning with the directory or
+    the file, if anything about it is wrong."""
+    model = architecture.in_directory(hf_dir)
+    description_files(hf_dir)
+    stored = tensors_in_files(hf_dir)
+    if problem := misfit(model, stored):
+        raise MegarlError(f"{hf_dir}: {problem}")
+    stacked = hf_tensors.has_stacks_to_divide(model, stored)
+    return ModelDirectory(hf_dir, model, hf_tensors.with_experts_apart(model, stored), stacked)
+
+
+def open_served_model(hf_dir: Path) -> ModelDirectory:
+    """Return the model in a directory from which SGLang is to start, too."""
+    directory = open_model(hf_dir)
+    check_served(hf_dir)
+    if directory.stacked:
+        steps = "`convert hf-to-megatron` and `convert megatron-to-hf` (python -m checkpoints_tools)"
+        what = "its experts are stacked (save_original_format=False), which SGLang does not load"
+        raise MegarlError(f"{hf_dir}: {what}; {steps} write them one by one")
+    return directory
+
+
+def unusable(hf_dir: Path) -> str:
+    """Return why `open_model` refuses a directory; empty if it does not."""
+    try:
+        open_model(hf_dir)
+    except MegarlError as error:
+        return str(error).removeprefix(f"{hf_dir}: ")
+    return ""
+
+
+def misfit(model: Architecture, stored: Mapping[str, TensorInFile]) -> str:
+    """Return how the tensors of a directory differ from those of the model; empty if they fit."""
+    tensors = hf_tensors.with_experts_apart(model, stored)
+    shapes = hf_tensors.expected_shapes(model)
+    carried = hf_tensors.carried_prefixes(model)
+    missing = sorted(shapes.keys() - tensors.keys())
+    foreign = [
+        name
+        for name in sorted(tensors.keys() - shapes.keys())
+        if not name.startswith(carried or ("\0",)) and not _is_ignored(name, model)
+    ]
+    if missing or foreign:
+        return _other_names(missing, foreign)
+    reshaped = [
+        f"{name} {list(tensors[name].shape)} instead of {list(shape)}"
+        for name, shape in shapes.items()
+        if tensors[name].shape != shape
+    ]
+    if reshaped:
+        return f"tensors do not have the shapes config.json says: {few(reshaped)}"
+    types = [f"{name} {tensors[name].dtype}" for name in shapes if tensors[name].dtype not in FLOATS]
+    if types:
+        return f"weights of a type that no model is trained in: {few(types)}"
+    return _other_head(model, tensors)
+
+
+def few(problems: Sequence[str], separator: str = "; ") -> str:
+    """Join the first problems for a message."""
+    more = f"{separator}… ({len(problems)} in all)" if len(problems) > SHOWN else ""
+    return separator.join(problems[:SHOWN]) + more
+
+
+def _is_ignored(name: str, model: Architecture) -> bool:
+    return name.endswith(FREQUENCIES) or (model.tied and name.endswith(HEAD))
+
+
+def _other_names(missing: Sequence[str], foreign: Sequence[str]) -> str:
+    parts = [
+        f"{what} {len(names)} tensor{'s' * (len(names) != 1)} ({few(names, ', ')})"
+        for what, names in (("missing", missing), ("not of this model", foreign))
+        if names
+    ]
+    return f"weights do not fit config.json: {'; '.join(parts)}{_renaming(missing, foreign)}"
+
+
+def _renaming(missing: Sequence[str], foreign: Sequence[str]) -> str:
+    """Return the advice to remove what precedes all names, such as torch.compile's `_orig_mod.`."""
+    if not missing or not foreign:
+        return ""
+    prefix = foreign[0].removesuffix(missing[0])
+    if {prefix + name for name in missing} != set(foreign):
+        return ""
+    return f"; each name begins with {prefix!r}, which a wrapper added: save the model inside it"
+
+
+def _other_head(model: Architecture, tensors: Mapping[str, TensorInFile]) -> str:
+    """Return what is wrong if the embedding is to be the head, too, but the file has another head.
+    transformers would use that one; servers and learner would use the embedding."""
+    prefix = hf_tensors.text_prefix(model)
+    head, embedding = f"{prefix}{HEAD}", f"{prefix}model.{EMBEDDING}"
+    if not model.tied or head not in tensors or _equal(tensors[head], tensors[embedding]):
+        return ""
+    what = "by tie_word_embeddings in config.json they are the same"
+    return f"{head} and {embedding} differ, but {what}; set it to false to keep the head"
+
+
+def _equal(one: TensorInFile, other: TensorInFile) -> bool:
+    """Return whether two tensors have the same values, whatever their types."""
+    if one.shape != other.shape or one.dtype not in FLOATS:
+        return False
+    pairs = zip(_chunks(one), _chunks(other), strict=True)
+    return all(np.array_equal(a, b, equal_nan=True) for a, b in pairs)
+
+
+def _chunks(tensor: TensorInFile) -> Iterable[np.ndarray]:
+    """Yield the values of a tensor as numbers that hold them exactly."""
+    size = int(np.prod(tensor.shape))
+    values = np.memmap(tensor.path, STORED_AS[tensor.dtype], "r", tensor.offset, (size,))
+    for begin in range(0, size, CHUNK_VALUES):
+        yield NUMBERS[tensor.dtype](values[begin : begin + CHUNK_VALUES])
+
+
+STORED_AS = {"BF16": "<u2", "F16": "<f2", "F32": "<f4", "F64": "<f8"}
+NUMBERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "BF16": lambda bits: (bits.astype(np.uint32) << 16).view(np.float32),
+    "F16": lambda values: values.astype(np.float32),
+    "F32": np.asarray,
+    "F64": np.asarray,
+}
+"""numpy has no bfloat16: its bits are the upper half of a float32's."""

@@ -1,0 +1,102 @@
+"""The Jinja environment of chat templates, as transformers sets it up, with a limit on its work.
+
+A template comes with a model, so it is a stranger's program. The sandbox keeps it from everything
+but its messages, but not from loops without end: each step of a loop and each call is counted.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+from typing import Any, Never
+
+from jinja2 import TemplateError, TemplateRuntimeError, nodes
+from jinja2.ext import Extension
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+TODAY = datetime(2024, 7, 26)
+"""The date for templates that write today's: with the real one, prompts would change overnight,
+and a run could not be resumed. It is the one that Llama 3.2's template writes without a clock."""
+
+MOST_STEPS = 5_000_000
+"""Steps of loops, and calls, in one rendering. A template that goes through all messages for each
+message takes a million for a thousand messages."""
+LONGEST = 10_000_000
+"""Items of a sequence, or bits of a number, that a product may have."""
+COUNTED = "counted_by_megarl"
+
+
+class Generation(Extension):
+    """Write what `{% generation %}` encloses; with this tag transformers marks what a supervised
+    trainer learns."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+class TemplateEnvironment(ImmutableSandboxedEnvironment):
+    """steps: how many are left of the present rendering; whoever renders sets it to MOST_STEPS."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def __init__(self) -> None:
+        extensions = [Generation, "jinja2.ext.loopcontrols"]
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        self.steps = MOST_STEPS
+        self.filters["tojson"] = _to_json
+        self.filters[COUNTED] = self._counted
+        self.globals["raise_exception"] = _refuse
+        self.globals["strftime_now"] = TODAY.strftime
+        del self.globals["lipsum"]  # writes as many words as it is told to
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for loop in tree.find_all(nodes.For):
+            loop.iter = nodes.Filter(loop.iter, COUNTED, [], [], None, None, lineno=loop.lineno)
+            loop.iter.set_environment(self)
+        return tree
+
+    def _counted(self, items: Iterable[object]) -> Iterator[object]:
+        for item in items:
+            self._count()
+            yield item
+
+    def _count(self) -> None:
+        self.steps -= 1
+        if self.steps < 0:
+            raise TemplateRuntimeError(f"it takes more than {MOST_STEPS:,} steps, if it ever ends")
+
+    def call(self, context: Context, function: Any, /, *args: Any, **named: Any) -> Any:
+        self._count()
+        return super().call(context, function, *args, **named)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if _product_size(operator, left, right) > LONGEST:
+            raise TemplateRuntimeError(f"{operator} makes something larger than {LONGEST:,}")
+        return super().call_binop(context, operator, left, right)
+
+
+def _product_size(operator: str, left: Any, right: Any) -> float:
+    """Return the number of items, or bits, of left * right or left ** right."""
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length()
+        return bits * right if operator == "**" else bits + right.bit_length()
+    for items, count in ((left, right), (right, left)):
+        if hasattr(items, "__len__") and isinstance(count, int):
+            return len(items) * count
+    return 0
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **more: Any) -> str:
+    """Write JSON as transformers' filter of this name does: templates can set `ensure_ascii`,
+    separators, and the like."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **more)
+
+
+def _refuse(message: str) -> Never:
+    """Raise an error for messages that a template rejects; templates call this."""
+    raise TemplateError(message)
