@@ -28,8 +28,9 @@ from megarl.lab.planning import memory
 from megarl.run import checks, devices
 from megarl.run.checks import Fingerprints, HostBytes
 from megarl.tasks.data import sources
-from megarl.tasks.data.chat import Message, load_chat
+from megarl.tasks.data.chat import load_chat
 from megarl.tasks.data.prompts import load_tasks
+from megarl.tasks.data.rows import Message
 
 WHOLE = 64 << 20
 BLOCKS, BLOCK = 16, 1 << 20

@@ -7,6 +7,7 @@ a role starts five seconds faster and takes 700 MB less.
 import logging
 import sys
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,18 @@ class Tokenizer:
     def ends(self) -> tuple[int, ...]:
         """All ids that end a completion."""
         return (self.end, *self.others)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Most characters in a token. Byte-level tokens are spelled with a character per byte."""
+        return max(map(len, self.backend.get_vocab()), default=1)
+
+    def must_exceed(self, characters: int, tokens: int) -> bool:
+        """Return whether a text of so many characters must have more than `tokens` tokens.
+
+        Encoding it would take several hundred bytes of memory per token.
+        """
+        return characters > tokens * self.longest_token
 
     def ids(self, text: str) -> np.ndarray:
         """Return the token ids [n] int32 of exactly this text, with nothing added before or after."""

@@ -62,7 +62,7 @@ class Reward(Section):
 
 ColumnName = Literal["prompt", "answer", "difficulty", "id"]
 MappingName = Literal[
-    "", "polaris", "deepscaler", "dapo-math-17k", "deepcoder", "gsm8k", "math",
+    "", "verl", "polaris", "deepscaler", "dapo-math-17k", "deepcoder", "gsm8k", "math",
     "livecodebench", "humaneval", "mbpp", "arc", "hellaswag",
 ]  # fmt: skip
 
@@ -161,6 +161,11 @@ class Data(Section):
     )
     decontaminate: tuple[str, ...] = Field(
         (), description="evaluation sets: a prompt that shares 13 consecutive words with one is not trained on"
+    )
+    unreadable: Literal["text", "drop", "refuse"] = Field(
+        "text",
+        description="an answer of a training set that grader: math cannot read as a whole: text: only the same text "
+        "is right; drop: leave the prompt out; refuse: do not start",
     )
 
     @property

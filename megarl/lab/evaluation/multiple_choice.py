@@ -33,7 +33,8 @@ from megarl.core.evaluation.score import Asker, Questions
 from megarl.core.sampling.places import Order
 from megarl.core.sampling.sampler import MAX_RETRIES
 from megarl.core.server.client import ServerClient, ServerLost
-from megarl.tasks.data.rows import Raw, UnfitError, column, fingerprint
+from megarl.tasks.data.columns import column
+from megarl.tasks.data.rows import Raw, UnfitError, fingerprint
 from megarl.tasks.data.sources import Unreadable, stream
 
 log = logging.getLogger(__name__)

@@ -56,8 +56,8 @@ def test_what_cannot_be_read_is_said_before_anything_is(source, words):
 
 
 def test_a_file_of_another_kind_and_a_broken_one(tmp_path):
-    (tmp_path / "a.csv").write_text("a,b\n")
-    assert "ends in none of .jsonl" in sources.problem(str(tmp_path / "a.csv"))
+    (tmp_path / "a.xlsx").write_text("a,b\n")
+    assert "ends in none of .jsonl" in sources.problem(str(tmp_path / "a.xlsx"))
     (tmp_path / "a.parquet").write_text("no parquet")
     with pytest.raises(MegarlError, match=r"a\.parquet: cannot be read"):
         list(stream(str(tmp_path / "a.parquet")))
@@ -102,13 +102,14 @@ def test_a_hub_name_is_asked_of_datasets_and_its_failure_says_what_to_do(monkeyp
         asked.append((name, config, split))
         if name == "away/set":
             raise ConnectionError("Couldn't reach 'away/set' on the Hub")
-        return ROWS
+        return datasets.Dataset.from_list(ROWS)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     for source in ("hub:openai/gsm8k:main:train", "hub:a/b:test", "hub:a/b"):
         assert list(stream(source)) == list(enumerate(ROWS, 1))
     assert asked == [("openai/gsm8k", "main", "train"), ("a/b", None, "test"), ("a/b", None, "train")]
     with pytest.raises(
-        MegarlError, match=r"hub:away/set: cannot be read: Couldn't reach.*without a network, copy its files"
+        MegarlError,
+        match=r"hub:away/set: cannot be read: Couldn't reach.*download its files .*without a network, elsewhere",
     ):
         list(stream("hub:away/set"))
