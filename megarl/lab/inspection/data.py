@@ -7,7 +7,7 @@ import json
 import re
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import nsmallest
@@ -24,6 +24,7 @@ from megarl.core.base.errors import MegarlError, printable
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
 from megarl.core.recipe import ColumnName, Recipe, load
 from megarl.tasks.data.contamination import overlap_with
+from megarl.tasks.data.golds import Accepted, described, is_plain, unreadable
 from megarl.tasks.data.mappings import MAPPINGS, mapping_of
 from megarl.tasks.data.prompts import Render, in_parts, renderer, rows_with_tokens
 from megarl.tasks.data.rows import PromptRow, digest
@@ -47,6 +48,7 @@ ANSWERS: tuple[tuple[str, str], ...] = (
 )
 """Kinds of answers, each with a pattern for the whole text; the first that matches is the answer's kind."""
 SEVERAL = "several accepted"
+PROGRAM = "unit tests"
 JSON_LIST = "JSON text of a list"
 ONE_ANSWER = (
     f"{JSON_LIST}: each is one answer, as of several parts; if any of its items is right, "
@@ -59,7 +61,7 @@ def kind_of_answer(text: str) -> str:
     plain = text.strip().strip("$").strip()
     with suppress(ValueError):
         if plain.startswith("{") and "tests" in json.loads(plain):
-            return "unit tests"
+            return PROGRAM
     with suppress(ValueError):
         if plain.startswith('["') and isinstance(json.loads(plain), list):
             return JSON_LIST
@@ -68,7 +70,8 @@ def kind_of_answer(text: str) -> str:
 
 @dataclass
 class Seen:
-    """Statistics of a prompt set. samples: rows to show; lengths, answers: tokens or characters; sampled: hash, number, row."""
+    """Statistics of a prompt set. samples: rows to show; lengths, answers: tokens or characters; sampled: hash, number, row;
+    formulas: the answers that are not plainly numbers, with their frequencies."""
 
     samples: int
     lengths: array[int] = field(default_factory=lambda: array("L"))
@@ -76,13 +79,17 @@ class Seen:
     difficulties: Counter[int] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
     sampled: list[tuple[int, int, PromptRow]] = field(default_factory=list)
+    formulas: Counter[Accepted] = field(default_factory=Counter)
 
     def add(self, row: PromptRow, length: int, answer: int) -> None:
         """Add a row. length, answer: the lengths of its prompt and its answer."""
         self.lengths.append(length)
         self.answers.append(answer)
         self.difficulties[row.difficulty] += 1
-        self.kinds[SEVERAL if row.alternatives else kind_of_answer(row.answer)] += 1
+        kind = SEVERAL if row.alternatives else kind_of_answer(row.answer)
+        self.kinds[kind] += 1
+        if kind != PROGRAM and not is_plain(row.answers):
+            self.formulas[row.answers] += 1
         entry = digest(f"sample/{row.id}"), len(self.lengths), row  # the smallest hashes give the same sample each time
         self.sampled = nsmallest(self.samples, [*self.sampled, entry])
 
@@ -140,7 +147,8 @@ def _inspect_recipe(recipe: Recipe, model: Path | None, samples: int, console: C
         if isinstance(task.heldout, str):
             heldout, _ = look(survey(task.heldout, read), render, tokenizer, samples, console)
         for part, seen in (("train", train), ("heldout", heldout)):
-            show(f"{name}.{part}", seen, console, "tokens", recipe.length.prompt_tokens, render)
+            limit = recipe.length.prompt_tokens
+            show(f"{name}.{part}", seen, console, "tokens", limit, render, task.grader)
     if recipe.sft.data and problem(recipe.sft.data) is None:
         _inspect_traces(recipe.sft.data, tokenizer, samples, recipe.data.decontaminate, console)
 
@@ -204,7 +212,21 @@ def token_counts(texts: Sequence[str], tokenizer: Tokenizer) -> list[int]:
     ]
 
 
-def show(name: str, seen: Seen, console: Console, unit: str, limit: int | None, render: Render | None) -> None:
+def _unread(seen: Seen, unread: Collection[Accepted]) -> str:
+    count = sum(seen.formulas[answers] for answers in unread)
+    first = (" or ".join(answers) for answers in seen.formulas if answers in unread)
+    return f"{described(count, len(seen.lengths), first)}: only the same text is right (data.unreadable)"
+
+
+def show(
+    name: str,
+    seen: Seen,
+    console: Console,
+    unit: str,
+    limit: int | None,
+    render: Render | None,
+    grader: str = "math",
+) -> None:
     """Print one prompt set, or traces if render is None. limit: the most tokens in a prompt or trace that is used."""
     if not seen.lengths:
         console.print(f"[bold]{name}[/]: no rows")
@@ -218,6 +240,8 @@ def show(name: str, seen: Seen, console: Console, unit: str, limit: int | None, 
         parts.append(_bars("answer types", seen.kinds.most_common()))
         if in_json := seen.kinds[JSON_LIST]:
             parts.append(Text(f"{in_json:,} answers are {ONE_ANSWER}", style="yellow"))
+        if grader == "math" and (unread := unreadable(seen.formulas)):
+            parts.append(Text(_unread(seen, unread), style="yellow"))
         parts.append(_bars("difficulty", _in_steps(seen.difficulties, BARS) if many else difficulties))
     else:
         what, used = f"{limit} tokens", prompts + answers + 1  # and the end token

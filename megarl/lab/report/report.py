@@ -139,5 +139,7 @@ def _rollout(tokenizer: Tokenizer, group: Group, rollout: Rollout, several_tasks
     mark = '<span class="good">right</span>' if rollout.correct else '<span class="bad">wrong</span>'
     span = f"{versions[0]}–{versions[-1]}" if len(versions) > 1 else "".join(map(str, versions))
     name = f"ticket {group.ticket}" + (f" · {group.prompt.task}" if several_tasks else "")
-    facts = f"{name} · {mark} · answer {html.escape(group.prompt.answer)} · weights {span} · {rollout.finish}"
+    facts = (
+        f"{name} · {mark} · answer {html.escape(' or '.join(group.prompt.answers))} · weights {span} · {rollout.finish}"
+    )
     return f'<p class="sub">{facts}</p><pre class="rollout">{text}</pre>'

@@ -65,7 +65,7 @@ def column(path: str) -> Getter:
 
 def optional(name: str) -> Getter:
     """Return a getter for a column that rows may lack."""
-    return lambda raw: raw[name] if name in raw else None
+    return lambda raw: raw.get(name)
 
 
 def alternatives(path: str) -> Getter:

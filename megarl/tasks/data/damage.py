@@ -15,11 +15,19 @@ CONTROL = re.compile(r"[\x07\x08\x0b][a-z]+|\x0c(?:rac|orall|lat|rown|ootnote|bo
 """What is left of \\alpha, \\boxed, \\beta, \\vec, \\frac, \\forall, …"""
 
 RESTS = {
-    "\t": ("imes", "heta", "riangle", "riangleq", "herefore", "anh", "hinspace", "binom{", "frac{", "ilde{",
-           "ext{", "extbf{", "extit{", "extrm{", "extsf{", "exttt{"),
-    "\n": ("abla", "otin", "onumber", "oindent", "ewcommand", "ewline", "earrow", "warrow", "subseteq", "eq\\"),
-    "\r": ("ho", "ight", "ightarrow", "brack", "brace", "vert", "angle\\", "floor\\", "ceil\\"),
-}  # fmt: skip
+    "\t": (
+        *("imes", "heta", "riangle", "riangleq", "herefore", "anh", "hinspace"),
+        *("binom{", "frac{", "ilde{", "ext{", "extbf{", "extit{", "extrm{", "extsf{", "exttt{"),
+    ),
+    "\n": (
+        *("abla", "otin", "onumber", "oindent", "ewcommand", "ewline", "earrow", "warrow"),
+        *("subseteq", "eq\\"),
+    ),
+    "\r": (
+        *("ho", "ight", "ightarrow", "brack", "brace", "vert"),
+        *("angle\\", "floor\\", "ceil\\"),
+    ),
+}
 """The rests of commands, by what became of the backslash and the first letter."""
 
 IN_FORMULAS = {

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import msgspec
+import zstandard
 
 from megarl.core.base.errors import MegarlError
 from megarl.tasks.data.rows import Raw, UnfitError, shown
@@ -67,8 +68,6 @@ def rows_of(path: Path) -> Iterator[Numbered]:
 
 
 def _zstandard(path: Path) -> BinaryIO:
-    import zstandard
-
     reader = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True)
     return cast(BinaryIO, io.BufferedReader(reader))
 
@@ -95,8 +94,6 @@ def _open_text(path: Path) -> BinaryIO:
 
 def _other_than_text(begin: bytes) -> str:
     """Return what a file that begins like this is instead of UTF-8 text, and what to do."""
-    if begin.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in begin[:4]:
-        return "it is UTF-16 text; save it as UTF-8, such as with `iconv -f UTF-16 -t UTF-8`"
     if begin.startswith(b"\x1f\x8b"):
         return "it is packed by gzip; end its name in .gz"
     if begin.startswith(b"\x28\xb5\x2f\xfd"):
@@ -105,6 +102,8 @@ def _other_than_text(begin: bytes) -> str:
         return "it is a zip archive; unpack it"
     if begin.startswith(b"PAR1"):
         return "it is a Parquet file; end its name in .parquet"
+    if begin.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in begin[:4]:
+        return "it is UTF-16 text; save it as UTF-8, such as with `iconv -f UTF-16 -t UTF-8`"
     return _stand_in(begin)
 
 

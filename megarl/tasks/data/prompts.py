@@ -20,6 +20,7 @@ import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -31,6 +32,7 @@ from megarl.core.base.types import Prompt, decode, encode, int32
 from megarl.core.recipe import Recipe, Rows, Task
 from megarl.tasks.data.chat import ChatTemplate, load_chat
 from megarl.tasks.data.contamination import Overlap, overlap_with
+from megarl.tasks.data.golds import unreadable_in
 from megarl.tasks.data.mappings import mapping_of, own
 from megarl.tasks.data.rows import Message, PromptRow, UnfitError, fingerprint
 from megarl.tasks.data.survey import FAULTS, Reader, Survey, chosen, survey_of
@@ -107,7 +109,28 @@ def load_tasks(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, TaskPrompts]:
     for train, _ in sets.values():
         for _, heldout in sets.values():
             check_disjoint(train, heldout)
-    return {name: TaskPrompts(train.prompts, heldout.prompts) for name, (train, heldout) in sets.items()}
+    tasks = {}
+    for name, (train, heldout) in sets.items():
+        prompts = train.prompts
+        if recipe.data.unreadable == "drop" and recipe.data.tasks[name].grader == "math":
+            prompts = _readable(prompts, train.name)
+        tasks[name] = TaskPrompts(prompts, heldout.prompts)
+    return tasks
+
+
+def _readable(prompts: Stored, name: str) -> Stored:
+    """Return the prompts whose answers the grader `math` can read. MegarlError if there are none."""
+    unread = unreadable_in(prompts)
+    if not unread.places:
+        return prompts
+    if len(unread.places) == len(prompts):
+        raise MegarlError(f"{name}: {unread}; no prompt is left; set data.unreadable=text, or another grader")
+    log.warning("%s: %s; left out (data.unreadable: drop)", name, unread)
+    kept = Stored()
+    for place, prompt in enumerate(prompts):
+        if place not in unread.places:
+            kept.append(prompt)
+    return kept
 
 
 def renderer(task: Rows, tokenizer: Tokenizer) -> Render:
@@ -121,9 +144,15 @@ def renderer(task: Rows, tokenizer: Tokenizer) -> Render:
     if problem := endless(chat, tokenizer):
         log.warning("%s", problem)
 
+    @cache
+    def tell() -> None:
+        log.warning("rows have system messages of their own, which take the place of the task's `system`")
+
     def render(prompt: str | Sequence[Message], system: str = task.system) -> str:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if system and messages[0]["role"] != "system":
+        if system and messages[0]["role"] == "system":
+            tell()
+        elif system:
             messages = [{"role": "system", "content": system}, *messages]
         return chat.render(messages) if isinstance(prompt, str) else chat.render_all(messages)
 
@@ -308,6 +337,8 @@ def of_programs(read: Reader) -> Reader:
 
     def row(raw: Any) -> PromptRow:
         result = read(raw)
+        if result.alternatives:
+            raise UnfitError(f"the answer of {result.id!r} is a list of tests; it must be one text")
         try:
             read_tests(result.answer)
         except ValueError as error:

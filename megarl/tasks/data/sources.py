@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from zstandard import ZstdError
+
 from megarl.core.base.errors import MegarlError
 from megarl.tasks.data.files import (
     AS_UTF8,
@@ -40,11 +42,10 @@ from megarl.tasks.data.files import (
 HUB = "hub:"
 HUB_FORMS = "hub:ORG/NAME, hub:ORG/NAME:SPLIT or hub:ORG/NAME:CONFIG:SPLIT"
 HUB_NAME = r"[\w.-]+(?:/[\w.-]+)?"
-HUB_URL = re.compile(
-    r"(?:https?://(?:www\.)?(?:huggingface\.co|hf\.co)/datasets/|hf://datasets/|hf://)"
-    r"(?P<name>[\w.-]+/[\w.-]+)(?:/viewer/(?P<config>[\w.-]+)/(?P<split>[\w.-]+)|/tree/main)?/?"
-)
-"""Addresses of a whole set of the hub, as people copy them."""
+HUB_SITE = r"(?:https?://(?:www\.)?(?:huggingface\.co|hf\.co)/datasets/|hf://datasets/|hf://)"
+HUB_PART = re.compile(rf"{HUB_SITE}(?P<name>[\w.-]+/[\w.-]+)")
+HUB_URL = re.compile(rf"{HUB_PART.pattern}(?:/viewer/(?P<config>[\w.-]+)/(?P<split>[\w.-]+)|/tree/main)?/?")
+"""Addresses of a set of the hub, as people copy them."""
 ELSEWHERE = re.compile(r"[a-z][a-z0-9+.-]*://")
 BESIDE_DATA = frozenset({"state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"})
 """Files that `datasets` writes beside those with rows."""
@@ -98,17 +99,11 @@ def _catch_errors(source: str, place: HubSet | list[Path]) -> Iterator[Numbered]
         raise MegarlError(f"{source}: the byte 0x{byte:02x} is not UTF-8; {AS_UTF8}") from None
     except (OSError, ValueError, TypeError, LookupError, RuntimeError) as error:
         raise _unreadable(source, error) from error
-    except (EOFError, zlib.error, lzma.LZMAError, csv.Error) as error:
-        raise _unreadable(source, error) from error
-    except Exception as error:
-        if type(error).__name__ not in ("ZstdError", "DatasetGenerationError"):
-            raise
+    except (EOFError, zlib.error, lzma.LZMAError, ZstdError, csv.Error) as error:
         raise _unreadable(source, error) from error
 
 
-def _unreadable(source: str, error: Exception) -> MegarlError:
-    if type(error).__name__ == "DatasetGenerationError" and isinstance(error.__cause__, Exception):
-        error = error.__cause__  # its own text says only that the set could not be generated
+def _unreadable(source: str, error: BaseException) -> MegarlError:
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     advice = ""
     if is_hub(source):
@@ -134,7 +129,13 @@ def _rows(paths: list[Path]) -> Iterator[Numbered]:
 def _hub_rows(place: HubSet) -> Iterator[tuple[int, TableRow]]:
     import datasets  # takes two seconds and is needed only here
 
-    of_hub = datasets.load_dataset(place.name, place.config, split=place.split)
+    try:
+        of_hub = datasets.load_dataset(place.name, place.config, split=place.split)
+    except datasets.exceptions.DatasetGenerationError as error:
+        # its own text says only that the set could not be generated
+        raise RuntimeError(str(error.__cause__ or error)) from error
+    except datasets.exceptions.DatasetsError as error:
+        raise RuntimeError(str(error)) from error
     tables = of_hub.with_format("arrow").iter(batch_size=1000)  # images stay undecoded
     yield from enumerate((row for table in tables for row in rows_in(table)), 1)
 
@@ -215,8 +216,7 @@ def _hub_set(source: str) -> HubSet:
 
 def _elsewhere(source: str) -> str:
     """Return what to write instead of the address of something that cannot be read."""
-    of_hub = re.match(r"(?:https?://(?:www\.)?(?:huggingface\.co|hf\.co)/datasets/|hf://datasets/|hf://)"
-                      r"(?P<name>[\w.-]+/[\w.-]+)", source)  # fmt: skip
+    of_hub = HUB_PART.match(source)
     if of_hub is None:
         return f"{source!r} is not a file of this machine; download it and name the file"
     name = of_hub["name"].partition("@")[0]

@@ -2,10 +2,11 @@
 
     source ──► mapping ──► PromptRow ──► survey: 35 bytes per row ──► chosen: the kept rows again, one at a time, in order
 
-Rows are left out if they do not fit their schema, if the prompt or answer is empty or stands for none, if the answer is too large, if they repeat
-an earlier prompt or id, or if the prompt is in an evaluation set. They are counted, and the first few for each reason reported.
-If a prompt is repeated with another answer, the first row is still kept, but the repeats are counted separately, because
-one of the answers is wrong.
+Rows are left out if they do not fit their schema, if the prompt or answer is empty, damaged or stands
+for none, if the answer is too large, if they repeat an earlier prompt or id, or if the prompt is in an
+evaluation set. They are counted, and the first few for each reason reported. If a prompt is repeated
+with another answer, the first row is still kept, but the repeats are counted separately, because one
+of the answers is wrong.
 
 The held-out rows are those whose prompts have the smallest hashes: the source's order does not matter, and since all copies of
 a prompt have the same hash, no prompt is on both sides.
