@@ -203,11 +203,11 @@ def _statistics(
 
 def token_counts(texts: Sequence[str], tokenizer: Tokenizer) -> list[int]:
     """Return the numbers of tokens of texts; of one that is far too long, the least number."""
-    too_long = [tokenizer.must_exceed(len(text), MOST_TOKENS) for text in texts]
+    too_long = [tokenizer.least_tokens(len(text)) > MOST_TOKENS for text in texts]
     short = [text for text, skipped in zip(texts, too_long, strict=True) if not skipped]
     encoded = iter(tokenizer.encode_all(short))
     return [
-        len(text) // tokenizer.longest_token if skipped else len(next(encoded))
+        tokenizer.least_tokens(len(text)) if skipped else len(next(encoded))
         for text, skipped in zip(texts, too_long, strict=True)
     ]
 

@@ -232,11 +232,11 @@ def rows_with_tokens(source: Survey, render: Render, tokenizer: Tokenizer, max_t
     """
     rendered = _model_texts(source, render, tokenizer, max_tokens)
     for part in in_parts(rendered, lambda shown: len(shown.text)):
-        short = [shown for shown in part if not tokenizer.must_exceed(len(shown.text), max_tokens)]
+        short = [shown for shown in part if tokenizer.least_tokens(len(shown.text)) <= max_tokens]
         encoded = iter(_tokens_of(source.source, short, tokenizer))
         for shown in part:
-            if tokenizer.must_exceed(len(shown.text), max_tokens):
-                least = len(shown.text) // tokenizer.longest_token
+            if tokenizer.least_tokens(len(shown.text)) > max_tokens:
+                least = tokenizer.least_tokens(len(shown.text))
                 yield EncodedRow(shown.row, shown.is_held_out, int32(()), least)
             else:
                 tokens = next(encoded)
@@ -255,7 +255,7 @@ def _model_texts(source: Survey, render: Render, tokenizer: Tokenizer, max_token
     """Yield the kept rows with the text that the model sees; what must be too long as it is."""
     for row, is_held_out in chosen(source):
         try:
-            text = row.identity if tokenizer.must_exceed(len(row.identity), max_tokens) else render(row)
+            text = row.identity if tokenizer.least_tokens(len(row.identity)) > max_tokens else render(row)
         except MegarlError as error:
             raise MegarlError(f"{source.source}: prompt {row.id!r}: {error}") from None
         yield _Shown(row, is_held_out, text)

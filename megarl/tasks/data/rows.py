@@ -66,7 +66,7 @@ def identity(prompt: str, messages: Sequence[Message]) -> str:
     """Return a text that prompts share only if all their messages are equal."""
     if not messages:
         return prompt
-    return "\0".join(f"{message['role']}\0{message['content']}" for message in messages)
+    return "".join(f"\0{message['role']}\n{message['content']}\n" for message in messages)
 
 
 def shown(value: object) -> str:

@@ -208,7 +208,7 @@ def _hub_set(source: str) -> HubSet:
         config = address["config"]
         return HubSet(address["name"], config, address["split"] or "train")
     name, *parts = source.removeprefix(HUB).split(":")
-    if not re.fullmatch(HUB_NAME, name) or not all(parts) or len(parts) > 2:
+    if not re.fullmatch(HUB_NAME, name) or not all(parts) or len(parts) > 2 or "/" in "".join(parts):
         raise MegarlError(f"{source!r} is not {HUB_FORMS}")
     split = parts[-1] if parts else "train"
     return HubSet(name, parts[0] if len(parts) == 2 else None, split)

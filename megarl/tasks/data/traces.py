@@ -77,7 +77,7 @@ def load_traces(
         if not rows:
             tokenizer.warn_of_beginning(str(path), part[0].prompt[:BATCH_CHARACTERS])
         rows += len(part)
-        short = [row for row in part if not tokenizer.must_exceed(_characters(row), longest)]
+        short = [row for row in part if tokenizer.least_tokens(_characters(row)) <= longest]
         traces += [trace for trace in _encode(short, tokenizer) if len(trace.tokens) <= longest]
     if not traces:
         raise MegarlError(f"{path}: all {rows} traces are longer than {longest} tokens; shorten them")
