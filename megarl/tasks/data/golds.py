@@ -8,10 +8,10 @@ each answer within LIMIT_S.
 """
 
 import asyncio
+import os
 import re
 import resource
 from collections.abc import Iterable, Sequence
-from contextlib import closing
 from functools import cache
 from itertools import islice
 from typing import NamedTuple
@@ -20,18 +20,19 @@ from rich.console import Console
 from rich.progress import Progress
 
 from megarl.core.base.contracts import GraderDown
-from megarl.core.base.errors import MegarlError, listed
+from megarl.core.base.errors import MegarlError, first_of, listed
 from megarl.core.base.process import imported
 from megarl.core.base.types import Prompt
 from megarl.tasks.graders.answer import Submission
 from megarl.tasks.graders.functions import MEMORY_BYTES
 from megarl.tasks.graders.pool import Pool
-from megarl.tasks.graders.sandbox import places
 
 READER = "megarl.tasks.data.golds:is_readable"
 """What the processes run, as a grader of answers: right if it can read the expected one."""
 LIMIT_S = 2.0
 """Time for one answer; one that takes longer is unreadable."""
+MOST_WORKERS = 32
+"""Most processes; nothing else runs yet, so each core may have one."""
 MOST_SLOW = 50
 """Answers that may run out of time; a set with more of them is refused."""
 PLAIN = re.compile(r"-?(?:\d{1,15}(?:\.\d{1,15})?|\d{1,15}/[1-9]\d{0,14}|\\d?frac\{\d{1,15}\}\{[1-9]\d{0,14}\})")
@@ -80,11 +81,10 @@ async def _read_all(texts: Sequence[str]) -> None:
     """Note for each text whether it can be read."""
     slow: list[str] = []
     left = iter(texts)
-    workers = min(places(), len(texts))
-    with (
-        closing(Pool(workers, LIMIT_S, READER)) as pool,
-        Progress(console=Console(stderr=True), transient=True) as progress,
-    ):
+    workers = min(MOST_WORKERS, len(os.sched_getaffinity(0)), len(texts))
+    pool = Pool(workers, LIMIT_S, READER)
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("reading answers", total=len(texts))
 
         async def read_next() -> None:
@@ -97,9 +97,11 @@ async def _read_all(texts: Sequence[str]) -> None:
                 for _ in range(workers):
                     group.create_task(read_next())
         except* GraderDown as errors:
-            raise MegarlError(f"answers cannot be read: {errors.exceptions[0]}") from None
+            raise MegarlError(f"answers cannot be read: {first_of(errors)}") from None
         except* MegarlError as errors:
-            raise errors.exceptions[0] from None
+            raise first_of(errors) from None
+        finally:
+            await pool.end()
 
 
 async def _reads(pool: Pool, text: str, slow: list[str]) -> bool:
