@@ -40,6 +40,7 @@ setup(
         "tensorboard",
         "tokenizers",
         "typer>=0.29",
+        "zstandard",
     ],
     extras_require={"wandb": ["wandb"]},
     entry_points={"console_scripts": ["megarl=megarl.cli:main"]},

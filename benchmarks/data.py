@@ -148,7 +148,7 @@ def loaded(place: Path):
     backend = Backend(models.WordLevel({"?": 0, "<unk>": 1}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     found = survey_of(str(place / "out" / "train.jsonl"), own)
-    return load_set(found, str, Tokenizer(backend, 0, place), 2048, "math", "train")[0].prompts
+    return load_set(found, lambda row: row.prompt, Tokenizer(backend, 0, place), 2048, "math", "train")[0].prompts
 
 
 PARTS = {"reference": reference, "prepare": prepare, "stream": stream, "load": load, "draw": draw}

@@ -23,6 +23,7 @@ from checkpoints_tools.partial import PROGRESS, Partial, identity, refuse_existi
 from checkpoints_tools.safetensors_files import Directory, SafetensorsFile
 from checkpoints_tools.shards import OPTIMIZER, Shards, Writer, no_objects, plan_files
 from checkpoints_tools.stored import NEAREST, HuggingFaceTensors, TensorGroup, box_of, check_keys, stored, value_of
+from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.model_directory import open_model
 from megarl.core.models import Family, checkpoint, family_of
@@ -48,7 +49,7 @@ def hf_to_megatron(
     wanted = parts(source, layout, dtype)
     types = {view.name: part.dtype for part in wanted for view in family.weight(part.name).sources}
     if text := rounded(model.tensors, types):
-        print(f"{source}: {text}")
+        terminal.say(f"{source}: {text}")
     meta = checkpoint.CheckpointMeta(
         step=0, version=0, hf_source=str(source.resolve()), model=layout.section(source, dtype).model_dump()
     )

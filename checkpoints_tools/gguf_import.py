@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from checkpoints_tools.partial import refuse_existing
 from checkpoints_tools.safetensors_files import Directory
+from megarl.core.base import terminal
 from megarl.core.base.architecture import Architecture
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_config, read_json
@@ -92,8 +93,8 @@ def import_gguf(source: Path, destination: Path, dtype: str = "bf16") -> None:
         _check_tokenizer(file, reader, partial)
         _check_values(file, reader, partial)
         answer = _greedy(partial)
-    print(f"{destination}: {len(reader.tensors)} tensors, {_types(reader)} rounded to {plain(DTYPES[dtype])}")
-    print(f"{PROMPT!r} continues with {answer!r}")
+    terminal.say(f"{destination}: {len(reader.tensors)} tensors, {_types(reader)} rounded to {plain(DTYPES[dtype])}")
+    terminal.say(f"{PROMPT!r} continues with {answer!r}")
 
 
 def _file(source: Path) -> Path:

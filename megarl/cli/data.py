@@ -29,7 +29,7 @@ def inspect(
 
 @app.command()
 def prepare(
-    source: Annotated[str, Argument(metavar="SOURCE", help="JSONL, JSON, Parquet or Arrow, or hub:ORG/NAME:CONFIG:SPLIT")],
+    source: Annotated[str, Argument(metavar="SOURCE", help="a file, pattern, folder, or hub:ORG/NAME:CONFIG:SPLIT")],
     out: Annotated[Path, Argument(metavar="DIR", help="folder for train, heldout, report.json, removed.jsonl")],
     column: p.Column,
     against: Annotated[list[str], p.repeated("SOURCE", "evaluation set whose prompts are removed")],

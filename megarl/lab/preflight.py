@@ -8,8 +8,9 @@ Files of up to WHOLE bytes are hashed completely. Of larger ones (shards of weig
 spread evenly from the first byte to the last, so that a fingerprint of a terabyte of weights takes only seconds.
 """
 
+import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megarl.core.base import architecture
@@ -19,9 +20,10 @@ from megarl.core.base.hf_files import gguf_advice
 from megarl.core.base.model_directory import open_model, open_served_model
 from megarl.core.base.rundir import RunDir
 from megarl.core.base.tokenizer import load_tokenizer
-from megarl.core.base.types import encode
+from megarl.core.base.types import Prompt, encode
 from megarl.core.base.weight_files import INDEX, weight_files
 from megarl.core.controller.draw import difficulties
+from megarl.core.evaluation.score import Sampled
 from megarl.core.recipe import Recipe
 from megarl.core.recipe.rules import LOSSES
 from megarl.lab.evaluation import suites
@@ -30,9 +32,12 @@ from megarl.lab.planning import memory
 from megarl.run import checks, devices
 from megarl.run.checks import Fingerprints, HostBytes
 from megarl.tasks.data import sources
-from megarl.tasks.data.chat import Message, load_chat
+from megarl.tasks.data.chat import load_chat
+from megarl.tasks.data.golds import unreadable_in
 from megarl.tasks.data.prompts import load_tasks
+from megarl.tasks.data.rows import Message
 
+log = logging.getLogger(__name__)
 WHOLE = 64 << 20
 BLOCKS, BLOCK = 16, 1 << 20
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -125,7 +130,7 @@ def _check_sources(recipe: Recipe) -> None:
     for key, source in named:
         if wrong := sources.problem(source):
             made = f" (`megarl data arithmetic {Path(source).parent}` makes the quickstart's)" if source else ""
-            raise MegarlError(f"{key}: {wrong}; give prompts as JSONL, Parquet or Arrow{made}")
+            raise MegarlError(f"{key}: {wrong}; give prompts as JSONL, JSON, CSV, Parquet or Arrow{made}")
     for name, rows in recipe.sampled.items():
         if rows.template == "chat":
             chat, end = load_chat(recipe.model.path, rows.template_options), recipe.length.end_of_thinking.strip()
@@ -179,9 +184,38 @@ def read_inputs(recipe: Recipe) -> Fingerprints:
     for name, prompts in tasks.items():
         difficulties(recipe, name, prompts)
     fingerprints |= of_prompts(tasks)
+    questions = {}
     for name, suite in recipe.evaluation.suites.items():
-        suites.load(name, suite, tokenizer, recipe.length.prompt_tokens, recipe.data.decontaminate)
+        suite_data = suites.load(name, suite, tokenizer, recipe.length.prompt_tokens, recipe.data.decontaminate)
+        if isinstance(suite_data.questions, Sampled):
+            questions[name] = suite_data.questions
+    check_answers(recipe, tasks, questions)
     return fingerprints
+
+
+def check_answers(recipe: Recipe, tasks: Mapping[str, TaskPrompts], questions: Mapping[str, Sampled]) -> None:
+    """Log how many answers the grader `math` cannot read. MegarlError if `data.unreadable` refuses them.
+
+    Held-out prompts and suites are only counted: without them a score would be another score.
+    """
+    policy = recipe.data.unreadable
+    for name, prompts in tasks.items():
+        if recipe.data.tasks[name].grader == "math":
+            if policy != "drop":  # else they are left out already
+                _check_set(f"data.tasks.{name}.train", prompts.train, policy)
+            _check_set(f"data.tasks.{name}.heldout", prompts.heldout, policy)
+    for name, suite in questions.items():
+        if suite.rows.grader == "math":
+            _check_set(f"evaluation.suites.{name}", suite.prompts, "text")
+
+
+def _check_set(name: str, prompts: Sequence[Prompt], policy: str) -> None:
+    unread = unreadable_in(prompts)
+    if not unread.places:
+        return
+    if policy == "refuse":
+        raise MegarlError(f"{name}: {unread}; correct them, or set data.unreadable=text or =drop")
+    log.warning("%s: %s; only the same text is right", name, unread)
 
 
 def check_unchanged(recipe: Recipe, tasks: Mapping[str, TaskPrompts]) -> None:

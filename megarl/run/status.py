@@ -37,7 +37,7 @@ def main(run: Path) -> int:
             console.print(summary.render(values, rundir))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise MegarlError(f"{rundir.summary}: not what a run writes at its end ({error!r}); remove it") from None
-        _show_milestones(rundir, console)
+        _show_milestones(rundir)
         return 0
     recipe, observer = load(str(rundir.recipe)), Observer(rundir)
     observer.look()
@@ -48,16 +48,16 @@ def main(run: Path) -> int:
     if now - last > DEAD_S:
         foot = f"nothing written for {clock(now - last)}: it seems dead; run.resume=auto resumes it"
     console.print(render(Frame(recipe, observer, max(0.0, now - began), roles, problem=problem_of(rundir), foot=foot)))
-    _show_milestones(rundir, console)
+    _show_milestones(rundir)
     return 0
 
 
-def _show_milestones(rundir: RunDir, console: Console) -> None:
+def _show_milestones(rundir: RunDir) -> None:
     """Print which checkpoints are kept as milestones."""
     milestones = load(str(rundir.recipe)).checkpoint.milestones
     for milestone, path in milestone_checkpoints(rundir.checkpoints, milestones).items():
         wanted = f"step {milestone}" if isinstance(milestone, int) else milestone
-        console.print(f"kept for good, as of {wanted}: {path}", highlight=False, soft_wrap=True)
+        terminal.say(f"kept for good, as of {wanted}: {path}")
 
 
 def problem_of(rundir: RunDir) -> str:

@@ -39,12 +39,13 @@ class Tokenizer:
         """Most characters in a token. Byte-level tokens are spelled with a character per byte."""
         return max(map(len, self.backend.get_vocab()), default=1)
 
-    def must_exceed(self, characters: int, tokens: int) -> bool:
-        """Return whether a text of so many characters must have more than `tokens` tokens.
+    def least_tokens(self, characters: int) -> int:
+        """Return the least number of tokens in a text of so many characters.
 
-        Encoding it would take several hundred bytes of memory per token.
+        Encoding takes several hundred bytes of memory per token, so a text that must be too long
+        is not encoded.
         """
-        return characters > tokens * self.longest_token
+        return -(-characters // self.longest_token)
 
     def ids(self, text: str) -> np.ndarray:
         """Return the token ids [n] int32 of exactly this text, with nothing added before or after."""

@@ -50,14 +50,26 @@ class Prompt(Record, frozen=True):
     answer: str  # what the task's grader compares completions with
     task: str = "math"
     difficulty: int = 0  # smaller is easier
+    alternatives: tuple[str, ...] = ()  # answers that are as right as `answer`
 
     @property
     def shown(self) -> "Prompt":
-        """The prompt as kept in a group: a long answer (unit tests can take a megabyte) is cut, for readers of the journal."""
-        more = len(self.answer) - SHOWN_ANSWER
-        if more <= 0:
-            return self
-        return msgspec.structs.replace(self, answer=f"{self.answer[:SHOWN_ANSWER]} … ({more:,} characters more)")
+        """The prompt as kept in a group, for readers of the journal.
+
+        Long answers are cut: unit tests can take a megabyte.
+        """
+        alternatives = tuple(map(_cut, self.alternatives))
+        return msgspec.structs.replace(self, answer=_cut(self.answer), alternatives=alternatives)
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """All answers that are right."""
+        return (self.answer, *self.alternatives)
+
+
+def _cut(answer: str) -> str:
+    more = len(answer) - SHOWN_ANSWER
+    return answer if more <= 0 else f"{answer[:SHOWN_ANSWER]} … ({more:,} characters more)"
 
 
 class Segment(Record, frozen=True, omit_defaults=True):

@@ -111,7 +111,7 @@ class Sampled(Questions[Prompt]):
             id=asked.id,
             sample=sample,
             prompt=asker.tokenizer.decode(asked.tokens),
-            expected=asked.shown.answer,
+            expected=" or ".join(asked.shown.answers),
             completion=done.text if done.episode is None else asker.tokenizer.continued(done.tokens),
             answer=text,
             vote=await votes.of(asked.id, text, asked.shown.answer, grade.correct),

@@ -62,7 +62,7 @@ class Reward(Section):
 
 ColumnName = Literal["prompt", "answer", "difficulty", "id"]
 MappingName = Literal[
-    "", "polaris", "deepscaler", "dapo-math-17k", "deepcoder", "gsm8k", "math",
+    "", "verl", "polaris", "deepscaler", "dapo-math-17k", "deepcoder", "gsm8k", "math",
     "livecodebench", "humaneval", "mbpp", "arc", "hellaswag",
 ]  # fmt: skip
 
@@ -83,7 +83,9 @@ class Rows(Section):
     template: Literal["raw", "chat"] = Field(
         "raw", description="raw: the model sees the prompt as it is; chat: in the model's chat template"
     )
-    system: str = Field("", description="system message before the prompt, with template: chat")
+    system: str = Field(
+        "", description="system message before the prompt, with template: chat; a row's own takes its place"
+    )
     template_options: dict[str, bool | int | float | str] = Field(
         {},
         description="variables that the chat template reads, such as {enable_thinking: false}; for an agent's requests too",
@@ -116,7 +118,10 @@ class Rows(Section):
 class Task(Rows):
     """Prompts of one kind that a run trains on."""
 
-    train: str = Field(description="training prompts: JSONL, JSON, Parquet or Arrow file, or hub:ORG/NAME:CONFIG:SPLIT")
+    train: str = Field(
+        description="training prompts: a file (JSONL, JSON, CSV, Parquet, Arrow), a pattern of files, a folder, or "
+        "hub:ORG/NAME:CONFIG:SPLIT"
+    )
     heldout: str | int = Field(
         description="prompts never trained on: a source as for train, or how many of its rows, taken out of it by their hash"
     )
@@ -141,7 +146,7 @@ class Task(Rows):
 class Suite(Rows):
     """A set that models are scored on. Shipped ones (megarl/recipes/suites) are known by name; keys given here win."""
 
-    data: str = Field(description="the set: JSONL, JSON, Parquet or Arrow file, or hub:ORG/NAME:CONFIG:SPLIT")
+    data: str = Field(description="the set: a file, a pattern of files, a folder, or hub:ORG/NAME:CONFIG:SPLIT")
     prompt: str = Field("{prompt}", description="what the model is asked; {prompt} stands for the row's prompt")
     samples: int = Field(1, ge=1, description="answers per prompt: gives mean@samples, and pass@k and maj@k up to it")
     prompts: int | None = Field(None, ge=1, description="maximum number of prompts, chosen by hash; null: all")
@@ -161,6 +166,11 @@ class Data(Section):
     )
     decontaminate: tuple[str, ...] = Field(
         (), description="evaluation sets: a prompt that shares 13 consecutive words with one is not trained on"
+    )
+    unreadable: Literal["text", "drop", "refuse"] = Field(
+        "text",
+        description="an answer of a training set that grader: math cannot read as a whole: text: only the same text "
+        "is right; drop: leave the prompt out; refuse: do not start",
     )
 
     @property

@@ -33,7 +33,8 @@ from megarl.core.evaluation.score import Asker, Questions
 from megarl.core.sampling.places import Order
 from megarl.core.sampling.sampler import MAX_RETRIES
 from megarl.core.server.client import ServerClient, ServerLost
-from megarl.tasks.data.rows import Raw, UnfitError, column, fingerprint
+from megarl.tasks.data.columns import column
+from megarl.tasks.data.rows import Raw, UnfitError, fingerprint
 from megarl.tasks.data.sources import Unreadable, stream
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,9 @@ class Continuation(NamedTuple):
 def joined(tokenizer: Tokenizer, context: str, continuations: Sequence[str], longest: int) -> list[Continuation]:
     """Append each continuation to the context. As in the harness, only the last `longest` tokens of a longer text are kept.
     MegarlError if a continuation has no tokens of its own, or is too long by itself."""
+    if other := next((text for text in continuations if tokenizer.least_tokens(len(text)) > longest), None):
+        raise MegarlError(f"{other[:60]!r} cannot be scored: it is longer than the {longest} tokens that fit")
+    context = context[-(longest + 1) * tokenizer.longest_token :]  # what precedes would be dropped below
     kept = context.rstrip()
     blanks = context[len(kept) :]
     alone, *wholes = tokenizer.encode_all([kept, *(kept + blanks + text for text in continuations)], framed=True)

@@ -11,6 +11,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from megarl.core.base.contracts import TaskPrompts
 from megarl.core.base.tokenizer import Tokenizer
@@ -21,6 +22,7 @@ from megarl.lab.evaluation.multiple_choice import Choices, load_questions
 from megarl.tasks.data.contamination import overlap_with
 from megarl.tasks.data.mappings import mapping_of
 from megarl.tasks.data.prompts import load_set, of_programs, renderer
+from megarl.tasks.data.rows import PromptRow
 from megarl.tasks.data.survey import survey
 
 log = logging.getLogger(__name__)
@@ -53,13 +55,22 @@ def load(name: str, suite: Suite, tokenizer: Tokenizer, max_tokens: int, deconta
         surveyed = survey(suite.data, read, suite.heldout, overlap_with(decontaminate))
         rows, left_out = suite.heldout, {}
     sets = load_set(
-        surveyed, lambda text: within(suite.prompt.replace("{prompt}", text)), tokenizer, max_tokens, name, suite.data
+        surveyed, lambda row: within(with_question(row, suite.prompt)), tokenizer, max_tokens, name, suite.data
     )
     prompts = sets[suite.heldout is not None].prompts
     if too_long := rows - sum(left_out.values()) - len(prompts):
         left_out[f"longer than {max_tokens} tokens"] = too_long
-    asked = Sampled(name, choose(prompts, suite.prompts), suite.samples, rows=suite, rewards=suite.rewards)
-    return Loaded(asked, rows, left_out, _digest([p.id, p.tokens.tolist(), p.answer] for p in prompts))
+    sampled = Sampled(name, choose(prompts, suite.prompts), suite.samples, rows=suite, rewards=suite.rewards)
+    return Loaded(sampled, rows, left_out, _digest([p.id, p.tokens.tolist(), *p.answers] for p in prompts))
+
+
+def with_question(row: PromptRow, form: str) -> PromptRow:
+    """Return the row with what the user says last put in place of {prompt} in `form`."""
+    if not row.messages:
+        return replace(row, prompt=form.replace("{prompt}", row.prompt))
+    *before, last = row.messages
+    last = {**last, "content": form.replace("{prompt}", last["content"])}
+    return replace(row, messages=(*before, last))
 
 
 def _digest(asked: Iterable[list[object]]) -> str:

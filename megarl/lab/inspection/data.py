@@ -7,11 +7,10 @@ import json
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import nsmallest
-from itertools import batched
 from pathlib import Path
 from typing import cast, get_args
 
@@ -26,13 +25,16 @@ from megarl.core.base.errors import MegarlError, printable
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
 from megarl.core.recipe import ColumnName, Recipe, load
 from megarl.tasks.data.contamination import overlap_with
+from megarl.tasks.data.golds import Accepted, described, is_plain, unreadable
 from megarl.tasks.data.mappings import MAPPINGS, mapping_of
-from megarl.tasks.data.prompts import BATCH, Render, renderer
+from megarl.tasks.data.prompts import Render, in_parts, renderer, rows_with_tokens
 from megarl.tasks.data.rows import PromptRow, digest
 from megarl.tasks.data.sources import is_source, problem
 from megarl.tasks.data.survey import Reader, Survey, chosen, survey
 from megarl.tasks.data.traces import MAX_TOKENS, are_traces, spoken, templated
 
+MOST_TOKENS = 1 << 17
+"""Texts that must be longer are not encoded; the least number of their tokens is shown."""
 BARS, BAR = 8, 32  # most bars of a histogram, and characters of the longest
 SHOWN_TEXT = 400  # characters shown of a sample's prompt and of its answer; the number of the others is shown
 
@@ -46,6 +48,13 @@ ANSWERS: tuple[tuple[str, str], ...] = (
     ("word", r"[^\W\d]+"),
 )
 """Kinds of answers, each with a pattern for the whole text; the first that matches is the answer's kind."""
+SEVERAL = "several accepted"
+PROGRAM = "unit tests"
+JSON_LIST = "JSON text of a list"
+ONE_ANSWER = (
+    f"{JSON_LIST}: each is one answer, as of several parts; if any of its items is right, "
+    "use mapping: verl, or write the list itself"
+)
 
 
 def kind_of_answer(text: str) -> str:
@@ -53,13 +62,17 @@ def kind_of_answer(text: str) -> str:
     plain = text.strip().strip("$").strip()
     with suppress(ValueError):
         if plain.startswith("{") and "tests" in json.loads(plain):
-            return "unit tests"
+            return PROGRAM
+    with suppress(ValueError):
+        if plain.startswith('["') and isinstance(json.loads(plain), list):
+            return JSON_LIST
     return next((name for name, form in ANSWERS if re.fullmatch(form, plain, re.DOTALL)), "text")
 
 
 @dataclass
 class Seen:
-    """Statistics of a prompt set. samples: rows to show; lengths, answers: tokens or characters; sampled: hash, number, row."""
+    """Statistics of a prompt set. samples: rows to show; lengths, answers: tokens or characters; sampled: hash, number, row;
+    formulas: the answers that are not plainly numbers, with their frequencies."""
 
     samples: int
     lengths: array[int] = field(default_factory=lambda: array("L"))
@@ -67,13 +80,17 @@ class Seen:
     difficulties: Counter[int] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
     sampled: list[tuple[int, int, PromptRow]] = field(default_factory=list)
+    formulas: Counter[Accepted] = field(default_factory=Counter)
 
     def add(self, row: PromptRow, length: int, answer: int) -> None:
         """Add a row. length, answer: the lengths of its prompt and its answer."""
         self.lengths.append(length)
         self.answers.append(answer)
         self.difficulties[row.difficulty] += 1
-        self.kinds[kind_of_answer(row.answer)] += 1
+        kind = SEVERAL if row.alternatives else kind_of_answer(row.answer)
+        self.kinds[kind] += 1
+        if kind != PROGRAM and not is_plain(row.answers):
+            self.formulas[row.answers] += 1
         entry = digest(f"sample/{row.id}"), len(self.lengths), row  # the smallest hashes give the same sample each time
         self.sampled = nsmallest(self.samples, [*self.sampled, entry])
 
@@ -93,9 +110,20 @@ def inspect(
     if not mapping and not columns and are_traces(source):
         _inspect_traces(source, counter, samples, [], console)
         return 0
-    seen, _ = look(survey(source, reader(mapping, columns)), str, counter, samples, console)
-    show(source, seen, console, "tokens" if counter else "characters", None, str)
+    surveyed = survey(source, reader(mapping, columns))
+    seen, _ = look(surveyed, transcript, counter, samples, console)
+    show(source, seen, console, "tokens" if counter else "characters", None, transcript)
     return 0
+
+
+def transcript(row: PromptRow) -> str:
+    """Show a prompt without a template."""
+    return row.transcript
+
+
+def prompt_text(row: PromptRow) -> str:
+    """Show what precedes a trace's completion."""
+    return row.prompt
 
 
 def reader(mapping: str, columns: Sequence[str]) -> Reader:
@@ -120,7 +148,8 @@ def _inspect_recipe(recipe: Recipe, model: Path | None, samples: int, console: C
         if isinstance(task.heldout, str):
             heldout, _ = look(survey(task.heldout, read), render, tokenizer, samples, console)
         for part, seen in (("train", train), ("heldout", heldout)):
-            show(f"{name}.{part}", seen, console, "tokens", recipe.length.prompt_tokens, render)
+            limit = recipe.length.prompt_tokens
+            show(f"{name}.{part}", seen, console, "tokens", limit, render, task.grader)
     if recipe.sft.data and problem(recipe.sft.data) is None:
         _inspect_traces(recipe.sft.data, tokenizer, samples, recipe.data.decontaminate, console)
 
@@ -139,9 +168,6 @@ def look(
 ) -> tuple[Seen, Seen]:
     """Print which rows are left out; return statistics of the training rows and the held-out ones. render: None for traces."""
 
-    def lengths(texts: list[str], counted: Tokenizer | None) -> Iterable[int]:
-        return map(len, texts if counted is None else counted.encode_all(texts))
-
     counts = surveyed.left_out.counts
     left_out = f"{counts.total():,}" if counts else "none"
     again = f"; {surveyed.again:,} repeat an earlier one" if surveyed.again else ""
@@ -154,16 +180,54 @@ def look(
             number, what = surveyed.left_out.first[reason][0]
             table.add_row(Text(reason), f"{count:,}", Text(_shortened(f"{number}: {what}", 100)))
         console.print(table)
+    return _statistics(surveyed, render, tokenizer, samples)
+
+
+def _statistics(
+    surveyed: Survey, render: Render | None, tokenizer: Tokenizer | None, samples: int
+) -> tuple[Seen, Seen]:
     seen = Seen(samples), Seen(samples)
-    for part in batched(chosen(surveyed), BATCH):
-        prompts = lengths([(render or str)(row.prompt) for row, _ in part], tokenizer)
-        answers = lengths([row.answer for row, _ in part], None if render else tokenizer)
-        for (row, held), prompt, answer in zip(part, prompts, answers, strict=True):
-            seen[held].add(row, prompt, answer)
+    if tokenizer is None:
+        for row, is_held_out in chosen(surveyed):
+            seen[is_held_out].add(row, len((render or prompt_text)(row)), len(row.answer))
+    elif render is None:
+        for part in in_parts(chosen(surveyed), lambda pair: len(pair[0].prompt) + len(pair[0].answer)):
+            prompts = token_counts([row.prompt for row, _ in part], tokenizer)
+            answers = token_counts([row.answer for row, _ in part], tokenizer)
+            for (row, is_held_out), prompt, answer in zip(part, prompts, answers, strict=True):
+                seen[is_held_out].add(row, prompt, answer)
+    else:
+        for encoded in rows_with_tokens(surveyed, render, tokenizer, MOST_TOKENS):
+            seen[encoded.is_held_out].add(encoded.row, encoded.length, len(encoded.row.answer))
     return seen
 
 
-def show(name: str, seen: Seen, console: Console, unit: str, limit: int | None, render: Render | None) -> None:
+def token_counts(texts: Sequence[str], tokenizer: Tokenizer) -> list[int]:
+    """Return the numbers of tokens of texts; of one that is far too long, the least number."""
+    too_long = [tokenizer.least_tokens(len(text)) > MOST_TOKENS for text in texts]
+    short = [text for text, skipped in zip(texts, too_long, strict=True) if not skipped]
+    encoded = iter(tokenizer.encode_all(short))
+    return [
+        tokenizer.least_tokens(len(text)) if skipped else len(next(encoded))
+        for text, skipped in zip(texts, too_long, strict=True)
+    ]
+
+
+def _unread(seen: Seen, unread: Collection[Accepted]) -> str:
+    count = sum(seen.formulas[answers] for answers in unread)
+    first = (" or ".join(answers) for answers in seen.formulas if answers in unread)
+    return f"{described(count, len(seen.lengths), first)}: only the same text is right (data.unreadable)"
+
+
+def show(
+    name: str,
+    seen: Seen,
+    console: Console,
+    unit: str,
+    limit: int | None,
+    render: Render | None,
+    grader: str = "math",
+) -> None:
     """Print one prompt set, or traces if render is None. limit: the most tokens in a prompt or trace that is used."""
     if not seen.lengths:
         console.print(Text.assemble((name, "bold"), ": no rows"))
@@ -175,6 +239,10 @@ def show(name: str, seen: Seen, console: Console, unit: str, limit: int | None, 
         difficulties = [(str(value), count) for value, count in sorted(seen.difficulties.items())]
         parts.append(_lengths_view("answers", answers, "characters"))
         parts.append(_bars("answer types", seen.kinds.most_common()))
+        if in_json := seen.kinds[JSON_LIST]:
+            parts.append(Text(f"{in_json:,} answers are {ONE_ANSWER}", style="yellow"))
+        if grader == "math" and (unread := unreadable(seen.formulas)):
+            parts.append(Text(_unread(seen, unread), style="yellow"))
         parts.append(_bars("difficulty", _in_steps(seen.difficulties, BARS) if many else difficulties))
     else:
         what, used = f"{limit} tokens", prompts + answers + 1  # and the end token
@@ -184,8 +252,8 @@ def show(name: str, seen: Seen, console: Console, unit: str, limit: int | None, 
         parts.append(Text(f"{over:,} longer than {what}: left out", style="yellow" if over else "dim"))
     _framed(f"{len(prompts):,} {'rows' if render else 'traces'} · {name}", Group(*parts), console)
     for _, _, row in seen.sampled:
-        text = Text(_shortened((render or str)(row.prompt), SHOWN_TEXT))
-        text.append(f"\n→ {_shortened(row.answer, SHOWN_TEXT)}", style="green")
+        text = Text(_shortened((render or prompt_text)(row), SHOWN_TEXT))
+        text.append(f"\n→ {_shortened(' or '.join(row.answers), SHOWN_TEXT)}", style="green")
         _framed(f"{printable(row.id)} · difficulty {row.difficulty}" if render else "", text, console)
 
 

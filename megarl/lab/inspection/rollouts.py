@@ -115,7 +115,7 @@ def _one(group: Group, due: int | None, limit: int, tokenizer: Tokenizer | None,
     head = Text.assemble(
         (f"ticket {group.ticket}", "bold"),
         f" · step {'?' if due is None else due} · prompt {name} · epoch {group.epoch}"
-        f" · answer {printable(group.prompt.answer)} · pass rate {group.pass_rate:.2f}",
+        f" · answer {printable(' or '.join(group.prompt.answers))} · pass rate {group.pass_rate:.2f}",
     )
     parts: list[RenderableType] = [head, Padding(Text(printable(_text(group.prompt.tokens, tokenizer))), (0, 0, 1, 2))]
     if group.void:

@@ -159,6 +159,6 @@ def _facts(group: Group, rollout: Rollout, versions: Sequence[int], several_task
     if several_tasks:
         yield group.prompt.task
     yield RIGHT if rollout.correct else WRONG
-    yield f"answer {group.prompt.answer}"
+    yield f"answer {' or '.join(group.prompt.answers)}"
     yield "weights " + "–".join(map(str, dict.fromkeys([*versions[:1], *versions[-1:]])))
     yield rollout.finish

@@ -1,9 +1,13 @@
 """Prompt sets, traces, and the quickstart's arithmetic task.
 
-sources.py        streams rows from JSONL, JSON, Parquet, Arrow, or the Hugging Face hub
-rows.py           a row's id, prompt, answer and difficulty, read from columns; the normal form of texts
+sources.py        streams rows from files, patterns of files, folders, or the Hugging Face hub
+files.py          reads one file: JSON lines, JSON, CSV, TSV, Parquet, Arrow
+rows.py           a row of a prompt set; the normal form of texts
+columns.py        reads a row's prompt, answers, difficulty and id from columns; conversations.py: messages
 mappings.py       published sets' rows -> rows of rows.py; programs.py: the same for programming problems
 survey.py         one pass over a source decides which rows are left out or held out; a second one streams the kept rows
+damage.py         finds LaTeX whose backslashes a conversion has eaten
+golds.py          finds expected answers that the grader of mathematics cannot read
 contamination.py  finds prompts of evaluation sets by n-grams
 prompts.py        a recipe's tasks -> Prompt records, checked once, kept on disk
 prepare.py        `megarl data prepare`: rows in our format from any source

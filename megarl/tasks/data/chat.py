@@ -13,9 +13,7 @@ from typing import Any
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_json
-
-type Message = Mapping[str, Any]
-"""{"role": "system" | "user" | "assistant" | "tool", "content": …}, and more that a template reads, such as tool_calls."""
+from megarl.tasks.data.rows import Message, shown
 
 OURS = ("messages", "tools", "documents", "add_generation_prompt")
 """What `ChatTemplate.render` sets."""
@@ -41,6 +39,19 @@ class ChatTemplate:
         except Exception as error:  # a template is a program: it may raise any exception
             roles = ", ".join(message["role"] for message in messages)
             raise MegarlError(f"{self.path}: the chat template refuses messages of {roles}: {error}") from None
+
+    def render_all(self, messages: Sequence[Message]) -> str:
+        """Return the text of messages; MegarlError if one is not in it, as of a role that the template does not know."""
+        text = self.render(messages)
+        for n, message in enumerate(messages):
+            if message["content"].strip() in text:
+                continue
+            other = {**message, "content": f"{message['content']}?"}
+            if self.render([*messages[:n], other, *messages[n + 1 :]]) == text:  # thoughts may be left out
+                what = f"the chat template leaves out what {message['role']!r} says"
+                advice = "roles that all templates know are system, user, assistant and tool"
+                raise MegarlError(f"{self.path}: {what} ({shown(message['content'])}); {advice}")
+        return text
 
     def around_reply(self, ends: tuple[str, ...]) -> tuple[str, str, bool]:
         """Return the text before and after a tool's reply, between two turns of the assistant, and whether the template writes

@@ -8,13 +8,13 @@ the prompt, so all of it is removed. N-grams in more than `COMMON` different eva
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.types import JsonObject
-from megarl.tasks.data.rows import collapsed, words
+from megarl.tasks.data.conversations import messages_of
+from megarl.tasks.data.rows import Raw, UnfitError, collapsed, words
 from megarl.tasks.data.sources import Unreadable, stream
 
 NGRAM, SHORTEST, COMMON = 13, 8, 10
@@ -92,11 +92,18 @@ def _texts(source: str) -> Iterator[tuple[str, str]]:
         raise MegarlError(f"{source}: no rows in it to decontaminate against")
 
 
-def question(row: JsonObject, place: str) -> str:
-    """Return the text of an evaluation row; messages are joined. MegarlError if the row has no text. place: for the error."""
-    value = next((row[name] for name in QUESTIONS if name in row), None)
-    if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
-        value = "\n".join(str(message.get("content", "")) for message in value)
+def question(row: Raw, place: str) -> str:
+    """Return the text of an evaluation row; messages are joined. place: for the error.
+
+    MegarlError if the row has no text.
+    """
+    try:
+        value = next((row[name] for name in QUESTIONS if name in row), None)
+        if isinstance(value, list):
+            value = "\n".join(message["content"] for message in messages_of(value))
+    except UnfitError as error:
+        raise MegarlError(f"{place}: {error}") from None
     if not isinstance(value, str):
-        raise MegarlError(f"{place}: no text to decontaminate against in a column {', '.join(QUESTIONS)}")
+        columns = ", ".join(QUESTIONS)
+        raise MegarlError(f"{place}: no text to decontaminate against in a column {columns}")
     return value

@@ -3,7 +3,7 @@
 `MAPPINGS` holds well-known sets by name, each with the source of its schema. A recipe names one (`mapping: gsm8k`), or names
 columns (`columns: {prompt: problem, answer: solution}`), or both, in which case the columns take precedence. A dot reaches
 into a nested column: `reward_model.ground_truth`. With neither, rows are in the project's own format:
-{"prompt", "answer", "id", "difficulty"}, of which the last two may be missing.
+{"prompt", "answer", "id", "difficulty"}, of which the last two may be missing. columns.py reads prompts and answers.
 """
 
 import re
@@ -11,25 +11,30 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import msgspec
-from msgspec import structs
-
 from megarl.core.base.contracts import last_box
 from megarl.core.recipe import ColumnName
 from megarl.tasks.data import programs
-from megarl.tasks.data.rows import Columns, PromptRow, Raw, UnfitError, column, hashed_id, shown, text_of, whole_of
+from megarl.tasks.data.columns import (
+    Columns,
+    alternatives,
+    column,
+    optional,
+    text_of,
+    whole_of,
+)
+from megarl.tasks.data.rows import PromptRow, Raw, UnfitError, shown
+
+OWN = Columns(column("prompt"), column("answer"), optional("difficulty"), optional("id"))
+"""The project's own format."""
 
 
 def own(raw: Raw) -> PromptRow:
-    """Read a row in the project's own format; other keys are ignored. Without an id, it is a hash of the prompt."""
+    """Read a row in the project's own format; other keys are ignored."""
     if lacking := [name for name in ("prompt", "answer") if name not in raw]:
         has = f"no column {' or '.join(lacking)}; the row has {', '.join(map(str, raw))}"
-        raise UnfitError(f"{has}: name what they are called (columns, --column), or the set (mapping, --mapping)")
-    try:
-        row = msgspec.convert(raw if "id" in raw else {**raw, "id": ""}, PromptRow)
-    except msgspec.ValidationError as error:
-        raise UnfitError(f"not a row of {', '.join(PromptRow.__struct_fields__)}: {error}") from None
-    return row if "id" in raw else structs.replace(row, id=hashed_id(row.prompt))
+        advice = "name what they are called (columns, --column), or the set (mapping, --mapping)"
+        raise UnfitError(f"{has}: {advice}")
+    return OWN(raw)
 
 
 def mapping_of(name: str, columns: Mapping[ColumnName, str]) -> Callable[[Raw], PromptRow]:
@@ -83,6 +88,10 @@ MAPPINGS: dict[str, Columns] = {
     # huggingface.co/datasets/agentica-org/DeepScaleR-Preview-Dataset: deepscaler.json has problem, answer, solution. Per its
     # discussion 4, six rows have no answer; they are left out and reported.
     "deepscaler": Columns(column("problem"), column("answer")),
+    # verl's format, github.com/volcengine/verl, docs "Prepare Data for Post-Training": data_source, prompt [{role, content}],
+    # ability, reward_model {style, ground_truth}, extra_info. Some sets, such as Skywork-OR1-RL-Data, give the ground truth
+    # as the JSON text of a list of accepted answers. extra_info.index is not unique where sets were joined.
+    "verl": Columns(column("prompt"), alternatives("reward_model.ground_truth")),
     # huggingface.co/datasets/BytedTsinghua-SIA/DAPO-Math-17k, schema as on the cards of its copies (koajoel/…-dedup):
     # data_source, prompt [{content, role}], ability, reward_model {ground_truth, style}, extra_info {index}. The published
     # file repeats each prompt a hundred times. The prompt keeps its instruction to end with `Answer: …`.

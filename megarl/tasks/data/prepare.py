@@ -26,7 +26,7 @@ from megarl.core.base.types import JsonObject
 from megarl.tasks.data.contamination import Hit, overlap_with
 from megarl.tasks.data.rows import PromptRow
 from megarl.tasks.data.sources import stream
-from megarl.tasks.data.survey import LeftOut, Reader, chosen, survey
+from megarl.tasks.data.survey import LeftOut, Reader, Shape, chosen, survey
 
 FORMATS = ("jsonl", "parquet", "arrow")
 BATCH = 4096
@@ -71,7 +71,7 @@ def prepare(
         if evaluation is None:
             (out / "removed.jsonl").unlink(missing_ok=True)  # left by an earlier preparation
         else:
-            add_removed = stack.enter_context(_file(out / "removed.jsonl"))
+            add_removed = stack.enter_context(_file(out / "removed.jsonl", Shape()))
 
         def removed(row: PromptRow, number: int, hit: Hit) -> None:
             add_removed({"number": number, "id": row.id, "prompt": row.prompt, **hit._asdict()})
@@ -81,9 +81,9 @@ def prepare(
         progress.update(progress.task_ids[0], total=len(surveyed.kept))
         kept, held = int(surveyed.kept.sum()), int(surveyed.heldout.sum())
         paths = [out / f"{side}.{form}" for side in ("train", "heldout")[: 2 if held else 1]]
-        adds = [stack.enter_context(_file(path)) for path in paths]
+        adds = [stack.enter_context(_file(path, surveyed.shape)) for path in paths]
         for row, is_held in progress.track(chosen(surveyed), total=kept, description="writing"):
-            adds[is_held](msgspec.structs.asdict(row))
+            adds[is_held](_as_written(row, surveyed.shape))
     for stale in outputs - set(paths):
         stale.unlink(missing_ok=True)
     left_out = surveyed.left_out
@@ -96,12 +96,23 @@ def prepare(
     return Prepared(len(surveyed.kept), kept - held, held, left_out)
 
 
+def _as_written(row: PromptRow, shape: Shape) -> JsonObject:
+    """Return a row in the project's own format, each column with the type that it has in all rows."""
+    messages = row.messages or ({"role": "user", "content": row.prompt},)
+    return {
+        "id": row.id,
+        "prompt": list(messages) if shape.has_messages else row.prompt,
+        "answer": list(row.answers) if shape.has_alternatives else row.answer,
+        "difficulty": row.difficulty,
+    }
+
+
 @contextmanager
-def _file(path: Path) -> Iterator[Callable[[JsonObject], None]]:
+def _file(path: Path, shape: Shape) -> Iterator[Callable[[JsonObject], None]]:
     """Yield a function that appends a row to the file. The file has another name until it is complete."""
     part, rows = path.with_name(f".{path.name}.part"), list[JsonObject]()
     try:
-        with _opened(part, path.suffix) as write:
+        with _opened(part, path.suffix, shape) as write:
 
             def add(row: JsonObject) -> None:
                 rows.append(row)
@@ -118,7 +129,7 @@ def _file(path: Path) -> Iterator[Callable[[JsonObject], None]]:
 
 
 @contextmanager
-def _opened(path: Path, suffix: str) -> Iterator[Callable[[list[JsonObject]], object]]:
+def _opened(path: Path, suffix: str, shape: Shape) -> Iterator[Callable[[list[JsonObject]], object]]:
     """Yield a function that writes rows: as JSONL, Parquet, or an Arrow stream for `datasets`."""
     if suffix == ".jsonl":
         encoder = msgspec.json.Encoder()
@@ -129,6 +140,9 @@ def _opened(path: Path, suffix: str) -> Iterator[Callable[[list[JsonObject]], ob
     import pyarrow.parquet as pq
 
     text = pa.string()
-    schema = pa.schema([("id", text), ("prompt", text), ("answer", text), ("difficulty", pa.int64())])
+    messages = pa.list_(pa.struct([("role", text), ("content", text)]))
+    prompt = messages if shape.has_messages else text
+    answer = pa.list_(text) if shape.has_alternatives else text
+    schema = pa.schema([("id", text), ("prompt", prompt), ("answer", answer), ("difficulty", pa.int64())])
     with (pq.ParquetWriter if suffix == ".parquet" else pa.ipc.new_stream)(str(path), schema) as writer:
         yield lambda rows: writer.write_table(pa.Table.from_pylist(rows, schema))

@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from megarl.tasks.data.rows import Getter, Raw, UnfitError, column, shown, text_of
+from megarl.tasks.data.columns import Getter, column, text_of
+from megarl.tasks.data.rows import Raw, UnfitError, shown
 from megarl.tasks.graders.code import read_tests
 from megarl.tasks.graders.inside import unpickled
 

@@ -20,7 +20,7 @@ import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import batched
+from functools import cache
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -28,12 +28,13 @@ import numpy as np
 from megarl.core.base.contracts import TaskPrompts
 from megarl.core.base.errors import MegarlError, listed
 from megarl.core.base.tokenizer import Tokenizer
-from megarl.core.base.types import Prompt, decode, encode
+from megarl.core.base.types import Prompt, decode, encode, int32
 from megarl.core.recipe import Recipe, Rows, Task
-from megarl.tasks.data.chat import ChatTemplate, Message, load_chat
+from megarl.tasks.data.chat import ChatTemplate, load_chat
 from megarl.tasks.data.contamination import Overlap, overlap_with
+from megarl.tasks.data.golds import unreadable_in
 from megarl.tasks.data.mappings import mapping_of, own
-from megarl.tasks.data.rows import PromptRow, UnfitError, fingerprint
+from megarl.tasks.data.rows import Message, PromptRow, UnfitError, fingerprint
 from megarl.tasks.data.survey import FAULTS, Reader, Survey, chosen, survey_of
 from megarl.tasks.graders.code import read_tests
 
@@ -41,8 +42,10 @@ log = logging.getLogger(__name__)
 
 BATCH = 1024
 """Prompts encoded at once; limited because the tokenizer's return value is many times larger than the ids."""
+BATCH_CHARACTERS = 1 << 20
+"""Most characters in texts encoded at once, unless one alone has more."""
 
-type Render = Callable[[str], str]
+type Render = Callable[[PromptRow], str]
 """Turns a row's prompt into the text that the model sees."""
 
 
@@ -106,26 +109,66 @@ def load_tasks(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, TaskPrompts]:
     for train, _ in sets.values():
         for _, heldout in sets.values():
             check_disjoint(train, heldout)
-    return {name: TaskPrompts(train.prompts, heldout.prompts) for name, (train, heldout) in sets.items()}
+    tasks = {}
+    for name, (train, heldout) in sets.items():
+        prompts = train.prompts
+        if recipe.data.unreadable == "drop" and recipe.data.tasks[name].grader == "math":
+            prompts = _readable(prompts, train.name)
+        tasks[name] = TaskPrompts(prompts, heldout.prompts)
+    return tasks
+
+
+def _readable(prompts: Stored, name: str) -> Stored:
+    """Return the prompts whose answers the grader `math` can read. MegarlError if there are none."""
+    unread = unreadable_in(prompts)
+    if not unread.places:
+        return prompts
+    if len(unread.places) == len(prompts):
+        raise MegarlError(f"{name}: {unread}; no prompt is left; set data.unreadable=text, or another grader")
+    log.warning("%s: %s; left out (data.unreadable: drop)", name, unread)
+    kept = Stored()
+    for place, prompt in enumerate(prompts):
+        if place not in unread.places:
+            kept.append(prompt)
+    return kept
 
 
 def renderer(task: Rows, tokenizer: Tokenizer) -> Render:
-    """Return the function that applies a task's template to a prompt."""
+    """Return the function that applies a task's template to a row's prompt.
+
+    A system message of the row's own takes the place of the task's.
+    """
     if task.template == "raw":
-        return lambda text: text
+        return _as_it_is
     chat = load_chat(tokenizer.path, task.template_options)
     if problem := endless(chat, tokenizer):
         log.warning("%s", problem)
 
-    def render(text: str, system: str = task.system) -> str:
-        before: list[Message] = [{"role": "system", "content": system}] if system else []
-        return chat.render([*before, {"role": "user", "content": text}])
+    @cache
+    def tell() -> None:
+        log.warning("rows have system messages of their own, which take the place of the task's `system`")
+
+    def render(prompt: str | Sequence[Message], system: str = task.system) -> str:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if system and messages[0]["role"] == "system":
+            tell()
+        elif system:
+            messages = [{"role": "system", "content": system}, *messages]
+        return chat.render(messages) if isinstance(prompt, str) else chat.render_all(messages)
 
     if render("1") == render("2"):  # it may look for other roles, or for a list of parts
         raise MegarlError(f"{chat.path}: the chat template leaves the user's message out")
     if task.system and render("1", "1") == render("1", "2"):
         raise MegarlError(f"{chat.path}: the chat template leaves the system message out; put it into the prompts")
-    return render
+    return lambda row: render(row.messages or row.prompt)
+
+
+def _as_it_is(row: PromptRow) -> str:
+    """Return a prompt for `template: raw`. MegarlError if it is a conversation."""
+    if row.messages:
+        roles = ", ".join(message["role"] for message in row.messages)
+        raise MegarlError(f"it is a conversation ({roles}), which `template: raw` cannot show; use template: chat")
+    return row.prompt
 
 
 def endless(chat: ChatTemplate, tokenizer: Tokenizer) -> str:
@@ -149,19 +192,19 @@ def endless(chat: ChatTemplate, tokenizer: Tokenizer) -> str:
 def load_set(
     source: Survey, render: Render, tokenizer: Tokenizer, max_tokens: int, task: str, name: str
 ) -> tuple[PromptSet, PromptSet]:
-    """Load a source's training and held-out prompts; those longer than `max_tokens` are left out and counted."""
+    """Load a source's training and held-out prompts.
+
+    Those longer than `max_tokens` are left out and counted.
+    """
     sets = PromptSet(name, Stored(), array("Q")), PromptSet(name, Stored(), array("Q"))
     rows = 0
-    for part in batched(chosen(source), BATCH):
-        encoded = _encoded(source.source, part, render, tokenizer)
-        if not rows:
-            tokenizer.warn_of_beginning(source.source, render(part[0][0].prompt))
-        rows += len(part)
-        for (row, held), tokens in zip(part, encoded, strict=True):
-            if len(tokens) <= max_tokens:
-                prompt = Prompt(id=row.id, tokens=tokens, answer=row.answer, task=task, difficulty=row.difficulty)
-                sets[held].prompts.append(prompt)
-                sets[held].fingerprints.append(fingerprint(row.prompt))
+    for encoded in rows_with_tokens(source, render, tokenizer, max_tokens):
+        rows += 1
+        if rows == 1 and len(encoded.tokens):
+            tokenizer.warn_of_beginning(source.source, render(encoded.row))
+        if encoded.length <= max_tokens:
+            sets[encoded.is_held_out].prompts.append(_prompt(encoded, task))
+            sets[encoded.is_held_out].fingerprints.append(fingerprint(encoded.row.identity))
     prompts = sum(len(one.prompts) for one in sets)
     if not prompts:
         why = f"all {rows} prompts are longer than {max_tokens} tokens; raise length.prompt_tokens"
@@ -170,19 +213,93 @@ def load_set(
     return sets
 
 
-def _encoded(
-    source: str, part: Sequence[tuple[PromptRow, bool]], render: Render, tokenizer: Tokenizer
-) -> list[np.ndarray]:
-    """Return the token ids of these rows as the model sees them. MegarlError names the first row that cannot be encoded."""
+class EncodedRow(NamedTuple):
+    """A row and the tokens [length] int32 of what the model sees.
+
+    A text that must be too long is not encoded: it has no tokens, and `length` is their least number.
+    """
+
+    row: PromptRow
+    is_held_out: bool
+    tokens: np.ndarray
+    length: int
+
+
+def rows_with_tokens(source: Survey, render: Render, tokenizer: Tokenizer, max_tokens: int) -> Iterator[EncodedRow]:
+    """Yield the kept rows of a source with the tokens of what the model sees.
+
+    MegarlError names the first row that cannot be shown or encoded.
+    """
+    rendered = _model_texts(source, render, tokenizer, max_tokens)
+    for part in in_parts(rendered, lambda shown: len(shown.text)):
+        short = [shown for shown in part if tokenizer.least_tokens(len(shown.text)) <= max_tokens]
+        encoded = iter(_tokens_of(source.source, short, tokenizer))
+        for shown in part:
+            if tokenizer.least_tokens(len(shown.text)) > max_tokens:
+                least = tokenizer.least_tokens(len(shown.text))
+                yield EncodedRow(shown.row, shown.is_held_out, int32(()), least)
+            else:
+                tokens = next(encoded)
+                yield EncodedRow(shown.row, shown.is_held_out, tokens, len(tokens))
+
+
+class _Shown(NamedTuple):
+    """A row and the text that the model sees."""
+
+    row: PromptRow
+    is_held_out: bool
+    text: str
+
+
+def _model_texts(source: Survey, render: Render, tokenizer: Tokenizer, max_tokens: int) -> Iterator[_Shown]:
+    """Yield the kept rows with the text that the model sees; what must be too long as it is."""
+    for row, is_held_out in chosen(source):
+        try:
+            text = row.identity if tokenizer.least_tokens(len(row.identity)) > max_tokens else render(row)
+        except MegarlError as error:
+            raise MegarlError(f"{source.source}: prompt {row.id!r}: {error}") from None
+        yield _Shown(row, is_held_out, text)
+
+
+def in_parts[T](items: Iterable[T], characters: Callable[[T], int]) -> Iterator[list[T]]:
+    """Divide items into parts whose texts are encoded at once. characters: in an item's texts."""
+    part: list[T] = []
+    total = 0
+    for item in items:
+        length = characters(item)
+        if part and (len(part) == BATCH or total + length > BATCH_CHARACTERS):
+            yield part
+            part = []
+            total = 0
+        part.append(item)
+        total += length
+    if part:
+        yield part
+
+
+def _tokens_of(source: str, part: Sequence[_Shown], tokenizer: Tokenizer) -> list[np.ndarray]:
+    """Return the token ids of these rows. MegarlError names the first row that cannot be encoded."""
     try:
-        return tokenizer.encode_all([render(row.prompt) for row, _ in part])
+        return tokenizer.encode_all([shown.text for shown in part])
     except MegarlError:
-        for row, _ in part:
+        for shown in part:
             try:
-                tokenizer.ids(render(row.prompt))
+                tokenizer.ids(shown.text)
             except MegarlError as error:
-                raise MegarlError(f"{source}: prompt {row.id!r}: {error}") from None
+                raise MegarlError(f"{source}: prompt {shown.row.id!r}: {error}") from None
         raise
+
+
+def _prompt(encoded: EncodedRow, task: str) -> Prompt:
+    row = encoded.row
+    return Prompt(
+        id=row.id,
+        tokens=encoded.tokens,
+        answer=row.answer,
+        task=task,
+        difficulty=row.difficulty,
+        alternatives=row.alternatives,
+    )
 
 
 def check_disjoint(train: PromptSet, heldout: PromptSet) -> None:
@@ -220,6 +337,8 @@ def of_programs(read: Reader) -> Reader:
 
     def row(raw: Any) -> PromptRow:
         result = read(raw)
+        if result.alternatives:
+            raise UnfitError(f"the answer of {result.id!r} is a list of tests; it must be one text")
         try:
             read_tests(result.answer)
         except ValueError as error:

@@ -2,119 +2,223 @@
 
     data/math.jsonl                one JSON object per line; faults are reported with their line
     data/math.json                 an array of objects, which is in memory as text, or one per line
-    data/math.parquet, .arrow      read by Hugging Face `datasets`; `data/part-*.parquet` means all these files in order
-    hub:openai/gsm8k:main:train    a Hugging Face hub set: name, configuration (may be omitted), split (train by default)
+    data/math.csv, .tsv            the first line names the columns
+    data/math.parquet, .arrow
+    data/math.jsonl.gz             any of the texts, packed: .gz, .bz2, .xz, .zst
+    data/part-*.parquet            all these files in the order of their names; `**/` is any folder
+    data/math                      all files in this folder, if they are of one kind and one split
+    hub:openai/gsm8k:main:train    a Hugging Face hub set: name, configuration (may be omitted),
+                                   split (train by default)
 
 A hub set is downloaded once into the cache of `datasets` and memory-mapped from there.
+files.py reads files.
 """
 
+import csv
 import glob
-import os
+import lzma
+import re
+import zlib
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
+from zstandard import ZstdError
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.types import JsonObject
+from megarl.tasks.data.files import (
+    AS_UTF8,
+    PACKABLE,
+    PACKED,
+    READERS,
+    Numbered,
+    TableRow,
+    Unreadable,
+    format_of,
+    rows_in,
+    rows_of,
+)
 
 HUB = "hub:"
-BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}
-"""The loader of `datasets` for each file suffix. JSON is read here: `datasets` reports no line numbers, and gives a column one
-type, so that texts become dates, whole numbers are rounded, and texts beside numbers get quotes and second backslashes."""
-SUFFIXES = (".jsonl", ".json", *BUILDERS)
+HUB_FORMS = "hub:ORG/NAME, hub:ORG/NAME:SPLIT or hub:ORG/NAME:CONFIG:SPLIT"
+HUB_NAME = r"[\w.-]+(?:/[\w.-]+)?"
+HUB_SITE = r"(?:https?://(?:www\.)?(?:huggingface\.co|hf\.co)/datasets/|hf://datasets/|hf://)"
+HUB_PART = re.compile(rf"{HUB_SITE}(?P<name>[\w.-]+/[\w.-]+)")
+HUB_URL = re.compile(rf"{HUB_PART.pattern}(?:/viewer/(?P<config>[\w.-]+)/(?P<split>[\w.-]+)|/tree/main)?/?")
+"""Addresses of a set of the hub, as people copy them."""
+ELSEWHERE = re.compile(r"[a-z][a-z0-9+.-]*://")
+BESIDE_DATA = frozenset({"state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"})
+"""Files that `datasets` writes beside those with rows."""
+SPLIT = re.compile(r"(?:^|[-_.])(train|test|validation|valid|val|dev|eval|heldout)(?=[-_.])")
+SEVERAL = 5
+"""Names shown of several files."""
 
 
-class Unreadable(NamedTuple):
-    """A line that is not a JSON object."""
+class HubSet(NamedTuple):
+    """A part of a set on the Hugging Face hub. config: None for the only one."""
 
-    why: str
-
-
-type Numbered = tuple[int, JsonObject | Unreadable]
+    name: str
+    config: str | None
+    split: str
 
 
 def is_source(name: str) -> bool:
     """Return whether this is the name of a source of rows rather than of a recipe."""
-    return name.startswith(HUB) or Path(name).suffix in SUFFIXES
+    known = name.startswith(HUB) or ELSEWHERE.match(name) or format_of(name)
+    return bool(known) or ("/" in name and Path(name).is_dir())
+
+
+def is_hub(source: str) -> bool:
+    """Return whether a source is a set of the hub, whose rows the user cannot correct."""
+    return source.startswith(HUB) or HUB_URL.fullmatch(_address(source)) is not None
 
 
 def problem(source: str) -> str | None:
-    """Return why this source cannot be read, as far as that is clear without reading it; else None."""
-    if source.startswith(HUB):
-        wrong = f"{source!r} is not hub:ORG/NAME, hub:ORG/NAME:SPLIT or hub:ORG/NAME:CONFIG:SPLIT"
-        return None if _hub(source) else wrong
-    suffix = Path(source).suffix
-    if not os.path.isfile(source) and not (suffix in SUFFIXES[1:] and glob.glob(source)):
-        return f"{source!r} is not a file"
-    return None if suffix in SUFFIXES else f"{source!r} ends in none of {', '.join(SUFFIXES)}"
+    """Return why this source cannot be read, as far as that is clear without reading it."""
+    try:
+        _place_of(source)
+    except MegarlError as error:
+        return str(error)
+    return None
 
 
 def stream(source: str) -> Iterator[Numbered]:
-    """Yield rows with their numbers from 1; for JSONL, line numbers, with blank lines skipped. MegarlError as in `problem`."""
-    if wrong := problem(source):
-        raise MegarlError(wrong)
-    if Path(source).suffix == ".jsonl" and not source.startswith(HUB):
-        return _lines(Path(source))
-    if Path(source).suffix == ".json" and not source.startswith(HUB):
-        return enumerate(chain.from_iterable(_rows(Path(path)) for path in sorted(glob.glob(source))), 1)
-    return enumerate(_dataset(source), 1)
+    """Yield rows with their numbers from 1. MegarlError as in `problem`.
+
+    Of one text the numbers are those of its lines, without blank ones; else of the rows.
+    """
+    return _catch_errors(source, _place_of(source))
 
 
-def _lines(path: Path) -> Iterator[Numbered]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield number, _row(line)
+def _catch_errors(source: str, place: HubSet | list[Path]) -> Iterator[Numbered]:
+    """Yield the rows of a source; turn its readers' errors into a MegarlError."""
+    try:
+        yield from _hub_rows(place) if isinstance(place, HubSet) else _rows(place)
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise MegarlError(f"{source}: the byte 0x{byte:02x} is not UTF-8; {AS_UTF8}") from None
+    except (OSError, ValueError, TypeError, LookupError, RuntimeError) as error:
+        raise _unreadable(source, error) from error
+    except (EOFError, zlib.error, lzma.LZMAError, ZstdError, csv.Error) as error:
+        raise _unreadable(source, error) from error
 
 
-def _rows(path: Path) -> Iterator[JsonObject | Unreadable]:
-    """Yield the rows of a JSON file: an array of objects, or one per line."""
-    with path.open("rb") as file:
-        is_array = next((line for line in file if line.strip()), b"").lstrip().startswith(b"[")
-    if not is_array:
-        yield from (row for _, row in _lines(path))
+def _unreadable(source: str, error: BaseException) -> MegarlError:
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    advice = ""
+    if is_hub(source):
+        download = "`hf download ORG/NAME --repo-type dataset --local-dir DIR`"
+        advice = f"; download its files ({download}; without a network, elsewhere) and name them"
+    return MegarlError(f"{source}: cannot be read: {first}{advice}")
+
+
+def _rows(paths: list[Path]) -> Iterator[Numbered]:
+    """Yield the rows of files. Rows of several are counted through."""
+    if len(paths) == 1:
+        yield from rows_of(paths[0])
         return
-    try:
-        rows = msgspec.json.decode(path.read_bytes(), type=list[msgspec.Raw])
-    except msgspec.DecodeError as error:
-        raise MegarlError(f"{path}: cannot be read: {error}") from None
-    yield from map(_row, rows)
+    count = 0
+    for path in paths:
+        for line, row in rows_of(path):
+            count += 1
+            if isinstance(row, Unreadable):
+                row = Unreadable(f"{path.name}:{line}: {row.why}")
+            yield count, row
 
 
-def _row(text: bytes | msgspec.Raw) -> JsonObject | Unreadable:
-    try:
-        row = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return Unreadable(str(error))
-    return row if isinstance(row, dict) else Unreadable(f"{type(row).__name__}, not an object")
-
-
-def _dataset(source: str) -> Iterator[JsonObject]:
-    """Yield rows through `datasets`: files streamed, hub sets from its cache."""
+def _hub_rows(place: HubSet) -> Iterator[tuple[int, TableRow]]:
     import datasets  # takes two seconds and is needed only here
 
     try:
-        if hub := _hub(source):
-            name, config, split = hub
-            yield from datasets.load_dataset(name, config, split=split)
-        else:
-            builder, files = BUILDERS[Path(source).suffix], sorted(glob.glob(source))
-            yield from datasets.load_dataset(builder, data_files=files, split="train", streaming=True)
-    except (OSError, ValueError, TypeError, LookupError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        if isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__ is not None:
-            error = error.__cause__  # its own text says only that the set could not be generated
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        away = "; without a network, copy its files here and name them instead" if source.startswith(HUB) else ""
-        raise MegarlError(f"{source}: cannot be read: {first}{away}") from error
+        of_hub = datasets.load_dataset(place.name, place.config, split=place.split)
+    except datasets.exceptions.DatasetGenerationError as error:
+        # its own text says only that the set could not be generated
+        raise RuntimeError(str(error.__cause__ or error)) from error
+    except datasets.exceptions.DatasetsError as error:
+        raise RuntimeError(str(error)) from error
+    tables = of_hub.with_format("arrow").iter(batch_size=1000)  # images stay undecoded
+    yield from enumerate((row for table in tables for row in rows_in(table)), 1)
 
 
-def _hub(source: str) -> tuple[str, str | None, str] | None:
-    """Parse `hub:…` into name, configuration and split; None if it is malformed."""
-    parts = source.removeprefix(HUB).split(":")
-    if not source.startswith(HUB) or not all(parts) or len(parts) > 3:
-        return None
-    name, *config, split = parts if len(parts) > 1 else [*parts, "train"]
-    return name, config[0] if config else None, split
+# Names
+
+
+def _place_of(source: str) -> HubSet | list[Path]:
+    """Return what a source names. MegarlError if there is no such thing."""
+    if is_hub(source):
+        return _hub_set(source)
+    if ELSEWHERE.match(source):
+        raise MegarlError(_elsewhere(source))
+    path = Path(source)
+    if path.is_dir():
+        return _in_folder(path)
+    files = [path] if path.is_file() else [Path(name) for name in _glob(source)]
+    if not files:
+        raise MegarlError(f"{source!r} is not a file{_perhaps_hub(source)}")
+    return _all_readable(source, files)
+
+
+def _glob(source: str) -> list[str]:
+    names = sorted(glob.glob(source, recursive=True))
+    return [name for name in names if Path(name).is_file() and Path(name).name not in BESIDE_DATA]
+
+
+def _all_readable(source: str, files: list[Path]) -> list[Path]:
+    other = next((path for path in files if format_of(path) is None), None)
+    if other is None:
+        return files
+    named = repr(source) if len(files) == 1 else f"{str(other)!r}, one of {source!r},"
+    known = f"{', '.join(READERS)}; {', '.join(PACKABLE)} also with {', '.join(PACKED)}"
+    packed = "; unpack it" if other.suffix in (*PACKED, ".zip", ".tar", ".tgz") else ""
+    raise MegarlError(f"{named} ends in none of {known}{packed}")
+
+
+def _in_folder(folder: Path) -> list[Path]:
+    """Return a folder's files, in the order of their names, if they are parts of one whole."""
+    files = sorted(path for path in folder.iterdir() if path.is_file() and format_of(path))
+    files = [path for path in files if path.name not in BESIDE_DATA]
+    names = ", ".join(path.name for path in files[:SEVERAL])
+    what = f"{str(folder)!r} is a folder"
+    if not files:
+        pattern = f"such as {folder}/**/*.parquet"
+        raise MegarlError(f"{what} without files that can be read; name files, or a pattern, {pattern}")
+    splits = {split[1] for path in files if (split := SPLIT.search(path.name))}
+    if len({format_of(path) for path in files}) > 1 or len(splits) > 1:
+        pattern = f"such as {folder}/train*{''.join(files[0].suffixes)}"
+        raise MegarlError(f"{what} with {names}; name one of them, or a pattern, {pattern}")
+    return files
+
+
+def _perhaps_hub(source: str) -> str:
+    """Return advice for a name that could be one of the hub's."""
+    name = source.removeprefix("datasets/")
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and format_of(name) is None:
+        return f"; the set of this name on the Hugging Face hub is hub:{name}"
+    return ""
+
+
+def _address(source: str) -> str:
+    """Return an address without its query and fragment."""
+    return re.split(r"[?#]", source, maxsplit=1)[0]
+
+
+def _hub_set(source: str) -> HubSet:
+    """Read `hub:…`, or the address of a set of the hub. MegarlError if it is malformed."""
+    if address := HUB_URL.fullmatch(_address(source)):
+        config = address["config"]
+        return HubSet(address["name"], config, address["split"] or "train")
+    name, *parts = source.removeprefix(HUB).split(":")
+    if not re.fullmatch(HUB_NAME, name) or not all(parts) or len(parts) > 2 or "/" in "".join(parts):
+        raise MegarlError(f"{source!r} is not {HUB_FORMS}")
+    split = parts[-1] if parts else "train"
+    return HubSet(name, parts[0] if len(parts) == 2 else None, split)
+
+
+def _elsewhere(source: str) -> str:
+    """Return what to write instead of the address of something that cannot be read."""
+    of_hub = HUB_PART.match(source)
+    if of_hub is None:
+        return f"{source!r} is not a file of this machine; download it and name the file"
+    name = of_hub["name"].partition("@")[0]
+    download = f"`hf download {name} --repo-type dataset --local-dir DIR`"
+    return f"{source!r} is a part of a set; write hub:{name}[[:CONFIG]:SPLIT], or {download} and DIR/…"

@@ -2,17 +2,17 @@
 
     source ──► mapping ──► PromptRow ──► survey: 35 bytes per row ──► chosen: the kept rows again, one at a time, in order
 
-Rows are left out if they do not fit their schema, if the prompt or answer is empty, if the answer is too large, if they repeat
-an earlier prompt or id, or if the prompt is in an evaluation set. They are counted, and the first few for each reason reported.
-If a prompt is repeated with another answer, the first row is still kept, but the repeats are counted separately, because
-one of the answers is wrong.
+Rows are left out if they do not fit their schema, if the prompt or answer is empty, damaged or stands
+for none, if the answer is too large, if they repeat an earlier prompt or id, or if the prompt is in an
+evaluation set. They are counted, and the first few for each reason reported. If a prompt is repeated
+with another answer, the first row is still kept, but the repeats are counted separately, because one
+of the answers is wrong.
 
 The held-out rows are those whose prompts have the smallest hashes: the source's order does not matter, and since all copies of
 a prompt have the same hash, no prompt is on both sides.
 """
 
 import logging
-import re
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +23,7 @@ import numpy as np
 
 from megarl.core.base.errors import SHOWN, MegarlError, listed
 from megarl.tasks.data.contamination import Hit, Overlap
+from megarl.tasks.data.damage import NO_ANSWERS, eaten_command, eaten_in_answer
 from megarl.tasks.data.rows import LARGEST_ANSWER, PromptRow, UnfitError, digest, fingerprint
 from megarl.tasks.data.sources import Numbered, Unreadable, stream
 
@@ -31,12 +32,10 @@ log = logging.getLogger(__name__)
 BLOCK = 1 << 16
 """Rows examined at once."""
 
-EATEN = re.compile(r"[\x08\x0c][a-z]+")
-"""What JSON makes of `\\boxed` and `\\frac` with a single backslash: a backspace or a form feed, and the rest of the word."""
-
 type Reader = Callable[[Any], PromptRow]
 
 MALFORMED, EMPTY_PROMPT, EMPTY_ANSWER = "not of the schema", "empty prompt", "empty answer"
+NO_ANSWER = "no answer"
 LARGE_ANSWER, CONTAMINATED = "answer too large", "of an evaluation set"
 REPEATED, CONTRADICTED, REPEATED_ID = "repeated prompt", "repeated prompt with another answer", "repeated id"
 UNFIT = frozenset({MALFORMED, EMPTY_PROMPT, EMPTY_ANSWER})
@@ -62,6 +61,18 @@ class LeftOut:
         return [f"{number}: {what}" for number, what in sorted(pair for shown in self.first.values() for pair in shown)]
 
 
+@dataclass
+class Shape:
+    """Whether any usable row has a prompt of several messages, or several accepted answers."""
+
+    has_messages: bool = False
+    has_alternatives: bool = False
+
+    def add(self, row: PromptRow) -> None:
+        self.has_messages |= bool(row.messages)
+        self.has_alternatives |= bool(row.alternatives)
+
+
 class Survey(NamedTuple):
     """The result of a survey. again: the number of kept rows that repeat an earlier one. kept, heldout [rows] bool: for all
     rows in the source's order, unreadable ones included; held-out rows are also kept."""
@@ -71,6 +82,7 @@ class Survey(NamedTuple):
     kept: np.ndarray
     heldout: np.ndarray
     left_out: LeftOut
+    shape: Shape
     again: int = 0
 
 
@@ -84,9 +96,9 @@ class _Hashes:
     def add(self, number: int, row: PromptRow | None) -> None:
         self.numbers.append(number)
         self.usable.append(row is not None)
-        self.prompts.append(fingerprint(row.prompt) if row else 0)
+        self.prompts.append(fingerprint(row.identity) if row else 0)
         self.ids.append(digest(row.id) if row else 0)
-        self.answers.append(digest(row.answer.strip()) if row else 0)
+        self.answers.append(digest("\0".join(map(str.strip, row.answers))) if row else 0)
 
 
 def survey(
@@ -102,7 +114,7 @@ def survey(
     """Decide in one pass over the source which rows are kept, and which are held out. rows: the source's rows, if the caller
     reads them (to show progress). removed: called for each row found in an evaluation set. repeats: keep and count rows with
     the same id. largest: the most characters in an answer."""
-    left_out, columns = LeftOut(), _Hashes()
+    left_out, columns, shape = LeftOut(), _Hashes(), Shape()
     for number, raw in stream(source) if rows is None else rows:
         row = _row(raw, read, number, left_out, largest)
         hit = evaluation.find(row.prompt) if row and evaluation else None
@@ -111,6 +123,8 @@ def survey(
             if removed:
                 removed(row, number, hit)
         columns.add(number, None if hit else row)
+        if row and not hit:
+            shape.add(row)
     if not columns.numbers:
         raise MegarlError(f"{source}: no rows in it")
     kept, again = np.array(columns.usable, bool), 0
@@ -118,7 +132,8 @@ def survey(
         again = len(_repeats(columns.ids, kept)[0])
     else:
         _leave_out_repeats(columns, kept, left_out)
-    return Survey(source, read, kept, _held_out(source, heldout, columns.prompts, kept), left_out, again)
+    held = _held_out(source, heldout, columns.prompts, kept)
+    return Survey(source, read, kept, held, left_out, shape, again)
 
 
 def survey_of(
@@ -169,11 +184,14 @@ def _row(raw: Any, read: Reader, number: int, left_out: LeftOut, largest: float)
         left_out.add(EMPTY_PROMPT, number, f"the prompt of {row.id!r} is empty")
     elif not row.answer.strip():
         left_out.add(EMPTY_ANSWER, number, f"the answer of {row.id!r} is empty")
-    elif eaten := EATEN.search(f"{row.prompt} {row.answer}"):
-        what = f"{row.id!r} has {eaten[0]!r}; in JSON a command of LaTeX has two backslashes"
-        left_out.add(MALFORMED, number, what)
-    elif len(row.answer) > largest:
+    elif max(map(len, row.answers)) > largest:
         left_out.add(LARGE_ANSWER, number, f"the answer of {row.id!r} is too large")
+    elif row.answer.strip().casefold() in NO_ANSWERS:
+        what = f"the answer of {row.id!r} is {row.answer!r}, which NuminaMath writes where there is none"
+        left_out.add(NO_ANSWER, number, what)
+    elif eaten := eaten_command(row.identity) or next(filter(None, map(eaten_in_answer, row.answers)), None):
+        what = f"{row.id!r} has {eaten!r}; in JSON a command of LaTeX has two backslashes"
+        left_out.add(MALFORMED, number, what)
     else:
         return row
     return None

@@ -25,7 +25,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
-from itertools import batched, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,22 +35,18 @@ from msgspec.structs import replace
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.base.types import int32
-from megarl.tasks.data.chat import ChatTemplate, Message, load_chat
+from megarl.tasks.data.chat import ChatTemplate, load_chat
 from megarl.tasks.data.contamination import overlap_with
-from megarl.tasks.data.prompts import endless
-from megarl.tasks.data.rows import PromptRow, UnfitError, fingerprint, shown
-from megarl.tasks.data.sources import HUB, Unreadable, stream
+from megarl.tasks.data.conversations import CALLS, messages_of, user_text
+from megarl.tasks.data.prompts import BATCH_CHARACTERS, endless, in_parts
+from megarl.tasks.data.rows import Message, PromptRow, UnfitError, fingerprint, identity
+from megarl.tasks.data.sources import Unreadable, is_hub, stream
 from megarl.tasks.data.survey import UNFIT, Survey, chosen, survey_of
 
 log = logging.getLogger(__name__)
 
 MAX_TOKENS = 12_288
 """Most tokens in a trace, as in ScaleRL (arXiv 2510.13786). Memory must hold one such trace, and RL teaches longer thinking."""
-BATCH = 1024
-"""Traces encoded at once."""
-ROLES = {"human": "user", "gpt": "assistant"}
-"""Our names for ShareGPT's roles."""
-CALLS = ("tool_calls", "function_call")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Fields of a message beside its content, as chat APIs give them. Without them the rest would be another message."""
 
@@ -73,22 +69,35 @@ def load_traces(
     path: Path | str, tokenizer: Tokenizer, decontaminate: Sequence[str] = (), longest: int = MAX_TOKENS
 ) -> list[Trace]:
     """Load a source's traces of at most `longest` tokens, in order. decontaminate: the evaluation sets to compare with."""
-    refused = frozenset[str]() if str(path).startswith(HUB) else UNFIT
+    refused = frozenset[str]() if is_hub(str(path)) else UNFIT
     surveyed = survey_of(str(path), spoken, evaluation=overlap_with(decontaminate), refuse=refused, repeats=True)
     traces: list[Trace] = []
     rows = 0
-    for part in batched(chosen(templated(surveyed, tokenizer)), BATCH):
+    for part in in_parts(_trace_rows(templated(surveyed, tokenizer)), _characters):
+        if not rows:
+            tokenizer.warn_of_beginning(str(path), part[0].prompt[:BATCH_CHARACTERS])
         rows += len(part)
-        taught = [row for row, _ in part if isinstance(row, Taught)]
-        pieces = iter(tokenizer.encode_all([text for row in taught for text in (row.prompt, *row.parts)]))
-        if rows == len(part):
-            tokenizer.warn_of_beginning(str(path), part[0][0].prompt)
-        made = (_trace(next(pieces), [*islice(pieces, len(row.parts))], tokenizer) for row in taught)
-        traces += [trace for trace in made if len(trace.tokens) <= longest]
+        short = [row for row in part if tokenizer.least_tokens(_characters(row)) <= longest]
+        traces += [trace for trace in _encode(short, tokenizer) if len(trace.tokens) <= longest]
     if not traces:
         raise MegarlError(f"{path}: all {rows} traces are longer than {longest} tokens; shorten them")
     log.info("%s: %d traces, %d left out (longer than %d tokens)", path, len(traces), rows - len(traces), longest)
     return traces
+
+
+def _trace_rows(surveyed: Survey) -> Iterator[Taught]:
+    return (row for row, _ in chosen(surveyed) if isinstance(row, Taught))
+
+
+def _characters(row: Taught) -> int:
+    return len(row.prompt) + sum(map(len, row.parts))
+
+
+def _encode(rows: Sequence[Taught], tokenizer: Tokenizer) -> Iterator[Trace]:
+    texts = [text for row in rows for text in (row.prompt, *row.parts)]
+    pieces = iter(tokenizer.encode_all(texts))
+    for row in rows:
+        yield _trace(next(pieces), [*islice(pieces, len(row.parts))], tokenizer)
 
 
 def _trace(prompt: np.ndarray, pieces: Sequence[np.ndarray], tokenizer: Tokenizer) -> Trace:
@@ -102,8 +111,18 @@ def _trace(prompt: np.ndarray, pieces: Sequence[np.ndarray], tokenizer: Tokenize
 def are_traces(source: str) -> bool:
     """Return whether a source holds traces rather than RL prompts, judging by its first row."""
     _, raw = next(stream(source), (0, {}))
-    known = () if isinstance(raw, Unreadable) else raw.keys()
-    return bool({"messages", "conversations"} & set(known)) or ("completion" in known and "answer" not in known)
+    if isinstance(raw, Unreadable):
+        return False
+    has_answer = "answer" in raw
+    for key in ("messages", "conversations"):
+        if key in raw:
+            return not has_answer or _last_role(raw[key]) in ("assistant", "gpt")
+    return "completion" in raw and not has_answer
+
+
+def _last_role(messages: Any) -> Any:
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    return (last.get("role") or last.get("from")) if isinstance(last, Mapping) else None
 
 
 def spoken(raw: Mapping[str, Any]) -> Taught:
@@ -112,8 +131,8 @@ def spoken(raw: Mapping[str, Any]) -> Taught:
     if isinstance(before, str):
         whole = said = before
     else:
-        whole = "\0".join(f"{message['role']}\0{message['content']}" for message in before)
-        said = "\n".join(message["content"] for message in before if message["role"] == "user")
+        whole = identity("", before)
+        said = user_text(before)
     name = fingerprint("\0".join([whole, *parts]))
     return Taught(f"{name:016x}", said, "".join(parts), parts=tuple(parts))
 
@@ -128,11 +147,10 @@ def templated(source: Survey, tokenizer: Tokenizer) -> Survey:
         before, (first, *rest) = _parts(raw)
         if isinstance(before, str):
             return replace(spoken(raw), prompt=before)
-        prompt = chat().render(before)
-        if lost := _left_out(chat(), before, prompt):
-            what = f"the chat template leaves out what {lost['role']!r} says"
-            advice = "roles that all templates know are system, user, assistant and tool"
-            raise MegarlError(f"{source.source}: {chat().path}: {what} ({shown(lost['content'])}); {advice}")
+        try:
+            prompt = chat().render_all(before)
+        except MegarlError as error:
+            raise MegarlError(f"{source.source}: {error}") from None
         for remark in _remarks(chat(), tokenizer, before, first) if next(is_first, False) else ():
             log.warning("%s: %s", source.source, remark)
         learnt = f"{_behind(prompt, first).removesuffix(end())}{end()}"
@@ -164,16 +182,6 @@ def _end_of_turn(chat: ChatTemplate, tokenizer: Tokenizer) -> str:
     return tokenizer.decode(first) if set(first.tolist()) & set(tokenizer.ends) else ""
 
 
-def _left_out(chat: ChatTemplate, messages: Sequence[Message], text: str) -> Message | None:
-    """Return a message that is not in the template's text, as of a role that it does not know; thoughts may be left out."""
-    for n, message in enumerate(messages):
-        if message["content"].strip() not in text:
-            other = {**message, "content": f"{message['content']}?"}
-            if chat.render([*messages[:n], other, *messages[n + 1 :]]) == text:
-                return message
-    return None
-
-
 def _unwritten(chat: ChatTemplate, before: Sequence[Message], text: str) -> str:
     """Return what the template writes between the start of the assistant's turn and this text, as gpt-oss's does a channel."""
     try:
@@ -195,11 +203,9 @@ def _behind(prompt: str, text: str) -> str:
 def _parts(raw: Mapping[str, Any]) -> tuple[str | list[Message], list[str]]:
     """Return the text or messages before the completion, and the completion's texts."""
     before: str | list[Message]
-    for key in ("messages", "conversations"):
-        if key in raw:
-            *before, last = _messages(raw[key], raw.get("system"))
-            parts: list[Any] = [last["content"]]
-            break
+    if conversation := _conversation(raw):
+        *before, last = _messages(conversation, raw.get("system"))
+        parts: list[Any] = [last["content"]]
     else:
         completion = raw.get("completion")
         parts = completion if isinstance(completion, list) else [completion]
@@ -214,20 +220,35 @@ def _parts(raw: Mapping[str, Any]) -> tuple[str | list[Message], list[str]]:
     return before, parts
 
 
+def _conversation(raw: Mapping[str, Any]) -> Any:
+    """Return the messages of a row that has some, in one column or as prompt and completion."""
+    for key in ("messages", "conversations"):
+        if key in raw:
+            return raw[key] or [None]
+    prompt = raw.get("prompt")
+    completion = raw.get("completion")
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return [*prompt, *completion]
+    return None
+
+
 def _messages(value: Any, system: Any) -> list[Message]:
     """Convert messages to our format. UnfitError unless the last is the assistant's and another one precedes it."""
-    if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
-        raise UnfitError("the messages are not a list of role and content")
-    pairs = [(one.get("role", one.get("from")), one.get("content", one.get("value"))) for one in value]
-    if not all(isinstance(role, str) and isinstance(content, str) for role, content in pairs):
-        raise UnfitError("a message has no role or no content")
-    messages: list[Message] = [{"role": ROLES.get(role, role), "content": content} for role, content in pairs]
+    if isinstance(value, list) and all(isinstance(one, Mapping) for one in value):
+        _check_lost(value)
+    messages = messages_of(value)
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise UnfitError("the last message is not the assistant's, with the user's before it")
+    if isinstance(system, str) and system:
+        return [{"role": "system", "content": system}, *messages]
+    return messages
+
+
+def _check_lost(value: Sequence[Mapping[str, Any]]) -> None:
+    """Raise UnfitError if a message has calls, or the last one reasoning, beside its content."""
     if lost := [field for field in CALLS for one in value if one.get(field)]:
         advice = "write the calls into a row of prompt and completion"
         raise UnfitError(f"a message has {lost[0]}, which would be lost; {advice}")
-    if lost := [field for field in REASONING if value[-1].get(field)]:
+    if lost := [field for field in REASONING if value and value[-1].get(field)]:
         advice = "write it into the content, with its tags"
         raise UnfitError(f"the reasoning is in {lost[0]}, which would be lost; {advice}")
-    return [{"role": "system", "content": system}, *messages] if isinstance(system, str) and system else messages

@@ -44,7 +44,7 @@ class Framing:
         """
         before, after, cut, literal = self.check()
         room = self._limit - len(before) - len(after)
-        if literal.must_exceed(len(text), room):
+        if literal.least_tokens(len(text)) > room:
             characters = room * literal.longest_token
             beginning = literal.ids(self._written(text[:characters]))
             end = literal.ids(self._written(text[-characters:]))

@@ -8,8 +8,12 @@ from megarl.core.base.contracts import RIGHT, WRONG, Grade, GraderDown, Verdict
 
 
 class Submission(NamedTuple):
-    """What a grader sees, all as text. answer: the text after the thinking trace ("" if there is none, or the trace is not
-    closed); completion: the whole text; expected: the data set's answer."""
+    """What a grader sees, all as text.
+
+    answer: the text after the thinking trace ("" if there is none, or the trace is not closed);
+    completion: the whole text; expected: the data set's answer. If a row accepts several, the
+    grader is asked with one after the other until it finds the answer right.
+    """
 
     answer: str
     expected: str

@@ -37,6 +37,7 @@ class Pool:
         self._limit_s, self._grader = limit_s, grader
         self._free: asyncio.Queue[asyncio.Task[asyncio.subprocess.Process]] = asyncio.Queue()
         self._workers: set[asyncio.Task[asyncio.subprocess.Process]] = set()
+        self._ended: list[asyncio.Task[asyncio.subprocess.Process]] = []
         self._asked: Counter[asyncio.Task[asyncio.subprocess.Process]] = Counter()
         for _ in range(size):
             self._free.put_nowait(self._start())
@@ -70,6 +71,11 @@ class Pool:
         for starting in list(self._workers):
             self._end(starting)
 
+    async def end(self) -> None:
+        """Close, and wait until the processes are gone, so that the event loop may be closed."""
+        self.close()
+        await asyncio.gather(*map(_gone, self._ended), return_exceptions=True)
+
     def _start(self) -> "asyncio.Task[asyncio.subprocess.Process]":
         starting = asyncio.create_task(_started(self._limit_s, self._grader))
         self._workers.add(starting)
@@ -77,11 +83,16 @@ class Pool:
 
     def _end(self, starting: "asyncio.Task[asyncio.subprocess.Process]") -> None:
         self._workers.discard(starting)
+        self._ended.append(starting)
         self._asked.pop(starting, None)
         if not starting.done():
             starting.cancel()
         elif not starting.cancelled() and not starting.exception() and starting.result().returncode is None:
             starting.result().kill()
+
+
+async def _gone(starting: "asyncio.Task[asyncio.subprocess.Process]") -> None:
+    await (await starting).communicate()
 
 
 async def _started(limit_s: float, grader: str) -> asyncio.subprocess.Process:

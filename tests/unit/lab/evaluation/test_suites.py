@@ -32,6 +32,7 @@ from megarl.tasks.data import programs
 from megarl.tasks.data.arithmetic_models import character_tokenizer
 from megarl.tasks.data.mappings import MAPPINGS
 from megarl.tasks.data.prompts import load_tasks
+from megarl.tasks.data.rows import PromptRow
 from megarl.tasks.graders.grader import TaskGraders
 from tests.evaluation_sets import SETS, byte_llama, write_rows
 
@@ -117,6 +118,14 @@ def test_what_the_model_sees(tokenizer: Tokenizer, tmp_path: Path) -> None:
         "Please reason step by step, and put your final answer within \\boxed{}."
     )
     assert (prompt.answer, prompt.task) == ("7", "gsm8k")
+
+
+def test_a_suites_prompt_surrounds_what_the_user_says_last() -> None:
+    turns = [{"role": role, "content": text} for role, text in (("system", "s"), ("user", "1"))]
+    row = PromptRow("a", "1", "2", messages=tuple(turns))
+    asked = suites.with_question(row, "Solve {prompt}!")
+    assert [turn["content"] for turn in asked.messages] == ["s", "Solve 1!"]
+    assert suites.with_question(PromptRow("a", "1", "2"), "Solve {prompt}!").prompt == "Solve 1!"
 
 
 def test_rows_that_are_not_asked_are_told(tokenizer: Tokenizer, tmp_path: Path) -> None:

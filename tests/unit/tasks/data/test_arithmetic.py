@@ -123,7 +123,7 @@ def test_prompts_are_right_different_and_disjoint(written):
     assert {row["prompt"] for row in rows(written / "sft.jsonl")}.isdisjoint(row["prompt"] for row in heldout)
     tokenizer = load_tokenizer(written / "init")
     sets = [
-        load_set(survey_of(str(written / name), own), str, tokenizer, 16, "sums", name)[0]
+        load_set(survey_of(str(written / name), own), lambda row: row.prompt, tokenizer, 16, "sums", name)[0]
         for name in ("train.jsonl", "heldout.jsonl")
     ]
     assert [len(one.prompts) for one in sets] == [arithmetic.TRAIN_PROMPTS, arithmetic.HELDOUT_PROMPTS]

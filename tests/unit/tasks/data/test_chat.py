@@ -11,6 +11,7 @@ from megarl.core.recipe import Task, from_tree
 from megarl.tasks.data import arithmetic_models, template_environment
 from megarl.tasks.data.chat import load_chat
 from megarl.tasks.data.prompts import endless, load_tasks, renderer
+from megarl.tasks.data.rows import PromptRow
 from megarl.tasks.data.traces import load_traces
 from tests.unit.tasks.environments.texts import CHATML, byte_tokenizer
 
@@ -140,7 +141,7 @@ def test_options_of_the_template_are_set_as_transformers_sets_them(tmp_path):
         expected = theirs.apply_chat_template(CONVERSATIONS[0], tokenize=False, add_generation_prompt=True, **options)
         assert load_chat(tmp_path, options).render(CONVERSATIONS[0]) == expected
     task = task_with_chat().model_copy(update={"template_options": {"enable_thinking": False}})
-    assert renderer(task, load_tokenizer(tmp_path))("1+1") == "1+1=<think></think>"
+    assert renderer(task, load_tokenizer(tmp_path))(PromptRow("a", "1+1", "2")) == "1+1=<think></think>"
     for wrong in ("enable_thinkng", "messages", "strftime_now", "bos_token"):
         with pytest.raises(MegarlError, match=f"{wrong}: no option of .* reads date_string, enable_thinking$"):
             load_chat(tmp_path, {wrong: False})
@@ -198,7 +199,7 @@ def test_a_template_whose_turns_end_with_another_token_than_completions(tmp_path
     for n, (template, warnings) in enumerate([(CHATML, 0), (wrong, 1), (CHATML.replace("<|end|>\\n", ""), 0)]):
         caplog.clear()
         render = renderer(task_with_chat(), byte_tokenizer(tmp_path / str(n), template))
-        assert render("5?").endswith("<|start|>assistant\n")
+        assert render(PromptRow("a", "5?", "5")).endswith("<|start|>assistant\n")
         assert len(caplog.messages) == warnings, template
     assert "a turn with '</think>', but a completion ends only at '<|end|>'" in endless(
         load_chat(tmp_path / "1"), load_tokenizer(tmp_path / "1")
@@ -270,7 +271,8 @@ def test_thinking_that_the_template_opens_and_a_trace_does_not_close_is_said(tmp
     [
         ({"messages": [{"role": "user", "content": "1"}]}, "the last message is not the assistant's"),
         ({"messages": "x"}, "not a list of role and content"),
-        ({"messages": [{"role": "user"}]}, "no role or no content"),
+        ({"messages": [{"role": "user"}]}, "a message of 'user' has no content"),
+        ({"messages": [{"content": "1"}]}, "a message has no role"),
         ({"text": "x"}, "not a row of prompt and completion, of messages, or of conversations"),
     ],
 )

@@ -120,8 +120,8 @@ def test_a_published_row(name, raw, prompt, answer, difficulty):
     [
         ("polaris", {"problem": "P", "answer": "1", "difficulty": "easy"}, "not a pass rate such as 5/8"),
         ("deepscaler", {"question": "P", "answer": "1"}, "no column 'problem'; the row has question, answer"),
-        ("dapo-math-17k", dapo("P", "1") | {"prompt": [*user("a"), *user("b")]}, "neither text nor one message"),
-        ("dapo-math-17k", dapo("P", ["1"]), "neither text nor a number"),
+        ("dapo-math-17k", dapo("P", "1") | {"prompt": [*user("a"), 3]}, "not a list of role and content"),
+        ("dapo-math-17k", dapo("P", {"a": 1}), "neither text nor a number"),
         ("gsm8k", {"question": "Q", "answer": "72"}, "no ####"),
         ("math", {"problem": "P", "level": "Level 1", "solution": "9"}, "no .boxed"),
         ("deepcoder", {"problem": "P", "tests": "["}, "not JSON"),

@@ -6,6 +6,7 @@ import datasets
 import pytest
 
 from megarl import cli
+from megarl.lab.inspection import data as data_inspection
 from megarl.lab.inspection.data import kind_of_answer
 from megarl.tasks.data import arithmetic_models
 from megarl.tasks.data.mappings import own
@@ -56,6 +57,31 @@ def test_what_is_prepared_is_whole_clean_split_and_reported(source, form, capsys
     assert removed["evaluation"] == f"{source / 'aime.jsonl'}:1"
     assert removed["shared"] in EVALUATION.lower()
     assert "15 to train on, 5 held out, of 24 rows" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_conversations_and_lists_of_answers_are_written_as_they_are_read(tmp_path, form):
+    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "2?"}
+    rows = [{"prompt": "1?", "answer": "1", "id": "a"}, {"prompt": [system, user], "answer": ["2", "2.0"], "id": "b"}]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "out"
+    assert cli.main(["data", "prepare", str(tmp_path / "x.jsonl"), str(out), "--format", form]) == 0
+    first, again = (
+        [row for row, _ in chosen(survey(str(source), own))] for source in (tmp_path / "x.jsonl", out / f"train.{form}")
+    )
+    assert first == again
+    assert (first[1].prompt, first[1].messages, first[1].answers) == ("2?", (system, user), ("2", "2.0"))
+
+
+def test_inspect_tells_lists_from_their_json_text(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    rows = [{"prompt": "1?", "answer": ["1", "2"]}, {"prompt": "2?", "answer": '["1", "2"]'}]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(data_inspection, "unreadable", lambda answers: frozenset())
+    assert cli.main(["data", "inspect", str(tmp_path / "x.jsonl")]) == 0
+    shown = capsys.readouterr().out
+    for words in ("several accepted", "JSON text of a list: each is one answer", "→ 1 or 2"):
+        assert words in shown
 
 
 def test_it_is_the_same_again_and_leaves_nothing_of_another_format(source):

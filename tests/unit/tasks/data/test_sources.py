@@ -1,12 +1,16 @@
 """Rows from files of every kind, written by `datasets` itself, and hub names taken apart."""
 
 import json
+import re
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from megarl.core.base.errors import MegarlError
 from megarl.tasks.data import sources
+from megarl.tasks.data.rows import UnfitError
 from megarl.tasks.data.sources import Unreadable, stream
 
 ROWS = [{"problem": f"What is {n}?", "nested": {"answer": str(n)}} for n in range(5)]
@@ -55,9 +59,68 @@ def test_what_cannot_be_read_is_said_before_anything_is(source, words):
         next(iter(stream(source)))
 
 
+@pytest.mark.parametrize(
+    ("source", "asked"),
+    [
+        ("hf://datasets/a/b", ("a/b", None, "train")),
+        ("hf://a/b", ("a/b", None, "train")),
+        ("https://huggingface.co/datasets/a/b", ("a/b", None, "train")),
+        ("https://huggingface.co/datasets/a/b/tree/main", ("a/b", None, "train")),
+        ("https://huggingface.co/datasets/a/b/viewer/main/test?row=3", ("a/b", "main", "test")),
+    ],
+)
+def test_addresses_of_the_hub_are_read_as_its_sets(monkeypatch, source, asked):
+    called = []
+
+    def load_dataset(name, config, split):
+        called.append((name, config, split))
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert sources.is_source(source)
+    assert [row for _, row in stream(source)] == ROWS
+    assert called == [asked]
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("openai/gsm8k", "the set of this name on the Hugging Face hub is hub:openai/gsm8k$"),
+        ("datasets/openai/gsm8k", "hub is hub:openai/gsm8k$"),
+        ("data/math.jsonl", "'data/math.jsonl' is not a file$"),
+        ("hf://datasets/a/b/data/x.parquet", r"part of a set; write hub:a/b.*hf download a/b --repo-type dataset"),
+        ("hf://datasets/a/b@main/x.parquet", r"write hub:a/b\["),
+        ("https://huggingface.co/datasets/a/b/resolve/main/x.parquet", r"part of a set; write hub:a/b"),
+        ("https://example.org/x.jsonl", "not a file of this machine; download it"),
+        ("s3://bucket/x.jsonl", "not a file of this machine; download it"),
+        ("hub:https://huggingface.co/datasets/a/b", "is not hub:ORG/NAME"),
+    ],
+)
+def test_other_addresses_are_told_what_to_write(source, words):
+    assert re.search(words, sources.problem(source))
+
+
+def test_pictures_of_a_hub_set_are_not_decoded(monkeypatch):
+    rows = datasets.Dataset.from_list([{"a": "1", "picture": {"bytes": b"none", "path": None}}])
+    made = rows.cast_column("picture", datasets.Image())
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: made)
+    ((_, row),) = stream("hub:a/b")
+    assert row["a"] == "1"
+    assert list(row) == ["a", "picture"]
+
+
+def test_a_value_that_cannot_be_converted_is_only_that_rows(tmp_path):
+    days = pa.array([0, 1 << 62], pa.timestamp("us"))
+    pq.write_table(pa.table({"day": days}), tmp_path / "a.parquet")
+    first, second = (row for _, row in stream(str(tmp_path / "a.parquet")))
+    assert first["day"].year == 1970
+    with pytest.raises(UnfitError, match="the column 'day' cannot be read"):
+        second["day"]
+
+
 def test_a_file_of_another_kind_and_a_broken_one(tmp_path):
-    (tmp_path / "a.csv").write_text("a,b\n")
-    assert "ends in none of .jsonl" in sources.problem(str(tmp_path / "a.csv"))
+    (tmp_path / "a.xlsx").write_text("a,b\n")
+    assert "ends in none of .jsonl" in sources.problem(str(tmp_path / "a.xlsx"))
     (tmp_path / "a.parquet").write_text("no parquet")
     with pytest.raises(MegarlError, match=r"a\.parquet: cannot be read"):
         list(stream(str(tmp_path / "a.parquet")))
@@ -102,13 +165,14 @@ def test_a_hub_name_is_asked_of_datasets_and_its_failure_says_what_to_do(monkeyp
         asked.append((name, config, split))
         if name == "away/set":
             raise ConnectionError("Couldn't reach 'away/set' on the Hub")
-        return ROWS
+        return datasets.Dataset.from_list(ROWS)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     for source in ("hub:openai/gsm8k:main:train", "hub:a/b:test", "hub:a/b"):
         assert list(stream(source)) == list(enumerate(ROWS, 1))
     assert asked == [("openai/gsm8k", "main", "train"), ("a/b", None, "test"), ("a/b", None, "train")]
     with pytest.raises(
-        MegarlError, match=r"hub:away/set: cannot be read: Couldn't reach.*without a network, copy its files"
+        MegarlError,
+        match=r"hub:away/set: cannot be read: Couldn't reach.*download its files .*without a network, elsewhere",
     ):
         list(stream("hub:away/set"))

@@ -120,3 +120,19 @@ def test_a_source_of_which_nothing_can_be_used_and_one_that_grows(tmp_path):
     write(tmp_path / "a.jsonl", [{"q": "one", "a": "1"}, {"q": "two", "a": "1"}])
     with pytest.raises(MegarlError, match="grew while it was read"):
         list(chosen(found))
+
+
+def test_what_the_user_says_is_compared_with_evaluation_sets_and_all_messages_with_each_other(tmp_path):
+    question = "Find the sum of all integer bases b greater than nine for which seventeen divides ninety seven"
+    system = {"role": "system", "content": "Translate."}
+    rows = [
+        [system, {"role": "user", "content": f"{question}?"}],
+        [system, {"role": "user", "content": "hello"}],
+        [{**system, "content": "Repeat."}, {"role": "user", "content": "hello"}],
+        [system, {"role": "user", "content": " hello "}],
+        "hello",
+    ]
+    source = write(tmp_path / "a.jsonl", [{"prompt": row, "answer": "1"} for row in rows])
+    found = survey(source, own, evaluation=Overlap([("test", question)]))
+    assert found.left_out.counts == {under_test.CONTAMINATED: 1, under_test.REPEATED: 1}
+    assert len({row.id for row, _ in chosen(found)}) == 3

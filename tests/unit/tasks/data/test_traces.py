@@ -106,6 +106,8 @@ def test_fields_that_say_nothing_and_reasoning_of_earlier_turns_do_no_harm() -> 
         (PAIR, True),
         (MESSAGES, True),
         ({"conversations": []}, True),
+        (MESSAGES | {"answer": "13"}, True),
+        ({"messages": TURNS[:1], "answer": "13"}, False),
         ({"id": "a", "prompt": "1", "answer": "2"}, False),
         ({"prompt": "1", "completion": "2", "answer": "3"}, False),
         ({"problem": "1", "answer": "3"}, False),
@@ -138,7 +140,7 @@ def test_inspect_shows_them(
 def test_of_a_hub_set_bad_rows_are_left_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Its user cannot correct them, and few published sets have none."""
     rows = [PAIR | {"completion": ""}, {"text": "x"}, PAIR | {"completion": "\x0crac"}, PAIR]
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(rows))
     (only,) = load_traces("hub:a/b", tokenizer())
     assert only.prompt_tokens == 5
     assert "hub:a/b: 3 rows left out (not of the schema)" in caplog.text

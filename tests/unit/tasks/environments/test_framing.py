@@ -85,7 +85,7 @@ def test_of_a_text_that_must_be_cut_only_the_ends_are_tokenised(
     monkeypatch.setattr(Tokenizer, "ids", counted)
     short = framing.tokens(text)
     assert max(lengths) <= limit * tokenizer.longest_token < len(text)
-    monkeypatch.setattr(Tokenizer, "must_exceed", lambda *_: False)
+    monkeypatch.setattr(Tokenizer, "least_tokens", lambda *_: 0)
     assert framing.tokens(text).tolist() == short.tolist()
     assert max(lengths) >= len(text)
 

@@ -1,6 +1,7 @@
 """Grades by table; and that a worker which hangs or dies costs one answer at most."""
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
@@ -11,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import uvloop
+from msgspec.structs import replace
 
 from megarl.core.base.contracts import WRONG, Grade, GraderDown, Verdict
 from megarl.tasks.graders import pool as pools
 from megarl.tasks.graders.answer import Submission, judged
 from megarl.tasks.graders.functions import is_equal
+from megarl.tasks.graders.grader import any_of
 from megarl.tasks.graders.pool import Pool
 from tests.unit.tasks.graders.asking import graders_of, prompt_of
 
@@ -52,6 +55,43 @@ def grade(kind: str, text: str, expected: str) -> Grade:
 )
 def test_exact(text: str, correct: bool, format_ok: bool) -> None:
     assert grade("exact", text, "85") == Grade(1.0 if correct else -1.0, correct, format_ok)
+
+
+NOT_JUDGED = Verdict(math.nan, error="it cannot judge this answer")
+SLOW = Verdict(WRONG, timeout=True)
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "best", "asked"),
+    [
+        ([judged(True), judged(False)], judged(True), 1),
+        ([judged(False), judged(True), judged(False)], judged(True), 2),
+        ([judged(False), judged(False)], judged(False), 2),
+        ([NOT_JUDGED, judged(False)], judged(False), 2),
+        ([judged(False), NOT_JUDGED], judged(False), 2),
+        ([SLOW, judged(True)], SLOW, 1),
+        ([Verdict(-0.5), Verdict(-0.2)], Verdict(-0.2), 2),
+    ],
+)
+def test_an_answer_is_right_if_it_equals_any_accepted_one(verdicts: list[Verdict], best: Verdict, asked: int) -> None:
+    expected = [str(n) for n in range(len(verdicts))]
+    compared = []
+
+    async def check(submission: Submission) -> Verdict:
+        compared.append(submission.expected)
+        return verdicts[int(submission.expected)]
+
+    submissions = [Submission("x", one) for one in expected]
+    assert asyncio.run(any_of(check, submissions)) == best
+    assert compared == expected[:asked]
+
+
+@pytest.mark.parametrize(("answer", "correct"), [("1/2", True), ("0.5", True), ("0.50", False)])
+def test_a_prompt_with_several_accepted_answers(answer: str, correct: bool) -> None:
+    """The grader `exact` compares texts, so each way of writing the answer is an accepted one."""
+    prompt = replace(prompt_of("1/2"), alternatives=("0.5", ".5"))
+    grader = graders_of("exact")["task"]
+    assert asyncio.run(grader.grade(f"<think></think>{answer}", prompt)).correct is correct
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,105 @@
+"""Reads conversations as data sets have them: messages as of OpenAI, TRL, verl and ShareGPT.
+
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1=?"}]
+    [{"role": "user", "content": [{"type": "text", "text": "1+1=?"}]}]
+    [{"from": "human", "value": "1+1=?"}]
+
+`messages_of` reads them for prompts and traces alike; `prompt_of` says which are prompts.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.tasks.data.rows import Message, UnfitError, shown
+
+ROLES = {"human": "user", "gpt": "assistant", "developer": "system"}
+"""Our names for ShareGPT's roles, and for OpenAI's newer one."""
+TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of a content's parts that are text, of chat completions and of responses."""
+CALLS = ("tool_calls", "function_call")
+
+
+def prompt_of(value: Any) -> tuple[str, tuple[Message, ...]]:
+    """Return what the user says in a prompt, and its messages if there is more than that.
+
+    value: a text, messages, or the JSON text of messages. UnfitError if it is none of these,
+    or a conversation that does not end with the user's message.
+    """
+    if isinstance(value, str):
+        value = _from_json(value)
+    if isinstance(value, str):
+        return value, ()
+    if not isinstance(value, list) or not value:
+        raise UnfitError(f"the prompt is neither text nor a list of messages: {shown(value)}")
+    messages = messages_of(value)
+    _check_prompt(value, messages)
+    if len(messages) == 1:
+        return messages[0]["content"], ()
+    return user_text(messages), tuple(messages)
+
+
+def messages_of(value: Any) -> list[Message]:
+    """Return messages as {"role", "content"}, both texts. UnfitError if one has neither."""
+    if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
+        raise UnfitError("the messages are not a list of role and content")
+    return [_message(one) for one in value]
+
+
+def user_text(messages: list[Message]) -> str:
+    """Return what the user says in all turns: the text that is compared with evaluation sets."""
+    return "\n".join(message["content"] for message in messages if message["role"] == "user")
+
+
+def _from_json(text: str) -> Any:
+    """Return the messages whose JSON text this is; any other text itself."""
+    begin = text[:64].lstrip()
+    if not begin.startswith("[") or "{" not in begin:
+        return text
+    if begin.startswith(("[{'role", "[{'content", "[{'from", "[{'value")):
+        raise UnfitError("the prompt is messages in Python's notation; write them as JSON")
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    first = value[0] if value else None
+    known = isinstance(first, Mapping) and ({"role", "content"} <= set(first) or {"from", "value"} <= set(first))
+    return value if known else text
+
+
+def _message(one: Mapping[str, Any]) -> Message:
+    role = one.get("role") or one.get("from")
+    content = one.get("content")
+    if content is None:
+        content = one.get("value")
+    if not isinstance(role, str):
+        raise UnfitError(f"a message has no role: {shown(dict(one))}")
+    if isinstance(content, list):
+        content = "".join(_text_of_part(part) for part in content)
+    if not isinstance(content, str):
+        raise UnfitError(f"a message of {role!r} has no content")
+    return {"role": ROLES.get(role, role), "content": content}
+
+
+def _text_of_part(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+    text = part.get("text") if kind in TEXT_PARTS else None
+    if not isinstance(text, str):
+        raise UnfitError(f"a message has a part of type {kind!r}; only texts can be trained on")
+    return text
+
+
+def _check_prompt(value: list[Mapping[str, Any]], messages: list[Message]) -> None:
+    """Raise UnfitError unless these messages are a prompt, which the assistant is to answer."""
+    roles = [message["role"] for message in messages]
+    called = any(one.get(field) for one in value for field in CALLS)
+    if called or "tool" in roles or "function" in roles:
+        raise UnfitError("a message calls a tool or is a tool's; a prompt has texts of people only")
+    if other := next((role for role in roles if role not in ("system", "user", "assistant")), None):
+        raise UnfitError(f"a message has the role {other!r}, not system, user or assistant")
+    if roles[-1] != "user":
+        raise UnfitError(f"the last message is the {roles[-1]}'s; a prompt ends with the user's")
+    if "system" in roles[1:]:
+        raise UnfitError("a system message is not the first message")

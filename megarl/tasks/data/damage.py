@@ -1,0 +1,106 @@
+"""Finds texts that a careless conversion has damaged, so that nobody could answer them.
+
+In JSON and in most languages `"\\frac"` with a single backslash is a form feed and `rac`,
+`"\\times"` a tab and `imes`, `"\\nabla"` a line break and `abla`. Backspaces and the like never
+belong in a text. Tabs and line breaks do, so what follows must be the rest of a command and
+no word or name; the rests that may be one count only within a formula.
+"""
+
+import re
+
+NO_ANSWERS = frozenset({"proof", "notfound"})
+"""What NuminaMath writes in place of an answer. A policy that writes it too would be right."""
+
+CONTROL = re.compile(r"[\x07\x08\x0b][a-z]+|\x0c(?:rac|orall|lat|rown|ootnote|box\{)[a-z]*")
+"""What is left of \\alpha, \\boxed, \\beta, \\vec, \\frac, \\forall, …"""
+
+RESTS = {
+    "\t": (
+        *("imes", "heta", "riangle", "riangleq", "herefore", "anh", "hinspace"),
+        *("binom{", "frac{", "ilde{", "ext{", "extbf{", "extit{", "extrm{", "extsf{", "exttt{"),
+    ),
+    "\n": (
+        *("abla", "otin", "onumber", "oindent", "ewcommand", "ewline", "earrow", "warrow"),
+        *("subseteq", "eq\\"),
+    ),
+    "\r": (
+        *("ho", "ight", "ightarrow", "brack", "brace", "vert"),
+        *("angle\\", "floor\\", "ceil\\"),
+    ),
+}
+"""The rests of commands, by what became of the backslash and the first letter."""
+
+IN_FORMULAS = {
+    "\t": ("o", "an", "au", "op"),
+    "\n": ("eq", "e", "u", "ot", "eg", "i", "mid", "leq", "geq", "cong", "sim", "exists", "parallel"),
+    "\r": ("angle", "floor", "ceil", "m"),
+}
+"""Rests that are words or names elsewhere."""
+
+LONGEST_FORMULA = 400
+"""Most characters on each side of a damaged command in a formula."""
+
+
+def _pattern(rests: dict[str, tuple[str, ...]]) -> re.Pattern[str]:
+    """Return a pattern for any of these rests. A rest of letters must not go on."""
+    each = []
+    for begin, ends in rests.items():
+        for end in ends:
+            closed = r"(?![A-Za-z])" if end[-1].isalpha() else ""
+            each.append(f"{begin}{re.escape(end)}{closed}")
+    return re.compile("|".join(each))
+
+
+SUSPECT = re.compile(r"[\x07-\x0d][a-z]")
+"""What each damaged command begins with; few texts have it."""
+ALWAYS = _pattern(RESTS)
+WITHIN = _pattern(IN_FORMULAS)
+DOLLAR = re.compile(r"(?<!\\)\$")
+FORMULA = re.compile(r"[\\=<>+\-*/^_{}()\d]")
+NAMED = re.compile(r"\s*[=:(]")
+"""What follows a name at the beginning of a line, such as u = 3."""
+WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+
+
+def eaten_command(text: str) -> str | None:
+    """Return the first damaged command of LaTeX in a text, or None."""
+    if not SUSPECT.search(text):
+        return None
+    found = CONTROL.search(text) or ALWAYS.search(text)
+    if found:
+        return found[0]
+    dollars = 0
+    counted_to = 0
+    for match in WITHIN.finditer(text):
+        dollars += len(DOLLAR.findall(text, counted_to, match.start()))
+        counted_to = match.start()
+        if _in_subscript(text, match) or (dollars % 2 == 1 and _in_dollars(text, match)):
+            return match[0]
+    return None
+
+
+def eaten_in_answer(answer: str) -> str | None:
+    """Return the first damaged command in an answer, which may be a formula without dollars."""
+    if found := eaten_command(answer):
+        return found
+    match = WITHIN.search(answer)
+    if match is None or len(answer) > LONGEST_FORMULA:
+        return None
+    rest = answer[match.end() :]
+    others = f"{answer[: match.start()]} {rest}"
+    is_formula = FORMULA.search(others) and not WORD.search(others)
+    return match[0] if is_formula and not NAMED.match(rest) else None
+
+
+def _in_dollars(text: str, match: re.Match[str]) -> bool:
+    """Return whether dollars enclose a match, on its two lines."""
+    before = text[max(0, match.start() - LONGEST_FORMULA) : match.start()]
+    after = text[match.end() : match.end() + LONGEST_FORMULA]
+    return "$" in before.rpartition("\n")[2] and "$" in after.partition("\n")[0]
+
+
+def _in_subscript(text: str, match: re.Match[str]) -> bool:
+    """Return whether a match is within braces below a sign, such as the limit's."""
+    before = text[max(0, match.start() - LONGEST_FORMULA) : match.start()]
+    _, brace, within = before.rpartition("_{")
+    return bool(brace) and not any(sign in within for sign in "{}\n")
