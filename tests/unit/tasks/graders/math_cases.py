@@ -6,8 +6,9 @@ The tables below are grouped by kind. In each of them
     right  85\sqrt{3} ¦ √3 · 85     are answers that a teacher accepts for it,
     wrong  85 ¦ 85\sqrt{2}          are answers that she does not: near misses, and numbers out of a larger expression.
 
-`¦` separates answers and `⏎` stands for a line break. BOXED has the contents of a `\boxed{…}`; WRITTEN has whole answers, with the
-words around them. What teachers might judge differently is left out.
+`¦` separates answers and `⏎` stands for a line break. BOXED has the contents of a `\boxed{…}`;
+WRITTEN has whole answers, with the words around them. What teachers might judge differently is
+left out.
 """
 
 from typing import NamedTuple
@@ -75,7 +76,8 @@ wrong  5 \text{ or } 6 ¦ 5, \ldots ¦ 5 \neq 5 ¦ 6 = 5 ¦ \frac{5} ¦ 5 + ¦ 5
 """,
     "fractions": r"""
 gold   \frac{3}{56}
-right  3/56 ¦ \dfrac{3}{56} ¦ \frac{6}{112} ¦ \tfrac{3}{56} ¦ \frac3{56} ¦ {3}/{56} ¦ p = \frac{3}{56}
+right  3/56 ¦ \dfrac{3}{56} ¦ \frac{6}{112} ¦ \tfrac{3}{56} ¦ \frac3{56} ¦ {3}/{56}
+right  p = \frac{3}{56}
 wrong  \frac{56}{3} ¦ 3 ¦ 56 ¦ \frac{3}{65} ¦ -\frac{3}{56} ¦ 0.05 ¦ \frac{3}{5}6 ¦ 3, 56
 gold   -\frac{35}{9}
 right  -35/9 ¦ \frac{-35}{9} ¦ -\dfrac{35}{9} ¦ \frac{35}{-9} ¦ -3\frac{8}{9} ¦ −\frac{35}{9}
@@ -288,8 +290,10 @@ gold   6-5i
 right  -5i+6 ¦ 6-5\mathrm{i} ¦ 6 - 5i ¦ 6+(-5)i ¦ z = 6-5i
 wrong  6+5i ¦ 6 ¦ -5i ¦ 5-6i ¦ 6-5 ¦ -6-5i ¦ 6-5x
 gold   \frac{1}{2}+\frac{\sqrt{3}}{2}i
-right  e^{i\pi/3} ¦ \frac{1+i\sqrt3}{2} ¦ \frac12 + \frac{i\sqrt3}{2} ¦ \frac{1}{2}+\frac{\sqrt{3}i}{2}
-wrong  \frac12-\frac{\sqrt3}{2}i ¦ \frac12 ¦ \frac{1+\sqrt3}{2} ¦ \frac{\sqrt3}{2}+\frac12 i ¦ e^{i\pi/6}
+right  e^{i\pi/3} ¦ \frac{1+i\sqrt3}{2} ¦ \frac12 + \frac{i\sqrt3}{2}
+right  \frac{1}{2}+\frac{\sqrt{3}i}{2}
+wrong  \frac12-\frac{\sqrt3}{2}i ¦ \frac12 ¦ \frac{1+\sqrt3}{2} ¦ \frac{\sqrt3}{2}+\frac12 i
+wrong  e^{i\pi/6}
 gold   -i
 right  \frac{1}{i} ¦ i^3 ¦ 0 - i
 wrong  i ¦ -1 ¦ 1 ¦ -2i ¦ 1 - i
@@ -361,7 +365,8 @@ wrong  1 ¦ 1:2 ¦ 1:3:2 ¦ 6 ¦ 123 ¦ 3:2:1
     "intervals": r"""
 gold   (-\infty, 2) \cup (3, \infty)
 right  (-\infty,2)\cup(3,+\infty) ¦ (3,\infty)\cup(-\infty,2) ¦ x<2 \text{ or } x>3 ¦ (-∞,2)∪(3,∞)
-right  x \in (-\infty,2) \cup (3,\infty) ¦ \left(-\infty,2\right)\cup\left(3,\infty\right) ¦ x > 3 \text{ or } x < 2
+right  x \in (-\infty,2) \cup (3,\infty) ¦ \left(-\infty,2\right)\cup\left(3,\infty\right)
+right  x > 3 \text{ or } x < 2
 wrong  (-\infty,2]\cup(3,\infty) ¦ (-\infty,2)\cup[3,\infty) ¦ (-\infty,2) ¦ (2,3) ¦ 2 ¦ 3 ¦ x<2
 wrong  (-\infty,3)\cup(2,\infty) ¦ (-\infty,2)\cap(3,\infty) ¦ x \le 2 \text{ or } x > 3 ¦ 2 < x < 3
 gold   x \in [-2,7]
@@ -375,7 +380,8 @@ right  x\ge0 ¦ [0,∞) ¦ [0,+\infty) ¦ y \in [0,\infty) ¦ \left[0,\infty\rig
 wrong  (0,\infty) ¦ [0,1) ¦ 0 ¦ (-\infty,0] ¦ \infty ¦ [1,\infty) ¦ x > 0
 gold   \left[ \frac{\pi^3}{8}, \frac{7 \pi^3}{8} \right]
 right  [\frac{\pi^3}{8},\frac{7\pi^3}{8}] ¦ \left[\frac{\pi^3}8, \frac{7\pi^3}8\right]
-wrong  (\frac{\pi^3}{8},\frac{7\pi^3}{8}) ¦ [\frac{\pi^3}{8},\frac{5\pi^3}{8}] ¦ \frac{\pi^3}{8} ¦ [\frac{\pi}{8},\frac{7\pi}{8}]
+wrong  (\frac{\pi^3}{8},\frac{7\pi^3}{8}) ¦ [\frac{\pi^3}{8},\frac{5\pi^3}{8}] ¦ \frac{\pi^3}{8}
+wrong  [\frac{\pi}{8},\frac{7\pi}{8}]
 gold   [-\frac{1}{4},+\infty)
 right  [-\frac14,\infty) ¦ x \ge -\frac14 ¦ [-0.25, +\infty)
 wrong  (-\frac14,\infty) ¦ [\frac14,\infty) ¦ -\frac14 ¦ [-\frac{1}{4},1) ¦ x \le -\frac14
@@ -401,7 +407,8 @@ wrong  -\infty ¦ 0 ¦ 1 ¦ 8 ¦ (0,\infty)
     "equations": r"""
 gold   \frac{x^{2}}{4} + \frac{y^{2}}{3} = 1
 right  \frac{y^2}{3}+\frac{x^2}{4}=1 ¦ 3x^2+4y^2=12 ¦ \frac{x^2}{4}+\frac{y^2}{3}=1
-wrong  \frac{x^2}{3}+\frac{y^2}{4}=1 ¦ 1 ¦ \frac{x^2}{4}-\frac{y^2}{3}=1 ¦ \frac{x^2}{4}+\frac{y^2}{3}=2
+wrong  \frac{x^2}{3}+\frac{y^2}{4}=1 ¦ 1 ¦ \frac{x^2}{4}-\frac{y^2}{3}=1
+wrong  \frac{x^2}{4}+\frac{y^2}{3}=2
 wrong  3x^2+4y^2=1 ¦ x^2+y^2=1 ¦ \frac{x^2}{2}+\frac{y^2}{3}=1
 gold   x - 2y + 3 = 0
 right  x+3=2y ¦ y=\frac{x+3}{2} ¦ 2x-4y+6=0 ¦ -x+2y-3=0 ¦ x-2y=-3
@@ -440,34 +447,47 @@ right  c=3, a=1, b=-2 ¦ (a,b,c)=(1,-2,3)
 wrong  a=1, b=-2 ¦ (a,b,c)=(1,3,-2) ¦ 1 ¦ a=1, b=2, c=3 ¦ 2 ¦ a=-2, b=1, c=3
 gold   A=2, B=-1
 right  B=-1, A=2 ¦ A=2 \text{ and } B=-1
-wrong  A=-1, B=2 ¦ A=2 ¦ 1 ¦ A=2, B=1 ¦ -1, 2
+wrong  A=-1, B=2 ¦ A=2 ¦ 1 ¦ A=2, B=1 ¦ (-1, 2)
 """,
     "matrices": r"""
 gold   \begin{pmatrix}⏎1 \\⏎2⏎\end{pmatrix}
-right  \begin{pmatrix}⏎1 \\⏎2⏎\end{pmatrix} ¦ \begin{pmatrix}1\\2\end{pmatrix} ¦ \begin{bmatrix}1\\2\end{bmatrix}
+right  \begin{pmatrix}⏎1 \\⏎2⏎\end{pmatrix} ¦ \begin{pmatrix}1\\2\end{pmatrix}
+right  \begin{bmatrix}1\\2\end{bmatrix}
 right  \begin{pmatrix} 1 \\[4pt] 2 \end{pmatrix}
-wrong  2 ¦ 1 ¦ \begin{pmatrix}2\\1\end{pmatrix} ¦ \begin{pmatrix}1\\3\end{pmatrix} ¦ 12 ¦ \begin{pmatrix}1\\2\\0\end{pmatrix}
+wrong  2 ¦ 1 ¦ \begin{pmatrix}2\\1\end{pmatrix} ¦ \begin{pmatrix}1\\3\end{pmatrix} ¦ 12
+wrong  \begin{pmatrix}1\\2\\0\end{pmatrix}
 gold   \begin{pmatrix} -1/3 \\ 2/3 \\ 5/3 \end{pmatrix}
-right  \begin{pmatrix} -\frac{1}{3} \\ \frac23 \\ \frac53 \end{pmatrix} ¦ \begin{pmatrix} -\frac13 \\[6pt] \frac23 \\[6pt] \frac53 \end{pmatrix}
-wrong  \begin{pmatrix} \frac{1}{3} \\ \frac23 \\ \frac53 \end{pmatrix} ¦ \frac23 ¦ \begin{pmatrix} -\frac13 \\ \frac23 \end{pmatrix}
+right  \begin{pmatrix} -\frac{1}{3} \\ \frac23 \\ \frac53 \end{pmatrix}
+right  \begin{pmatrix} -\frac13 \\[6pt] \frac23 \\[6pt] \frac53 \end{pmatrix}
+wrong  \begin{pmatrix} \frac{1}{3} \\ \frac23 \\ \frac53 \end{pmatrix} ¦ \frac23
+wrong  \begin{pmatrix} -\frac13 \\ \frac23 \end{pmatrix}
 wrong  \begin{pmatrix} -\frac13 \\ \frac53 \\ \frac23 \end{pmatrix} ¦ \frac{5}{3} ¦ 2
 gold   \begin{pmatrix} 0 & -1 \\ 1 & 0 \end{pmatrix}
-right  \begin{bmatrix} 0 & -1 \\ 1 & 0 \end{bmatrix} ¦ \begin{pmatrix}0&-1\\1&0\end{pmatrix} ¦ A = \begin{pmatrix} 0 & -1 \\ 1 & 0 \end{pmatrix}
-right  \begin{pmatrix}⏎0 & -1 \\⏎1 & 0⏎\end{pmatrix} ¦ \left(\begin{matrix} 0 & -1 \\ 1 & 0 \end{matrix}\right)
-wrong  \begin{pmatrix} 0 & 1 \\ -1 & 0 \end{pmatrix} ¦ \begin{pmatrix} 1 & 0 \\ 0 & 1 \end{pmatrix} ¦ 0 ¦ 1
-wrong  \begin{pmatrix} 0 & -1 \end{pmatrix} ¦ \begin{pmatrix} 0 \\ -1 \\ 1 \\ 0 \end{pmatrix} ¦ \begin{pmatrix} 0 & -1 \\ 1 & 1 \end{pmatrix}
+right  \begin{bmatrix} 0 & -1 \\ 1 & 0 \end{bmatrix} ¦ \begin{pmatrix}0&-1\\1&0\end{pmatrix}
+right  A = \begin{pmatrix} 0 & -1 \\ 1 & 0 \end{pmatrix}
+right  \begin{pmatrix}⏎0 & -1 \\⏎1 & 0⏎\end{pmatrix}
+right  \left(\begin{matrix} 0 & -1 \\ 1 & 0 \end{matrix}\right)
+wrong  \begin{pmatrix} 0 & 1 \\ -1 & 0 \end{pmatrix} ¦ \begin{pmatrix} 1 & 0 \\ 0 & 1 \end{pmatrix}
+wrong  0 ¦ 1
+wrong  \begin{pmatrix} 0 & -1 \end{pmatrix} ¦ \begin{pmatrix} 0 \\ -1 \\ 1 \\ 0 \end{pmatrix}
+wrong  \begin{pmatrix} 0 & -1 \\ 1 & 1 \end{pmatrix}
 gold   2\mathbf{i} - 3\mathbf{j}
 right  2\mathbf{i}-3\mathbf{j}
 wrong  2 ¦ -3 ¦ 2\mathbf{i}+3\mathbf{j} ¦ 3\mathbf{i}-2\mathbf{j} ¦ 2\mathbf{i} ¦ -1
 """,
     "cases": r"""
 gold   \begin{cases}x=1\\y=2\end{cases}
-right  \begin{cases} x = 1 \\ y = 2 \end{cases} ¦ \begin{cases}x=1,\\y=2\end{cases} ¦ \begin{cases}y=2\\x=1\end{cases}
-wrong  2 ¦ 1 ¦ \begin{cases}x=2\\y=1\end{cases} ¦ x=1 ¦ x=2, y=1 ¦ 3 ¦ \begin{cases}x=1\\y=3\end{cases}
+right  \begin{cases} x = 1 \\ y = 2 \end{cases} ¦ \begin{cases}x=1,\\y=2\end{cases}
+right  \begin{cases}y=2\\x=1\end{cases}
+wrong  2 ¦ 1 ¦ \begin{cases}x=2\\y=1\end{cases} ¦ x=1 ¦ x=2, y=1 ¦ 3
+wrong  \begin{cases}x=1\\y=3\end{cases}
 gold   f(x)=\begin{cases}0 & x<0\\1 & x\ge0\end{cases}
-right  f(x) = \begin{cases} 0 & x < 0 \\ 1 & x \ge 0 \end{cases} ¦ f(x)=\begin{cases}⏎0 & x<0\\⏎1 & x\ge0⏎\end{cases}
-wrong  0 ¦ 1 ¦ f(x)=\begin{cases}1 & x<0\\0 & x\ge0\end{cases} ¦ f(x)=\begin{cases}0 & x<0\\2 & x\ge0\end{cases}
-wrong  f(x)=0 ¦ f(x)=\begin{cases}0 & x<1\\1 & x\ge1\end{cases} ¦ 0, 1 ¦ \begin{cases}0 & x<0\end{cases}
+right  f(x) = \begin{cases} 0 & x < 0 \\ 1 & x \ge 0 \end{cases}
+right  f(x)=\begin{cases}⏎0 & x<0\\⏎1 & x\ge0⏎\end{cases}
+wrong  0 ¦ 1 ¦ f(x)=\begin{cases}1 & x<0\\0 & x\ge0\end{cases}
+wrong  f(x)=\begin{cases}0 & x<0\\2 & x\ge0\end{cases}
+wrong  f(x)=0 ¦ f(x)=\begin{cases}0 & x<1\\1 & x\ge1\end{cases} ¦ 0, 1
+wrong  \begin{cases}0 & x<0\end{cases}
 """,
     "congruences and bases": r"""
 gold   907
@@ -494,8 +514,10 @@ wrong  \text{BED}_{16} ¦ 16 ¦ \text{BAD}_{15} ¦ BA
 """,
     "choices": r"""
 gold   C
-right  (C) ¦ \text{C} ¦ \textbf{(C)} ¦ (C)\ 12 ¦ \mathrm{C} ¦ \textbf{C} ¦ C. ¦ \text{(C) } 12 ¦ \mathbf{C}
-wrong  D ¦ (B) ¦ A, C ¦ \text{(D)} ¦ CD ¦ (C), (D) ¦ ABCDE ¦ 12 ¦ \textbf{(B)}\ 12 ¦ C + 1 ¦ C \text{ or } D ¦ 3
+right  (C) ¦ \text{C} ¦ \textbf{(C)} ¦ (C)\ 12 ¦ \mathrm{C} ¦ \textbf{C} ¦ C. ¦ \text{(C) } 12
+right  \mathbf{C}
+wrong  D ¦ (B) ¦ A, C ¦ \text{(D)} ¦ CD ¦ (C), (D) ¦ ABCDE ¦ 12 ¦ \textbf{(B)}\ 12 ¦ C + 1
+wrong  C \text{ or } D ¦ 3
 gold   \textbf{(C)}\ 12
 right  \textbf{(C)}\ 12 ¦ C ¦ 12 ¦ (C) ¦ \text{(C)}\ 12 ¦ (C)\ 12 ¦ \textbf{(C)} 12 ¦ \text{C}
 wrong  D ¦ 13 ¦ \textbf{(D)}\ 12 ¦ \textbf{(C)}\ 13 ¦ 1 ¦ 2 ¦ \textbf{(D)}\ 13 ¦ C, D
@@ -537,12 +559,15 @@ wrong  0 ¦ 1 ¦ \infty ¦ \text{defined}
 """,
     "units": r"""
 gold   12
-right  12 \text{ cm}^3 ¦ 12\ \mathrm{cm^2} ¦ 12 cm² ¦ 12 \text{ square units} ¦ 12\text{ miles per hour} ¦ 12 \text{ km/h}
+right  12 \text{ cm}^3 ¦ 12\ \mathrm{cm^2} ¦ 12 cm² ¦ 12 \text{ square units}
+right  12\text{ miles per hour} ¦ 12 \text{ km/h}
 right  12~\text{apples} ¦ 12\,\text{cm} ¦ 12 \mathrm{~kg} ¦ 12\ \text{ways}
-wrong  1.2 \text{ cm} ¦ 12^2 ¦ 12 \text{ cm} \times 2 ¦ 21 \text{ cm} ¦ \frac{12}{2} \text{ cm} ¦ 12c ¦ 12 \text{ million}
+wrong  1.2 \text{ cm} ¦ 12^2 ¦ 12 \text{ cm} \times 2 ¦ 21 \text{ cm} ¦ \frac{12}{2} \text{ cm}
+wrong  12c ¦ 12 \text{ million}
 gold   12 \text{ cm}
 right  12 ¦ 12 cm ¦ 12\mathrm{~cm} ¦ 12.0 \text{ cm} ¦ 12\text{cm} ¦ 12 \text{ centimeters}
-wrong  13 \text{ cm} ¦ 12 \text{ km} ¦ 12 \text{ kg} ¦ 120 \text{ cm} ¦ \text{cm} ¦ 1 ¦ 12x \text{ cm} ¦ 12 \text{ minutes}
+wrong  13 \text{ cm} ¦ 12 \text{ km} ¦ 12 \text{ kg} ¦ 120 \text{ cm} ¦ \text{cm} ¦ 1
+wrong  12x \text{ cm} ¦ 12 \text{ minutes}
 gold   15\mbox{ cm}^2
 right  15 ¦ 15\text{ cm}^2 ¦ 15 \text{ cm}^{2} ¦ 15 cm² ¦ 15\ \mathrm{cm}^2
 wrong  15^2 ¦ 225 ¦ 51 \text{ cm}^2 ¦ 2 ¦ 15 \text{ kg} ¦ 1.5 \text{ cm}^2
@@ -557,7 +582,8 @@ right  10 ¦ 10\,\text{m/s} ¦ 10 \mathrm{~m/s} ¦ 10\text{ m/s}
 wrong  10 \text{ kg} ¦ 1 ¦ 100 \text{ m/s} ¦ 10^2 ¦ 10 \text{ km/h} ¦ \frac{10}{2} \text{ m/s}
 gold   3 \text{ hours } 20 \text{ minutes}
 right  3 \text{ hours } 20 \text{ minutes} ¦ 3\text{ hours }20\text{ minutes}
-wrong  3 ¦ 20 ¦ 3 \text{ hours} ¦ 3 \text{ hours } 30 \text{ minutes} ¦ 20 \text{ minutes} ¦ 60 ¦ 320
+wrong  3 ¦ 20 ¦ 3 \text{ hours} ¦ 3 \text{ hours } 30 \text{ minutes} ¦ 20 \text{ minutes} ¦ 60
+wrong  320
 wrong  20 \text{ hours } 3 \text{ minutes} ¦ 2 \text{ hours } 20 \text{ minutes}
 gold   5 \text{ feet } 6 \text{ inches}
 right  5 \text{ feet } 6 \text{ inches} ¦ 5\text{ feet }6\text{ inches}
@@ -578,13 +604,14 @@ gold   \$32,\!348
 right  32348 ¦ \$32,348 ¦ 32,348 ¦ 32{,}348 \text{ dollars} ¦ \$32{,}348.00
 wrong  32 ¦ 348 ¦ \$32.348 ¦ \$32,\!384 ¦ 32,348,000
 gold   \$7
-right  €7 \text{ is wrong, it is } \$7 ¦ \$7.00 ¦ 7 ¦ 7\text{ dollars}
+right  \$7.00 ¦ 7 ¦ 7\text{ dollars}
 wrong  \$0.7 ¦ \$70 ¦ 7 \text{ cents} ¦ \$7k
 gold   90^\circ
 right  90° ¦ 90 ¦ 90 \text{ degrees} ¦ {90}^\circ ¦ 90.0^\circ
 wrong  9^\circ ¦ 60° ¦ 90^2 ¦ 0 ¦ 90\pi ¦ 90^\circ 30' ¦ 9
 gold   \frac{270}7\text{ degrees}
-right  \frac{270}{7} ¦ \frac{270}{7}^\circ ¦ \left(\frac{270}{7}\right)^\circ ¦ 270/7 ¦ \frac{270}{7} \text{ degrees}
+right  \frac{270}{7} ¦ \frac{270}{7}^\circ ¦ \left(\frac{270}{7}\right)^\circ ¦ 270/7
+right  \frac{270}{7} \text{ degrees}
 wrong  270 ¦ 7 ¦ \frac{27}{7} ¦ 38.57 ¦ 38^\circ
 gold   20\%
 right  20% ¦ 20 \, \% ¦ 20 ¦ 20 \text{ percent} ¦ 20.0\% ¦ 20 \%
@@ -627,7 +654,8 @@ wrong  x ≥ 4 ¦ x < 4 ¦ x ≠ 4 ¦ 4 ≤ x
 """,
     "layout": r"""
 gold   7
-right  ⏎7⏎ ¦ \,7\, ¦ \;7 ¦ \displaystyle 7 ¦ {7} ¦ 7\quad ¦ ~7 ¦ \mbox{7} ¦ \boxed{7} ¦ $7$ ¦ \mathrm{7} ¦ 7\! ¦ \(7\)
+right  ⏎7⏎ ¦ \,7\, ¦ \;7 ¦ \displaystyle 7 ¦ {7} ¦ 7\quad ¦ ~7 ¦ \mbox{7} ¦ \boxed{7} ¦ $7$
+right  \mathrm{7} ¦ 7\! ¦ \(7\)
 wrong  ⏎8⏎ ¦ 7⏎8 ¦ \mbox{8} ¦ \boxed{8} ¦ $7$, $8$ ¦ {7}{7}
 gold   7⏎
 right  7 ¦ \text{7}
@@ -647,7 +675,8 @@ wrong  1 ¦ 2 ¦ 12 ¦ \frac{2}{1}
 """,
     "equations that name the result": r"""
 gold   34
-right  \text{The answer is } 34 ¦ 34 \text{ apples} ¦ \text{Total} = 34 ¦ S = 34 ¦ |AB| = 34 ¦ a + b = 34 ¦ f(2) = 34
+right  \text{The answer is } 34 ¦ 34 \text{ apples} ¦ \text{Total} = 34 ¦ S = 34 ¦ |AB| = 34
+right  a + b = 34 ¦ f(2) = 34
 right  30 + 4 = 34 ¦ \frac{68}{2} = 34 ¦ S_{10} = 34 ¦ m+n = 33+1 = 34 ¦ AB = 34 ¦ x_1 = 34
 wrong  f(34) = 2 ¦ 34 = 33 + 2 ¦ x + 34 ¦ S = 43 ¦ S_{34} ¦ 34 + 0x + 1 ¦ a_{34} = 5 ¦ \frac{34}{a}
 gold   103
@@ -663,59 +692,86 @@ r"""Kinds of answers, all of them the contents of a `\boxed{…}`."""
 WRITTEN: dict[str, str] = {
     "the question in other words": r"""
 gold   57
-wrong  To calculate the sum of 30 + 27, we'll need to ¦ To find 30 + 27, we need ¦ The sum of 30 + 27 is
-wrong  I bought 30 + 27 apples and the answer is 12 apples. ¦ We must compute $30 + 27$. ¦ What is 30 + 27?
-wrong  Find the value of 19 \cdot 3. ¦ He has 30 + 27 apples. ¦ Let us add 30 + 27 step by step. ¦ 30 + 27 is not hard
+wrong  To calculate the sum of 30 + 27, we'll need to ¦ To find 30 + 27, we need
+wrong  The sum of 30 + 27 is
+wrong  I bought 30 + 27 apples and the answer is 12 apples. ¦ We must compute $30 + 27$.
+wrong  What is 30 + 27?
+wrong  Find the value of 19 \cdot 3. ¦ He has 30 + 27 apples. ¦ Let us add 30 + 27 step by step.
+wrong  30 + 27 is not hard
 wrong  To calculate 60 - 3, we subtract. ¦ We have to find 3 \times 19 ¦ Start with 30, then add 27.
-right  The sum of 30 and 27 is 57. ¦ To find 30 + 27, we add: 30 + 27 = 57 ¦ 30 + 27 = 57. ¦ 30 + 27 is 57.
+right  The sum of 30 and 27 is 57. ¦ To find 30 + 27, we add: 30 + 27 = 57 ¦ 30 + 27 = 57.
+right  30 + 27 is 57.
 gold   33
-wrong  16 + 17 is indeed equal to ¦ When the equation 16 + 17 doesn't fit in itself, it ¦ 16 + 17 is 22. ¦ 16 + 17 equals 22.
-wrong  16 + 17 = 22 ¦ 16 + 17 = 34. ¦ The question is 16 + 17. ¦ If we add 16 + 17, we get ¦ 16 + 17 equals
+wrong  16 + 17 is indeed equal to ¦ When the equation 16 + 17 doesn't fit in itself, it
+wrong  16 + 17 is 22. ¦ 16 + 17 equals 22.
+wrong  16 + 17 = 22 ¦ 16 + 17 = 34. ¦ The question is 16 + 17. ¦ If we add 16 + 17, we get
+wrong  16 + 17 equals
 right  16 + 17 = 33 ¦ The answer is 33. ¦ 16 + 17 equals 33. ¦ So 16 + 17 = 33.
 gold   11
 wrong  13 is the equivalent of 8 + 3. ¦ 8 + 3 is 10. ¦ To find 8 + 3, ¦ The result of 8 + 3 is 12.
 right  8 + 3 = 11 ¦ The result of 8 + 3 is 11.
 gold   96
-wrong  Prefix: 28 + 68 does not exist. ¦ Compute 28 + 68. ¦ We should work out $28 + 68$ first. ¦ Note that 28 + 68 = 68 + 28.
+wrong  Prefix: 28 + 68 does not exist. ¦ Compute 28 + 68. ¦ We should work out $28 + 68$ first.
+wrong  Note that 28 + 68 = 68 + 28.
 right  28 + 68 = 96. ¦ The total is **96**.
 gold   \frac{5}{6}
-wrong  To find \frac{1}{2} + \frac{1}{3}, we need a common denominator. ¦ We add $\frac12$ and $\frac13$.
+wrong  To find \frac{1}{2} + \frac{1}{3}, we need a common denominator.
+wrong  We add $\frac12$ and $\frac13$.
 right  $\frac12 + \frac13 = \frac56$ ¦ The sum is $\frac{5}{6}$.
 gold   144
-wrong  Let us compute 12 \times 12 first. ¦ We need the square of 12. ¦ The area of a 12 by 12 square is wanted.
+wrong  Let us compute 12 \times 12 first. ¦ We need the square of 12.
+wrong  The area of a 12 by 12 square is wanted.
 right  12 \times 12 = 144 ¦ $12^2 = 144$ ¦ The area is 144 square units.
 """,
     "answer lines": r"""
 gold   34
-right  Answer:34 ¦ Final Answer:**34** ¦ **Final Answer**⏎⏎34 ¦ #### 34 ¦ Answer: $34$ ¦ **Answer: 34** ¦ **Answer:** 34
-right  The final answer is $\boxed{34}$. ¦ Final answer: 34. ¦ ANSWER: 34 ¦ Therefore, the answer is \(34\). ¦ $$34$$
-right  So the total is 34 apples. ¦ Thus, $x = 34$. ¦ The answer is: 34 ¦ answer: 34 ¦ Final Answer: \boxed{34} ¦ $34$.
-right  Step 1: 17 is half.⏎Step 2: we double it.⏎Answer: 34 ¦ The answer is \$34. ¦ The answer is **34**.
-wrong  Answer:43 ¦ Answer: 34 + 1 ¦ Answer: 34x ¦ Answer: 34/2 ¦ Answer: \frac{34}{2} ¦ Answer: 34 or 35 ¦ #### 35
-wrong  Final Answer:**35** ¦ Answer: ¦ The answer is between 30 and 40. ¦ Answer:34\sqrt{2} ¦ The answer is 3.4.
-wrong  Answer: $34\pi$ ¦ Step 34: the answer is 5. ¦ The answer is 34{,}000. ¦ Answer: -34 ¦ Answer: 34^2
+right  Answer:34 ¦ Final Answer:**34** ¦ **Final Answer**⏎⏎34 ¦ #### 34 ¦ Answer: $34$
+right  **Answer: 34** ¦ **Answer:** 34
+right  The final answer is $\boxed{34}$. ¦ Final answer: 34. ¦ ANSWER: 34
+right  Therefore, the answer is \(34\). ¦ $$34$$
+right  So the total is 34 apples. ¦ Thus, $x = 34$. ¦ The answer is: 34 ¦ answer: 34
+right  Final Answer: \boxed{34} ¦ $34$.
+right  Step 1: 17 is half.⏎Step 2: we double it.⏎Answer: 34 ¦ The answer is \$34.
+right  The answer is **34**.
+wrong  Answer:43 ¦ Answer: 34 + 1 ¦ Answer: 34x ¦ Answer: 34/2 ¦ Answer: \frac{34}{2}
+wrong  Answer: 34 or 35 ¦ #### 35
+wrong  Final Answer:**35** ¦ Answer: ¦ The answer is between 30 and 40. ¦ Answer:34\sqrt{2}
+wrong  The answer is 3.4.
+wrong  Answer: $34\pi$ ¦ Step 34: the answer is 5. ¦ The answer is 34{,}000. ¦ Answer: -34
+wrong  Answer: 34^2
 gold   \frac{3}{4}
-right  Answer:\frac{3}{4} ¦ Answer: 3/4 ¦ **Answer:** $\frac34$ ¦ The probability is $\frac{3}{4}$. ¦ The answer is 0.75.
-wrong  Answer: 3 ¦ Answer:\frac{4}{3} ¦ The probability is 3 out of 5. ¦ Answer: $\frac{3}{4} + 1$ ¦ The answer is 0.7.
+right  Answer:\frac{3}{4} ¦ Answer: 3/4 ¦ **Answer:** $\frac34$ ¦ The probability is $\frac{3}{4}$.
+right  The answer is 0.75.
+wrong  Answer: 3 ¦ Answer:\frac{4}{3} ¦ The probability is 3 out of 5. ¦ Answer: $\frac{3}{4} + 1$
+wrong  The answer is 0.7.
 gold   (2,3)
 right  Answer: (2,3) ¦ The point is $(2,3)$. ¦ **Answer:** $(2, 3)$
 wrong  Answer: (3,2) ¦ Answer: 2 ¦ The point is $(2,3,4)$. ¦ Answer: (2,-3)
 """,
     "boxes in prose": r"""
 gold   7
-right  \boxed{5} is the radius, so the area is \boxed{7}. ¦ \boxed {7} ¦ $\boxed{7}$ is the answer. ¦ We get $$\boxed{7}.$$
-right  \[\boxed{⏎7⏎}\] ¦ The answer is \boxed{7}. Note that 7 is prime. ¦ **\boxed{7}** ¦ Hence $n = \boxed{7}$.
-right  First guess \boxed{12}. After checking, the answer is \boxed{7}. ¦ \boxed{7}⏎⏎This uses 3 of the 9 rules.
-wrong  \boxed{7} is the radius, so the area is \boxed{5}. ¦ \boxed {8} ¦ The 7 of \boxed{17} ¦ $\boxed{7x}$ ¦ 7 \boxed{}
-wrong  First guess \boxed{7}. After checking, the answer is \boxed{12}. ¦ 7 and then \boxed{9} ¦ \boxed{7}, \boxed{8}
+right  \boxed{5} is the radius, so the area is \boxed{7}. ¦ \boxed {7} ¦ $\boxed{7}$ is the answer.
+right  We get $$\boxed{7}.$$
+right  \[\boxed{⏎7⏎}\] ¦ The answer is \boxed{7}. Note that 7 is prime. ¦ **\boxed{7}**
+right  Hence $n = \boxed{7}$.
+right  First guess \boxed{12}. After checking, the answer is \boxed{7}.
+right  \boxed{7}⏎⏎This uses 3 of the 9 rules.
+wrong  \boxed{7} is the radius, so the area is \boxed{5}. ¦ \boxed {8} ¦ The 7 of \boxed{17}
+wrong  $\boxed{7x}$
+wrong  First guess \boxed{7}. After checking, the answer is \boxed{12}. ¦ 7 and then \boxed{9}
+wrong  \boxed{7}, \boxed{8}
 gold   3, 4
-right  \boxed{3}, \boxed{4} ¦ \boxed{3} and \boxed{4} ¦ $\boxed{3}$ and $\boxed{4}$ ¦ The solutions are \boxed{4, 3}.
-wrong  \boxed{3} ¦ \boxed{3} and \boxed{5} ¦ \boxed{4} ¦ 3, 4, so \boxed{5} ¦ \boxed{3}, \boxed{4}, \boxed{5}
+right  \boxed{3}, \boxed{4} ¦ \boxed{3} and \boxed{4} ¦ $\boxed{3}$ and $\boxed{4}$
+right  The solutions are \boxed{4, 3}.
+wrong  \boxed{3} ¦ \boxed{3} and \boxed{5} ¦ \boxed{4} ¦ 3, 4, so \boxed{5}
+wrong  \boxed{3}, \boxed{4}, \boxed{5}
 gold   \begin{pmatrix} 1 \\ 2 \end{pmatrix}
 right  The vector is⏎\[⏎\boxed{\begin{pmatrix}⏎1 \\⏎2⏎\end{pmatrix}}.⏎\]
-wrong  The vector is⏎\[⏎\boxed{\begin{pmatrix}⏎2 \\⏎1⏎\end{pmatrix}}.⏎\] ¦ \boxed{1} and \boxed{2} \\ so \boxed{2}
+wrong  The vector is⏎\[⏎\boxed{\begin{pmatrix}⏎2 \\⏎1⏎\end{pmatrix}}.⏎\]
+wrong  \boxed{1} and \boxed{2} \\ so \boxed{2}
 gold   C
-right  The answer is \boxed{\text{C}}. ¦ Therefore, **(C)** is right: \boxed{C} ¦ Answer: C ¦ The answer is (C). ¦ **C**
+right  The answer is \boxed{\text{C}}. ¦ Therefore, **(C)** is right: \boxed{C} ¦ Answer: C
+right  The answer is (C). ¦ **C**
 wrong  The answer is \boxed{\text{B}}. ¦ C is wrong, so \boxed{D} ¦ Answer: D ¦ The answer is (A).
 """,
 }
