@@ -22,6 +22,7 @@ setup(
         "aiohttp",
         "datasets",
         "jinja2",
+        "markdown-it-py",
         "math-verify",
         "matplotlib",
         "msgspec",
