@@ -296,6 +296,11 @@ class Length(Section):
         ge=1,
         description="maximum tokens after the thinking; overlong_penalty: the last ones, in which a right answer loses up to 1",
     )
+    grade_truncated: bool = Field(
+        False,
+        description="grade an answer that a length limit cut off like a finished one; else math and exact count it as "
+        "wrong unless it has a complete box or answer line",
+    )
     end_of_thinking: str = Field("</think>", description="the answer is the text after it; empty: no thinking trace")
     interruption: str = Field(
         "Okay, time is up. Let me stop thinking and formulate a final answer now. </think>",

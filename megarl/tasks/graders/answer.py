@@ -8,14 +8,15 @@ from megarl.core.base.contracts import RIGHT, WRONG, Grade, GraderDown, Verdict
 
 
 class Submission(NamedTuple):
-    """What a grader sees, all as text. answer: the text after the thinking trace ("" if there is none, or the trace is not
-    closed); completion: the whole text; expected: the data set's answer."""
+    """What a grader sees. answer: the text after the thinking trace ("" if there is none, or the trace is not closed);
+    completion: the whole text; expected: the data set's answer; truncated: whether a length limit cut the text off."""
 
     answer: str
     expected: str
     completion: str = ""
     prompt: str = ""
     task: str = ""
+    truncated: bool = False
 
 
 def judged(correct: bool, timeout: bool = False) -> Verdict:

@@ -65,7 +65,7 @@ class Code:
 
     async def check(self, submission: Submission) -> Verdict:
         """Return whether the program in the answer passes all tests; timeout: whether a test timed out."""
-        program = await asyncio.to_thread(program_of, submission.answer)
+        program = await asyncio.to_thread(program_of, submission.answer, submission.truncated)
         if program is None:
             return judged(False)
         for test in read_tests(submission.expected):

@@ -22,6 +22,7 @@ from megarl.core.recipe.rules import GRADERS
 from megarl.tasks.graders.answer import Submission, graded, judged
 from megarl.tasks.graders.code import Code
 from megarl.tasks.graders.functions import check_importable
+from megarl.tasks.graders.math import has_complete_answer
 from megarl.tasks.graders.pool import Pool
 from megarl.tasks.graders.remote import Remote, headers
 from megarl.tasks.graders.sandbox import Limits, Sandbox, places
@@ -29,6 +30,8 @@ from megarl.tasks.graders.sandbox import Limits, Sandbox, places
 log = logging.getLogger(__name__)
 Check = Callable[[Submission], Awaitable[Verdict]]
 """Grades a submission. GraderDown if there can be no verdict."""
+READS_TRUNCATED = ("math", "exact", "code")
+"""Graders for which `length.grade_truncated` counts: with it, a truncated answer is to them a finished one."""
 Decode = Callable[[np.ndarray], str]
 LIMIT_S = 10.0
 """Time limit for one answer in a worker process; an answer that takes longer is wrong."""
@@ -42,6 +45,26 @@ async def exact(submission: Submission) -> Verdict:
 async def well_formed(submission: Submission) -> Verdict:
     """Return right if the thinking trace was closed and an answer follows it."""
     return judged(bool(submission.answer))
+
+
+def unless_cut_off(check: Check) -> Check:
+    """Return the check, to which a truncated answer is wrong unless it states its result completely."""
+
+    async def checked(submission: Submission) -> Verdict:
+        if submission.truncated and not has_complete_answer(submission.answer):
+            return Verdict(WRONG)
+        return await check(submission)
+
+    return checked
+
+
+def as_finished(check: Check) -> Check:
+    """Return the check, to which a truncated answer is like a finished one."""
+
+    async def checked(submission: Submission) -> Verdict:
+        return await check(submission._replace(truncated=False))
+
+    return checked
 
 
 def _logged(name: str, check: Check) -> Check:
@@ -94,19 +117,29 @@ class TaskGrader:
     end_of_thinking: str
     decode: Decode
 
-    async def grade(self, text: str, prompt: Prompt, verdict: Verdict | None = None) -> Grade:
-        return await self._grade(text, prompt, verdict, self.others)
+    async def grade(self, text: str, prompt: Prompt, verdict: Verdict | None = None, truncated: bool = False) -> Grade:
+        return await self._grade(self._submission(text, prompt, truncated), verdict, self.others)
 
-    async def grade_answer(self, text: str, prompt: Prompt, verdict: Verdict | None = None) -> Grade:
+    async def grade_answer(
+        self, text: str, prompt: Prompt, verdict: Verdict | None = None, truncated: bool = False
+    ) -> Grade:
         trusted = {} if self.trusted is None else {**self.others, "trusted": self.trusted}
-        return await self._grade(text, prompt, verdict, trusted)
+        return await self._grade(self._submission(text, prompt, truncated), verdict, trusted)
 
-    async def _grade(self, text: str, prompt: Prompt, verdict: Verdict | None, others: Mapping[str, Check]) -> Grade:
-        answer = answer_of(text, self.end_of_thinking)
-        submission = Submission(answer, prompt.answer, text, self.decode(prompt.tokens), prompt.task)
+    def _submission(self, text: str, prompt: Prompt, truncated: bool) -> Submission:
+        return Submission(
+            answer=answer_of(text, self.end_of_thinking),
+            expected=prompt.answer,
+            completion=text,
+            prompt=self.decode(prompt.tokens),
+            task=prompt.task,
+            truncated=truncated,
+        )
+
+    async def _grade(self, submission: Submission, verdict: Verdict | None, others: Mapping[str, Check]) -> Grade:
         judged = (check(submission) for check in others.values())
         main, *more = await asyncio.gather(self._judge(submission, verdict), *judged)
-        return graded(answer, main, dict(zip(others, more, strict=True)), {"trusted": 0.0, **self.weights})
+        return graded(submission.answer, main, dict(zip(others, more, strict=True)), {"trusted": 0.0, **self.weights})
 
     async def agrees(self, answer: str, expected: str) -> bool:
         return (await self.compare(Submission(answer, expected))).score > 0
@@ -134,7 +167,7 @@ class TaskGraders:
         self._data, self._workers, self._limit_s, self._limits = recipe.data, workers or places(), limit_s, limits
         self._pools: list[Pool] = []
         check_graders(recipe)
-        made = {name: self._made(name) for name in _named(recipe)}
+        made = {name: self._made(name, recipe.length.grade_truncated) for name in _named(recipe)}
         checks = {name: _logged(name, check) for name, check in made.items()}
         self._graders = {
             name: TaskGrader(
@@ -156,7 +189,16 @@ class TaskGraders:
         for pool in self._pools:
             pool.close()
 
-    def _made(self, name: str) -> Check:
+    def _made(self, name: str, grade_truncated: bool) -> Check:
+        """Return the check of this name, with the recipe's rule for truncated answers."""
+        check = self._check(name)
+        if grade_truncated and name in READS_TRUNCATED:
+            return as_finished(check)
+        if name in ("math", "exact"):
+            return unless_cut_off(check)
+        return check
+
+    def _check(self, name: str) -> Check:
         if name == "exact":
             return exact
         if name == "format":
