@@ -39,6 +39,6 @@ setup(
         "tokenizers",
         "typer>=0.29",
     ],
-    extras_require={"wandb": ["wandb"]},
+    extras_require={"wandb": ["wandb"], "reasoning-gym": ["reasoning-gym==0.1.25"]},
     entry_points={"console_scripts": ["megarl=megarl.cli:main"]},
 )

@@ -90,7 +90,7 @@ class Rows(Section):
     )
     grader: str = Field(
         "math",
-        description="what says which answers are right: math, exact, code, format, a name of data.services, or "
+        description="what says which answers are right: math, exact, code, reasoning-gym, format, a name of data.services, or "
         "package.module:function",
     )
     rewards: dict[TaskName, Reward] = Field(

@@ -53,6 +53,8 @@ def kind_of_answer(text: str) -> str:
     with suppress(ValueError):
         if plain.startswith("{") and "tests" in json.loads(plain):
             return "unit tests"
+        if plain.startswith("{") and "family" in json.loads(plain):
+            return "reasoning-gym problem"
     return next((name for name, form in ANSWERS if re.fullmatch(form, plain, re.DOTALL)), "text")
 
 

@@ -33,6 +33,7 @@ from megarl.core.recipe import Recipe, Rows, Task
 from megarl.tasks.data.chat import ChatTemplate, Message, load_chat
 from megarl.tasks.data.contamination import Overlap, overlap_with
 from megarl.tasks.data.mappings import mapping_of, own
+from megarl.tasks.data.reasoning_gym import of_problems
 from megarl.tasks.data.rows import PromptRow, UnfitError, fingerprint
 from megarl.tasks.data.survey import FAULTS, Reader, Survey, chosen, survey_of
 from megarl.tasks.graders.code import read_tests
@@ -203,6 +204,8 @@ def _load_task(
     counted = task.heldout if isinstance(task.heldout, int) else 0
     if "code" in task.graders:
         read = of_programs(read)
+    if "reasoning-gym" in task.graders:
+        read = of_problems(read)
     key = f"data.tasks.{name}"
     surveyed = survey_of(task.train, read, counted, evaluation, refuse)
     train, heldout = load_set(surveyed, render, tokenizer, max_tokens, name, f"{key}.train")

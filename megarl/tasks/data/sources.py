@@ -4,6 +4,7 @@
     data/math.json                 an array of objects, which is in memory as text, or one per line
     data/math.parquet, .arrow      read by Hugging Face `datasets`; `data/part-*.parquet` means all these files in order
     hub:openai/gsm8k:main:train    a Hugging Face hub set: name, configuration (may be omitted), split (train by default)
+    reasoning-gym:chain_sum        problems that are made as they are read (reasoning_gym.py)
 
 A hub set is downloaded once into the cache of `datasets` and memory-mapped from there.
 """
@@ -19,6 +20,7 @@ import msgspec
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import JsonObject
+from megarl.tasks.data import reasoning_gym
 
 HUB = "hub:"
 BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}
@@ -38,11 +40,13 @@ type Numbered = tuple[int, JsonObject | Unreadable]
 
 def is_source(name: str) -> bool:
     """Return whether this is the name of a source of rows rather than of a recipe."""
-    return name.startswith(HUB) or Path(name).suffix in SUFFIXES
+    return name.startswith(HUB) or reasoning_gym.is_gym(name) or Path(name).suffix in SUFFIXES
 
 
 def problem(source: str) -> str | None:
     """Return why this source cannot be read, as far as that is clear without reading it; else None."""
+    if reasoning_gym.is_gym(source):
+        return reasoning_gym.problem(source)
     if source.startswith(HUB):
         wrong = f"{source!r} is not hub:ORG/NAME, hub:ORG/NAME:SPLIT or hub:ORG/NAME:CONFIG:SPLIT"
         return None if _hub(source) else wrong
@@ -56,6 +60,8 @@ def stream(source: str) -> Iterator[Numbered]:
     """Yield rows with their numbers from 1; for JSONL, line numbers, with blank lines skipped. MegarlError as in `problem`."""
     if wrong := problem(source):
         raise MegarlError(wrong)
+    if reasoning_gym.is_gym(source):
+        return enumerate(reasoning_gym.rows(source), 1)
     if Path(source).suffix == ".jsonl" and not source.startswith(HUB):
         return _lines(Path(source))
     if Path(source).suffix == ".json" and not source.startswith(HUB):

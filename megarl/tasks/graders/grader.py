@@ -1,7 +1,7 @@
 """The graders of a run: for each task one that decides right or wrong, and others whose weighted rewards are added.
 
 recipe ─► a Check for each distinct name      ─┬─ exact, format           in this process, immediately
-                                               ├─ math                    worker processes (pool.py)
+                                               ├─ math, reasoning-gym     worker processes (pool.py)
           tasks share them                     ├─ code                    sandboxes (code.py)
                                                ├─ a name of data.services HTTP (remote.py)
                                                └─ package.module:function the user's, in worker processes
@@ -19,6 +19,7 @@ from megarl.core.base.contracts import WRONG, Grade, Verdict, answer_of
 from megarl.core.base.types import Prompt
 from megarl.core.recipe import Recipe, Task
 from megarl.core.recipe.rules import GRADERS
+from megarl.tasks.data.reasoning_gym import check_package
 from megarl.tasks.graders.answer import Submission, graded, judged
 from megarl.tasks.graders.code import Code
 from megarl.tasks.graders.functions import check_importable
@@ -30,7 +31,7 @@ from megarl.tasks.graders.sandbox import Limits, Sandbox, places
 log = logging.getLogger(__name__)
 Check = Callable[[Submission], Awaitable[Verdict]]
 """Grades a submission. GraderDown if there can be no verdict."""
-READS_TRUNCATED = ("math", "exact", "code")
+READS_TRUNCATED = ("math", "exact", "reasoning-gym", "code")
 """Graders for which `length.grade_truncated` counts: with it, a truncated answer is to them a finished one."""
 Decode = Callable[[np.ndarray], str]
 LIMIT_S = 10.0
@@ -90,6 +91,8 @@ def check_graders(recipe: Recipe) -> None:
     for name in _named(recipe):
         if name == "code":
             Sandbox(recipe.data.sandbox, 1).check()
+        elif name == "reasoning-gym":
+            check_package()
         elif name in recipe.data.services:
             headers(name, recipe.data.services[name])
         elif name not in GRADERS:
@@ -194,7 +197,7 @@ class TaskGraders:
         check = self._check(name)
         if grade_truncated and name in READS_TRUNCATED:
             return as_finished(check)
-        if name in ("math", "exact"):
+        if name in READS_TRUNCATED and name != "code":
             return unless_cut_off(check)
         return check
 

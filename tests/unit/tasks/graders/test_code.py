@@ -20,7 +20,6 @@ from megarl.tasks.graders.fences import program_of
 from megarl.tasks.graders.sandbox import Ran, Sandbox
 from tests.unit.tasks.graders.asking import graders_of, prompt_of
 
-
 PRINT = "print(1)\n"
 
 
