@@ -23,6 +23,7 @@ setup(
         "aiohttp",
         "datasets",
         "jinja2",
+        "markdown-it-py",
         "markupsafe",
         "math-verify",
         "matplotlib",
@@ -42,6 +43,6 @@ setup(
         "typer>=0.29",
         "zstandard",
     ],
-    extras_require={"wandb": ["wandb"]},
+    extras_require={"wandb": ["wandb"], "reasoning-gym": ["reasoning-gym==0.1.25"]},
     entry_points={"console_scripts": ["megarl=megarl.cli:main"]},
 )

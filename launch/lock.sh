@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 upgrade=("$@")
 # Added to the CPU stack without their own requirements; cpu.in says why, and lists the packages that they import.
-without_requirements=(sglang==0.5.23 xgrammar==0.2.7 lm-eval==0.4.13)
+without_requirements=(sglang==0.5.23 xgrammar==0.2.7 lm-eval==0.4.13 reasoning-gym==0.1.25)
 resolved=$(mktemp)
 trap 'rm -f "$resolved"' EXIT
 

@@ -53,10 +53,13 @@ class Grade(NamedTuple):
 class Grader(Protocol):
     """Judges completions of one task."""
 
-    async def grade(self, text: str, prompt: Prompt, verdict: Verdict | None = None) -> Grade:
-        """Grade a completion's text. GraderDown if a grader is unavailable. verdict: the environment's; it takes precedence."""
+    async def grade(self, text: str, prompt: Prompt, verdict: Verdict | None = None, truncated: bool = False) -> Grade:
+        """Grade a completion's text. GraderDown if a grader is unavailable. verdict: the environment's; it takes precedence.
+        truncated: whether a length limit cut the text off."""
 
-    async def grade_answer(self, text: str, prompt: Prompt, verdict: Verdict | None = None) -> Grade:
+    async def grade_answer(
+        self, text: str, prompt: Prompt, verdict: Verdict | None = None, truncated: bool = False
+    ) -> Grade:
         """Grade for an evaluation: only with the task's own grader or environment or, if there is a trusted grader, with all
         graders; the trusted one's score is `trusted` in `rewards` and adds nothing to the reward."""
 
@@ -175,6 +178,7 @@ class AgentRollout(NamedTuple):
     finish: FinishReason  # `length` if a limit ended the session
     verdict: Verdict | None  # the agent's own; None: the task's grader judges
     episode: Episode
+    truncated: bool = False  # a length limit cut the last message off
 
 
 class AgentDown(GraderDown):

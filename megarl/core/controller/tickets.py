@@ -144,7 +144,7 @@ class Tickets:
             try:
                 if done.down is not None:
                     raise done.down
-                grade = await self._graders[prompt.task].grade(done.text, prompt, done.verdict)
+                grade = await self._graders[prompt.task].grade(done.text, prompt, done.verdict, done.truncated)
             except GraderDown as why:
                 down.append(str(why))
                 grade = Grade(math.nan, False, format_ok=True, error=True)  # not malformed: nobody has judged it

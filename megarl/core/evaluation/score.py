@@ -99,7 +99,7 @@ class Sampled(Questions[Prompt]):
             if done.down is not None:  # perhaps by the policy's doing
                 void = str(done.down)
             else:
-                grade = await ask(done.text, asked, done.verdict)
+                grade = await ask(done.text, asked, done.verdict, done.truncated)
                 if math.isnan(grade.reward) and not grade.correct:
                     void = "no grader could judge it"
         except Void as why:

@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.core.recipe.tree import FP8_MULTIPLE, MULTIPLE_CHOICE, Model, Recipe, Rows
 
-GRADERS = ("math", "exact", "code", "format")
+GRADERS = ("math", "exact", "code", "reasoning-gym", "format")
 """Built-in graders; others are services and functions."""
 RESERVED = {
     "answer": "the task's own grader", "trusted": "the trusted grader", "total": "the sum of all rewards",
@@ -346,6 +346,9 @@ def _graders(r: Recipe) -> Iterator[str]:
             yield f"{key}.rewards.{name}: {RESERVED[name]} is logged under this name; choose another"
     for key, grader in named.items():
         yield from _named(key, grader, "grader", known)
+    for name, task in r.data.tasks.items():
+        if task.train.startswith("reasoning-gym:") and task.grader in ("math", "exact"):
+            yield f"data.tasks.{name}.grader: problems of reasoning-gym need grader: reasoning-gym, or one of your own"
     for name in r.data.services:
         if name in GRADERS:
             yield f"data.services.{name}: a built-in grader has this name; choose another"

@@ -92,7 +92,7 @@ class Rows(Section):
     )
     grader: str = Field(
         "math",
-        description="what says which answers are right: math, exact, code, format, a name of data.services, or "
+        description="what says which answers are right: math, exact, code, reasoning-gym, format, a name of data.services, or "
         "package.module:function",
     )
     rewards: dict[TaskName, Reward] = Field(
@@ -305,6 +305,11 @@ class Length(Section):
         2048,
         ge=1,
         description="maximum tokens after the thinking; overlong_penalty: the last ones, in which a right answer loses up to 1",
+    )
+    grade_truncated: bool = Field(
+        False,
+        description="grade an answer that a length limit cut off like a finished one; else math and exact count it as "
+        "wrong unless it has a complete box or answer line",
     )
     end_of_thinking: str = Field("</think>", description="the answer is the text after it; empty: no thinking trace")
     interruption: str = Field(

@@ -79,7 +79,8 @@ class Completion:
     interrupted: bool = False
     retries: int = 0
     kept: int = 0  # tokens of prompt and completion that the last server's cache should hold
-    text: str = ""  # the last finished message, without its stop token
+    text: str = ""  # the last message, without its stop token
+    truncated: bool = False  # a length limit cut the last message off
     routing: list[np.ndarray] = field(default_factory=list)  # tables of the requests so far
     message: list[np.ndarray] = field(default_factory=list)  # tokens of the message in progress, without replies
     verdict: Verdict | None = None  # of environment or agent; without one the task's grader judges the text
@@ -181,6 +182,7 @@ class Sampler:
         tokens = done.message_tokens
         ended = done.finish == "stop" or (len(tokens) > 0 and int(tokens[-1]) in self._ends)
         done.text = self._tokenizer.continued(tokens[:-1] if ended else tokens)
+        done.truncated = not ended
         return done
 
     async def _session(self, job: Job, agents: Agents) -> Completion:
@@ -203,7 +205,7 @@ class Sampler:
             down, made = error, error.rollout
         return Completion(
             segments=list(made.segments), paths=made.paths, finish=made.finish, retries=retries, text=made.text,
-            verdict=made.verdict, episode=made.episode, down=down,
+            truncated=made.truncated, verdict=made.verdict, episode=made.episode, down=down,
         )  # fmt: skip
 
     async def _turns(self, job: Job, done: Completion, environment: PlayedEnvironment) -> bool:

@@ -63,6 +63,8 @@ def kind_of_answer(text: str) -> str:
     with suppress(ValueError):
         if plain.startswith("{") and "tests" in json.loads(plain):
             return PROGRAM
+        if plain.startswith("{") and "family" in json.loads(plain):
+            return "reasoning-gym problem"
     with suppress(ValueError):
         if plain.startswith('["') and isinstance(json.loads(plain), list):
             return JSON_LIST

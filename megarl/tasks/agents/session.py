@@ -206,8 +206,9 @@ class AgentSession:
             untrained=self.tree.untrained_tokens(),
         )  # fmt: skip
         text = "" if last is None else self._text(last.segments, last.stopped)
+        truncated = last is not None and not last.stopped and not self._ended_itself(last.segments)
         verdict = None if final is None else Verdict(final)
-        return AgentRollout(segments, paths, text, "length" if self.limited else "stop", verdict, episode)
+        return AgentRollout(segments, paths, text, "length" if self.limited else "stop", verdict, episode, truncated)
 
     async def prompt_tokens(self, request: AgentRequest) -> int:
         """Return the number of tokens that the policy would be sent for the request. Of one that is
@@ -320,10 +321,15 @@ class AgentSession:
             left = max(0, left - len(s.tokens))
         return tuple(kept), found(count)
 
+    def _ended_itself(self, segments: tuple[Segment, ...]) -> bool:
+        """Return whether the last token is an end token."""
+        tokens = tokens_of(segments)
+        return len(tokens) > 0 and int(tokens[-1]) in self._tokenizer.ends
+
     def _text(self, segments: tuple[Segment, ...], stopped: str) -> str:
         """Return the sampled text, without the end token, up to the stop text that ended it."""
         tokens = tokens_of(segments)
-        if len(tokens) and int(tokens[-1]) in self._tokenizer.ends:
+        if self._ended_itself(segments):
             tokens = tokens[:-1]
         text = self._tokenizer.continued(tokens)
         return text.partition(stopped)[0] if stopped else text

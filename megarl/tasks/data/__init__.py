@@ -4,6 +4,7 @@ sources.py        streams rows from files, patterns of files, folders, or the Hu
 files.py          reads one file: JSON lines, JSON, CSV, TSV, Parquet, Arrow
 rows.py           a row of a prompt set; the normal form of texts
 columns.py        reads a row's prompt, answers, difficulty and id from columns; conversations.py: messages
+reasoning_gym.py  problems that are made as they are read
 mappings.py       published sets' rows -> rows of rows.py; programs.py: the same for programming problems
 survey.py         one pass over a source decides which rows are left out or held out; a second one streams the kept rows
 damage.py         finds LaTeX whose backslashes a conversion has eaten

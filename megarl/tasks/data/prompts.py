@@ -34,6 +34,7 @@ from megarl.tasks.data.chat import ChatTemplate, load_chat
 from megarl.tasks.data.contamination import Overlap, overlap_with
 from megarl.tasks.data.golds import unreadable_in
 from megarl.tasks.data.mappings import mapping_of, own
+from megarl.tasks.data.reasoning_gym import of_problems
 from megarl.tasks.data.rows import Message, PromptRow, UnfitError, fingerprint
 from megarl.tasks.data.survey import FAULTS, Reader, Survey, chosen, survey_of
 from megarl.tasks.graders.code import read_tests
@@ -320,6 +321,8 @@ def _load_task(
     counted = task.heldout if isinstance(task.heldout, int) else 0
     if "code" in task.graders:
         read = of_programs(read)
+    if "reasoning-gym" in task.graders:
+        read = of_problems(read)
     key = f"data.tasks.{name}"
     surveyed = survey_of(task.train, read, counted, evaluation, refuse)
     train, heldout = load_set(surveyed, render, tokenizer, max_tokens, name, f"{key}.train")

@@ -9,6 +9,7 @@
     data/math                      all files in this folder, if they are of one kind and one split
     hub:openai/gsm8k:main:train    a Hugging Face hub set: name, configuration (may be omitted),
                                    split (train by default)
+    reasoning-gym:chain_sum        problems that are made as they are read (reasoning_gym.py)
 
 A hub set is downloaded once into the cache of `datasets` and memory-mapped from there.
 files.py reads files.
@@ -26,6 +27,7 @@ from typing import NamedTuple
 from zstandard import ZstdError
 
 from megarl.core.base.errors import MegarlError
+from megarl.tasks.data import reasoning_gym
 from megarl.tasks.data.files import (
     AS_UTF8,
     PACKABLE,
@@ -64,7 +66,7 @@ class HubSet(NamedTuple):
 
 def is_source(name: str) -> bool:
     """Return whether this is the name of a source of rows rather than of a recipe."""
-    known = name.startswith(HUB) or ELSEWHERE.match(name) or format_of(name)
+    known = name.startswith(HUB) or reasoning_gym.is_gym(name) or ELSEWHERE.match(name) or format_of(name)
     return bool(known) or ("/" in name and Path(name).is_dir())
 
 
@@ -75,6 +77,8 @@ def is_hub(source: str) -> bool:
 
 def problem(source: str) -> str | None:
     """Return why this source cannot be read, as far as that is clear without reading it."""
+    if reasoning_gym.is_gym(source):
+        return reasoning_gym.problem(source)
     try:
         _place_of(source)
     except MegarlError as error:
@@ -87,6 +91,10 @@ def stream(source: str) -> Iterator[Numbered]:
 
     Of one text the numbers are those of its lines, without blank ones; else of the rows.
     """
+    if reasoning_gym.is_gym(source):
+        if wrong := reasoning_gym.problem(source):
+            raise MegarlError(wrong)
+        return enumerate(reasoning_gym.rows(source), 1)
     return _catch_errors(source, _place_of(source))
 
 

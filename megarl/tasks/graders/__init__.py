@@ -3,6 +3,7 @@
 completion text ─► the text after `</think>`; if there is none, that is a format error, and wrong
                       ├─ exact: equal to the prompt's answer, up to surrounding whitespace (in this process, microseconds)
                       ├─ math:  math-verify finds it mathematically equal           (pool.py, worker.py: processes)
+                      ├─ reasoning-gym: its family's scorer gives the full score     (reasoning_gym.py, worker.py)
                       └─ code:  its last block of Python passes the tests            (code.py, sandbox.py, inside.py)
 
 Others: an HTTP service (remote.py), the user's own function (worker.py), `format`: whether there is an answer at all.
@@ -11,6 +12,7 @@ grader.py   TaskGraders: the controller's interface to the graders, by task
 answer.py   Submission: what a grader sees, and the grade that follows from verdicts
 pool.py     worker processes: a hung or dead one is replaced
 worker.py   the code of those processes; functions.py: the functions they run
+math/       what the grader of mathematics reads; fences.py: the program in an answer
 code.py     runs a program's tests, and compares results outside the sandbox
 sandbox.py  bubblewrap, or resource limits alone
 inside.py   the program that runs inside the sandbox

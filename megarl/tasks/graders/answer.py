@@ -8,11 +8,12 @@ from megarl.core.base.contracts import RIGHT, WRONG, Grade, GraderDown, Verdict
 
 
 class Submission(NamedTuple):
-    """What a grader sees, all as text.
+    """What a grader sees.
 
     answer: the text after the thinking trace ("" if there is none, or the trace is not closed);
     completion: the whole text; expected: the data set's answer. If a row accepts several, the
-    grader is asked with one after the other until it finds the answer right.
+    grader is asked with one after the other until it finds the answer right. truncated: whether
+    a length limit cut the text off.
     """
 
     answer: str
@@ -20,6 +21,7 @@ class Submission(NamedTuple):
     completion: str = ""
     prompt: str = ""
     task: str = ""
+    truncated: bool = False
 
 
 def judged(correct: bool, timeout: bool = False) -> Verdict:

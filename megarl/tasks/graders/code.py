@@ -1,6 +1,6 @@
 """Grades a program by tests: each runs in the sandbox, its result is compared outside, and the first failure ends the grading.
 
-    answer ─► last block of Python ─► for each test ─► Sandbox ─► printed result  ═?═  the test's expected result
+    answer ─► program (fences.py) ─► for each test ─► Sandbox ─► printed result  ═?═  the test's expected result
 
 The prompt's `answer` is the JSON text of the tests, of four kinds, which may be mixed:
 
@@ -14,9 +14,11 @@ function through a pipe. A program that exits before its tests, reads its own me
 """
 
 import ast
+import asyncio
 import cmath
 import itertools
 import json
+import math
 import sys
 from decimal import Decimal
 from functools import lru_cache
@@ -24,15 +26,22 @@ from typing import Any, NamedTuple
 
 from megarl.core.base.contracts import Verdict
 from megarl.tasks.graders.answer import Submission, judged
+from megarl.tasks.graders.fences import program_of
 from megarl.tasks.graders.sandbox import Ran, Sandbox
 
-FENCE = "```"
 SHOWN_BYTES = 1 << 16
 """A result longer than this plus 4 times the expected one is not parsed: that would take too much of the controller's time."""
 PASSED = "passed"
 """The output of a check's sandbox if no assert failed."""
 UNREADABLE = (ValueError, SyntaxError, TypeError, KeyError, MemoryError, RecursionError, OverflowError)
 """The exceptions from parsing a text that is malformed, or made to break its parser."""
+NON_FINITE: dict[str, complex] = {
+    "inf": math.inf,
+    "nan": math.nan,
+    "infj": complex(0, math.inf),
+    "nanj": complex(0, math.nan),
+}
+"""How `repr` writes numbers that are not finite; those with j are imaginary."""
 FLOATS_AGREE = 1e-6
 """Tolerance for float results, and for printed numbers with a decimal point: relative or absolute, as most judges have it."""
 
@@ -56,7 +65,7 @@ class Code:
 
     async def check(self, submission: Submission) -> Verdict:
         """Return whether the program in the answer passes all tests; timeout: whether a test timed out."""
-        program = program_of(submission.answer)
+        program = await asyncio.to_thread(program_of, submission.answer, submission.truncated)
         if program is None:
             return judged(False)
         for test in read_tests(submission.expected):
@@ -67,23 +76,6 @@ class Code:
             if not passed(test, ran):
                 return judged(False, timeout=ran.ended == "time")
         return judged(True)
-
-
-def program_of(answer: str) -> str | None:
-    """Return the content of the last closed fenced block marked as Python, else of the last one, else None."""
-    programs: dict[bool, str] = {}  # by whether it is marked
-    block: list[str] | None = None
-    marked = False
-    for line in answer.split("\n"):
-        mark = line.strip(" \t")
-        if block is None:
-            if mark.startswith(FENCE) and "`" not in mark.removeprefix(FENCE):
-                block, marked = [], mark.removeprefix(FENCE).lstrip().lower().startswith("py")
-        elif mark == FENCE:
-            programs[marked], block = "".join(f"{part}\n" for part in block), None
-        else:
-            block.append(line)
-    return programs.get(True, programs.get(False))
 
 
 def passed(test: UnitTest, ran: Ran) -> bool:
@@ -97,7 +89,7 @@ def passed(test: UnitTest, ran: Ran) -> bool:
     if len(ran.stdout) > SHOWN_BYTES + 4 * len(repr(test.result)):
         return False
     try:
-        return same_value(ast.literal_eval(ran.stdout), test.result)
+        return same_value(literal(ran.stdout), test.result)
     except UNREADABLE:
         return False
 
@@ -112,13 +104,16 @@ def same_text(printed: str, expected: str) -> bool:
 
 
 def same_value(value: Any, expected: Any) -> bool:
-    """Compare like Python's ==, but a tuple equals a list, and floats and complex numbers may differ within FLOATS_AGREE."""
+    """Compare like Python's ==, but a tuple equals a list, NaN equals NaN, and floats and complex numbers may differ
+    within FLOATS_AGREE."""
     if isinstance(value, list | tuple) and isinstance(expected, list | tuple):
         return len(value) == len(expected) and all(map(same_value, value, expected))
     if isinstance(value, dict) and isinstance(expected, dict):
         return value.keys() == expected.keys() and all(same_value(value[key], expected[key]) for key in value)
     numbers = isinstance(value, int | float | complex) and isinstance(expected, int | float | complex)
     if numbers and (isinstance(value, float | complex) or isinstance(expected, float | complex)):
+        if cmath.isnan(value) or cmath.isnan(expected):
+            return cmath.isnan(value) and cmath.isnan(expected)
         return cmath.isclose(value, expected, rel_tol=FLOATS_AGREE, abs_tol=FLOATS_AGREE)
     return bool(value == expected)
 
@@ -178,15 +173,48 @@ def _asserted(line: str, number: int) -> UnitTest:
 
 def _literal(text: str, number: int) -> Any:
     try:
-        return ast.literal_eval(text)
+        return literal(text)
     except UNREADABLE:
         raise ValueError(f"test {number}: the result {text[:80]!r} is not a Python literal") from None
+
+
+def literal(text: str) -> Any:
+    """Return the value of a Python literal, in which inf and nan may stand for numbers: as `repr` writes them, or as
+    `float("inf")`, `math.inf` or `np.inf`. One of UNREADABLE if it is none."""
+    try:
+        return ast.literal_eval(text)
+    except ValueError:
+        expression = ast.parse(text.strip(), mode="eval")
+        return ast.literal_eval(ast.fix_missing_locations(_NonFinite().visit(expression)))
+
+
+class _NonFinite(ast.NodeTransformer):
+    """Replaces names of numbers that are not finite by these numbers."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        value = NON_FINITE.get(node.id)
+        return node if value is None else ast.Constant(value)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        match node:
+            case ast.Attribute(value=ast.Name(id="math" | "np" | "numpy"), attr="inf" | "nan" as name):
+                return ast.Constant(NON_FINITE[name])
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        match node:
+            case ast.Call(func=ast.Name(id="float"), args=[ast.Constant(value=str(written))], keywords=[]):
+                return ast.Constant(float(written))
+        return node
 
 
 def _same_number(printed: str, expected: str) -> bool:
     """Compare two numbers; only one with a decimal point may be rounded otherwise."""
     try:
-        a, b = Decimal(printed), Decimal(expected)
+        a = Decimal(printed)
+        b = Decimal(expected)
+        if a.is_nan() or b.is_nan():
+            return a.is_qnan() and b.is_qnan()
         return a == b or ("." in expected and abs(a - b) <= Decimal(FLOATS_AGREE) * max(Decimal(1), abs(b)))
     except ArithmeticError:  # a word, or a number of a million digits
         return False

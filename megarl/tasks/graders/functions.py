@@ -138,13 +138,20 @@ def same_in_mathematics(submission: Submission) -> bool | None:
 
 
 def named(grader: str) -> Function:
-    """Return the function that a recipe names `math` or `package.module:function`."""
+    """Return the function that a recipe names `math`, `reasoning-gym` or `package.module:function`."""
     if grader == "math":
         import math_verify  # noqa: F401  (imported before `ready`)
 
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that nothing limits its time; we do
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
         return same_in_mathematics
+    if grader == "reasoning-gym":
+        import reasoning_gym  # noqa: F401  (imported before `ready`)
+
+        from megarl.tasks.graders.reasoning_gym import is_right
+
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+        return is_right
     return imported(grader)
 
 

@@ -1,7 +1,7 @@
 """The graders of a run: for each task one that decides right or wrong, and others whose weighted rewards are added.
 
 recipe ─► a Check for each distinct name      ─┬─ exact, format           in this process, immediately
-                                               ├─ math                    worker processes (pool.py)
+                                               ├─ math, reasoning-gym     worker processes (pool.py)
           tasks share them                     ├─ code                    sandboxes (code.py)
                                                ├─ a name of data.services HTTP (remote.py)
                                                └─ package.module:function the user's, in worker processes
@@ -20,9 +20,11 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import Prompt
 from megarl.core.recipe import Recipe, Task
 from megarl.core.recipe.rules import GRADERS
+from megarl.tasks.data.reasoning_gym import check_package
 from megarl.tasks.graders.answer import Submission, graded, judged
 from megarl.tasks.graders.code import Code
 from megarl.tasks.graders.functions import check_importable
+from megarl.tasks.graders.math import has_complete_answer
 from megarl.tasks.graders.pool import Pool
 from megarl.tasks.graders.remote import Remote, headers
 from megarl.tasks.graders.sandbox import Limits, Sandbox, places
@@ -30,6 +32,8 @@ from megarl.tasks.graders.sandbox import Limits, Sandbox, places
 log = logging.getLogger(__name__)
 Check = Callable[[Submission], Awaitable[Verdict]]
 """Grades a submission. GraderDown if there can be no verdict."""
+READS_TRUNCATED = ("math", "exact", "reasoning-gym", "code")
+"""Graders for which `length.grade_truncated` counts: with it, a truncated answer is to them a finished one."""
 Decode = Callable[[np.ndarray], str]
 LIMIT_S = 10.0
 """Time limit for one answer in a worker process; an answer that takes longer is wrong."""
@@ -78,6 +82,26 @@ async def any_of(check: Check, submissions: Sequence[Submission]) -> Verdict:
     return best
 
 
+def unless_cut_off(check: Check) -> Check:
+    """Return the check, to which a truncated answer is wrong unless it states its result completely."""
+
+    async def checked(submission: Submission) -> Verdict:
+        if submission.truncated and not has_complete_answer(submission.answer):
+            return Verdict(WRONG)
+        return await check(submission)
+
+    return checked
+
+
+def as_finished(check: Check) -> Check:
+    """Return the check, to which a truncated answer is like a finished one."""
+
+    async def checked(submission: Submission) -> Verdict:
+        return await check(submission._replace(truncated=False))
+
+    return checked
+
+
 def _logged(name: str, check: Check) -> Check:
     """Return the check; it logs its failures, only at each doubling of their number, so that the log does not fill."""
     failures = 0
@@ -101,6 +125,8 @@ def check_graders(recipe: Recipe) -> None:
     for name in _named(recipe):
         if name == "code":
             Sandbox(recipe.data.sandbox, 1).check()
+        elif name == "reasoning-gym":
+            check_package()
         elif name in recipe.data.services:
             headers(name, recipe.data.services[name])
         elif name not in GRADERS:
@@ -128,20 +154,32 @@ class TaskGrader:
     end_of_thinking: str
     decode: Decode
 
-    async def grade(self, text: str, prompt: Prompt, verdict: Verdict | None = None) -> Grade:
-        return await self._grade(text, prompt, verdict, self.others)
+    async def grade(self, text: str, prompt: Prompt, verdict: Verdict | None = None, truncated: bool = False) -> Grade:
+        return await self._grade(self._submission(text, prompt, truncated), prompt, verdict, self.others)
 
-    async def grade_answer(self, text: str, prompt: Prompt, verdict: Verdict | None = None) -> Grade:
+    async def grade_answer(
+        self, text: str, prompt: Prompt, verdict: Verdict | None = None, truncated: bool = False
+    ) -> Grade:
         trusted = {} if self.trusted is None else {**self.others, "trusted": self.trusted}
-        return await self._grade(text, prompt, verdict, trusted)
+        return await self._grade(self._submission(text, prompt, truncated), prompt, verdict, trusted)
 
-    async def _grade(self, text: str, prompt: Prompt, verdict: Verdict | None, others: Mapping[str, Check]) -> Grade:
-        answer = answer_of(text, self.end_of_thinking)
-        submission = Submission(answer, prompt.answer, text, self.decode(prompt.tokens), prompt.task)
+    def _submission(self, text: str, prompt: Prompt, truncated: bool) -> Submission:
+        return Submission(
+            answer=answer_of(text, self.end_of_thinking),
+            expected=prompt.answer,
+            completion=text,
+            prompt=self.decode(prompt.tokens),
+            task=prompt.task,
+            truncated=truncated,
+        )
+
+    async def _grade(
+        self, submission: Submission, prompt: Prompt, verdict: Verdict | None, others: Mapping[str, Check]
+    ) -> Grade:
         submissions = [submission._replace(expected=expected) for expected in prompt.answers]
         judged = (any_of(check, submissions) for check in others.values())
         main, *more = await asyncio.gather(self._judge(submissions, verdict), *judged)
-        return graded(answer, main, dict(zip(others, more, strict=True)), {"trusted": 0.0, **self.weights})
+        return graded(submission.answer, main, dict(zip(others, more, strict=True)), {"trusted": 0.0, **self.weights})
 
     async def agrees(self, answer: str, expected: str) -> bool:
         return (await self.compare(Submission(answer, expected))).score > 0
@@ -169,7 +207,7 @@ class TaskGraders:
         self._data, self._workers, self._limit_s, self._limits = recipe.data, workers or places(), limit_s, limits
         self._pools: list[Pool] = []
         check_graders(recipe)
-        made = {name: _guarded(name, self._made(name)) for name in _named(recipe)}
+        made = {name: _guarded(name, self._made(name, recipe.length.grade_truncated)) for name in _named(recipe)}
         checks = {name: _logged(name, check) for name, check in made.items()}
         self._graders = {
             name: TaskGrader(
@@ -191,7 +229,16 @@ class TaskGraders:
         for pool in self._pools:
             pool.close()
 
-    def _made(self, name: str) -> Check:
+    def _made(self, name: str, grade_truncated: bool) -> Check:
+        """Return the check of this name, with the recipe's rule for truncated answers."""
+        check = self._check(name)
+        if grade_truncated and name in READS_TRUNCATED:
+            return as_finished(check)
+        if name in READS_TRUNCATED and name != "code":
+            return unless_cut_off(check)
+        return check
+
+    def _check(self, name: str) -> Check:
         if name == "exact":
             return exact
         if name == "format":

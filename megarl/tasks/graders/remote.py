@@ -2,7 +2,7 @@
 
     check(submission) ─► wait for BATCH submissions or 20 ms ─► POST url ─► {"rewards": [0.7, -1.0, null, …]}
 
-    {"schema_version": 1, "items": [{"task", "prompt", "completion", "answer", "expected"}, …]}        Submission's fields
+    {"schema_version": 1, "items": [{"task", "prompt", "completion", "answer", …}, …]}        Submission's fields
     {"rewards": [number or null, …]}       ServiceReply: one per item, in order; null or NaN: it could not judge it
 
 A request that may succeed later (connection error, timeout, 408, 429, 5xx) is repeated after 0.5, 1, 2, … s, up to RETRIES
@@ -101,7 +101,7 @@ class Remote:
             else:
                 verdict.set_result(outcome)
 
-    async def _rewards(self, items: list[dict[str, str]]) -> list[float | None]:
+    async def _rewards(self, items: list[dict[str, str | bool]]) -> list[float | None]:
         body = msgspec.json.encode({"items": items, "schema_version": SCHEMA_VERSION})
         for attempt in range(RETRIES + 1):
             try:

@@ -120,7 +120,7 @@ class Answers:
     def __getitem__(self, task: str) -> "Answers":
         return self
 
-    async def grade_answer(self, text: str, prompt: Prompt, verdict: None) -> Grade:
+    async def grade_answer(self, text: str, prompt: Prompt, verdict: None, truncated: bool) -> Grade:
         if self.down > 0:
             self.down -= 1
             raise GraderDown("no process starts")
@@ -239,7 +239,7 @@ def test_an_answer_that_no_grader_can_judge_is_void(tmp_path: Path, correct: boo
     """Unless it is only another grader than the task's that cannot."""
 
     class Doubtful(Answers):
-        async def grade_answer(self, text: str, prompt: Prompt, verdict: None) -> Grade:
+        async def grade_answer(self, text: str, prompt: Prompt, verdict: None, truncated: bool) -> Grade:
             return Grade(math.nan, correct, True, error=True)
 
     recipe, answers, kept = recipe_of(tmp_path, one=1.0), Doubtful(0), list[Answer]()

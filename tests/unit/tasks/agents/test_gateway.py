@@ -345,6 +345,7 @@ def test_thinking_that_a_limit_cut_is_no_answer_and_an_answer_without_words_is_a
                 message = choice["message"]
                 if thinks:
                     assert (message["content"], choice["finish_reason"]) == ("", "length")
+                    assert served.session.rollout().truncated
                     assert message["reasoning_content"] == thought
                 assert ("tool_calls" in message) == (not thinks)
                 assert (await served.chat(USER * 2))[1]["choices"][0]["message"]["content"] == ""
@@ -375,6 +376,7 @@ def test_a_full_context_and_a_session_that_is_over_are_400(tmp_path: Path) -> No
             assert "agent.requests=5" in body["error"]["message"]
             made = served.session.rollout()
             assert (made.finish, made.text, made.verdict) == ("length", "c", None), "what there is will be graded"
+            assert not made.truncated, "a limit ended the session, but not its last message"
 
     run(test)
 

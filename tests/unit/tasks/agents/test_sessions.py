@@ -71,7 +71,7 @@ def test_functions_and_commands_are_given_the_task_and_rewarded(
     tmp_path: Path, agent: Any, verdict: Verdict | None
 ) -> None:
     (made,) = play(tmp_path, agent)
-    assert (made.text, made.verdict, made.finish) == ("7", verdict, "stop")
+    assert (made.text, made.verdict, made.finish, made.truncated) == ("7", verdict, "stop", False)
     assert [s.trained for s in made.segments] == [False, True]
     assert (made.episode.turns, made.episode.limited, len(made.paths)) == (1, False, 1)
 

@@ -306,6 +306,7 @@ def test_a_call_within_a_thought_is_one_message() -> None:
     done, server = say([[4, CALL], [CLOSE, 5, END]], Script([2]))
     assert said(done) == [([4, CALL], True), ([3, 3], False), ([CLOSE, 5, END], True)]
     assert (done.text, done.finish, done.interrupted) == (f"4{CALL}</think>5", "stop", False)
+    assert not done.truncated
     assert server.asked == [(20, (END, CALL)), (16, (END, CALL))]
 
 
@@ -333,7 +334,15 @@ def test_out_of_turns_it_answers_if_its_message_is_not_over() -> None:
     assert (done.episode.turns, done.episode.calls, done.episode.errors, done.episode.limited) == (2, 2, 2, True)
     done, _ = say([[4, END], [5, END]], Script([2, 2]), turns=2)
     assert said(done) == [([4, END], True), ([3, 3], False), ([5, END], True)]
-    assert (done.finish, done.text) == ("length", "5")
+    assert (done.finish, done.text, done.truncated) == ("length", "5", False)
+
+
+@pytest.mark.parametrize("control", ["none", "overlong_penalty", "interruption"])
+def test_a_message_that_a_limit_cuts_off_is_truncated(control: str) -> None:
+    done, _ = say([[4] * 20, [5] * 4], Script([]), control, thinking=10)
+    assert (done.finish, done.truncated) == ("length", True)
+    done, _ = say([[4, END]], Script([]), control)
+    assert (done.finish, done.truncated) == ("stop", False)
 
 
 def test_a_reply_that_does_not_fit_is_left_out() -> None:

@@ -15,40 +15,87 @@ from megarl.core.base.tokenizer import Tokenizer
 from megarl.core.recipe import from_tree
 from megarl.tasks.data import arithmetic_models
 from megarl.tasks.data.prompts import load_tasks
-from megarl.tasks.graders.code import UnitTest, passed, program_of, read_tests, same_text, same_value
+from megarl.tasks.graders.code import UnitTest, passed, read_tests, same_text, same_value
+from megarl.tasks.graders.fences import program_of
 from megarl.tasks.graders.sandbox import Ran, Sandbox
 from tests.unit.tasks.graders.asking import graders_of, prompt_of
+
+PRINT = "print(1)\n"
 
 
 @pytest.mark.parametrize(
     ("answer", "program"),
     [
-        ("```python\nprint(1)\n```", "print(1)\n"),
-        ("```\nprint(1)\n```", "print(1)\n"),
-        ("Try\n```py\nprint(1)\n```\nBetter:\n```python\nprint(2)\n```\nDone.", "print(2)\n"),
-        ("- here:\n  ```python\n  print(1)\n  ```", "  print(1)\n"),
+        ("```python\nprint(1)\n```", PRINT),
+        ("```\nprint(1)\n```", PRINT),
+        ("Try\n```py\nprint(2)\n```\nBetter:\n```python\nprint(1)\n```\nDone.", PRINT),
         ("```python\nprint('```')\n```", "print('```')\n"),
-        ("```python\n```", ""),
         ("print(1)", None),
-        ("```python\nprint(1)", None),
         ("`print(1)`", None),
         ("```print(1)```", None),
-        ("```\n1\n \t``` \n2\n```\n3\n```\n4", "3\n"),
-        ("```python\nprint(1)\n```\nIt prints\n```\n1\n```", "print(1)\n"),
-        ("```python3\nprint(1)\n```\nRun it:\n```bash\npython solution.py\n```", "print(1)\n"),
-        ("```py `1`\n```\n2\n```", "2\n"),
+        ("```python\n```", None),
+        ("```python\n```\n\n```\nprint(1)\n```\n```", PRINT),
+        ("```python\nprint(1)\n```\nIt prints\n```\n1\n```", PRINT),
+        # containers
+        ("- here:\n  ```python\n  print(1)\n  ```", PRINT),
+        ("- ```python\n  print(1)\n  ```", PRINT),
+        ("1. here:\n\n    ```python\n    print(1)\n    ```\n\n2. Done.", PRINT),
+        ("-\t```python\n\tprint(1)\n\t```", PRINT),
+        ("> ```python\n> print(1)\n> ```", PRINT),
+        ("- a\n  - ```python\n    print(1)\n    ```", PRINT),
+        ("  ```python\n  print(1)\n  ```", PRINT),
+        ("<answer>\n```python\nprint(1)\n```\n</answer>", PRINT),
+        ("### Solution\n```python\nprint(1)\n```", PRINT),
+        ("- item:\n    ```python\n    if x:\n    \ty()\n    ```", "if x:\n\ty()\n"),
+        # fences
+        ("````python\nprint(1)\n````", PRINT),
+        ("~~~python\nprint(1)\n~~~", PRINT),
+        ("```python\r\nprint(1)\r\n```\r\n", PRINT),
+        ("```python\nprint(1)\n`````", PRINT),
+        ('````python\ns = """\n```\n"""\n````', 's = """\n```\n"""\n'),
+        ("````markdown\n```python\nprint(1)\n```\n````", "```python\nprint(1)\n```\n"),
+        ("~~~python\n```\n~~~", "```\n"),
+        ("```python\n'''\n    ```\n'''\n```", "'''\n    ```\n'''\n"),
         ("```py\n1\n```py\n2\n```", "1\n```py\n2\n"),
+        ("```py `1`\n```\n2\n```", "2\n"),
+        ("```python\nprint(1)", "print(1)"),
+        ("```python\nprint(2)\n```\nFinally:\n```python\nprint(1)\n", PRINT),
+        # info strings
+        ("```python3\nprint(1)\n```\nRun it:\n```bash\npython solution.py\n```", PRINT),
+        ("``` Python 3\nprint(1)\n```\n```\n1\n```", PRINT),
+        ("```{.python .numberLines}\nprint(1)\n```\n```\n1\n```", PRINT),
+        ("```{python}\nprint(1)\n```\n```\n1\n```", PRINT),
+        ("```python:solution.py\nprint(1)\n```\n```\n1\n```", PRINT),
+        ('```PYTHON title="a"\nprint(1)\n```\n```\n1\n```', PRINT),
+        ("```python\nprint(1)\n```\n```pycon\n>>> 1\n1\n```", PRINT),
     ],
 )
-def test_the_program_is_the_last_closed_block_of_python(answer: str, program: str | None) -> None:
+def test_the_program_is_the_last_block_of_python(answer: str, program: str | None) -> None:
     assert program_of(answer) == program
+
+
+@pytest.mark.parametrize(
+    ("answer", "program"),
+    [
+        ("```python\nprint(1)\n```", PRINT),
+        ("```python\nprint(1)\n```\nThis works, since", PRINT),
+        ("```python\nprint(1)", None),
+        ("```python\nprint(1)\n", None),
+        ("```python\nprint(1)\n``", None),
+        ("```python\nprint(1)\n```\nFinally:\n```python\nprint(2)\n", PRINT),
+        ("- ```python\n  print(1)\n  ```", PRINT),
+        ("```python", None),
+    ],
+)
+def test_of_a_truncated_answer_only_closed_blocks_count(answer: str, program: str | None) -> None:
+    assert program_of(answer, truncated=True) == program
 
 
 def test_blocks_that_are_never_closed_take_no_longer_than_others() -> None:
     """An hour, if each searched all the text for its end."""
     fences = "```a\n" * 200_000
-    assert program_of(fences) is None
-    assert program_of(fences + "```") == "```a\n" * 199_999
+    assert program_of(fences, truncated=True) is None
+    assert program_of(fences + "```", truncated=True) == "```a\n" * 199_999
 
 
 @pytest.mark.parametrize(
@@ -77,6 +124,13 @@ def test_blocks_that_are_never_closed_take_no_longer_than_others() -> None:
         ("", "", True),
         ("Yes", "yes", False),
         ("nan", "nan", True),
+        ("NaN", "nan", True),
+        ("nan", "1", False),
+        ("sNaN", "nan", False),
+        ("inf", "inf", True),
+        ("Infinity 1", "inf 1.0", True),
+        ("-inf", "inf", False),
+        ("1e400", "inf", False),
         ("sNaN", "1", False),
         ("1e1000000", "1.5", False),  # beyond Decimal's range, as `print(2**3_400_000)` is
         ("1" * 1_000_002, "1.5", False),
@@ -99,6 +153,11 @@ def test_what_is_printed(printed: str, expected: str, same: bool) -> None:
         ([1], [1, 1], False),
         ({1, 2}, {2, 1}, True),
         (float("nan"), 1.0, False),
+        (float("nan"), 1, False),
+        ([float("nan")], (float("nan"),), True),
+        (float("inf"), float("inf"), True),
+        (float("-inf"), float("inf"), False),
+        (1e308, float("inf"), False),
         ((-2 + 1e-16j,), (-2 + 2.4492935982947064e-16j,), True),  # MBPP's polar_rect, by another way
         (complex(-2), -2, True),
         (1 + 1e-3j, 1, False),
@@ -109,11 +168,38 @@ def test_values(found: Any, expected: Any, same: bool) -> None:
     assert same_value(found, expected) is same
 
 
-@given(st.recursive(st.integers() | st.text() | st.floats(allow_nan=False) | st.none(), st.lists, max_leaves=20))
+LEAVES = st.integers() | st.text() | st.floats() | st.complex_numbers() | st.none()
+
+
+@given(st.recursive(LEAVES, st.lists, max_leaves=20))
 def test_a_value_is_the_same_as_itself_and_its_repr_passes(value: Any) -> None:
     assert same_value(value, value)
-    if "inf" not in repr(value):
-        assert passed(UnitTest(call="f()", result=value), Ran(repr(value), "exit"))
+    assert passed(UnitTest(call="f()", result=value), Ran(repr(value), "exit"))
+
+
+@pytest.mark.parametrize(
+    ("result", "shown", "passes"),
+    [
+        ("inf", "inf", True),
+        ("-inf", "-inf", True),
+        ("float('inf')", "inf", True),
+        ("-float('inf')", "-inf", True),
+        ("math.inf", "inf", True),
+        ("[1, float('nan')]", "(1, nan)", True),
+        ("{'a': np.nan}", "{'a': nan}", True),
+        ("1e999", "inf", True),
+        ("inf", "-inf", False),
+        ("inf", "nan", False),
+        ("inf", "'inf'", False),
+        ("'inf'", "inf", False),
+        ("nan", "0.0", False),
+        ("inf", "float", False),
+    ],
+)
+def test_a_result_that_is_not_finite(result: str, shown: str, passes: bool) -> None:
+    rows = [{"call": "f()", "result": result}, {"assert": f"assert f() == {result}"}]
+    for test in read_tests(written(*rows)):
+        assert passed(test, Ran(shown, "exit")) is passes
 
 
 @pytest.mark.parametrize(
@@ -223,6 +309,7 @@ def test_answers_are_graded() -> None:
         pytest.skip(str(error))
     add = written({"call": "add(1, 2)", "result": "3"}, {"call": "add('a', 'b')", "result": "'ab'"})
     sums = written({"input": "1 2\n", "output": "3\n"}, {"input": "3 4\n", "output": "7\n"})
+    least = written({"call": "least([])", "result": "inf"}, {"call": "least([2])", "result": "2"})
     right, wrong = Grade(1.0, True, True), Grade(-1.0, False, True)
     cases = [
         ("```python\ndef add(a, b):\n    print('hello')\n    return a + b\n```", add, right),
@@ -233,6 +320,8 @@ def test_answers_are_graded() -> None:
         ("```python\nprint(3)\n```", sums, wrong),
         ("```python\nprint(sum(map(int, input().split())))\nraise SystemExit(1)\n```", sums, wrong),
         ("the sum", sums, wrong),
+        ("- ```python\n  def add(a, b):\n      return a + b\n  ```", add, right),
+        ("~~~py\ndef least(xs):\n    return min(xs, default=float('inf'))\n~~~", least, right),
         (
             f"```python\nprint('7' * {(1 << 20) + 7})\n```",
             written({"input": "", "output": "7" * ((1 << 20) + 7)}),

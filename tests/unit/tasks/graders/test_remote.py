@@ -67,7 +67,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def one(remote: Remote) -> Awaitable[Verdict]:
-    return remote.check(Submission("4", "5", "</think>4", "2+3=", "sums"))
+    return remote.check(Submission("4", "5", "</think>4", "2+3=", "sums", truncated=True))
 
 
 def lengths(request: Any) -> dict[str, Any]:
@@ -80,7 +80,16 @@ def test_what_is_sent_and_what_comes_back() -> None:
     assert stub.requests == [
         {
             "schema_version": 1,
-            "items": [{"answer": "4", "expected": "5", "completion": "</think>4", "prompt": "2+3=", "task": "sums"}],
+            "items": [
+                {
+                    "answer": "4",
+                    "expected": "5",
+                    "completion": "</think>4",
+                    "prompt": "2+3=",
+                    "task": "sums",
+                    "truncated": True,
+                }
+            ],
         }
     ]
     assert "Authorization" not in stub.headers[0]

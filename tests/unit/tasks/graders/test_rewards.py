@@ -26,7 +26,7 @@ def length(submission):
 def is_polite(submission):
     return "please" in submission.answer
 def everything(submission):
-    return repr(tuple(submission)) == repr(("5", "5", "<think></think>5", "2+3=", "task"))
+    return repr(tuple(submission)) == repr(("5", "5", "<think></think>5", "2+3=", "task", False))
 def fails(submission):
     return {}["no such key"]
 def not_a_number(submission):
