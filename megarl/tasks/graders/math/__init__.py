@@ -1,8 +1,17 @@
-"""The grader `math`: whether an answer in prose or LaTeX equals the expected one."""
+"""The grader `math`: whether an answer in prose or LaTeX equals the expected one.
 
-import re
+    the policy's answer ─► locate.py: what states it ─► reader.py ─┐
+                                                                   ├─► compare.py: equal within a kind?
+    the data set's answer ──────────────────────────► reader.py ───┘
 
-from megarl.core.base.contracts import last_box
-from megarl.tasks.graders.math.compare import equal
-from megarl.tasks.graders.math.reader import read
-from megarl.tasks.graders.math.tokens import CannotRead
+A text is read whole or not at all: layout.py puts it into one spelling, tokens.py splits it into tokens, cursor.py
+moves over them, expressions.py reads formulas (formulas.py), units.py their units, and reader.py answers of all kinds
+(kinds.py). names.py has the closed lists of functions, units and words. What cannot be read equals only the same
+text. Formulas are compared by their values: equality.py with evaluation.py, sets of real numbers with realsets.py.
+grading.py puts these together.
+"""
+
+from megarl.tasks.graders.math.grading import is_equal, readable
+from megarl.tasks.graders.math.locate import has_complete_answer
+
+__all__ = ["has_complete_answer", "is_equal", "readable"]

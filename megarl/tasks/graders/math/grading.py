@@ -1,0 +1,151 @@
+"""The verdict on one answer."""
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megarl.tasks.graders.math.compare import equal, mapped, named
+from megarl.tasks.graders.math.equality import Equality, needs_computing
+from megarl.tasks.graders.math.evaluation import Budget, TooMuchWork
+from megarl.tasks.graders.math.formulas import Apply, Formula
+from megarl.tasks.graders.math.kinds import Answer, Expression, Relation
+from megarl.tasks.graders.math.layout import plain
+from megarl.tasks.graders.math.locate import DOLLARS, Passage, Place, passages
+from megarl.tasks.graders.math.reader import NO_QUESTION, Question, question_of, read
+from megarl.tasks.graders.math.tokens import CannotRead, spelled
+
+GOLD_MARK = re.compile(r"^\s*####\s*")
+DECIMAL_COMMA = re.compile(r"-?\d+,(?:\d{1,2}|\d{4,})")
+MOST_FORMULAS_OF_PROMPT = 100
+LONGEST_PROMPT = 20_000
+ARITHMETIC = re.compile(r"[\d.,\s()+\-*/^×·÷−]*\d\s*[-+*/^×·÷−][\d.,\s()+\-*/^×·÷−]*\d[)\s]*")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A text as it is spelled, and the answer that it is; None if it cannot be read."""
+
+    spelling: tuple[str, ...] | None
+    answer: Answer | None
+
+
+def is_equal(answer: str, expected: str, prompt: str = "") -> bool:
+    """Return whether an answer is right, with what it says in a box, an answer line, dollars or prose.
+
+    answer: what the policy said behind its thinking trace; expected: the data set's answer; prompt: the question,
+    if it is known: what repeats it is no answer, and its nouns may stand behind a number.
+    """
+    question = question_of(prompt[-LONGEST_PROMPT:])
+    gold = reading(GOLD_MARK.sub("", expected), question)
+    for passage in passages(answer):
+        found = reading(passage.text, question)
+        if found.spelling is not None and found.spelling == gold.spelling:
+            return True
+        if found.answer is None:
+            continue
+        if gold.answer is None:
+            return False
+        if not may_count(found.answer, passage, prompt):
+            return False
+        return equal(gold.answer, found.answer) or _same_decimal(passage.text, gold.answer)
+    return False
+
+
+def readable(expected: str) -> bool:
+    """Return whether the grader can read an expected answer as mathematics or words.
+
+    If not, an answer is right only if it is the same text. The time is linear in the text, about 0.1 ms for a
+    usual answer, and bounded: what is longer than 20,000 characters is not readable.
+    """
+    return reading(GOLD_MARK.sub("", expected), NO_QUESTION).answer is not None
+
+
+@lru_cache(maxsize=1024)
+def reading(text: str, question: Question) -> Reading:
+    """Read a text. It is remembered, because many answers are compared with one expected answer."""
+    try:
+        spelling = spelled(plain(text))
+    except CannotRead:
+        return Reading(None, None)
+    try:
+        return Reading(spelling or None, read(text, question))
+    except (CannotRead, RecursionError):
+        return Reading(spelling or None, None)
+
+
+def may_count(answer: Answer, passage: Passage, prompt: str) -> bool:
+    """Return whether this is an answer, rather than the question or what has still to be computed."""
+    if passage.place is Place.ALONE or passage.place in (Place.BOX, Place.LINE, Place.END):
+        return not (prompt and has_steps_left(answer) and restates(answer, passage.text, prompt))
+    return not has_steps_left(answer)
+
+
+def has_steps_left(answer: Answer) -> bool:
+    """Return whether a number in the answer has still to be computed."""
+    equality = Equality(Budget())
+    left = False
+
+    def look(formula: Formula) -> Formula:
+        nonlocal left
+        left = left or needs_computing(formula, equality)
+        return formula
+
+    try:
+        mapped(named(answer).value, look)
+    except TooMuchWork:
+        return True
+    return left
+
+
+def restates(answer: Answer, text: str, prompt: str) -> bool:
+    """Return whether the question itself has this formula, perhaps with its terms in another order."""
+    compact = _compact(text)
+    pattern = rf"(?<![\d.]){re.escape(compact)}(?![\d]|\.\d)"
+    if re.search(pattern, _compact(prompt[-LONGEST_PROMPT:])):
+        return True
+    formula = _arranged(answer)
+    return formula is not None and formula in _formulas_of(prompt[-LONGEST_PROMPT:])
+
+
+def _compact(text: str) -> str:
+    """Return a text without layout, in which formulas can be looked for."""
+    plain_text = plain(text).replace(r"\times", "*").replace(r"\cdot", "*").replace(r"\div", "/")
+    return re.sub(r"\\left|\\right|\\[,;:! ]|[\s{}$]", "", plain_text).rstrip(".=?")
+
+
+def _arranged(answer: Answer) -> Formula | None:
+    """Return the answer's formula with its terms and factors sorted, None if it is none."""
+    if isinstance(answer, Relation):
+        answer = answer.sides[0]
+    return _sorted(answer.formula) if isinstance(answer, Expression) else None
+
+
+def _sorted(formula: Formula) -> Formula:
+    if not isinstance(formula, Apply):
+        return formula
+    arguments = tuple(_sorted(argument) for argument in formula.arguments)
+    if formula.head in ("+", "*"):
+        arguments = tuple(sorted(arguments, key=repr))
+    return Apply(formula.head, arguments)
+
+
+@lru_cache(maxsize=64)
+def _formulas_of(prompt: str) -> frozenset[Formula]:
+    """Return the formulas in a prompt's text, sorted."""
+    texts = [next(filter(None, match.groups())) for match in DOLLARS.finditer(prompt)]
+    texts += [match[0] for match in ARITHMETIC.finditer(prompt)]
+    formulas = set()
+    for text in texts[:MOST_FORMULAS_OF_PROMPT]:
+        found = reading(text.rstrip(" .=?"), NO_QUESTION).answer
+        if found is not None and (formula := _arranged(found)) is not None:
+            formulas.add(formula)
+    return frozenset(formulas)
+
+
+def _same_decimal(text: str, gold: Answer) -> bool:
+    """Return whether this is the expected decimal with a comma: 1,5 for 1.5."""
+    if not DECIMAL_COMMA.fullmatch(text.strip(" $.")):
+        return False
+    decimal = reading(text.replace(",", "."), NO_QUESTION).answer
+    is_decimal = isinstance(gold, Expression) and not gold.unit
+    return is_decimal and decimal is not None and equal(gold, decimal)
