@@ -24,7 +24,7 @@ from megarl.tasks.graders.math.formulas import TWO_VALUED, Apply, Formula, heads
 
 PRECISION = 240
 """Bits of the first evaluation; the second has twice as many."""
-MOST_SPREAD = 20_000
+MOST_SPREAD = 8_000
 """The largest difference, in bits, between the magnitudes of a sum's terms."""
 POINTS = 8
 ENOUGH = 3

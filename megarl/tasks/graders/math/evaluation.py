@@ -21,7 +21,7 @@ Real = CONTEXT.mpf
 Complex = CONTEXT.mpc
 type Numeric = Any
 """A Fraction, a Real or a Complex."""
-MOST_BITS = 120_000
+MOST_BITS = 80_000
 MOST_STEPS = 150_000
 MOST_TERMS = 2_000
 LARGEST_LOG = 1e9
@@ -51,9 +51,14 @@ class Budget:
     steps: int = MOST_STEPS
 
     def spend(self, steps: int = 1) -> None:
+        """Count operations. TooMuchWork if there were too many."""
         self.steps -= steps
         if self.steps < 0:
             raise TooMuchWork
+
+    def spend_on(self, bits: int) -> None:
+        """Count an operation on numbers of this size; its time grows with the square."""
+        self.spend(1 + (bits >> 10) ** 2 // 4)
 
 
 def as_real(value: Numeric) -> Numeric:
@@ -79,7 +84,6 @@ class Evaluator:
 
     def value(self, formula: Formula) -> Numeric:
         """Return the formula's value. NoValue if it has none."""
-        self.budget.spend()
         if isinstance(formula, Number):
             return self.noted(formula.value)
         if isinstance(formula, Symbol):
@@ -103,7 +107,9 @@ class Evaluator:
             return Fraction(value)
         if isinstance(value, Fraction):
             bits = max(value.numerator.bit_length(), value.denominator.bit_length())
+            self.budget.spend_on(bits)
             return value if bits <= MOST_BITS else as_real(value)
+        self.budget.spend_on(CONTEXT.prec)
         if isinstance(value, Complex) and not value.imag:
             return self.noted(value.real)
         if not CONTEXT.isfinite(value):

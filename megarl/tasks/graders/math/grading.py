@@ -12,12 +12,13 @@ from megarl.tasks.graders.math.kinds import Answer, Expression, Relation
 from megarl.tasks.graders.math.layout import plain
 from megarl.tasks.graders.math.locate import DOLLARS, Passage, Place, passages
 from megarl.tasks.graders.math.reader import NO_QUESTION, Question, question_of, read
-from megarl.tasks.graders.math.tokens import CannotRead, spelled
+from megarl.tasks.graders.math.tokens import MOST_CHARACTERS, CannotRead, spelled
 
 GOLD_MARK = re.compile(r"^\s*####\s*")
 DECIMAL_COMMA = re.compile(r"-?\d+,(?:\d{1,2}|\d{4,})")
 MOST_FORMULAS_OF_PROMPT = 100
 LONGEST_PROMPT = 20_000
+LONGEST_REMEMBERED = 200
 ARITHMETIC = re.compile(r"[\d.,\s()+\-*/^×·÷−]*\d\s*[-+*/^×·÷−][\d.,\s()+\-*/^×·÷−]*\d[)\s]*")
 
 
@@ -60,9 +61,16 @@ def readable(expected: str) -> bool:
     return reading(GOLD_MARK.sub("", expected), NO_QUESTION).answer is not None
 
 
-@lru_cache(maxsize=1024)
 def reading(text: str, question: Question) -> Reading:
-    """Read a text. It is remembered, because many answers are compared with one expected answer."""
+    """Read a text; short ones are remembered, because many answers share one expected answer."""
+    if len(text) <= LONGEST_REMEMBERED:
+        return _remembered(text, question)
+    return _read_anew(text, question)
+
+
+def _read_anew(text: str, question: Question) -> Reading:
+    if len(text) > MOST_CHARACTERS:
+        return Reading(None, None)
     try:
         spelling = spelled(plain(text))
     except CannotRead:
@@ -71,6 +79,9 @@ def reading(text: str, question: Question) -> Reading:
         return Reading(spelling or None, read(text, question))
     except (CannotRead, RecursionError):
         return Reading(spelling or None, None)
+
+
+_remembered = lru_cache(maxsize=1024)(_read_anew)
 
 
 def may_count(answer: Answer, passage: Passage, prompt: str) -> bool:

@@ -112,5 +112,5 @@ def _without_dollars(text: str) -> str:
     if not marks:
         return text
     if marks % 2:
-        return CURRENCY_MARK.sub(r"\\$", re.sub(r"(?<!\\)\$(?!\s*\.?\d)", " ", text), count=0)
+        return CURRENCY_MARK.sub(r"\\$", re.sub(r"(?<!\\)\$(?!\s*\.?\d)", " ", text))
     return re.sub(r"(?<!\\)\$", " ", text)

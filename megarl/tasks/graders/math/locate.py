@@ -56,22 +56,27 @@ BETWEEN = re.compile(r"\$|\\[()\[\]]|\\(?:quad|qquad|text|mathrm|,|;|:| )|[{}*~\
 JOINED = re.compile(r"(?:[,;]?(?:and|or)?|&)(?P<name>[A-Za-z](?:_\w+)?=)?")
 NAME_BEFORE = re.compile(r"([A-Za-z](?:_\{?\w+\}?)?)\s*=\s*(?:\$|\\[(\[])?\s*$")
 LINE = re.compile(
-    r"(?im)(?:^|(?<=[.!?*\s]))[*_#>\s]*(?:(?:the|final|correct|right|my|so|thus)\s+)*"
-    r"(?:final\s+answer|answer|ans)(?:\s+(?:choice|option))?[*_]*\s*:[*_\s]*|####[ \t]*|答案(?:是|为|為)?[:：]?"
+    r"(?im)(?:^|(?<=[.!?* \t]))[*_#> \t]{0,8}(?:(?:the|final|correct|right|my|so|thus)[ \t]{1,3}){0,4}"
+    r"(?:final[ \t]{1,3}answer|answer|ans)(?:[ \t]{1,3}(?:choice|option))?[*_]{0,3}[ \t]{0,3}:[*_\s]*"
+    r"|####[ \t]*|答案(?:是|为|為)?[:：]?"
 )
 SENTENCE = re.compile(
-    r"(?i)\b(?:answer|correct\s+(?:choice|option))(?:\s+(?:to|for|of)\b[^.\n:$\\\d]{0,60}?)?[*_]*\s+"
+    r"(?i)\b(?:answer|correct\s{1,3}(?:choice|option))(?:\s{1,3}(?:to|for|of)\b[^.\n:$\\\d]{0,60}?)?[*_]{0,3}\s{1,3}"
     r"(?:is|are|equals|will be|must be|should be)(?![A-Za-z])"
-    r"(?:\s+(?:therefore|thus|simply|clearly|just|then|indeed|hence|exactly|equal to|option|choice))*[:\s*_}]*"
+    r"(?:\s{1,3}(?:therefore|thus|simply|clearly|just|then|indeed|hence|exactly|equal to|option|choice)){0,3}[:\s*_}]*"
 )
 LETTER_IS_CORRECT = re.compile(r"(?i:\b(?:option|choice|answer))\s*\(?([A-J])\)?\s+is\s+(?:the\s+)?(?:correct|right)")
 STOP = re.compile(r"[.!?;](?=\s|$)|\n\s*\n")
 CLAUSE = re.compile(
-    r",?\s+(?:because|since|as|so|which|where|and\s+not|but|not|i\.e\.|that|when|if|after|rounded|assuming|given)\b"
-    r"|,\s+(?=[a-z]{3,})|\s+\("
+    r",?\s{1,3}(?:because|since|as|so|which|where|and\s+not|but|not|i\.e\.|that|when|if|after|rounded|assuming|given)\b"
+    r"|,\s{1,3}(?=[a-z]{3,})|\s\("
 )
-RESTATED = re.compile(r",?\s*\(?i\.e\.[^.;!?]*")
-DOLLARS = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$(?![\s$])([^$]*?[^$\s\\])\$(?!\d)|\\\[(.+?)\\\]|\\\((.+?)\\\)", re.DOTALL)
+RESTATED = re.compile(r",?\s{0,2}\(?i\.e\.[^.;!?]*")
+DOLLARS = re.compile(
+    r"\$\$(.{1,2000}?)\$\$|(?<!\\)\$(?![\s$])([^$]{0,2000}?[^$\s\\])\$(?!\d)"
+    r"|\\\[(.{1,2000}?)\\\]|\\\((.{1,2000}?)\\\)",
+    re.DOTALL,
+)
 FOREIGN = re.compile("([\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+)")
 BULLET = re.compile(r"^\s*(?:[-•]\s+|\*\s+|>\s*)(?=[\d\\$(\[A-Za-z])")
 
