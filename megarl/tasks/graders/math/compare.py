@@ -55,6 +55,7 @@ from megarl.tasks.graders.math.realsets import (
 )
 
 COORDINATES = frozenset("xyz")
+LETTERS = frozenset("abcdfghjklmnopqrstuvwABCDEFGHIJKLMNOPQRSTUVWXYZ")
 ARTICLES = frozenset({"the", "a", "an"})
 SHORT_WORDS = frozenset({"yes", "no", "true", "false", "none", "dne", "even", "odd", "both", "neither"})
 UNIT_VECTORS = ("\\vec i", "\\vec j", "\\vec k")
@@ -93,7 +94,20 @@ class Comparison:
             return self._same_choice(gold, answer)
         if _is_approximate(gold) or _is_approximate(answer):
             return self._same_approximations(gold, answer)
+        if not self._is_consistent(answer):
+            return False
         return self._same_named(gold, answer) or self._same_kind(gold, answer)
+
+    def _is_consistent(self, answer: Answer) -> bool:
+        """Return whether the numbers of a chain are equal: not of 6 = 5."""
+        if not isinstance(answer, Relation) or set(answer.signs) != {"="}:
+            return True
+        constants = [
+            side for side in answer.sides if isinstance(side, Expression) and _is_constant_side(side)
+        ]
+        if len({side.unit for side in constants}) > 1:
+            return True
+        return all(self._equality.same(constants[-1].formula, c.formula) for c in constants[:-1])
 
     def _same_choice(self, gold: Answer, answer: Answer) -> bool:
         gold_letter = _letter(gold)
@@ -563,9 +577,24 @@ def _name(side: Answer) -> str | None:
         return None
     if isinstance(side.formula, Symbol):
         return side.formula.name if symbols(side.formula) else None
+    if isinstance(side.formula, Apply) and side.formula.head in ("+", "*", "abs"):
+        return repr(side.formula) if _is_asked_for(side.formula) else None
     if isinstance(side.formula, Apply) and side.formula.head.startswith("call "):
         return repr(side.formula)
     return None
+
+
+def _is_asked_for(formula: Apply) -> bool:
+    """Return whether this is what questions ask for: m + n, abc, |AB|; no curve's equation."""
+    if formula.head == "abs":
+        return isinstance(formula.arguments[0], Symbol) and formula.arguments[0].name.isupper()
+    terms = [
+        part for part in parts(formula) if not isinstance(part, Apply) or part.head not in ("+", "*")
+    ]
+    variables = [term for term in terms if isinstance(term, Symbol)]
+    simple = all(isinstance(term, Symbol | Number) for term in terms)
+    names = {variable.name[0] for variable in variables}
+    return simple and len(variables) > 1 and not names & COORDINATES and names <= LETTERS
 
 
 def _names_a_value(named_answer: Named) -> bool:

@@ -104,7 +104,8 @@ class Equality:
             precision += evaluator.spread
             coarse = self._difference(point, real, precision, first, second)
         fine = self._difference(point, real, 2 * precision, first, second)
-        return not fine or fine < coarse * Real(2) ** (-precision // 2)
+        noise = max(coarse, scale * Real(2) ** -precision)
+        return fine <= noise * Real(2) ** (-precision // 2)
 
     def _difference(
         self,

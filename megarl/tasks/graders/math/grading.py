@@ -86,9 +86,9 @@ _remembered = lru_cache(maxsize=1024)(_read_anew)
 
 def may_count(answer: Answer, passage: Passage, prompt: str) -> bool:
     """Return whether this is an answer, rather than the question or what has still to be computed."""
-    if passage.place is Place.ALONE or passage.place in (Place.BOX, Place.LINE, Place.END):
-        return not (prompt and has_steps_left(answer) and restates(answer, passage.text, prompt))
-    return not has_steps_left(answer)
+    if passage.place is Place.PROSE:
+        return not has_steps_left(answer)
+    return not (prompt and has_steps_left(answer) and restates(answer, passage.text, prompt))
 
 
 def has_steps_left(answer: Answer) -> bool:

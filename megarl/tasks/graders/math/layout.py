@@ -18,7 +18,7 @@ SIGNS = {
     "…": r"\ldots", "⋯": r"\ldots", "∠": r"\angle", "△": r"\triangle", "⊂": r"\subset", "⊆": r"\subseteq",
     "∧": r"\land", "∨": r"\lor", "∀": r"\forall", "′": "'", "’": "'", "√": "sqrt", "∛": "cbrt",
     "⊥": r"\perp", "∥": r"\parallel", "¬": r"\neg", "∂": r"\partial", "∇": r"\nabla", "ℓ": r"\ell",
-    "↦": r"\mapsto", "↔": r"\leftrightarrow", "⇔": r"\iff", "∘": r"\circ",
+    "↦": r"\mapsto", "↔": r"\leftrightarrow", "⇔": r"\iff", "∘": r"\degree",
 }  # fmt: skip
 GREEK = {
     "α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "ε": "varepsilon", "ϵ": "epsilon", "ζ": "zeta",
@@ -65,6 +65,7 @@ def plain(text: str) -> str:
     """Return the text with unicode signs as LaTeX, and without what only lays it out."""
     if not text.isascii():
         text = _without_unicode(text)
+    text = text.replace("{:}", ":")
     text = BREAK_WITH_SPACE.sub(r"\\\\ ", text)
     text = DELIMITERS.sub(" ", text)
     text = _without_dollars(text)

@@ -25,8 +25,6 @@ class Place(Enum):
     BOX = "box"
     LINE = "line"
     ALONE = "alone"
-    END = "end"
-    """A formula in dollars with nothing behind it."""
     PROSE = "prose"
 
 
@@ -86,13 +84,21 @@ def passages(answer: str) -> Iterator[Passage]:
     if "<answer>" in answer:
         answer = answer.rpartition("<answer>")[2].partition("</answer>")[0]
     if OPENED.search(answer):
-        yield Passage(boxed(answer) or "", Place.BOX)
+        yield from _readings_of_box(boxed(answer) or "")
         return
     line = answer_line(answer)
     if line is not None:
         yield from _readings_of_line(line)
         return
     yield from _readings_of_prose(answer)
+
+
+def _readings_of_box(content: str) -> Iterator[Passage]:
+    """Iterate over a box's content, and what follows an answer line's mark in it."""
+    yield Passage(content, Place.BOX)
+    line = answer_line(content)
+    if line is not None:
+        yield Passage(line, Place.BOX)
 
 
 def has_complete_answer(text: str) -> bool:
@@ -216,9 +222,7 @@ def _last_in_dollars(text: str, formulas: list[Span]) -> Passage | None:
         listed.insert(0, span)
     if not _may_stand(text[: listed[0].begin].split(), text[listed[-1].end :].split()):
         return None
-    behind = text[listed[-1].end :].strip(" \n.*_!)")
-    joined = ", ".join(span.text for span in listed)
-    return Passage(joined, Place.PROSE if behind else Place.END)
+    return Passage(", ".join(span.text for span in listed), Place.PROSE)
 
 
 def _may_stand(before: list[str], behind: list[str]) -> bool:
@@ -248,8 +252,8 @@ def _last_in_words(text: str) -> Passage | None:
         end -= 1
     if not _may_stand(words[:begin], words[end:]):
         return None
-    chunk = " ".join(words[begin:end]).strip(" ,;:!?*_\"'")
-    return Passage(chunk.rstrip(".").lstrip("*_"), Place.PROSE)
+    chunk = " ".join(words[begin:end])
+    return Passage(chunk.strip(" ,;:?*_\"'").rstrip(" .,;:?*_"), Place.PROSE)
 
 
 def _words(text: str) -> list[str]:

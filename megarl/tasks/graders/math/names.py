@@ -151,10 +151,10 @@ NOUNS = _named(
 )
 """Words for what is counted. They belong to a number as a unit does."""
 AFTER = frozenset(
-    "thousand hundred million billion trillion dozen dozens percent half halves third thirds fourth fourths quarter "
+    "thousand hundred million billion trillion dozen dozens half halves third thirds fourth fourths quarter "
     "quarters fifth fifths sixth sixths seventh eighth ninth tenth tenths hundredths squared cubed factorial modulo "
     "mod less more fewer times or to than over below above minus plus divided multiplied base choose score pairs "
-    "cents 万 亿 千 百 十 萬 億 分 余 多".split()
+    "万 亿 千 百 十 萬 億 分 余 多".split()
 )
 """Words behind a number that change its value or say that it is a bound."""
 BEFORE = frozenset(

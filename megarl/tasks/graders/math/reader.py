@@ -271,6 +271,8 @@ class AnswerParser(UnitParser):
     def _operand(self) -> Answer:
         if self.accept("]"):
             return self._french_interval()
+        if (name := self._name_in_words()) is not None:
+            return name
         currency = self.currency()
         value = self.sum()
         if isinstance(value, Number | Symbol | Apply):
@@ -280,6 +282,17 @@ class AnswerParser(UnitParser):
         if currency:
             raise CannotRead("a currency before no number")
         return expression(value)
+
+    def _name_in_words(self) -> Expression | None:
+        """Read upright words before a sign of equality as a name: `\\text{Total} = 34`."""
+        length = 0
+        while self.peek(length).kind is TokenKind.WORD and self.peek(length).upright:
+            length += 1
+        words = [self.peek(n) for n in range(length)]
+        if self.peek(length).text != "=" or not any(is_word(word) for word in words):
+            return None
+        self.position += length
+        return Expression(Symbol(" ".join(word.text.lower() for word in words)))
 
     def _ratio(self, first: Formula) -> Answer:
         terms = [first]

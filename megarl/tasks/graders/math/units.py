@@ -77,10 +77,16 @@ class UnitParser(FormulaParser):
             return False
         if token.upright:
             return token.text not in ("e", "i")
-        after_number = self.previous is not None and self.previous.kind is TokenKind.NUMBER
-        if not after_number or token.gap is not Gap.BLANK or token.text in self.letters:
+        if token.gap is not Gap.BLANK or token.text in self.letters or not self._behind_a_number():
             return False
         return self._ends_here(1)
+
+    def _behind_a_number(self) -> bool:
+        """Return whether the token before this one is a number by itself, no exponent or part."""
+        number, before = self.peek(-1), self.peek(-2) if self.position > 1 else None
+        if number.kind is not TokenKind.NUMBER:
+            return False
+        return before is None or before.text in ("=", "-", ",", ";", "(", r"\approx", "+", "$", "<", ">")
 
     def _ends_here(self, ahead: int) -> bool:
         """Return whether the item ends behind this letter, perhaps with a power or divisor."""
