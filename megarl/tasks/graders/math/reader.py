@@ -9,6 +9,7 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megarl.tasks.graders.math import names
 from megarl.tasks.graders.math.expressions import FormulaParser, Value, expression, formula_of
@@ -127,7 +128,7 @@ class AnswerParser(UnitParser):
         with self.nested():
             items = [self._item()]
             joints = []
-            while joint := self._joint():
+            while joint := self._joint(items[-1]):
                 items.append(self._item())
                 joints.append(joint)
                 self._items_read += 1
@@ -138,8 +139,10 @@ class AnswerParser(UnitParser):
         joint = next((joint for joint in joints if joint is not Joint.COMMA), Joint.COMMA)
         return Listing(tuple(_flat(items)), Bracket.NONE, joint)
 
-    def _joint(self) -> Joint | None:
-        """Move behind what separates two items."""
+    def _joint(self, item: Answer) -> Joint | None:
+        """Move behind what separates this item and the next: nothing in `3 hours 20 minutes`."""
+        if isinstance(item, Expression) and item.unit and self.peek().kind is TokenKind.NUMBER:
+            return self._joint_of_units(item.unit)
         comma = False
         while self.accept(*SEPARATORS):
             comma = True
@@ -154,6 +157,16 @@ class AnswerParser(UnitParser):
         if comma and self.at_end():
             raise CannotRead("nothing behind a comma")
         return Joint.COMMA if comma else None
+
+    def _joint_of_units(self, unit: str) -> Joint:
+        if unit not in names.UNITS.values():
+            raise CannotRead("a number behind a word")
+        before = self.position
+        second = self._operand()
+        if not isinstance(second, Expression) or second.unit not in names.UNITS.values():
+            raise CannotRead("a number behind a unit")
+        self.position = before
+        return Joint.AND
 
     def _skip_fillers(self) -> bool:
         before = self.position
@@ -567,16 +580,17 @@ def _integer(letter: str) -> Relation:
 
 
 WORD = re.compile(r"[A-Za-z]+")
-LETTER_IN_FORMULA = re.compile(r"(?<![A-Za-z\\])([A-Za-z])(?![A-Za-z])")
+LETTER_IN_FORMULA = re.compile(r"(?<![A-Za-z\\'’])([A-Za-z])(?![A-Za-z])")
+UNIT_IN_PROSE = re.compile(r"(?:\d|\bin)\s+[A-Za-z]\b")
 
 
+@lru_cache(maxsize=64)
 def question_of(prompt: str) -> Question:
     """Return what a prompt says about letters and nouns."""
     if not prompt:
         return NO_QUESTION
     nouns = frozenset(word.lower() for word in WORD.findall(prompt) if len(word) > 2)
-    letters = frozenset(LETTER_IN_FORMULA.findall(re.sub(r"\d\s+[A-Za-z]\b", " ", prompt)))
-    return Question(letters, nouns)
+    return Question(frozenset(LETTER_IN_FORMULA.findall(UNIT_IN_PROSE.sub(" ", prompt))), nouns)
 
 
 __all__ = ["INFINITY", "NO_QUESTION", "AnswerParser", "Question", "question_of", "read"]
