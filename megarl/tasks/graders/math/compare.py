@@ -224,12 +224,14 @@ class Comparison:
             return self._same_assignments(gold, answer) or False
         if len(gold.items) != len(answer.items):
             return False
-        if brackets == {Bracket.ROUND, Bracket.SQUARE} and len(gold.items) < 3:
+        if Bracket.SQUARE in brackets and len(brackets) > 1 and len(gold.items) < 3:
             return False
         return self._same_in_order(gold.items, answer.items)
 
     def _same_unordered(self, gold: Listing, answer: Listing) -> bool:
         gold_items, answer_items = _with_bound_names(gold.items, answer.items)
+        if _memberships(gold_items) or _memberships(answer_items):
+            return self._same_families(gold_items, answer_items)
         if any(item == Words(("…",)) for item in (*gold_items, *answer_items)):
             return self._same_in_order(gold_items, answer_items)
         joints = {gold.joint, answer.joint}
@@ -243,6 +245,16 @@ class Comparison:
             gold_items = self._distinct(gold_items)
             answer_items = self._distinct(answer_items)
         return self._same_multiset(gold_items, answer_items, self._same_item)
+
+    def _same_families(self, gold: Sequence[Answer], answer: Sequence[Answer]) -> bool:
+        """Compare `x = k\\pi, k \\in \\mathbb{Z}` with others: the sets, then what is left."""
+        if not self._same_multiset(_memberships(gold), _memberships(answer), self.same):
+            return False
+        rest = [item for item in gold if item not in _memberships(gold)]
+        others = [item for item in answer if item not in _memberships(answer)]
+        if len(rest) == len(others) == 1:
+            return self.same(rest[0], others[0])
+        return self._same_multiset(rest, others, self._same_item)
 
     def _same_item(self, gold: Answer, answer: Answer) -> bool:
         """Compare items of lists, in which a value and a named value are not the same."""
@@ -704,6 +716,10 @@ def _with_bound_names(
         return gold, answer
     change = {name: gold_name}
     return gold, [mapped(item, lambda formula: renamed(formula, change)) for item in answer]
+
+
+def _memberships(items: Sequence[Answer]) -> list[Answer]:
+    return [item for item in items if isinstance(item, Relation) and item.signs == ("in",)]
 
 
 def _parameter(items: Sequence[Answer]) -> str | None:

@@ -27,6 +27,8 @@ PRECISION = 240
 MOST_SPREAD = 8_000
 """The largest difference, in bits, between the magnitudes of a sum's terms."""
 POINTS = 8
+INDEXED = frozenset({"sum", "prod"})
+"""What has values at natural numbers alone."""
 ENOUGH = 3
 """Points at which both formulas must have a value."""
 
@@ -122,7 +124,9 @@ class Equality:
 
     def _same_at_points(self, first: Formula, second: Formula, names: frozenset[str]) -> bool:
         real = not _has_imaginary(first) and not _has_imaginary(second)
-        agreeing = self._agreeing(first, second, names, real, integers=False)
+        agreeing: int | None = 0
+        if not (heads(first) | heads(second)) & INDEXED:
+            agreeing = self._agreeing(first, second, names, real, integers=False)
         if agreeing is None:
             return False
         if agreeing < ENOUGH:

@@ -186,7 +186,7 @@ def variable(name: str, number: int, integers: bool = False) -> Fraction:
     digest = hashlib.blake2b(f"{name} {number}".encode(), digest_size=8).digest()
     word = int.from_bytes(digest)
     if integers:
-        return Fraction(3 + word % 11)
+        return Fraction(3 + word % 23)
     value = Fraction(1 + word % 3989, 1009)
     negative = number == 3 or (number > 3 and bool(word & (1 << 40)))
     return -value if negative else value

@@ -35,6 +35,7 @@ type Value = Formula | Answer
 MOST_DIGITS = 4_000
 MOST_EXPONENT = 10_000
 MOST_POSTFIXES = 4
+MODULO = ("mod", r"\mod", r"\bmod")
 SUMS = {r"\sum": "sum", r"\prod": "prod"}
 ATOM_COMMANDS = (
     frozenset(rf"\{name}" for name in names.GREEK_LETTERS)
@@ -108,7 +109,9 @@ class FormulaParser(Cursor):
                 divisor = formula_of(self._signed_factor())
                 value = Apply("/", (formula_of(value), divisor))
                 fraction_at = self.position
-            elif self.at(r"\bmod", r"\mod", "mod"):
+            elif self.at("%", r"\degree") and not self._is_temperature():
+                value = self._scaled_down(value)
+            elif self.at(*MODULO):
                 self.take()
                 value = Apply("mod", (formula_of(value), formula_of(self._signed_factor())))
             elif self._multiplies():
@@ -117,6 +120,14 @@ class FormulaParser(Cursor):
                 value = multiplied(value, self.factor())
             else:
                 return value
+
+    def _scaled_down(self, value: Value) -> Formula:
+        """Read a sign of percent or degrees, which belongs to all factors before it."""
+        head = "%" if self.take().text == "%" else "degree"
+        formula = formula_of(value)
+        if isinstance(formula, Apply) and formula.head in ("%", "degree"):
+            raise CannotRead("two signs behind a number")
+        return Apply(head, (formula,))
 
     def _check_fraction_before(self, value: Value) -> None:
         """CannotRead for `1/2x`, which may be a half of x or one by 2x."""
@@ -136,16 +147,20 @@ class FormulaParser(Cursor):
 
     def _multiplies(self) -> bool:
         """Return whether a factor follows without a sign. CannotRead if it is a number."""
-        if self.unit_follows():
+        if self.unit_follows() or (self.at("(") and self.peek(1).text in MODULO):
             return False
         token = self.peek()
-        if token.kind is TokenKind.NUMBER:
+        if token.kind is TokenKind.NUMBER and not self._is_factorial_behind_another():
             raise CannotRead("a number behind a factor without a sign")
         if not self._starts_factor():
             return False
         if token.gap is Gap.LINE:
             raise CannotRead("a factor in another paragraph")
         return True
+
+    def _is_factorial_behind_another(self) -> bool:
+        behind = self.previous is not None and self.previous.text == "!"
+        return behind and self.peek(1).text == "!"
 
     def _starts_factor(self) -> bool:
         token = self.peek()
@@ -180,12 +195,6 @@ class FormulaParser(Cursor):
                 self.take()
                 head = "!!" if self.accept("!") else "!"
                 value = Apply(head, (formula_of(value),))
-            elif self.at("%"):
-                self.take()
-                value = Apply("%", (formula_of(value),))
-            elif self.at(r"\degree") and not self._is_temperature():
-                self.take()
-                value = Apply("degree", (formula_of(value),))
             elif self.at("_") and isinstance(value, Number):
                 value = self._numeral(value)
             else:
@@ -272,7 +281,7 @@ class FormulaParser(Cursor):
     def _number(self) -> Value:
         number = number_of(self.take())
         whole = number.value.denominator == 1
-        if whole and self.at(r"\frac"):
+        if whole and self.at(r"\frac") and not self.unit_follows():
             return self._mixed(number)
         following = self.peek()
         if whole and following.kind is TokenKind.NUMBER and following.gap is Gap.BLANK:
@@ -298,9 +307,8 @@ class FormulaParser(Cursor):
         raise CannotRead("two numbers side by side")
 
     def _numeral(self, number: Number) -> Value:
-        digits = digits_of(self.previous.text) if self.previous else ""
-        if digits == ")":
-            digits = str(number.value)
+        in_brackets = self.previous is None or self.previous.kind is not TokenKind.NUMBER
+        digits = str(number.value) if in_brackets else digits_of(self.peek(-1).text)
         self.expect("_")
         subscript = self.subscript()
         base = int(subscript) if subscript.isdigit() else names.BASES.get(subscript, 0)
@@ -557,6 +565,8 @@ class FormulaParser(Cursor):
             if token.text in names.FUNCTIONS or token.text == "(":
                 break
             value = formula_of(multiplied(value, self.factor()))
+        if self.at("%", r"\degree"):
+            return self._scaled_down(value)
         return value
 
     def _series(self, head: str) -> Formula:

@@ -8,13 +8,14 @@ from megarl.tasks.graders.math.compare import equal, mapped, named
 from megarl.tasks.graders.math.equality import Equality, needs_computing
 from megarl.tasks.graders.math.evaluation import Budget, TooMuchWork
 from megarl.tasks.graders.math.formulas import Apply, Formula
-from megarl.tasks.graders.math.kinds import Answer, Expression, Relation
+from megarl.tasks.graders.math.kinds import Answer, Expression, Listing, Relation
 from megarl.tasks.graders.math.layout import plain
 from megarl.tasks.graders.math.locate import DOLLARS, Passage, Place, passages
 from megarl.tasks.graders.math.reader import NO_QUESTION, Question, question_of, read
 from megarl.tasks.graders.math.tokens import MOST_CHARACTERS, CannotRead, spelled
 
 GOLD_MARK = re.compile(r"^\s*####\s*")
+GROUPS = re.compile(r"\d{1,3}(?:,\d{3})+")
 DECIMAL_COMMA = re.compile(r"-?\d+,(?:\d{1,2}|\d{4,})")
 MOST_FORMULAS_OF_PROMPT = 100
 LONGEST_PROMPT = 20_000
@@ -48,7 +49,9 @@ def is_equal(answer: str, expected: str, prompt: str = "") -> bool:
             return False
         if not may_count(found.answer, passage, prompt):
             return False
-        return equal(gold.answer, found.answer) or _same_decimal(passage.text, gold.answer)
+        if equal(gold.answer, found.answer) or _same_decimal(passage.text, gold.answer):
+            return True
+        return _same_list(expected, gold.answer, passage.text, found.answer)
     return False
 
 
@@ -151,6 +154,18 @@ def _formulas_of(prompt: str) -> frozenset[Formula]:
         if found is not None and (formula := _arranged(found)) is not None:
             formulas.add(formula)
     return frozenset(formulas)
+
+
+def _same_list(expected: str, gold: Answer, text: str, answer: Answer) -> bool:
+    """Compare lists of numbers of three digits, whose commas look like those within one number."""
+    if isinstance(gold, Listing) and GROUPS.fullmatch(text.strip(" $.")):
+        listed = reading(text.replace(",", ", "), NO_QUESTION).answer
+        return listed is not None and equal(gold, listed)
+    if isinstance(answer, Listing) and GROUPS.fullmatch(expected.strip(" $.")):
+        listed = reading(expected.replace(",", ", "), NO_QUESTION).answer
+        several = isinstance(listed, Listing) and len(listed.items) > 2
+        return several and listed is not None and equal(listed, answer)
+    return False
 
 
 def _same_decimal(text: str, gold: Answer) -> bool:

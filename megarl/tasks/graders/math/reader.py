@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megarl.tasks.graders.math import names
-from megarl.tasks.graders.math.expressions import FormulaParser, Value, expression, formula_of
+from megarl.tasks.graders.math.expressions import MODULO, FormulaParser, Value, expression, formula_of
 from megarl.tasks.graders.math.formulas import INFINITY, Apply, Formula, Number, Symbol
 from megarl.tasks.graders.math.kinds import (
     Answer,
@@ -115,6 +115,8 @@ class AnswerParser(UnitParser):
         self._angles = 0
         """Open angle brackets written as `<`, in which `>` closes."""
         self._items_read = 0
+        self._joined_by_logic = False
+        """Whether ∧ or ∨ was read."""
 
     def answer(self) -> Answer:
         """Read a whole answer: an item or several."""
@@ -136,6 +138,8 @@ class AnswerParser(UnitParser):
                     raise CannotRead(f"more than {MOST_ITEMS} items")
         if not joints:
             return items[0]
+        if self._joined_by_logic and not all(isinstance(item, Relation) for item in items):
+            raise CannotRead("a sign of logic between no relations")
         joint = next((joint for joint in joints if joint is not Joint.COMMA), Joint.COMMA)
         return Listing(tuple(_flat(items)), Bracket.NONE, joint)
 
@@ -148,6 +152,7 @@ class AnswerParser(UnitParser):
             comma = True
         word = self.peek().text.lower() if self.peek().kind is not TokenKind.END else ""
         if word in names.AND or word in names.OR:
+            self._joined_by_logic = self._joined_by_logic or self.peek().text.startswith("\\l")
             self.take()
             while self.accept(r"\quad"):
                 pass
@@ -266,7 +271,7 @@ class AnswerParser(UnitParser):
     def _modulus(self) -> Formula | None:
         if self.accept(r"\pmod"):
             return self.argument(whole_numbers=True)
-        if self.at("(") and self.peek(1).text in ("mod", r"\mod", r"\bmod"):
+        if self.at("(") and self.peek(1).text in MODULO:
             self.position += 2
             modulus = formula_of(self.sum())
             self.expect(")")
@@ -286,6 +291,8 @@ class AnswerParser(UnitParser):
             return self._french_interval()
         if (name := self._name_in_words()) is not None:
             return name
+        if self.peek().text in names.NUMBER_SETS and self.peek(1).text == "-":
+            return self._set_without()
         currency = self.currency()
         value = self.sum()
         if isinstance(value, Number | Symbol | Apply):
@@ -295,6 +302,12 @@ class AnswerParser(UnitParser):
         if currency:
             raise CannotRead("a currency before no number")
         return expression(value)
+
+    def _set_without(self) -> Answer:
+        """Read `\\mathbb{R} - \\{0\\}`."""
+        whole = Expression(Symbol(self.take().text))
+        self.expect("-")
+        return combined("without", whole, self._operand())
 
     def _name_in_words(self) -> Expression | None:
         """Read upright words before a sign of equality as a name: `\\text{Total} = 34`."""
@@ -312,6 +325,13 @@ class AnswerParser(UnitParser):
         while self.accept(":"):
             terms.append(formula_of(self.sum()))
         return Ratio(tuple(terms), self._half_of_day())
+
+    def unit_follows(self) -> bool:
+        """Return whether a unit or a half of the day comes next."""
+        before = self.position
+        half = self._half_of_day()
+        self.position = before
+        return bool(half) or super().unit_follows()
 
     def _half_of_day(self) -> str:
         for half in ("am", "pm"):
@@ -523,6 +543,8 @@ class AnswerParser(UnitParser):
             self.take()
             self.accept(".", ",")
             return None
+        if (words := self._condition_in_words()) is not None:
+            return words
         conditions = [self._relation()]
         joint = Joint.COMMA
         while self.at(",", "and", "or", r"\land", r"\lor"):
@@ -536,6 +558,19 @@ class AnswerParser(UnitParser):
         if len(conditions) == 1:
             return conditions[0]
         return Listing(tuple(conditions), Bracket.NONE, joint)
+
+
+    def _condition_in_words(self) -> Words | None:
+        """Read a condition such as `n is even`, up to the end of its row."""
+        words = []
+        while self.peek(len(words)).kind is TokenKind.WORD:
+            words.append(self.peek(len(words)))
+        following = self.peek(len(words)).text
+        row_ends = following == r"\\" or following.startswith(r"\end{")
+        if not row_ends or not any(is_word(word) for word in words):
+            return None
+        self.position += len(words)
+        return Words(tuple(word.text for word in words))
 
 
 def combined(operator: str, first: Answer, second: Answer) -> Combination:

@@ -243,6 +243,10 @@ class RealSets:
             raise NoRealSet
         if left.unit or right.unit:
             raise NoRealSet
+        if isinstance(right.formula, Apply) and right.formula.head == "abs":
+            left, right, sign = right, left, SWAPPED[sign]
+        if isinstance(left.formula, Apply) and left.formula.head == "abs":
+            return self._within(name, left.formula.arguments[0], sign, right.formula)
         for formula, direction in ((left.formula, -1), (right.formula, 1)):
             if formula in (INFINITY, Apply("-", (INFINITY,))):
                 return self._beyond_infinity(formula, direction, sign)
@@ -256,6 +260,19 @@ class RealSets:
         if below:
             return (Stretch(-INFINITE, bound, False, closed),)
         return (Stretch(bound, INFINITE, closed, False),)
+
+    def _within(self, name: str, inside: Formula, sign: str, bound: Formula) -> Stretches:
+        """Return the numbers whose absolute value is below or above a bound that is not negative."""
+        if symbols(bound) or self._end(bound) < 0:
+            raise NoRealSet
+        below = self._half_line(name, Expression(inside), sign, Expression(bound))
+        opposite = Expression(Apply("-", (bound,)))
+        above = self._half_line(name, Expression(inside), SWAPPED[sign], opposite)
+        if sign in ("<", "<="):
+            return intersected(below, above)
+        if sign in (">", ">="):
+            return united((*below, *above))
+        raise NoRealSet
 
     def _beyond_infinity(self, formula: Formula, direction: int, sign: str) -> Stretches:
         """Return all numbers for a true bound such as x < ∞."""

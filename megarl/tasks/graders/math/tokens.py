@@ -140,6 +140,8 @@ def spelled(text: str) -> tuple[str, ...]:
         elif token.kind is TokenKind.WORD and len(word) > 1 and not word.isupper():
             word = word.lower()
         words.append(word)
+        if word == "}" and len(words) > 2 and words[-3] == "{":
+            words[-3:] = [words[-2]]
     return tuple(words)
 
 

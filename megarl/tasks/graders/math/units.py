@@ -53,15 +53,24 @@ class UnitParser(FormulaParser):
             return True
         if token.text in CURRENCIES and token.kind is TokenKind.SIGN:
             return True
+        if token.text == r"\frac":
+            return self._is_quotient_of_units()
         if token.kind is not TokenKind.WORD or self.previous is None:
             return False
         if len(token.text) == 1:
             return self._is_letter_unit(token)
         return self._is_unit_word(token)
 
+    def _is_quotient_of_units(self) -> bool:
+        """Return whether `\\frac{\\text{m}}{\\text{s}}` comes next."""
+        tokens = [self.peek(n) for n in range(1, 7)]
+        marks = [tokens[n].text for n in (0, 2, 3, 5)]
+        upright = tokens[1].upright and tokens[4].upright
+        return marks == ["{", "}", "{", "}"] and upright and self.previous is not None
+
     def _is_unit_word(self, token: Token) -> bool:
         word = token.text if token.text in names.UNITS else token.text.lower()
-        if word in names.FUNCTIONS or word in names.AFTER:
+        if word in names.AFTER or (word in names.FUNCTIONS and not self._is_time(word)):
             return False
         if word in names.POWERS or word in names.NOUNS:
             return True
@@ -70,6 +79,14 @@ class UnitParser(FormulaParser):
             return apart or word not in names.ONLY_APART
         counted = word in self.nouns and word not in names.ENGLISH and len(word) > 2
         return counted and word not in names.CONDITIONS | names.ELSEWHERE | names.FILLERS
+
+    def _is_time(self, word: str) -> bool:
+        """Return whether `min` or `sec` has no argument, so that it is a unit."""
+        following = self.peek(1)
+        begins = following.kind in (TokenKind.NUMBER, TokenKind.COMMAND) or following.text in ("(", "{")
+        if following.kind is TokenKind.NUMBER or following.text == r"\quad":
+            begins = self.previous is not None and self.previous.kind is not TokenKind.NUMBER
+        return word in ("min", "sec") and not begins
 
     def _is_letter_unit(self, token: Token) -> bool:
         """Return whether one letter is a unit: upright, or behind a blank after a number."""
@@ -100,6 +117,8 @@ class UnitParser(FormulaParser):
 
     def _unit(self) -> str:
         """Read a unit and return it in a standard form: bases with powers, sorted."""
+        if self.accept(r"\frac"):
+            return self._quotient_of_units()
         powers: dict[str, int] = {}
         sign = 1
         power = 1
@@ -124,6 +143,15 @@ class UnitParser(FormulaParser):
             if not self._continues():
                 return _spelled(powers)
         raise CannotRead("a unit of many words")
+
+    def _quotient_of_units(self) -> str:
+        self.expect("{")
+        above = self._base_unit()
+        self.expect("}")
+        self.expect("{")
+        below = self._base_unit()
+        self.expect("}")
+        return _spelled({above: 1, below: -1})
 
     def _continues(self) -> bool:
         token = self.peek()
