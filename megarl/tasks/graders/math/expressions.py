@@ -364,7 +364,8 @@ class FormulaParser(Cursor):
             self.take()
             return Symbol(token.text)
         lower = token.text.lower()
-        if len(token.text) > 3 and not is_run_of_variables(lower):
+        longest = 3 if token.gap is Gap.NONE else 2
+        if len(token.text) > longest and not is_run_of_variables(lower):
             raise CannotRead(f"the word {token.text!r}")
         first, *others = token.text
         letters = [Token(TokenKind.WORD, first, token.gap)]

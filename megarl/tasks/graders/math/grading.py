@@ -1,13 +1,15 @@
 """The verdict on one answer."""
 
 import re
+from collections import Counter
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 
 from megarl.tasks.graders.math.compare import equal, mapped, named
 from megarl.tasks.graders.math.equality import Equality, needs_computing
 from megarl.tasks.graders.math.evaluation import Budget, TooMuchWork
-from megarl.tasks.graders.math.formulas import Apply, Formula
+from megarl.tasks.graders.math.formulas import Formula, Number, parts
 from megarl.tasks.graders.math.kinds import Answer, Expression, Listing, Relation
 from megarl.tasks.graders.math.layout import plain
 from megarl.tasks.graders.math.locate import DOLLARS, Passage, Place, passages
@@ -91,7 +93,7 @@ def may_count(answer: Answer, passage: Passage, prompt: str) -> bool:
     """Return whether this is an answer, rather than the question or what has still to be computed."""
     if passage.place is Place.PROSE:
         return not has_steps_left(answer)
-    return not (prompt and has_steps_left(answer) and restates(answer, passage.text, prompt))
+    return not (prompt and has_steps_left(answer) and restates(answer, prompt))
 
 
 def has_steps_left(answer: Answer) -> bool:
@@ -111,49 +113,39 @@ def has_steps_left(answer: Answer) -> bool:
     return left
 
 
-def restates(answer: Answer, text: str, prompt: str) -> bool:
-    """Return whether the question itself has this formula, perhaps with its terms in another order."""
-    compact = _compact(text)
-    pattern = rf"(?<![\d.]){re.escape(compact)}(?![\d]|\.\d)"
-    if re.search(pattern, _compact(prompt[-LONGEST_PROMPT:])):
-        return True
-    formula = _arranged(answer)
-    return formula is not None and formula in _formulas_of(prompt[-LONGEST_PROMPT:])
+def restates(answer: Answer, prompt: str) -> bool:
+    """Return whether the numbers of a computation in the question are all in the answer's."""
+    numbers = _numbers(named(answer).value)
+    return any(not asked - numbers for asked in _computations_of(prompt[-LONGEST_PROMPT:]))
 
 
-def _compact(text: str) -> str:
-    """Return a text without layout, in which formulas can be looked for."""
-    plain_text = plain(text).replace(r"\times", "*").replace(r"\cdot", "*").replace(r"\div", "/")
-    return re.sub(r"\\left|\\right|\\[,;:! ]|[\s{}$]", "", plain_text).rstrip(".=?")
+def _numbers(answer: Answer) -> Counter[Fraction]:
+    """Return the numbers that are written in an answer, and how often."""
+    numbers: Counter[Fraction] = Counter()
 
-
-def _arranged(answer: Answer) -> Formula | None:
-    """Return the answer's formula with its terms and factors sorted, None if it is none."""
-    if isinstance(answer, Relation):
-        answer = answer.sides[0]
-    return _sorted(answer.formula) if isinstance(answer, Expression) else None
-
-
-def _sorted(formula: Formula) -> Formula:
-    if not isinstance(formula, Apply):
+    def count(formula: Formula) -> Formula:
+        numbers.update(part.value for part in parts(formula) if isinstance(part, Number))
         return formula
-    arguments = tuple(_sorted(argument) for argument in formula.arguments)
-    if formula.head in ("+", "*"):
-        arguments = tuple(sorted(arguments, key=repr))
-    return Apply(formula.head, arguments)
+
+    mapped(answer, count)
+    return numbers
 
 
 @lru_cache(maxsize=64)
-def _formulas_of(prompt: str) -> frozenset[Formula]:
-    """Return the formulas in a prompt's text, sorted."""
+def _computations_of(prompt: str) -> tuple[Counter[Fraction], ...]:
+    """Return the numbers of each formula of a prompt that has to be computed."""
     texts = [next(filter(None, match.groups())) for match in DOLLARS.finditer(prompt)]
     texts += [match[0] for match in ARITHMETIC.finditer(prompt)]
-    formulas = set()
+    computations = []
     for text in texts[:MOST_FORMULAS_OF_PROMPT]:
-        found = reading(text.rstrip(" .=?"), NO_QUESTION).answer
-        if found is not None and (formula := _arranged(found)) is not None:
-            formulas.add(formula)
-    return frozenset(formulas)
+        found = reading(text.strip(" .=?,"), NO_QUESTION).answer
+        if found is None:
+            continue
+        if isinstance(found, Relation):
+            found = found.sides[0]
+        if has_steps_left(found) and (numbers := _numbers(found)):
+            computations.append(numbers)
+    return tuple(computations)
 
 
 def _same_list(expected: str, gold: Answer, text: str, answer: Answer) -> bool:

@@ -58,7 +58,6 @@ WITH_ARGUMENT = re.compile(
 COLOURED = re.compile(r"\\textcolor\s*\{[^{}]*\}")
 ARRAY = re.compile(r"\\begin\s*\{(array|tabular)\}\s*\{[^{}]*\}")
 CURRENCY_MARK = re.compile(r"\$(?=\s*\.?\d)")
-EMPHASIS = "*_` \n"
 
 
 def plain(text: str) -> str:

@@ -76,7 +76,7 @@ DOLLARS = re.compile(
     re.DOTALL,
 )
 FOREIGN = re.compile("([\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+)")
-BULLET = re.compile(r"^\s*(?:[-•]\s+|\*\s+|>\s*)(?=[\d\\$(\[A-Za-z])")
+BULLET = re.compile(r"^\s*(?:[-•*>]\s+)(?=[\d\\$(\[A-Za-z])")
 
 
 def passages(answer: str) -> Iterator[Passage]:
@@ -168,7 +168,7 @@ def answer_line(text: str) -> str | None:
         letter = _last(LETTER_IS_CORRECT, text)
         return letter[1] if letter else None
     rest = text[match.end() :].lstrip(" \t\n:*_")
-    return without_emphasis(rest[:LONGEST_LINE])
+    return without_emphasis(rest[:LONGEST_LINE]).strip(" *_`").rstrip(" .*_`")
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
@@ -227,10 +227,19 @@ def _last_in_dollars(text: str, formulas: list[Span]) -> Passage | None:
 
 def _may_stand(before: list[str], behind: list[str]) -> bool:
     """Return whether the words around a value leave it as it is: not `at least 5`, not `5 million`."""
-    last_words = {word.strip("*_(\"'").lower() for word in before[-1:]}
-    next_words = {word.strip(".,;:!?*_)\"'").lower() for word in behind[:1]}
-    foreign = {behind[0][0]} if behind else set()
-    return not (last_words & names.BEFORE or (next_words | foreign) & names.AFTER)
+    words = [word.strip("*_(,.;:\"'").lower() for word in before[-4:]]
+    last = words[-1] if words else ""
+    if last in names.BEFORE or names.NEGATIONS & set(words[-3:]):
+        return False
+    if last == "of" and words[-2:-1] and words[-2] not in names.TOTALS:
+        return False
+    if last == "to" and "from" in words:
+        return False
+    following = [word.strip(".,;:!?*_)\"'").lower() for word in behind[:3]]
+    if not following:
+        return True
+    considered = following if following[0] == "and" else following[:1]
+    return not names.AFTER & {*considered, behind[0][0], "of" if following[0] == "of" else ""}
 
 
 def _last_in_words(text: str) -> Passage | None:

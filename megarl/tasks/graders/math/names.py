@@ -34,7 +34,7 @@ ENGLISH = frozenset(
     "odd all any day man men but are was has had can may out now new old big red set sum box cup mod per sq cm mm km "
     "kg mg ml ft lb oz hr hrs min sec mph kmh eur usd deg rad pm iff let def var min max nor its few far top end "
     "low her his she him you our who why how mon tue wed thu fri sat sun jan feb mar apr jun jul aug sep oct nov dec "
-    "even true false none".split()
+    "even true false none get got let use add see say ask put try via yet too per got".split()
 )
 """Short words that are no products of variables."""
 AND = frozenset({"and", r"\land", r"\and", "&"})
@@ -151,15 +151,20 @@ NOUNS = _named(
 )
 """Words for what is counted. They belong to a number as a unit does."""
 AFTER = frozenset(
-    "thousand hundred million billion trillion dozen dozens half halves third thirds fourth fourths quarter "
+    "of thousand hundred million billion trillion dozen dozens half halves third thirds fourth fourths quarter "
     "quarters fifth fifths sixth sixths seventh eighth ninth tenth tenths hundredths squared cubed factorial modulo "
     "mod less more fewer times or to than over below above minus plus divided multiplied base choose score pairs "
-    "万 亿 千 百 十 萬 億 分 余 多".split()
+    "p.m a.m pm am 万 亿 千 百 十 萬 億 分 余 多".split()
 )
 """Words behind a number that change its value or say that it is a bound."""
 BEFORE = frozenset(
     "not least most than nearly almost under over below above minus negative plus exceeding about approximately "
     "roughly around beyond except between from up within up fewer more less isn't aren't wasn't n't never without "
-    "every per base mod modulo".split()
+    "every per base mod modulo twice thrice half double triple step part case equation question figure problem chapter "
+    "section page example line row method exercise theorem lemma rule root factor multiple power".split()
 )
 """Words before a number in prose that say that it is no answer."""
+NEGATIONS = frozenset("not cannot can't isn't aren't wasn't won't never neither nor without".split())
+"""Words that deny a number a little way behind them."""
+TOTALS = frozenset("total value answer result".split())
+"""Words whose `of` has the answer behind it: a total of 5."""
