@@ -1,19 +1,26 @@
 """Whether two answers are equal: within a kind, or across kinds that write the same thing.
 
-    x = 5                      ─►  5                      a single value may be named
-    x = 2, y = 3               ─►  (2, 3)                 in the order of the names
-    -1 < x < 3                 ─►  (-1, 3)                a set of real numbers
-    \\frac{3 \\pm \\sqrt5}{2}   ─►  two values
-    (1, 2), \\langle 1, 2 \\rangle, a column                a vector
+x = 5                      ─►  5                      a single value may be named
+x = 2, y = 3               ─►  (2, 3)                 in the order of the names
+-1 < x < 3                 ─►  (-1, 3)                a set of real numbers
+\\frac{3 \\pm \\sqrt5}{2}   ─►  two values
+(1, 2), \\langle 1, 2 \\rangle, a column                a vector
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeGuard
 
 from megarl.tasks.graders.math.equality import Equality
-from megarl.tasks.graders.math.evaluation import Budget, Complex, NoValue, Real, TooMuchWork, as_real
+from megarl.tasks.graders.math.evaluation import (
+    Budget,
+    Complex,
+    NoValue,
+    Real,
+    TooMuchWork,
+    as_real,
+)
 from megarl.tasks.graders.math.formulas import (
     TWO_VALUED,
     Apply,
@@ -57,7 +64,9 @@ from megarl.tasks.graders.math.realsets import (
 COORDINATES = frozenset("xyz")
 LETTERS = frozenset("abcdfghjklmnopqrstuvwABCDEFGHIJKLMNOPQRSTUVWXYZ")
 ARTICLES = frozenset({"the", "a", "an"})
-SHORT_WORDS = frozenset({"yes", "no", "true", "false", "none", "dne", "even", "odd", "both", "neither"})
+SHORT_WORDS = frozenset(
+    {"yes", "no", "true", "false", "none", "dne", "even", "odd", "both", "neither"}
+)
 UNIT_VECTORS = ("\\vec i", "\\vec j", "\\vec k")
 DEGREES = ({"degree", "celsius"}, {"degree", "fahrenheit"})
 VECTORS = frozenset({Bracket.ROUND, Bracket.SQUARE, Bracket.ANGLE})
@@ -103,7 +112,9 @@ class Comparison:
         if not isinstance(answer, Relation) or set(answer.signs) != {"="}:
             return True
         constants = [
-            side for side in answer.sides if isinstance(side, Expression) and _is_constant_side(side)
+            side
+            for side in answer.sides
+            if isinstance(side, Expression) and _is_constant_side(side)
         ]
         if len({side.unit for side in constants}) > 1:
             return True
@@ -141,9 +152,9 @@ class Comparison:
             exact = Relation(answer.sides[: at + 1], answer.signs[:at])
         rounded = answer.sides[at + 1]
         name = named(exact)
-        if isinstance(exact, Expression) and isinstance(exact.formula, Symbol):
-            if symbols(exact.formula):
-                return [Relation((exact, rounded), ("=",))]
+        is_symbol = isinstance(exact, Expression) and isinstance(exact.formula, Symbol)
+        if is_symbol and _name(exact):
+            return [Relation((exact, rounded), ("=",))]
         if len(answer.signs) == at + 1 and self._rounds(name.value, rounded):
             return [exact, rounded]
         return [exact]
@@ -346,9 +357,10 @@ class Comparison:
             return None
         gold = ascending(gold)
         answer = ascending(answer)
-        if set(gold.signs) <= ORDERS and set(answer.signs) <= ORDERS:
-            if (by_sets := self._same_real_sets(gold, answer)) is not None:
-                return by_sets
+        are_inequalities = set(gold.signs) <= ORDERS and set(answer.signs) <= ORDERS
+        by_sets = self._same_real_sets(gold, answer) if are_inequalities else None
+        if by_sets is not None:
+            return by_sets
         if gold.signs != answer.signs:
             return False
         links = zip(_links(gold), _links(answer), strict=True)
@@ -515,7 +527,9 @@ def _two_values(answer: Answer) -> list[Answer]:
     mapped(answer, count)
     if not signs or (signs > 1 and not _opposed(answer)):
         return [answer]
-    return [mapped(answer, lambda f, plus=plus: with_sign(f, plus)) for plus in (True, False)]
+    upper = mapped(answer, lambda formula: with_sign(formula, plus=True))
+    lower = mapped(answer, lambda formula: with_sign(formula, plus=False))
+    return [upper, lower]
 
 
 def _opposed(answer: Answer) -> bool:
@@ -601,7 +615,9 @@ def _is_asked_for(formula: Apply) -> bool:
     if formula.head == "abs":
         return isinstance(formula.arguments[0], Symbol) and formula.arguments[0].name.isupper()
     terms = [
-        part for part in parts(formula) if not isinstance(part, Apply) or part.head not in ("+", "*")
+        part
+        for part in parts(formula)
+        if not isinstance(part, Apply) or part.head not in ("+", "*")
     ]
     variables = [term for term in terms if isinstance(term, Symbol)]
     simple = all(isinstance(term, Symbol | Number) for term in terms)
@@ -628,10 +644,10 @@ def _stands_for(named_answer: Named) -> bool:
 def assignments(answer: Answer) -> dict[str, Answer] | None:
     """Return the values of several names; None if the answer is something else."""
     if isinstance(answer, Relation) and set(answer.signs) == {"="}:
-        first, last = answer.sides[0], answer.sides[-1]
-        if isinstance(first, Listing) and isinstance(last, Listing) and len(answer.signs) == 1:
-            if first.bracket is Bracket.ROUND and last.bracket in VECTORS:
-                return _paired(first.items, last.items)
+        first = answer.sides[0]
+        last = answer.sides[-1]
+        if len(answer.signs) == 1 and _is_tuple(first) and _is_tuple(last):
+            return _paired(first.items, last.items)
         if len(answer.signs) > 1 and all(_name(side) for side in answer.sides[:-1]):
             return _paired(answer.sides[:-1], (last,) * (len(answer.sides) - 1))
         return None
@@ -647,6 +663,10 @@ def assignments(answer: Answer) -> dict[str, Answer] | None:
             return None
         values |= several
     return values
+
+
+def _is_tuple(answer: Answer) -> TypeGuard[Listing]:
+    return isinstance(answer, Listing) and answer.bracket in VECTORS
 
 
 def _paired(names: Sequence[Answer], values: Sequence[Answer]) -> dict[str, Answer] | None:
@@ -686,7 +706,9 @@ def _entries(answer: Answer) -> tuple[Formula, ...] | None:
         return answer.rows[0] if len(answer.rows) == 1 else None
     if not isinstance(answer, Listing) or answer.bracket not in VECTORS:
         return None
-    formulas = [item.formula for item in answer.items if isinstance(item, Expression) and not item.unit]
+    formulas = [
+        item.formula for item in answer.items if isinstance(item, Expression) and not item.unit
+    ]
     return tuple(formulas) if len(formulas) == len(answer.items) > 1 else None
 
 

@@ -180,7 +180,9 @@ class Equality:
 
 
 def _has_imaginary(formula: Formula) -> bool:
-    return any(not isinstance(part, Apply) and getattr(part, "name", "") == "i" for part in parts(formula))
+    return any(
+        not isinstance(part, Apply) and getattr(part, "name", "") == "i" for part in parts(formula)
+    )
 
 
 def _is_positive(value: Numeric) -> bool:
@@ -209,7 +211,9 @@ def needs_computing(formula: Formula, equality: Equality) -> bool:
     if symbols(formula):
         return False
     try:
-        return isinstance(equality.constant(formula), Fraction) or _is_nearly_rational(formula, equality)
+        return isinstance(equality.constant(formula), Fraction) or _is_nearly_rational(
+            formula, equality
+        )
     except NoValue:
         return True
 

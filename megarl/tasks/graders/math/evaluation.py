@@ -98,7 +98,13 @@ class Evaluator:
         arguments = [self.value(argument) for argument in formula.arguments]
         try:
             return self.noted(operation(self, *arguments))
-        except (ZeroDivisionError, ValueError, OverflowError, TypeError, mpmath.libmp.NoConvergence) as error:
+        except (
+            ZeroDivisionError,
+            ValueError,
+            OverflowError,
+            TypeError,
+            mpmath.libmp.NoConvergence,
+        ) as error:
             raise NoValue(str(error)) from None
 
     def noted(self, value: Numeric) -> Numeric:
@@ -231,9 +237,9 @@ def _divide(evaluator: Evaluator, a: Numeric, b: Numeric) -> Numeric:
 
 
 def _power(evaluator: Evaluator, base: Numeric, exponent: Numeric) -> Numeric:
-    if isinstance(exponent, Fraction) and isinstance(base, Fraction):
-        if (exact := _exact_power(base, exponent)) is not None:
-            return exact
+    exact = _exact_power(base, exponent)
+    if exact is not None:
+        return exact
     if not base:
         if _real_part(exponent) > 0:
             return Fraction(0)
@@ -248,8 +254,10 @@ def _power(evaluator: Evaluator, base: Numeric, exponent: Numeric) -> Numeric:
     return CONTEXT.power(small, as_real(exponent))
 
 
-def _exact_power(base: Fraction, exponent: Fraction) -> Fraction | None:
+def _exact_power(base: Numeric, exponent: Numeric) -> Fraction | None:
     """Return the power if it is a fraction of few bits."""
+    if not isinstance(exponent, Fraction) or not isinstance(base, Fraction):
+        return None
     if exponent.denominator != 1:
         root = _exact_root(base, exponent.denominator)
         if root is None:
@@ -278,10 +286,7 @@ def _exact_root(value: Fraction, degree: int) -> Fraction | None:
 
 
 def _integer_root(value: int, degree: int) -> int | None:
-    if degree == 2:
-        root = math.isqrt(value)
-    else:
-        root = _newton_root(value, degree)
+    root = math.isqrt(value) if degree == 2 else _newton_root(value, degree)
     return root if root**degree == value else None
 
 

@@ -16,13 +16,13 @@ from fractions import Fraction
 from megarl.tasks.graders.math import names
 from megarl.tasks.graders.math.cursor import Cursor
 from megarl.tasks.graders.math.formulas import (
-    E,
     IMAGINARY,
     INFINITY,
     MINUS_PLUS,
     PI,
     PLUS_MINUS,
     Apply,
+    E,
     Formula,
     Number,
     Symbol,
@@ -45,7 +45,9 @@ ATOM_COMMANDS = (
     | SUMS.keys()
     | {r"\frac", r"\sqrt", r"\binom", r"\pi", r"\infty", r"\lfloor", r"\lceil", r"\ell", r"\|"}
 )
-NO_FACTORS = names.ENGLISH | names.AND | names.OR | names.CONDITIONS | names.ELSEWHERE | names.FILLERS
+NO_FACTORS = (
+    names.ENGLISH | names.AND | names.OR | names.CONDITIONS | names.ELSEWHERE | names.FILLERS
+)
 
 
 def formula_of(value: Value) -> Formula:
@@ -70,7 +72,7 @@ class FormulaParser(Cursor):
         """Read terms with signs between them."""
         with self.nested():
             value = self._signed(self.product)
-            terms = []
+            terms: list[Formula] = []
             while self.at("+", "-", r"\pm", r"\mp"):
                 terms = terms or [formula_of(value)]
                 terms.append(formula_of(self._signed(self.product, leading=False)))
@@ -191,7 +193,7 @@ class FormulaParser(Cursor):
         for _ in range(MOST_POSTFIXES):
             if self.at("^"):
                 value = self._power(value)
-            elif self.at("!") and not self.peek(1).text == "=":
+            elif self.at("!") and self.peek(1).text != "=":
                 self.take()
                 head = "!!" if self.accept("!") else "!"
                 value = Apply(head, (formula_of(value),))
@@ -367,9 +369,8 @@ class FormulaParser(Cursor):
         longest = 3 if token.gap is Gap.NONE else 2
         if len(token.text) > longest and not is_run_of_variables(lower):
             raise CannotRead(f"the word {token.text!r}")
-        first, *others = token.text
-        letters = [Token(TokenKind.WORD, first, token.gap)]
-        letters += [Token(TokenKind.WORD, letter) for letter in others]
+        letters = [Token(TokenKind.WORD, token.text[0], token.gap)]
+        letters += [Token(TokenKind.WORD, letter) for letter in token.text[1:]]
         self.replace(*letters)
         return self._word()
 
@@ -388,11 +389,12 @@ class FormulaParser(Cursor):
         if name in names.NUMBER_SETS and self.at("^") and self.peek(1).text in ("+", "-", "*"):
             self.take()
             return f"{name}^{self.take().text}"
-        if name in names.NUMBER_SETS and self.at("^") and self.peek(1).text == "{":
-            if self.peek(2).text in ("+", "-", "*") and self.peek(3).text == "}":
-                sign = self.peek(2).text
-                self.position += 4
-                return f"{name}^{sign}"
+        following = [self.peek(n).text for n in range(4)]
+        if name in names.NUMBER_SETS and following[:2] == ["^", "{"] and following[3] == "}":
+            if following[2] not in ("+", "-", "*"):
+                return name
+            self.position += 4
+            return f"{name}^{following[2]}"
         while self.at("'"):
             self.take()
             name += "'"

@@ -81,4 +81,3 @@ def with_sign(formula: Formula, plus: bool) -> Formula:
         return Apply(formula.head, arguments)
     positive = plus == (formula.head == PLUS_MINUS)
     return arguments[0] if positive else Apply("-", arguments)
-

@@ -11,6 +11,7 @@ Only a box, an answer line and a lone formula may hold what has still to be comp
 """
 
 import re
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -48,7 +49,10 @@ class Span:
 LONGEST_LINE = 2_000
 MOST_PROSE = 20_000
 """Characters at the end of a long answer in which a formula is looked for."""
-BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*\{|\\(?:boxed|fbox)(?![a-zA-Z])\s*([^\s{$]+)|\\.|[{}]", re.DOTALL)
+BOX = re.compile(
+    r"\\(?:boxed|fbox)(?![a-zA-Z])\s*\{|\\(?:boxed|fbox)(?![a-zA-Z])\s*([^\s{$]+)|\\.|[{}]",
+    re.DOTALL,
+)
 OPENED = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])")
 BETWEEN = re.compile(r"\$|\\[()\[\]]|\\(?:quad|qquad|text|mathrm|,|;|:| )|[{}*~\s]")
 JOINED = re.compile(r"(?:[,;]?(?:and|or)?|&)(?P<name>[A-Za-z](?:_\w+)?=)?")
@@ -63,7 +67,9 @@ SENTENCE = re.compile(
     r"(?:is|are|equals|will be|must be|should be)(?![A-Za-z])"
     r"(?:\s{1,3}(?:therefore|thus|simply|clearly|just|then|indeed|hence|exactly|equal to|option|choice)){0,3}[:\s*_}]*"
 )
-LETTER_IS_CORRECT = re.compile(r"(?i:\b(?:option|choice|answer))\s*\(?([A-J])\)?\s+is\s+(?:the\s+)?(?:correct|right)")
+LETTER_IS_CORRECT = re.compile(
+    r"(?i:\b(?:option|choice|answer))\s*\(?([A-J])\)?\s+is\s+(?:the\s+)?(?:correct|right)"
+)
 STOP = re.compile(r"[.!?;](?=\s|$)|\n\s*\n")
 CLAUSE = re.compile(
     r",?\s{1,3}(?:because|since|as|so|which|where|and\s+not|but|not|i\.e\.|that|when|if|after|rounded|assuming|given)\b"
@@ -172,10 +178,8 @@ def answer_line(text: str) -> str | None:
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    match = None
-    for match in pattern.finditer(text):
-        pass
-    return match
+    matches = deque(pattern.finditer(text), maxlen=1)
+    return matches[0] if matches else None
 
 
 def _readings_of_line(line: str) -> Iterator[Passage]:
@@ -200,10 +204,10 @@ def _readings_of_prose(answer: str) -> Iterator[Passage]:
 def _values(text: str) -> Iterator[Passage]:
     """Return the last formula in dollars or, if there are none, the last number or formula."""
     formulas = [_span(match) for match in DOLLARS.finditer(text)]
-    if formulas:
-        passage = _last_in_dollars(text, formulas)
-    else:
+    if not formulas:
         passage = _last_in_words(RESTATED.sub("", text))
+    else:
+        passage = _last_in_dollars(text, formulas)
     if passage is not None:
         yield passage
 

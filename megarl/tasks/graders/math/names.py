@@ -1,5 +1,11 @@
 """The closed lists of names that the grammar knows: functions, Greek letters, units, nouns, words."""
 
+
+def words_of(text: str) -> frozenset[str]:
+    """Return the words of a text with blanks between them."""
+    return frozenset(text.split())
+
+
 FUNCTIONS = {
     r"\sin": "sin", r"\cos": "cos", r"\tan": "tan", r"\cot": "cot", r"\sec": "sec", r"\csc": "csc",
     r"\arcsin": "arcsin", r"\arccos": "arccos", r"\arctan": "arctan", r"\sinh": "sinh", r"\cosh": "cosh",
@@ -18,28 +24,32 @@ INVERSES = {
 }  # fmt: skip
 LISTS = frozenset({"gcd", "lcm", "max", "min", "binom"})
 """Functions of several arguments."""
-GREEK_LETTERS = frozenset(
+GREEK_LETTERS = words_of(
     "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho varrho sigma "
-    "tau upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega".split()
+    "tau upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega"
 )
 INFINITE = frozenset({r"\infty", "infinity", "inf", "infty", "oo"})
-ACCENTS = frozenset(r"\vec \overline \bar \hat \tilde \dot \ddot \overrightarrow \overarc \widetilde".split())
-SHAPES = frozenset(r"\angle \triangle \odot \measuredangle".split())
+ACCENTS = words_of(
+    r"\vec \overline \bar \hat \tilde \dot \ddot \overrightarrow \overarc \widetilde"
+)
+SHAPES = words_of(r"\angle \triangle \odot \measuredangle")
 CALLED = frozenset("fgFG")
 """Letters whose brackets hold an argument; behind other letters they are factors."""
 NUMBER_SETS = frozenset({r"\mathbb{R}", r"\mathbb{Z}", r"\mathbb{N}", r"\mathbb{Q}", r"\mathbb{C}"})
 
-ENGLISH = frozenset(
+ENGLISH = words_of(
     "no on is as to of in at it if so by we he an am or do go up us be me my ok the and for not yes one two six ten "
     "odd all any day man men but are was has had can may out now new old big red set sum box cup mod per sq cm mm km "
     "kg mg ml ft lb oz hr hrs min sec mph kmh eur usd deg rad pm iff let def var min max nor its few far top end "
     "low her his she him you our who why how mon tue wed thu fri sat sun jan feb mar apr jun jul aug sep oct nov dec "
-    "even true false none get got let use add see say ask put try via yet too per got".split()
+    "even true false none get got let use add see say ask put try via yet too per got"
 )
 """Short words that are no products of variables."""
 AND = frozenset({"and", r"\land", r"\and", "&"})
 OR = frozenset({"or", r"\lor"})
-FILLERS = frozenset({"where", "with", "for", "all", "any", "some", "every", "each", r"\forall", "whenever", "when"})
+FILLERS = frozenset(
+    {"where", "with", "for", "all", "any", "some", "every", "each", r"\forall", "whenever", "when"}
+)
 """Words before the condition of a family, `x = 2k\\pi \\text{ for all } k \\in \\mathbb{Z}`."""
 CONDITIONS = frozenset({"if", "for", "when", "where", "provided", "that", "on"})
 ELSEWHERE = frozenset({"otherwise", "else", "elsewhere"})
@@ -120,51 +130,63 @@ LETTER_UNITS = {
     "W": "watt",
 }  # fmt: skip
 """Units of one letter. They count only in upright type, or behind a blank after a number."""
-ONLY_APART = frozenset({"mg", "ml", "ms", "in", "min", "sec", "gal", "rad", "deg", "mi", "gm", "rs", "mol", "cup"})
+ONLY_APART = frozenset(
+    {"mg", "ml", "ms", "in", "min", "sec", "gal", "rad", "deg", "mi", "gm", "rs", "mol", "cup"}
+)
 """Units that could be products of variables or words: the same."""
 POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
+
+
+def _plural(noun: str) -> str:
+    if noun.endswith(("x", "ch", "sh", "ss")):
+        return f"{noun}es"
+    if noun.endswith("y") and noun[-2] not in "aeo":
+        return f"{noun[:-1]}ies"
+    return f"{noun}s"
+
+
+COUNTED = words_of(
+    "student boy girl teacher player worker member friend team group class family adult kid guest "
+    "customer passenger apple orange banana egg cookie cake candy pencil pen book page card coin "
+    "ball marble block tile cube chair table car bike truck wheel tree flower plant animal dog cat "
+    "bird chicken cow pig horse rabbit leg head ticket game point goal time way path route solution "
+    "root pair triple value number integer digit word letter term step move turn trip lap sticker "
+    "toy shirt sock shoe dress stamp bag bottle glass jar basket packet pack sandwich pizza slice "
+    "bowl plate room house floor window door seat row column line segment triangle square rectangle "
+    "circle side face edge corner region subset element set function permutation arrangement "
+    "combination outcome question answer problem mark vote stone bead rock shell carrot peach cherry "
+    "grape berry strawberry blueberry watermelon pear mango lemon balloon cupcake muffin donut "
+    "brownie crayon marker eraser notebook magazine photo picture painting song video movie episode "
+    "chapter story planet star bus train plane boat ship job shift call message email gift present "
+    "box bunch dish watch"
+)
 NOUNS = _named(
     "person persons people 人",
     "child children",
     "man men",
     "woman women",
-    "foot feet",
-    "*item item items thing things object objects piece pieces 个 本 只",
-    *(
-        f"{noun} {noun}s"
-        for noun in (
-            "student boy girl teacher player worker member friend team group class family adult kid guest customer "
-            "passenger apple orange banana egg cookie cake candie pencil pen book page card coin ball marble block "
-            "tile cube chair table car bike truck wheel tree flower plant animal dog cat bird chicken cow sheep pig "
-            "horse rabbit fish leg head ticket game point goal time way path route solution root pair triple value "
-            "number integer digit word letter term step move turn trip lap sticker toy shirt sock shoe dress stamp "
-            "bag bottle glass jar basket packet pack sandwich pizza slice loave cup bowl plate room house floor "
-            "window door seat row column line segment triangle square rectangle circle side face edge vertice corner "
-            "region subset element set function permutation arrangement combination outcome question answer problem "
-            "mark vote stone bead rock shell leave tomatoe potatoe carrot peach cherrie grape berrie strawberrie "
-            "blueberrie watermelon pear mango lemon balloon cupcake muffin donut brownie crayon marker eraser "
-            "notebook magazine photo picture painting song video movie episode chapter story storie planet star car "
-            "bus train plane boat ship mile lawn job shift call message email letter envelope gift present box boxe "
-            "bunche glasse inche dishe classe sandwiche watche matche".split()
-        )
-    ),
+    "fish",
+    "sheep",
+    "vertex vertices",
+    "item items 个 本 只",
+    *(f"{noun} {_plural(noun)}" for noun in sorted(COUNTED)),
 )
 """Words for what is counted. They belong to a number as a unit does."""
-AFTER = frozenset(
+AFTER = words_of(
     "of thousand hundred million billion trillion dozen dozens half halves third thirds fourth fourths quarter "
     "quarters fifth fifths sixth sixths seventh eighth ninth tenth tenths hundredths squared cubed factorial modulo "
     "mod less more fewer times or to than over below above minus plus divided multiplied base choose score pairs "
-    "p.m a.m pm am 万 亿 千 百 十 萬 億 分 余 多".split()
+    "p.m a.m pm am 万 亿 千 百 十 萬 億 分 余 多"
 )
 """Words behind a number that change its value or say that it is a bound."""
-BEFORE = frozenset(
+BEFORE = words_of(
     "not least most than nearly almost under over below above minus negative plus exceeding about approximately "
     "roughly around beyond except between from up within up fewer more less isn't aren't wasn't n't never without "
     "every per base mod modulo twice thrice half double triple step part case equation question figure problem chapter "
-    "section page example line row method exercise theorem lemma rule root factor multiple power".split()
+    "section page example line row method exercise theorem lemma rule root factor multiple power"
 )
 """Words before a number in prose that say that it is no answer."""
-NEGATIONS = frozenset("not cannot can't isn't aren't wasn't won't never neither nor without".split())
+NEGATIONS = words_of("not cannot can't isn't aren't wasn't won't never neither nor without")
 """Words that deny a number a little way behind them."""
-TOTALS = frozenset("total value answer result".split())
+TOTALS = words_of("total value answer result")
 """Words whose `of` has the answer behind it: a total of 5."""

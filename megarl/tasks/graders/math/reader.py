@@ -1,9 +1,9 @@
 """Answers read whole: text ─► tokens ─► an answer of one kind, or CannotRead.
 
-    list        item , item …       also `;`, `and`, `or`
-    item        label, relation or set, with its unit or condition
-    relation    side = < ≤ ∈ ≡ …  side
-    side        sets with ∪ ∩ ∖ between them, or a sum (expressions.py)
+list        item , item …       also `;`, `and`, `or`
+item        label, relation or set, with its unit or condition
+relation    side = < ≤ ∈ ≡ …  side
+side        sets with ∪ ∩ ∖ between them, or a sum (expressions.py)
 """
 
 import re
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megarl.tasks.graders.math import names
-from megarl.tasks.graders.math.expressions import MODULO, FormulaParser, Value, expression, formula_of
+from megarl.tasks.graders.math.expressions import MODULO, Value, expression, formula_of
 from megarl.tasks.graders.math.formulas import INFINITY, Apply, Formula, Number, Symbol
 from megarl.tasks.graders.math.kinds import (
     Answer,
@@ -43,7 +43,9 @@ RELATIONS = {
 SET_OPERATORS = {r"\cup": "union", r"\cap": "intersection", r"\setminus": "without"}
 SEPARATORS = (",", ";", r"\\", r"\quad")
 MATRICES = frozenset({"pmatrix", "bmatrix", "matrix", "Bmatrix", "smallmatrix", "array"})
-SYSTEMS = frozenset({"cases", "dcases", "rcases", "aligned", "align", "gathered", "split", "gather"})
+SYSTEMS = frozenset(
+    {"cases", "dcases", "rcases", "aligned", "align", "gathered", "split", "gather"}
+)
 MOST_ITEMS = 300
 MOST_WORDS = 6
 LETTERS_OF_CHOICES = frozenset("ABCDEFGHIJ")
@@ -559,10 +561,9 @@ class AnswerParser(UnitParser):
             return conditions[0]
         return Listing(tuple(conditions), Bracket.NONE, joint)
 
-
     def _condition_in_words(self) -> Words | None:
         """Read a condition such as `n is even`, up to the end of its row."""
-        words = []
+        words: list[Token] = []
         while self.peek(len(words)).kind is TokenKind.WORD:
             words.append(self.peek(len(words)))
         following = self.peek(len(words)).text

@@ -148,7 +148,9 @@ class RealSets:
             return variables.pop() if len(variables) == 1 else ""
         return None
 
-    def _interval(self, low: Formula, high: Formula, low_closed: bool, high_closed: bool) -> Stretches:
+    def _interval(
+        self, low: Formula, high: Formula, low_closed: bool, high_closed: bool
+    ) -> Stretches:
         stretch = Stretch(self._end(low), self._end(high), low_closed, high_closed)
         if stretch.empty:
             raise NoRealSet
@@ -205,10 +207,8 @@ class RealSets:
         sets = [self.of(item) for item in listing.items]
         result = sets[0]
         for other in sets[1:]:
-            if listing.joint is Joint.OR:
-                result = united((*result, *other))
-            else:
-                result = intersected(result, other)
+            either = listing.joint is Joint.OR
+            result = united((*result, *other)) if either else intersected(result, other)
         return result
 
     def _builder(self, builder: Builder) -> Stretches:
@@ -225,9 +225,10 @@ class RealSets:
 
     def _solutions(self, relation: Relation) -> Stretches:
         """Return the numbers that meet a chain of inequalities, linear in one variable."""
-        if relation.signs == ("in",) and isinstance(relation.sides[0], Expression):
-            if isinstance(relation.sides[0].formula, Symbol):
-                return self.of(relation.sides[1])
+        first = relation.sides[0]
+        is_symbol = isinstance(first, Expression) and isinstance(first.formula, Symbol)
+        if relation.signs == ("in",) and is_symbol:
+            return self.of(relation.sides[1])
         name = self.variable(relation)
         if not name or not set(relation.signs) <= ORDERS | {"!="}:
             raise NoRealSet

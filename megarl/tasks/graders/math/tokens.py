@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+from megarl.tasks.graders.math.names import words_of
+
 
 class CannotRead(Exception):
     """The text is not read whole by the grammar, so it is no answer of a known kind."""
@@ -79,21 +81,23 @@ LEXEME = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-SPACING = frozenset(
-    r"\, \; \: \! \  \> \/ \quad \qquad \enspace \thinspace \medspace \thickspace \negthinspace".split(" ")
-) | {"\\ ", "\\\n"}
-DROPPED = frozenset(
+SPACING = {"\\ ", "\\\n"} | words_of(
+    r"\, \; \: \! \> \/ \quad \qquad \enspace \thinspace \medspace \thickspace \negthinspace"
+)
+DROPPED = words_of(
     r"\left \right \middle \big \Big \bigg \Bigg \bigl \bigr \Bigl \Bigr \biggl \biggr \Biggl \Biggr \bigm \Bigm "
     r"\displaystyle \textstyle \scriptstyle \limits \nolimits \mathstrut \strut \hline \centering \noindent \null "
     r"\hfill \allowbreak \nobreak \ensuremath \boldsymbol \bm \pmb \underline \boxed \fbox \small \large \Large "
-    r"\normalsize \textnormal@ \mathop \mathrel \mathbin \mathord \hbox@ \relax \protect".split()
+    r"\normalsize \mathop \mathrel \mathbin \mathord \relax \protect"
 )
-UPRIGHT = frozenset(
+UPRIGHT = words_of(
     r"\text \textrm \textbf \textit \textsf \texttt \textup \textnormal \mathrm \mathbf \mathit \mathsf \mathtt "
-    r"\mathnormal \operatorname \operatorname* \mbox \hbox \emph \textmd \textsc".split()
+    r"\mathnormal \operatorname \operatorname* \mbox \hbox \emph \textmd \textsc"
 )
-SWITCHES = frozenset(r"\rm \bf \it \sf \tt \bfseries \itshape \rmfamily".split())
-BOLD = frozenset({r"\mathbf", r"\textbf", r"\boldsymbol", r"\bm", r"\pmb", r"\vec", r"\hat", r"\widehat"})
+SWITCHES = words_of(r"\rm \bf \it \sf \tt \bfseries \itshape \rmfamily")
+BOLD = frozenset(
+    {r"\mathbf", r"\textbf", r"\boldsymbol", r"\bm", r"\pmb", r"\vec", r"\hat", r"\widehat"}
+)
 SPELLINGS = {
     r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\cfrac": r"\frac", r"\dbinom": r"\binom", r"\tbinom": r"\binom",
     r"\le": r"\leq", r"\leqslant": r"\leq", r"\leqq": r"\leq", "<=": r"\leq", r"\ge": r"\geq",
@@ -107,10 +111,10 @@ SPELLINGS = {
     r"\vee": r"\lor", r"\backslash": r"\setminus", r"\smallsetminus": r"\setminus", r"\thickapprox": r"\approx",
     r"\simeq": r"\approx", r"\prime": "'", r"\cr": r"\\", r"\newline": r"\\", r"\tabularnewline": r"\\",
     r"\imath": "i", r"\jmath": "j", r"\bigcup": r"\cup", r"\bigcap": r"\cap", r"\infin": r"\infty",
-    r"\gets": r"\leftarrow", r"\degrees": r"\degree", r"\textdegree": r"\degree", r"\deg@": "", r"\ni": r"\owns",
-    r"\textdollar": "$", r"\pounds": "£", r"\euro": "€", r"\yen": "¥", r"\dotsm": r"\ldots", r"\lg": r"\lg",
-    r"\arcsec@": "", r"\tg": r"\tan", r"\ctg": r"\cot", r"\arctg": r"\arctan", r"\cosec": r"\csc",
-    r"\implies": r"\implies", r"\widetilde": r"\tilde", r"\widehat": r"\hat", r"\overrightarrow": r"\vec",
+    r"\gets": r"\leftarrow", r"\degrees": r"\degree", r"\textdegree": r"\degree", r"\ni": r"\owns",
+    r"\textdollar": "$", r"\pounds": "£", r"\euro": "€", r"\yen": "¥", r"\dotsm": r"\ldots",
+    r"\tg": r"\tan", r"\ctg": r"\cot", r"\arctg": r"\arctan", r"\cosec": r"\csc",
+    r"\widetilde": r"\tilde", r"\widehat": r"\hat", r"\overrightarrow": r"\vec",
 }  # fmt: skip
 WIDE = frozenset({r"\quad", r"\qquad"})
 WIDE_GAP = Token(TokenKind.SIGN, r"\quad")

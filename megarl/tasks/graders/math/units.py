@@ -83,7 +83,10 @@ class UnitParser(FormulaParser):
     def _is_time(self, word: str) -> bool:
         """Return whether `min` or `sec` has no argument, so that it is a unit."""
         following = self.peek(1)
-        begins = following.kind in (TokenKind.NUMBER, TokenKind.COMMAND) or following.text in ("(", "{")
+        begins = following.kind in (TokenKind.NUMBER, TokenKind.COMMAND) or following.text in (
+            "(",
+            "{",
+        )
         if following.kind is TokenKind.NUMBER or following.text == r"\quad":
             begins = self.previous is not None and self.previous.kind is not TokenKind.NUMBER
         return word in ("min", "sec") and not begins
@@ -103,7 +106,18 @@ class UnitParser(FormulaParser):
         number, before = self.peek(-1), self.peek(-2) if self.position > 1 else None
         if number.kind is not TokenKind.NUMBER:
             return False
-        return before is None or before.text in ("=", "-", ",", ";", "(", r"\approx", "+", "$", "<", ">")
+        return before is None or before.text in (
+            "=",
+            "-",
+            ",",
+            ";",
+            "(",
+            r"\approx",
+            "+",
+            "$",
+            "<",
+            ">",
+        )
 
     def _ends_here(self, ahead: int) -> bool:
         """Return whether the item ends behind this letter, perhaps with a power or divisor."""
@@ -190,7 +204,11 @@ class UnitParser(FormulaParser):
             braces = self.accept("{")
             negative = self.accept("-")
             token = self.take()
-            if token.kind is not TokenKind.NUMBER or not token.text.isdigit() or len(token.text) > 1:
+            if (
+                token.kind is not TokenKind.NUMBER
+                or not token.text.isdigit()
+                or len(token.text) > 1
+            ):
                 raise CannotRead("the power of a unit")
             if braces:
                 self.expect("}")
