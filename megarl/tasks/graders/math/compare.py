@@ -64,9 +64,7 @@ from megarl.tasks.graders.math.realsets import (
 COORDINATES = frozenset("xyz")
 LETTERS = frozenset("abcdfghjklmnopqrstuvwABCDEFGHIJKLMNOPQRSTUVWXYZ")
 ARTICLES = frozenset({"the", "a", "an"})
-SHORT_WORDS = frozenset(
-    {"yes", "no", "true", "false", "none", "dne", "even", "odd", "both", "neither"}
-)
+SHORT_WORDS = frozenset({"yes", "no", "true", "false", "none", "dne", "even", "odd", "both", "neither"})
 UNIT_VECTORS = ("\\vec i", "\\vec j", "\\vec k")
 DEGREES = ({"degree", "celsius"}, {"degree", "fahrenheit"})
 VECTORS = frozenset({Bracket.ROUND, Bracket.SQUARE, Bracket.ANGLE})
@@ -111,11 +109,7 @@ class Comparison:
         """Return whether the numbers of a chain are equal: not of 6 = 5."""
         if not isinstance(answer, Relation) or set(answer.signs) != {"="}:
             return True
-        constants = [
-            side
-            for side in answer.sides
-            if isinstance(side, Expression) and _is_constant_side(side)
-        ]
+        constants = [side for side in answer.sides if isinstance(side, Expression) and _is_constant_side(side)]
         if len({side.unit for side in constants}) > 1:
             return True
         return all(self._equality.same(constants[-1].formula, c.formula) for c in constants[:-1])
@@ -281,9 +275,7 @@ class Comparison:
                 kept.append(item)
         return kept
 
-    def _same_multiset[T](
-        self, gold: Sequence[T], answer: Sequence[T], same: Callable[[T, T], bool]
-    ) -> bool:
+    def _same_multiset[T](self, gold: Sequence[T], answer: Sequence[T], same: Callable[[T, T], bool]) -> bool:
         if len(gold) != len(answer):
             return False
         rest = list(answer)
@@ -328,10 +320,7 @@ class Comparison:
             if entries is None or not isinstance(other, Expression) or len(entries) > 3:
                 continue
             if symbols(other.formula) & set(UNIT_VECTORS):
-                terms = [
-                    Apply("*", (entry, Symbol(unit)))
-                    for entry, unit in zip(entries, UNIT_VECTORS, strict=False)
-                ]
+                terms = [Apply("*", (entry, Symbol(unit))) for entry, unit in zip(entries, UNIT_VECTORS, strict=False)]
                 return self._equality.same(Apply("+", tuple(terms)), other.formula)
         return None
 
@@ -490,10 +479,7 @@ def same_words(gold: Words, answer: Words) -> bool:
 
 
 def _plain_words(text: Words) -> list[str]:
-    words = [
-        word.lower() if not word.isupper() or word.lower() in SHORT_WORDS else word
-        for word in text.words
-    ]
+    words = [word.lower() if not word.isupper() or word.lower() in SHORT_WORDS else word for word in text.words]
     if len(words) > 1 and words[0].lower() in ARTICLES:
         return words[1:]
     return words
@@ -614,11 +600,7 @@ def _is_asked_for(formula: Apply) -> bool:
     """Return whether this is what questions ask for: m + n, abc, |AB|; no curve's equation."""
     if formula.head == "abs":
         return isinstance(formula.arguments[0], Symbol) and formula.arguments[0].name.isupper()
-    terms = [
-        part
-        for part in parts(formula)
-        if not isinstance(part, Apply) or part.head not in ("+", "*")
-    ]
+    terms = [part for part in parts(formula) if not isinstance(part, Apply) or part.head not in ("+", "*")]
     variables = [term for term in terms if isinstance(term, Symbol)]
     simple = all(isinstance(term, Symbol | Number) for term in terms)
     names = {variable.name[0] for variable in variables}
@@ -706,9 +688,7 @@ def _entries(answer: Answer) -> tuple[Formula, ...] | None:
         return answer.rows[0] if len(answer.rows) == 1 else None
     if not isinstance(answer, Listing) or answer.bracket not in VECTORS:
         return None
-    formulas = [
-        item.formula for item in answer.items if isinstance(item, Expression) and not item.unit
-    ]
+    formulas = [item.formula for item in answer.items if isinstance(item, Expression) and not item.unit]
     return tuple(formulas) if len(formulas) == len(answer.items) > 1 else None
 
 
@@ -726,9 +706,7 @@ def _as_interval(answer: Answer) -> Interval | None:
     return Interval(low.formula, high.formula, closed, closed)
 
 
-def _with_bound_names(
-    gold: Sequence[Answer], answer: Sequence[Answer]
-) -> tuple[Sequence[Answer], Sequence[Answer]]:
+def _with_bound_names(gold: Sequence[Answer], answer: Sequence[Answer]) -> tuple[Sequence[Answer], Sequence[Answer]]:
     """Return items in which a family's parameter has one name: k in `(k, 2k), k ∈ ℤ`."""
     gold_name = _parameter(gold)
     name = _parameter(answer)

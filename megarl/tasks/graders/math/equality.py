@@ -85,9 +85,7 @@ class Equality:
         except NoValue:
             return False
 
-    def _same_values(
-        self, point: dict[str, Numeric], real: bool, first: Formula, second: Formula
-    ) -> bool:
+    def _same_values(self, point: dict[str, Numeric], real: bool, first: Formula, second: Formula) -> bool:
         """Return whether both have the same value at a point, by two precisions if need be."""
         evaluator = self._evaluator(point, real, PRECISION)
         a = evaluator.value(first)
@@ -180,9 +178,7 @@ class Equality:
 
 
 def _has_imaginary(formula: Formula) -> bool:
-    return any(
-        not isinstance(part, Apply) and getattr(part, "name", "") == "i" for part in parts(formula)
-    )
+    return any(not isinstance(part, Apply) and getattr(part, "name", "") == "i" for part in parts(formula))
 
 
 def _is_positive(value: Numeric) -> bool:
@@ -211,9 +207,7 @@ def needs_computing(formula: Formula, equality: Equality) -> bool:
     if symbols(formula):
         return False
     try:
-        return isinstance(equality.constant(formula), Fraction) or _is_nearly_rational(
-            formula, equality
-        )
+        return isinstance(equality.constant(formula), Fraction) or _is_nearly_rational(formula, equality)
     except NoValue:
         return True
 

@@ -215,9 +215,7 @@ def _add(evaluator: Evaluator, *terms: Numeric) -> Numeric:
     return total
 
 
-def _both(
-    evaluator: Evaluator, a: Numeric, b: Numeric, operate: Callable[[Numeric, Numeric], Numeric]
-) -> Numeric:
+def _both(evaluator: Evaluator, a: Numeric, b: Numeric, operate: Callable[[Numeric, Numeric], Numeric]) -> Numeric:
     if isinstance(a, Fraction) and isinstance(b, Fraction):
         return operate(a, b)
     return operate(as_real(a), as_real(b))

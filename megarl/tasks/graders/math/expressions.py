@@ -45,9 +45,7 @@ ATOM_COMMANDS = (
     | SUMS.keys()
     | {r"\frac", r"\sqrt", r"\binom", r"\pi", r"\infty", r"\lfloor", r"\lceil", r"\ell", r"\|"}
 )
-NO_FACTORS = (
-    names.ENGLISH | names.AND | names.OR | names.CONDITIONS | names.ELSEWHERE | names.FILLERS
-)
+NO_FACTORS = names.ENGLISH | names.AND | names.OR | names.CONDITIONS | names.ELSEWHERE | names.FILLERS
 
 
 def formula_of(value: Value) -> Formula:

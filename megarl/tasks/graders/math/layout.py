@@ -35,9 +35,7 @@ CHARACTERS = {
     **dict.fromkeys("、", ","),
     **dict.fromkeys("。", "."),
     **dict.fromkeys("“”„", '"'),
-    **dict.fromkeys(
-        "\u00a0\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u205f\u3000", " "
-    ),
+    **dict.fromkeys("\u00a0\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u205f\u3000", " "),
     **dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff\u00ad\u2061\u2062\u2063", ""),
     **{chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)},  # full width
 }
@@ -51,9 +49,7 @@ VULGAR = re.compile("[¼-¾⅐-⅞↉]")
 BREAK_WITH_SPACE = re.compile(r"\\\\\s*\[\s*-?[\d.]+\s*[a-z]{2}\s*\]")
 """A line break with a distance, `\\\\[4pt]`."""
 DELIMITERS = re.compile(r"(?<!\\)\\[()\[\]]")
-DEGREE = re.compile(
-    r"\^\s*(?:\{\s*(?:\\circ|\\degree)\s*\}|\\circ(?![A-Za-z])|\\degree(?![A-Za-z]))"
-)
+DEGREE = re.compile(r"\^\s*(?:\{\s*(?:\\circ|\\degree)\s*\}|\\circ(?![A-Za-z])|\\degree(?![A-Za-z]))")
 PRIME = re.compile(r"\^\s*(?:\{\s*((?:\\prime\s*)+)\}|\\prime(?![A-Za-z]))")
 WITH_ARGUMENT = re.compile(
     r"\\(?:hspace|vspace|phantom|hphantom|vphantom|label|tag|color|hskip|kern)\*?\s*\{[^{}]*\}"

@@ -67,9 +67,7 @@ SENTENCE = re.compile(
     r"(?:is|are|equals|will be|must be|should be)(?![A-Za-z])"
     r"(?:\s{1,3}(?:therefore|thus|simply|clearly|just|then|indeed|hence|exactly|equal to|option|choice)){0,3}[:\s*_}]*"
 )
-LETTER_IS_CORRECT = re.compile(
-    r"(?i:\b(?:option|choice|answer))\s*\(?([A-J])\)?\s+is\s+(?:the\s+)?(?:correct|right)"
-)
+LETTER_IS_CORRECT = re.compile(r"(?i:\b(?:option|choice|answer))\s*\(?([A-J])\)?\s+is\s+(?:the\s+)?(?:correct|right)")
 STOP = re.compile(r"[.!?;](?=\s|$)|\n\s*\n")
 CLAUSE = re.compile(
     r",?\s{1,3}(?:because|since|as|so|which|where|and\s+not|but|not|i\.e\.|that|when|if|after|rounded|assuming|given)\b"
@@ -204,10 +202,8 @@ def _readings_of_prose(answer: str) -> Iterator[Passage]:
 def _values(text: str) -> Iterator[Passage]:
     """Return the last formula in dollars or, if there are none, the last number or formula."""
     formulas = [_span(match) for match in DOLLARS.finditer(text)]
-    if not formulas:
-        passage = _last_in_words(RESTATED.sub("", text))
-    else:
-        passage = _last_in_dollars(text, formulas)
+    in_words = RESTATED.sub("", text)
+    passage = _last_in_dollars(text, formulas) if formulas else _last_in_words(in_words)
     if passage is not None:
         yield passage
 

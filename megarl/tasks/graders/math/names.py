@@ -29,9 +29,7 @@ GREEK_LETTERS = words_of(
     "tau upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega"
 )
 INFINITE = frozenset({r"\infty", "infinity", "inf", "infty", "oo"})
-ACCENTS = words_of(
-    r"\vec \overline \bar \hat \tilde \dot \ddot \overrightarrow \overarc \widetilde"
-)
+ACCENTS = words_of(r"\vec \overline \bar \hat \tilde \dot \ddot \overrightarrow \overarc \widetilde")
 SHAPES = words_of(r"\angle \triangle \odot \measuredangle")
 CALLED = frozenset("fgFG")
 """Letters whose brackets hold an argument; behind other letters they are factors."""
@@ -47,9 +45,7 @@ ENGLISH = words_of(
 """Short words that are no products of variables."""
 AND = frozenset({"and", r"\land", r"\and", "&"})
 OR = frozenset({"or", r"\lor"})
-FILLERS = frozenset(
-    {"where", "with", "for", "all", "any", "some", "every", "each", r"\forall", "whenever", "when"}
-)
+FILLERS = frozenset({"where", "with", "for", "all", "any", "some", "every", "each", r"\forall", "whenever", "when"})
 """Words before the condition of a family, `x = 2k\\pi \\text{ for all } k \\in \\mathbb{Z}`."""
 CONDITIONS = frozenset({"if", "for", "when", "where", "provided", "that", "on"})
 ELSEWHERE = frozenset({"otherwise", "else", "elsewhere"})
@@ -130,9 +126,7 @@ LETTER_UNITS = {
     "W": "watt",
 }  # fmt: skip
 """Units of one letter. They count only in upright type, or behind a blank after a number."""
-ONLY_APART = frozenset(
-    {"mg", "ml", "ms", "in", "min", "sec", "gal", "rad", "deg", "mi", "gm", "rs", "mol", "cup"}
-)
+ONLY_APART = frozenset({"mg", "ml", "ms", "in", "min", "sec", "gal", "rad", "deg", "mi", "gm", "rs", "mol", "cup"})
 """Units that could be products of variables or words: the same."""
 POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
 

@@ -43,9 +43,7 @@ RELATIONS = {
 SET_OPERATORS = {r"\cup": "union", r"\cap": "intersection", r"\setminus": "without"}
 SEPARATORS = (",", ";", r"\\", r"\quad")
 MATRICES = frozenset({"pmatrix", "bmatrix", "matrix", "Bmatrix", "smallmatrix", "array"})
-SYSTEMS = frozenset(
-    {"cases", "dcases", "rcases", "aligned", "align", "gathered", "split", "gather"}
-)
+SYSTEMS = frozenset({"cases", "dcases", "rcases", "aligned", "align", "gathered", "split", "gather"})
 MOST_ITEMS = 300
 MOST_WORDS = 6
 LETTERS_OF_CHOICES = frozenset("ABCDEFGHIJ")
@@ -450,9 +448,7 @@ class AnswerParser(UnitParser):
         inside = self.items()
         for command, head in ((r"\choose", "binom"), (r"\over", "/")):
             if self.accept(command):
-                inside = Expression(
-                    Apply(head, (_formula_without_unit(inside), formula_of(self.sum())))
-                )
+                inside = Expression(Apply(head, (_formula_without_unit(inside), formula_of(self.sum()))))
         self.expect("}")
         if isinstance(inside, Listing) and inside.bracket is Bracket.NONE:
             return Listing(inside.items, Bracket.SET)

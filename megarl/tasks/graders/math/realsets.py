@@ -68,9 +68,7 @@ def same_stretches(first: Stretches, second: Stretches) -> bool:
 def united(stretches: Stretches) -> Stretches:
     """Return the union in its normal form: sorted, without overlaps."""
     merged: list[Stretch] = []
-    for stretch in sorted(
-        (s for s in stretches if not s.empty), key=lambda s: (s.low, not s.low_closed)
-    ):
+    for stretch in sorted((s for s in stretches if not s.empty), key=lambda s: (s.low, not s.low_closed)):
         last = merged[-1] if merged else None
         if last is None or not _touch(last, stretch):
             merged.append(stretch)
@@ -148,9 +146,7 @@ class RealSets:
             return variables.pop() if len(variables) == 1 else ""
         return None
 
-    def _interval(
-        self, low: Formula, high: Formula, low_closed: bool, high_closed: bool
-    ) -> Stretches:
+    def _interval(self, low: Formula, high: Formula, low_closed: bool, high_closed: bool) -> Stretches:
         stretch = Stretch(self._end(low), self._end(high), low_closed, high_closed)
         if stretch.empty:
             raise NoRealSet
@@ -233,9 +229,7 @@ class RealSets:
         if not name or not set(relation.signs) <= ORDERS | {"!="}:
             raise NoRealSet
         result: Stretches = EVERYTHING
-        for left, sign, right in zip(
-            relation.sides, relation.signs, relation.sides[1:], strict=False
-        ):
+        for left, sign, right in zip(relation.sides, relation.signs, relation.sides[1:], strict=False):
             result = intersected(result, self._half_line(name, left, sign, right))
         return result
 

@@ -95,9 +95,7 @@ UPRIGHT = words_of(
     r"\mathnormal \operatorname \operatorname* \mbox \hbox \emph \textmd \textsc"
 )
 SWITCHES = words_of(r"\rm \bf \it \sf \tt \bfseries \itshape \rmfamily")
-BOLD = frozenset(
-    {r"\mathbf", r"\textbf", r"\boldsymbol", r"\bm", r"\pmb", r"\vec", r"\hat", r"\widehat"}
-)
+BOLD = frozenset({r"\mathbf", r"\textbf", r"\boldsymbol", r"\bm", r"\pmb", r"\vec", r"\hat", r"\widehat"})
 SPELLINGS = {
     r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\cfrac": r"\frac", r"\dbinom": r"\binom", r"\tbinom": r"\binom",
     r"\le": r"\leq", r"\leqslant": r"\leq", r"\leqq": r"\leq", "<=": r"\leq", r"\ge": r"\geq",

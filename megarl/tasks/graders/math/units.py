@@ -204,11 +204,7 @@ class UnitParser(FormulaParser):
             braces = self.accept("{")
             negative = self.accept("-")
             token = self.take()
-            if (
-                token.kind is not TokenKind.NUMBER
-                or not token.text.isdigit()
-                or len(token.text) > 1
-            ):
+            if token.kind is not TokenKind.NUMBER or not token.text.isdigit() or len(token.text) > 1:
                 raise CannotRead("the power of a unit")
             if braces:
                 self.expect("}")
