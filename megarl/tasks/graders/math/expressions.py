@@ -73,8 +73,12 @@ class FormulaParser(Cursor):
             terms: list[Formula] = []
             while self.at("+", "-", r"\pm", r"\mp"):
                 terms = terms or [formula_of(value)]
-                terms.append(formula_of(self._signed(self.product, leading=False)))
+                terms.append(formula_of(self._signed(self._signed_product, leading=False)))
             return Apply("+", tuple(terms)) if terms else value
+
+    def _signed_product(self) -> Value:
+        """Read a product, perhaps with a sign of its own: `5 + -3`."""
+        return self._negative(self.product()) if self.accept("-") else self.product()
 
     def _signed(self, read: Callable[[], Value], leading: bool = True) -> Value:
         """Read what `read` reads, with a sign before it."""

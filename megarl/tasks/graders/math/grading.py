@@ -22,7 +22,11 @@ DECIMAL_COMMA = re.compile(r"-?\d+,(?:\d{1,2}|\d{4,})")
 MOST_FORMULAS_OF_PROMPT = 100
 LONGEST_PROMPT = 20_000
 LONGEST_REMEMBERED = 200
-ARITHMETIC = re.compile(r"[\d.,\s()+\-*/^×·÷−]*\d\s*[-+*/^×·÷−][\d.,\s()+\-*/^×·÷−]*\d[)\s]*")
+ARITHMETIC = re.compile(
+    r"(?:[(\d{]|\\(?:frac|sqrt|left|binom)(?![A-Za-z]))"
+    r"(?:[\d.,()+\-*/^×·÷−{}! \t]|\\(?:times|cdot|div|frac|sqrt|left|right|binom)(?![A-Za-z]))*"
+)
+"""A run of numbers and signs in a prompt without dollars."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +141,8 @@ def _computations_of(prompt: str) -> tuple[Counter[Fraction], ...]:
     texts = [next(filter(None, match.groups())) for match in DOLLARS.finditer(prompt)]
     texts += [match[0] for match in ARITHMETIC.finditer(prompt)]
     computations = []
-    for text in texts[:MOST_FORMULAS_OF_PROMPT]:
-        found = reading(text.strip(" .=?,"), NO_QUESTION).answer
+    for text in texts[-MOST_FORMULAS_OF_PROMPT:]:
+        found = reading(text.strip(" .=?,"), NO_QUESTION).answer if len(text) > 2 else None
         if found is None:
             continue
         if isinstance(found, Relation):
