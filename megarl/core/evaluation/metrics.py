@@ -234,7 +234,7 @@ def _wins(mine: int, others: tuple[int, ...], silent: int, k: int) -> float:
     return ways / math.comb(n, k)
 
 
-VERSIONS = ("sglang", "torch", "transformers", "math-verify")
+VERSIONS = ("sglang", "torch", "transformers", "mpmath")
 LENGTH = {"control", "prompt_tokens", "thinking_tokens", "answer_tokens", "end_of_thinking", "interruption"}
 
 

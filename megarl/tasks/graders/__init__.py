@@ -2,7 +2,7 @@
 
 completion text ─► the text after `</think>`; if there is none, that is a format error, and wrong
                       ├─ exact: equal to the prompt's answer, up to surrounding whitespace (in this process, microseconds)
-                      ├─ math:  math-verify finds it mathematically equal           (pool.py, worker.py: processes)
+                      ├─ math:  it is mathematically equal                   (math/, pool.py, worker.py: processes)
                       ├─ reasoning-gym: its family's scorer gives the full score     (reasoning_gym.py, worker.py)
                       └─ code:  its last block of Python passes the tests            (code.py, sandbox.py, inside.py)
 

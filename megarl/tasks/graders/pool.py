@@ -2,7 +2,6 @@
 
     check(submission) ─► a free worker ─► verdict            worker hangs: killed, replaced, verdict "timeout"
                                                                    worker dies:  replaced, the answer tried once more
-                                                                   `math`, after MOST_FORMULAS answers: replaced
 
 Workers are plain subprocesses that import neither torch nor the controller, and are ready within a second. pebble is not used,
 because its workers come from multiprocessing: they fork the controller with all its threads, or first import its main module.
@@ -12,7 +11,6 @@ import asyncio
 import logging
 import math
 import sys
-from collections import Counter
 
 import msgspec
 
@@ -25,9 +23,6 @@ START_LIMIT_S = 120.0
 KILL_MARGIN_S = 2.0
 """Grace before a worker is killed: unless it hangs inside a C call, it stops by itself at the limit."""
 TRIES = 2
-MOST_FORMULAS = 5000
-"""Answers that one process parses. Its parser caches up to 90 KB for each answer forever; at the limit of its memory
-(functions.py) it would find right answers wrong."""
 
 
 class Pool:
@@ -38,7 +33,6 @@ class Pool:
         self._free: asyncio.Queue[asyncio.Task[asyncio.subprocess.Process]] = asyncio.Queue()
         self._workers: set[asyncio.Task[asyncio.subprocess.Process]] = set()
         self._ended: list[asyncio.Task[asyncio.subprocess.Process]] = []
-        self._asked: Counter[asyncio.Task[asyncio.subprocess.Process]] = Counter()
         for _ in range(size):
             self._free.put_nowait(self._start())
 
@@ -47,10 +41,9 @@ class Pool:
         why: Exception | None = None
         for attempt in range(TRIES):
             starting, stays = await self._free.get(), False
-            self._asked[starting] += 1
             try:
                 verdict = await asyncio.wait_for(_ask(await starting, submission), self._limit_s + KILL_MARGIN_S)
-                stays = self._grader != "math" or self._asked[starting] < MOST_FORMULAS
+                stays = True
                 return verdict
             except TimeoutError:
                 said = "a grading process hung and is replaced; the answer counts as wrong: %.80r"
@@ -84,7 +77,6 @@ class Pool:
     def _end(self, starting: "asyncio.Task[asyncio.subprocess.Process]") -> None:
         self._workers.discard(starting)
         self._ended.append(starting)
-        self._asked.pop(starting, None)
         if not starting.done():
             starting.cancel()
         elif not starting.cancelled() and not starting.exception() and starting.result().returncode is None:

@@ -3,7 +3,7 @@
     python -m megarl.tasks.graders.worker LIMIT_S GRADER
     ["\\\\frac{2}{4}", "1/2", …]: a Submission   ──►   [1.0, false, ""]: a Verdict; null instead of a number is NaN
 
-It prints `ready` first, because importing math-verify takes longer than grading. It ends when its parent ends or its stdin is
+It prints `ready` first, because importing takes longer than grading. It ends when its parent ends or its stdin is
 closed. The time and memory of a `math` answer are limited, because an answer can be a huge power or factorial.
 """
 
@@ -23,7 +23,7 @@ from megarl.tasks.graders.functions import Function, named
 
 
 class TimeUp(BaseException):
-    """The answer took too long. This is not an Exception, because sympy and math-verify catch those and try something else."""
+    """The answer took too long. This is not an Exception, because a function may catch those and try something else."""
 
 
 def judge(function: Function, submission: Submission, limit_s: float) -> Verdict:
@@ -39,7 +39,7 @@ def judge(function: Function, submission: Submission, limit_s: float) -> Verdict
         return Verdict(WRONG, timeout=True)
     except OSError as error:  # of a connection or a file, for which no answer is to blame
         return Verdict(math.nan, error=f"{type(error).__name__}: {error}"[:200])
-    except Exception as error:  # sympy on nonsense, or a user's function, may raise almost anything
+    except Exception as error:  # a user's function may raise almost anything
         return Verdict(WRONG, error=f"{type(error).__name__}: {error}"[:200])
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

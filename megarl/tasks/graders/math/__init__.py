@@ -1,29 +1,17 @@
-"""The grader `math`: whether an answer in prose or LaTeX equals the expected one."""
+"""The grader `math`: whether an answer in prose or LaTeX equals the expected one.
 
-import re
+    the policy's answer ─► locate.py: what states it ─► reader.py ─┐
+                                                                   ├─► compare.py: equal within a kind?
+    the data set's answer ──────────────────────────► reader.py ───┘
 
-from megarl.core.base.contracts import last_box
-from megarl.tasks.graders.functions import is_equal, normal
+A text is read whole or not at all: layout.py puts it into one spelling, tokens.py splits it into tokens, cursor.py
+moves over them, expressions.py reads formulas (formulas.py), units.py their units, and reader.py answers of all kinds
+(kinds.py). names.py has the closed lists of functions, units and words. What cannot be read equals only the same
+text. Formulas are compared by their values: equality.py with evaluation.py, sets of real numbers with realsets.py.
+grading.py puts these together.
+"""
+
+from megarl.tasks.graders.math.grading import is_equal, readable
+from megarl.tasks.graders.math.locate import has_complete_answer
 
 __all__ = ["has_complete_answer", "is_equal", "readable"]
-LINE = re.compile(r"(?i)(?:answer(?: is)?\s*:?|####)[^\n]*\S[^\n]*\n")
-
-
-def readable(expected: str) -> bool:
-    """Return whether the grader can read this expected answer as mathematics or words.
-
-    If not, an answer is right only if it is the same text.
-    """
-    from math_verify import parse
-
-    return bool(parse(f"${normal(expected)}$", parsing_timeout=None))
-
-
-def has_complete_answer(text: str) -> bool:
-    """Return whether a text that was cut off states its answer completely.
-
-    It does in a closed box, in `<answer>…</answer>`, or in an answer line that has ended.
-    """
-    if "<answer>" in text:
-        return "</answer>" in text.rpartition("<answer>")[2]
-    return last_box(text) is not None or LINE.search(text) is not None

@@ -1,7 +1,6 @@
-r"""Answers and the right answer they are held against, written by hand: RIGHT, WRONG, HOSTILE, and what math-verify gets wrong.
+"""Answers and the right answer they are held against, written by hand: RIGHT, WRONG and HOSTILE.
 
-`(what the policy said after its thinking trace, what the data set says)`. KNOWN has the same with the verdict that math-verify
-gives, which is not the one a teacher would give, and why.
+`(what the policy said after its thinking trace, what the data set says)`.
 """
 
 RIGHT: tuple[tuple[str, str], ...] = (
@@ -89,8 +88,6 @@ RIGHT: tuple[tuple[str, str], ...] = (
     (r"We get x = 2 + 3\sqrt{2}", r"2+3\sqrt{2}"),
     (r"**Answer:** \frac{2}{4}", r"\frac{1}{2}"),
     (r"Answer: 1.2 \times 10^3", "1200"),
-    (r"This gives \log_2 8", "3"),
-    (r"There are \binom{5}{2}", "10"),
     (r"The total is 2 \cdot 6 = 12", "12"),
     (r"The answer is 3 = \sqrt{9}", "3"),
     (r"It is \frac{2}{4}, i.e. \sqrt{59}", r"\frac{1}{2}"),
@@ -182,7 +179,7 @@ RIGHT: tuple[tuple[str, str], ...] = (
     (r"\boxed{\varnothing}", r"\emptyset"),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
     ("3 and 5", "3,5"),
-    # what math-verify alone does not read, or reads otherwise
+    # what grammars without these rules do not read, or read otherwise
     ("1 1/4", "5/4"),
     ("5/4", "1 1/4"),
     (r"\boxed{-1 1/4}", "-1.25"),
@@ -211,7 +208,11 @@ RIGHT: tuple[tuple[str, str], ...] = (
     ("\u7b54\u6848\u662f85\u3002", "85"),
     ("\\boxed{85\u5143}", "85"),
     ("\u6b63\u786e", "\u6b63\u786e"),
+    (r"\boxed{10\,m}", "10"),
+    (r"First \boxed{84}? No: \boxed{85}", "85"),
+    ("1,5", "1.5"),
     # words and letters
+    (r"The answer is \textbf{(D)}.", "D"),
     (r"\text{June 20}", r"\text{June 20}"),
     ("Yes.", r"\text{Yes}"),
     (r"\boxed{A}", "A"),
@@ -292,14 +293,14 @@ WRONG: tuple[tuple[str, str], ...] = (
     (r"\boxed{85", "86"),
     (r"10^6", r"10^5"),
     (r"1.2 \times 10^3", "120"),
-    # too small for the difference to count in math-verify
+    # too small for an absolute difference to count
     ("0.0000002", "0.0000001"),
     (r"10^{-20}", r"10^{-21}"),
     (r"9.1 \times 10^{-31}", r"1.6 \times 10^{-19}"),
     (r"\frac{1}{2^{98}}", r"\frac{1}{2^{99}}"),
     (r"\frac{1}{2006!}", r"\frac{1}{2004!}"),
     (r"\frac{1}{3 \cdot 2^{2006}}", r"\frac{2^{2005}+1}{3 \cdot 2^{2006}}"),
-    # what math-verify reads as something else
+    # what is easily read as something else
     (r"\boxed{5\mathrm{i}}", "5"),
     (r"1 + \frac{1}{\mathrm{e}}", r"1 - \frac{1}{\mathrm{e}}"),
     (r"4\sqrt(2)", "4"),
@@ -343,10 +344,18 @@ WRONG: tuple[tuple[str, str], ...] = (
     (r"The sum is 2 + 3\sqrt{2}", "2"),
     (r"The answer is \frac{3}{7}", "3"),
     (r"The radius \rho is 2 \cdot 7", "2"),
+    # what has still to be computed, in prose
+    (r"This gives \log_2 8", "3"),
+    (r"There are \binom{5}{2}", "10"),
+    # factors, factorials, bases, names, times
+    ("3xy", "3"),
+    ("85!", "85"),
+    ("52", "52_8"),
+    ("ACB", "ABC"),
+    (r"6:30 \text{ a.m.}", r"6:30 \text{ p.m.}"),
     # spaces within numbers
     ("0", r"10\,000"),
     (r"\boxed{10}", r"10\,000"),
-    (r"\boxed{10\,m}", "10"),
     ("2024 100", "2024100"),
     ("1 0000", "10000"),
 )
@@ -402,15 +411,4 @@ HOSTILE: tuple[tuple[str, str], ...] = (
     (r"\input{/etc/passwd}", "7"),
     (r"\def\x{\x\x}\x", "7"),
     (r"\newcommand{\a}{\a\a}\boxed{\a}", "7"),
-)
-
-KNOWN: tuple[tuple[str, str, bool, str], ...] = (
-    (r"First \boxed{84}? No: \boxed{85}", "85", False, "boxes with hardly a word between them are read as one set"),
-    (r"The answer is \textbf{(D)}.", "D", False, "outside of a box no letter is found in LaTeX's bold type"),
-    ("3xy", "3", True, "two letters are a word, perhaps a unit"),
-    ("85!", "85", False, "it is a factorial"),
-    ("1,5", "1.5", False, "two numbers"),
-    ("52", "52_8", True, "it leaves out the base"),
-    ("ACB", "ABC", True, "letters are factors"),
-    (r"6:30 \text{ a.m.}", r"6:30 \text{ p.m.}", True, "units"),
 )

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from msgspec.structs import replace
 from megarl.core.base.contracts import WRONG, Grade, GraderDown, Verdict
 from megarl.tasks.graders import pool as pools
 from megarl.tasks.graders.answer import Submission, judged
-from megarl.tasks.graders.functions import is_equal
 from megarl.tasks.graders.grader import any_of
 from megarl.tasks.graders.pool import Pool
 from tests.unit.tasks.graders.asking import graders_of, prompt_of
@@ -94,36 +94,16 @@ def test_a_prompt_with_several_accepted_answers(answer: str, correct: bool) -> N
     assert asyncio.run(grader.grade(f"<think></think>{answer}", prompt)).correct is correct
 
 
-@pytest.mark.parametrize(
-    ("answer", "expected", "equal"),
-    [
-        ("85", "85", True),
-        ("The answer is 85.", "85", True),
-        (r"So \boxed{85}", "85", True),
-        (r"\boxed{85} and not 86", "85", True),
-        (r"\boxed{86} and not 85", "85", False),
-        ("86", "85", False),
-        ("0.5", r"\frac{1}{2}", True),
-        (r"\boxed{\frac{2}{4}}", "1/2", True),
-        (r"\frac{2}{4}", "1/2", True),
-        ("$1+x^2$", "x^2+1", True),
-        ("x^2+1", "1+x^2", True),
-        (r"$\sqrt{8}$", r"2\sqrt{2}", True),
-        ("-7", "-7", True),
-        ("7", "-7", False),
-        ("no idea", "7", False),
-        ("((((", "7", False),
-    ],
-)
-def test_mathematically_equal(answer: str, expected: str, equal: bool) -> None:
-    assert is_equal(answer, expected) is equal
+def sleeps(submission: Submission) -> bool:
+    time.sleep(float(submission.answer))
+    return True
 
 
 def test_an_answer_that_takes_too_long_is_wrong_and_the_pool_goes_on() -> None:
     async def run() -> tuple[Verdict, Verdict]:
-        pool = Pool(1, limit_s=3.0)  # the second is to be graded in time on a busy machine too
+        pool = Pool(1, limit_s=2.0, grader=f"{__name__}:sleeps")
         try:
-            return await pool.check(Submission("$9^{9^{9^{9}}}+1$", "7")), await pool.check(Submission("7", "7"))
+            return await pool.check(Submission("60", "")), await pool.check(Submission("0", ""))
         finally:
             pool.close()
 
@@ -165,31 +145,6 @@ def test_a_worker_that_hangs_is_killed_and_replaced(monkeypatch: pytest.MonkeyPa
             pool.close()
 
     assert asyncio.run(run()) == (Verdict(WRONG, timeout=True), judged(True))
-
-
-@pytest.mark.parametrize(("grader", "processes"), [("math", [0, 0, 1, 1, 2]), (f"{__name__}:right", [0] * 5)])
-def test_a_process_parses_so_many_formulas(monkeypatch: pytest.MonkeyPatch, grader: str, processes: list[int]) -> None:
-    """Its parser remembers each. A function of the user's may have loaded a model, and stays."""
-    monkeypatch.setattr(pools, "MOST_FORMULAS", 2)
-
-    async def run() -> list[int]:
-        pool, seen, asked = Pool(1, limit_s=20.0, grader=grader), list[int](), list[int]()
-        try:
-            for n in range(5):
-                (starting,) = pool._workers
-                process = (await starting).pid
-                seen += [] if process in seen else [process]
-                asked.append(seen.index(process))
-                assert await pool.check(Submission(str(n), str(n))) == judged(True)
-            return asked
-        finally:
-            pool.close()
-
-    assert asyncio.run(run()) == processes
-
-
-def right(_: Submission) -> bool:
-    return True
 
 
 def how_soon_it_dies(_: Submission) -> float:

@@ -1,0 +1,783 @@
+"""Whether two answers are equal: within a kind, or across kinds that write the same thing.
+
+x = 5                      ─►  5                      a single value may be named
+x = 2, y = 3               ─►  (2, 3)                 in the order of the names
+-1 < x < 3                 ─►  (-1, 3)                a set of real numbers
+\\frac{3 \\pm \\sqrt5}{2}   ─►  two values
+(1, 2), \\langle 1, 2 \\rangle, a column                a vector
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from fractions import Fraction
+from typing import Any, TypeGuard
+
+from megarl.tasks.graders.math.equality import Equality
+from megarl.tasks.graders.math.evaluation import (
+    Budget,
+    Complex,
+    NoValue,
+    Real,
+    TooMuchWork,
+    as_real,
+)
+from megarl.tasks.graders.math.formulas import (
+    TWO_VALUED,
+    Apply,
+    Formula,
+    Number,
+    Symbol,
+    heads,
+    integer,
+    parts,
+    renamed,
+    symbols,
+    with_sign,
+)
+from megarl.tasks.graders.math.kinds import (
+    Answer,
+    Bracket,
+    Builder,
+    Combination,
+    Congruence,
+    Expression,
+    Interval,
+    Joint,
+    Labelled,
+    Listing,
+    Matrix,
+    Numeral,
+    Piece,
+    Piecewise,
+    Ratio,
+    Relation,
+    Words,
+)
+from megarl.tasks.graders.math.realsets import (
+    ORDERS,
+    SWAPPED,
+    NoRealSet,
+    RealSets,
+    same_stretches,
+)
+
+COORDINATES = frozenset("xyz")
+LETTERS = frozenset("abcdfghjklmnopqrstuvwABCDEFGHIJKLMNOPQRSTUVWXYZ")
+ARTICLES = frozenset({"the", "a", "an"})
+SHORT_WORDS = frozenset({"yes", "no", "true", "false", "none", "dne", "even", "odd", "both", "neither"})
+UNIT_VECTORS = ("\\vec i", "\\vec j", "\\vec k")
+DEGREES = ({"degree", "celsius"}, {"degree", "fahrenheit"})
+VECTORS = frozenset({Bracket.ROUND, Bracket.SQUARE, Bracket.ANGLE})
+
+
+@dataclass(frozen=True)
+class Named:
+    """An answer with the name that it has; None if it has none."""
+
+    name: str | None
+    value: Answer
+
+
+def equal(gold: Answer, answer: Answer) -> bool:
+    """Return whether the answer equals the expected one. One that takes too much work does not."""
+    try:
+        return Comparison().same(gold, answer)
+    except (TooMuchWork, RecursionError):
+        return False
+
+
+class Comparison:
+    """Compares two answers within one budget."""
+
+    def __init__(self) -> None:
+        self._equality = Equality(Budget())
+        self._sets = RealSets(self._equality)
+
+    def same(self, gold: Answer, answer: Answer) -> bool:
+        """Return whether two answers are equal."""
+        gold = normal(gold)
+        answer = normal(answer)
+        if isinstance(gold, Labelled) or isinstance(answer, Labelled):
+            return self._same_choice(gold, answer)
+        if _is_approximate(gold) or _is_approximate(answer):
+            return self._same_approximations(gold, answer)
+        if not self._is_consistent(answer):
+            return False
+        return self._same_named(gold, answer) or self._same_kind(gold, answer)
+
+    def _is_consistent(self, answer: Answer) -> bool:
+        """Return whether the numbers of a chain are equal: not of 6 = 5."""
+        if not isinstance(answer, Relation) or set(answer.signs) != {"="}:
+            return True
+        constants = [side for side in answer.sides if isinstance(side, Expression) and _is_constant_side(side)]
+        if len({side.unit for side in constants}) > 1:
+            return True
+        return all(self._equality.same(constants[-1].formula, c.formula) for c in constants[:-1])
+
+    def _same_choice(self, gold: Answer, answer: Answer) -> bool:
+        gold_letter = _letter(gold)
+        letter = _letter(answer)
+        value = answer.value if isinstance(answer, Labelled) else answer
+        gold_value = gold.value if isinstance(gold, Labelled) else gold
+        if isinstance(gold, Labelled) and isinstance(answer, Labelled):
+            if gold.letter != answer.letter:
+                return False
+            if gold.value is None or answer.value is None:
+                return True
+            return self.same(gold.value, answer.value)
+        if gold_letter and letter:
+            return gold_letter == letter
+        return gold_value is not None and value is not None and self.same(gold_value, value)
+
+    def _same_approximations(self, gold: Answer, answer: Answer) -> bool:
+        """Compare chains with ≈: what stands before it is exact; its rounding counts if it is one."""
+        for one in self._sides_of_approximation(gold):
+            for other in self._sides_of_approximation(answer):
+                if self.same(one, other):
+                    return True
+        return False
+
+    def _sides_of_approximation(self, answer: Answer) -> list[Answer]:
+        if not isinstance(answer, Relation) or not _is_approximate(answer):
+            return [answer]
+        at = answer.signs.index("~")
+        exact: Answer = answer.sides[0]
+        if at:
+            exact = Relation(answer.sides[: at + 1], answer.signs[:at])
+        rounded = answer.sides[at + 1]
+        name = named(exact)
+        is_symbol = isinstance(exact, Expression) and isinstance(exact.formula, Symbol)
+        if is_symbol and _name(exact):
+            return [Relation((exact, rounded), ("=",))]
+        if len(answer.signs) == at + 1 and self._rounds(name.value, rounded):
+            return [exact, rounded]
+        return [exact]
+
+    def _rounds(self, exact: Answer, rounded: Answer) -> bool:
+        """Return whether a decimal is what an exact number rounds to."""
+        if not isinstance(exact, Expression) or not isinstance(rounded, Expression):
+            return False
+        if exact.unit != rounded.unit or symbols(exact.formula) or symbols(rounded.formula):
+            return False
+        try:
+            decimal = self._equality.constant(rounded.formula)
+            value = self._equality.constant(exact.formula)
+        except NoValue:
+            return False
+        if not isinstance(decimal, Fraction) or isinstance(value, Complex):
+            return False
+        decimals = next((n for n in range(30) if (decimal * 10**n).denominator == 1), None)
+        if decimals is None:
+            return False
+        unit = Real(10) ** -decimals
+        return bool(abs(as_real(value) - as_real(decimal)) <= unit)
+
+    def _same_named(self, gold: Answer, answer: Answer) -> bool:
+        """Compare answers of which at least one has a name, `x = 5`."""
+        one = named(gold)
+        other = named(answer)
+        if one.value is gold and other.value is answer:
+            return False
+        if one.name and other.name and one.name != other.name:
+            return False
+        if one.name and not other.name and not _names_a_value(one):
+            return False
+        if other.name and not one.name and not _stands_for(other):
+            return False
+        return self._same_kind(normal(one.value), normal(other.value))
+
+    def _same_kind(self, gold: Answer, answer: Answer) -> bool:
+        for compare in (
+            self._same_expressions,
+            self._same_listings,
+            self._same_vectors,
+            self._same_assignments,
+            self._same_relations,
+            self._same_congruences,
+            self._same_structures,
+            self._same_real_sets,
+        ):
+            verdict = compare(gold, answer)
+            if verdict is not None:
+                return verdict
+        return False
+
+    def _same_expressions(self, gold: Answer, answer: Answer) -> bool | None:
+        if not isinstance(gold, Expression) or not isinstance(answer, Expression):
+            return None
+        if self._equality.same(gold.formula, answer.formula):
+            return same_units(gold.unit, answer.unit)
+        if gold.unit == answer.unit:
+            return False
+        return self._same_percentages(gold, answer)
+
+    def _same_percentages(self, gold: Expression, answer: Expression) -> bool:
+        """Return whether a percentage is written as a fraction: 50 % and 0.5."""
+        for share, number in ((gold, answer), (answer, gold)):
+            if share.unit == "percent" and not number.unit:
+                hundredth = Apply("/", (share.formula, integer(100)))
+                return self._equality.same(hundredth, number.formula)
+        return False
+
+    def _same_listings(self, gold: Answer, answer: Answer) -> bool | None:
+        if not isinstance(gold, Listing) or not isinstance(answer, Listing):
+            return None
+        brackets = {gold.bracket, answer.bracket}
+        if brackets <= {Bracket.NONE, Bracket.SET}:
+            return self._same_unordered(gold, answer)
+        if not brackets <= VECTORS:
+            return self._same_assignments(gold, answer) or False
+        if len(gold.items) != len(answer.items):
+            return False
+        if Bracket.SQUARE in brackets and len(brackets) > 1 and len(gold.items) < 3:
+            return False
+        return self._same_in_order(gold.items, answer.items)
+
+    def _same_unordered(self, gold: Listing, answer: Listing) -> bool:
+        gold_items, answer_items = _with_bound_names(gold.items, answer.items)
+        if _memberships(gold_items) or _memberships(answer_items):
+            return self._same_families(gold_items, answer_items)
+        if any(item == Words(("…",)) for item in (*gold_items, *answer_items)):
+            return self._same_in_order(gold_items, answer_items)
+        joints = {gold.joint, answer.joint}
+        if Joint.OR in joints and Joint.AND in joints and _has_inequality(gold_items):
+            return False
+        if gold.joint is not answer.joint and _has_inequality(gold_items):
+            by_sets = self._same_real_sets(gold, answer)
+            if by_sets is not None or Joint.OR in joints:
+                return bool(by_sets)
+        if gold.bracket is answer.bracket is Bracket.SET:
+            gold_items = self._distinct(gold_items)
+            answer_items = self._distinct(answer_items)
+        return self._same_multiset(gold_items, answer_items, self._same_item)
+
+    def _same_families(self, gold: Sequence[Answer], answer: Sequence[Answer]) -> bool:
+        """Compare `x = k\\pi, k \\in \\mathbb{Z}` with others: the sets, then what is left."""
+        if not self._same_multiset(_memberships(gold), _memberships(answer), self.same):
+            return False
+        rest = [item for item in gold if item not in _memberships(gold)]
+        others = [item for item in answer if item not in _memberships(answer)]
+        if len(rest) == len(others) == 1:
+            return self.same(rest[0], others[0])
+        return self._same_multiset(rest, others, self._same_item)
+
+    def _same_item(self, gold: Answer, answer: Answer) -> bool:
+        """Compare items of lists, in which a value and a named value are not the same."""
+        gold_is_named = named(gold).name is not None
+        if gold_is_named is not (named(answer).name is not None):
+            return False
+        return self.same(gold, answer)
+
+    def _distinct(self, items: Sequence[Answer]) -> Sequence[Answer]:
+        kept: list[Answer] = []
+        for item in items:
+            if not any(self.same(item, other) for other in kept):
+                kept.append(item)
+        return kept
+
+    def _same_multiset[T](self, gold: Sequence[T], answer: Sequence[T], same: Callable[[T, T], bool]) -> bool:
+        if len(gold) != len(answer):
+            return False
+        rest = list(answer)
+        for item in gold:
+            match = next((n for n, other in enumerate(rest) if same(item, other)), None)
+            if match is None:
+                return False
+            del rest[match]
+        return True
+
+    def _same_in_order(self, gold: Sequence[Answer], answer: Sequence[Answer]) -> bool:
+        if len(gold) != len(answer):
+            return False
+        return all(self._same_item(a, b) for a, b in zip(gold, answer, strict=True))
+
+    def _same_vectors(self, gold: Answer, answer: Answer) -> bool | None:
+        if isinstance(gold, Matrix) and isinstance(answer, Matrix):
+            return self._same_matrices(gold, answer)
+        entries = _entries(gold)
+        others = _entries(answer)
+        if entries is None or others is None:
+            return self._same_by_unit_vectors(gold, answer)
+        if isinstance(gold, Listing) and isinstance(answer, Listing):
+            return None
+        if len(entries) != len(others):
+            return False
+        pairs = zip(entries, others, strict=True)
+        return all(self._equality.same(a, b) for a, b in pairs)
+
+    def _same_matrices(self, gold: Matrix, answer: Matrix) -> bool:
+        if len(gold.rows) != len(answer.rows) or len(gold.rows[0]) != len(answer.rows[0]):
+            return False
+        for row, other in zip(gold.rows, answer.rows, strict=True):
+            if not all(self._equality.same(a, b) for a, b in zip(row, other, strict=True)):
+                return False
+        return True
+
+    def _same_by_unit_vectors(self, gold: Answer, answer: Answer) -> bool | None:
+        """Compare `2\\mathbf{i} + 3\\mathbf{j}` with a vector."""
+        for one, other in ((gold, answer), (answer, gold)):
+            entries = _entries(one)
+            if entries is None or not isinstance(other, Expression) or len(entries) > 3:
+                continue
+            if symbols(other.formula) & set(UNIT_VECTORS):
+                terms = [Apply("*", (entry, Symbol(unit))) for entry, unit in zip(entries, UNIT_VECTORS, strict=False)]
+                return self._equality.same(Apply("+", tuple(terms)), other.formula)
+        return None
+
+    def _same_assignments(self, gold: Answer, answer: Answer) -> bool | None:
+        """Compare named values with each other, or with a tuple in the order of the names."""
+        one = assignments(gold)
+        other = assignments(answer)
+        if one is not None and other is not None:
+            if one.keys() != other.keys():
+                return False
+            return all(self.same(one[name], other[name]) for name in one)
+        for names, values in ((one, answer), (other, gold)):
+            if names is None or not isinstance(values, Listing):
+                continue
+            in_order = list(names) == sorted(names)
+            if values.bracket not in VECTORS or not in_order:
+                return False
+            return self._same_in_order(tuple(names.values()), values.items)
+        return None
+
+    def _same_relations(self, gold: Answer, answer: Answer) -> bool | None:
+        if not isinstance(gold, Relation) or not isinstance(answer, Relation):
+            return None
+        gold = ascending(gold)
+        answer = ascending(answer)
+        are_inequalities = set(gold.signs) <= ORDERS and set(answer.signs) <= ORDERS
+        by_sets = self._same_real_sets(gold, answer) if are_inequalities else None
+        if by_sets is not None:
+            return by_sets
+        if gold.signs != answer.signs:
+            return False
+        links = zip(_links(gold), _links(answer), strict=True)
+        if len(gold.signs) > 1:
+            return all(self.same(a, b) for a, b in zip(gold.sides, answer.sides, strict=True))
+        return all(self._same_link(sign, a, b) for (sign, *a), (_, *b) in links)
+
+    def _same_link(self, sign: str, gold: Sequence[Answer], answer: Sequence[Answer]) -> bool:
+        if all(self.same(a, b) for a, b in zip(gold, answer, strict=True)):
+            return True
+        if sign in ("=", "!=") and self.same(gold[0], answer[1]) and self.same(gold[1], answer[0]):
+            return True
+        difference = _difference(gold)
+        other = _difference(answer)
+        if difference is None or other is None or sign not in ORDERS | {"=", "!="}:
+            return False
+        return self._equality.proportional(difference, other, positive=sign in ORDERS)
+
+    def _same_congruences(self, gold: Answer, answer: Answer) -> bool | None:
+        if isinstance(gold, Congruence) and isinstance(answer, Congruence):
+            lefts = (gold.left, answer.left)
+            if lefts != (None, None) and not self._same_left(*lefts):
+                return False
+            if not self._equality.same(gold.modulus, answer.modulus):
+                return False
+            reduced = [self._reduced(c) for c in (gold, answer)]
+            return self._same_multiset(reduced[0], reduced[1], self._equality.same)
+        for congruence, value in ((gold, answer), (answer, gold)):
+            if isinstance(congruence, Congruence) and isinstance(value, Expression):
+                if congruence is gold or not _is_constant(congruence.left):
+                    return False
+                single = len(congruence.residues) == 1
+                return single and self._equality.same(congruence.residues[0], value.formula)
+        return None
+
+    def _same_left(self, gold: Formula | None, answer: Formula | None) -> bool:
+        if gold is None or answer is None:
+            return isinstance(gold or answer, Symbol)
+        return self._equality.same(gold, answer)
+
+    def _reduced(self, congruence: Congruence) -> list[Formula]:
+        """Return the residues as the smallest natural numbers, if they are integers."""
+        reduced: list[Formula] = []
+        for residue in congruence.residues:
+            remainder = Apply("mod", (residue, congruence.modulus))
+            try:
+                value = self._equality.constant(remainder)
+            except NoValue:
+                value = None
+            known = isinstance(value, Fraction) and not symbols(remainder)
+            reduced.append(Number(value) if known else residue)
+        return reduced
+
+    def _same_structures(self, gold: Answer, answer: Answer) -> bool | None:
+        if type(gold) is not type(answer):
+            return None
+        if isinstance(gold, Words) and isinstance(answer, Words):
+            return same_words(gold, answer)
+        if isinstance(gold, Numeral):
+            return gold == answer
+        if isinstance(gold, Ratio) and isinstance(answer, Ratio):
+            if gold.suffix != answer.suffix or len(gold.terms) != len(answer.terms):
+                return False
+            return all(map(self._equality.same, gold.terms, answer.terms))
+        if isinstance(gold, Piecewise) and isinstance(answer, Piecewise):
+            return self._same_multiset(gold.pieces, answer.pieces, self._same_piece)
+        if isinstance(gold, Interval) and isinstance(answer, Interval):
+            return self._same_intervals(gold, answer)
+        if isinstance(gold, Builder) and isinstance(answer, Builder):
+            return self._same_builders(gold, answer)
+        return None
+
+    def _same_piece(self, gold: Piece, answer: Piece) -> bool:
+        if not self.same(gold.value, answer.value):
+            return False
+        if gold.condition is None or answer.condition is None:
+            return gold.condition is answer.condition
+        return self.same(gold.condition, answer.condition)
+
+    def _same_intervals(self, gold: Interval, answer: Interval) -> bool:
+        closed = (gold.low_closed, gold.high_closed) == (answer.low_closed, answer.high_closed)
+        low = self._equality.same(gold.low, answer.low)
+        return closed and low and self._equality.same(gold.high, answer.high)
+
+    def _same_builders(self, gold: Builder, answer: Builder) -> bool:
+        by_sets = self._same_real_sets(gold, answer)
+        if by_sets is not None:
+            return by_sets
+        one = _with_one_name(gold)
+        other = _with_one_name(answer)
+        return self.same(one.element, other.element) and self.same(one.condition, other.condition)
+
+    def _same_real_sets(self, gold: Answer, answer: Answer) -> bool | None:
+        """Compare sets of real numbers; None if not both are."""
+        variable = self._sets.variable(gold)
+        other = self._sets.variable(answer)
+        if variable is not None and other is not None and variable != other:
+            return False
+        try:
+            return same_stretches(self._sets.of(gold), self._sets.of(answer))
+        except NoRealSet:
+            return self._same_symbolic_sets(gold, answer)
+
+    def _same_symbolic_sets(self, gold: Answer, answer: Answer) -> bool | None:
+        """Compare sets whose ends have variables, part by part."""
+        one = _as_interval(gold)
+        other = _as_interval(answer)
+        if one and other:
+            return self._same_intervals(one, other)
+        if not isinstance(gold, Combination) or not isinstance(answer, Combination):
+            return None
+        if gold.operator != answer.operator:
+            return False
+        if gold.operator == "without":
+            return self._same_in_order(gold.parts, answer.parts)
+        return self._same_multiset(gold.parts, answer.parts, self.same)
+
+
+def same_units(gold: str, answer: str) -> bool:
+    """Return whether two units are the same, or only one number has a unit."""
+    return not gold or not answer or gold == answer or {gold, answer} in DEGREES
+
+
+def same_words(gold: Words, answer: Words) -> bool:
+    """Return whether two texts are the same but for capitals and an article."""
+    return _plain_words(gold) == _plain_words(answer)
+
+
+def _plain_words(text: Words) -> list[str]:
+    words = [word.lower() if not word.isupper() or word.lower() in SHORT_WORDS else word for word in text.words]
+    if len(words) > 1 and words[0].lower() in ARTICLES:
+        return words[1:]
+    return words
+
+
+def normal(answer: Answer) -> Answer:
+    """Return the answer with ± as two values, and names repeated: `x = 3, 5` is x = 3, x = 5."""
+    if isinstance(answer, Listing):
+        items: list[Answer] = []
+        spread = answer.bracket in (Bracket.NONE, Bracket.SET)
+        for item in answer.items:
+            items += _two_values(item) if spread else [item]
+        if answer.bracket is Bracket.NONE:
+            items = _with_names(items)
+        answer = replace(answer, items=tuple(items))
+        if spread:
+            return answer
+    values = _two_values(answer)
+    return values[0] if len(values) == 1 else Listing(tuple(values))
+
+
+def _two_values(answer: Answer) -> list[Answer]:
+    """Return both values of an answer with one ±; the answer itself without one."""
+    signs = 0
+
+    def count(formula: Formula) -> Formula:
+        nonlocal signs
+        signs += sum(isinstance(part, Apply) and part.head in TWO_VALUED for part in parts(formula))
+        return formula
+
+    mapped(answer, count)
+    if not signs or (signs > 1 and not _opposed(answer)):
+        return [answer]
+    upper = mapped(answer, lambda formula: with_sign(formula, plus=True))
+    lower = mapped(answer, lambda formula: with_sign(formula, plus=False))
+    return [upper, lower]
+
+
+def _opposed(answer: Answer) -> bool:
+    """Return whether all the signs ± and ∓ belong together: one of each in the answer."""
+    seen: list[str] = []
+
+    def collect(formula: Formula) -> Formula:
+        seen.extend(p.head for p in parts(formula) if isinstance(p, Apply) and p.head in TWO_VALUED)
+        return formula
+
+    mapped(answer, collect)
+    return sorted(seen) == sorted(TWO_VALUED)
+
+
+def _with_names(items: list[Answer]) -> list[Answer]:
+    """Return items in which values behind a single named value have its name too."""
+    first = items[0] if items else None
+    if not isinstance(first, Relation) or first.signs != ("=",):
+        return items
+    if any(isinstance(item, Relation | Words) for item in items[1:]):
+        return items
+    return [first, *(Relation((first.sides[0], item), ("=",)) for item in items[1:])]
+
+
+def mapped(answer: Any, change: Callable[[Formula], Formula]) -> Any:
+    """Return the answer with all its formulas changed."""
+    if isinstance(answer, Number | Symbol | Apply):
+        return change(answer)
+    if isinstance(answer, tuple):
+        return tuple(mapped(item, change) for item in answer)
+    if not hasattr(answer, "__dataclass_fields__"):
+        return answer
+    return replace(
+        answer,
+        **{field.name: mapped(getattr(answer, field.name), change) for field in fields(answer)},
+    )
+
+
+def named(answer: Answer) -> Named:
+    """Return an answer's value with its name: x and 5 for `x = 5`; of a computation its result."""
+    if isinstance(answer, Listing) and answer.bracket is Bracket.NONE and answer.items:
+        items = [named(item) for item in answer.items]
+        names = {item.name for item in items}
+        if len(names) == 1 and None not in names:
+            return Named(names.pop(), replace(answer, items=tuple(item.value for item in items)))
+        return Named(None, answer)
+    if not isinstance(answer, Relation):
+        return Named(None, answer)
+    first = answer.sides[0]
+    if answer.signs == ("in",) and (name := _name(first)):
+        is_set = not isinstance(answer.sides[1], Expression)
+        return Named(name, answer.sides[1]) if is_set else Named(None, answer)
+    if set(answer.signs) != {"="}:
+        return Named(None, answer)
+    middle = answer.sides[1:-1]
+    if not all(_is_constant_side(side) for side in middle):
+        return Named(None, answer)
+    if _is_constant_side(first):
+        return Named(None, answer.sides[-1])
+    if name := _name(first):
+        return Named(name, answer.sides[-1])
+    return Named(None, answer)
+
+
+def _name(side: Answer) -> str | None:
+    """Return the name that a side is: a variable, a function of something, a tuple of variables."""
+    if isinstance(side, Listing) and side.bracket is Bracket.ROUND:
+        names = [_name(item) for item in side.items]
+        return None if None in names else f"({','.join(map(str, names))})"
+    if not isinstance(side, Expression) or side.unit:
+        return None
+    if isinstance(side.formula, Symbol):
+        return side.formula.name if symbols(side.formula) else None
+    if isinstance(side.formula, Apply) and side.formula.head in ("+", "*", "abs"):
+        return repr(side.formula) if _is_asked_for(side.formula) else None
+    if isinstance(side.formula, Apply) and side.formula.head.startswith("call "):
+        return repr(side.formula)
+    return None
+
+
+def _is_asked_for(formula: Apply) -> bool:
+    """Return whether this is what questions ask for: m + n, abc, |AB|; no curve's equation."""
+    if formula.head == "abs":
+        return isinstance(formula.arguments[0], Symbol) and formula.arguments[0].name.isupper()
+    terms = [part for part in parts(formula) if not isinstance(part, Apply) or part.head not in ("+", "*")]
+    variables = [term for term in terms if isinstance(term, Symbol)]
+    simple = all(isinstance(term, Symbol | Number) for term in terms)
+    names = {variable.name[0] for variable in variables}
+    return simple and len(variables) > 1 and not names & COORDINATES and names <= LETTERS
+
+
+def _names_a_value(named_answer: Named) -> bool:
+    """Return whether a named answer's value may stand alone: not if it is a curve, `y = 2x + 3`."""
+    if named_answer.name in COORDINATES and isinstance(named_answer.value, Expression):
+        return not symbols(named_answer.value.formula)
+    return True
+
+
+def _stands_for(named_answer: Named) -> bool:
+    """Return whether a name is just one for the value: of a tuple the names are in order."""
+    name = named_answer.name or ""
+    if name.startswith("("):
+        names = name[1:-1].split(",")
+        return names == sorted(names)
+    return True
+
+
+def assignments(answer: Answer) -> dict[str, Answer] | None:
+    """Return the values of several names; None if the answer is something else."""
+    if isinstance(answer, Relation) and set(answer.signs) == {"="}:
+        first = answer.sides[0]
+        last = answer.sides[-1]
+        if len(answer.signs) == 1 and _is_tuple(first) and _is_tuple(last):
+            return _paired(first.items, last.items)
+        if len(answer.signs) > 1 and all(_name(side) for side in answer.sides[:-1]):
+            return _paired(answer.sides[:-1], (last,) * (len(answer.sides) - 1))
+        return None
+    if not isinstance(answer, Listing) or answer.bracket is not Bracket.NONE:
+        return None
+    values: dict[str, Answer] = {}
+    for item in answer.items:
+        one = named(item)
+        several = assignments(item) if one.name is None else {one.name: one.value}
+        if several is None or several.keys() & values.keys():
+            return None
+        if any(name.startswith("(") for name in several):
+            return None
+        values |= several
+    return values
+
+
+def _is_tuple(answer: Answer) -> TypeGuard[Listing]:
+    return isinstance(answer, Listing) and answer.bracket in VECTORS
+
+
+def _paired(names: Sequence[Answer], values: Sequence[Answer]) -> dict[str, Answer] | None:
+    words = [_name(name) for name in names]
+    if None in words or len(set(words)) != len(words) or len(words) != len(values):
+        return None
+    return dict(zip(map(str, words), values, strict=True))
+
+
+def ascending(relation: Relation) -> Relation:
+    """Return the relation turned so that it does not begin with > or ≥."""
+    if relation.signs[0] not in (">", ">="):
+        return relation
+    signs = tuple(SWAPPED.get(sign, sign) for sign in reversed(relation.signs))
+    return Relation(tuple(reversed(relation.sides)), signs)
+
+
+def _links(relation: Relation) -> list[tuple[Any, ...]]:
+    pairs = zip(relation.signs, relation.sides, relation.sides[1:], strict=False)
+    return [(sign, left, right) for sign, left, right in pairs]
+
+
+def _difference(sides: Sequence[Answer]) -> Formula | None:
+    left, right = sides
+    if not isinstance(left, Expression) or not isinstance(right, Expression):
+        return None
+    if left.unit or right.unit:
+        return None
+    return Apply("+", (left.formula, Apply("-", (right.formula,))))
+
+
+def _entries(answer: Answer) -> tuple[Formula, ...] | None:
+    """Return the entries of a vector: a tuple, or a matrix of one row or column."""
+    if isinstance(answer, Matrix):
+        if len(answer.rows[0]) == 1:
+            return tuple(row[0] for row in answer.rows)
+        return answer.rows[0] if len(answer.rows) == 1 else None
+    if not isinstance(answer, Listing) or answer.bracket not in VECTORS:
+        return None
+    formulas = [item.formula for item in answer.items if isinstance(item, Expression) and not item.unit]
+    return tuple(formulas) if len(formulas) == len(answer.items) > 1 else None
+
+
+def _as_interval(answer: Answer) -> Interval | None:
+    if isinstance(answer, Interval):
+        return answer
+    if not isinstance(answer, Listing) or len(answer.items) != 2:
+        return None
+    closed = answer.bracket is Bracket.SQUARE
+    if not closed and answer.bracket is not Bracket.ROUND:
+        return None
+    low, high = answer.items
+    if not isinstance(low, Expression) or not isinstance(high, Expression):
+        return None
+    return Interval(low.formula, high.formula, closed, closed)
+
+
+def _with_bound_names(gold: Sequence[Answer], answer: Sequence[Answer]) -> tuple[Sequence[Answer], Sequence[Answer]]:
+    """Return items in which a family's parameter has one name: k in `(k, 2k), k ∈ ℤ`."""
+    gold_name = _parameter(gold)
+    name = _parameter(answer)
+    if gold_name is None or name is None or gold_name == name:
+        return gold, answer
+    if any(gold_name in _symbols_of(item) for item in answer):
+        return gold, answer
+    change = {name: gold_name}
+    return gold, [mapped(item, lambda formula: renamed(formula, change)) for item in answer]
+
+
+def _memberships(items: Sequence[Answer]) -> list[Answer]:
+    return [item for item in items if isinstance(item, Relation) and item.signs == ("in",)]
+
+
+def _parameter(items: Sequence[Answer]) -> str | None:
+    names = [
+        item.sides[0].formula.name
+        for item in items
+        if isinstance(item, Relation)
+        and item.signs == ("in",)
+        and isinstance(item.sides[0], Expression)
+        and isinstance(item.sides[0].formula, Symbol)
+    ]
+    return names[0] if len(names) == 1 and len(items) > 1 else None
+
+
+def _symbols_of(answer: Answer) -> frozenset[str]:
+    names: set[str] = set()
+
+    def collect(formula: Formula) -> Formula:
+        names.update(symbols(formula))
+        return formula
+
+    mapped(answer, collect)
+    return frozenset(names)
+
+
+def _with_one_name(builder: Builder) -> Builder:
+    """Return the set with its element's variable under a name that no text has."""
+    element = builder.element
+    if isinstance(element, Relation):
+        element = element.sides[0]
+    if isinstance(element, Expression) and isinstance(element.formula, Symbol):
+        change = {element.formula.name: "element"}
+        renamed_builder = mapped(builder, lambda formula: renamed(formula, change))
+        assert isinstance(renamed_builder, Builder)
+        return renamed_builder
+    return builder
+
+
+def _letter(answer: Answer) -> str:
+    if isinstance(answer, Labelled):
+        return answer.letter
+    if isinstance(answer, Expression) and isinstance(answer.formula, Symbol) and not answer.unit:
+        name = answer.formula.name
+        return name if len(name) == 1 and name in "ABCDEFGHIJ" else ""
+    return ""
+
+
+def _has_inequality(items: Sequence[Answer]) -> bool:
+    return any(isinstance(item, Relation) and set(item.signs) & ORDERS for item in items)
+
+
+def _is_approximate(answer: Answer) -> bool:
+    return isinstance(answer, Relation) and "~" in answer.signs
+
+
+def _is_constant(formula: Formula | None) -> bool:
+    return formula is not None and not symbols(formula) and not heads(formula) & {"call f"}
+
+
+def _is_constant_side(side: Answer) -> bool:
+    return isinstance(side, Expression) and _is_constant(side.formula)

@@ -1,0 +1,239 @@
+"""Whether two formulas are equal: by their exact values, or by values of many digits at several points.
+
+Constants are compared at two precisions: the difference of equal ones shrinks with the precision, that of others
+stays. Formulas with variables are compared at rational points, the first positive, one negative, others mixed
+(Schwartz 1980, Zippel 1979); if they have values at too few of them, as (-1)^n, at natural numbers.
+"""
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+from megarl.tasks.graders.math.evaluation import (
+    CONTEXT,
+    Budget,
+    Complex,
+    Evaluator,
+    NoValue,
+    Numeric,
+    OutsideDomain,
+    Real,
+    as_real,
+    variable,
+)
+from megarl.tasks.graders.math.formulas import TWO_VALUED, Apply, Formula, heads, parts, symbols
+
+PRECISION = 240
+"""Bits of the first evaluation; the second has twice as many."""
+MOST_SPREAD = 8_000
+"""The largest difference, in bits, between the magnitudes of a sum's terms."""
+POINTS = 8
+INDEXED = frozenset({"sum", "prod"})
+"""What has values at natural numbers alone."""
+ENOUGH = 3
+"""Points at which both formulas must have a value."""
+
+
+class Equality:
+    """Compares formulas within the budget of one verdict."""
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+
+    def same(self, first: Formula, second: Formula) -> bool:
+        """Return whether the two formulas are equal wherever they have values."""
+        if first == second:
+            return True
+        if heads(first) & TWO_VALUED or heads(second) & TWO_VALUED:
+            return False
+        names = symbols(first) | symbols(second)
+        if not names:
+            return self._same_constants(first, second)
+        if (symbols(first) ^ symbols(second)) and "infinity" in names:
+            return False
+        return self._same_at_points(first, second, names)
+
+    def constant(self, formula: Formula, precision: int = PRECISION) -> Numeric:
+        """Return the value of a formula without variables. NoValue if it has none."""
+        return self._evaluator({}, False, precision).value(formula)
+
+    def proportional(self, first: Formula, second: Formula, positive: bool = False) -> bool:
+        """Return whether one is the other times a constant (a positive one) that is not zero."""
+        names = symbols(first) | symbols(second)
+        if not names or symbols(first) != symbols(second):
+            return False
+        ratios = []
+        for values in self._values(names, first, second, integers=False):
+            if values is None or not values[0] or not values[1]:
+                continue
+            ratios.append(self._quotient(*values))
+        if len(ratios) < ENOUGH or (positive and not all(_is_positive(ratio) for ratio in ratios)):
+            return False
+        return all(self._close(ratio, ratios[0]) for ratio in ratios[1:])
+
+    def _quotient(self, above: Numeric, below: Numeric) -> Numeric:
+        if isinstance(above, Fraction) and isinstance(below, Fraction):
+            return above / below
+        return as_real(above) / as_real(below)
+
+    def _evaluator(self, point: dict[str, Numeric], real: bool, precision: int) -> Evaluator:
+        CONTEXT.prec = precision
+        return Evaluator(point, real, self.budget)
+
+    def _same_constants(self, first: Formula, second: Formula) -> bool:
+        try:
+            return self._same_values({}, False, first, second)
+        except NoValue:
+            return False
+
+    def _same_values(self, point: dict[str, Numeric], real: bool, first: Formula, second: Formula) -> bool:
+        """Return whether both have the same value at a point, by two precisions if need be."""
+        evaluator = self._evaluator(point, real, PRECISION)
+        a = evaluator.value(first)
+        b = evaluator.value(second)
+        if isinstance(a, Fraction) and isinstance(b, Fraction):
+            return a == b
+        if evaluator.spread > MOST_SPREAD:
+            return False
+        coarse = abs(as_real(a) - as_real(b))
+        scale = max(abs(as_real(a)), abs(as_real(b)))
+        precision = PRECISION
+        if evaluator.spread < PRECISION // 4:
+            if coarse > scale * Real(2) ** (-PRECISION // 4):
+                return False
+        else:
+            precision += evaluator.spread
+            coarse = self._difference(point, real, precision, first, second)
+        fine = self._difference(point, real, 2 * precision, first, second)
+        noise = max(coarse, scale * Real(2) ** -precision)
+        return fine <= noise * Real(2) ** (-precision // 2)
+
+    def _difference(
+        self,
+        point: dict[str, Numeric],
+        real: bool,
+        precision: int,
+        first: Formula,
+        second: Formula,
+    ) -> Numeric:
+        evaluator = self._evaluator(point, real, precision)
+        a = as_real(evaluator.value(first))
+        b = as_real(evaluator.value(second))
+        return abs(a - b)
+
+    def _same_at_points(self, first: Formula, second: Formula, names: frozenset[str]) -> bool:
+        real = not _has_imaginary(first) and not _has_imaginary(second)
+        agreeing: int | None = 0
+        if not (heads(first) | heads(second)) & INDEXED:
+            agreeing = self._agreeing(first, second, names, real, integers=False)
+        if agreeing is None:
+            return False
+        if agreeing < ENOUGH:
+            agreeing = self._agreeing(first, second, names, real, integers=True)
+        return agreeing is not None and agreeing >= ENOUGH
+
+    def _agreeing(
+        self, first: Formula, second: Formula, names: frozenset[str], real: bool, integers: bool
+    ) -> int | None:
+        """Return at how many points both have the same value, None if they differ at one."""
+        agreeing = 0
+        for number in range(POINTS):
+            point = {name: variable(name, number, integers) for name in names}
+            try:
+                if not self._same_values(dict(point), real, first, second):
+                    return None
+                agreeing += 1
+            except OutsideDomain:
+                if self._has_value(point, first) != self._has_value(point, second):
+                    return None
+            except NoValue:
+                continue
+        return agreeing
+
+    def _has_value(self, point: dict[str, Fraction], formula: Formula) -> bool:
+        try:
+            self._evaluator(dict(point), True, PRECISION).value(formula)
+        except NoValue:
+            return False
+        return True
+
+    def _values(
+        self, names: frozenset[str], first: Formula, second: Formula, integers: bool
+    ) -> Iterator[tuple[Numeric, Numeric] | None]:
+        """Iterate over both formulas' values at several points; None where one has none."""
+        real = not _has_imaginary(first) and not _has_imaginary(second)
+        for number in range(POINTS):
+            point: dict[str, Numeric] = {name: variable(name, number, integers) for name in names}
+            evaluator = self._evaluator(point, real, PRECISION)
+            try:
+                yield evaluator.value(first), evaluator.value(second)
+            except NoValue:
+                yield None
+
+    def _close(self, a: Numeric, b: Numeric) -> bool:
+        if isinstance(a, Fraction) and isinstance(b, Fraction):
+            return a == b
+        left = as_real(a)
+        right = as_real(b)
+        return abs(left - right) <= abs(left) * Real(2) ** (-PRECISION // 2)
+
+
+def _has_imaginary(formula: Formula) -> bool:
+    return any(not isinstance(part, Apply) and getattr(part, "name", "") == "i" for part in parts(formula))
+
+
+def _is_positive(value: Numeric) -> bool:
+    return not isinstance(value, Complex) and value > 0
+
+
+def needs_computing(formula: Formula, equality: Equality) -> bool:
+    """Return whether a step is left that makes one rational number of others: 2 + 3, √16, 5!.
+
+    Fractions, signs and powers of ten behind a factor are no such steps.
+    """
+    if not isinstance(formula, Apply):
+        return False
+    arguments = formula.arguments
+    if formula.head in ("-", "%", "degree"):
+        return needs_computing(arguments[0], equality)
+    if any(needs_computing(argument, equality) for argument in arguments):
+        return not _is_scientific(formula)
+    if formula.head == "/":
+        return False
+    if _is_scientific(formula):
+        return False
+    if formula.head in ("+", "*"):
+        rational = [argument for argument in arguments if _is_rational(argument)]
+        return len(rational) > 1
+    if symbols(formula):
+        return False
+    try:
+        return isinstance(equality.constant(formula), Fraction) or _is_nearly_rational(formula, equality)
+    except NoValue:
+        return True
+
+
+def _is_rational(formula: Formula) -> bool:
+    """Return whether the formula is made of numbers alone by signs and division."""
+    if isinstance(formula, Apply):
+        return formula.head in ("-", "/") and all(map(_is_rational, formula.arguments))
+    return hasattr(formula, "value")
+
+
+def _is_nearly_rational(formula: Formula, equality: Equality) -> bool:
+    """Return whether a value of many digits is an integer or a fraction of small numbers."""
+    value = equality.constant(formula)
+    if not isinstance(value, Real):
+        return False
+    scaled = value * 5040
+    return bool(abs(scaled - CONTEXT.nint(scaled)) < Real(10) ** -40)
+
+
+def _is_scientific(formula: Apply) -> bool:
+    """Return whether this is a number times a power of ten."""
+    if formula.head != "*" or len(formula.arguments) != 2:
+        return False
+    factor, power = formula.arguments
+    if not isinstance(power, Apply) or power.head != "^" or not _is_rational(factor):
+        return False
+    base = power.arguments[0]
+    return getattr(base, "value", None) == 10 and _is_rational(power.arguments[1])

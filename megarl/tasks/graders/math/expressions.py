@@ -1,0 +1,671 @@
+"""Formulas read from tokens: a recursive-descent parser for LaTeX and plain text.
+
+    sum       product  + - ± ∓  product …
+    product   factor   * / mod, or nothing between  factor …
+    factor    atom     with ^ ! % ° behind it
+    atom      number, variable, function with its argument, fraction, root, brackets, bars
+
+What stands in brackets may be no formula, but a tuple, a set or a matrix: `structure` reads those (reader.py).
+Each method returns a formula or another answer, having consumed its tokens, or raises CannotRead.
+"""
+
+import re
+from collections.abc import Callable
+from fractions import Fraction
+
+from megarl.tasks.graders.math import names
+from megarl.tasks.graders.math.cursor import Cursor
+from megarl.tasks.graders.math.formulas import (
+    IMAGINARY,
+    INFINITY,
+    MINUS_PLUS,
+    PI,
+    PLUS_MINUS,
+    Apply,
+    E,
+    Formula,
+    Number,
+    Symbol,
+    integer,
+)
+from megarl.tasks.graders.math.kinds import Answer, Expression, Matrix, Numeral
+from megarl.tasks.graders.math.tokens import CannotRead, Gap, Token, TokenKind, digits_of
+
+type Value = Formula | Answer
+MOST_DIGITS = 4_000
+MOST_EXPONENT = 10_000
+MOST_POSTFIXES = 4
+MODULO = ("mod", r"\mod", r"\bmod")
+SUMS = {r"\sum": "sum", r"\prod": "prod"}
+ATOM_COMMANDS = (
+    frozenset(rf"\{name}" for name in names.GREEK_LETTERS)
+    | {name for name in names.FUNCTIONS if name.startswith("\\")}
+    | names.ACCENTS
+    | names.SHAPES
+    | SUMS.keys()
+    | {r"\frac", r"\sqrt", r"\binom", r"\pi", r"\infty", r"\lfloor", r"\lceil", r"\ell", r"\|"}
+)
+NO_FACTORS = names.ENGLISH | names.AND | names.OR | names.CONDITIONS | names.ELSEWHERE | names.FILLERS
+
+
+def formula_of(value: Value) -> Formula:
+    """Return the value if it is a formula. CannotRead if it is another answer."""
+    if isinstance(value, Number | Symbol | Apply):
+        return value
+    raise CannotRead(f"{type(value).__name__} within a formula")
+
+
+class FormulaParser(Cursor):
+    """Reads formulas. letters: variables that the question names, which are no units here."""
+
+    def __init__(self, tokens: tuple[Token, ...], letters: frozenset[str] = frozenset()) -> None:
+        super().__init__(tokens)
+        self.letters = letters
+        self.bars = 0
+        """Open bars, in which another bar closes."""
+        self.bar_divides = False
+        """Whether a bar separates a set's element from its condition."""
+
+    def sum(self) -> Value:
+        """Read terms with signs between them."""
+        with self.nested():
+            value = self._signed(self.product)
+            terms: list[Formula] = []
+            while self.at("+", "-", r"\pm", r"\mp"):
+                terms = terms or [formula_of(value)]
+                terms.append(formula_of(self._signed(self._signed_product, leading=False)))
+            return Apply("+", tuple(terms)) if terms else value
+
+    def _signed_product(self) -> Value:
+        """Read a product, perhaps with a sign of its own: `5 + -3`."""
+        return self._negative(self.product()) if self.accept("-") else self.product()
+
+    def _signed(self, read: Callable[[], Value], leading: bool = True) -> Value:
+        """Read what `read` reads, with a sign before it."""
+        if self.accept("+"):
+            if leading and not self._starts_factor():
+                raise CannotRead("a sign before nothing")
+            return read()
+        if self.accept("-"):
+            return self._negative(read())
+        if self.accept(r"\pm"):
+            return Apply(PLUS_MINUS, (formula_of(read()),))
+        if self.accept(r"\mp"):
+            return Apply(MINUS_PLUS, (formula_of(read()),))
+        return read()
+
+    def _negative(self, value: Value) -> Value:
+        if isinstance(value, Matrix):
+            return scaled(value, integer(-1))
+        formula = formula_of(value)
+        if isinstance(formula, Apply) and formula.head in ("%", "degree"):
+            return Apply(formula.head, (Apply("-", formula.arguments),))
+        return Apply("-", (formula,))
+
+    def product(self) -> Value:
+        """Read factors with `*`, `/`, `mod` or nothing between them."""
+        value = self.factor()
+        fraction_at = -1
+        while True:
+            if self.accept("*"):
+                value = multiplied(value, self._signed_factor())
+            elif self.accept("/"):
+                divisor = formula_of(self._signed_factor())
+                value = Apply("/", (formula_of(value), divisor))
+                fraction_at = self.position
+            elif self.at("%", r"\degree") and not self._is_temperature():
+                value = self._scaled_down(value)
+            elif self.at(*MODULO):
+                self.take()
+                value = Apply("mod", (formula_of(value), formula_of(self._signed_factor())))
+            elif self._multiplies():
+                if fraction_at == self.position:
+                    self._check_fraction_before(value)
+                value = multiplied(value, self.factor())
+            else:
+                return value
+
+    def _scaled_down(self, value: Value) -> Formula:
+        """Read a sign of percent or degrees, which belongs to all factors before it."""
+        head = "%" if self.take().text == "%" else "degree"
+        formula = formula_of(value)
+        if isinstance(formula, Apply) and formula.head in ("%", "degree"):
+            raise CannotRead("two signs behind a number")
+        return Apply(head, (formula,))
+
+    def _check_fraction_before(self, value: Value) -> None:
+        """CannotRead for `1/2x`, which may be a half of x or one by 2x."""
+        numbers = isinstance(value, Apply) and all(isinstance(a, Number) for a in value.arguments)
+        apart = self.peek().gap is not Gap.NONE or self.at("(", r"\pi", r"\sqrt", "pi", "sqrt")
+        if not (numbers and apart):
+            raise CannotRead("a product behind a fraction bar")
+
+    def _signed_factor(self) -> Value:
+        if self.accept("-"):
+            return Apply("-", (formula_of(self._signed_factor_once()),))
+        self.accept("+")
+        return self.factor()
+
+    def _signed_factor_once(self) -> Value:
+        return self.factor()
+
+    def _multiplies(self) -> bool:
+        """Return whether a factor follows without a sign. CannotRead if it is a number."""
+        if self.unit_follows() or (self.at("(") and self.peek(1).text in MODULO):
+            return False
+        token = self.peek()
+        if token.kind is TokenKind.NUMBER and not self._is_factorial_behind_another():
+            raise CannotRead("a number behind a factor without a sign")
+        if not self._starts_factor():
+            return False
+        if token.gap is Gap.LINE:
+            raise CannotRead("a factor in another paragraph")
+        return True
+
+    def _is_factorial_behind_another(self) -> bool:
+        behind = self.previous is not None and self.previous.text == "!"
+        return behind and self.peek(1).text == "!"
+
+    def _starts_factor(self) -> bool:
+        token = self.peek()
+        if token.kind is TokenKind.NUMBER:
+            return True
+        if token.kind is TokenKind.WORD:
+            return self._is_factor_word(token)
+        if token.kind is TokenKind.COMMAND:
+            return token.text in ATOM_COMMANDS or token.text.startswith(r"\begin{")
+        if token.text == "|":
+            return not self.bars and not self.bar_divides
+        return token.text in ("(", "{", "[")
+
+    def _is_factor_word(self, token: Token) -> bool:
+        if token.text in names.FUNCTIONS or token.text in names.INFINITE or len(token.text) == 1:
+            return True
+        if token.text.startswith("\\"):
+            return True
+        return not token.upright and token.text.lower() not in NO_FACTORS
+
+    def factor(self) -> Value:
+        """Read an atom and what stands behind it."""
+        with self.nested():
+            value = self.atom()
+            return self._with_postfixes(value)
+
+    def _with_postfixes(self, value: Value) -> Value:
+        for _ in range(MOST_POSTFIXES):
+            if self.at("^"):
+                value = self._power(value)
+            elif self.at("!") and self.peek(1).text != "=":
+                self.take()
+                head = "!!" if self.accept("!") else "!"
+                value = Apply(head, (formula_of(value),))
+            elif self.at("_") and isinstance(value, Number):
+                value = self._numeral(value)
+            else:
+                return value
+        raise CannotRead("too many signs behind a factor")
+
+    def _is_temperature(self) -> bool:
+        return self.peek(1).text in ("C", "F", "K") and self.peek(2).kind is TokenKind.END
+
+    def _power(self, value: Value) -> Value:
+        self.expect("^")
+        if isinstance(value, Matrix) and self.accept("T", r"\top"):
+            return transposed(value)
+        if isinstance(value, Matrix):
+            raise CannotRead("a power of a matrix")
+        if not isinstance(value, Number | Symbol | Apply):
+            return self.raised(value)
+        exponent = self._exponent()
+        if self.at("^"):
+            raise CannotRead("two exponents")
+        return Apply("^", (value, exponent))
+
+    def raised(self, value: Answer) -> Value:
+        """Read the exponent of an answer that is no formula: a transposed tuple."""
+        raise CannotRead("a power of no formula")
+
+    def _exponent(self) -> Formula:
+        if self.accept("-"):
+            return Apply("-", (formula_of(self._exponent()),))
+        return self.argument(whole_numbers=True)
+
+    def argument(self, whole_numbers: bool = False) -> Formula:
+        """Read what belongs to a command: a group in braces, a digit, a letter or another command.
+
+        whole_numbers: take all digits of a number without braces, as in plain text.
+        """
+        token = self.peek()
+        if token.text == "{":
+            self.take()
+            return self._group()
+        if token.kind is TokenKind.NUMBER:
+            return number_of(self.take() if whole_numbers else self.split_number())
+        if token.kind is TokenKind.WORD or token.text in ATOM_COMMANDS or token.text == "(":
+            with self.nested():
+                return formula_of(self.atom())
+        raise CannotRead(f"{token.text!r} as an argument")
+
+    def _group(self) -> Formula:
+        """Read the rest of a group in braces that holds one formula."""
+        with self.nested():
+            bars = self.bars
+            self.bars = 0
+            value = formula_of(self.sum())
+            for command, head in ((r"\choose", "binom"), (r"\over", "/")):
+                if self.accept(command):
+                    value = Apply(head, (value, formula_of(self.sum())))
+            self.bars = bars
+            self.expect("}")
+            return value
+
+    def atom(self) -> Value:
+        """Read the smallest part of a formula."""
+        token = self.peek()
+        if token.kind is TokenKind.NUMBER:
+            return self._number()
+        if token.kind is TokenKind.WORD:
+            return self._word()
+        if token.kind is TokenKind.COMMAND:
+            return self._command()
+        if token.text == "|":
+            return self._absolute()
+        if token.text in ("(", "[", "{"):
+            return self.structure()
+        raise CannotRead(f"{token.text!r} where a formula should begin")
+
+    def structure(self) -> Value:
+        """Read what stands in brackets, or an environment."""
+        raise NotImplementedError
+
+    def unit_follows(self) -> bool:
+        """Return whether a unit comes next."""
+        return False
+
+    def _number(self) -> Value:
+        number = number_of(self.take())
+        whole = number.value.denominator == 1
+        if whole and self.at(r"\frac") and not self.unit_follows():
+            return self._mixed(number)
+        following = self.peek()
+        if whole and following.kind is TokenKind.NUMBER and following.gap is Gap.BLANK:
+            return self._mixed_in_plain_text(number)
+        return number
+
+    def _mixed(self, number: Number) -> Value:
+        """Read `1\\frac{1}{4}`: a mixed number if the fraction is proper, else a product."""
+        before = self.position
+        fraction = self._command()
+        if is_proper(fraction):
+            return Number(number.value + quotient(fraction))
+        self.position = before
+        return number
+
+    def _mixed_in_plain_text(self, number: Number) -> Value:
+        """Read `1 1/4`. CannotRead for other numbers side by side."""
+        above = number_of(self.take())
+        if self.accept("/") and self.peek().kind is TokenKind.NUMBER:
+            fraction = Apply("/", (above, number_of(self.take())))
+            if is_proper(fraction):
+                return Number(number.value + quotient(fraction))
+        raise CannotRead("two numbers side by side")
+
+    def _numeral(self, number: Number) -> Value:
+        in_brackets = self.previous is None or self.previous.kind is not TokenKind.NUMBER
+        digits = str(number.value) if in_brackets else digits_of(self.peek(-1).text)
+        self.expect("_")
+        subscript = self.subscript()
+        base = int(subscript) if subscript.isdigit() else names.BASES.get(subscript, 0)
+        if not digits.isdigit() or not 2 <= base <= 36:
+            raise CannotRead("a subscript of a number that is no base")
+        return Numeral(digits.lstrip("0") or "0", base)
+
+    def subscript(self) -> str:
+        """Read a subscript behind its mark as text."""
+        if not self.accept("{"):
+            token = self.take()
+            if token.kind not in (TokenKind.NUMBER, TokenKind.WORD):
+                is_greek = token.text.lstrip("\\") in names.GREEK_LETTERS
+                if not is_greek and token.text not in ("*", r"\infty"):
+                    raise CannotRead("a subscript")
+            return token.text
+        depth = 1
+        words = []
+        while depth:
+            token = self.take()
+            depth += {"{": 1, "}": -1}.get(token.text, 0)
+            words.append(token.text)
+        inside = "".join(words[:-1])
+        if not inside:
+            raise CannotRead("an empty subscript")
+        return inside[1:-1] if inside.startswith("(") and inside.endswith(")") else inside
+
+    def _word(self) -> Value:
+        token = self.peek()
+        text = token.text
+        if text in names.FUNCTIONS:
+            self.take()
+            return self._function(names.FUNCTIONS[text])
+        if text in names.INFINITE:
+            self.take()
+            return INFINITY
+        if text.startswith("\\") or len(text) == 1:
+            self.take()
+            return self._symbol(text)
+        if text == "pi":
+            self.take()
+            return PI
+        if text in names.GREEK_LETTERS:
+            self.take()
+            return self._symbol(text)
+        if token.upright or text.lower() in NO_FACTORS:
+            raise CannotRead(f"the word {text!r}")
+        return self._variables(token)
+
+    def _variables(self, token: Token) -> Value:
+        """Read letters side by side: capitals name one thing (`AB`), others are factors (`xy`)."""
+        if token.text.isupper() and self.peek(1).text != "_":
+            self.take()
+            return Symbol(token.text)
+        lower = token.text.lower()
+        longest = 3 if token.gap is Gap.NONE else 2
+        if len(token.text) > longest and not is_run_of_variables(lower):
+            raise CannotRead(f"the word {token.text!r}")
+        letters = [Token(TokenKind.WORD, token.text[0], token.gap)]
+        letters += [Token(TokenKind.WORD, letter) for letter in token.text[1:]]
+        self.replace(*letters)
+        return self._word()
+
+    def _symbol(self, name: str) -> Value:
+        """Read what belongs to a variable's name; its argument if it is a function's."""
+        if name == "e":
+            return E
+        if name == "i" and not self.at("_"):
+            return IMAGINARY
+        name = self._full_name(name)
+        if self.at("(") and self.peek().gap is Gap.NONE and self._is_called(name):
+            return self._call(name)
+        return Symbol(name)
+
+    def _full_name(self, name: str) -> str:
+        if name in names.NUMBER_SETS and self.at("^") and self.peek(1).text in ("+", "-", "*"):
+            self.take()
+            return f"{name}^{self.take().text}"
+        following = [self.peek(n).text for n in range(4)]
+        if name in names.NUMBER_SETS and following[:2] == ["^", "{"] and following[3] == "}":
+            if following[2] not in ("+", "-", "*"):
+                return name
+            self.position += 4
+            return f"{name}^{following[2]}"
+        while self.at("'"):
+            self.take()
+            name += "'"
+        if self.accept("_"):
+            name = f"{name}_{self.subscript()}"
+        while self.at("'"):
+            self.take()
+            name += "'"
+        return name
+
+    def _is_called(self, name: str) -> bool:
+        if name[0] in names.CALLED and name.rstrip("'") in names.CALLED:
+            return True
+        argument, close, sign = self.peek(1), self.peek(2), self.peek(3)
+        simple = argument.kind in (TokenKind.NUMBER, TokenKind.WORD)
+        return simple and close.text == ")" and sign.text == "="
+
+    def _call(self, name: str) -> Value:
+        arguments = self.arguments()
+        return Apply(f"call {name}", arguments)
+
+    def arguments(self) -> tuple[Formula, ...]:
+        """Read formulas in round brackets with commas between them."""
+        self.expect("(")
+        arguments = [formula_of(self.sum())]
+        while self.accept(",", ";"):
+            arguments.append(formula_of(self.sum()))
+        self.expect(")")
+        return tuple(arguments)
+
+    def _command(self) -> Value:
+        token = self.take()
+        text = token.text
+        name = text.removeprefix("\\")
+        if text == r"\frac":
+            return self._fraction()
+        if text == r"\sqrt":
+            return self._root()
+        if text == r"\binom":
+            return Apply("binom", (self.argument(), self.argument()))
+        if text == r"\pi":
+            return PI
+        if text == r"\infty":
+            return INFINITY
+        if text in names.FUNCTIONS:
+            return self._function(names.FUNCTIONS[text])
+        if text in names.ACCENTS:
+            return self._accented(text)
+        if text in names.SHAPES:
+            return Symbol(f"{text} {self._named_points()}")
+        if text in SUMS:
+            return self._series(SUMS[text])
+        if text in (r"\lfloor", r"\lceil"):
+            head, close = ("floor", r"\rfloor") if text == r"\lfloor" else ("ceil", r"\rceil")
+            return self._enclosed(head, close)
+        if text == r"\|":
+            return self._enclosed("norm", r"\|")
+        if name in names.GREEK_LETTERS or name == "ell":
+            return self._symbol(name)
+        self.position -= 1
+        return self.structure()
+
+    def _fraction(self) -> Formula:
+        derivative = self.at("{") and self.peek(1).text in ("d", r"\partial")
+        if derivative:
+            raise CannotRead("a derivative")
+        above = self.argument()
+        return Apply("/", (above, self.argument()))
+
+    def _root(self) -> Formula:
+        degree: Formula = integer(2)
+        if self.accept("["):
+            degree = formula_of(self.sum())
+            self.expect("]")
+        token = self.peek()
+        if token.kind is TokenKind.NUMBER and len(token.text) > 1 and token.gap is Gap.NONE:
+            raise CannotRead("a root of several digits without braces")
+        radicand = self.argument(whole_numbers=True)
+        if degree == integer(2):
+            return Apply("sqrt", (radicand,))
+        return Apply("root", (radicand, degree))
+
+    def _named_points(self) -> str:
+        token = self.take()
+        if token.kind is not TokenKind.WORD:
+            raise CannotRead("a shape without points")
+        return token.text
+
+    def _accented(self, accent: str) -> Formula:
+        if self.accept("{"):
+            words = []
+            while not self.accept("}"):
+                words.append(self.take().text)
+        else:
+            words = [self.take().text]
+        inside = "".join(words).removeprefix("\\vec ")
+        if not inside.isalpha():
+            raise CannotRead("an accent over no name")
+        name = self._full_name(f"{accent} {inside}")
+        if inside in ("i", "j", "k") and name in (rf"\hat {inside}", rf"\vec {inside}"):
+            name = f"\\vec {inside}"
+        return Symbol(name)
+
+    def _absolute(self) -> Value:
+        self.expect("|")
+        self.bars += 1
+        inside = formula_of(self.sum())
+        self.bars -= 1
+        self.expect("|")
+        return Apply("abs", (inside,))
+
+    def _enclosed(self, head: str, close: str) -> Formula:
+        bars = self.bars
+        self.bars = 0
+        inside = formula_of(self.sum())
+        self.bars = bars
+        self.expect(close)
+        return Apply(head, (inside,))
+
+    def _function(self, name: str) -> Value:
+        """Read a function's base, power and arguments: `\\log_2 8`, `\\sin^2 2x`, `gcd(12, 18)`."""
+        base = self._base(name) if name == "log" and self.accept("_") else None
+        power = self._exponent() if self.accept("^") else None
+        if power == Apply("-", (integer(1),)):
+            if name not in names.INVERSES:
+                raise CannotRead("the inverse of a function")
+            name = names.INVERSES[name]
+            power = None
+        arguments = self._function_arguments(name)
+        if base is not None:
+            arguments = (*arguments, base)
+        value = Apply(name, arguments)
+        return value if power is None else Apply("^", (value, power))
+
+    def _base(self, name: str) -> Formula:
+        token = self.peek()
+        argument_follows = self.peek(1).text in ("(", "{", "^") or self.peek(1).gap is Gap.BLANK
+        argument_follows = argument_follows or self.peek(1).text in ATOM_COMMANDS
+        whole = token.kind is TokenKind.NUMBER and argument_follows
+        return self.argument(whole_numbers=whole)
+
+    def _function_arguments(self, name: str) -> tuple[Formula, ...]:
+        if self.at("("):
+            arguments = self.arguments()
+        elif name in ("max", "min", "gcd", "lcm") and self.accept(r"\{"):
+            arguments = self._in_set_braces()
+        elif name in ("sqrt", "cbrt") and self.peek().kind is TokenKind.NUMBER:
+            arguments = (number_of(self.take()),)
+        elif name in ("sqrt", "cbrt"):
+            arguments = (self.argument(),)
+        else:
+            arguments = (self._bare_argument(),)
+        if (len(arguments) > 1) != (name in names.LISTS):
+            raise CannotRead(f"the number of arguments of {name}")
+        return arguments
+
+    def _in_set_braces(self) -> tuple[Formula, ...]:
+        arguments = [formula_of(self.sum())]
+        while self.accept(","):
+            arguments.append(formula_of(self.sum()))
+        self.expect(r"\}")
+        return tuple(arguments)
+
+    def _bare_argument(self) -> Formula:
+        """Read an argument without brackets: factors side by side, up to a sign or a function."""
+        if self.at("-"):
+            raise CannotRead("a sign behind a function")
+        value = formula_of(self.factor())
+        while self._multiplies():
+            token = self.peek()
+            if token.text in names.FUNCTIONS or token.text == "(":
+                break
+            value = formula_of(multiplied(value, self.factor()))
+        if self.at("%", r"\degree"):
+            return self._scaled_down(value)
+        return value
+
+    def _series(self, head: str) -> Formula:
+        """Read `\\sum_{k=1}^{n} k^2`."""
+        self.expect("_")
+        self.expect("{")
+        token = self.take()
+        if token.kind is not TokenKind.WORD or len(token.text) != 1:
+            raise CannotRead("an index")
+        self.expect("=")
+        low = formula_of(self.sum())
+        self.expect("}")
+        self.expect("^")
+        high = self._exponent()
+        body = formula_of(self.product())
+        return Apply(head, (Symbol(token.text), low, high, body))
+
+
+def number_of(token: Token) -> Number:
+    """Return the value of a number's token."""
+    text = digits_of(token.text)
+    if len(text) > MOST_DIGITS:
+        raise CannotRead(f"more than {MOST_DIGITS:,} digits")
+    if "\\" in text or "(" in text:
+        return Number(_recurring(text))
+    mantissa, _, exponent = text.lower().partition("e")
+    if exponent and abs(int(exponent)) > MOST_EXPONENT:
+        raise CannotRead("an exponent of more than four digits")
+    return Number(Fraction(mantissa) * Fraction(10) ** int(exponent or 0))
+
+
+def _recurring(text: str) -> Fraction:
+    """Return the value of a decimal with a marked period: `0.1\\overline{6}`, `0.(3)`."""
+    whole, _, decimals = text.partition(".")
+    mark = re.search(r"\\[a-z]+|\(", decimals)
+    assert mark
+    once = decimals[: mark.start()]
+    period = re.sub(r"\\[a-z]+|[{}()]", "", decimals[mark.start() :])
+    scale = 10 ** len(once)
+    fixed = Fraction(int(whole + once or "0"), scale)
+    return fixed + Fraction(int(period), scale * (10 ** len(period) - 1))
+
+
+def is_run_of_variables(letters: str) -> bool:
+    """Return whether these letters side by side are variables rather than a word."""
+    return any(set(letters) <= set(run) for run in ("abcd", "xyzw", "pqrst", "mnpq"))
+
+
+def is_proper(value: Value) -> bool:
+    """Return whether this is a fraction of integers between 0 and 1."""
+    if not isinstance(value, Apply) or value.head != "/":
+        return False
+    if not all(isinstance(part, Number) for part in value.arguments):
+        return False
+    above, below = (part.value for part in value.arguments if isinstance(part, Number))
+    return above.denominator == below.denominator == 1 and 0 < above < below
+
+
+def quotient(value: Value) -> Fraction:
+    """Return the value of a fraction of numbers."""
+    assert isinstance(value, Apply)
+    above, below = (part.value for part in value.arguments if isinstance(part, Number))
+    return above / below
+
+
+def multiplied(first: Value, second: Value) -> Value:
+    """Return the product of two formulas, or of a formula and a matrix."""
+    if isinstance(second, Matrix):
+        return scaled(second, formula_of(first))
+    if isinstance(first, Matrix):
+        return scaled(first, formula_of(second))
+    left = formula_of(first)
+    right = formula_of(second)
+    if isinstance(left, Apply) and left.head == "*":
+        return Apply("*", (*left.arguments, right))
+    return Apply("*", (left, right))
+
+
+def scaled(matrix: Matrix, factor: Formula) -> Matrix:
+    """Return the matrix with all entries multiplied."""
+    rows = tuple(tuple(Apply("*", (factor, entry)) for entry in row) for row in matrix.rows)
+    return Matrix(rows)
+
+
+def transposed(matrix: Matrix) -> Matrix:
+    """Return the transposed matrix."""
+    return Matrix(tuple(zip(*matrix.rows, strict=True)))
+
+
+def expression(value: Value) -> Answer:
+    """Return the value as an answer; percent and degree signs become units."""
+    if not isinstance(value, Number | Symbol | Apply):
+        return value
+    if isinstance(value, Apply) and value.head in ("%", "degree"):
+        unit = "percent" if value.head == "%" else "degree"
+        return Expression(value.arguments[0], unit)
+    return Expression(value)

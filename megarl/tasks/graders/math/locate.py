@@ -1,0 +1,334 @@
+r"""Which part of a text is its answer.
+
+    <answer>…</answer>              the last one, and in it what follows
+    \boxed{…}                       the last one; several with hardly a word between them are a list
+    Answer: …  #### …               the last answer line
+    nothing but a formula           all of it
+    … $…$ …                         the last formula in dollars
+    … 85 …                          the last number or formula of the prose
+
+Only a box, an answer line and a lone formula may hold what has still to be computed; from prose only a value counts.
+"""
+
+import re
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from megarl.tasks.graders.math import names
+from megarl.tasks.graders.math.layout import UNICODE, without_emphasis
+
+
+class Place(Enum):
+    """Where an answer stands, which says how much is believed."""
+
+    BOX = "box"
+    LINE = "line"
+    ALONE = "alone"
+    PROSE = "prose"
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A text that states the answer."""
+
+    text: str
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A part of a text by its positions: `text` from `begin` to `end`, with its marks."""
+
+    text: str
+    begin: int
+    end: int
+
+
+LONGEST_LINE = 2_000
+MOST_PROSE = 20_000
+"""Characters at the end of a long answer in which a formula is looked for."""
+BOX = re.compile(
+    r"\\(?:boxed|fbox)(?![a-zA-Z])\s*\{|\\(?:boxed|fbox)(?![a-zA-Z])\s*([^\s{$]+)|\\.|[{}]",
+    re.DOTALL,
+)
+OPENED = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])")
+BETWEEN = re.compile(r"\$|\\[()\[\]]|\\(?:quad|qquad|text|mathrm|,|;|:| )|[{}*~\s]")
+JOINED = re.compile(r"(?:[,;]?(?:and|or)?|&)(?P<name>[A-Za-z](?:_\w+)?=)?")
+NAME_BEFORE = re.compile(r"([A-Za-z](?:_\{?\w+\}?)?)\s*=\s*(?:\$|\\[(\[])?\s*$")
+LINE = re.compile(
+    r"(?im)(?:^|(?<=[.!?* \t]))[*_#> \t]{0,8}(?:(?:the|final|correct|right|my|so|thus)[ \t]{1,3}){0,4}"
+    r"(?:final[ \t]{1,3}answer|answer|ans)(?:[ \t]{1,3}(?:choice|option))?[*_]{0,3}[ \t]{0,3}:[*_\s]*"
+    r"|####[ \t]*|答案(?:是|为|為)?[:：]?"
+)
+SENTENCE = re.compile(
+    r"(?i)\b(?:answer|correct\s{1,3}(?:choice|option))(?:\s{1,3}(?:to|for|of)\b[^.\n:$\\\d]{0,60}?)?[*_]{0,3}\s{1,3}"
+    r"(?:is|are|equals|will be|must be|should be)(?![A-Za-z])"
+    r"(?:\s{1,3}(?:therefore|thus|simply|clearly|just|then|indeed|hence|exactly|equal to|option|choice)){0,3}[:\s*_}]*"
+)
+LETTER_IS_CORRECT = re.compile(r"(?i:\b(?:option|choice|answer))\s*\(?([A-J])\)?\s+is\s+(?:the\s+)?(?:correct|right)")
+STOP = re.compile(r"[.!?;](?=\s|$)|\n\s*\n")
+CLAUSE = re.compile(
+    r",?\s{1,3}(?:because|since|as|so|which|where|and\s+not|but|not|i\.e\.|that|when|if|after|rounded|assuming|given)\b"
+    r"|,\s{1,3}(?=[a-z]{3,})|\s\("
+)
+RESTATED = re.compile(r",?\s{0,2}\(?i\.e\.[^.;!?]*")
+DOLLARS = re.compile(
+    r"\$\$(.{1,2000}?)\$\$|(?<!\\)\$(?![\s$])([^$]{0,2000}?[^$\s\\])\$(?!\d)"
+    r"|\\\[(.{1,2000}?)\\\]|\\\((.{1,2000}?)\\\)",
+    re.DOTALL,
+)
+FOREIGN = re.compile("([\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+)")
+BULLET = re.compile(r"^\s*(?:[-•*>]\s+)(?=[\d\\$(\[A-Za-z])")
+
+
+def passages(answer: str) -> Iterator[Passage]:
+    """Iterate over readings of the place that states the answer; the first that can be read counts."""
+    if "<answer>" in answer:
+        answer = answer.rpartition("<answer>")[2].partition("</answer>")[0]
+    if OPENED.search(answer):
+        yield from _readings_of_box(boxed(answer) or "")
+        return
+    line = answer_line(answer)
+    if line is not None:
+        yield from _readings_of_line(line)
+        return
+    yield from _readings_of_prose(answer)
+
+
+def _readings_of_box(content: str) -> Iterator[Passage]:
+    """Iterate over a box's content, and what follows an answer line's mark in it."""
+    yield Passage(content, Place.BOX)
+    line = answer_line(content)
+    if line is not None:
+        yield Passage(line, Place.BOX)
+
+
+def has_complete_answer(text: str) -> bool:
+    """Return whether a text that was cut off states its answer completely.
+
+    It does in a closed box, in `<answer>…</answer>`, or in an answer line that has ended.
+    """
+    if "<answer>" in text:
+        return "</answer>" in text.rpartition("<answer>")[2]
+    if OPENED.search(text):
+        return boxed(text) is not None
+    match = _last(LINE, text) or _last(SENTENCE, text)
+    if match is None:
+        return False
+    rest = text[match.end() :].lstrip()
+    return bool(re.match(r"[^\n]*\S[^\n]*\n", rest))
+
+
+def boxed(text: str) -> str | None:
+    """Return what is in the last box, or in the boxes that make a list; None if it is not closed."""
+    spans, closed = _boxes(text)
+    if not spans or not closed:
+        return None
+    listed = [spans[-1]]
+    for span in reversed(spans[:-1]):
+        between = BETWEEN.sub("", text[span.end : listed[0].begin])
+        if not JOINED.fullmatch(between):
+            break
+        listed.insert(0, span)
+    if len(listed) == 1:
+        return listed[0].text
+    named = [_with_name(text, span) for span in listed]
+    return ", ".join(dict.fromkeys(named))
+
+
+def _with_name(text: str, span: Span) -> str:
+    name = NAME_BEFORE.search(text[max(0, span.begin - 40) : span.begin])
+    return f"{name[1]} = {span.text}" if name and "=" not in span.text else span.text
+
+
+def _boxes(text: str) -> tuple[list[Span], bool]:
+    """Return the outermost boxes, and whether the last one is closed, in one pass."""
+    spans: list[Span] = []
+    braces: list[tuple[int, int] | None] = []  # begin and begin of the content of a box
+    open_boxes = 0
+    for match in BOX.finditer(text):
+        if match[0] == "{":
+            braces.append(None)
+        elif match[0] == "}":
+            box = braces.pop() if braces else None
+            if box is not None:
+                open_boxes -= 1
+                if not open_boxes:
+                    spans.append(Span(text[box[1] : match.start()], box[0], match.end()))
+        elif match[0].endswith("{") and len(match[0]) > 2:
+            braces.append((match.start(), match.end()))
+            open_boxes += 1
+        elif match[1] and not open_boxes:
+            spans.append(Span(match[1].rstrip(".,;:!?"), match.start(), match.end()))
+    return spans, open_boxes == 0
+
+
+def answer_line(text: str) -> str | None:
+    """Return what follows the mark of the last answer line, None if there is no such line."""
+    match = _last(LINE, text) or _last(SENTENCE, text)
+    if match is None:
+        letter = _last(LETTER_IS_CORRECT, text)
+        return letter[1] if letter else None
+    rest = text[match.end() :].lstrip(" \t\n:*_")
+    return without_emphasis(rest[:LONGEST_LINE]).strip(" *_`").rstrip(" .*_`")
+
+
+def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    matches = deque(pattern.finditer(text), maxlen=1)
+    return matches[0] if matches else None
+
+
+def _readings_of_line(line: str) -> Iterator[Passage]:
+    """Iterate over what an answer line may state: its paragraph, line, sentence, clause, or a value in it."""
+    paragraph = re.split(r"\n\s*\n", line)[0]
+    first_line = line.split("\n")[0]
+    sentence = STOP.split(first_line)[0]
+    clause = CLAUSE.split(sentence)[0]
+    texts = (paragraph, first_line, sentence, clause)
+    for text in dict.fromkeys(without_emphasis(text) for text in texts):
+        yield Passage(text, Place.LINE)
+    yield from _values(sentence)
+
+
+def _readings_of_prose(answer: str) -> Iterator[Passage]:
+    stripped = answer.strip()
+    if len(stripped) <= LONGEST_LINE:
+        yield Passage(without_emphasis(BULLET.sub("", stripped)), Place.ALONE)
+    yield from _values(stripped[-MOST_PROSE:])
+
+
+def _values(text: str) -> Iterator[Passage]:
+    """Return the last formula in dollars or, if there are none, the last number or formula."""
+    formulas = [_span(match) for match in DOLLARS.finditer(text)]
+    in_words = RESTATED.sub("", text)
+    passage = _last_in_dollars(text, formulas) if formulas else _last_in_words(in_words)
+    if passage is not None:
+        yield passage
+
+
+def _span(match: re.Match[str]) -> Span:
+    text = next(group for group in match.groups() if group is not None)
+    return Span(text, match.start(), match.end())
+
+
+def _last_in_dollars(text: str, formulas: list[Span]) -> Passage | None:
+    listed = [formulas[-1]]
+    for span in reversed(formulas[:-1]):
+        between = BETWEEN.sub("", text[span.end : listed[0].begin])
+        if not between or not JOINED.fullmatch(between):
+            break
+        listed.insert(0, span)
+    if not _may_stand(text[: listed[0].begin].split(), text[listed[-1].end :].split()):
+        return None
+    return Passage(", ".join(span.text for span in listed), Place.PROSE)
+
+
+def _may_stand(before: list[str], behind: list[str]) -> bool:
+    """Return whether the words around a value leave it as it is: not `at least 5`, not `5 million`."""
+    words = [word.strip("*_(,.;:\"'").lower() for word in before[-4:]]
+    last = words[-1] if words else ""
+    if last in names.BEFORE or names.NEGATIONS & set(words[-3:]):
+        return False
+    if last == "of" and words[-2:-1] and words[-2] not in names.TOTALS:
+        return False
+    if last == "to" and "from" in words:
+        return False
+    following = [word.strip(".,;:!?*_)\"'").lower() for word in behind[:3]]
+    if not following:
+        return True
+    considered = following if following[0] == "and" else following[:1]
+    return not names.AFTER & {*considered, behind[0][0], "of" if following[0] == "of" else ""}
+
+
+def _last_in_words(text: str) -> Passage | None:
+    """Return the last run of words that belong to a formula."""
+    words = _words(FOREIGN.sub(r" \1 ", text))
+    end = len(words)
+    while end:
+        begin = end
+        while begin and _continues(words, begin, end):
+            begin -= 1
+        if any(is_strong(word) for word in words[begin:end]):
+            break
+        end = min(begin, end - 1)
+    else:
+        return None
+    while begin < end and _is_joint(words[begin]):
+        begin += 1
+    while end > begin and _is_joint(words[end - 1]):
+        end -= 1
+    if not _may_stand(words[:begin], words[end:]):
+        return None
+    chunk = " ".join(words[begin:end])
+    return Passage(chunk.strip(" ,;:?*_\"'").rstrip(" .,;:?*_"), Place.PROSE)
+
+
+def _words(text: str) -> list[str]:
+    """Split at white space outside of brackets."""
+    words: list[str] = []
+    depth = 0
+    for word in re.findall(r"\S+|\n", text):
+        if word == "\n":
+            depth = 0
+            continue
+        if depth > 0 and words:
+            words[-1] += f" {word}"
+        else:
+            words.append(word)
+            depth = 0
+        depth += sum(word.count(mark) for mark in "({[") - sum(word.count(mark) for mark in ")}]")
+        if len(words[-1]) > LONGEST_LINE:
+            depth = 0
+    return words
+
+
+def _continues(words: list[str], begin: int, end: int) -> bool:
+    """Return whether the word before `begin` belongs to the run of words up to `end`."""
+    word = words[begin - 1]
+    if begin < end and re.search(r"[.;:!?]\*{0,2}$", word):
+        return False
+    if _is_joint(word):
+        return begin < end and begin > 1 and is_formula_word(words[begin - 2])
+    return is_formula_word(word)
+
+
+def _is_joint(word: str) -> bool:
+    return word.lower() in ("and", "or")
+
+
+LETTERS = re.compile(r"(?<!\\)(?<![A-Za-z\\])[A-Za-z]{2,}")
+OPERATORS = re.compile(r"[-+*/=<>^|±×·÷≈≤≥≠∈∪]+")
+
+
+def _bare(word: str) -> str:
+    return word.strip(".,;:!?*_\"'`")
+
+
+def is_formula_word(word: str) -> bool:
+    """Return whether a word between blanks may be part of a formula."""
+    bare = _bare(word)
+    if not bare:
+        return False
+    if OPERATORS.fullmatch(word) or OPERATORS.fullmatch(bare):
+        return True
+    if len(bare) == 1 and bare.isalpha() and bare.isascii():
+        return bare not in "aAI"
+    return is_strong(word)
+
+
+def is_strong(word: str) -> bool:
+    """Return whether a word shows by itself that it is part of a formula: a digit, a command."""
+    bare = re.sub(r"\\(?:text|mathrm|operatorname|textbf|begin|end)\s*\{[^{}]*\}", "", _bare(word))
+    spelled = bare.translate(UNICODE)
+    if not re.search(r"\d|\\[A-Za-z]+", spelled):
+        return False
+    words = LETTERS.findall(re.sub(r"\\[A-Za-z]+", " ", spelled))
+    return all(_is_name(letters) for letters in words)
+
+
+def _is_name(letters: str) -> bool:
+    lower = letters.lower()
+    known = letters in names.FUNCTIONS or lower in names.UNITS or letters == "pi"
+    return known or (len(letters) < 3 and lower not in {"st", "nd", "rd", "th"})

@@ -1,0 +1,628 @@
+"""Answers read whole: text ─► tokens ─► an answer of one kind, or CannotRead.
+
+list        item , item …       also `;`, `and`, `or`
+item        label, relation or set, with its unit or condition
+relation    side = < ≤ ∈ ≡ …  side
+side        sets with ∪ ∩ ∖ between them, or a sum (expressions.py)
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megarl.tasks.graders.math import names
+from megarl.tasks.graders.math.expressions import MODULO, Value, expression, formula_of
+from megarl.tasks.graders.math.formulas import INFINITY, Apply, Formula, Number, Symbol
+from megarl.tasks.graders.math.kinds import (
+    Answer,
+    Bracket,
+    Builder,
+    Combination,
+    Congruence,
+    Expression,
+    Interval,
+    Joint,
+    Labelled,
+    Listing,
+    Matrix,
+    Piece,
+    Piecewise,
+    Ratio,
+    Relation,
+    Words,
+)
+from megarl.tasks.graders.math.layout import plain
+from megarl.tasks.graders.math.tokens import CannotRead, Gap, Token, TokenKind, tokens_of
+from megarl.tasks.graders.math.units import UnitParser
+
+RELATIONS = {
+    "=": "=", "<": "<", ">": ">", r"\leq": "<=", r"\geq": ">=", r"\neq": "!=", r"\in": "in", r"\approx": "~",
+    r"\subset": "subset", r"\subseteq": "subset=", r"\notin": "notin", r"\parallel": "parallel", r"\perp": "perp",
+}  # fmt: skip
+SET_OPERATORS = {r"\cup": "union", r"\cap": "intersection", r"\setminus": "without"}
+SEPARATORS = (",", ";", r"\\", r"\quad")
+MATRICES = frozenset({"pmatrix", "bmatrix", "matrix", "Bmatrix", "smallmatrix", "array"})
+SYSTEMS = frozenset({"cases", "dcases", "rcases", "aligned", "align", "gathered", "split", "gather"})
+MOST_ITEMS = 300
+MOST_WORDS = 6
+LETTERS_OF_CHOICES = frozenset("ABCDEFGHIJ")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the question says about its words. letters: its variables; nouns: its words."""
+
+    letters: frozenset[str] = frozenset()
+    nouns: frozenset[str] = frozenset()
+
+
+NO_QUESTION = Question()
+
+
+def read(text: str, question: Question = NO_QUESTION) -> Answer:
+    """Return the answer that the whole text is. CannotRead if any part is not understood."""
+    tokens = tokens_of(plain(text))
+    if len(tokens) == 1:
+        raise CannotRead("nothing")
+    if words := only_words(tokens):
+        return words
+    parser = AnswerParser(tokens, question)
+    answer = parser.answer()
+    if not parser.at_end():
+        raise CannotRead(f"{parser.peek().text!r} behind the answer")
+    return answer
+
+
+def only_words(tokens: tuple[Token, ...]) -> Words | None:
+    """Return the words if the text has nothing but words."""
+    inside = [token for token in tokens[:-1] if token.text not in ('"', "'", "!", ".", "-")]
+    if not inside or len(inside) > MOST_WORDS:
+        return None
+    if any(token.kind not in (TokenKind.WORD, TokenKind.FOREIGN) for token in inside):
+        return None
+    if any(token.kind is TokenKind.FOREIGN for token in inside):
+        return Words(tuple(token.text for token in inside))
+    if not any(is_word(token) for token in inside):
+        return None
+    joined = {token.text.lower() for token in inside}
+    if joined & (names.AND | names.OR) and not all(map(is_word, inside)):
+        return None
+    return Words(tuple(token.text for token in inside))
+
+
+def is_word(token: Token) -> bool:
+    """Return whether this token is a word rather than a name in mathematics."""
+    text = token.text
+    if len(text) == 1 or text.startswith("\\") or text in names.FUNCTIONS or text == "pi":
+        return False
+    if text in names.INFINITE or text in names.GREEK_LETTERS:
+        return False
+    if token.upright or text.lower() in names.ENGLISH:
+        return True
+    return len(text) > 3 or text.isupper() or (len(text) == 3 and not _are_variables(text))
+
+
+def _are_variables(letters: str) -> bool:
+    return any(set(letters) <= set(run) for run in ("abc", "xyz", "pqr", "mnp", "xyt"))
+
+
+class AnswerParser(UnitParser):
+    """Reads answers of all kinds."""
+
+    def __init__(self, tokens: tuple[Token, ...], question: Question) -> None:
+        super().__init__(tokens, question.letters, question.nouns)
+        self._angles = 0
+        """Open angle brackets written as `<`, in which `>` closes."""
+        self._items_read = 0
+        self._joined_by_logic = False
+        """Whether ∧ or ∨ was read."""
+
+    def answer(self) -> Answer:
+        """Read a whole answer: an item or several."""
+        self.accept("=")
+        if labelled := self._labelled():
+            return labelled
+        return self.items()
+
+    def items(self) -> Answer:
+        """Read items up to something that does not continue the list."""
+        with self.nested():
+            items = [self._item()]
+            joints = []
+            while joint := self._joint(items[-1]):
+                items.append(self._item())
+                joints.append(joint)
+                self._items_read += 1
+                if self._items_read > MOST_ITEMS:
+                    raise CannotRead(f"more than {MOST_ITEMS} items")
+        if not joints:
+            return items[0]
+        if self._joined_by_logic and not all(isinstance(item, Relation) for item in items):
+            raise CannotRead("a sign of logic between no relations")
+        joint = next((joint for joint in joints if joint is not Joint.COMMA), Joint.COMMA)
+        return Listing(tuple(_flat(items)), Bracket.NONE, joint)
+
+    def _joint(self, item: Answer) -> Joint | None:
+        """Move behind what separates this item and the next: nothing in `3 hours 20 minutes`."""
+        if isinstance(item, Expression) and item.unit and self.peek().kind is TokenKind.NUMBER:
+            return self._joint_of_units(item.unit)
+        comma = False
+        while self.accept(*SEPARATORS):
+            comma = True
+        word = self.peek().text.lower() if self.peek().kind is not TokenKind.END else ""
+        if word in names.AND or word in names.OR:
+            self._joined_by_logic = self._joined_by_logic or self.peek().text.startswith("\\l")
+            self.take()
+            while self.accept(r"\quad"):
+                pass
+            return Joint.AND if word in names.AND else Joint.OR
+        if word in names.FILLERS and self._skip_fillers():
+            return Joint.COMMA
+        if comma and self.at_end():
+            raise CannotRead("nothing behind a comma")
+        return Joint.COMMA if comma else None
+
+    def _joint_of_units(self, unit: str) -> Joint:
+        if unit not in names.UNITS.values():
+            raise CannotRead("a number behind a word")
+        before = self.position
+        second = self._operand()
+        if not isinstance(second, Expression) or second.unit not in names.UNITS.values():
+            raise CannotRead("a number behind a unit")
+        self.position = before
+        return Joint.AND
+
+    def _skip_fillers(self) -> bool:
+        before = self.position
+        while self.peek().text.lower() in names.FILLERS:
+            self.take()
+        if self.at_end():
+            self.position = before
+            return False
+        return True
+
+    def _item(self) -> Answer:
+        if self.accept(r"\ldots"):
+            return Words(("…",))
+        if (membership := self._membership_in_words()) is not None:
+            return membership
+        return self._relation()
+
+    def _membership_in_words(self) -> Answer | None:
+        """Read `k is an integer` or `integer k`, as `k \\in \\mathbb{Z}`."""
+        words = [self.peek(n).text.lower() for n in range(4)]
+        letters = [self.peek(n).text for n in range(4)]
+        if words[0] in ("integer", "integers") and len(letters[1]) == 1 and letters[1].isalpha():
+            self.position += 2
+            return _integer(letters[1])
+        if len(letters[0]) == 1 and letters[0].isalpha():
+            if words[1:4] == ["is", "an", "integer"]:
+                self.position += 4
+                return _integer(letters[0])
+            if words[1:3] == ["an", "integer"]:
+                self.position += 3
+                return _integer(letters[0])
+        return None
+
+    def _labelled(self) -> Labelled | None:
+        """Read the label of a choice at the beginning: `(C)`, `C.`, `\\textbf{(C)}\\ 12`."""
+        letter = self.peek(1) if self.at("(") else self.peek()
+        if letter.text not in LETTERS_OF_CHOICES or letter.kind is not TokenKind.WORD:
+            return None
+        in_brackets = self.at("(") and self.peek(2).text == ")"
+        length = 3 if in_brackets else 2
+        if not in_brackets and (self.at("(") or self.peek(1).text not in (".", ")", ":")):
+            return None
+        following = self.peek(length)
+        if following.kind is TokenKind.END:
+            self.position += length
+            return Labelled(letter.text, None)
+        apart = following.gap is not Gap.NONE or letter.upright
+        if not apart or following.text in ("+", "*", "/", "^", "=", "!", "_", "<", ">"):
+            return None
+        self.position += length
+        self.accept(":")
+        return Labelled(letter.text, self._value_of_choice())
+
+    def _value_of_choice(self) -> Answer:
+        rest = tuple(self.peek(n) for n in range(len(self._tokens) - self.position))
+        if words := only_words(rest):
+            self.position += len(rest) - 1
+            return words
+        return self.items()
+
+    def _relation(self) -> Answer:
+        sides = [self._side()]
+        signs: list[str] = []
+        while True:
+            token = self.peek()
+            if token.text == r"\equiv":
+                return self._congruence(sides[-1])
+            if token.text == ">" and self._angles:
+                break
+            if token.text not in RELATIONS or token.kind is TokenKind.END:
+                break
+            self.take()
+            signs.append(RELATIONS[token.text])
+            sides.append(self._side())
+        if modulus := self._modulus():
+            if signs:
+                raise CannotRead("a modulus behind a relation")
+            residue = _formula_without_unit(sides[0])
+            return Congruence(None, (residue,), modulus)
+        return Relation(tuple(sides), tuple(signs)) if signs else sides[0]
+
+    def _congruence(self, left: Answer) -> Answer:
+        """Read `≡ 1, 3 (mod 8)`. In a chain the last residues count."""
+        residues: list[Formula] = []
+        while self.accept(r"\equiv"):
+            residues = [formula_of(self.sum())]
+        self.accept(r"\quad")
+        modulus = self._modulus()
+        while modulus is None and self.accept(",", "or", "and"):
+            self.accept("or", "and")
+            residues.append(formula_of(self.sum()))
+            modulus = self._modulus()
+        if modulus is None:
+            raise CannotRead("a congruence without a modulus")
+        return Congruence(_formula_without_unit(left), tuple(residues), modulus)
+
+    def _modulus(self) -> Formula | None:
+        if self.accept(r"\pmod"):
+            return self.argument(whole_numbers=True)
+        if self.at("(") and self.peek(1).text in MODULO:
+            self.position += 2
+            modulus = formula_of(self.sum())
+            self.expect(")")
+            return modulus
+        return None
+
+    def _side(self) -> Answer:
+        """Read a set, a formula with its unit, or a ratio."""
+        value = self._operand()
+        while self.peek().text in SET_OPERATORS:
+            operator = SET_OPERATORS[self.take().text]
+            value = combined(operator, value, self._operand())
+        return value
+
+    def _operand(self) -> Answer:
+        if self.accept("]"):
+            return self._french_interval()
+        if (name := self._name_in_words()) is not None:
+            return name
+        if self.peek().text in names.NUMBER_SETS and self.peek(1).text == "-":
+            return self._set_without()
+        currency = self.currency()
+        value = self.sum()
+        if isinstance(value, Number | Symbol | Apply):
+            if self.at(":") and not self.bar_divides and not currency:
+                return self._ratio(value)
+            return self.with_unit(value, currency)
+        if currency:
+            raise CannotRead("a currency before no number")
+        return expression(value)
+
+    def _set_without(self) -> Answer:
+        """Read `\\mathbb{R} - \\{0\\}`."""
+        whole = Expression(Symbol(self.take().text))
+        self.expect("-")
+        return combined("without", whole, self._operand())
+
+    def _name_in_words(self) -> Expression | None:
+        """Read upright words before a sign of equality as a name: `\\text{Total} = 34`."""
+        length = 0
+        while self.peek(length).kind is TokenKind.WORD and self.peek(length).upright:
+            length += 1
+        words = [self.peek(n) for n in range(length)]
+        if self.peek(length).text != "=" or not any(is_word(word) for word in words):
+            return None
+        self.position += length
+        return Expression(Symbol(" ".join(word.text.lower() for word in words)))
+
+    def _ratio(self, first: Formula) -> Answer:
+        terms = [first]
+        while self.accept(":"):
+            terms.append(formula_of(self.sum()))
+        return Ratio(tuple(terms), self._half_of_day())
+
+    def unit_follows(self) -> bool:
+        """Return whether a unit or a half of the day comes next."""
+        before = self.position
+        half = self._half_of_day()
+        self.position = before
+        return bool(half) or super().unit_follows()
+
+    def _half_of_day(self) -> str:
+        for half in ("am", "pm"):
+            if self.peek().text.lower() == half:
+                self.take()
+                return half
+            dotted = [self.peek(n).text.lower() for n in range(3)]
+            if dotted == [half[0], ".", half[1]]:
+                self.position += 3
+                self.accept(".")
+                return half
+        return ""
+
+    def _french_interval(self) -> Answer:
+        """Read `]1, 2[`, in which brackets that turn away leave out the end."""
+        low, high = self._two_ends()
+        if not self.at("[", "]"):
+            raise CannotRead("an interval that does not close")
+        return Interval(low, high, False, self.take().text == "]")
+
+    def _two_ends(self) -> tuple[Formula, Formula]:
+        low = formula_of(self.sum())
+        if not self.accept(",", ";"):
+            raise CannotRead("an interval of one end")
+        return low, formula_of(self.sum())
+
+    def raised(self, value: Answer) -> Value:
+        """Read the `T` behind a tuple, which makes it a column."""
+        if isinstance(value, Listing) and self.accept("T", r"\top"):
+            return Listing(value.items, Bracket.ANGLE)
+        raise CannotRead("a power of no formula")
+
+    def _starts_factor(self) -> bool:
+        token = self.peek()
+        if token.kind is TokenKind.SIGN and token.text == "[" and self.previous is not None:
+            return False
+        return super()._starts_factor()
+
+    def atom(self) -> Value:
+        """Read an atom; also what begins with `<`, as a vector in plain text."""
+        if self.at("<"):
+            self.take()
+            self._angles += 1
+            items = self._bracketed_items()
+            self._angles -= 1
+            self.expect(">")
+            return Listing(items, Bracket.ANGLE)
+        return super().atom()
+
+    def structure(self) -> Value:
+        """Read brackets or an environment, whose first token comes next."""
+        token = self.take()
+        bars = self.bars
+        divides = self.bar_divides
+        self.bars = 0
+        self.bar_divides = False
+        try:
+            return self._structure(token)
+        finally:
+            self.bars = bars
+            self.bar_divides = divides
+
+    def _structure(self, token: Token) -> Value:
+        if token.text in ("(", "["):
+            return self._bracketed(token.text)
+        if token.text == "{":
+            return self._braced()
+        if token.text == r"\{":
+            return self._set()
+        if token.text == r"\langle":
+            items = self._bracketed_items()
+            self.expect(r"\rangle")
+            return Listing(items, Bracket.ANGLE)
+        if token.text == r"\emptyset":
+            return Listing((), Bracket.SET)
+        if token.text.startswith(r"\begin{"):
+            return self._environment(token.text[7:-1])
+        raise CannotRead(f"the command {token.text}")
+
+    def _bracketed_items(self) -> tuple[Answer, ...]:
+        inside = self.items()
+        if isinstance(inside, Listing) and inside.bracket is Bracket.NONE:
+            if inside.joint is not Joint.COMMA:
+                raise CannotRead("a word between items in brackets")
+            return inside.items
+        return (inside,)
+
+    def _bracketed(self, opening: str) -> Value:
+        inside = self.items()
+        if not self.at(")", "]", "["):
+            raise CannotRead("a bracket that does not close")
+        closing = self.take().text
+        several = isinstance(inside, Listing) and inside.bracket is Bracket.NONE
+        if not several:
+            if (opening, closing) not in (("(", ")"), ("[", "]")):
+                raise CannotRead("brackets that do not match")
+            return _grouped(inside)
+        items = inside.items if isinstance(inside, Listing) else ()
+        if isinstance(inside, Listing) and inside.joint is not Joint.COMMA:
+            raise CannotRead("a word between items in brackets")
+        if (opening, closing) == ("(", ")"):
+            return Listing(items, Bracket.ROUND)
+        if (opening, closing) == ("[", "]"):
+            return Listing(items, Bracket.SQUARE)
+        if len(items) != 2:
+            raise CannotRead("an interval of other than two ends")
+        low, high = (_formula_without_unit(item) for item in items)
+        return Interval(low, high, opening == "[", closing == "]")
+
+    def _braced(self) -> Value:
+        """Read a group in braces; with commas it is a set, as in plain text."""
+        if self.at("}"):
+            raise CannotRead("an empty group")
+        inside = self.items()
+        for command, head in ((r"\choose", "binom"), (r"\over", "/")):
+            if self.accept(command):
+                inside = Expression(Apply(head, (_formula_without_unit(inside), formula_of(self.sum()))))
+        self.expect("}")
+        if isinstance(inside, Listing) and inside.bracket is Bracket.NONE:
+            return Listing(inside.items, Bracket.SET)
+        return _grouped(inside)
+
+    def _set(self) -> Value:
+        """Read a set behind its brace, or a system of equations."""
+        if self.accept(r"\}"):
+            return Listing((), Bracket.SET)
+        if self.peek().text.startswith(r"\begin{"):
+            self.take()
+            system = self._system()
+            self.accept(r"\}")
+            return system
+        self.bar_divides = True
+        first = self.items()
+        if self.accept(r"\mid", "|", ":"):
+            self.bar_divides = False
+            condition = self.items()
+            self.expect(r"\}")
+            return Builder(first, condition)
+        self.expect(r"\}")
+        if isinstance(first, Listing) and first.bracket is Bracket.NONE:
+            if first.joint is not Joint.COMMA:
+                raise CannotRead("a word between the elements of a set")
+            return Listing(first.items, Bracket.SET)
+        return Listing((first,), Bracket.SET)
+
+    def _environment(self, name: str) -> Value:
+        if name in MATRICES:
+            return self._matrix()
+        if name in SYSTEMS:
+            return self._system()
+        raise CannotRead(f"the environment {name}")
+
+    def _matrix(self) -> Matrix:
+        rows = []
+        row = [formula_of(self.sum())]
+        while not self.peek().text.startswith(r"\end{"):
+            if self.accept("&"):
+                row.append(formula_of(self.sum()))
+                continue
+            self.expect(r"\\")
+            if self.peek().text.startswith(r"\end{"):
+                break
+            rows.append(tuple(row))
+            row = [formula_of(self.sum())]
+        self.take()
+        rows.append(tuple(row))
+        if len({len(row) for row in rows}) != 1:
+            raise CannotRead("rows of several lengths")
+        return Matrix(tuple(rows))
+
+    def _system(self) -> Answer:
+        """Read the rows of a system, or the pieces of a function."""
+        rows: list[Answer | Piece] = []
+        while not self.peek().text.startswith(r"\end{"):
+            rows.append(self._row())
+            if not self.accept(r"\\") and not self.peek().text.startswith(r"\end{"):
+                raise CannotRead("a row that does not end")
+            if len(rows) > MOST_ITEMS:
+                raise CannotRead("too many rows")
+        self.take()
+        pieces = [row for row in rows if isinstance(row, Piece)]
+        if pieces and len(pieces) == len(rows):
+            return Piecewise(tuple(pieces))
+        if pieces or not rows:
+            raise CannotRead("rows of which some have a condition")
+        answers = [row for row in rows if not isinstance(row, Piece)]
+        return answers[0] if len(answers) == 1 else Listing(tuple(answers), Bracket.NONE, Joint.AND)
+
+    def _row(self) -> "Answer | Piece":
+        self.accept("&")
+        value = self._relation()
+        if self.at("&") and self.peek(1).text in RELATIONS:  # aligned at the sign
+            self.take()
+            sign = RELATIONS[self.take().text]
+            self.accept("&")
+            return Relation((value, self._side()), (sign,))
+        while self.accept(",", "&", r"\quad", ";"):
+            pass
+        if self.at(r"\\") or self.peek().text.startswith(r"\end{"):
+            return value
+        return Piece(value, self._condition())
+
+    def _condition(self) -> Answer | None:
+        while self.peek().text.lower() in names.CONDITIONS:
+            self.take()
+        if self.peek().text.lower() in names.ELSEWHERE:
+            self.take()
+            self.accept(".", ",")
+            return None
+        if (words := self._condition_in_words()) is not None:
+            return words
+        conditions = [self._relation()]
+        joint = Joint.COMMA
+        while self.at(",", "and", "or", r"\land", r"\lor"):
+            word = self.take().text
+            if self.at(r"\\") or self.peek().text.startswith(r"\end{"):
+                break
+            joint = Joint.OR if word in names.OR else joint
+            joint = Joint.AND if word in names.AND else joint
+            conditions.append(self._relation())
+        self.accept(".", ",", ";")
+        if len(conditions) == 1:
+            return conditions[0]
+        return Listing(tuple(conditions), Bracket.NONE, joint)
+
+    def _condition_in_words(self) -> Words | None:
+        """Read a condition such as `n is even`, up to the end of its row."""
+        words: list[Token] = []
+        while self.peek(len(words)).kind is TokenKind.WORD:
+            words.append(self.peek(len(words)))
+        following = self.peek(len(words)).text
+        row_ends = following == r"\\" or following.startswith(r"\end{")
+        if not row_ends or not any(is_word(word) for word in words):
+            return None
+        self.position += len(words)
+        return Words(tuple(word.text for word in words))
+
+
+def combined(operator: str, first: Answer, second: Answer) -> Combination:
+    """Return two sets joined; sets joined by the same operator are one row."""
+    for part in (first, second):
+        if isinstance(part, Expression) and not isinstance(part.formula, Symbol):
+            raise CannotRead("a formula where a set should stand")
+    if isinstance(first, Combination) and first.operator == operator != "without":
+        return Combination(operator, (*first.parts, second))
+    if isinstance(first, Combination) and first.operator != operator != "without":
+        raise CannotRead("unions and intersections without brackets")
+    return Combination(operator, (first, second))
+
+
+def _flat(items: Iterable[Answer]) -> Iterable[Answer]:
+    """Iterate over items; those of a list without brackets become items of this one."""
+    for item in items:
+        if isinstance(item, Listing) and item.bracket is Bracket.NONE:
+            yield from item.items
+        else:
+            yield item
+
+
+def _grouped(inside: Answer) -> Value:
+    """Return what stands alone in brackets: a formula without a unit as a formula."""
+    if isinstance(inside, Expression) and not inside.unit:
+        return inside.formula
+    if isinstance(inside, Expression) and inside.unit == "degree":
+        return Apply("degree", (inside.formula,))
+    return inside
+
+
+def _formula_without_unit(answer: Answer) -> Formula:
+    if isinstance(answer, Expression) and not answer.unit:
+        return answer.formula
+    raise CannotRead("no formula where one should stand")
+
+
+def _integer(letter: str) -> Relation:
+    sides = (Expression(Symbol(letter)), Expression(Symbol(r"\mathbb{Z}")))
+    return Relation(sides, ("in",))
+
+
+WORD = re.compile(r"[A-Za-z]+")
+LETTER_IN_FORMULA = re.compile(r"(?<![A-Za-z\\'’])([A-Za-z])(?![A-Za-z])")
+UNIT_IN_PROSE = re.compile(r"(?:\d|\bin)\s+[A-Za-z]\b")
+
+
+@lru_cache(maxsize=64)
+def question_of(prompt: str) -> Question:
+    """Return what a prompt says about letters and nouns."""
+    if not prompt:
+        return NO_QUESTION
+    nouns = frozenset(word.lower() for word in WORD.findall(prompt) if len(word) > 2)
+    return Question(frozenset(LETTER_IN_FORMULA.findall(UNIT_IN_PROSE.sub(" ", prompt))), nouns)
+
+
+__all__ = ["INFINITY", "NO_QUESTION", "AnswerParser", "Question", "question_of", "read"]

@@ -1,0 +1,310 @@
+"""Sets of real numbers as unions of intervals with numbers as ends."""
+
+from dataclasses import dataclass
+
+from megarl.tasks.graders.math.equality import Equality
+from megarl.tasks.graders.math.evaluation import CONTEXT, Complex, NoValue, Numeric, Real, as_real
+from megarl.tasks.graders.math.formulas import INFINITY, Apply, Formula, Symbol, integer, symbols
+from megarl.tasks.graders.math.kinds import (
+    Answer,
+    Bracket,
+    Builder,
+    Combination,
+    Expression,
+    Interval,
+    Joint,
+    Listing,
+    Relation,
+)
+
+INFINITE = CONTEXT.inf
+NEARLY = Real(10) ** -50
+ORDERS = frozenset({"<", "<=", ">", ">="})
+SWAPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "=": "=", "!=": "!="}
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What lies between two ends, which may be one point."""
+
+    low: Numeric
+    high: Numeric
+    low_closed: bool
+    high_closed: bool
+
+    @property
+    def empty(self) -> bool:
+        if nearly(self.low, self.high):
+            return not (self.low_closed and self.high_closed)
+        return bool(self.low > self.high)
+
+
+type Stretches = tuple[Stretch, ...]
+EVERYTHING = (Stretch(-INFINITE, INFINITE, False, False),)
+
+
+class NoRealSet(Exception):
+    """The answer is no set of real numbers whose ends can be computed."""
+
+
+def nearly(a: Numeric, b: Numeric) -> bool:
+    """Return whether two ends are the same number, up to rounding in the 50th digit."""
+    if CONTEXT.isinf(a) or CONTEXT.isinf(b):
+        return bool(a == b)
+    return bool(abs(a - b) <= NEARLY * max(abs(a), abs(b), 1))
+
+
+def same_stretches(first: Stretches, second: Stretches) -> bool:
+    """Return whether two sets in normal form are the same."""
+    if len(first) != len(second):
+        return False
+    for a, b in zip(first, second, strict=True):
+        closed = (a.low_closed, a.high_closed) == (b.low_closed, b.high_closed)
+        if not (closed and nearly(a.low, b.low) and nearly(a.high, b.high)):
+            return False
+    return True
+
+
+def united(stretches: Stretches) -> Stretches:
+    """Return the union in its normal form: sorted, without overlaps."""
+    merged: list[Stretch] = []
+    for stretch in sorted((s for s in stretches if not s.empty), key=lambda s: (s.low, not s.low_closed)):
+        last = merged[-1] if merged else None
+        if last is None or not _touch(last, stretch):
+            merged.append(stretch)
+        elif nearly(stretch.high, last.high):
+            closed = last.high_closed or stretch.high_closed
+            merged[-1] = Stretch(last.low, last.high, last.low_closed, closed)
+        elif stretch.high > last.high:
+            merged[-1] = Stretch(last.low, stretch.high, last.low_closed, stretch.high_closed)
+    return tuple(merged)
+
+
+def _touch(first: Stretch, second: Stretch) -> bool:
+    if nearly(first.high, second.low):
+        return first.high_closed or second.low_closed
+    return bool(second.low < first.high)
+
+
+def intersected(first: Stretches, second: Stretches) -> Stretches:
+    """Return what lies in both sets."""
+    return united(tuple(_overlap(a, b) for a in first for b in second))
+
+
+def _overlap(a: Stretch, b: Stretch) -> Stretch:
+    low = max(a.low, b.low)
+    high = min(a.high, b.high)
+    low_closed = all(s.low_closed for s in (a, b) if nearly(s.low, low))
+    high_closed = all(s.high_closed for s in (a, b) if nearly(s.high, high))
+    return Stretch(low, high, low_closed, high_closed)
+
+
+def complement(stretches: Stretches) -> Stretches:
+    """Return all other real numbers."""
+    rest: Stretches = EVERYTHING
+    for stretch in stretches:
+        outside = (
+            Stretch(-INFINITE, stretch.low, False, not stretch.low_closed),
+            Stretch(stretch.high, INFINITE, not stretch.high_closed, False),
+        )
+        rest = intersected(rest, outside)
+    return rest
+
+
+class RealSets:
+    """Reads answers as sets of real numbers."""
+
+    def __init__(self, equality: Equality) -> None:
+        self._equality = equality
+
+    def of(self, answer: Answer) -> Stretches:
+        """Return the set of real numbers that an answer describes. NoRealSet if it is none."""
+        if isinstance(answer, Interval):
+            return self._interval(answer.low, answer.high, answer.low_closed, answer.high_closed)
+        if isinstance(answer, Expression) and answer.formula == Symbol(r"\mathbb{R}"):
+            return EVERYTHING
+        if isinstance(answer, Combination):
+            return self._combination(answer)
+        if isinstance(answer, Listing):
+            return self._listing(answer)
+        if isinstance(answer, Relation):
+            return self._solutions(answer)
+        if isinstance(answer, Builder):
+            return self._builder(answer)
+        raise NoRealSet
+
+    def variable(self, answer: Answer) -> str | None:
+        """Return the one variable whose inequalities the answer has, None for a set."""
+        if isinstance(answer, Relation):
+            names = frozenset[str]()
+            for side in answer.sides:
+                names |= symbols(side.formula) if isinstance(side, Expression) else frozenset()
+            names -= {"infinity"} | {name for name in names if name.startswith("\\mathbb")}
+            return next(iter(names)) if len(names) == 1 else ""
+        if isinstance(answer, Listing) and answer.bracket is Bracket.NONE:
+            variables = {self.variable(item) for item in answer.items}
+            return variables.pop() if len(variables) == 1 else ""
+        return None
+
+    def _interval(self, low: Formula, high: Formula, low_closed: bool, high_closed: bool) -> Stretches:
+        stretch = Stretch(self._end(low), self._end(high), low_closed, high_closed)
+        if stretch.empty:
+            raise NoRealSet
+        return (stretch,)
+
+    def _end(self, formula: Formula) -> Numeric:
+        if formula == INFINITY or formula == Apply("+", (INFINITY,)):
+            return INFINITE
+        if formula == Apply("-", (INFINITY,)):
+            return -INFINITE
+        if symbols(formula):
+            raise NoRealSet
+        try:
+            value = self._equality.constant(formula)
+        except NoValue:
+            raise NoRealSet from None
+        return _real_end(value)
+
+    def _combination(self, answer: Combination) -> Stretches:
+        first, *others = (self._member(part) for part in answer.parts)
+        for other in others:
+            if answer.operator == "union":
+                first = united((*first, *other))
+            elif answer.operator == "intersection":
+                first = intersected(first, other)
+            else:
+                first = intersected(first, complement(other))
+        return first
+
+    def _member(self, part: Answer) -> Stretches:
+        if isinstance(part, Listing) and part.bracket is Bracket.SET:
+            return self._points(part)
+        return self.of(part)
+
+    def _points(self, listing: Listing) -> Stretches:
+        points = []
+        for item in listing.items:
+            if not isinstance(item, Expression) or item.unit:
+                raise NoRealSet
+            value = self._end(item.formula)
+            points.append(Stretch(value, value, True, True))
+        return united(tuple(points))
+
+    def _listing(self, listing: Listing) -> Stretches:
+        if listing.bracket in (Bracket.ROUND, Bracket.SQUARE) and len(listing.items) == 2:
+            low, high = listing.items
+            if isinstance(low, Expression) and isinstance(high, Expression):
+                closed = listing.bracket is Bracket.SQUARE
+                return self._interval(low.formula, high.formula, closed, closed)
+        if listing.bracket is not Bracket.NONE or listing.joint is Joint.COMMA:
+            raise NoRealSet
+        if self.variable(listing) == "":
+            raise NoRealSet
+        sets = [self.of(item) for item in listing.items]
+        result = sets[0]
+        for other in sets[1:]:
+            either = listing.joint is Joint.OR
+            result = united((*result, *other)) if either else intersected(result, other)
+        return result
+
+    def _builder(self, builder: Builder) -> Stretches:
+        element = builder.element
+        if isinstance(element, Relation):
+            if element.signs != ("in",) or element.sides[1] != Expression(Symbol(r"\mathbb{R}")):
+                raise NoRealSet
+            element = element.sides[0]
+        if not isinstance(element, Expression) or not isinstance(element.formula, Symbol):
+            raise NoRealSet
+        if self.variable(builder.condition) != element.formula.name:
+            raise NoRealSet
+        return self.of(builder.condition)
+
+    def _solutions(self, relation: Relation) -> Stretches:
+        """Return the numbers that meet a chain of inequalities, linear in one variable."""
+        first = relation.sides[0]
+        is_symbol = isinstance(first, Expression) and isinstance(first.formula, Symbol)
+        if relation.signs == ("in",) and is_symbol:
+            return self.of(relation.sides[1])
+        name = self.variable(relation)
+        if not name or not set(relation.signs) <= ORDERS | {"!="}:
+            raise NoRealSet
+        result: Stretches = EVERYTHING
+        for left, sign, right in zip(relation.sides, relation.signs, relation.sides[1:], strict=False):
+            result = intersected(result, self._half_line(name, left, sign, right))
+        return result
+
+    def _half_line(self, name: str, left: Answer, sign: str, right: Answer) -> Stretches:
+        if not isinstance(left, Expression) or not isinstance(right, Expression):
+            raise NoRealSet
+        if left.unit or right.unit:
+            raise NoRealSet
+        if isinstance(right.formula, Apply) and right.formula.head == "abs":
+            left, right, sign = right, left, SWAPPED[sign]
+        if isinstance(left.formula, Apply) and left.formula.head == "abs":
+            return self._within(name, left.formula.arguments[0], sign, right.formula)
+        for formula, direction in ((left.formula, -1), (right.formula, 1)):
+            if formula in (INFINITY, Apply("-", (INFINITY,))):
+                return self._beyond_infinity(formula, direction, sign)
+        difference = Apply("+", (left.formula, Apply("-", (right.formula,))))
+        slope, at_zero = self._line(name, difference)
+        bound = -at_zero / slope
+        if sign == "!=":
+            return complement((Stretch(bound, bound, True, True),))
+        below = (sign in ("<", "<=")) == (slope > 0)
+        closed = sign in ("<=", ">=")
+        if below:
+            return (Stretch(-INFINITE, bound, False, closed),)
+        return (Stretch(bound, INFINITE, closed, False),)
+
+    def _within(self, name: str, inside: Formula, sign: str, bound: Formula) -> Stretches:
+        """Return the numbers whose absolute value is below or above a bound that is not negative."""
+        if symbols(bound) or self._end(bound) < 0:
+            raise NoRealSet
+        below = self._half_line(name, Expression(inside), sign, Expression(bound))
+        opposite = Expression(Apply("-", (bound,)))
+        above = self._half_line(name, Expression(inside), SWAPPED[sign], opposite)
+        if sign in ("<", "<="):
+            return intersected(below, above)
+        if sign in (">", ">="):
+            return united((*below, *above))
+        raise NoRealSet
+
+    def _beyond_infinity(self, formula: Formula, direction: int, sign: str) -> Stretches:
+        """Return all numbers for a true bound such as x < ∞."""
+        positive = formula == INFINITY
+        upper = (direction == 1) == (sign == "<")
+        if sign not in ("<", ">") or positive != upper:
+            raise NoRealSet
+        return EVERYTHING
+
+    def _line(self, name: str, formula: Formula) -> tuple[Numeric, Numeric]:
+        """Return slope and value at zero of a linear function. NoRealSet if it is none."""
+        at = [self._value_at(name, formula, x) for x in (0, 1, 2, -7)]
+        slope = at[1] - at[0]
+        straight = nearly(at[2] - at[1], slope) and nearly(at[3] - at[0], -7 * slope)
+        if not straight or nearly(slope, Real(0)):
+            raise NoRealSet
+        return slope, at[0]
+
+    def _value_at(self, name: str, formula: Formula, x: int) -> Numeric:
+        try:
+            value = self._equality.constant(_placed(formula, name, integer(x)))
+        except NoValue:
+            raise NoRealSet from None
+        return _real_end(value)
+
+
+def _real_end(value: Numeric) -> Numeric:
+    if isinstance(value, Complex):
+        raise NoRealSet
+    return as_real(value)
+
+
+def _placed(formula: Formula, name: str, value: Formula) -> Formula:
+    """Return the formula with a value in a variable's place."""
+    if formula == Symbol(name):
+        return value
+    if isinstance(formula, Apply):
+        arguments = tuple(_placed(argument, name, value) for argument in formula.arguments)
+        return Apply(formula.head, arguments)
+    return formula

@@ -1,0 +1,231 @@
+"""Units behind numbers: `12 \\text{ cm}^2`, `5 m/s`, `\\$12`, `12 apples`, `90^\\circ C`."""
+
+from megarl.tasks.graders.math import names
+from megarl.tasks.graders.math.expressions import FormulaParser
+from megarl.tasks.graders.math.formulas import Apply, Formula
+from megarl.tasks.graders.math.kinds import Expression
+from megarl.tasks.graders.math.tokens import CannotRead, Gap, Token, TokenKind
+
+CURRENCIES = frozenset("$€£¥₹")
+MOST_UNIT_WORDS = 6
+
+
+class UnitParser(FormulaParser):
+    """Reads units. letters: variables of the question; nouns: its words, which may be counted."""
+
+    def __init__(
+        self,
+        tokens: tuple[Token, ...],
+        letters: frozenset[str] = frozenset(),
+        nouns: frozenset[str] = frozenset(),
+    ) -> None:
+        super().__init__(tokens, letters)
+        self.nouns = nouns
+
+    def currency(self) -> str:
+        """Read a currency before a number, "" if there is none."""
+        if self.at("US", "USD") and self.peek(1).text in CURRENCIES:
+            self.take()
+        if self.peek().text in CURRENCIES and self.peek().kind is not TokenKind.END:
+            return names.UNITS[self.take().text]
+        if self.at("USD", "EUR", "GBP") and self.peek(1).kind is TokenKind.NUMBER:
+            return names.UNITS[self.take().text.lower()]
+        return ""
+
+    def with_unit(self, formula: Formula, currency: str) -> Expression:
+        """Read the unit behind a formula, if there is one."""
+        if isinstance(formula, Apply) and formula.head in ("%", "degree"):
+            unit = "percent" if formula.head == "%" else "degree"
+            if self.at(r"\degree") or self.unit_follows():
+                raise CannotRead("two units")
+            return Expression(formula.arguments[0], _one_unit(currency, unit))
+        if self.at(r"\degree") and self._is_temperature():
+            self.take()
+            return Expression(formula, names.LETTER_UNITS[self.take().text])
+        if self.unit_follows():
+            return Expression(formula, _one_unit(currency, self._unit()))
+        return Expression(formula, currency)
+
+    def unit_follows(self) -> bool:
+        """Return whether the next token is a unit: from the closed list, or a noun of the question."""
+        token = self.peek()
+        if token.kind is TokenKind.FOREIGN:
+            return True
+        if token.text in CURRENCIES and token.kind is TokenKind.SIGN:
+            return True
+        if token.text == r"\frac":
+            return self._is_quotient_of_units()
+        if token.kind is not TokenKind.WORD or self.previous is None:
+            return False
+        if len(token.text) == 1:
+            return self._is_letter_unit(token)
+        return self._is_unit_word(token)
+
+    def _is_quotient_of_units(self) -> bool:
+        """Return whether `\\frac{\\text{m}}{\\text{s}}` comes next."""
+        tokens = [self.peek(n) for n in range(1, 7)]
+        marks = [tokens[n].text for n in (0, 2, 3, 5)]
+        upright = tokens[1].upright and tokens[4].upright
+        return marks == ["{", "}", "{", "}"] and upright and self.previous is not None
+
+    def _is_unit_word(self, token: Token) -> bool:
+        word = token.text if token.text in names.UNITS else token.text.lower()
+        if word in names.AFTER or (word in names.FUNCTIONS and not self._is_time(word)):
+            return False
+        if word in names.POWERS or word in names.NOUNS:
+            return True
+        if word in names.UNITS:
+            apart = token.upright or token.gap is not Gap.NONE
+            return apart or word not in names.ONLY_APART
+        counted = word in self.nouns and word not in names.ENGLISH and len(word) > 2
+        return counted and word not in names.CONDITIONS | names.ELSEWHERE | names.FILLERS
+
+    def _is_time(self, word: str) -> bool:
+        """Return whether `min` or `sec` has no argument, so that it is a unit."""
+        following = self.peek(1)
+        begins = following.kind in (TokenKind.NUMBER, TokenKind.COMMAND) or following.text in (
+            "(",
+            "{",
+        )
+        if following.kind is TokenKind.NUMBER or following.text == r"\quad":
+            begins = self.previous is not None and self.previous.kind is not TokenKind.NUMBER
+        return word in ("min", "sec") and not begins
+
+    def _is_letter_unit(self, token: Token) -> bool:
+        """Return whether one letter is a unit: upright, or behind a blank after a number."""
+        if token.text not in names.LETTER_UNITS:
+            return False
+        if token.upright:
+            return token.text not in ("e", "i")
+        if token.gap is not Gap.BLANK or token.text in self.letters or not self._behind_a_number():
+            return False
+        return self._ends_here(1)
+
+    def _behind_a_number(self) -> bool:
+        """Return whether the token before this one is a number by itself, no exponent or part."""
+        number, before = self.peek(-1), self.peek(-2) if self.position > 1 else None
+        if number.kind is not TokenKind.NUMBER:
+            return False
+        return before is None or before.text in (
+            "=",
+            "-",
+            ",",
+            ";",
+            "(",
+            r"\approx",
+            "+",
+            "$",
+            "<",
+            ">",
+        )
+
+    def _ends_here(self, ahead: int) -> bool:
+        """Return whether the item ends behind this letter, perhaps with a power or divisor."""
+        following = self.peek(ahead)
+        if following.text == "^":
+            return True
+        if following.text == "/":
+            return self.peek(ahead + 1).kind is TokenKind.WORD
+        closes = following.text in (",", ";", ")", r"\approx", "}", "and", "or", r"\\", r"\quad")
+        return following.kind is TokenKind.END or closes
+
+    def _unit(self) -> str:
+        """Read a unit and return it in a standard form: bases with powers, sorted."""
+        if self.accept(r"\frac"):
+            return self._quotient_of_units()
+        powers: dict[str, int] = {}
+        sign = 1
+        power = 1
+        for _ in range(MOST_UNIT_WORDS):
+            token = self.peek()
+            word = token.text.lower()
+            if token.kind is TokenKind.WORD and word in names.POWERS and not word.endswith("ed"):
+                self.take()
+                power = names.POWERS[word]
+                self.accept(".")
+                continue
+            base = self._base_unit()
+            power = self._unit_power(power)
+            powers[base] = powers.get(base, 0) + sign * power
+            sign = 1
+            power = 1
+            if self.at("/", "per"):
+                self.take()
+                sign = -1
+                continue
+            self.accept("*")
+            if not self._continues():
+                return _spelled(powers)
+        raise CannotRead("a unit of many words")
+
+    def _quotient_of_units(self) -> str:
+        self.expect("{")
+        above = self._base_unit()
+        self.expect("}")
+        self.expect("{")
+        below = self._base_unit()
+        self.expect("}")
+        return _spelled({above: 1, below: -1})
+
+    def _continues(self) -> bool:
+        token = self.peek()
+        if token.kind is TokenKind.WORD and len(token.text) == 1:
+            return token.upright and token.text in names.LETTER_UNITS
+        return token.kind is TokenKind.WORD and self._is_unit_word(token)
+
+    def _base_unit(self) -> str:
+        token = self.take()
+        if token.kind is TokenKind.FOREIGN:
+            return self._foreign_unit(token)
+        if token.text in CURRENCIES:
+            return names.UNITS[token.text]
+        if token.kind is not TokenKind.WORD:
+            raise CannotRead("no unit")
+        if len(token.text) == 1:
+            return names.LETTER_UNITS.get(token.text) or _no_unit(token)
+        lower = token.text.lower()
+        for table in (names.UNITS, names.NOUNS):
+            if word := table.get(token.text) or table.get(lower):
+                return word
+        if lower in self.nouns:
+            return lower.removesuffix("s")
+        return _no_unit(token)
+
+    def _foreign_unit(self, token: Token) -> str:
+        word = token.text
+        while self.peek().kind is TokenKind.FOREIGN:
+            word += self.take().text
+        if word in names.UNITS or word in names.NOUNS:
+            return names.UNITS.get(word) or names.NOUNS[word]
+        raise CannotRead(f"the word {word!r}")
+
+    def _unit_power(self, power: int) -> int:
+        if self.accept("^"):
+            braces = self.accept("{")
+            negative = self.accept("-")
+            token = self.take()
+            if token.kind is not TokenKind.NUMBER or not token.text.isdigit() or len(token.text) > 1:
+                raise CannotRead("the power of a unit")
+            if braces:
+                self.expect("}")
+            return -int(token.text) if negative else int(token.text)
+        word = self.peek().text.lower()
+        if word in ("squared", "cubed") and self.peek().kind is TokenKind.WORD:
+            self.take()
+            return names.POWERS[word]
+        return power
+
+
+def _no_unit(token: Token) -> str:
+    raise CannotRead(f"the unit {token.text!r}")
+
+
+def _one_unit(first: str, second: str) -> str:
+    if first and second and first != second:
+        raise CannotRead("two units")
+    return first or second
+
+
+def _spelled(powers: dict[str, int]) -> str:
+    items = sorted((base, power) for base, power in powers.items() if power)
+    return " ".join(base if power == 1 else f"{base}^{power}" for base, power in items)
