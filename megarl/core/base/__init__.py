@@ -3,7 +3,7 @@
 types.py         prompts, rollouts, groups, batches          messages.py   messages between learner and controller
 admission.py     which step trains a prompt (pure logic)     contracts.py  what tasks implement: graders, environments
 rundir.py        the run directory                           errors.py     MegarlError
-files.py         regular files, read up to a limit           terminal.py, console.py   what a terminal shows
+files.py         regular files, read up to a limit           terminal.py   what a terminal shows
 process.py       a process: its parent, its log              link.py       the client side of requests to the controller
 locks.py         locks of files
 ranks.py         values shared by ranks; torch's stores      device.py     which machine and GPUs a process is on
