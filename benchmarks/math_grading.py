@@ -100,16 +100,16 @@ def main() -> None:
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     pairs = [Form(*pair, True) for pair in RIGHT] + [Form(*pair, False) for pair in WRONG]
     tables = {"pairs": pairs, "forms": FORMS}
-    found: dict[str, Any] = {"date": time.strftime("%Y-%m-%d")}
+    results: dict[str, Any] = {"date": time.strftime("%Y-%m-%d")}
     for judge in (ours, plain):
         limited(judge, Form("1", "1", True))
     for name, forms in tables.items():
         for grader, judge in (("megarl", ours), ("math-verify", plain)):
             result = tally(judge, forms)
-            found[f"{name}, {grader}"] = asdict(result) | {"verdicts_per_s": round(result.verdicts_per_s)}
-    found["readable_us"] = round(1e6 * seconds_of_readable(pairs + FORMS) / GOLDS)
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
+            results[f"{name}, {grader}"] = asdict(result) | {"verdicts_per_s": round(result.verdicts_per_s)}
+    results["readable_us"] = round(1e6 * seconds_of_readable(pairs + FORMS) / GOLDS)
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    print(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

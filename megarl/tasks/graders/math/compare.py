@@ -131,9 +131,9 @@ class Comparison:
 
     def _same_approximations(self, gold: Answer, answer: Answer) -> bool:
         """Compare chains with ≈: what stands before it is exact; its rounding counts if it is one."""
-        for one in self._sides_of_approximation(gold):
-            for other in self._sides_of_approximation(answer):
-                if self.same(one, other):
+        for first_value in self._sides_of_approximation(gold):
+            for second_value in self._sides_of_approximation(answer):
+                if self.same(first_value, second_value):
                     return True
         return False
 
@@ -174,17 +174,17 @@ class Comparison:
 
     def _same_named(self, gold: Answer, answer: Answer) -> bool:
         """Compare answers of which at least one has a name, `x = 5`."""
-        one = named(gold)
-        other = named(answer)
-        if one.value is gold and other.value is answer:
+        first_value = named(gold)
+        second_value = named(answer)
+        if first_value.value is gold and second_value.value is answer:
             return False
-        if one.name and other.name and one.name != other.name:
+        if first_value.name and second_value.name and first_value.name != second_value.name:
             return False
-        if one.name and not other.name and not _names_a_value(one):
+        if first_value.name and not second_value.name and not _names_a_value(first_value):
             return False
-        if other.name and not one.name and not _stands_for(other):
+        if second_value.name and not first_value.name and not _stands_for(second_value):
             return False
-        return self._same_kind(normal(one.value), normal(other.value))
+        return self._same_kind(normal(first_value.value), normal(second_value.value))
 
     def _same_kind(self, gold: Answer, answer: Answer) -> bool:
         for compare in (
@@ -255,11 +255,11 @@ class Comparison:
         """Compare `x = k\\pi, k \\in \\mathbb{Z}` with others: the sets, then what is left."""
         if not self._same_multiset(_memberships(gold), _memberships(answer), self.same):
             return False
-        rest = [item for item in gold if item not in _memberships(gold)]
+        remaining = [item for item in gold if item not in _memberships(gold)]
         others = [item for item in answer if item not in _memberships(answer)]
-        if len(rest) == len(others) == 1:
-            return self.same(rest[0], others[0])
-        return self._same_multiset(rest, others, self._same_item)
+        if len(remaining) == len(others) == 1:
+            return self.same(remaining[0], others[0])
+        return self._same_multiset(remaining, others, self._same_item)
 
     def _same_item(self, gold: Answer, answer: Answer) -> bool:
         """Compare items of lists, in which a value and a named value are not the same."""
@@ -269,21 +269,21 @@ class Comparison:
         return self.same(gold, answer)
 
     def _distinct(self, items: Sequence[Answer]) -> Sequence[Answer]:
-        kept: list[Answer] = []
+        distinct: list[Answer] = []
         for item in items:
-            if not any(self.same(item, other) for other in kept):
-                kept.append(item)
-        return kept
+            if not any(self.same(item, second_value) for second_value in distinct):
+                distinct.append(item)
+        return distinct
 
     def _same_multiset[T](self, gold: Sequence[T], answer: Sequence[T], same: Callable[[T, T], bool]) -> bool:
         if len(gold) != len(answer):
             return False
-        rest = list(answer)
+        remaining = list(answer)
         for item in gold:
-            match = next((n for n, other in enumerate(rest) if same(item, other)), None)
+            match = next((n for n, second_value in enumerate(remaining) if same(item, second_value)), None)
             if match is None:
                 return False
-            del rest[match]
+            del remaining[match]
         return True
 
     def _same_in_order(self, gold: Sequence[Answer], answer: Sequence[Answer]) -> bool:
@@ -308,31 +308,31 @@ class Comparison:
     def _same_matrices(self, gold: Matrix, answer: Matrix) -> bool:
         if len(gold.rows) != len(answer.rows) or len(gold.rows[0]) != len(answer.rows[0]):
             return False
-        for row, other in zip(gold.rows, answer.rows, strict=True):
-            if not all(self._equality.same(a, b) for a, b in zip(row, other, strict=True)):
+        for row, second_value in zip(gold.rows, answer.rows, strict=True):
+            if not all(self._equality.same(a, b) for a, b in zip(row, second_value, strict=True)):
                 return False
         return True
 
     def _same_by_unit_vectors(self, gold: Answer, answer: Answer) -> bool | None:
         """Compare `2\\mathbf{i} + 3\\mathbf{j}` with a vector."""
-        for one, other in ((gold, answer), (answer, gold)):
-            entries = _entries(one)
-            if entries is None or not isinstance(other, Expression) or len(entries) > 3:
+        for first_value, second_value in ((gold, answer), (answer, gold)):
+            entries = _entries(first_value)
+            if entries is None or not isinstance(second_value, Expression) or len(entries) > 3:
                 continue
-            if symbols(other.formula) & set(UNIT_VECTORS):
+            if symbols(second_value.formula) & set(UNIT_VECTORS):
                 terms = [Apply("*", (entry, Symbol(unit))) for entry, unit in zip(entries, UNIT_VECTORS, strict=False)]
-                return self._equality.same(Apply("+", tuple(terms)), other.formula)
+                return self._equality.same(Apply("+", tuple(terms)), second_value.formula)
         return None
 
     def _same_assignments(self, gold: Answer, answer: Answer) -> bool | None:
         """Compare named values with each other, or with a tuple in the order of the names."""
-        one = assignments(gold)
-        other = assignments(answer)
-        if one is not None and other is not None:
-            if one.keys() != other.keys():
+        first_value = assignments(gold)
+        second_value = assignments(answer)
+        if first_value is not None and second_value is not None:
+            if first_value.keys() != second_value.keys():
                 return False
-            return all(self.same(one[name], other[name]) for name in one)
-        for names, values in ((one, answer), (other, gold)):
+            return all(self.same(first_value[name], second_value[name]) for name in first_value)
+        for names, values in ((first_value, answer), (second_value, gold)):
             if names is None or not isinstance(values, Listing):
                 continue
             in_order = list(names) == sorted(names)
@@ -363,10 +363,10 @@ class Comparison:
         if sign in ("=", "!=") and self.same(gold[0], answer[1]) and self.same(gold[1], answer[0]):
             return True
         difference = _difference(gold)
-        other = _difference(answer)
-        if difference is None or other is None or sign not in ORDERS | {"=", "!="}:
+        second_value = _difference(answer)
+        if difference is None or second_value is None or sign not in ORDERS | {"=", "!="}:
             return False
-        return self._equality.proportional(difference, other, positive=sign in ORDERS)
+        return self._equality.proportional(difference, second_value, positive=sign in ORDERS)
 
     def _same_congruences(self, gold: Answer, answer: Answer) -> bool | None:
         if isinstance(gold, Congruence) and isinstance(answer, Congruence):
@@ -399,8 +399,8 @@ class Comparison:
                 value = self._equality.constant(remainder)
             except NoValue:
                 value = None
-            known = isinstance(value, Fraction) and not symbols(remainder)
-            reduced.append(Number(value) if known else residue)
+            is_integer = isinstance(value, Fraction) and not symbols(remainder)
+            reduced.append(Number(value) if is_integer else residue)
         return reduced
 
     def _same_structures(self, gold: Answer, answer: Answer) -> bool | None:
@@ -438,15 +438,17 @@ class Comparison:
         by_sets = self._same_real_sets(gold, answer)
         if by_sets is not None:
             return by_sets
-        one = _with_one_name(gold)
-        other = _with_one_name(answer)
-        return self.same(one.element, other.element) and self.same(one.condition, other.condition)
+        first_value = _with_one_name(gold)
+        second_value = _with_one_name(answer)
+        return self.same(first_value.element, second_value.element) and self.same(
+            first_value.condition, second_value.condition
+        )
 
     def _same_real_sets(self, gold: Answer, answer: Answer) -> bool | None:
         """Compare sets of real numbers; None if not both are."""
         variable = self._sets.variable(gold)
-        other = self._sets.variable(answer)
-        if variable is not None and other is not None and variable != other:
+        second_value = self._sets.variable(answer)
+        if variable is not None and second_value is not None and variable != second_value:
             return False
         try:
             return same_stretches(self._sets.of(gold), self._sets.of(answer))
@@ -455,10 +457,10 @@ class Comparison:
 
     def _same_symbolic_sets(self, gold: Answer, answer: Answer) -> bool | None:
         """Compare sets whose ends have variables, part by part."""
-        one = _as_interval(gold)
-        other = _as_interval(answer)
-        if one and other:
-            return self._same_intervals(one, other)
+        first_value = _as_interval(gold)
+        second_value = _as_interval(answer)
+        if first_value and second_value:
+            return self._same_intervals(first_value, second_value)
         if not isinstance(gold, Combination) or not isinstance(answer, Combination):
             return None
         if gold.operator != answer.operator:
@@ -520,14 +522,14 @@ def _two_values(answer: Answer) -> list[Answer]:
 
 def _opposed(answer: Answer) -> bool:
     """Return whether all the signs ± and ∓ belong together: one of each in the answer."""
-    seen: list[str] = []
+    seen_heads: list[str] = []
 
     def collect(formula: Formula) -> Formula:
-        seen.extend(p.head for p in parts(formula) if isinstance(p, Apply) and p.head in TWO_VALUED)
+        seen_heads.extend(p.head for p in parts(formula) if isinstance(p, Apply) and p.head in TWO_VALUED)
         return formula
 
     mapped(answer, collect)
-    return sorted(seen) == sorted(TWO_VALUED)
+    return sorted(seen_heads) == sorted(TWO_VALUED)
 
 
 def _with_names(items: list[Answer]) -> list[Answer]:
@@ -637,8 +639,8 @@ def assignments(answer: Answer) -> dict[str, Answer] | None:
         return None
     values: dict[str, Answer] = {}
     for item in answer.items:
-        one = named(item)
-        several = assignments(item) if one.name is None else {one.name: one.value}
+        first_value = named(item)
+        several = assignments(item) if first_value.name is None else {first_value.name: first_value.value}
         if several is None or several.keys() & values.keys():
             return None
         if any(name.startswith("(") for name in several):

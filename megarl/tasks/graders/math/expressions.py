@@ -136,8 +136,8 @@ class FormulaParser(Cursor):
     def _check_fraction_before(self, value: Value) -> None:
         """CannotRead for `1/2x`, which may be a half of x or one by 2x."""
         numbers = isinstance(value, Apply) and all(isinstance(a, Number) for a in value.arguments)
-        apart = self.peek().gap is not Gap.NONE or self.at("(", r"\pi", r"\sqrt", "pi", "sqrt")
-        if not (numbers and apart):
+        is_apart = self.peek().gap is not Gap.NONE or self.at("(", r"\pi", r"\sqrt", "pi", "sqrt")
+        if not (numbers and is_apart):
             raise CannotRead("a product behind a fraction bar")
 
     def _signed_factor(self) -> Value:
@@ -163,8 +163,8 @@ class FormulaParser(Cursor):
         return True
 
     def _is_factorial_behind_another(self) -> bool:
-        behind = self.previous is not None and self.previous.text == "!"
-        return behind and self.peek(1).text == "!"
+        follows_factorial = self.previous is not None and self.previous.text == "!"
+        return follows_factorial and self.peek(1).text == "!"
 
     def _starts_factor(self) -> bool:
         token = self.peek()
@@ -284,21 +284,21 @@ class FormulaParser(Cursor):
 
     def _number(self) -> Value:
         number = number_of(self.take())
-        whole = number.value.denominator == 1
-        if whole and self.at(r"\frac") and not self.unit_follows():
+        is_whole = number.value.denominator == 1
+        if is_whole and self.at(r"\frac") and not self.unit_follows():
             return self._mixed(number)
         following = self.peek()
-        if whole and following.kind is TokenKind.NUMBER and following.gap is Gap.BLANK:
+        if is_whole and following.kind is TokenKind.NUMBER and following.gap is Gap.BLANK:
             return self._mixed_in_plain_text(number)
         return number
 
     def _mixed(self, number: Number) -> Value:
         """Read `1\\frac{1}{4}`: a mixed number if the fraction is proper, else a product."""
-        before = self.position
+        start = self.position
         fraction = self._command()
         if is_proper(fraction):
             return Number(number.value + quotient(fraction))
-        self.position = before
+        self.position = start
         return number
 
     def _mixed_in_plain_text(self, number: Number) -> Value:
@@ -410,9 +410,8 @@ class FormulaParser(Cursor):
     def _is_called(self, name: str) -> bool:
         if name[0] in names.CALLED and name.rstrip("'") in names.CALLED:
             return True
-        argument, close, sign = self.peek(1), self.peek(2), self.peek(3)
-        simple = argument.kind in (TokenKind.NUMBER, TokenKind.WORD)
-        return simple and close.text == ")" and sign.text == "="
+        simple = self.peek(1).kind in (TokenKind.NUMBER, TokenKind.WORD)
+        return simple and self.peek(2).text == ")" and self.peek(3).text == "="
 
     def _call(self, name: str) -> Value:
         arguments = self.arguments()
@@ -535,8 +534,8 @@ class FormulaParser(Cursor):
         token = self.peek()
         argument_follows = self.peek(1).text in ("(", "{", "^") or self.peek(1).gap is Gap.BLANK
         argument_follows = argument_follows or self.peek(1).text in ATOM_COMMANDS
-        whole = token.kind is TokenKind.NUMBER and argument_follows
-        return self.argument(whole_numbers=whole)
+        is_whole = token.kind is TokenKind.NUMBER and argument_follows
+        return self.argument(whole_numbers=is_whole)
 
     def _function_arguments(self, name: str) -> tuple[Formula, ...]:
         if self.at("("):
@@ -605,13 +604,13 @@ def number_of(token: Token) -> Number:
 
 def _recurring(text: str) -> Fraction:
     """Return the value of a decimal with a marked period: `0.1\\overline{6}`, `0.(3)`."""
-    whole, _, decimals = text.partition(".")
+    is_whole, _, decimals = text.partition(".")
     mark = re.search(r"\\[a-z]+|\(", decimals)
     assert mark
     once = decimals[: mark.start()]
     period = re.sub(r"\\[a-z]+|[{}()]", "", decimals[mark.start() :])
     scale = 10 ** len(once)
-    fixed = Fraction(int(whole + once or "0"), scale)
+    fixed = Fraction(int(is_whole + once or "0"), scale)
     return fixed + Fraction(int(period), scale * (10 ** len(period) - 1))
 
 
@@ -652,8 +651,10 @@ def multiplied(first: Value, second: Value) -> Value:
 
 def scaled(matrix: Matrix, factor: Formula) -> Matrix:
     """Return the matrix with all entries multiplied."""
-    rows = tuple(tuple(Apply("*", (factor, entry)) for entry in row) for row in matrix.rows)
-    return Matrix(rows)
+    rows = []
+    for row in matrix.rows:
+        rows.append(tuple(Apply("*", (factor, entry)) for entry in row))
+    return Matrix(tuple(rows))
 
 
 def transposed(matrix: Matrix) -> Matrix:

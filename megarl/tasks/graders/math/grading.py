@@ -46,18 +46,18 @@ def is_equal(answer: str, expected: str, prompt: str = "") -> bool:
     question = question_of(prompt[-LONGEST_PROMPT:])
     gold = reading(GOLD_MARK.sub("", expected), question)
     for passage in passages(answer):
-        found = reading(passage.text, question)
-        if found.spelling is not None and found.spelling == gold.spelling:
+        candidate = reading(passage.text, question)
+        if candidate.spelling is not None and candidate.spelling == gold.spelling:
             return True
-        if found.answer is None:
+        if candidate.answer is None:
             continue
         if gold.answer is None:
             return False
-        if not may_count(found.answer, passage, prompt):
+        if not may_count(candidate.answer, passage, prompt):
             return False
-        if equal(gold.answer, found.answer) or _same_decimal(passage.text, gold.answer):
+        if equal(gold.answer, candidate.answer) or _same_decimal(passage.text, gold.answer):
             return True
-        return _same_list(expected, gold.answer, passage.text, found.answer)
+        return _same_list(expected, gold.answer, passage.text, candidate.answer)
     return False
 
 
@@ -103,24 +103,24 @@ def may_count(answer: Answer, passage: Passage, prompt: str) -> bool:
 def has_steps_left(answer: Answer) -> bool:
     """Return whether a number in the answer has still to be computed."""
     equality = Equality(Budget())
-    left = False
+    has_steps = False
 
     def look(formula: Formula) -> Formula:
-        nonlocal left
-        left = left or needs_computing(formula, equality)
+        nonlocal has_steps
+        has_steps = has_steps or needs_computing(formula, equality)
         return formula
 
     try:
         mapped(named(answer).value, look)
     except TooMuchWork:
         return True
-    return left
+    return has_steps
 
 
 def restates(answer: Answer, prompt: str) -> bool:
     """Return whether the numbers of a computation in the question are all in the answer's."""
     numbers = _numbers(named(answer).value)
-    return any(not asked - numbers for asked in _computations_of(prompt[-LONGEST_PROMPT:]))
+    return any(not computation - numbers for computation in _computations_of(prompt[-LONGEST_PROMPT:]))
 
 
 def _numbers(answer: Answer) -> Counter[Fraction]:
@@ -142,12 +142,12 @@ def _computations_of(prompt: str) -> tuple[Counter[Fraction], ...]:
     texts += [match[0] for match in ARITHMETIC.finditer(prompt)]
     computations = []
     for text in texts[-MOST_FORMULAS_OF_PROMPT:]:
-        found = reading(text.strip(" .=?,"), NO_QUESTION).answer if len(text) > 2 else None
-        if found is None:
+        candidate = reading(text.strip(" .=?,"), NO_QUESTION).answer if len(text) > 2 else None
+        if candidate is None:
             continue
-        if isinstance(found, Relation):
-            found = found.sides[0]
-        if has_steps_left(found) and (numbers := _numbers(found)):
+        if isinstance(candidate, Relation):
+            candidate = candidate.sides[0]
+        if has_steps_left(candidate) and (numbers := _numbers(candidate)):
             computations.append(numbers)
     return tuple(computations)
 

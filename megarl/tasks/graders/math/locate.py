@@ -117,8 +117,8 @@ def has_complete_answer(text: str) -> bool:
     match = _last(LINE, text) or _last(SENTENCE, text)
     if match is None:
         return False
-    rest = text[match.end() :].lstrip()
-    return bool(re.match(r"[^\n]*\S[^\n]*\n", rest))
+    following = text[match.end() :].lstrip()
+    return bool(re.match(r"[^\n]*\S[^\n]*\n", following))
 
 
 def boxed(text: str) -> str | None:
@@ -171,8 +171,8 @@ def answer_line(text: str) -> str | None:
     if match is None:
         letter = _last(LETTER_IS_CORRECT, text)
         return letter[1] if letter else None
-    rest = text[match.end() :].lstrip(" \t\n:*_")
-    return without_emphasis(rest[:LONGEST_LINE]).strip(" *_`").rstrip(" .*_`")
+    following = text[match.end() :].lstrip(" \t\n:*_")
+    return without_emphasis(following[:LONGEST_LINE]).strip(" *_`").rstrip(" .*_`")
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
@@ -330,5 +330,5 @@ def is_strong(word: str) -> bool:
 
 def _is_name(letters: str) -> bool:
     lower = letters.lower()
-    known = letters in names.FUNCTIONS or lower in names.UNITS or letters == "pi"
-    return known or (len(letters) < 3 and lower not in {"st", "nd", "rd", "th"})
+    is_known = letters in names.FUNCTIONS or lower in names.UNITS or letters == "pi"
+    return is_known or (len(letters) < 3 and lower not in {"st", "nd", "rd", "th"})

@@ -85,8 +85,8 @@ def only_words(tokens: tuple[Token, ...]) -> Words | None:
         return Words(tuple(token.text for token in inside))
     if not any(is_word(token) for token in inside):
         return None
-    joined = {token.text.lower() for token in inside}
-    if joined & (names.AND | names.OR) and not all(map(is_word, inside)):
+    lower_words = {token.text.lower() for token in inside}
+    if lower_words & (names.AND | names.OR) and not all(map(is_word, inside)):
         return None
     return Words(tuple(token.text for token in inside))
 
@@ -166,19 +166,19 @@ class AnswerParser(UnitParser):
     def _joint_of_units(self, unit: str) -> Joint:
         if unit not in names.UNITS.values():
             raise CannotRead("a number behind a word")
-        before = self.position
+        start = self.position
         second = self._operand()
         if not isinstance(second, Expression) or second.unit not in names.UNITS.values():
             raise CannotRead("a number behind a unit")
-        self.position = before
+        self.position = start
         return Joint.AND
 
     def _skip_fillers(self) -> bool:
-        before = self.position
+        start = self.position
         while self.peek().text.lower() in names.FILLERS:
             self.take()
         if self.at_end():
-            self.position = before
+            self.position = start
             return False
         return True
 
@@ -218,17 +218,17 @@ class AnswerParser(UnitParser):
         if following.kind is TokenKind.END:
             self.position += length
             return Labelled(letter.text, None)
-        apart = following.gap is not Gap.NONE or letter.upright
-        if not apart or following.text in ("+", "*", "/", "^", "=", "!", "_", "<", ">"):
+        is_apart = following.gap is not Gap.NONE or letter.upright
+        if not is_apart or following.text in ("+", "*", "/", "^", "=", "!", "_", "<", ">"):
             return None
         self.position += length
         self.accept(":")
         return Labelled(letter.text, self._value_of_choice())
 
     def _value_of_choice(self) -> Answer:
-        rest = tuple(self.peek(n) for n in range(len(self._tokens) - self.position))
-        if words := only_words(rest):
-            self.position += len(rest) - 1
+        remaining = tuple(self.peek(n) for n in range(len(self._tokens) - self.position))
+        if words := only_words(remaining):
+            self.position += len(remaining) - 1
             return words
         return self.items()
 
@@ -305,9 +305,9 @@ class AnswerParser(UnitParser):
 
     def _set_without(self) -> Answer:
         """Read `\\mathbb{R} - \\{0\\}`."""
-        whole = Expression(Symbol(self.take().text))
+        number_set = Expression(Symbol(self.take().text))
         self.expect("-")
-        return combined("without", whole, self._operand())
+        return combined("without", number_set, self._operand())
 
     def _name_in_words(self) -> Expression | None:
         """Read upright words before a sign of equality as a name: `\\text{Total} = 34`."""
@@ -328,9 +328,9 @@ class AnswerParser(UnitParser):
 
     def unit_follows(self) -> bool:
         """Return whether a unit or a half of the day comes next."""
-        before = self.position
+        start = self.position
         half = self._half_of_day()
-        self.position = before
+        self.position = start
         return bool(half) or super().unit_follows()
 
     def _half_of_day(self) -> str:
