@@ -611,9 +611,7 @@ def _is_asked_for(formula: Apply) -> bool:
 
 def _names_a_value(named_answer: Named) -> bool:
     """Return whether a named answer's value may stand alone: not if it is a curve, `y = 2x + 3`."""
-    if named_answer.name in COORDINATES and isinstance(named_answer.value, Expression):
-        return not symbols(named_answer.value.formula) & COORDINATES
-    return True
+    return named_answer.name not in COORDINATES or not _symbols_of(named_answer.value) & COORDINATES
 
 
 def _stands_for(named_answer: Named) -> bool:

@@ -293,11 +293,13 @@ class FormulaParser(Cursor):
         return number
 
     def _mixed(self, number: Number) -> Value:
-        """Read `1\\frac{1}{4}`: a mixed number if the fraction is proper, else a product."""
+        """Read `1\\frac{1}{4}`. CannotRead if an improper fraction follows; with variables it is a factor."""
         start = self.position
         fraction = self._command()
         if is_proper(fraction):
             return Number(number.value + quotient(fraction))
+        if is_numeric_fraction(fraction):
+            raise CannotRead("a number before an improper fraction")
         self.position = start
         return number
 
@@ -619,12 +621,18 @@ def is_run_of_variables(letters: str) -> bool:
     return any(set(letters) <= set(run) for run in ("abcd", "xyzw", "pqrst", "mnpq"))
 
 
-def is_proper(value: Value) -> bool:
-    """Return whether this is a fraction of integers between 0 and 1."""
+def is_numeric_fraction(value: Value) -> bool:
+    """Return whether this is a fraction of two numbers."""
     if not isinstance(value, Apply) or value.head != "/":
         return False
-    if not all(isinstance(part, Number) for part in value.arguments):
+    return all(isinstance(part, Number) for part in value.arguments)
+
+
+def is_proper(value: Value) -> bool:
+    """Return whether this is a fraction of integers between 0 and 1."""
+    if not is_numeric_fraction(value):
         return False
+    assert isinstance(value, Apply)
     above, below = (part.value for part in value.arguments if isinstance(part, Number))
     return above.denominator == below.denominator == 1 and 0 < above < below
 

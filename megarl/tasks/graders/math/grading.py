@@ -17,7 +17,7 @@ from megarl.tasks.graders.math.reader import NO_QUESTION, Question, question_of,
 from megarl.tasks.graders.math.tokens import MOST_CHARACTERS, CannotRead, spelled
 
 GOLD_MARK = re.compile(r"^\s*####\s*")
-GROUPS = re.compile(r"\d{1,3}(?:,\d{3})+")
+GROUPS = re.compile(r"[1-9]\d{0,2}(?:,[1-9]\d{2})+")
 DECIMAL_COMMA = re.compile(r"-?\d+,(?:\d{1,2}|\d{4,})")
 MOST_FORMULAS_OF_PROMPT = 100
 LONGEST_PROMPT = 20_000
