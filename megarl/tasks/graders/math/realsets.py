@@ -6,14 +6,14 @@ from megarl.tasks.graders.math.equality import Equality
 from megarl.tasks.graders.math.evaluation import CONTEXT, Complex, NoValue, Numeric, Real, as_real
 from megarl.tasks.graders.math.formulas import INFINITY, Apply, Formula, Symbol, integer, symbols
 from megarl.tasks.graders.math.kinds import (
-    Answer,
     Bracket,
     Builder,
     Combination,
     Expression,
-    Interval,
     Joint,
     Listing,
+    MathAnswer,
+    RealInterval,
     Relation,
 )
 
@@ -117,9 +117,9 @@ class RealSets:
     def __init__(self, equality: Equality) -> None:
         self._equality = equality
 
-    def of(self, answer: Answer) -> Stretches:
+    def of(self, answer: MathAnswer) -> Stretches:
         """Return the set of real numbers that an answer describes. NoRealSet if it is none."""
-        if isinstance(answer, Interval):
+        if isinstance(answer, RealInterval):
             return self._interval(answer.low, answer.high, answer.low_closed, answer.high_closed)
         if isinstance(answer, Expression) and answer.formula == Symbol(r"\mathbb{R}"):
             return EVERYTHING
@@ -133,7 +133,7 @@ class RealSets:
             return self._builder(answer)
         raise NoRealSet
 
-    def variable(self, answer: Answer) -> str | None:
+    def variable(self, answer: MathAnswer) -> str | None:
         """Return the one variable whose inequalities the answer has, None for a set."""
         if isinstance(answer, Relation):
             names = frozenset[str]()
@@ -176,7 +176,7 @@ class RealSets:
                 first = intersected(first, complement(second))
         return first
 
-    def _member(self, part: Answer) -> Stretches:
+    def _member(self, part: MathAnswer) -> Stretches:
         if isinstance(part, Listing) and part.bracket is Bracket.SET:
             return self._points(part)
         return self.of(part)
@@ -233,7 +233,7 @@ class RealSets:
             result = intersected(result, self._half_line(name, left, sign, right))
         return result
 
-    def _half_line(self, name: str, left: Answer, sign: str, right: Answer) -> Stretches:
+    def _half_line(self, name: str, left: MathAnswer, sign: str, right: MathAnswer) -> Stretches:
         if not isinstance(left, Expression) or not isinstance(right, Expression):
             raise NoRealSet
         if left.unit or right.unit:
