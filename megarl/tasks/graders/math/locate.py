@@ -38,7 +38,7 @@ class Passage:
 
 
 @dataclass(frozen=True, slots=True)
-class TextPart:
+class Excerpt:
     """A part of a text by its positions: `text` from `begin` to `end`, with its marks."""
 
     text: str
@@ -138,14 +138,14 @@ def boxed(text: str) -> str | None:
     return ", ".join(dict.fromkeys(named))
 
 
-def _with_name(text: str, span: TextPart) -> str:
+def _with_name(text: str, span: Excerpt) -> str:
     name = NAME_BEFORE.search(text[max(0, span.begin - 40) : span.begin])
     return f"{name[1]} = {span.text}" if name and "=" not in span.text else span.text
 
 
-def _boxes(text: str) -> tuple[list[TextPart], bool]:
+def _boxes(text: str) -> tuple[list[Excerpt], bool]:
     """Return the outermost boxes, and whether the last one is closed, in one pass."""
-    spans: list[TextPart] = []
+    spans: list[Excerpt] = []
     braces: list[tuple[int, int] | None] = []  # begin and begin of the content of a box
     open_boxes = 0
     for match in BOX.finditer(text):
@@ -156,12 +156,12 @@ def _boxes(text: str) -> tuple[list[TextPart], bool]:
             if box is not None:
                 open_boxes -= 1
                 if not open_boxes:
-                    spans.append(TextPart(text[box[1] : match.start()], box[0], match.end()))
+                    spans.append(Excerpt(text[box[1] : match.start()], box[0], match.end()))
         elif match[0].endswith("{") and len(match[0]) > 2:
             braces.append((match.start(), match.end()))
             open_boxes += 1
         elif match[1] and not open_boxes:
-            spans.append(TextPart(match[1].rstrip(".,;:!?"), match.start(), match.end()))
+            spans.append(Excerpt(match[1].rstrip(".,;:!?"), match.start(), match.end()))
     return spans, open_boxes == 0
 
 
@@ -208,12 +208,12 @@ def _values(text: str) -> Iterator[Passage]:
         yield passage
 
 
-def _span(match: re.Match[str]) -> TextPart:
+def _span(match: re.Match[str]) -> Excerpt:
     text = next(group for group in match.groups() if group is not None)
-    return TextPart(text, match.start(), match.end())
+    return Excerpt(text, match.start(), match.end())
 
 
-def _last_in_dollars(text: str, formulas: list[TextPart]) -> Passage | None:
+def _last_in_dollars(text: str, formulas: list[Excerpt]) -> Passage | None:
     listed = [formulas[-1]]
     for span in reversed(formulas[:-1]):
         between = BETWEEN.sub("", text[span.end : listed[0].begin])

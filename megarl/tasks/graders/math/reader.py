@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from megarl.tasks.graders.math import names
 from megarl.tasks.graders.math.expressions import MODULO, Parsed, expression, formula_of
-from megarl.tasks.graders.math.formulas import INFINITY, Apply, Formula, Number, Symbol
+from megarl.tasks.graders.math.formulas import Apply, Formula, Number, Symbol
 from megarl.tasks.graders.math.kinds import (
     Bracket,
     Builder,
@@ -623,6 +623,3 @@ def question_of(prompt: str) -> QuestionWords:
         return NO_QUESTION
     nouns = frozenset(word.lower() for word in WORD.findall(prompt) if len(word) > 2)
     return QuestionWords(frozenset(LETTER_IN_FORMULA.findall(UNIT_IN_PROSE.sub(" ", prompt))), nouns)
-
-
-__all__ = ["INFINITY", "NO_QUESTION", "AnswerParser", "Question", "question_of", "read"]
