@@ -35,21 +35,21 @@ from megarl.tasks.graders.math.formulas import (
     with_sign,
 )
 from megarl.tasks.graders.math.kinds import (
-    Answer,
     Bracket,
     Builder,
     Combination,
     Congruence,
     Expression,
-    Interval,
     Joint,
     Labelled,
     Listing,
+    MathAnswer,
     Matrix,
     Numeral,
     Piece,
     Piecewise,
     Ratio,
+    RealInterval,
     Relation,
     Words,
 )
@@ -71,14 +71,14 @@ VECTORS = frozenset({Bracket.ROUND, Bracket.SQUARE, Bracket.ANGLE})
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedAnswer:
     """An answer with the name that it has; None if it has none."""
 
     name: str | None
-    value: Answer
+    value: MathAnswer
 
 
-def equal(gold: Answer, answer: Answer) -> bool:
+def equal(gold: MathAnswer, answer: MathAnswer) -> bool:
     """Return whether the answer equals the expected one. One that takes too much work does not."""
     try:
         return Comparison().same(gold, answer)
@@ -93,7 +93,7 @@ class Comparison:
         self._equality = Equality(Budget())
         self._sets = RealSets(self._equality)
 
-    def same(self, gold: Answer, answer: Answer) -> bool:
+    def same(self, gold: MathAnswer, answer: MathAnswer) -> bool:
         """Return whether two answers are equal."""
         gold = normal(gold)
         answer = normal(answer)
@@ -105,7 +105,7 @@ class Comparison:
             return False
         return self._same_named(gold, answer) or self._same_kind(gold, answer)
 
-    def _is_consistent(self, answer: Answer) -> bool:
+    def _is_consistent(self, answer: MathAnswer) -> bool:
         """Return whether the numbers of a chain are equal: not of 6 = 5."""
         if not isinstance(answer, Relation) or set(answer.signs) != {"="}:
             return True
@@ -114,7 +114,7 @@ class Comparison:
             return True
         return all(self._equality.same(constants[-1].formula, c.formula) for c in constants[:-1])
 
-    def _same_choice(self, gold: Answer, answer: Answer) -> bool:
+    def _same_choice(self, gold: MathAnswer, answer: MathAnswer) -> bool:
         gold_letter = _letter(gold)
         letter = _letter(answer)
         value = answer.value if isinstance(answer, Labelled) else answer
@@ -129,19 +129,19 @@ class Comparison:
             return gold_letter == letter
         return gold_value is not None and value is not None and self.same(gold_value, value)
 
-    def _same_approximations(self, gold: Answer, answer: Answer) -> bool:
+    def _same_approximations(self, gold: MathAnswer, answer: MathAnswer) -> bool:
         """Compare chains with ≈: what stands before it is exact; its rounding counts if it is one."""
-        for one in self._sides_of_approximation(gold):
-            for other in self._sides_of_approximation(answer):
-                if self.same(one, other):
+        for first_value in self._sides_of_approximation(gold):
+            for second_value in self._sides_of_approximation(answer):
+                if self.same(first_value, second_value):
                     return True
         return False
 
-    def _sides_of_approximation(self, answer: Answer) -> list[Answer]:
+    def _sides_of_approximation(self, answer: MathAnswer) -> list[MathAnswer]:
         if not isinstance(answer, Relation) or not _is_approximate(answer):
             return [answer]
         at = answer.signs.index("~")
-        exact: Answer = answer.sides[0]
+        exact: MathAnswer = answer.sides[0]
         if at:
             exact = Relation(answer.sides[: at + 1], answer.signs[:at])
         rounded = answer.sides[at + 1]
@@ -153,7 +153,7 @@ class Comparison:
             return [exact, rounded]
         return [exact]
 
-    def _rounds(self, exact: Answer, rounded: Answer) -> bool:
+    def _rounds(self, exact: MathAnswer, rounded: MathAnswer) -> bool:
         """Return whether a decimal is what an exact number rounds to."""
         if not isinstance(exact, Expression) or not isinstance(rounded, Expression):
             return False
@@ -172,21 +172,21 @@ class Comparison:
         unit = Real(10) ** -decimals
         return bool(abs(as_real(value) - as_real(decimal)) <= unit)
 
-    def _same_named(self, gold: Answer, answer: Answer) -> bool:
+    def _same_named(self, gold: MathAnswer, answer: MathAnswer) -> bool:
         """Compare answers of which at least one has a name, `x = 5`."""
-        one = named(gold)
-        other = named(answer)
-        if one.value is gold and other.value is answer:
+        first_value = named(gold)
+        second_value = named(answer)
+        if first_value.value is gold and second_value.value is answer:
             return False
-        if one.name and other.name and one.name != other.name:
+        if first_value.name and second_value.name and first_value.name != second_value.name:
             return False
-        if one.name and not other.name and not _names_a_value(one):
+        if first_value.name and not second_value.name and not _names_a_value(first_value):
             return False
-        if other.name and not one.name and not _stands_for(other):
+        if second_value.name and not first_value.name and not _stands_for(second_value):
             return False
-        return self._same_kind(normal(one.value), normal(other.value))
+        return self._same_kind(normal(first_value.value), normal(second_value.value))
 
-    def _same_kind(self, gold: Answer, answer: Answer) -> bool:
+    def _same_kind(self, gold: MathAnswer, answer: MathAnswer) -> bool:
         for compare in (
             self._same_expressions,
             self._same_listings,
@@ -202,7 +202,7 @@ class Comparison:
                 return verdict
         return False
 
-    def _same_expressions(self, gold: Answer, answer: Answer) -> bool | None:
+    def _same_expressions(self, gold: MathAnswer, answer: MathAnswer) -> bool | None:
         if not isinstance(gold, Expression) or not isinstance(answer, Expression):
             return None
         if self._equality.same(gold.formula, answer.formula):
@@ -219,7 +219,7 @@ class Comparison:
                 return self._equality.same(hundredth, number.formula)
         return False
 
-    def _same_listings(self, gold: Answer, answer: Answer) -> bool | None:
+    def _same_listings(self, gold: MathAnswer, answer: MathAnswer) -> bool | None:
         if not isinstance(gold, Listing) or not isinstance(answer, Listing):
             return None
         brackets = {gold.bracket, answer.bracket}
@@ -251,47 +251,47 @@ class Comparison:
             answer_items = self._distinct(answer_items)
         return self._same_multiset(gold_items, answer_items, self._same_item)
 
-    def _same_families(self, gold: Sequence[Answer], answer: Sequence[Answer]) -> bool:
+    def _same_families(self, gold: Sequence[MathAnswer], answer: Sequence[MathAnswer]) -> bool:
         """Compare `x = k\\pi, k \\in \\mathbb{Z}` with others: the sets, then what is left."""
         if not self._same_multiset(_memberships(gold), _memberships(answer), self.same):
             return False
-        rest = [item for item in gold if item not in _memberships(gold)]
+        remaining = [item for item in gold if item not in _memberships(gold)]
         others = [item for item in answer if item not in _memberships(answer)]
-        if len(rest) == len(others) == 1:
-            return self.same(rest[0], others[0])
-        return self._same_multiset(rest, others, self._same_item)
+        if len(remaining) == len(others) == 1:
+            return self.same(remaining[0], others[0])
+        return self._same_multiset(remaining, others, self._same_item)
 
-    def _same_item(self, gold: Answer, answer: Answer) -> bool:
+    def _same_item(self, gold: MathAnswer, answer: MathAnswer) -> bool:
         """Compare items of lists, in which a value and a named value are not the same."""
         gold_is_named = named(gold).name is not None
         if gold_is_named is not (named(answer).name is not None):
             return False
         return self.same(gold, answer)
 
-    def _distinct(self, items: Sequence[Answer]) -> Sequence[Answer]:
-        kept: list[Answer] = []
+    def _distinct(self, items: Sequence[MathAnswer]) -> Sequence[MathAnswer]:
+        distinct: list[MathAnswer] = []
         for item in items:
-            if not any(self.same(item, other) for other in kept):
-                kept.append(item)
-        return kept
+            if not any(self.same(item, second_value) for second_value in distinct):
+                distinct.append(item)
+        return distinct
 
     def _same_multiset[T](self, gold: Sequence[T], answer: Sequence[T], same: Callable[[T, T], bool]) -> bool:
         if len(gold) != len(answer):
             return False
-        rest = list(answer)
+        remaining = list(answer)
         for item in gold:
-            match = next((n for n, other in enumerate(rest) if same(item, other)), None)
+            match = next((n for n, second_value in enumerate(remaining) if same(item, second_value)), None)
             if match is None:
                 return False
-            del rest[match]
+            del remaining[match]
         return True
 
-    def _same_in_order(self, gold: Sequence[Answer], answer: Sequence[Answer]) -> bool:
+    def _same_in_order(self, gold: Sequence[MathAnswer], answer: Sequence[MathAnswer]) -> bool:
         if len(gold) != len(answer):
             return False
         return all(self._same_item(a, b) for a, b in zip(gold, answer, strict=True))
 
-    def _same_vectors(self, gold: Answer, answer: Answer) -> bool | None:
+    def _same_vectors(self, gold: MathAnswer, answer: MathAnswer) -> bool | None:
         if isinstance(gold, Matrix) and isinstance(answer, Matrix):
             return self._same_matrices(gold, answer)
         entries = _entries(gold)
@@ -308,31 +308,31 @@ class Comparison:
     def _same_matrices(self, gold: Matrix, answer: Matrix) -> bool:
         if len(gold.rows) != len(answer.rows) or len(gold.rows[0]) != len(answer.rows[0]):
             return False
-        for row, other in zip(gold.rows, answer.rows, strict=True):
-            if not all(self._equality.same(a, b) for a, b in zip(row, other, strict=True)):
+        for row, second_value in zip(gold.rows, answer.rows, strict=True):
+            if not all(self._equality.same(a, b) for a, b in zip(row, second_value, strict=True)):
                 return False
         return True
 
-    def _same_by_unit_vectors(self, gold: Answer, answer: Answer) -> bool | None:
+    def _same_by_unit_vectors(self, gold: MathAnswer, answer: MathAnswer) -> bool | None:
         """Compare `2\\mathbf{i} + 3\\mathbf{j}` with a vector."""
-        for one, other in ((gold, answer), (answer, gold)):
-            entries = _entries(one)
-            if entries is None or not isinstance(other, Expression) or len(entries) > 3:
+        for first_value, second_value in ((gold, answer), (answer, gold)):
+            entries = _entries(first_value)
+            if entries is None or not isinstance(second_value, Expression) or len(entries) > 3:
                 continue
-            if symbols(other.formula) & set(UNIT_VECTORS):
+            if symbols(second_value.formula) & set(UNIT_VECTORS):
                 terms = [Apply("*", (entry, Symbol(unit))) for entry, unit in zip(entries, UNIT_VECTORS, strict=False)]
-                return self._equality.same(Apply("+", tuple(terms)), other.formula)
+                return self._equality.same(Apply("+", tuple(terms)), second_value.formula)
         return None
 
-    def _same_assignments(self, gold: Answer, answer: Answer) -> bool | None:
+    def _same_assignments(self, gold: MathAnswer, answer: MathAnswer) -> bool | None:
         """Compare named values with each other, or with a tuple in the order of the names."""
-        one = assignments(gold)
-        other = assignments(answer)
-        if one is not None and other is not None:
-            if one.keys() != other.keys():
+        first_value = assignments(gold)
+        second_value = assignments(answer)
+        if first_value is not None and second_value is not None:
+            if first_value.keys() != second_value.keys():
                 return False
-            return all(self.same(one[name], other[name]) for name in one)
-        for names, values in ((one, answer), (other, gold)):
+            return all(self.same(first_value[name], second_value[name]) for name in first_value)
+        for names, values in ((first_value, answer), (second_value, gold)):
             if names is None or not isinstance(values, Listing):
                 continue
             in_order = list(names) == sorted(names)
@@ -341,7 +341,7 @@ class Comparison:
             return self._same_in_order(tuple(names.values()), values.items)
         return None
 
-    def _same_relations(self, gold: Answer, answer: Answer) -> bool | None:
+    def _same_relations(self, gold: MathAnswer, answer: MathAnswer) -> bool | None:
         if not isinstance(gold, Relation) or not isinstance(answer, Relation):
             return None
         gold = ascending(gold)
@@ -357,18 +357,18 @@ class Comparison:
             return all(self.same(a, b) for a, b in zip(gold.sides, answer.sides, strict=True))
         return all(self._same_link(sign, a, b) for (sign, *a), (_, *b) in links)
 
-    def _same_link(self, sign: str, gold: Sequence[Answer], answer: Sequence[Answer]) -> bool:
+    def _same_link(self, sign: str, gold: Sequence[MathAnswer], answer: Sequence[MathAnswer]) -> bool:
         if all(self.same(a, b) for a, b in zip(gold, answer, strict=True)):
             return True
         if sign in ("=", "!=") and self.same(gold[0], answer[1]) and self.same(gold[1], answer[0]):
             return True
         difference = _difference(gold)
-        other = _difference(answer)
-        if difference is None or other is None or sign not in ORDERS | {"=", "!="}:
+        second_value = _difference(answer)
+        if difference is None or second_value is None or sign not in ORDERS | {"=", "!="}:
             return False
-        return self._equality.proportional(difference, other, positive=sign in ORDERS)
+        return self._equality.proportional(difference, second_value, positive=sign in ORDERS)
 
-    def _same_congruences(self, gold: Answer, answer: Answer) -> bool | None:
+    def _same_congruences(self, gold: MathAnswer, answer: MathAnswer) -> bool | None:
         if isinstance(gold, Congruence) and isinstance(answer, Congruence):
             lefts = (gold.left, answer.left)
             if lefts != (None, None) and not self._same_left(*lefts):
@@ -399,11 +399,11 @@ class Comparison:
                 value = self._equality.constant(remainder)
             except NoValue:
                 value = None
-            known = isinstance(value, Fraction) and not symbols(remainder)
-            reduced.append(Number(value) if known else residue)
+            is_integer = isinstance(value, Fraction) and not symbols(remainder)
+            reduced.append(Number(value) if is_integer else residue)
         return reduced
 
-    def _same_structures(self, gold: Answer, answer: Answer) -> bool | None:
+    def _same_structures(self, gold: MathAnswer, answer: MathAnswer) -> bool | None:
         if type(gold) is not type(answer):
             return None
         if isinstance(gold, Words) and isinstance(answer, Words):
@@ -416,7 +416,7 @@ class Comparison:
             return all(map(self._equality.same, gold.terms, answer.terms))
         if isinstance(gold, Piecewise) and isinstance(answer, Piecewise):
             return self._same_multiset(gold.pieces, answer.pieces, self._same_piece)
-        if isinstance(gold, Interval) and isinstance(answer, Interval):
+        if isinstance(gold, RealInterval) and isinstance(answer, RealInterval):
             return self._same_intervals(gold, answer)
         if isinstance(gold, Builder) and isinstance(answer, Builder):
             return self._same_builders(gold, answer)
@@ -429,7 +429,7 @@ class Comparison:
             return gold.condition is answer.condition
         return self.same(gold.condition, answer.condition)
 
-    def _same_intervals(self, gold: Interval, answer: Interval) -> bool:
+    def _same_intervals(self, gold: RealInterval, answer: RealInterval) -> bool:
         closed = (gold.low_closed, gold.high_closed) == (answer.low_closed, answer.high_closed)
         low = self._equality.same(gold.low, answer.low)
         return closed and low and self._equality.same(gold.high, answer.high)
@@ -438,27 +438,29 @@ class Comparison:
         by_sets = self._same_real_sets(gold, answer)
         if by_sets is not None:
             return by_sets
-        one = _with_one_name(gold)
-        other = _with_one_name(answer)
-        return self.same(one.element, other.element) and self.same(one.condition, other.condition)
+        first_value = _with_one_name(gold)
+        second_value = _with_one_name(answer)
+        return self.same(first_value.element, second_value.element) and self.same(
+            first_value.condition, second_value.condition
+        )
 
-    def _same_real_sets(self, gold: Answer, answer: Answer) -> bool | None:
+    def _same_real_sets(self, gold: MathAnswer, answer: MathAnswer) -> bool | None:
         """Compare sets of real numbers; None if not both are."""
         variable = self._sets.variable(gold)
-        other = self._sets.variable(answer)
-        if variable is not None and other is not None and variable != other:
+        second_value = self._sets.variable(answer)
+        if variable is not None and second_value is not None and variable != second_value:
             return False
         try:
             return same_stretches(self._sets.of(gold), self._sets.of(answer))
         except NoRealSet:
             return self._same_symbolic_sets(gold, answer)
 
-    def _same_symbolic_sets(self, gold: Answer, answer: Answer) -> bool | None:
+    def _same_symbolic_sets(self, gold: MathAnswer, answer: MathAnswer) -> bool | None:
         """Compare sets whose ends have variables, part by part."""
-        one = _as_interval(gold)
-        other = _as_interval(answer)
-        if one and other:
-            return self._same_intervals(one, other)
+        first_value = _as_interval(gold)
+        second_value = _as_interval(answer)
+        if first_value and second_value:
+            return self._same_intervals(first_value, second_value)
         if not isinstance(gold, Combination) or not isinstance(answer, Combination):
             return None
         if gold.operator != answer.operator:
@@ -485,10 +487,10 @@ def _plain_words(text: Words) -> list[str]:
     return words
 
 
-def normal(answer: Answer) -> Answer:
+def normal(answer: MathAnswer) -> MathAnswer:
     """Return the answer with ± as two values, and names repeated: `x = 3, 5` is x = 3, x = 5."""
     if isinstance(answer, Listing):
-        items: list[Answer] = []
+        items: list[MathAnswer] = []
         spread = answer.bracket in (Bracket.NONE, Bracket.SET)
         for item in answer.items:
             items += _two_values(item) if spread else [item]
@@ -501,7 +503,7 @@ def normal(answer: Answer) -> Answer:
     return values[0] if len(values) == 1 else Listing(tuple(values))
 
 
-def _two_values(answer: Answer) -> list[Answer]:
+def _two_values(answer: MathAnswer) -> list[MathAnswer]:
     """Return both values of an answer with one ±; the answer itself without one."""
     signs = 0
 
@@ -518,19 +520,19 @@ def _two_values(answer: Answer) -> list[Answer]:
     return [upper, lower]
 
 
-def _opposed(answer: Answer) -> bool:
+def _opposed(answer: MathAnswer) -> bool:
     """Return whether all the signs ± and ∓ belong together: one of each in the answer."""
-    seen: list[str] = []
+    seen_heads: list[str] = []
 
     def collect(formula: Formula) -> Formula:
-        seen.extend(p.head for p in parts(formula) if isinstance(p, Apply) and p.head in TWO_VALUED)
+        seen_heads.extend(p.head for p in parts(formula) if isinstance(p, Apply) and p.head in TWO_VALUED)
         return formula
 
     mapped(answer, collect)
-    return sorted(seen) == sorted(TWO_VALUED)
+    return sorted(seen_heads) == sorted(TWO_VALUED)
 
 
-def _with_names(items: list[Answer]) -> list[Answer]:
+def _with_names(items: list[MathAnswer]) -> list[MathAnswer]:
     """Return items in which values behind a single named value have its name too."""
     first = items[0] if items else None
     if not isinstance(first, Relation) or first.signs != ("=",):
@@ -554,33 +556,33 @@ def mapped(answer: Any, change: Callable[[Formula], Formula]) -> Any:
     )
 
 
-def named(answer: Answer) -> Named:
+def named(answer: MathAnswer) -> NamedAnswer:
     """Return an answer's value with its name: x and 5 for `x = 5`; of a computation its result."""
     if isinstance(answer, Listing) and answer.bracket is Bracket.NONE and answer.items:
         items = [named(item) for item in answer.items]
         names = {item.name for item in items}
         if len(names) == 1 and None not in names:
-            return Named(names.pop(), replace(answer, items=tuple(item.value for item in items)))
-        return Named(None, answer)
+            return NamedAnswer(names.pop(), replace(answer, items=tuple(item.value for item in items)))
+        return NamedAnswer(None, answer)
     if not isinstance(answer, Relation):
-        return Named(None, answer)
+        return NamedAnswer(None, answer)
     first = answer.sides[0]
     if answer.signs == ("in",) and (name := _name(first)):
         is_set = not isinstance(answer.sides[1], Expression)
-        return Named(name, answer.sides[1]) if is_set else Named(None, answer)
+        return NamedAnswer(name, answer.sides[1]) if is_set else NamedAnswer(None, answer)
     if set(answer.signs) != {"="}:
-        return Named(None, answer)
+        return NamedAnswer(None, answer)
     middle = answer.sides[1:-1]
     if not all(_is_constant_side(side) for side in middle):
-        return Named(None, answer)
+        return NamedAnswer(None, answer)
     if _is_constant_side(first):
-        return Named(None, answer.sides[-1])
+        return NamedAnswer(None, answer.sides[-1])
     if name := _name(first):
-        return Named(name, answer.sides[-1])
-    return Named(None, answer)
+        return NamedAnswer(name, answer.sides[-1])
+    return NamedAnswer(None, answer)
 
 
-def _name(side: Answer) -> str | None:
+def _name(side: MathAnswer) -> str | None:
     """Return the name that a side is: a variable, a function of something, a tuple of variables."""
     if isinstance(side, Listing) and side.bracket is Bracket.ROUND:
         names = [_name(item) for item in side.items]
@@ -607,14 +609,12 @@ def _is_asked_for(formula: Apply) -> bool:
     return simple and len(variables) > 1 and not names & COORDINATES and names <= LETTERS
 
 
-def _names_a_value(named_answer: Named) -> bool:
+def _names_a_value(named_answer: NamedAnswer) -> bool:
     """Return whether a named answer's value may stand alone: not if it is a curve, `y = 2x + 3`."""
-    if named_answer.name in COORDINATES and isinstance(named_answer.value, Expression):
-        return not symbols(named_answer.value.formula)
-    return True
+    return named_answer.name not in COORDINATES or not _symbols_of(named_answer.value) & COORDINATES
 
 
-def _stands_for(named_answer: Named) -> bool:
+def _stands_for(named_answer: NamedAnswer) -> bool:
     """Return whether a name is just one for the value: of a tuple the names are in order."""
     name = named_answer.name or ""
     if name.startswith("("):
@@ -623,7 +623,7 @@ def _stands_for(named_answer: Named) -> bool:
     return True
 
 
-def assignments(answer: Answer) -> dict[str, Answer] | None:
+def assignments(answer: MathAnswer) -> dict[str, MathAnswer] | None:
     """Return the values of several names; None if the answer is something else."""
     if isinstance(answer, Relation) and set(answer.signs) == {"="}:
         first = answer.sides[0]
@@ -635,10 +635,10 @@ def assignments(answer: Answer) -> dict[str, Answer] | None:
         return None
     if not isinstance(answer, Listing) or answer.bracket is not Bracket.NONE:
         return None
-    values: dict[str, Answer] = {}
+    values: dict[str, MathAnswer] = {}
     for item in answer.items:
-        one = named(item)
-        several = assignments(item) if one.name is None else {one.name: one.value}
+        first_value = named(item)
+        several = assignments(item) if first_value.name is None else {first_value.name: first_value.value}
         if several is None or several.keys() & values.keys():
             return None
         if any(name.startswith("(") for name in several):
@@ -647,11 +647,11 @@ def assignments(answer: Answer) -> dict[str, Answer] | None:
     return values
 
 
-def _is_tuple(answer: Answer) -> TypeGuard[Listing]:
+def _is_tuple(answer: MathAnswer) -> TypeGuard[Listing]:
     return isinstance(answer, Listing) and answer.bracket in VECTORS
 
 
-def _paired(names: Sequence[Answer], values: Sequence[Answer]) -> dict[str, Answer] | None:
+def _paired(names: Sequence[MathAnswer], values: Sequence[MathAnswer]) -> dict[str, MathAnswer] | None:
     words = [_name(name) for name in names]
     if None in words or len(set(words)) != len(words) or len(words) != len(values):
         return None
@@ -671,7 +671,7 @@ def _links(relation: Relation) -> list[tuple[Any, ...]]:
     return [(sign, left, right) for sign, left, right in pairs]
 
 
-def _difference(sides: Sequence[Answer]) -> Formula | None:
+def _difference(sides: Sequence[MathAnswer]) -> Formula | None:
     left, right = sides
     if not isinstance(left, Expression) or not isinstance(right, Expression):
         return None
@@ -680,7 +680,7 @@ def _difference(sides: Sequence[Answer]) -> Formula | None:
     return Apply("+", (left.formula, Apply("-", (right.formula,))))
 
 
-def _entries(answer: Answer) -> tuple[Formula, ...] | None:
+def _entries(answer: MathAnswer) -> tuple[Formula, ...] | None:
     """Return the entries of a vector: a tuple, or a matrix of one row or column."""
     if isinstance(answer, Matrix):
         if len(answer.rows[0]) == 1:
@@ -692,8 +692,8 @@ def _entries(answer: Answer) -> tuple[Formula, ...] | None:
     return tuple(formulas) if len(formulas) == len(answer.items) > 1 else None
 
 
-def _as_interval(answer: Answer) -> Interval | None:
-    if isinstance(answer, Interval):
+def _as_interval(answer: MathAnswer) -> RealInterval | None:
+    if isinstance(answer, RealInterval):
         return answer
     if not isinstance(answer, Listing) or len(answer.items) != 2:
         return None
@@ -703,10 +703,12 @@ def _as_interval(answer: Answer) -> Interval | None:
     low, high = answer.items
     if not isinstance(low, Expression) or not isinstance(high, Expression):
         return None
-    return Interval(low.formula, high.formula, closed, closed)
+    return RealInterval(low.formula, high.formula, closed, closed)
 
 
-def _with_bound_names(gold: Sequence[Answer], answer: Sequence[Answer]) -> tuple[Sequence[Answer], Sequence[Answer]]:
+def _with_bound_names(
+    gold: Sequence[MathAnswer], answer: Sequence[MathAnswer]
+) -> tuple[Sequence[MathAnswer], Sequence[MathAnswer]]:
     """Return items in which a family's parameter has one name: k in `(k, 2k), k ∈ ℤ`."""
     gold_name = _parameter(gold)
     name = _parameter(answer)
@@ -718,11 +720,11 @@ def _with_bound_names(gold: Sequence[Answer], answer: Sequence[Answer]) -> tuple
     return gold, [mapped(item, lambda formula: renamed(formula, change)) for item in answer]
 
 
-def _memberships(items: Sequence[Answer]) -> list[Answer]:
+def _memberships(items: Sequence[MathAnswer]) -> list[MathAnswer]:
     return [item for item in items if isinstance(item, Relation) and item.signs == ("in",)]
 
 
-def _parameter(items: Sequence[Answer]) -> str | None:
+def _parameter(items: Sequence[MathAnswer]) -> str | None:
     names = [
         item.sides[0].formula.name
         for item in items
@@ -734,7 +736,7 @@ def _parameter(items: Sequence[Answer]) -> str | None:
     return names[0] if len(names) == 1 and len(items) > 1 else None
 
 
-def _symbols_of(answer: Answer) -> frozenset[str]:
+def _symbols_of(answer: MathAnswer) -> frozenset[str]:
     names: set[str] = set()
 
     def collect(formula: Formula) -> Formula:
@@ -758,7 +760,7 @@ def _with_one_name(builder: Builder) -> Builder:
     return builder
 
 
-def _letter(answer: Answer) -> str:
+def _letter(answer: MathAnswer) -> str:
     if isinstance(answer, Labelled):
         return answer.letter
     if isinstance(answer, Expression) and isinstance(answer.formula, Symbol) and not answer.unit:
@@ -767,11 +769,11 @@ def _letter(answer: Answer) -> str:
     return ""
 
 
-def _has_inequality(items: Sequence[Answer]) -> bool:
+def _has_inequality(items: Sequence[MathAnswer]) -> bool:
     return any(isinstance(item, Relation) and set(item.signs) & ORDERS for item in items)
 
 
-def _is_approximate(answer: Answer) -> bool:
+def _is_approximate(answer: MathAnswer) -> bool:
     return isinstance(answer, Relation) and "~" in answer.signs
 
 
@@ -779,5 +781,5 @@ def _is_constant(formula: Formula | None) -> bool:
     return formula is not None and not symbols(formula) and not heads(formula) & {"call f"}
 
 
-def _is_constant_side(side: Answer) -> bool:
+def _is_constant_side(side: MathAnswer) -> bool:
     return isinstance(side, Expression) and _is_constant(side.formula)

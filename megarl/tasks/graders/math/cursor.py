@@ -43,9 +43,9 @@ class Cursor:
 
     def accept(self, *texts: str) -> bool:
         """Move behind the next token if it is one of these."""
-        found = self.at(*texts)
-        self.position += found
-        return found
+        is_next = self.at(*texts)
+        self.position += is_next
+        return is_next
 
     def expect(self, text: str) -> None:
         """Move behind this token. CannotRead if another one comes next."""
@@ -60,8 +60,8 @@ class Cursor:
         """Take the first digit of the next number, as `\\frac12` does."""
         token = self.peek()
         if len(token.text) > 1 and token.text.isdigit():
-            rest = Token(TokenKind.NUMBER, token.text[1:], Gap.NONE, token.upright)
-            self.replace(Token(TokenKind.NUMBER, token.text[0], token.gap, token.upright), rest)
+            remainder = Token(TokenKind.NUMBER, token.text[1:], Gap.NONE, token.upright)
+            self.replace(Token(TokenKind.NUMBER, token.text[0], token.gap, token.upright), remainder)
         return self.take()
 
     @contextmanager

@@ -163,8 +163,8 @@ class Evaluator:
         exact = isinstance(first, Fraction) and isinstance(last, Fraction)
         if not exact or high == Symbol("infinity"):
             return False
-        whole = first.denominator == last.denominator == 1
-        return whole and 0 <= last - first < MOST_TERMS
+        are_integers = first.denominator == last.denominator == 1
+        return are_integers and 0 <= last - first < MOST_TERMS
 
     def _added(self, head: str, name: str, body: Formula, first: int, last: int) -> Numeric:
         combine = OPERATIONS["+" if head == "sum" else "*"]

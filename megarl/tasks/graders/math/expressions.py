@@ -28,10 +28,10 @@ from megarl.tasks.graders.math.formulas import (
     Symbol,
     integer,
 )
-from megarl.tasks.graders.math.kinds import Answer, Expression, Matrix, Numeral
+from megarl.tasks.graders.math.kinds import Expression, MathAnswer, Matrix, Numeral
 from megarl.tasks.graders.math.tokens import CannotRead, Gap, Token, TokenKind, digits_of
 
-type Value = Formula | Answer
+type Parsed = Formula | MathAnswer
 MOST_DIGITS = 4_000
 MOST_EXPONENT = 10_000
 MOST_POSTFIXES = 4
@@ -48,7 +48,7 @@ ATOM_COMMANDS = (
 NO_FACTORS = names.ENGLISH | names.AND | names.OR | names.CONDITIONS | names.ELSEWHERE | names.FILLERS
 
 
-def formula_of(value: Value) -> Formula:
+def formula_of(value: Parsed) -> Formula:
     """Return the value if it is a formula. CannotRead if it is another answer."""
     if isinstance(value, Number | Symbol | Apply):
         return value
@@ -66,7 +66,7 @@ class FormulaParser(Cursor):
         self.bar_divides = False
         """Whether a bar separates a set's element from its condition."""
 
-    def sum(self) -> Value:
+    def sum(self) -> Parsed:
         """Read terms with signs between them."""
         with self.nested():
             value = self._signed(self.product)
@@ -76,11 +76,11 @@ class FormulaParser(Cursor):
                 terms.append(formula_of(self._signed(self._signed_product, leading=False)))
             return Apply("+", tuple(terms)) if terms else value
 
-    def _signed_product(self) -> Value:
+    def _signed_product(self) -> Parsed:
         """Read a product, perhaps with a sign of its own: `5 + -3`."""
         return self._negative(self.product()) if self.accept("-") else self.product()
 
-    def _signed(self, read: Callable[[], Value], leading: bool = True) -> Value:
+    def _signed(self, read: Callable[[], Parsed], leading: bool = True) -> Parsed:
         """Read what `read` reads, with a sign before it."""
         if self.accept("+"):
             if leading and not self._starts_factor():
@@ -94,7 +94,7 @@ class FormulaParser(Cursor):
             return Apply(MINUS_PLUS, (formula_of(read()),))
         return read()
 
-    def _negative(self, value: Value) -> Value:
+    def _negative(self, value: Parsed) -> Parsed:
         if isinstance(value, Matrix):
             return scaled(value, integer(-1))
         formula = formula_of(value)
@@ -102,7 +102,7 @@ class FormulaParser(Cursor):
             return Apply(formula.head, (Apply("-", formula.arguments),))
         return Apply("-", (formula,))
 
-    def product(self) -> Value:
+    def product(self) -> Parsed:
         """Read factors with `*`, `/`, `mod` or nothing between them."""
         value = self.factor()
         fraction_at = -1
@@ -125,7 +125,7 @@ class FormulaParser(Cursor):
             else:
                 return value
 
-    def _scaled_down(self, value: Value) -> Formula:
+    def _scaled_down(self, value: Parsed) -> Formula:
         """Read a sign of percent or degrees, which belongs to all factors before it."""
         head = "%" if self.take().text == "%" else "degree"
         formula = formula_of(value)
@@ -133,20 +133,20 @@ class FormulaParser(Cursor):
             raise CannotRead("two signs behind a number")
         return Apply(head, (formula,))
 
-    def _check_fraction_before(self, value: Value) -> None:
+    def _check_fraction_before(self, value: Parsed) -> None:
         """CannotRead for `1/2x`, which may be a half of x or one by 2x."""
         numbers = isinstance(value, Apply) and all(isinstance(a, Number) for a in value.arguments)
-        apart = self.peek().gap is not Gap.NONE or self.at("(", r"\pi", r"\sqrt", "pi", "sqrt")
-        if not (numbers and apart):
+        is_apart = self.peek().gap is not Gap.NONE or self.at("(", r"\pi", r"\sqrt", "pi", "sqrt")
+        if not (numbers and is_apart):
             raise CannotRead("a product behind a fraction bar")
 
-    def _signed_factor(self) -> Value:
+    def _signed_factor(self) -> Parsed:
         if self.accept("-"):
             return Apply("-", (formula_of(self._signed_factor_once()),))
         self.accept("+")
         return self.factor()
 
-    def _signed_factor_once(self) -> Value:
+    def _signed_factor_once(self) -> Parsed:
         return self.factor()
 
     def _multiplies(self) -> bool:
@@ -163,8 +163,8 @@ class FormulaParser(Cursor):
         return True
 
     def _is_factorial_behind_another(self) -> bool:
-        behind = self.previous is not None and self.previous.text == "!"
-        return behind and self.peek(1).text == "!"
+        follows_factorial = self.previous is not None and self.previous.text == "!"
+        return follows_factorial and self.peek(1).text == "!"
 
     def _starts_factor(self) -> bool:
         token = self.peek()
@@ -185,13 +185,13 @@ class FormulaParser(Cursor):
             return True
         return not token.upright and token.text.lower() not in NO_FACTORS
 
-    def factor(self) -> Value:
+    def factor(self) -> Parsed:
         """Read an atom and what stands behind it."""
         with self.nested():
             value = self.atom()
             return self._with_postfixes(value)
 
-    def _with_postfixes(self, value: Value) -> Value:
+    def _with_postfixes(self, value: Parsed) -> Parsed:
         for _ in range(MOST_POSTFIXES):
             if self.at("^"):
                 value = self._power(value)
@@ -208,7 +208,7 @@ class FormulaParser(Cursor):
     def _is_temperature(self) -> bool:
         return self.peek(1).text in ("C", "F", "K") and self.peek(2).kind is TokenKind.END
 
-    def _power(self, value: Value) -> Value:
+    def _power(self, value: Parsed) -> Parsed:
         self.expect("^")
         if isinstance(value, Matrix) and self.accept("T", r"\top"):
             return transposed(value)
@@ -221,7 +221,7 @@ class FormulaParser(Cursor):
             raise CannotRead("two exponents")
         return Apply("^", (value, exponent))
 
-    def raised(self, value: Answer) -> Value:
+    def raised(self, value: MathAnswer) -> Parsed:
         """Read the exponent of an answer that is no formula: a transposed tuple."""
         raise CannotRead("a power of no formula")
 
@@ -259,7 +259,7 @@ class FormulaParser(Cursor):
             self.expect("}")
             return value
 
-    def atom(self) -> Value:
+    def atom(self) -> Parsed:
         """Read the smallest part of a formula."""
         token = self.peek()
         if token.kind is TokenKind.NUMBER:
@@ -274,7 +274,7 @@ class FormulaParser(Cursor):
             return self.structure()
         raise CannotRead(f"{token.text!r} where a formula should begin")
 
-    def structure(self) -> Value:
+    def structure(self) -> Parsed:
         """Read what stands in brackets, or an environment."""
         raise NotImplementedError
 
@@ -282,26 +282,28 @@ class FormulaParser(Cursor):
         """Return whether a unit comes next."""
         return False
 
-    def _number(self) -> Value:
+    def _number(self) -> Parsed:
         number = number_of(self.take())
-        whole = number.value.denominator == 1
-        if whole and self.at(r"\frac") and not self.unit_follows():
+        is_whole = number.value.denominator == 1
+        if is_whole and self.at(r"\frac") and not self.unit_follows():
             return self._mixed(number)
         following = self.peek()
-        if whole and following.kind is TokenKind.NUMBER and following.gap is Gap.BLANK:
+        if is_whole and following.kind is TokenKind.NUMBER and following.gap is Gap.BLANK:
             return self._mixed_in_plain_text(number)
         return number
 
-    def _mixed(self, number: Number) -> Value:
-        """Read `1\\frac{1}{4}`: a mixed number if the fraction is proper, else a product."""
-        before = self.position
+    def _mixed(self, number: Number) -> Parsed:
+        """Read `1\\frac{1}{4}`. CannotRead if an improper fraction follows; with variables it is a factor."""
+        start = self.position
         fraction = self._command()
         if is_proper(fraction):
             return Number(number.value + quotient(fraction))
-        self.position = before
+        if is_numeric_fraction(fraction):
+            raise CannotRead("a number before an improper fraction")
+        self.position = start
         return number
 
-    def _mixed_in_plain_text(self, number: Number) -> Value:
+    def _mixed_in_plain_text(self, number: Number) -> Parsed:
         """Read `1 1/4`. CannotRead for other numbers side by side."""
         above = number_of(self.take())
         if self.accept("/") and self.peek().kind is TokenKind.NUMBER:
@@ -310,7 +312,7 @@ class FormulaParser(Cursor):
                 return Number(number.value + quotient(fraction))
         raise CannotRead("two numbers side by side")
 
-    def _numeral(self, number: Number) -> Value:
+    def _numeral(self, number: Number) -> Parsed:
         in_brackets = self.previous is None or self.previous.kind is not TokenKind.NUMBER
         digits = str(number.value) if in_brackets else digits_of(self.peek(-1).text)
         self.expect("_")
@@ -340,7 +342,7 @@ class FormulaParser(Cursor):
             raise CannotRead("an empty subscript")
         return inside[1:-1] if inside.startswith("(") and inside.endswith(")") else inside
 
-    def _word(self) -> Value:
+    def _word(self) -> Parsed:
         token = self.peek()
         text = token.text
         if text in names.FUNCTIONS:
@@ -362,7 +364,7 @@ class FormulaParser(Cursor):
             raise CannotRead(f"the word {text!r}")
         return self._variables(token)
 
-    def _variables(self, token: Token) -> Value:
+    def _variables(self, token: Token) -> Parsed:
         """Read letters side by side: capitals name one thing (`AB`), others are factors (`xy`)."""
         if token.text.isupper() and self.peek(1).text != "_":
             self.take()
@@ -376,7 +378,7 @@ class FormulaParser(Cursor):
         self.replace(*letters)
         return self._word()
 
-    def _symbol(self, name: str) -> Value:
+    def _symbol(self, name: str) -> Parsed:
         """Read what belongs to a variable's name; its argument if it is a function's."""
         if name == "e":
             return E
@@ -410,11 +412,10 @@ class FormulaParser(Cursor):
     def _is_called(self, name: str) -> bool:
         if name[0] in names.CALLED and name.rstrip("'") in names.CALLED:
             return True
-        argument, close, sign = self.peek(1), self.peek(2), self.peek(3)
-        simple = argument.kind in (TokenKind.NUMBER, TokenKind.WORD)
-        return simple and close.text == ")" and sign.text == "="
+        simple = self.peek(1).kind in (TokenKind.NUMBER, TokenKind.WORD)
+        return simple and self.peek(2).text == ")" and self.peek(3).text == "="
 
-    def _call(self, name: str) -> Value:
+    def _call(self, name: str) -> Parsed:
         arguments = self.arguments()
         return Apply(f"call {name}", arguments)
 
@@ -427,7 +428,7 @@ class FormulaParser(Cursor):
         self.expect(")")
         return tuple(arguments)
 
-    def _command(self) -> Value:
+    def _command(self) -> Parsed:
         token = self.take()
         text = token.text
         name = text.removeprefix("\\")
@@ -500,7 +501,7 @@ class FormulaParser(Cursor):
             name = f"\\vec {inside}"
         return Symbol(name)
 
-    def _absolute(self) -> Value:
+    def _absolute(self) -> Parsed:
         self.expect("|")
         self.bars += 1
         inside = formula_of(self.sum())
@@ -516,7 +517,7 @@ class FormulaParser(Cursor):
         self.expect(close)
         return Apply(head, (inside,))
 
-    def _function(self, name: str) -> Value:
+    def _function(self, name: str) -> Parsed:
         """Read a function's base, power and arguments: `\\log_2 8`, `\\sin^2 2x`, `gcd(12, 18)`."""
         base = self._base(name) if name == "log" and self.accept("_") else None
         power = self._exponent() if self.accept("^") else None
@@ -535,8 +536,8 @@ class FormulaParser(Cursor):
         token = self.peek()
         argument_follows = self.peek(1).text in ("(", "{", "^") or self.peek(1).gap is Gap.BLANK
         argument_follows = argument_follows or self.peek(1).text in ATOM_COMMANDS
-        whole = token.kind is TokenKind.NUMBER and argument_follows
-        return self.argument(whole_numbers=whole)
+        is_whole = token.kind is TokenKind.NUMBER and argument_follows
+        return self.argument(whole_numbers=is_whole)
 
     def _function_arguments(self, name: str) -> tuple[Formula, ...]:
         if self.at("("):
@@ -605,13 +606,13 @@ def number_of(token: Token) -> Number:
 
 def _recurring(text: str) -> Fraction:
     """Return the value of a decimal with a marked period: `0.1\\overline{6}`, `0.(3)`."""
-    whole, _, decimals = text.partition(".")
+    is_whole, _, decimals = text.partition(".")
     mark = re.search(r"\\[a-z]+|\(", decimals)
     assert mark
     once = decimals[: mark.start()]
     period = re.sub(r"\\[a-z]+|[{}()]", "", decimals[mark.start() :])
     scale = 10 ** len(once)
-    fixed = Fraction(int(whole + once or "0"), scale)
+    fixed = Fraction(int(is_whole + once or "0"), scale)
     return fixed + Fraction(int(period), scale * (10 ** len(period) - 1))
 
 
@@ -620,24 +621,30 @@ def is_run_of_variables(letters: str) -> bool:
     return any(set(letters) <= set(run) for run in ("abcd", "xyzw", "pqrst", "mnpq"))
 
 
-def is_proper(value: Value) -> bool:
-    """Return whether this is a fraction of integers between 0 and 1."""
+def is_numeric_fraction(value: Parsed) -> bool:
+    """Return whether this is a fraction of two numbers."""
     if not isinstance(value, Apply) or value.head != "/":
         return False
-    if not all(isinstance(part, Number) for part in value.arguments):
+    return all(isinstance(part, Number) for part in value.arguments)
+
+
+def is_proper(value: Parsed) -> bool:
+    """Return whether this is a fraction of integers between 0 and 1."""
+    if not is_numeric_fraction(value):
         return False
+    assert isinstance(value, Apply)
     above, below = (part.value for part in value.arguments if isinstance(part, Number))
     return above.denominator == below.denominator == 1 and 0 < above < below
 
 
-def quotient(value: Value) -> Fraction:
+def quotient(value: Parsed) -> Fraction:
     """Return the value of a fraction of numbers."""
     assert isinstance(value, Apply)
     above, below = (part.value for part in value.arguments if isinstance(part, Number))
     return above / below
 
 
-def multiplied(first: Value, second: Value) -> Value:
+def multiplied(first: Parsed, second: Parsed) -> Parsed:
     """Return the product of two formulas, or of a formula and a matrix."""
     if isinstance(second, Matrix):
         return scaled(second, formula_of(first))
@@ -652,8 +659,10 @@ def multiplied(first: Value, second: Value) -> Value:
 
 def scaled(matrix: Matrix, factor: Formula) -> Matrix:
     """Return the matrix with all entries multiplied."""
-    rows = tuple(tuple(Apply("*", (factor, entry)) for entry in row) for row in matrix.rows)
-    return Matrix(rows)
+    rows = []
+    for row in matrix.rows:
+        rows.append(tuple(Apply("*", (factor, entry)) for entry in row))
+    return Matrix(tuple(rows))
 
 
 def transposed(matrix: Matrix) -> Matrix:
@@ -661,7 +670,7 @@ def transposed(matrix: Matrix) -> Matrix:
     return Matrix(tuple(zip(*matrix.rows, strict=True)))
 
 
-def expression(value: Value) -> Answer:
+def expression(value: Parsed) -> MathAnswer:
     """Return the value as an answer; percent and degree signs become units."""
     if not isinstance(value, Number | Symbol | Apply):
         return value

@@ -10,14 +10,14 @@ from megarl.tasks.graders.math.compare import equal, mapped, named
 from megarl.tasks.graders.math.equality import Equality, needs_computing
 from megarl.tasks.graders.math.evaluation import Budget, TooMuchWork
 from megarl.tasks.graders.math.formulas import Formula, Number, parts
-from megarl.tasks.graders.math.kinds import Answer, Expression, Listing, Relation
+from megarl.tasks.graders.math.kinds import Expression, Listing, MathAnswer, Relation
 from megarl.tasks.graders.math.layout import plain
-from megarl.tasks.graders.math.locate import DOLLARS, Passage, Place, passages
-from megarl.tasks.graders.math.reader import NO_QUESTION, Question, question_of, read
+from megarl.tasks.graders.math.locate import DOLLARS, AnswerPlace, Passage, passages
+from megarl.tasks.graders.math.reader import NO_QUESTION, QuestionWords, question_of, read
 from megarl.tasks.graders.math.tokens import MOST_CHARACTERS, CannotRead, spelled
 
 GOLD_MARK = re.compile(r"^\s*####\s*")
-GROUPS = re.compile(r"\d{1,3}(?:,\d{3})+")
+GROUPS = re.compile(r"[1-9]\d{0,2}(?:,[1-9]\d{2})+")
 DECIMAL_COMMA = re.compile(r"-?\d+,(?:\d{1,2}|\d{4,})")
 MOST_FORMULAS_OF_PROMPT = 100
 LONGEST_PROMPT = 20_000
@@ -30,11 +30,11 @@ ARITHMETIC = re.compile(
 
 
 @dataclass(frozen=True)
-class Reading:
+class TextReading:
     """A text as it is spelled, and the answer that it is; None if it cannot be read."""
 
     spelling: tuple[str, ...] | None
-    answer: Answer | None
+    answer: MathAnswer | None
 
 
 def is_equal(answer: str, expected: str, prompt: str = "") -> bool:
@@ -46,18 +46,18 @@ def is_equal(answer: str, expected: str, prompt: str = "") -> bool:
     question = question_of(prompt[-LONGEST_PROMPT:])
     gold = reading(GOLD_MARK.sub("", expected), question)
     for passage in passages(answer):
-        found = reading(passage.text, question)
-        if found.spelling is not None and found.spelling == gold.spelling:
+        candidate = reading(passage.text, question)
+        if candidate.spelling is not None and candidate.spelling == gold.spelling:
             return True
-        if found.answer is None:
+        if candidate.answer is None:
             continue
         if gold.answer is None:
             return False
-        if not may_count(found.answer, passage, prompt):
+        if not may_count(candidate.answer, passage, prompt):
             return False
-        if equal(gold.answer, found.answer) or _same_decimal(passage.text, gold.answer):
+        if equal(gold.answer, candidate.answer) or _same_decimal(passage.text, gold.answer):
             return True
-        return _same_list(expected, gold.answer, passage.text, found.answer)
+        return _same_list(expected, gold.answer, passage.text, candidate.answer)
     return False
 
 
@@ -70,60 +70,60 @@ def readable(expected: str) -> bool:
     return reading(GOLD_MARK.sub("", expected), NO_QUESTION).answer is not None
 
 
-def reading(text: str, question: Question) -> Reading:
+def reading(text: str, question: QuestionWords) -> TextReading:
     """Read a text; short ones are remembered, because many answers share one expected answer."""
     if len(text) <= LONGEST_REMEMBERED:
         return _remembered(text, question)
     return _read_anew(text, question)
 
 
-def _read_anew(text: str, question: Question) -> Reading:
+def _read_anew(text: str, question: QuestionWords) -> TextReading:
     if len(text) > MOST_CHARACTERS:
-        return Reading(None, None)
+        return TextReading(None, None)
     try:
         spelling = spelled(plain(text))
     except CannotRead:
-        return Reading(None, None)
+        return TextReading(None, None)
     try:
-        return Reading(spelling or None, read(text, question))
+        return TextReading(spelling or None, read(text, question))
     except (CannotRead, RecursionError):
-        return Reading(spelling or None, None)
+        return TextReading(spelling or None, None)
 
 
 _remembered = lru_cache(maxsize=1024)(_read_anew)
 
 
-def may_count(answer: Answer, passage: Passage, prompt: str) -> bool:
+def may_count(answer: MathAnswer, passage: Passage, prompt: str) -> bool:
     """Return whether this is an answer, rather than the question or what has still to be computed."""
-    if passage.place is Place.PROSE:
+    if passage.place is AnswerPlace.PROSE:
         return not has_steps_left(answer)
     return not (prompt and has_steps_left(answer) and restates(answer, prompt))
 
 
-def has_steps_left(answer: Answer) -> bool:
+def has_steps_left(answer: MathAnswer) -> bool:
     """Return whether a number in the answer has still to be computed."""
     equality = Equality(Budget())
-    left = False
+    has_steps = False
 
     def look(formula: Formula) -> Formula:
-        nonlocal left
-        left = left or needs_computing(formula, equality)
+        nonlocal has_steps
+        has_steps = has_steps or needs_computing(formula, equality)
         return formula
 
     try:
         mapped(named(answer).value, look)
     except TooMuchWork:
         return True
-    return left
+    return has_steps
 
 
-def restates(answer: Answer, prompt: str) -> bool:
+def restates(answer: MathAnswer, prompt: str) -> bool:
     """Return whether the numbers of a computation in the question are all in the answer's."""
     numbers = _numbers(named(answer).value)
-    return any(not asked - numbers for asked in _computations_of(prompt[-LONGEST_PROMPT:]))
+    return any(not computation - numbers for computation in _computations_of(prompt[-LONGEST_PROMPT:]))
 
 
-def _numbers(answer: Answer) -> Counter[Fraction]:
+def _numbers(answer: MathAnswer) -> Counter[Fraction]:
     """Return the numbers that are written in an answer, and how often."""
     numbers: Counter[Fraction] = Counter()
 
@@ -142,17 +142,17 @@ def _computations_of(prompt: str) -> tuple[Counter[Fraction], ...]:
     texts += [match[0] for match in ARITHMETIC.finditer(prompt)]
     computations = []
     for text in texts[-MOST_FORMULAS_OF_PROMPT:]:
-        found = reading(text.strip(" .=?,"), NO_QUESTION).answer if len(text) > 2 else None
-        if found is None:
+        candidate = reading(text.strip(" .=?,"), NO_QUESTION).answer if len(text) > 2 else None
+        if candidate is None:
             continue
-        if isinstance(found, Relation):
-            found = found.sides[0]
-        if has_steps_left(found) and (numbers := _numbers(found)):
+        if isinstance(candidate, Relation):
+            candidate = candidate.sides[0]
+        if has_steps_left(candidate) and (numbers := _numbers(candidate)):
             computations.append(numbers)
     return tuple(computations)
 
 
-def _same_list(expected: str, gold: Answer, text: str, answer: Answer) -> bool:
+def _same_list(expected: str, gold: MathAnswer, text: str, answer: MathAnswer) -> bool:
     """Compare lists of numbers of three digits, whose commas look like those within one number."""
     if isinstance(gold, Listing) and GROUPS.fullmatch(text.strip(" $.")):
         listed = reading(text.replace(",", ", "), NO_QUESTION).answer
@@ -164,7 +164,7 @@ def _same_list(expected: str, gold: Answer, text: str, answer: Answer) -> bool:
     return False
 
 
-def _same_decimal(text: str, gold: Answer) -> bool:
+def _same_decimal(text: str, gold: MathAnswer) -> bool:
     """Return whether this is the expected decimal with a comma: 1,5 for 1.5."""
     if not DECIMAL_COMMA.fullmatch(text.strip(" $.")):
         return False

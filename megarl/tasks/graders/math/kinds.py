@@ -4,7 +4,7 @@
 |---|---|
 | `Expression` | `85`, `3\\sqrt{2}`, `x^2+1`, `12 \\text{ cm}` |
 | `Listing` | `3, 5`, `\\{1, 2\\}`, `(1, 2)`, `\\langle 1, 2 \\rangle`, `x = 2, y = 3` |
-| `Interval`, `Combination` | `[0, 1)`, `(-\\infty, 0) \\cup (1, \\infty)` |
+| `RealInterval`, `Combination` | `[0, 1)`, `(-\\infty, 0) \\cup (1, \\infty)` |
 | `Relation` | `y = 2x + 3`, `-1 < x < 3`, `x \\in \\mathbb{R}` |
 | `Congruence` | `x \\equiv 3 \\pmod 7` |
 | `Matrix` | `\\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix}` |
@@ -52,13 +52,13 @@ class Expression:
 class Listing:
     """Several answers: a tuple, a set, a vector, named values, or just several."""
 
-    items: tuple["Answer", ...]
+    items: tuple["MathAnswer", ...]
     bracket: Bracket = Bracket.NONE
     joint: Joint = Joint.COMMA
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
+class RealInterval:
     """An interval of real numbers."""
 
     low: Formula
@@ -72,14 +72,14 @@ class Combination:
     """Sets joined by `union`, `intersection` or `without`."""
 
     operator: str
-    parts: tuple["Answer", ...]
+    parts: tuple["MathAnswer", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Relation:
     """A chain of sides with a sign between each two: `=`, `<`, `<=`, `>`, `>=`, `!=`, `in`, `~`."""
 
-    sides: tuple["Answer", ...]
+    sides: tuple["MathAnswer", ...]
     signs: tuple[str, ...]
 
 
@@ -103,8 +103,8 @@ class Matrix:
 class Piece:
     """A value, and where it holds; None for everywhere else."""
 
-    value: "Answer"
-    condition: "Answer | None"
+    value: "MathAnswer"
+    condition: "MathAnswer | None"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +118,8 @@ class Piecewise:
 class Builder:
     """The set of all elements that meet a condition."""
 
-    element: "Answer"
-    condition: "Answer"
+    element: "MathAnswer"
+    condition: "MathAnswer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class Labelled:
     """The letter of a choice, with the choice's own value if it is written."""
 
     letter: str
-    value: "Answer | None"
+    value: "MathAnswer | None"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +153,10 @@ class Words:
     words: tuple[str, ...]
 
 
-type Answer = (
+type MathAnswer = (
     Expression
     | Listing
-    | Interval
+    | RealInterval
     | Combination
     | Relation
     | Congruence

@@ -57,6 +57,8 @@ WITH_ARGUMENT = re.compile(
 )
 COLOURED = re.compile(r"\\textcolor\s*\{[^{}]*\}")
 ARRAY = re.compile(r"\\begin\s*\{(array|tabular)\}\s*\{[^{}]*\}")
+TIMES = re.compile(r"(?<=\d) x (?=\d)")
+"""A multiplication sign in plain text."""
 CURRENCY_MARK = re.compile(r"\$(?=\s*\.?\d)")
 
 
@@ -64,7 +66,7 @@ def plain(text: str) -> str:
     """Return the text with unicode signs as LaTeX, and without what only lays it out."""
     if not text.isascii():
         text = _without_unicode(text)
-    text = text.replace("{:}", ":")
+    text = TIMES.sub(r" \\times ", text.replace("{:}", ":"))
     text = BREAK_WITH_SPACE.sub(r"\\\\ ", text)
     text = DELIMITERS.sub(" ", text)
     text = _without_dollars(text)
@@ -82,9 +84,9 @@ def without_emphasis(text: str) -> str:
     stripped = text.strip()
     for mark in ("***", "**", "__", "`", "*", "_"):
         if len(stripped) > 2 * len(mark) and stripped.startswith(mark):
-            rest = stripped[len(mark) :].rstrip(" .")
-            if rest.endswith(mark):
-                stripped = rest[: -len(mark)].strip()
+            content = stripped[len(mark) :].rstrip(" .")
+            if content.endswith(mark):
+                stripped = content[: -len(mark)].strip()
     return stripped
 
 

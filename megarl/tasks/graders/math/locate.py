@@ -20,7 +20,7 @@ from megarl.tasks.graders.math import names
 from megarl.tasks.graders.math.layout import UNICODE, without_emphasis
 
 
-class Place(Enum):
+class AnswerPlace(Enum):
     """Where an answer stands, which says how much is believed."""
 
     BOX = "box"
@@ -34,11 +34,11 @@ class Passage:
     """A text that states the answer."""
 
     text: str
-    place: Place
+    place: AnswerPlace
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class Excerpt:
     """A part of a text by its positions: `text` from `begin` to `end`, with its marks."""
 
     text: str
@@ -99,10 +99,10 @@ def passages(answer: str) -> Iterator[Passage]:
 
 def _readings_of_box(content: str) -> Iterator[Passage]:
     """Iterate over a box's content, and what follows an answer line's mark in it."""
-    yield Passage(content, Place.BOX)
+    yield Passage(content, AnswerPlace.BOX)
     line = answer_line(content)
     if line is not None:
-        yield Passage(line, Place.BOX)
+        yield Passage(line, AnswerPlace.BOX)
 
 
 def has_complete_answer(text: str) -> bool:
@@ -117,8 +117,8 @@ def has_complete_answer(text: str) -> bool:
     match = _last(LINE, text) or _last(SENTENCE, text)
     if match is None:
         return False
-    rest = text[match.end() :].lstrip()
-    return bool(re.match(r"[^\n]*\S[^\n]*\n", rest))
+    following = text[match.end() :].lstrip()
+    return bool(re.match(r"[^\n]*\S[^\n]*\n", following))
 
 
 def boxed(text: str) -> str | None:
@@ -138,14 +138,14 @@ def boxed(text: str) -> str | None:
     return ", ".join(dict.fromkeys(named))
 
 
-def _with_name(text: str, span: Span) -> str:
+def _with_name(text: str, span: Excerpt) -> str:
     name = NAME_BEFORE.search(text[max(0, span.begin - 40) : span.begin])
     return f"{name[1]} = {span.text}" if name and "=" not in span.text else span.text
 
 
-def _boxes(text: str) -> tuple[list[Span], bool]:
+def _boxes(text: str) -> tuple[list[Excerpt], bool]:
     """Return the outermost boxes, and whether the last one is closed, in one pass."""
-    spans: list[Span] = []
+    spans: list[Excerpt] = []
     braces: list[tuple[int, int] | None] = []  # begin and begin of the content of a box
     open_boxes = 0
     for match in BOX.finditer(text):
@@ -156,12 +156,12 @@ def _boxes(text: str) -> tuple[list[Span], bool]:
             if box is not None:
                 open_boxes -= 1
                 if not open_boxes:
-                    spans.append(Span(text[box[1] : match.start()], box[0], match.end()))
+                    spans.append(Excerpt(text[box[1] : match.start()], box[0], match.end()))
         elif match[0].endswith("{") and len(match[0]) > 2:
             braces.append((match.start(), match.end()))
             open_boxes += 1
         elif match[1] and not open_boxes:
-            spans.append(Span(match[1].rstrip(".,;:!?"), match.start(), match.end()))
+            spans.append(Excerpt(match[1].rstrip(".,;:!?"), match.start(), match.end()))
     return spans, open_boxes == 0
 
 
@@ -171,8 +171,8 @@ def answer_line(text: str) -> str | None:
     if match is None:
         letter = _last(LETTER_IS_CORRECT, text)
         return letter[1] if letter else None
-    rest = text[match.end() :].lstrip(" \t\n:*_")
-    return without_emphasis(rest[:LONGEST_LINE]).strip(" *_`").rstrip(" .*_`")
+    following = text[match.end() :].lstrip(" \t\n:*_")
+    return without_emphasis(following[:LONGEST_LINE]).strip(" *_`").rstrip(" .*_`")
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
@@ -188,14 +188,14 @@ def _readings_of_line(line: str) -> Iterator[Passage]:
     clause = CLAUSE.split(sentence)[0]
     texts = (paragraph, first_line, sentence, clause)
     for text in dict.fromkeys(without_emphasis(text) for text in texts):
-        yield Passage(text, Place.LINE)
+        yield Passage(text, AnswerPlace.LINE)
     yield from _values(sentence)
 
 
 def _readings_of_prose(answer: str) -> Iterator[Passage]:
     stripped = answer.strip()
     if len(stripped) <= LONGEST_LINE:
-        yield Passage(without_emphasis(BULLET.sub("", stripped)), Place.ALONE)
+        yield Passage(without_emphasis(BULLET.sub("", stripped)), AnswerPlace.ALONE)
     yield from _values(stripped[-MOST_PROSE:])
 
 
@@ -208,12 +208,12 @@ def _values(text: str) -> Iterator[Passage]:
         yield passage
 
 
-def _span(match: re.Match[str]) -> Span:
+def _span(match: re.Match[str]) -> Excerpt:
     text = next(group for group in match.groups() if group is not None)
-    return Span(text, match.start(), match.end())
+    return Excerpt(text, match.start(), match.end())
 
 
-def _last_in_dollars(text: str, formulas: list[Span]) -> Passage | None:
+def _last_in_dollars(text: str, formulas: list[Excerpt]) -> Passage | None:
     listed = [formulas[-1]]
     for span in reversed(formulas[:-1]):
         between = BETWEEN.sub("", text[span.end : listed[0].begin])
@@ -222,7 +222,7 @@ def _last_in_dollars(text: str, formulas: list[Span]) -> Passage | None:
         listed.insert(0, span)
     if not _may_stand(text[: listed[0].begin].split(), text[listed[-1].end :].split()):
         return None
-    return Passage(", ".join(span.text for span in listed), Place.PROSE)
+    return Passage(", ".join(span.text for span in listed), AnswerPlace.PROSE)
 
 
 def _may_stand(before: list[str], behind: list[str]) -> bool:
@@ -262,7 +262,7 @@ def _last_in_words(text: str) -> Passage | None:
     if not _may_stand(words[:begin], words[end:]):
         return None
     chunk = " ".join(words[begin:end])
-    return Passage(chunk.strip(" ,;:?*_\"'").rstrip(" .,;:?*_"), Place.PROSE)
+    return Passage(chunk.strip(" ,;:?*_\"'").rstrip(" .,;:?*_"), AnswerPlace.PROSE)
 
 
 def _words(text: str) -> list[str]:
@@ -330,5 +330,5 @@ def is_strong(word: str) -> bool:
 
 def _is_name(letters: str) -> bool:
     lower = letters.lower()
-    known = letters in names.FUNCTIONS or lower in names.UNITS or letters == "pi"
-    return known or (len(letters) < 3 and lower not in {"st", "nd", "rd", "th"})
+    is_known = letters in names.FUNCTIONS or lower in names.UNITS or letters == "pi"
+    return is_known or (len(letters) < 3 and lower not in {"st", "nd", "rd", "th"})

@@ -12,23 +12,23 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megarl.tasks.graders.math import names
-from megarl.tasks.graders.math.expressions import MODULO, Value, expression, formula_of
-from megarl.tasks.graders.math.formulas import INFINITY, Apply, Formula, Number, Symbol
+from megarl.tasks.graders.math.expressions import MODULO, Parsed, expression, formula_of
+from megarl.tasks.graders.math.formulas import Apply, Formula, Number, Symbol
 from megarl.tasks.graders.math.kinds import (
-    Answer,
     Bracket,
     Builder,
     Combination,
     Congruence,
     Expression,
-    Interval,
     Joint,
     Labelled,
     Listing,
+    MathAnswer,
     Matrix,
     Piece,
     Piecewise,
     Ratio,
+    RealInterval,
     Relation,
     Words,
 )
@@ -50,17 +50,17 @@ LETTERS_OF_CHOICES = frozenset("ABCDEFGHIJ")
 
 
 @dataclass(frozen=True)
-class Question:
+class QuestionWords:
     """What the question says about its words. letters: its variables; nouns: its words."""
 
     letters: frozenset[str] = frozenset()
     nouns: frozenset[str] = frozenset()
 
 
-NO_QUESTION = Question()
+NO_QUESTION = QuestionWords()
 
 
-def read(text: str, question: Question = NO_QUESTION) -> Answer:
+def read(text: str, question: QuestionWords = NO_QUESTION) -> MathAnswer:
     """Return the answer that the whole text is. CannotRead if any part is not understood."""
     tokens = tokens_of(plain(text))
     if len(tokens) == 1:
@@ -85,8 +85,8 @@ def only_words(tokens: tuple[Token, ...]) -> Words | None:
         return Words(tuple(token.text for token in inside))
     if not any(is_word(token) for token in inside):
         return None
-    joined = {token.text.lower() for token in inside}
-    if joined & (names.AND | names.OR) and not all(map(is_word, inside)):
+    lower_words = {token.text.lower() for token in inside}
+    if lower_words & (names.AND | names.OR) and not all(map(is_word, inside)):
         return None
     return Words(tuple(token.text for token in inside))
 
@@ -110,7 +110,7 @@ def _are_variables(letters: str) -> bool:
 class AnswerParser(UnitParser):
     """Reads answers of all kinds."""
 
-    def __init__(self, tokens: tuple[Token, ...], question: Question) -> None:
+    def __init__(self, tokens: tuple[Token, ...], question: QuestionWords) -> None:
         super().__init__(tokens, question.letters, question.nouns)
         self._angles = 0
         """Open angle brackets written as `<`, in which `>` closes."""
@@ -118,14 +118,14 @@ class AnswerParser(UnitParser):
         self._joined_by_logic = False
         """Whether ∧ or ∨ was read."""
 
-    def answer(self) -> Answer:
+    def answer(self) -> MathAnswer:
         """Read a whole answer: an item or several."""
         self.accept("=")
         if labelled := self._labelled():
             return labelled
         return self.items()
 
-    def items(self) -> Answer:
+    def items(self) -> MathAnswer:
         """Read items up to something that does not continue the list."""
         with self.nested():
             items = [self._item()]
@@ -143,7 +143,7 @@ class AnswerParser(UnitParser):
         joint = next((joint for joint in joints if joint is not Joint.COMMA), Joint.COMMA)
         return Listing(tuple(_flat(items)), Bracket.NONE, joint)
 
-    def _joint(self, item: Answer) -> Joint | None:
+    def _joint(self, item: MathAnswer) -> Joint | None:
         """Move behind what separates this item and the next: nothing in `3 hours 20 minutes`."""
         if isinstance(item, Expression) and item.unit and self.peek().kind is TokenKind.NUMBER:
             return self._joint_of_units(item.unit)
@@ -166,30 +166,30 @@ class AnswerParser(UnitParser):
     def _joint_of_units(self, unit: str) -> Joint:
         if unit not in names.UNITS.values():
             raise CannotRead("a number behind a word")
-        before = self.position
+        start = self.position
         second = self._operand()
         if not isinstance(second, Expression) or second.unit not in names.UNITS.values():
             raise CannotRead("a number behind a unit")
-        self.position = before
+        self.position = start
         return Joint.AND
 
     def _skip_fillers(self) -> bool:
-        before = self.position
+        start = self.position
         while self.peek().text.lower() in names.FILLERS:
             self.take()
         if self.at_end():
-            self.position = before
+            self.position = start
             return False
         return True
 
-    def _item(self) -> Answer:
+    def _item(self) -> MathAnswer:
         if self.accept(r"\ldots"):
             return Words(("…",))
         if (membership := self._membership_in_words()) is not None:
             return membership
         return self._relation()
 
-    def _membership_in_words(self) -> Answer | None:
+    def _membership_in_words(self) -> MathAnswer | None:
         """Read `k is an integer` or `integer k`, as `k \\in \\mathbb{Z}`."""
         words = [self.peek(n).text.lower() for n in range(4)]
         letters = [self.peek(n).text for n in range(4)]
@@ -218,21 +218,21 @@ class AnswerParser(UnitParser):
         if following.kind is TokenKind.END:
             self.position += length
             return Labelled(letter.text, None)
-        apart = following.gap is not Gap.NONE or letter.upright
-        if not apart or following.text in ("+", "*", "/", "^", "=", "!", "_", "<", ">"):
+        is_apart = following.gap is not Gap.NONE or letter.upright
+        if not is_apart or following.text in ("+", "*", "/", "^", "=", "!", "_", "<", ">"):
             return None
         self.position += length
         self.accept(":")
         return Labelled(letter.text, self._value_of_choice())
 
-    def _value_of_choice(self) -> Answer:
-        rest = tuple(self.peek(n) for n in range(len(self._tokens) - self.position))
-        if words := only_words(rest):
-            self.position += len(rest) - 1
+    def _value_of_choice(self) -> MathAnswer:
+        remaining = tuple(self.peek(n) for n in range(len(self._tokens) - self.position))
+        if words := only_words(remaining):
+            self.position += len(remaining) - 1
             return words
         return self.items()
 
-    def _relation(self) -> Answer:
+    def _relation(self) -> MathAnswer:
         sides = [self._side()]
         signs: list[str] = []
         while True:
@@ -253,7 +253,7 @@ class AnswerParser(UnitParser):
             return Congruence(None, (residue,), modulus)
         return Relation(tuple(sides), tuple(signs)) if signs else sides[0]
 
-    def _congruence(self, left: Answer) -> Answer:
+    def _congruence(self, left: MathAnswer) -> MathAnswer:
         """Read `≡ 1, 3 (mod 8)`. In a chain the last residues count."""
         residues: list[Formula] = []
         while self.accept(r"\equiv"):
@@ -278,7 +278,7 @@ class AnswerParser(UnitParser):
             return modulus
         return None
 
-    def _side(self) -> Answer:
+    def _side(self) -> MathAnswer:
         """Read a set, a formula with its unit, or a ratio."""
         value = self._operand()
         while self.peek().text in SET_OPERATORS:
@@ -286,7 +286,7 @@ class AnswerParser(UnitParser):
             value = combined(operator, value, self._operand())
         return value
 
-    def _operand(self) -> Answer:
+    def _operand(self) -> MathAnswer:
         if self.accept("]"):
             return self._french_interval()
         if (name := self._name_in_words()) is not None:
@@ -303,11 +303,11 @@ class AnswerParser(UnitParser):
             raise CannotRead("a currency before no number")
         return expression(value)
 
-    def _set_without(self) -> Answer:
+    def _set_without(self) -> MathAnswer:
         """Read `\\mathbb{R} - \\{0\\}`."""
-        whole = Expression(Symbol(self.take().text))
+        number_set = Expression(Symbol(self.take().text))
         self.expect("-")
-        return combined("without", whole, self._operand())
+        return combined("without", number_set, self._operand())
 
     def _name_in_words(self) -> Expression | None:
         """Read upright words before a sign of equality as a name: `\\text{Total} = 34`."""
@@ -320,7 +320,7 @@ class AnswerParser(UnitParser):
         self.position += length
         return Expression(Symbol(" ".join(word.text.lower() for word in words)))
 
-    def _ratio(self, first: Formula) -> Answer:
+    def _ratio(self, first: Formula) -> MathAnswer:
         terms = [first]
         while self.accept(":"):
             terms.append(formula_of(self.sum()))
@@ -328,9 +328,9 @@ class AnswerParser(UnitParser):
 
     def unit_follows(self) -> bool:
         """Return whether a unit or a half of the day comes next."""
-        before = self.position
+        start = self.position
         half = self._half_of_day()
-        self.position = before
+        self.position = start
         return bool(half) or super().unit_follows()
 
     def _half_of_day(self) -> str:
@@ -345,12 +345,12 @@ class AnswerParser(UnitParser):
                 return half
         return ""
 
-    def _french_interval(self) -> Answer:
+    def _french_interval(self) -> MathAnswer:
         """Read `]1, 2[`, in which brackets that turn away leave out the end."""
         low, high = self._two_ends()
         if not self.at("[", "]"):
             raise CannotRead("an interval that does not close")
-        return Interval(low, high, False, self.take().text == "]")
+        return RealInterval(low, high, False, self.take().text == "]")
 
     def _two_ends(self) -> tuple[Formula, Formula]:
         low = formula_of(self.sum())
@@ -358,7 +358,7 @@ class AnswerParser(UnitParser):
             raise CannotRead("an interval of one end")
         return low, formula_of(self.sum())
 
-    def raised(self, value: Answer) -> Value:
+    def raised(self, value: MathAnswer) -> Parsed:
         """Read the `T` behind a tuple, which makes it a column."""
         if isinstance(value, Listing) and self.accept("T", r"\top"):
             return Listing(value.items, Bracket.ANGLE)
@@ -370,7 +370,7 @@ class AnswerParser(UnitParser):
             return False
         return super()._starts_factor()
 
-    def atom(self) -> Value:
+    def atom(self) -> Parsed:
         """Read an atom; also what begins with `<`, as a vector in plain text."""
         if self.at("<"):
             self.take()
@@ -381,7 +381,7 @@ class AnswerParser(UnitParser):
             return Listing(items, Bracket.ANGLE)
         return super().atom()
 
-    def structure(self) -> Value:
+    def structure(self) -> Parsed:
         """Read brackets or an environment, whose first token comes next."""
         token = self.take()
         bars = self.bars
@@ -394,7 +394,7 @@ class AnswerParser(UnitParser):
             self.bars = bars
             self.bar_divides = divides
 
-    def _structure(self, token: Token) -> Value:
+    def _structure(self, token: Token) -> Parsed:
         if token.text in ("(", "["):
             return self._bracketed(token.text)
         if token.text == "{":
@@ -411,7 +411,7 @@ class AnswerParser(UnitParser):
             return self._environment(token.text[7:-1])
         raise CannotRead(f"the command {token.text}")
 
-    def _bracketed_items(self) -> tuple[Answer, ...]:
+    def _bracketed_items(self) -> tuple[MathAnswer, ...]:
         inside = self.items()
         if isinstance(inside, Listing) and inside.bracket is Bracket.NONE:
             if inside.joint is not Joint.COMMA:
@@ -419,7 +419,7 @@ class AnswerParser(UnitParser):
             return inside.items
         return (inside,)
 
-    def _bracketed(self, opening: str) -> Value:
+    def _bracketed(self, opening: str) -> Parsed:
         inside = self.items()
         if not self.at(")", "]", "["):
             raise CannotRead("a bracket that does not close")
@@ -439,9 +439,9 @@ class AnswerParser(UnitParser):
         if len(items) != 2:
             raise CannotRead("an interval of other than two ends")
         low, high = (_formula_without_unit(item) for item in items)
-        return Interval(low, high, opening == "[", closing == "]")
+        return RealInterval(low, high, opening == "[", closing == "]")
 
-    def _braced(self) -> Value:
+    def _braced(self) -> Parsed:
         """Read a group in braces; with commas it is a set, as in plain text."""
         if self.at("}"):
             raise CannotRead("an empty group")
@@ -454,7 +454,7 @@ class AnswerParser(UnitParser):
             return Listing(inside.items, Bracket.SET)
         return _grouped(inside)
 
-    def _set(self) -> Value:
+    def _set(self) -> Parsed:
         """Read a set behind its brace, or a system of equations."""
         if self.accept(r"\}"):
             return Listing((), Bracket.SET)
@@ -477,7 +477,7 @@ class AnswerParser(UnitParser):
             return Listing(first.items, Bracket.SET)
         return Listing((first,), Bracket.SET)
 
-    def _environment(self, name: str) -> Value:
+    def _environment(self, name: str) -> Parsed:
         if name in MATRICES:
             return self._matrix()
         if name in SYSTEMS:
@@ -502,9 +502,9 @@ class AnswerParser(UnitParser):
             raise CannotRead("rows of several lengths")
         return Matrix(tuple(rows))
 
-    def _system(self) -> Answer:
+    def _system(self) -> MathAnswer:
         """Read the rows of a system, or the pieces of a function."""
-        rows: list[Answer | Piece] = []
+        rows: list[MathAnswer | Piece] = []
         while not self.peek().text.startswith(r"\end{"):
             rows.append(self._row())
             if not self.accept(r"\\") and not self.peek().text.startswith(r"\end{"):
@@ -520,7 +520,7 @@ class AnswerParser(UnitParser):
         answers = [row for row in rows if not isinstance(row, Piece)]
         return answers[0] if len(answers) == 1 else Listing(tuple(answers), Bracket.NONE, Joint.AND)
 
-    def _row(self) -> "Answer | Piece":
+    def _row(self) -> "MathAnswer | Piece":
         self.accept("&")
         value = self._relation()
         if self.at("&") and self.peek(1).text in RELATIONS:  # aligned at the sign
@@ -534,7 +534,7 @@ class AnswerParser(UnitParser):
             return value
         return Piece(value, self._condition())
 
-    def _condition(self) -> Answer | None:
+    def _condition(self) -> MathAnswer | None:
         while self.peek().text.lower() in names.CONDITIONS:
             self.take()
         if self.peek().text.lower() in names.ELSEWHERE:
@@ -570,7 +570,7 @@ class AnswerParser(UnitParser):
         return Words(tuple(word.text for word in words))
 
 
-def combined(operator: str, first: Answer, second: Answer) -> Combination:
+def combined(operator: str, first: MathAnswer, second: MathAnswer) -> Combination:
     """Return two sets joined; sets joined by the same operator are one row."""
     for part in (first, second):
         if isinstance(part, Expression) and not isinstance(part.formula, Symbol):
@@ -582,7 +582,7 @@ def combined(operator: str, first: Answer, second: Answer) -> Combination:
     return Combination(operator, (first, second))
 
 
-def _flat(items: Iterable[Answer]) -> Iterable[Answer]:
+def _flat(items: Iterable[MathAnswer]) -> Iterable[MathAnswer]:
     """Iterate over items; those of a list without brackets become items of this one."""
     for item in items:
         if isinstance(item, Listing) and item.bracket is Bracket.NONE:
@@ -591,7 +591,7 @@ def _flat(items: Iterable[Answer]) -> Iterable[Answer]:
             yield item
 
 
-def _grouped(inside: Answer) -> Value:
+def _grouped(inside: MathAnswer) -> Parsed:
     """Return what stands alone in brackets: a formula without a unit as a formula."""
     if isinstance(inside, Expression) and not inside.unit:
         return inside.formula
@@ -600,7 +600,7 @@ def _grouped(inside: Answer) -> Value:
     return inside
 
 
-def _formula_without_unit(answer: Answer) -> Formula:
+def _formula_without_unit(answer: MathAnswer) -> Formula:
     if isinstance(answer, Expression) and not answer.unit:
         return answer.formula
     raise CannotRead("no formula where one should stand")
@@ -617,12 +617,9 @@ UNIT_IN_PROSE = re.compile(r"(?:\d|\bin)\s+[A-Za-z]\b")
 
 
 @lru_cache(maxsize=64)
-def question_of(prompt: str) -> Question:
+def question_of(prompt: str) -> QuestionWords:
     """Return what a prompt says about letters and nouns."""
     if not prompt:
         return NO_QUESTION
     nouns = frozenset(word.lower() for word in WORD.findall(prompt) if len(word) > 2)
-    return Question(frozenset(LETTER_IN_FORMULA.findall(UNIT_IN_PROSE.sub(" ", prompt))), nouns)
-
-
-__all__ = ["INFINITY", "NO_QUESTION", "AnswerParser", "Question", "question_of", "read"]
+    return QuestionWords(frozenset(LETTER_IN_FORMULA.findall(UNIT_IN_PROSE.sub(" ", prompt))), nouns)

@@ -6,14 +6,14 @@ from megarl.tasks.graders.math.equality import Equality
 from megarl.tasks.graders.math.evaluation import CONTEXT, Complex, NoValue, Numeric, Real, as_real
 from megarl.tasks.graders.math.formulas import INFINITY, Apply, Formula, Symbol, integer, symbols
 from megarl.tasks.graders.math.kinds import (
-    Answer,
     Bracket,
     Builder,
     Combination,
     Expression,
-    Interval,
     Joint,
     Listing,
+    MathAnswer,
+    RealInterval,
     Relation,
 )
 
@@ -101,14 +101,14 @@ def _overlap(a: Stretch, b: Stretch) -> Stretch:
 
 def complement(stretches: Stretches) -> Stretches:
     """Return all other real numbers."""
-    rest: Stretches = EVERYTHING
+    remaining: Stretches = EVERYTHING
     for stretch in stretches:
         outside = (
             Stretch(-INFINITE, stretch.low, False, not stretch.low_closed),
             Stretch(stretch.high, INFINITE, not stretch.high_closed, False),
         )
-        rest = intersected(rest, outside)
-    return rest
+        remaining = intersected(remaining, outside)
+    return remaining
 
 
 class RealSets:
@@ -117,9 +117,9 @@ class RealSets:
     def __init__(self, equality: Equality) -> None:
         self._equality = equality
 
-    def of(self, answer: Answer) -> Stretches:
+    def of(self, answer: MathAnswer) -> Stretches:
         """Return the set of real numbers that an answer describes. NoRealSet if it is none."""
-        if isinstance(answer, Interval):
+        if isinstance(answer, RealInterval):
             return self._interval(answer.low, answer.high, answer.low_closed, answer.high_closed)
         if isinstance(answer, Expression) and answer.formula == Symbol(r"\mathbb{R}"):
             return EVERYTHING
@@ -133,7 +133,7 @@ class RealSets:
             return self._builder(answer)
         raise NoRealSet
 
-    def variable(self, answer: Answer) -> str | None:
+    def variable(self, answer: MathAnswer) -> str | None:
         """Return the one variable whose inequalities the answer has, None for a set."""
         if isinstance(answer, Relation):
             names = frozenset[str]()
@@ -167,16 +167,16 @@ class RealSets:
 
     def _combination(self, answer: Combination) -> Stretches:
         first, *others = (self._member(part) for part in answer.parts)
-        for other in others:
+        for second in others:
             if answer.operator == "union":
-                first = united((*first, *other))
+                first = united((*first, *second))
             elif answer.operator == "intersection":
-                first = intersected(first, other)
+                first = intersected(first, second)
             else:
-                first = intersected(first, complement(other))
+                first = intersected(first, complement(second))
         return first
 
-    def _member(self, part: Answer) -> Stretches:
+    def _member(self, part: MathAnswer) -> Stretches:
         if isinstance(part, Listing) and part.bracket is Bracket.SET:
             return self._points(part)
         return self.of(part)
@@ -202,9 +202,9 @@ class RealSets:
             raise NoRealSet
         sets = [self.of(item) for item in listing.items]
         result = sets[0]
-        for other in sets[1:]:
+        for second in sets[1:]:
             either = listing.joint is Joint.OR
-            result = united((*result, *other)) if either else intersected(result, other)
+            result = united((*result, *second)) if either else intersected(result, second)
         return result
 
     def _builder(self, builder: Builder) -> Stretches:
@@ -233,13 +233,13 @@ class RealSets:
             result = intersected(result, self._half_line(name, left, sign, right))
         return result
 
-    def _half_line(self, name: str, left: Answer, sign: str, right: Answer) -> Stretches:
+    def _half_line(self, name: str, left: MathAnswer, sign: str, right: MathAnswer) -> Stretches:
         if not isinstance(left, Expression) or not isinstance(right, Expression):
             raise NoRealSet
         if left.unit or right.unit:
             raise NoRealSet
-        if isinstance(right.formula, Apply) and right.formula.head == "abs":
-            left, right, sign = right, left, SWAPPED[sign]
+        if _is_absolute(right.formula) and not _is_absolute(left.formula):
+            return self._half_line(name, right, SWAPPED[sign], left)
         if isinstance(left.formula, Apply) and left.formula.head == "abs":
             return self._within(name, left.formula.arguments[0], sign, right.formula)
         for formula, direction in ((left.formula, -1), (right.formula, 1)):
@@ -292,6 +292,10 @@ class RealSets:
         except NoValue:
             raise NoRealSet from None
         return _real_end(value)
+
+
+def _is_absolute(formula: Formula) -> bool:
+    return isinstance(formula, Apply) and formula.head == "abs"
 
 
 def _real_end(value: Numeric) -> Numeric:

@@ -122,12 +122,12 @@ def tokens_of(text: str) -> tuple[Token, ...]:
     """Return the tokens of a text in plain spelling, with an END. CannotRead if it is too long."""
     if len(text) > MOST_CHARACTERS:
         raise CannotRead(f"longer than {MOST_CHARACTERS:,} characters")
-    found = list(_upright(_lexemes(text)))
-    if len(found) > MOST_TOKENS:
+    tokens = list(_upright(_lexemes(text)))
+    if len(tokens) > MOST_TOKENS:
         raise CannotRead(f"longer than {MOST_TOKENS:,} tokens")
-    while found and found[-1].text in {".", ",", ";", r"\quad"}:
-        found.pop()
-    return (*found, Token(TokenKind.END, ""))
+    while tokens and tokens[-1].text in {".", ",", ";", r"\quad"}:
+        tokens.pop()
+    return (*tokens, Token(TokenKind.END, ""))
 
 
 def spelled(text: str) -> tuple[str, ...]:

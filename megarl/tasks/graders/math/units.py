@@ -6,6 +6,8 @@ from megarl.tasks.graders.math.formulas import Apply, Formula
 from megarl.tasks.graders.math.kinds import Expression
 from megarl.tasks.graders.math.tokens import CannotRead, Gap, Token, TokenKind
 
+BEFORE_NUMBERS = frozenset({"=", "-", ",", ";", "(", r"\approx", "+", "$", "<", ">", r"\leq", r"\geq"})
+"""What may stand before a number that is one by itself."""
 CURRENCIES = frozenset("$€£¥₹")
 MOST_UNIT_WORDS = 6
 
@@ -75,8 +77,8 @@ class UnitParser(FormulaParser):
         if word in names.POWERS or word in names.NOUNS:
             return True
         if word in names.UNITS:
-            apart = token.upright or token.gap is not Gap.NONE
-            return apart or word not in names.ONLY_APART
+            is_apart = token.upright or token.gap is not Gap.NONE
+            return is_apart or word not in names.ONLY_APART
         counted = word in self.nouns and word not in names.ENGLISH and len(word) > 2
         return counted and word not in names.CONDITIONS | names.ELSEWHERE | names.FILLERS
 
@@ -103,21 +105,9 @@ class UnitParser(FormulaParser):
 
     def _behind_a_number(self) -> bool:
         """Return whether the token before this one is a number by itself, no exponent or part."""
-        number, before = self.peek(-1), self.peek(-2) if self.position > 1 else None
-        if number.kind is not TokenKind.NUMBER:
+        if self.peek(-1).kind is not TokenKind.NUMBER:
             return False
-        return before is None or before.text in (
-            "=",
-            "-",
-            ",",
-            ";",
-            "(",
-            r"\approx",
-            "+",
-            "$",
-            "<",
-            ">",
-        )
+        return self.position < 2 or self.peek(-2).text in BEFORE_NUMBERS
 
     def _ends_here(self, ahead: int) -> bool:
         """Return whether the item ends behind this letter, perhaps with a power or divisor."""

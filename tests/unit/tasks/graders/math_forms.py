@@ -459,6 +459,201 @@ wrong  n/m ¦ m ¦ mn ¦ m-n
 gold   5 \text{ apples}
 right  5 ¦ 5 apples
 wrong  6 ¦ 5 \text{ oranges} ¦ 6 \text{ apples}
+gold   5³
+right  125 ¦ 5^3
+wrong  5 ¦ 3 ¦ 15 ¦ 5^2
+gold   ∛5
+right  \sqrt[3]{5} ¦ 5^{1/3}
+wrong  5 ¦ \sqrt5 ¦ 3\sqrt5
+gold   2¾
+right  2.75 ¦ \frac{11}{4} ¦ 2\frac34
+wrong  2 ¦ ¾ ¦ \frac{3}{4} ¦ 2.34 ¦ 234
+gold   ⅔
+right  \frac23 ¦ 2/3 ¦ ⅔
+wrong  2 ¦ 3 ¦ \frac32 ¦ 0.67
+gold   7÷2
+right  3.5 ¦ \frac72
+wrong  7 ¦ 2 ¦ 72
+gold   √(2+√3)
+right  \sqrt{2+\sqrt3} ¦ \frac{\sqrt6+\sqrt2}{2}
+wrong  \sqrt2+\sqrt3 ¦ 2 ¦ \sqrt{5} ¦ \sqrt{2-\sqrt3}
+gold   3√2/2
+right  \frac{3\sqrt2}{2} ¦ \frac{3}{\sqrt2}
+wrong  3 ¦ \frac32 ¦ 3\sqrt{2} ¦ \sqrt{2}/2
+gold   85√3
+right  85\sqrt{3} ¦ √3·85 ¦ 85√3
+wrong  85 ¦ 3 ¦ 85\sqrt2 ¦ 853 ¦ 255 ¦ 85+\sqrt3
+gold   x²y
+right  yx^2 ¦ x^2y
+wrong  x^2 ¦ xy^2 ¦ 2xy ¦ x2y ¦ y
+gold   a₁ + a₂
+right  a_1+a_2
+wrong  a_1 ¦ a_1+a_3 ¦ 2a ¦ 3
+gold   x₁ = 2, x₂ = 3
+right  x_1=2,x_2=3 ¦ x_2 = 3, x_1 = 2
+wrong  x_1=3,x_2=2 ¦ 2 ¦ x_1=2 ¦ x=2
+gold   5 \text{ feet } 3 \text{ inches}
+right  5 \text{ ft } 3 \text{ in} ¦ 5 feet 3 inches ¦ 5 \text{ feet and } 3 \text{ inches}
+wrong  5 ¦ 3 ¦ 5 \text{ feet} ¦ 3 \text{ feet } 5 \text{ inches} ¦ 53
+gold   1 \text{ hour and } 15 \text{ minutes}
+right  1 \text{ hour } 15 \text{ minutes} ¦ 1 hour and 15 minutes
+wrong  1 ¦ 15 ¦ 1 \text{ hour and } 50 \text{ minutes} ¦ 1.15
+gold   2 \text{ dozen}
+right  2 \text{ dozen}
+wrong  2 ¦ 24 x
+gold   3 \text{ tens and } 4 \text{ ones}
+right  3 \text{ tens and } 4 \text{ ones}
+wrong  3 ¦ 4 ¦ 4 \text{ tens and } 3 \text{ ones} ¦ 7
+gold   \{1,2,\ldots,10\}
+right  \{1, 2, \dots, 10\} ¦ \{1,2,...,10\}
+wrong  10 ¦ \{1,2,10\} ¦ \{1,2,\ldots,11\} ¦ \{1,3,\ldots,10\} ¦ 1
+gold   2, 4, 6, \ldots
+right  2,4,6,\dots
+wrong  2 ¦ 2,4,6 ¦ 2,4,8,\ldots ¦ 6
+gold   (2t+1, t-3), t \in \mathbb{R}
+right  (1+2t, -3+t), t\in\mathbb{R} ¦ (2s+1,s-3), s \in \mathbb{R}
+wrong  (1,-3) ¦ (2t+1,t+3), t\in\mathbb{R} ¦ (t-3,2t+1), t\in\mathbb{R} ¦ 2t+1
+wrong  (2s+1,t-3), t \in \mathbb{R}
+gold   n \ge 2
+right  n \geq 2 ¦ 2 \le n ¦ [2,\infty)
+wrong  2 ¦ n > 2 ¦ n = 2 ¦ n \ge 3 ¦ m \ge 2 ¦ n \le 2
+gold   5
+right  \lfloor 5.7 \rfloor ¦ |{-5}| ¦ \sqrt{25} ¦ {5} ¦ 5.00 ¦ +5 ¦ \mathbf{5} ¦ \displaystyle 5
+right  5\,
+wrong  \lt 5 ¦ 5 \to \infty ¦ \sim 5 ¦ \cancel{3} 5 ¦ 10 | 5 ¦ 5 | 10 ¦ \not= 5 ¦ 5 \ll 6
+wrong  x \propto 5 ¦ 5 \Rightarrow 6 ¦ 5 \quad 6 ¦ 5 \\ 6 ¦ 5;6 ¦ 5 \circ 6 ¦ \exists 5 ¦ f: 5
+wrong  5 \times ¦ 5 \text{?} 6 ¦ \frac{5}{} ¦ 5^ ¦ 5_ ¦ (5 ¦ 5) ¦ [5 ¦ \{5 ¦ 5 \text{ if } x>0
+wrong  \text{if } 5 ¦ \text{max } 5, 6 ¦ \text{no. } 5 6 ¦ 5 \pm 0.1 ¦ 5 \text{ to } 7 ¦ 5-7x
+wrong  5\text{--}7 ¦ 5 \text{ remainder } 2 ¦ 5 R 2 ¦ 5 \text{ R } 2
+wrong  \text{between } 5 \text{ and } 6 ¦ \text{undefined for } 5 ¦ 5\angle 30^\circ ¦ 5\hat{x}
+wrong  \hat{5} ¦ \bar{5} ¦ 5^{\text{th}} ¦ 5\text{th} ¦ \#5 ¦ 5\& ¦ 5^* ¦ 5\dagger ¦ 5^{+}
+wrong  \sqrt[5]{} ¦ 5\infty ¦ \infty ¦ -\infty ¦ (-\infty,5) ¦ \emptyset ¦ \text{five or six}
+wrong  \text{All but } 5 ¦ x=5 \text{ or } x=-5 ¦ x=5, y=5 ¦ (x,y)=(5,5) ¦ 5 \in \mathbb{Z}
+wrong  x \in \mathbb{Z} ¦ 5 \cup 6 ¦ \{5\} \cup \{6\} ¦ 5 \land 6 ¦ \neg 5 ¦ 5 \mod 3 ¦ a_5
+wrong  a_n = 5n ¦ 5n ¦ n = 5k ¦ y = 5x ¦ f(x) = 5x ¦ 5x = 1 ¦ x = 5 + y
+gold   \textbf{(A) } \frac12
+right  A ¦ \frac12 ¦ \textbf{(A)}\ \frac{1}{2} ¦ (A) ¦ 0.5 ¦ (A) \frac12
+wrong  B ¦ 2 ¦ 1 ¦ \textbf{(B)} \frac12 ¦ (A) \frac13
+gold   \text{(E)}
+right  E ¦ (E) ¦ \text{E} ¦ \textbf{(E)}\ 7
+wrong  A ¦ e ¦ \text{(D)} ¦ 5
+gold   (B) 7
+right  B ¦ 7 ¦ (B) ¦ (B) 7 ¦ B. 7 ¦ \textbf{(B)}\ 7
+wrong  C ¦ (C) 7 ¦ (B) 8 ¦ 8 ¦ 7B
+gold   \mathrm{(D)}\ 3\sqrt{2}
+right  D ¦ 3\sqrt2 ¦ \sqrt{18} ¦ (D)
+wrong  3 ¦ \mathrm{(D)}\ 3 ¦ 2 ¦ C
+gold   \textbf{(E)}\ \text{none of these}
+right  E ¦ \text{none of these} ¦ (E)
+wrong  D ¦ \text{all of these} ¦ none
+gold   i
+right  i ¦ \sqrt{-1} ¦ e^{i\pi/2} ¦ \mathrm{i} ¦ -\frac{1}{i}
+wrong  -i ¦ 1 ¦ -1 ¦ j ¦ 2i ¦ I
+gold   -i
+right  \frac1i ¦ i^3 ¦ e^{-i\pi/2} ¦ -\mathrm{i}
+wrong  i ¦ -1 ¦ 1
+gold   \sqrt{2}
+right  |1+i| ¦ 2^{0.5} ¦ 2^{\frac12} ¦ \frac{2}{\sqrt2}
+wrong  1+i ¦ 2 ¦ 1.414 ¦ 1.41421356 ¦ \sqrt3 ¦ -\sqrt2
+gold   (2+i)(2-i)
+right  5
+wrong  3 ¦ 4-i ¦ 4 ¦ 2
+gold   \frac{3}{5} - \frac{4}{5}i
+right  \frac{3-4i}{5} ¦ 0.6 - 0.8i
+wrong  \frac35 ¦ \frac{3+4i}{5} ¦ -\frac45 ¦ \frac{3}{5}-\frac{4}{5}
+gold   2\text{cis}\frac{\pi}{3}
+wrong  2 ¦ \frac{\pi}{3}
+gold   200000
+right  2×10⁵ ¦ 2e5 ¦ 2 \cdot 10^5 ¦ 200,000 ¦ 200 000
+wrong  2 ¦ 10⁵ ¦ 2×10⁴ ¦ 2x10
+gold   [0, 1]
+right  x ∈ [0, 1] ¦ 0 ≤ x ≤ 1 ¦ [0,1]
+wrong  (0,1) ¦ 0 ¦ 1 ¦ [0,1) ¦ x ∈ (0,1] ¦ 0 < x ≤ 1 ¦ \{0,1\} ¦ 0,1 ¦ [1,0]
+gold   30^\circ
+right  θ = 30° ¦ 30° ¦ 30 ¦ \angle A = 30^\circ ¦ 30 \text{ degrees} ¦ 30^{\circ}
+wrong  60° ¦ 3 ¦ 30' ¦ \frac{\pi}{6} ¦ 30\%
+gold   7
+right  £7 ¦ 7 € ¦ €7 ¦ \$7 ¦ ¥7 ¦ 7元 ¦ 7 m² ¦ 7 cm³ ¦ 7% ¦ 7°
+wrong  £8 ¦ 7万 ¦ 7k
+gold   \begin{pmatrix} 2 & -1 \\ 0 & 3 \end{pmatrix}
+right  \begin{pmatrix}2 & -1\\[4pt] 0 & 3\end{pmatrix} ¦ \begin{bmatrix}2&-1\\0&3\end{bmatrix}
+right  \left(\begin{matrix}2&-1\\0&3\end{matrix}\right)
+right  \begin{pmatrix}2 & -1\\0 & 3\\\end{pmatrix} ¦ \begin{pmatrix}2 & -1 \cr 0 & 3\end{pmatrix}
+wrong  \begin{pmatrix}2 & 1\\0 & 3\end{pmatrix} ¦ \begin{pmatrix}2 & 0\\-1 & 3\end{pmatrix} ¦ 3
+wrong  \begin{vmatrix}2 & -1\\0 & 3\end{vmatrix} ¦ 6 ¦ \begin{pmatrix}2 & -1\end{pmatrix}
+gold   \begin{vmatrix} 1 & 2 \\ 3 & 4 \end{vmatrix}
+wrong  1 ¦ 4 ¦ \begin{pmatrix}1&2\\3&4\end{pmatrix}
+gold   x<2 \text{ or } x>3
+right  x \in (-\infty, 2) \cup (3, \infty) ¦ (-\infty ,2) \cup (3 , +\infty)
+wrong  (2,3) ¦ 2 ¦ x<3 \text{ or } x>2
+gold   1 \le x < 3
+right  [1,3) ¦ 1 ≤ x < 3 ¦ 3 > x \ge 1
+wrong  1 < x < 3 ¦ [1,3] ¦ 1 ¦ 3 ¦ 1 \le y < 3 ¦ 1 \le x < 4
+gold   \frac{200}{3}\%
+right  66\frac{2}{3}\% ¦ \frac{2}{3} ¦ \frac{200}{3}
+wrong  66\% ¦ 66.7\% ¦ 200\% ¦ 3 ¦ 200
+gold   12\frac{1}{2}\%
+right  12.5\% ¦ 0.125 ¦ \frac{25}{2}\%
+wrong  12\% ¦ \frac12\% ¦ 12
+gold   101_2
+right  101_{2} ¦ 101_{\text{two}}
+wrong  5 ¦ 101 ¦ 101_3 ¦ 110_2
+gold   1:2
+right  1:2
+wrong  1 ¦ 2 ¦ 2:1 ¦ 12 ¦ 1.2
+gold   \text{9:30 a.m.}
+right  9:30 \text{ a.m.} ¦ 9:30 AM ¦ 9:30 a.m.
+wrong  9 ¦ 30 ¦ 9:30 p.m. ¦ 9:35 a.m.
+gold   a^2 + b^2 = c^2
+right  c^2=a^2+b^2 ¦ a^2 = c^2 - b^2
+wrong  c^2 ¦ a^2-b^2=c^2 ¦ a+b=c ¦ 2
+gold   -2 < x < 2, x \neq 0
+right  -2<x<2, x \ne 0
+wrong  -2<x<2 ¦ (-2,2) ¦ 0 ¦ 2
+gold   x = \frac{\pi}{4} + k\pi
+right  x = k\pi + \frac{\pi}{4} ¦ \frac{\pi}{4}+k\pi
+wrong  \frac{\pi}{4} ¦ x = \frac{\pi}{4}+2k\pi ¦ k\pi ¦ 4
+gold   6\text{ and }8
+right  6, 8 ¦ 8 and 6 ¦ 6 \text{ and } 8
+wrong  6 ¦ 8 ¦ 14 ¦ 68 ¦ 6,8,10
+gold   \text{(0,1)}
+right  (0,1)
+wrong  0 ¦ 1 ¦ (1,0) ¦ [0,1]
+gold   \sqrt{2} \text{ and } -\sqrt{2}
+right  \pm\sqrt2 ¦ -\sqrt2, \sqrt2
+wrong  \sqrt2 ¦ 2 ¦ \pm 2
+gold   3 + 2\sqrt{2}
+right  (1+\sqrt2)^2 ¦ 2\sqrt2+3 ¦ 3+\sqrt8
+wrong  3 ¦ 5\sqrt2 ¦ 3-2\sqrt2 ¦ 3+2\sqrt3 ¦ 2+3\sqrt2
+gold   \ln 2 + 1
+right  1+\ln 2 ¦ \ln(2e)
+wrong  \ln 3 ¦ \ln 2 ¦ 1 ¦ \log 2 + 1 ¦ \ln(2)-1
+gold   e^{2x}
+right  (e^x)^2 ¦ \exp(2x)
+wrong  e^2 ¦ e^{x} ¦ 2e^x ¦ e^{2y} ¦ e^{-2x} ¦ e^2x
+gold   \frac{1}{1-x}
+right  (1-x)^{-1} ¦ -\frac{1}{x-1}
+wrong  1 ¦ 1-x ¦ \frac{1}{x-1} ¦ \frac{1}{1+x} ¦ \frac{1}{1}-x ¦ 1/1-x
+gold   2\sin\theta\cos\theta
+right  \sin 2\theta ¦ 2 \sin(\theta) \cos(\theta)
+wrong  \sin\theta ¦ 2 ¦ \cos 2\theta ¦ 2\sin\theta ¦ \sin 2 \cdot \theta
+gold   f^{-1}(x) = \frac{x-1}{2}
+right  f^{-1}(x) = \frac{1}{2}(x-1)
+wrong  2 ¦ f(x) = \frac{x-1}{2} ¦ f^{-1}(x) = \frac{x+1}{2} ¦ 1
+gold   O(n^2)
+right  O(n^2)
+wrong  n ¦ O(n) ¦ 2 ¦ O(n^3)
+gold   P(A \cup B)
+right  P(A \cup B)
+wrong  P(A) ¦ P(A\cap B) ¦ A
+gold   \text{The set of all primes}
+wrong  2 ¦ \text{The set of all integers}
+gold   \pm 1 \pm \sqrt{2}
+right  \pm 1 \pm \sqrt{2}
+wrong  1+\sqrt2 ¦ 1 ¦ \pm 1 ¦ \pm(1+\sqrt2)
+gold   24\text{ cm}, 32\text{ cm}
+right  24, 32 ¦ 32 \text{ cm}, 24 \text{ cm}
+wrong  24 ¦ 56 ¦ 24\text{ cm}, 32\text{ m}
 """
 """Contents of boxes."""
 WRITTEN = r"""
@@ -539,6 +734,58 @@ wrong  \boxed{A, B} ¦ \boxed{AB}
 gold   Yes
 right  Yes ¦ The answer is yes. ¦ \boxed{\text{Yes}} ¦ Answer: Yes
 wrong  No ¦ Yes and no ¦ The answer is no. ¦ Not yes ¦ Maybe yes
+gold   34
+right  Answer:34 ¦ Final Answer:**34** ¦ Final Answer: **34** ¦ **Answer**: 34
+right  **Final Answer:** 34 ¦ Answer : 34 ¦ answer:34. ¦ **Answer:**34 ¦ Final answer:34 ¦ ANSWER:34
+right  The final answer:34 ¦ Answer: $34$. ¦ Answer: \(34\) ¦ Answer: 34.0 ¦ Answer: x = 34
+right  Answer:⏎**34** ¦ The answer is: 34 ¦ Answer is 34 ¦ answer = 34
+wrong  Answer:35 ¦ Answer:-34 ¦ Answer:34x ¦ Answer:3 ¦ Answer:34/2 ¦ Answer:34, 35
+wrong  Final Answer:**35** 34 ¦ Answer:34! ¦ Answer:34^2 ¦ Answer: not 34 ¦ Answer: >34
+wrong  Answer: 3 4 ¦ Answer: 34 or 43
+gold   12
+right  There are 12 students in total. ¦ We have $n = 12$ students. ¦ $\boxed{12}$ students
+right  \boxed{12 \text{ students}} ¦ \boxed{12 students} ¦ \boxed{\text{12 students}}
+right  So, she needs to buy 12 eggs. ¦ He earned $12. ¦ He earned \$12 in total.
+right  The cost is $12$ dollars. ¦ It took 12 minutes. ¦ The total is therefore 12.
+right  Therefore, 12 is the answer. ¦ Thus the answer is twelve, 12. ¦ 3 × 4 = 12 ¦ 3 * 4 = 12
+right  3 x 4 = 12 ¦ 36/3 = 12 apples ¦ She has 20 - 8 = <<20-8=12>>12 apples.⏎#### 12
+right  $3 \cdot 4 = 12$ ¦ \[3 \cdot 4 = 12\] ¦ x = 12 cm ¦ 12! is too big; the answer is 12. ¦ 12.00
+right  012 ¦ +12 ¦ $12 ¦ 12% ¦ \boxed{12}\% ¦ \boxed{12}^\circ ¦ Final: \boxed{12} ¦ 答案是12 ¦ 答案：12
+right  所以答案为 12。 ¦ La respuesta es 12. ¦ \boxed{n=12} ¦ \boxed{n = 12.} ¦ \boxed{\$12} ¦ \boxed{12,}
+wrong  12 more than 5 ¦ There were 12 at first and then 15. ¦ 12 is greater than 11 ¦ So 12 < x
+wrong  more than 12 students ¦ 12 + x ¦ x - 12 = 3 ¦ between 10 and 12 ¦ 12th ¦ the 12-th term
+wrong  12/5 ¦ 12:5 ¦ 2^{12} ¦ $2^{12}$ ¦ $x^{12}$ ¦ mod 12 ¦ 5 mod 12 ¦ $5 \pmod{12}$ ¦ \boxed{12x}
+wrong  \boxed{12 + 1} ¦ \boxed{12 \text{ or } 13} ¦ \boxed{12, 13} ¦ \boxed{>12} ¦ \boxed{12+}
+wrong  \boxed{12 \text{ thousand}} ¦ \boxed{12 \text{ hundred}} ¦ \boxed{12k} ¦ \boxed{12\text{k}}
+wrong  \boxed{12!} ¦ \boxed{12\text{ choose }3} ¦ \boxed{1 2} ¦ \boxed{1,2} ¦ \boxed{12_{3}}
+wrong  \boxed{0.12} ¦ \boxed{-12} ¦ \boxed{(12, 0)} ¦ \boxed{12:00} ¦ \boxed{\frac{12}{7}}
+wrong  \boxed{12^\circ 30'} ¦ \boxed{12 \div 5} ¦ \boxed{\text{12 or 13}} ¦ \boxed{\text{about } 13}
+wrong  \boxed{\text{more than 12}} ¦ \boxed{\text{12 more}} ¦ \boxed{x \mid 12} ¦ \boxed{12 \mid x}
+wrong  \boxed{\gcd(12, 18)} ¦ \boxed{\{12, 18\}} ¦ \boxed{a_{12}} ¦ \boxed{\log 12}
+wrong  \boxed{12\cdots} ¦ \boxed{12\ldots} ¦ \boxed{12...} ¦ \boxed{3 \times 5 = 12}
+wrong  \boxed{12 = 13} ¦ \boxed{12 \to 13} ¦ \boxed{12e} ¦ \boxed{12\%} of 50 is 6, so \boxed{6}
+gold   6
+right  \boxed{\gcd(12, 18)} ¦ \boxed{12\%} of 50 is 6, so \boxed{6} ¦ \boxed{3!}
+gold   x > 3
+right  So $x > 3$. ¦ \boxed{x > 3} ¦ The answer is $x>3$. ¦ Answer: x > 3
+wrong  So $x \ge 3$. ¦ 3 ¦ x = 3 ¦ $x > 3$ or $x < 0$ ¦ Answer: x < 3 ¦ Answer: 3
+gold   x^2+1
+right  The polynomial is $x^2+1$. ¦ Answer: x^2 + 1 ¦ So f(x) = x^2 + 1. ¦ $f(x)=x^2+1$
+wrong  The polynomial is $x^2$. ¦ Answer: x^2 ¦ Answer: 1 ¦ Answer: x^2 - 1 ¦ x^2 + 1 = 0
+gold   \{1, 2\}
+right  The set is $\{1, 2\}$. ¦ Answer: {1, 2} ¦ The solutions are 1 and 2. ¦ x = 1 or x = 2
+right  x = 1, 2 ¦ $x = 1$ or $x = 2$ ¦ The roots are $1$ and $2$. ¦ \boxed{1} and \boxed{2}
+wrong  The set is $\{1\}$. ¦ 1 ¦ 2 ¦ 12 ¦ x=1, y=2 ¦ Answer: (1, 2)
+gold   \frac{\pi}{6}
+right  θ = π/6 ¦ The angle is $\frac{\pi}{6}$. ¦ Answer: pi/6 ¦ So the probability is π/6.
+wrong  π ¦ 30° ¦ 6 ¦ The angle is $\pi$. ¦ π/6 + 1 ¦ π/3
+gold   Monday
+right  Monday ¦ The answer is Monday. ¦ Answer: Monday ¦ \boxed{\text{Monday}} ¦ **Monday**
+right  <answer>Monday</answer>
+wrong  Tuesday ¦ The answer is Tuesday. ¦ Monday or Tuesday ¦ not Monday ¦ Answer: Sunday
+gold   see figure
+right  \boxed{\text{see figure}} ¦ see figure
+wrong  1 ¦ \boxed{figure}
 """
 """Whole answers."""
 ASKED = r"""
