@@ -30,6 +30,7 @@ from megarl.run.checks import Fingerprints, HostBytes
 from megarl.tasks.data import sources
 from megarl.tasks.data.chat import Message, load_chat
 from megarl.tasks.data.prompts import load_tasks
+from megarl.tasks.data.reasoning_gym import is_gym
 
 WHOLE = 64 << 20
 BLOCKS, BLOCK = 16, 1 << 20
@@ -118,6 +119,8 @@ def _check_sources(recipe: Recipe) -> None:
     named += [("data.decontaminate", source) for source in recipe.data.decontaminate]
     for key, source in named:
         if wrong := sources.problem(source):
+            if is_gym(source):
+                raise MegarlError(f"{key}: {wrong}")
             made = f" (`megarl data arithmetic {Path(source).parent}` makes the quickstart's)" if source else ""
             raise MegarlError(f"{key}: {wrong}; give prompts as JSONL, Parquet or Arrow{made}")
     for name, rows in recipe.sampled.items():

@@ -15,7 +15,7 @@ from megarl.core.recipe import from_tree
 from megarl.tasks.data import arithmetic_models, sources
 from megarl.tasks.data import reasoning_gym as gym
 from megarl.tasks.data.prompts import load_tasks
-from megarl.tasks.data.reasoning_gym import GymSource, GymProblem, parsed, problem_of
+from megarl.tasks.data.reasoning_gym import GymProblem, GymSource, parsed, problem_of
 from megarl.tasks.graders.answer import Submission
 from megarl.tasks.graders.pool import Pool
 from megarl.tasks.graders.reasoning_gym import final_answer, is_right, score
