@@ -35,6 +35,7 @@ from megarl.tasks.data import sources
 from megarl.tasks.data.chat import load_chat
 from megarl.tasks.data.golds import unreadable_in
 from megarl.tasks.data.prompts import load_tasks
+from megarl.tasks.data.reasoning_gym import is_gym
 from megarl.tasks.data.rows import Message
 
 log = logging.getLogger(__name__)
@@ -129,6 +130,8 @@ def _check_sources(recipe: Recipe) -> None:
     named += [("data.decontaminate", source) for source in recipe.data.decontaminate]
     for key, source in named:
         if wrong := sources.problem(source):
+            if is_gym(source):
+                raise MegarlError(f"{key}: {wrong}")
             made = f" (`megarl data arithmetic {Path(source).parent}` makes the quickstart's)" if source else ""
             raise MegarlError(f"{key}: {wrong}; give prompts as JSONL, JSON, CSV, Parquet or Arrow{made}")
     for name, rows in recipe.sampled.items():

@@ -81,6 +81,7 @@ PLUG_INS = {
     "core.models.head.passes",  # one of two, chosen by the device
     "tasks.environments.guessing",  # one environment a file
     "tasks.agents.calculator",  # started by name, as a user's
+    "tasks.graders.reasoning_gym",  # one grader a file
 }  # fmt: skip
 """Small modules that are one of several of a kind, or that nothing in megarl imports."""
 

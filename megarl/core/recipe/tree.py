@@ -119,8 +119,8 @@ class Task(Rows):
     """Prompts of one kind that a run trains on."""
 
     train: str = Field(
-        description="training prompts: a file (JSONL, JSON, CSV, Parquet, Arrow), a pattern of files, a folder, or "
-        "hub:ORG/NAME:CONFIG:SPLIT"
+        description="training prompts: a file (JSONL, JSON, CSV, Parquet, Arrow), a pattern of files, a folder, "
+        "hub:ORG/NAME:CONFIG:SPLIT, or reasoning-gym:FAMILY:KEY=VALUE"
     )
     heldout: str | int = Field(
         description="prompts never trained on: a source as for train, or how many of its rows, taken out of it by their hash"
@@ -139,7 +139,7 @@ class Task(Rows):
     def a_source_or_a_number(cls, heldout: Any) -> Any:
         if isinstance(heldout, str) or (type(heldout) is int and heldout > 0):
             return heldout
-        should = "should be a file or hub:… of prompts, or how many rows of train to hold out"
+        should = "should be a file, hub:… or reasoning-gym:… of prompts, or how many rows of train to hold out"
         raise ValueError(f"{should}, got {heldout!r}")
 
 

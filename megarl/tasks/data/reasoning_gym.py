@@ -4,7 +4,7 @@
     reasoning-gym:chain_sum:size=5000:seed=7:max_terms=4     options of the family; values in YAML
 
     stream ─► a process of its own ─► rows {"prompt", "answer"}, one JSON object per line
-                                      answer: a Problem as JSON, which the grader `reasoning-gym` reads
+                                      answer: a GymProblem as JSON, which the grader `reasoning-gym` reads
 
 In that process Python's hash seed is fixed. Without that, some families would make other problems after a
 restart. reasoning-gym's problem n of the seed s is problem 0 of the seed s + n, so seeds of two sources must
@@ -48,7 +48,7 @@ WITHOUT_SOURCE = ("composite",)
 """Families that mix others, for which a recipe has tasks."""
 
 
-class Problem(msgspec.Struct, frozen=True):
+class GymProblem(msgspec.Struct, frozen=True):
     """What a family's scorer needs to judge an answer. answer: one right answer, None where the scorer has none."""
 
     answer: str | None
@@ -149,10 +149,10 @@ def of_problems(read: Any) -> Any:
     return row
 
 
-def problem_of(answer: str) -> Problem:
+def problem_of(answer: str) -> GymProblem:
     """Return the problem in a prompt's answer; ValueError if it is none."""
     try:
-        return msgspec.json.decode(answer, type=Problem)
+        return msgspec.json.decode(answer, type=GymProblem)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
         raise ValueError(f"is not a problem of {PACKAGE}, as its sources `{PREFIX}FAMILY` have them") from None
 
@@ -218,7 +218,7 @@ def _rows(source: GymSource, count: int) -> Iterator[JsonObject]:
             return
 
 
-def _problems(source: GymSource) -> Iterator[tuple[str, Problem]]:
+def _problems(source: GymSource) -> Iterator[tuple[str, GymProblem]]:
     """Make problems, with their questions; this process is killed if one takes longer than PROBLEM_LIMIT_S."""
     dataset = _dataset(source.family, json.dumps(source.options), source.seed, source.size)
     made = None
@@ -231,7 +231,7 @@ def _problems(source: GymSource) -> Iterator[tuple[str, Problem]]:
             except Exception as error:  # some families cannot make each of their problems
                 why = f": {error}"
                 continue
-            yield made["question"], Problem(made["answer"], source.family, source.options, made["metadata"])
+            yield made["question"], GymProblem(made["answer"], source.family, source.options, made["metadata"])
     finally:
         signal.alarm(0)
     if made is None:

@@ -15,12 +15,12 @@ from megarl.core.recipe import from_tree
 from megarl.tasks.data import arithmetic_models, sources
 from megarl.tasks.data import reasoning_gym as gym
 from megarl.tasks.data.prompts import load_tasks
-from megarl.tasks.data.reasoning_gym import GymSource, Problem, parsed, problem_of
+from megarl.tasks.data.reasoning_gym import GymProblem, GymSource, parsed, problem_of
 from megarl.tasks.graders.answer import Submission
 from megarl.tasks.graders.pool import Pool
 from megarl.tasks.graders.reasoning_gym import final_answer, is_right, score
 
-SUM = Problem("7", "chain_sum", {}, {"expression": "3 + 4"})
+SUM = GymProblem("7", "chain_sum", {}, {"expression": "3 + 4"})
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_repeated_prompts_are_left_out() -> None:
     assert all(problem.score(str(problem.answer)) == 1 for problem in map(answered, rows))
 
 
-def answered(row: JsonObject) -> Problem:
+def answered(row: JsonObject) -> GymProblem:
     return problem_of(row["answer"])
 
 
@@ -168,13 +168,13 @@ def test_what_the_scorer_is_given(answer: str, final: str) -> None:
     assert final_answer(answer) == final
 
 
-def submission(problem: Problem, answer: str) -> Submission:
+def submission(problem: GymProblem, answer: str) -> Submission:
     return Submission(answer, gym.msgspec.json.encode(problem).decode())
 
 
-COUNTDOWN = Problem("2*4 + 3", "countdown", {}, {"numbers": [2, 3, 4], "target": 11})
-INTEGRAL = Problem("x**2 + C", "simple_integration", {}, {"variable": "x", "integrand": "2*x"})
-INSERTION = Problem("AB", "string_insertion", {}, {})
+COUNTDOWN = GymProblem("2*4 + 3", "countdown", {}, {"numbers": [2, 3, 4], "target": 11})
+INTEGRAL = GymProblem("x**2 + C", "simple_integration", {}, {"variable": "x", "integrand": "2*x"})
+INSERTION = GymProblem("AB", "string_insertion", {}, {})
 
 
 @pytest.mark.usefixtures("package")
@@ -197,7 +197,7 @@ INSERTION = Problem("AB", "string_insertion", {}, {})
         (INSERTION, "['A', 'B']", 0.1, False),
     ],
 )
-def test_only_the_full_score_is_right(problem: Problem, answer: str, expected: float, right: bool) -> None:
+def test_only_the_full_score_is_right(problem: GymProblem, answer: str, expected: float, right: bool) -> None:
     found = score(submission(problem, answer))
     if expected in (0.0, 1.0):
         assert found == pytest.approx(expected, abs=0.06)
@@ -220,7 +220,7 @@ HOSTILE = [
 
 @pytest.mark.usefixtures("package")
 @pytest.mark.parametrize("problem", [COUNTDOWN, INTEGRAL, INSERTION], ids=lambda p: p.family)
-def test_answers_are_not_run(tmp_path: Path, problem: Problem) -> None:
+def test_answers_are_not_run(tmp_path: Path, problem: GymProblem) -> None:
     for answer in HOSTILE:
         assert score(submission(problem, answer.replace("{}", str(tmp_path / "it-was-run")))) == 0
     assert list(tmp_path.iterdir()) == []

@@ -686,6 +686,195 @@ gold   \frac{1}{3}
 right  P(A) = \frac{1}{3} ¦ P = 1 - \frac23 = \frac13 ¦ \frac{2}{6} = \frac{1}{3}
 wrong  P(A) = 3 ¦ P(\frac13) = 1 ¦ 1 - \frac13 ¦ 1 - \frac{1}{3} = \frac23
 """,
+    "further numbers": r"""
+gold   2,500
+right  2500 ¦ 2500. ¦ \text{2,500} ¦ 2.5 \times 10^{3} ¦ 2{,}500.00 ¦ 2\,500
+wrong  25,000 ¦ 2.5 ¦ 2,5 ¦ 250 ¦ 500 ¦ 2,500x
+gold   0.0001
+right  1.0 \times 10^{-4} ¦ 10^{-4} ¦ \frac{1}{10000} ¦ 1e-4
+wrong  10^{-5} ¦ 0.001 ¦ 1 ¦ -4 ¦ 10^4 ¦ 0
+gold   -\frac{1}{2}
+right  -.5 ¦ −½ ¦ \frac{1}{-2} ¦ -0.50 ¦ -\left(\frac{1}{2}\right)
+wrong  0.5 ¦ -2 ¦ -\frac{1}{3} ¦ ½ ¦ \frac{-1}{-2} ¦ -1
+gold   \frac{22}{7}
+right  22/7 ¦ 3\frac{1}{7} ¦ 3.\overline{142857}
+wrong  \pi ¦ 3.14 ¦ 22.7 ¦ \frac{7}{22} ¦ 3.142857
+gold   2^{100}
+right  1267650600228229401496703205376 ¦ 4^{50} ¦ 2 \cdot 2^{99} ¦ 1024^{10}
+wrong  2^{99} ¦ 1267650600228229401496703205375 ¦ 200 ¦ 100^2 ¦ 1.27 \times 10^{30} ¦ 2^{10}0
+gold   252
+right  \binom{10}{5} ¦ \frac{10!}{5!5!} ¦ \frac{10!}{(5!)^2} ¦ {10 \choose 5} ¦ \dbinom{10}{5}
+wrong  \binom{10}{4} ¦ \frac{10!}{5!} ¦ 10! ¦ 525 ¦ \frac{10}{5}
+gold   10\%
+right  10% ¦ \frac{1}{10} ¦ 10 \text{ percent}
+wrong  1\% ¦ 0.01 ¦ 1 ¦ 100\% ¦ 10\% \text{ or } 20\%
+gold   0.5\%
+right  \frac{1}{2}\% ¦ 0.50\% ¦ .5\%
+wrong  5\% ¦ 50\% ¦ 0.05\% ¦ 5
+gold   1.5 \text{ million}
+right  1.5 \text{ million} ¦ 1{,}500{,}000 ¦ 1500000
+wrong  1.5 ¦ 15 \text{ million} ¦ 1.5 \text{ billion} ¦ 150000
+gold   2.\overline{27}
+right  \frac{25}{11} ¦ 25/11 ¦ 2\frac{3}{11}
+wrong  2.27 ¦ 2.\overline{72} ¦ \frac{27}{11} ¦ 2 ¦ 2.2\overline{7}
+""",
+    "further expressions": r"""
+gold   \sqrt{50}
+right  5\sqrt{2} ¦ \sqrt{25 \cdot 2} ¦ \frac{10}{\sqrt2} ¦ 5 \cdot 2^{1/2}
+wrong  7.07 ¦ \sqrt{5}0 ¦ 25\sqrt2 ¦ 50 ¦ 5 ¦ 2\sqrt{5}
+gold   3\sqrt[3]{2}
+right  \sqrt[3]{54} ¦ 3 \cdot 2^{1/3} ¦ 3\sqrt[3]2
+wrong  3\sqrt{2} ¦ \sqrt[3]{6} ¦ 3 ¦ 3^{1/3} \cdot 2 ¦ \sqrt[3]{2}
+gold   \frac{\sqrt{6}-\sqrt{2}}{4}
+right  \sin 15^\circ ¦ \cos 75^{\circ} ¦ \frac{\sqrt{2}(\sqrt{3}-1)}{4} ¦ (\sqrt6-\sqrt2)/4
+wrong  \frac{\sqrt{6}+\sqrt{2}}{4} ¦ \sqrt{6}-\frac{\sqrt{2}}{4} ¦ \sin 15 ¦ \frac{\sqrt{4}}{4}
+wrong  0.2588
+gold   \arctan 2
+right  \tan^{-1} 2 ¦ \tan^{-1}(2) ¦ \arctan(2)
+wrong  \arctan \frac12 ¦ \tan 2 ¦ 2 ¦ \frac{1}{\tan 2} ¦ \arctan 3
+gold   e^{-1}
+right  1/e ¦ \frac{1}{e} ¦ e^{-1.0}
+wrong  e ¦ -e ¦ 0.368 ¦ -1 ¦ e - 1 ¦ e^{1}
+gold   \frac{1}{x+1}
+right  (x+1)^{-1} ¦ 1/(x+1) ¦ \frac{2}{2x+2}
+wrong  1/x+1 ¦ \frac{1}{x}+1 ¦ x+1 ¦ \frac{1}{x-1} ¦ \frac{1}{y+1} ¦ \frac{x}{x+1}
+gold   ab+bc+ca
+right  bc+ca+ab ¦ a(b+c)+bc ¦ ab + c(a+b)
+wrong  abc ¦ a+b+c ¦ ab+bc ¦ 2(ab+bc+ca) ¦ ab+bc+cd
+gold   a^{b+c}
+right  a^b a^c ¦ a^b \cdot a^c ¦ a^{c+b}
+wrong  a^b + c ¦ a^{bc} ¦ a^b+a^c ¦ a^{b-c} ¦ a
+gold   |x|
+right  \left|x\right| ¦ \lvert x \rvert ¦ |-x|
+wrong  x ¦ -x ¦ \pm x ¦ |y| ¦ |x|^2
+gold   \frac{a}{b}
+right  a/b ¦ ab^{-1} ¦ \frac{2a}{2b} ¦ \dfrac ab
+wrong  \frac{b}{a} ¦ ab ¦ a-b ¦ a ¦ \frac{a}{c}
+gold   n!
+right  n \cdot (n-1)! ¦ n(n-1)!
+wrong  n ¦ (n-1)! ¦ n^n ¦ (n+1)! ¦ n!!
+gold   2\cos\theta
+right  2 \cos(\theta) ¦ 2\cos{\theta} ¦ \cos\theta \cdot 2
+wrong  \cos 2\theta ¦ 2\sin\theta ¦ \cos\theta ¦ 2 ¦ 2\cos\phi ¦ 2\theta
+gold   \sec^2 x
+right  \frac{1}{\cos^2 x} ¦ 1+\tan^2 x ¦ (\sec x)^2
+wrong  \sec x ¦ \sec^2 y ¦ \tan^2 x ¦ \frac{1}{\sin^2 x} ¦ \cos^2 x
+gold   \frac{-b \pm \sqrt{b^2-4ac}}{2a}
+right  x = \frac{-b \pm \sqrt{b^2-4ac}}{2a} ¦ \frac{-b\pm\sqrt{b^{2}-4ac}}{2a}
+wrong  \frac{-b + \sqrt{b^2-4ac}}{2a} ¦ \frac{b \pm \sqrt{b^2-4ac}}{2a}
+wrong  \frac{-b \pm \sqrt{b^2+4ac}}{2a}
+gold   \vec{a} - \vec{b}
+right  -\vec{b}+\vec{a} ¦ \vec{a}-\vec{b}
+wrong  \vec{a}+\vec{b} ¦ \vec{a} ¦ \vec{b}-\vec{a} ¦ 0
+gold   F_{2024}
+right  F_{2024}
+wrong  2024 ¦ F_{2023} ¦ F ¦ F_{2024}+1 ¦ F_2
+gold   \frac{x^3}{3} + C
+right  \frac{1}{3}x^3 + C ¦ C + \frac{x^3}{3} ¦ x^3/3 + C
+wrong  \frac{x^2}{3} + C ¦ x^3 + C ¦ 3 ¦ C ¦ \frac{x^3}{2} + C
+gold   2^{n+1} - 2
+right  2(2^n - 1) ¦ 2 \cdot 2^n - 2 ¦ -2 + 2^{n+1}
+wrong  2^{n+1} ¦ 2^n - 2 ¦ 2^{n-1} ¦ 2^{n+1}-1 ¦ 2^{n+1} + 2
+""",
+    "further lists and intervals": r"""
+gold   (a, a+1)
+right  (a, 1+a) ¦ \left(a,a+1\right)
+wrong  (a, a-1) ¦ (a+1, a) ¦ a ¦ (a, a+2) ¦ (b, b+2)
+gold   (-3, 0), (3, 0)
+right  (3,0), (-3,0) ¦ (-3,0) \text{ and } (3,0) ¦ \{(3,0),(-3,0)\} ¦ (\pm 3, 0)
+wrong  (3,0) ¦ (-3,0), (0,3) ¦ (0,-3), (0,3) ¦ 3 ¦ (-3,0,3,0) ¦ (-3,0), (3,1)
+gold   x=1 \text{ or } x=-4
+right  1, -4 ¦ \{-4,1\} ¦ x=-4, x=1 ¦ x = -4 \text{ or } x = 1 ¦ -4 \text{ and } 1
+wrong  1 ¦ x=1 ¦ x=-1 \text{ or } x=4 ¦ 1, 4 ¦ -3 ¦ x = 1, -4, 0
+gold   2 < x \le 5
+right  (2,5] ¦ 5 \ge x > 2 ¦ x\in(2,5] ¦ x \in \left(2, 5\right]
+wrong  [2,5) ¦ 2<x<5 ¦ 2 \le x \le 5 ¦ (2,5) ¦ 3,4,5 ¦ 2 < x \le 6 ¦ (5,2]
+gold   (-\infty,-1] \cup [1,\infty)
+right  x\le-1 \text{ or } x\ge1 ¦ [1,\infty)\cup(-\infty,-1] ¦ x \geq 1 \text{ or } x \leq -1
+wrong  (-1,1) ¦ |x|>1 ¦ [-1,1] ¦ x\ge1 ¦ (-\infty,-1) \cup [1,\infty) ¦ x\le-1 \text{ and } x\ge1
+wrong  \pm 1
+gold   (-\infty, 0) \cup (0, \infty)
+right  (0,\infty)\cup(-\infty,0) ¦ x<0 \text{ or } x>0 ¦ (−∞, 0) ∪ (0, ∞)
+wrong  \{0\} ¦ 0 ¦ (0,\infty) ¦ (-\infty,\infty) ¦ (-\infty, 0] \cup (0, \infty)
+gold   x > -\frac{3}{2}
+right  (-\frac32,\infty) ¦ x>-1.5 ¦ -1.5<x ¦ x \in \left(-\frac{3}{2}, \infty\right)
+wrong  x<-\frac32 ¦ x > \frac32 ¦ x \ge -\frac32 ¦ -\frac32 ¦ (-\frac23,\infty) ¦ x = -\frac32
+gold   \{1, 2, 3, 4, 5, 6\}
+right  1,2,3,4,5,6 ¦ \{6,5,4,3,2,1\} ¦ \left\{ 1, 2, 3, 4, 5, 6 \right\}
+wrong  1,2,3,4,5 ¦ \{1,2,3,4,5,7\} ¦ [1,6] ¦ 6 ¦ 123456 ¦ \{1,6\} ¦ 21
+gold   [1, 3) \cup (3, 5]
+right  (3,5] \cup [1,3) ¦ [1,3)∪(3,5]
+wrong  [1,5] ¦ [1,3] \cup (3,5] ¦ [1,3) ¦ (1,3) \cup (3,5) ¦ [1,3) \cup (3,6] ¦ 3
+gold   \frac{1}{3}, -2, \frac{5}{2}
+right  -2, \frac13, \frac52 ¦ -2, 1/3, 2.5 ¦ x = \frac13, -2, \frac52
+wrong  \frac13, -2 ¦ \frac13, 2, \frac52 ¦ 3, -2, \frac52 ¦ \frac13 ¦ -2, 0.33, 2.5
+""",
+    "further equations and matrices": r"""
+gold   y = -\frac{1}{2}x + 4
+right  x+2y=8 ¦ 2y = 8 - x ¦ y=4-\frac{x}{2} ¦ y = -0.5x + 4 ¦ x + 2y - 8 = 0
+wrong  y=\frac12x+4 ¦ y=-\frac12 x-4 ¦ -\frac{1}{2}x + 5 ¦ x+2y=4 ¦ 4 ¦ y = -\frac{1}{2} + 4
+gold   a=3, b=4
+right  b=4, a=3 ¦ (a,b)=(3,4) ¦ a = 3 \text{ and } b = 4
+wrong  a=4, b=3 ¦ (a,b)=(4,3) ¦ a=3 ¦ 3 ¦ 7 ¦ a=3, c=4 ¦ 5
+gold   \begin{bmatrix} 2 & 1 \\ 0 & 3 \end{bmatrix}
+right  \left[\begin{array}{cc} 2 & 1 \\ 0 & 3 \end{array}\right]
+right  \begin{pmatrix}2&1\\0&3\\\end{pmatrix}
+right  \begin{bmatrix} 2 & 1 \\[2mm] 0 & 3 \end{bmatrix}
+right  \begin{bmatrix} \frac{4}{2} & 1 \\ 0 & 3 \end{bmatrix}
+wrong  \begin{bmatrix} 2 & 0 \\ 1 & 3 \end{bmatrix} ¦ 2
+wrong  \begin{bmatrix} 2 & 1 \\ 0 & 4 \end{bmatrix} ¦ 6
+wrong  \begin{bmatrix} 2 & 1 \end{bmatrix} ¦ \begin{bmatrix} 2 & 1 & 0 & 3 \end{bmatrix}
+wrong  2, 1, 0, 3
+gold   \begin{pmatrix} x \\ y \end{pmatrix}
+right  \begin{bmatrix}x\\y\end{bmatrix}
+wrong  \begin{pmatrix} y \\ x \end{pmatrix} ¦ x ¦ y ¦ \begin{pmatrix} x \\ x \end{pmatrix}
+gold   x^2 + y^2 - 6x = 0
+right  (x-3)^2 + y^2 = 9 ¦ x^2+y^2=6x
+wrong  (x-3)^2+y^2=3 ¦ x^2+y^2-6x ¦ (x+3)^2+y^2=9 ¦ 0 ¦ x^2 + y^2 = 6
+""",
+    "further texts and units": r"""
+gold   B
+right  \text{(B) 12} ¦ \textbf{B} ¦ (\text{B}) ¦ \text{B.}
+wrong  8 ¦ \beta ¦ A \text{ or } B ¦ BC ¦ \text{(A) 12} ¦ 13 ¦ A, B
+gold   \text{True}
+right  True ¦ \text{true} ¦ \textbf{True}
+wrong  False ¦ 1 ¦ \text{false} ¦ T = 1
+gold   \text{isosceles}
+right  isosceles ¦ \text{Isosceles}
+wrong  \text{equilateral} ¦ \text{scalene} ¦ 2 ¦ \text{not isosceles}
+gold   \text{Team 3}
+right  Team 3 ¦ \text{team 3}
+wrong  \text{Team 4} ¦ \text{Team} ¦ \text{Team 33} ¦ 4
+gold   25 \text{ mph}
+right  25 ¦ 25\text{ mph} ¦ 25.0 \text{ mph}
+wrong  25 \text{ km/h} ¦ 52 \text{ mph} ¦ 2.5 ¦ 25 \text{ hours} ¦ 25^2
+gold   45 \text{ minutes}
+right  45 ¦ 45 \text{ min} ¦ 45\,\text{minutes}
+wrong  45 \text{ seconds} ¦ 45 \text{ hours} ¦ 4.5 \text{ minutes} ¦ 54
+gold   \$1.25
+right  1.25 ¦ \$1.25 ¦ 1.25 \text{ dollars}
+wrong  \$125 ¦ 1.52 ¦ \$1 ¦ 25 ¦ 1.25 \text{ cents}
+gold   \frac{\pi}{3} \text{ radians}
+right  \frac{\pi}{3} ¦ π/3
+wrong  \frac{\pi}{6} ¦ 3 ¦ \frac{\pi}{3} \text{ degrees} ¦ 1.047
+gold   \theta = 60^\circ
+right  60^\circ ¦ θ = 60° ¦ 60° ¦ \theta = 60
+wrong  θ = 30° ¦ \theta ¦ 6 ¦ 60^2
+gold   2^{10}
+right  2¹⁰ ¦ 1024 ¦ 1,024
+wrong  210 ¦ 2¹ ¦ 2^{1}0 ¦ 20 ¦ 10^2
+gold   \frac{1}{4}
+right  ¼ ¦ 1⁄4 ¦ 0.25
+wrong  ½ ¦ 14 ¦ 1 ¦ ¾
+gold   \frac{1}{2}
+right  \left(\frac12\right) ¦ \large \frac{1}{2} ¦ \mathbf{\frac{1}{2}} ¦ \mathbf{x = \frac12}
+right  \frac{1}{2}\text{.}
+wrong  \frac12 \text{ or } \frac13 ¦ \frac12 \quad \frac13 ¦ \frac12 - ¦ \left(\frac12, 1\right)
+wrong  \frac12\frac12
+gold   12_5
+right  12_{5}
+wrong  21_5 ¦ 12_6 ¦ 125 ¦ 12_{51} ¦ 7_5
+""",
 }
 r"""Kinds of answers, all of them the contents of a `\boxed{…}`."""
 
@@ -773,6 +962,38 @@ gold   C
 right  The answer is \boxed{\text{C}}. ¦ Therefore, **(C)** is right: \boxed{C} ¦ Answer: C
 right  The answer is (C). ¦ **C**
 wrong  The answer is \boxed{\text{B}}. ¦ C is wrong, so \boxed{D} ¦ Answer: D ¦ The answer is (A).
+""",
+    "further prose": r"""
+gold   15
+right  Thus the answer is $\boxed{15}$.⏎⏎Let me double check: 3 × 5 = 15. ¦ The value of x is 15.
+right  **Final answer:** $15$
+right  \[⏎x = 15⏎\] ¦ Therefore there are 15 ways. ¦ It takes 15 minutes.
+right  So, the final answer is: $\boxed{15}$
+right  We have 3 rows of 5, so 3 × 5 = 15 seats. ¦ The answer is fifteen, i.e. $\boxed{15}$.
+right  #### 15⏎
+wrong  We know 3 × 5 is the product. ¦ 15 was my first guess, but the answer is \boxed{16}.
+wrong  The answer is 1.5.
+wrong  The answer is 150. ¦ The answer is $15 + 1$. ¦ #### 15 + 1 ¦ Answer: 15 or 16
+wrong  There are 3 groups of 5.
+wrong  Compute $3 \cdot 5$. ¦ 7 + 8 gives the number of apples ¦ The answer is $15x$.
+wrong  The answer is -15.
+wrong  To get the total, we add 7 and 8: 7 + 8 ¦ We need to evaluate $\frac{30}{2}$ now.
+wrong  The expression $\sqrt{225}$ is to be simplified.
+gold   1, 2
+right  The roots are $1$ and $2$. ¦ $x = 1$ or $x = 2$ ¦ The roots are \boxed{2} and \boxed{1}.
+wrong  The roots are $1$ and $3$. ¦ The root is $1$. ¦ The roots are \boxed{1} and \boxed{3}.
+wrong  There are 2 roots.
+gold   \frac{7}{2}
+right  x = 7/2 ¦ So the slope is $3\frac12$. ¦ **Answer:** $\frac{7}{2}$ ¦ The answer is 3.5.
+wrong  The slope is $\frac{2}{7}$. ¦ The answer is 7. ¦ Answer: 7/3
+wrong  So the slope is $\frac{7}{2} + 1$.
+gold   x^2
+right  The answer is $x^2$. ¦ Answer: x^2 ¦ $\boxed{x^2}$
+wrong  The answer is $x^3$. ¦ Answer: 2 ¦ The answer is $x^2 + 1$. ¦ Answer: x
+gold   B
+right  The correct option is B. ¦ Answer: (B) ¦ **B** ¦ The answer is **(B)**.
+wrong  The answer is **(A)**. ¦ I would rule out B, so the answer is C. ¦ Answer: A
+wrong  The correct option is D.
 """,
 }
 """Kinds of answers with the words around them."""
