@@ -33,8 +33,8 @@ LIMIT_S = 2.0
 """Time for one answer; one that takes longer is unreadable."""
 MOST_WORKERS = 32
 """Most processes; nothing else runs yet, so each core may have one."""
-MOST_SLOW = 50
-"""Answers that may run out of time; a set with more of them is refused."""
+MOST_HOSTILE = 50
+"""Answers that may run out of time or end their process; a set with more is refused."""
 PLAIN = re.compile(r"-?(?:\d{1,15}(?:\.\d{1,15})?|\d{1,15}/[1-9]\d{0,14}|\\d?frac\{\d{1,15}\}\{[1-9]\d{0,14}\})")
 """Numbers that are certainly readable: most answers of most sets."""
 EXAMPLES = 3
@@ -79,7 +79,7 @@ def unreadable(rows: Iterable[Accepted]) -> frozenset[Accepted]:
 
 async def _read_all(texts: Sequence[str]) -> None:
     """Note for each text whether it can be read."""
-    slow: list[str] = []
+    hostile: list[str] = []
     left = iter(texts)
     workers = min(MOST_WORKERS, len(os.sched_getaffinity(0)), len(texts))
     pool = Pool(workers, LIMIT_S, READER)
@@ -89,29 +89,36 @@ async def _read_all(texts: Sequence[str]) -> None:
 
         async def read_next() -> None:
             for text in left:
-                known[text] = await _reads(pool, text, slow)
+                known[text] = await _reads(pool, text, hostile)
                 progress.advance(bar)
 
         try:
+            await pool.check(Submission("", "1"))  # whether processes start at all
             async with asyncio.TaskGroup() as group:
                 for _ in range(workers):
                     group.create_task(read_next())
-        except* GraderDown as errors:
-            raise MegarlError(f"answers cannot be read: {first_of(errors)}") from None
-        except* MegarlError as errors:
+        except GraderDown as down:
+            raise MegarlError(f"answers cannot be read: {down}") from None
+        except ExceptionGroup as errors:
             raise first_of(errors) from None
         finally:
             await pool.end()
 
 
-async def _reads(pool: Pool, text: str, slow: list[str]) -> bool:
-    verdict = await pool.check(Submission("", text))
-    if verdict.timeout:
-        slow.append(text)
-    if len(slow) > MOST_SLOW:
-        head = f"more than {MOST_SLOW} answers take longer than {LIMIT_S:g} s to read; correct them:"
-        raise MegarlError(listed(head, [f"{one[:60]!r}" for one in slow]))
-    return verdict.score > 0
+async def _reads(pool: Pool, text: str, hostile: list[str]) -> bool:
+    try:
+        verdict = await pool.check(Submission("", text))
+        is_hostile = verdict.timeout
+        is_read = verdict.score > 0
+    except GraderDown:  # it ends each process that reads it
+        is_hostile = True
+        is_read = False
+    if is_hostile:
+        hostile.append(text)
+    if len(hostile) > MOST_HOSTILE:
+        what = f"more than {MOST_HOSTILE} answers end the process that reads them, or take over {LIMIT_S:g} s"
+        raise MegarlError(listed(f"{what}; correct them:", [repr(one[:60]) for one in hostile]))
+    return is_read
 
 
 def described(count: int, total: int, examples: Iterable[str]) -> str:

@@ -26,7 +26,7 @@ from megarl.core.base.types import JsonObject
 from megarl.tasks.data.contamination import Hit, overlap_with
 from megarl.tasks.data.rows import PromptRow
 from megarl.tasks.data.sources import stream
-from megarl.tasks.data.survey import LeftOut, Reader, Shape, chosen, survey
+from megarl.tasks.data.survey import LeftOut, Reader, RowShape, chosen, survey
 
 FORMATS = ("jsonl", "parquet", "arrow")
 BATCH = 4096
@@ -71,7 +71,7 @@ def prepare(
         if evaluation is None:
             (out / "removed.jsonl").unlink(missing_ok=True)  # left by an earlier preparation
         else:
-            add_removed = stack.enter_context(_file(out / "removed.jsonl", Shape()))
+            add_removed = stack.enter_context(_file(out / "removed.jsonl", RowShape()))
 
         def removed(row: PromptRow, number: int, hit: Hit) -> None:
             add_removed({"number": number, "id": row.id, "prompt": row.prompt, **hit._asdict()})
@@ -96,7 +96,7 @@ def prepare(
     return Prepared(len(surveyed.kept), kept - held, held, left_out)
 
 
-def _as_written(row: PromptRow, shape: Shape) -> JsonObject:
+def _as_written(row: PromptRow, shape: RowShape) -> JsonObject:
     """Return a row in the project's own format, each column with the type that it has in all rows."""
     messages = row.messages or ({"role": "user", "content": row.prompt},)
     return {
@@ -108,7 +108,7 @@ def _as_written(row: PromptRow, shape: Shape) -> JsonObject:
 
 
 @contextmanager
-def _file(path: Path, shape: Shape) -> Iterator[Callable[[JsonObject], None]]:
+def _file(path: Path, shape: RowShape) -> Iterator[Callable[[JsonObject], None]]:
     """Yield a function that appends a row to the file. The file has another name until it is complete."""
     part, rows = path.with_name(f".{path.name}.part"), list[JsonObject]()
     try:
@@ -129,7 +129,7 @@ def _file(path: Path, shape: Shape) -> Iterator[Callable[[JsonObject], None]]:
 
 
 @contextmanager
-def _opened(path: Path, suffix: str, shape: Shape) -> Iterator[Callable[[list[JsonObject]], object]]:
+def _opened(path: Path, suffix: str, shape: RowShape) -> Iterator[Callable[[list[JsonObject]], object]]:
     """Yield a function that writes rows: as JSONL, Parquet, or an Arrow stream for `datasets`."""
     if suffix == ".jsonl":
         encoder = msgspec.json.Encoder()

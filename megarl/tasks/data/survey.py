@@ -62,7 +62,7 @@ class LeftOut:
 
 
 @dataclass
-class Shape:
+class RowShape:
     """Whether any usable row has a prompt of several messages, or several accepted answers."""
 
     has_messages: bool = False
@@ -82,7 +82,7 @@ class Survey(NamedTuple):
     kept: np.ndarray
     heldout: np.ndarray
     left_out: LeftOut
-    shape: Shape
+    shape: RowShape
     again: int = 0
 
 
@@ -114,7 +114,7 @@ def survey(
     """Decide in one pass over the source which rows are kept, and which are held out. rows: the source's rows, if the caller
     reads them (to show progress). removed: called for each row found in an evaluation set. repeats: keep and count rows with
     the same id. largest: the most characters in an answer."""
-    left_out, columns, shape = LeftOut(), _Hashes(), Shape()
+    left_out, columns, shape = LeftOut(), _Hashes(), RowShape()
     for number, raw in stream(source) if rows is None else rows:
         row = _row(raw, read, number, left_out, largest)
         hit = evaluation.find(row.prompt) if row and evaluation else None

@@ -63,18 +63,18 @@ def test_other_graders_read_any_answer(tmp_path: Path, policy: str, caplog: pyte
     assert "cannot read" not in caplog.text
 
 
-def test_a_hostile_answer_ends_or_holds_up_nothing() -> None:
-    rows = [("hangs",), ("memory",), ("x^2",), ("1/2",), ("x?",)]
-    assert golds.unreadable(rows) == {("hangs",), ("memory",), ("x?",)}
+def test_a_hostile_answer_ends_or_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [("hangs",), ("dies",), ("memory",), ("x^2",), ("1/2",), ("x?",)]
+    assert golds.unreadable(rows) == {("hangs",), ("dies",), ("memory",), ("x?",)}
+    monkeypatch.setattr(golds, "MOST_HOSTILE", 0)
+    with pytest.raises(MegarlError, match=r"more than 0 answers .* take over 0\.3 s; correct them:\n'dies 2'$"):
+        golds.unreadable([("dies 2",)])
 
 
-def test_answers_that_end_their_process_and_many_slow_ones_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MegarlError, match=r"cannot be read: processes of the grader .* at the answer"):
-        golds.unreadable([("dies",)])
-    monkeypatch.setattr(golds, "MOST_SLOW", 0)
-    monkeypatch.setattr(golds, "known", {})
-    with pytest.raises(MegarlError, match=r"more than 0 answers take longer than 0\.3 s to read"):
-        golds.unreadable([("hangs",)])
+def test_processes_that_do_not_start_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(golds, "READER", "tests.unit.tasks.data.readers:none")
+    with pytest.raises(MegarlError, match=r"answers cannot be read: processes of the grader .* failed 2 times"):
+        golds.unreadable([("y^2",)])
 
 
 @pytest.mark.parametrize(
