@@ -26,7 +26,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from megarl.tasks.graders.inside import NOBODY
 
@@ -39,7 +39,13 @@ REMOVAL_LIMIT_S = 600.0
 """Time limit for a folder's removal."""
 SHOWN_BYTES = 1000
 """Most of what a removal printed that is logged."""
-SLOW = "%s is not removed after %g s; what is left is removed by a later process"
+PLUMBING: dict[str, Any] = {
+    "stdin": subprocess.DEVNULL,
+    "stdout": subprocess.PIPE,
+    "stderr": subprocess.DEVNULL,
+    "start_new_session": True,
+}
+"""How a removal is started."""
 
 
 @contextmanager
@@ -111,29 +117,36 @@ def remove(folder: Path) -> None:
     """Remove a folder with everything in it; if that is impossible, the log says why."""
     if _removed_empty(folder):
         return
-    with tempfile.TemporaryFile() as output:
-        try:
-            subprocess.run(_removal(folder), **_with_output(output), timeout=REMOVAL_LIMIT_S)
-            _log_rest(folder, output)
-        except subprocess.TimeoutExpired:
-            log.warning(SLOW, folder, REMOVAL_LIMIT_S)
-        except OSError as error:
-            log.warning("%s cannot be removed: %s", folder, error)
+    try:
+        process = subprocess.Popen(_removal(folder), **PLUMBING)
+        output, _ = process.communicate(timeout=REMOVAL_LIMIT_S)
+        _log_rest(folder, output)
+    except subprocess.TimeoutExpired:
+        _give_up(folder, process.pid)
+    except OSError as error:
+        log.warning("%s cannot be removed: %s", folder, error)
 
 
 async def _async_remove(folder: Path) -> None:
     """Remove a folder as `remove` does. If this is cancelled, a later process removes the rest."""
     if _removed_empty(folder):
         return
-    with tempfile.TemporaryFile() as output:
-        try:
-            process = await asyncio.create_subprocess_exec(*_removal(folder), **_with_output(output))
-            await asyncio.wait_for(process.wait(), REMOVAL_LIMIT_S)
-            _log_rest(folder, output)
-        except TimeoutError:
-            log.warning(SLOW, folder, REMOVAL_LIMIT_S)
-        except OSError as error:
-            log.warning("%s cannot be removed: %s", folder, error)
+    try:
+        process = await asyncio.create_subprocess_exec(*_removal(folder), **PLUMBING)
+        output, _ = await asyncio.wait_for(process.communicate(), REMOVAL_LIMIT_S)
+        _log_rest(folder, output)
+    except TimeoutError:
+        _give_up(folder, process.pid)
+    except OSError as error:
+        log.warning("%s cannot be removed: %s", folder, error)
+
+
+def _give_up(folder: Path, removal: int) -> None:
+    """End a removal that takes too long. It is not waited for: a file system may not answer it."""
+    with suppress(ProcessLookupError):
+        os.killpg(removal, signal.SIGKILL)
+    what = "is not removed after %g s; a later process removes what is left"
+    log.warning(f"%s {what}", folder, REMOVAL_LIMIT_S)
 
 
 def _removed_empty(folder: Path) -> bool:
@@ -144,21 +157,21 @@ def _removed_empty(folder: Path) -> bool:
 
 
 def _removal(folder: Path) -> list[str]:
-    """Return the command that removes a folder, even one with directories that its owner may not enter."""
-    return ["sh", "-c", 'rm -rf -- "$1" || { chmod -R u+rwx -- "$1"; rm -rf -- "$1"; }', "sh", str(folder)]
+    """Return the command that removes a folder, and prints the end of what it complains of.
+
+    It may complain of each file. The disk may be full, so the complaints go to no file.
+    """
+    removes = 'rm -rf -- "$1"'
+    if os.getuid() != 0:  # root may enter every directory, and chmod would follow a link
+        removes = f'{removes} || {{ chmod -R u+rwx -- "$1"; {removes}; }}'
+    return ["sh", "-c", f"{{ {removes}; }} 2>&1 | tail -c {SHOWN_BYTES}", "sh", str(folder)]
 
 
-def _with_output(output: IO[bytes]) -> dict[str, Any]:
-    """Return how a removal is started. It may complain of each file, so a file takes what it prints."""
-    return {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "start_new_session": True}
-
-
-def _log_rest(folder: Path, output: IO[bytes]) -> None:
+def _log_rest(folder: Path, output: bytes) -> None:
     """Log the last complaint of a removal that has failed."""
     if os.path.lexists(folder):
-        output.seek(max(0, output.seek(0, os.SEEK_END) - SHOWN_BYTES))
-        lines = output.read().decode(errors="replace").strip().splitlines()
-        log.warning("%s cannot be removed: %s", folder, lines[-1] if lines else "no reason is given")
+        lines = output.decode(errors="replace").strip().splitlines() or ["no reason is given"]
+        log.warning("%s cannot be removed: %s", folder, lines[-1])
 
 
 @cache

@@ -15,7 +15,7 @@ import pytest
 
 from megarl.tasks.graders import scratch as folders
 from megarl.tasks.graders.functions import environment as worker_environment
-from megarl.tasks.graders.scratch import PREFIX, async_scratch, remove, remove_abandoned, scratch
+from megarl.tasks.graders.scratch import PREFIX, async_scratch, remove_abandoned, scratch
 
 pytestmark = pytest.mark.processes
 HOLDS = """
@@ -70,12 +70,13 @@ def test_a_folder_is_removed_once_nobody_holds_it(tmp_path: Path, monkeypatch: p
             child.kill()
 
 
-MAKES = {
-    "nested": "import os\nfor _ in range(3000): os.mkdir('d' * 100); os.chdir('d' * 100)",
-    "shut": "import os; os.makedirs('a/b'); open('a/b/c', 'w').close(); [os.chmod(f, 0) for f in ('a/b', 'a', '.')]",
-    "odd": "import os; os.mkfifo('f'); os.symlink('/', 'l'); [open(b'-rf %c' % n, 'w') for n in range(1, 256) if n != 47]",
-}
-"""Programs that leave something in the working directory."""
+MAKES = [
+    "import os\nfor _ in range(3000): os.mkdir('d' * 100); os.chdir('d' * 100)",
+    "import os; os.makedirs('a/b'); open('a/b/c', 'w').close(); [os.chmod(f, 0) for f in ('a/b', 'a', '.')]",
+    "import os; os.mkfifo('f'); os.symlink('/', 'l')",
+    "[open(b'-rf %c' % n, 'w') for n in range(1, 256) if n != 47]",
+]
+"""Programs that leave something in the working directory: depth, what is shut, no files, odd names."""
 ORDINARY = """
 import os, sys
 from pathlib import Path
@@ -83,24 +84,26 @@ from megarl.tasks.graders.scratch import remove, remove_abandoned
 if os.getuid() == 0:
     os.setgid(1234)
     os.setuid(1234)
-for name, program in zip(("megarl-now", sys.argv[1]), sys.argv[3:] * 2):
-    Path(sys.argv[2], name).mkdir()
-    os.chdir(Path(sys.argv[2], name))
-    exec(program)
-os.chdir("/")
-os.utime(Path(sys.argv[2], sys.argv[1]), (0, 0))
-remove(Path(sys.argv[2], "megarl-now"))
-remove_abandoned(Path(sys.argv[2]))
-print(os.listdir(sys.argv[2]))
+prefix, place, *programs = sys.argv[1:]
+for number, program in enumerate(programs):
+    now, later = Path(place, f"now-{number}"), Path(place, f"{prefix}later-{number}")
+    for folder in (now, later):
+        folder.mkdir()
+        os.chdir(folder)
+        exec(program)
+        os.chdir("/")
+    remove(now)
+    os.utime(later, (0, 0))
+remove_abandoned(Path(place))
+print(os.listdir(place))
 """
 
 
-@pytest.mark.parametrize("program", MAKES)
-def test_whatever_is_in_a_folder_an_ordinary_user_removes_it(program: str) -> None:
+def test_whatever_is_in_a_folder_an_ordinary_user_removes_it() -> None:
     """In the process that made it, and as one that a killed process left."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:  # in memory, so that it is quick
         os.chmod(place, 0o777)
-        words = [sys.executable, "-c", ORDINARY, f"{PREFIX}left", place, MAKES[program]]
+        words = [sys.executable, "-c", ORDINARY, PREFIX, place, *MAKES]
         done = subprocess.run(words, capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr
 
@@ -152,9 +155,9 @@ def test_a_removal_that_fails_is_no_error(
     fault: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if fault == "a slow rm":
-        (tmp_path / "sh").write_text("#!/bin/sh\nexec /bin/sleep 2")
-        (tmp_path / "sh").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
+        (tmp_path / "rm").write_text("#!/bin/sh\n/bin/sleep 60")
+        (tmp_path / "rm").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path) if fault == "a missing sh" else f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(folders, "REMOVAL_LIMIT_S", 0.1)
     if kind == "sync":
@@ -164,7 +167,6 @@ def test_a_removal_that_fails_is_no_error(
         folder = asyncio.run(leave_a_file())
     reason = "cannot be removed: .*No such file" if fault == "a missing sh" else "is not removed after 0.1 s"
     assert re.search(f"{folder} {reason}", caplog.text)
-    remove(folder)
 
 
 async def leave_a_file() -> Path:
