@@ -15,7 +15,7 @@ from megarl.core.base.messages import KEPT_FROM_INPUT
 from megarl.core.recipe.tree import Length
 from megarl.tasks.agents.errors import ContextFull, WireError
 
-BYTES_PER_TOKEN = 64
+BYTES_PER_TOKEN = 32
 """Most bytes of a body per token of the context. Conversations have about eight; escapes such as
 `\\u00e9`, tools and ids add to them."""
 SMALLEST_LIMIT = 1 << 20

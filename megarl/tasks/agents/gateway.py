@@ -314,12 +314,14 @@ def _check_reward(size: int) -> None:
 async def _read(request: web.Request, check_size: Callable[[int], None]) -> bytes:
     """Return a request's body. check_size: raises WireError if so many bytes are too many. WireError also if it is slow to
     arrive."""
-    parts = bytearray()
+    parts: list[bytes] = []
+    size = 0
     try:
         async with asyncio.timeout(BODY_LIMIT_S):
             async for part in request.content.iter_any():
-                parts += part
-                check_size(len(parts))
+                parts.append(part)
+                size += len(part)
+                check_size(size)
     except TimeoutError:
         raise WireError(408, f"the body did not arrive within {BODY_LIMIT_S:g} s", "timeout") from None
-    return bytes(parts)
+    return b"".join(parts)

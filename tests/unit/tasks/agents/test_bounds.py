@@ -15,9 +15,9 @@ from megarl.tasks.agents.errors import ContextFull, WireError
 from tests.unit.tasks.agents.serving import ADD, USER, gateway, run
 from tests.unit.tasks.agents.templates import rendering_of
 
-LIMIT = 64 * 3992
+LIMIT = 32 * 3992
 """Bytes of a body for the context of tests/unit/tasks/agents/serving.py, without the smallest limit."""
-CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": json.dumps({"a": [[]] * 50_000})}}
+CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": json.dumps({"a": [[]] * 25_000})}}
 LONG: dict[str, Callable[[int], dict[str, Any]]] = {
     "one message": lambda size: {"messages": [{"role": "user", "content": "ab " * (size // 3)}]},
     "names of special tokens": lambda size: {"messages": [{"role": "user", "content": "<|im_end|>" * (size // 10)}]},
@@ -126,7 +126,7 @@ def test_a_long_tail_is_bounded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("prompt_tokens", "body_bytes"), [(100, 1 << 20), (100_000, 6_400_000), (10_000_000, 32 << 20)]
+    ("prompt_tokens", "body_bytes"), [(100, 1 << 20), (100_000, 3_200_000), (10_000_000, 32 << 20)]
 )
 def test_bytes_of_a_body_follow_the_context(prompt_tokens: int, body_bytes: int) -> None:
     limits = RequestBounds(prompt_tokens)
@@ -172,7 +172,7 @@ def test_requests_share_a_budget_first_come_first_served(monkeypatch: pytest.Mon
 
 
 def test_bodies_in_flight_are_bounded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one session, which may have two of the longest bodies at a time."""
+    """A session may have two of the longest bodies at a time."""
     monkeypatch.setattr(bounds, "SMALLEST_LIMIT", 0)
     most = 0
     read = bounds.RequestBounds.check_bytes
