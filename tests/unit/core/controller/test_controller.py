@@ -9,13 +9,13 @@ import pytest
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import Join, Joined, Published, ServerResult
-from megarl.core.base.rundir import META, RunDir
+from megarl.core.base.rundir import META, RunDir, step_folder
 from megarl.core.controller import controller as module
 from megarl.core.controller.controller import PUBLISH_TRIES, Controller
 from megarl.core.controller.servers import Servers
 from megarl.core.journal.journal import Journal
 from megarl.core.journal.writer import JournalWriter
-from megarl.core.recipe.tree import JournalSection
+from megarl.core.recipe import from_tree
 from megarl.core.server.client import ServerClient
 from megarl.run.process import free_ports
 from tests.unit.core.controller.test_servers import servers_of
@@ -180,7 +180,7 @@ def test_a_journal_that_is_older_than_the_checkpoints_is_left_to_the_learners_re
     checkpoint = rundir.checkpoints / "step-0000005"
     checkpoint.mkdir(parents=True)
     (checkpoint / META).touch()
-    recipe = SimpleNamespace(journal=JournalSection(keep="checkpoints"))
+    recipe = from_tree({"journal": {"keep": "checkpoints"}})
 
     async def scenario() -> None:
         records = JournalWriter(journal)
@@ -192,3 +192,29 @@ def test_a_journal_that_is_older_than_the_checkpoints_is_left_to_the_learners_re
         await records.close()
 
     asyncio.run(scenario())
+
+
+def test_a_checkpoint_that_is_kept_as_a_milestone_does_not_keep_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing restarts from it: the journal goes back to the older of the two newest."""
+    monkeypatch.setattr(module, "DROP_S", 0.01)
+    rundir = RunDir(tmp_path)
+    for step in (5, 30, 40):
+        step_folder(rundir.checkpoints, step).mkdir(parents=True)
+        (step_folder(rundir.checkpoints, step) / META).touch()
+    recipe = from_tree({"journal": {"keep": "checkpoints"}, "checkpoint": {"keep": 2, "milestones": [5]}})
+    dropped: list[int] = []
+
+    async def drop_before(step: int) -> None:
+        dropped.append(step)
+
+    told: Any = SimpleNamespace(
+        recipe=recipe,
+        rundir=rundir,
+        records=SimpleNamespace(drop_before=drop_before),
+        pipeline=SimpleNamespace(batches=lambda: 50),
+    )
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(Controller._drop_old(told), 0.1))
+    assert set(dropped) == {30}
