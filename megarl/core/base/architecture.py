@@ -278,12 +278,7 @@ def in_directory(hf_dir: Path | str) -> Architecture:
         advice = f"convert it: python -m checkpoints_tools dequantize {hf_dir} NEW"
         quantised = f"its weights are quantised (quant_method {method}), but megarl trains and serves bf16"
         raise MegarlError(f"{hf_dir}: {quantised}; {advice}")
-    where = Path(hf_dir) / "config.json"
-    model = of(config, where)
-    if config.get("model_type") != MODEL_TYPES[model.name]:
-        wanted = f"transformers and SGLang load {model.name} as {MODEL_TYPES[model.name]!r}"
-        raise MegarlError(f"{where}: model_type is {config.get('model_type')!r}; {wanted}: set it")
-    return model
+    return of(config, Path(hf_dir) / "config.json")
 
 
 def of(config: JsonObject, where: Path | str) -> Architecture:
@@ -479,18 +474,6 @@ READERS: dict[str, Callable[[JsonObject], Architecture]] = {
     "Llama4ForConditionalGeneration": _llama4_multimodal,
 }
 """Readers of config.json by the name in its `architectures`."""
-MODEL_TYPES = {
-    "LlamaForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "Glm4MoeForCausalLM": "glm4_moe",
-    "DeepseekV3ForCausalLM": "deepseek_v3",
-    "GptOssForCausalLM": "gpt_oss",
-    "Llama4ForCausalLM": "llama4_text",
-    "Llama4ForConditionalGeneration": "llama4",
-}
-"""What config.json must have as `model_type`, by which transformers and SGLang choose a class."""
 
 
 def _decoder(

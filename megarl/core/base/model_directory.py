@@ -18,11 +18,23 @@ import numpy as np
 from megarl.core.base import architecture, hf_tensors
 from megarl.core.base.architecture import Architecture
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.hf_files import description_files
+from megarl.core.base.hf_files import description_files, read_config
 from megarl.core.base.hf_tensors import EMBEDDING, FREQUENCIES, HEAD
 from megarl.core.base.safetensors_header import TensorInFile
 from megarl.core.base.weight_files import check_served, tensors_in_files
 
+MODEL_TYPES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Glm4MoeForCausalLM": "glm4_moe",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "GptOssForCausalLM": "gpt_oss",
+    "Llama4ForCausalLM": "llama4_text",
+    "Llama4ForConditionalGeneration": "llama4",
+}
+"""`model_type` by the name in `architectures`."""
 FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 """Types of weights in safetensors, and what config.json calls them."""
 SHOWN = 8
@@ -58,12 +70,23 @@ def open_model(hf_dir: Path) -> ModelDirectory:
     """Return the model in a Hugging Face directory. MegarlError, beginning with the directory or
     the file, if anything about it is wrong."""
     model = architecture.in_directory(hf_dir)
+    _check_model_type(hf_dir, model)
     description_files(hf_dir)
     stored = tensors_in_files(hf_dir)
     if problem := misfit(model, stored):
         raise MegarlError(f"{hf_dir}: {problem}")
     stacked = hf_tensors.has_stacks_to_divide(model, stored)
     return ModelDirectory(hf_dir, model, hf_tensors.with_experts_apart(model, stored), stacked)
+
+
+def _check_model_type(hf_dir: Path, model: Architecture) -> None:
+    """Raise MegarlError if transformers and SGLang would choose another class than the one in
+    `architectures`, or none."""
+    given = read_config(hf_dir).get("model_type")
+    wanted = MODEL_TYPES[model.name]
+    if given != wanted:
+        what = f"model_type is {given!r}, and {model.name} is loaded as {wanted!r}"
+        raise MegarlError(f"{hf_dir / 'config.json'}: {what}; set it")
 
 
 def open_served_model(hf_dir: Path) -> ModelDirectory:
@@ -95,7 +118,7 @@ def misfit(model: Architecture, stored: Mapping[str, TensorInFile]) -> str:
     foreign = [
         name
         for name in sorted(tensors.keys() - shapes.keys())
-        if not name.startswith(carried or ("\0",)) and not _is_ignored(name, model)
+        if not name.startswith(carried) and not _is_ignored(name, model)
     ]
     if missing or foreign:
         return _other_names(missing, foreign)

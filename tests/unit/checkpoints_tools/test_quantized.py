@@ -74,7 +74,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-@pytest.mark.parametrize("scale_type", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale_type", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
 def test_fp8_is_each_code_times_the_scale_of_its_block(tmp_path: Path, scale_type: torch.dtype) -> None:
     tensors = fp8_tensors(scale_type)
     source = written(tmp_path / "fp8", FP8, tensors)
@@ -83,7 +83,10 @@ def test_fp8_is_each_code_times_the_scale_of_its_block(tmp_path: Path, scale_typ
     assert found.keys() == {name for name in tensors if not name.endswith("_inv")}
     assert all(same_bits(found[name], tensors[name]) for name in ("norm", "gate.bias"))
     for i, (rows, columns) in enumerate(SHAPES):
-        codes, scales = tensors[f"{i}.weight"].view(torch.uint8).tolist(), tensors[f"{i}.weight_scale_inv"].tolist()
+        codes, scales = (
+            tensors[f"{i}.weight"].view(torch.uint8).tolist(),
+            tensors[f"{i}.weight_scale_inv"].float().tolist(),
+        )
         # A product of two float32 numbers is exact in Python's doubles; it is rounded to float32, then to bf16.
         values = [[e4m3(codes[r][c]) * scales[r // 128][c // 128] for c in range(columns)] for r in range(rows)]
         assert same_bits(found[f"{i}.weight"], torch.tensor(values, dtype=torch.float64).float().bfloat16())
