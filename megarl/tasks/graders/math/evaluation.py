@@ -25,9 +25,9 @@ MOST_BITS = 80_000
 MOST_STEPS = 150_000
 MOST_TERMS = 2_000
 LARGEST_LOG = 1e9
-"""Of a power: the natural logarithm of its magnitude."""
+"""The natural logarithm of a power's magnitude."""
 LARGEST_ARGUMENT = 10**6
-"""Of a factorial or a binomial coefficient."""
+"""The argument of a factorial or a binomial coefficient."""
 LARGEST_EXACT_FACTORIAL = 8_000
 LARGEST_ANGLE = 10**15
 
