@@ -124,7 +124,7 @@ async def _reads(pool: Pool, text: str, hostile: list[str]) -> bool:
 def described(count: int, total: int, examples: Iterable[str]) -> str:
     """Say how many of a set's answers cannot be read, with the first examples."""
     shown = ", ".join(repr(example[:80]) for example in islice(examples, EXAMPLES))
-    return f"{count:,} of {total:,} answers `grader: math` cannot read as a whole, such as {shown}"
+    return f"`grader: math` cannot read {count:,} of {total:,} answers as a whole, such as {shown}"
 
 
 def unreadable_in(prompts: Sequence[Prompt]) -> "Unread":

@@ -43,15 +43,15 @@ def test_they_are_counted_and_kept_left_out_or_refused(
     made = recipe(tmp_path, policy)
     tasks = load_tasks(made, byte_tokenizer(tmp_path / "model"))
     if policy == "refuse":
-        told = r"t\.train: 3 of 6 answers .* such as 'b: \?1', 'e: \?3 or \?4', 'f: \?1'; correct them"
+        told = r"t\.train: .* cannot read 3 of 6 answers .* such as 'b: \?1', 'e: \?3 or \?4', 'f: \?1'; correct them"
         with pytest.raises(MegarlError, match=told):
             preflight.check_answers(made, tasks, {})
         return
     preflight.check_answers(made, tasks, {})
     assert [prompt.id for prompt in tasks["t"].train] == list(train)
     assert [prompt.id for prompt in tasks["t"].heldout] == list("abcdef")
-    assert "t.train: 3 of 6 answers" in caplog.text
-    assert "t.heldout: 3 of 6 answers" in caplog.text
+    assert "t.train: `grader: math` cannot read 3 of 6 answers" in caplog.text
+    assert "t.heldout: `grader: math` cannot read 3 of 6 answers" in caplog.text
 
 
 @pytest.mark.parametrize("policy", ["drop", "refuse"])
@@ -99,4 +99,4 @@ def test_inspect_says_how_many_there_are(
     monkeypatch.setenv("COLUMNS", "300")
     recipe(tmp_path, "text")
     assert main(["data", "inspect", str(tmp_path / "train.jsonl")]) == 0
-    assert "3 of 6 answers `grader: math` cannot read as a whole, such as '?1', '?3 or ?4'" in capsys.readouterr().out
+    assert "`grader: math` cannot read 3 of 6 answers as a whole, such as '?1', '?3 or ?4'" in capsys.readouterr().out
