@@ -15,7 +15,7 @@ CLOSING = {"```": "```", "~~~": "~~~", "<tool_call>": "</tool_call>"}
 
 
 @dataclass(frozen=True)
-class Block:
+class MarkedBlock:
     """A block of a text: text[begin:end], with text[inner:inner_end] between its marks."""
 
     begin: int
@@ -24,7 +24,7 @@ class Block:
     end: int
 
 
-def blocks(text: str, opening: re.Pattern[str], closing: Mapping[str, str]) -> Iterator[Block]:
+def blocks(text: str, opening: re.Pattern[str], closing: Mapping[str, str]) -> Iterator[MarkedBlock]:
     """Yield the closed blocks of a text, in time linear in its length.
 
     closing: the closing mark, by the beginning of an opening mark.
@@ -39,7 +39,7 @@ def blocks(text: str, opening: re.Pattern[str], closing: Mapping[str, str]) -> I
         if inner_end < 0:
             unclosed.add(kind)
             continue
-        block = Block(match.start(), at, inner_end, inner_end + len(closing[kind]))
+        block = MarkedBlock(match.start(), at, inner_end, inner_end + len(closing[kind]))
         at = block.end
         yield block
 
