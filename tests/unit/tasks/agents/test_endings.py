@@ -187,7 +187,7 @@ def test_whatever_ends_a_session_each_request_is_answered(tmp_path: Path) -> Non
         server = await Gateway("127.0.0.1").start()
         try:
             async with aiohttp.ClientSession() as http:
-                for begin in range(0, 60, 10):
+                for begin in range(0, 40, 10):
                     await asyncio.gather(*(one(seed, server, http) for seed in range(begin, begin + 10)))
         finally:
             await server.close()
