@@ -6,6 +6,7 @@ something else ("false" is true in Python) or would fail where nobody can tell w
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.types import JsonObject
@@ -42,15 +43,22 @@ def is_object(value: object) -> bool:
     return isinstance(value, dict)
 
 
-Kind = tuple[str, Callable[[object], bool]]
-FLAG: Kind = ("true or false", is_flag)
-NUMBER: Kind = ("a number above 0", is_number)
-NUMBER_OR_ZERO: Kind = ("a number that is not negative", is_number_or_zero)
-COUNT: Kind = ("a whole number that is not negative", is_count)
-LIST: Kind = ("a list", is_list)
-OBJECT: Kind = ("a JSON object", is_object)
+@dataclass(frozen=True)
+class ValueKind:
+    """words: what a value must be, for messages. fits: whether one is."""
 
-KINDS: dict[str, Kind] = {
+    words: str
+    fits: Callable[[object], bool]
+
+
+FLAG = ValueKind("true or false", is_flag)
+NUMBER = ValueKind("a number above 0", is_number)
+NUMBER_OR_ZERO = ValueKind("a number that is not negative", is_number_or_zero)
+COUNT = ValueKind("a whole number that is not negative", is_count)
+LIST = ValueKind("a list", is_list)
+OBJECT = ValueKind("a JSON object", is_object)
+
+KINDS: dict[str, ValueKind] = {
     **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), FLAG),
     **dict.fromkeys(("norm_topk_prob", "use_qk_norm", "use_sliding_window"), FLAG),
     "rope_interleave": FLAG,
@@ -59,18 +67,18 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(("partial_rotary_factor", "floor_scale"), NUMBER),
     **dict.fromkeys(("first_k_dense_replace",), COUNT),
 }
-NULLABLE: dict[str, Kind] = {
+NULLABLE: dict[str, ValueKind] = {
     **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), COUNT),
     **dict.fromkeys(("mlp_only_layers", "layer_types", "moe_layers", "no_rope_layers"), LIST),
     **dict.fromkeys(("rope_parameters", "rope_scaling"), OBJECT),
 }
 """Values that may be null, which means the same as their absence."""
-ROPE: dict[str, Kind] = {
+ROPE: dict[str, ValueKind] = {
     **dict.fromkeys(("rope_theta", "factor", "low_freq_factor", "high_freq_factor"), NUMBER),
     **dict.fromkeys(("original_max_position_embeddings", "partial_rotary_factor"), NUMBER),
     "truncate": FLAG,
 }
-NULLABLE_ROPE: dict[str, Kind] = {
+NULLABLE_ROPE: dict[str, ValueKind] = {
     **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor"), NUMBER_OR_ZERO),
     **dict.fromkeys(("mscale", "mscale_all_dim"), NUMBER_OR_ZERO),
 }
@@ -89,14 +97,14 @@ def check_values(config: JsonObject) -> None:
         raise MegarlError(f"{what}: {why}; move its values into rope_parameters")
 
 
-def _check(values: JsonObject, kinds: dict[str, Kind], nullable: dict[str, Kind], prefix: str = "") -> None:
+def _check(values: JsonObject, kinds: dict[str, ValueKind], nullable: dict[str, ValueKind], prefix: str = "") -> None:
     for key in values.keys() & (kinds.keys() | nullable.keys()):
         value = values[key]
         if value is None and key in nullable:
             continue
-        words, fits = kinds.get(key) or nullable[key]
-        if not fits(value):
-            raise MegarlError(f"{prefix}{key} is {_shown(value)}, not {words}")
+        kind = kinds.get(key) or nullable[key]
+        if not kind.fits(value):
+            raise MegarlError(f"{prefix}{key} is {_shown(value)}, not {kind.words}")
 
 
 def size(config: JsonObject, key: str, otherwise: int | None = None) -> int:

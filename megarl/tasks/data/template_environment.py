@@ -26,7 +26,7 @@ LONGEST = 10_000_000
 COUNTED = "counted_by_megarl"
 
 
-class Generation(Extension):
+class GenerationTag(Extension):
     """Write what `{% generation %}` encloses; with this tag transformers marks what a supervised
     trainer learns."""
 
@@ -44,7 +44,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**"})
 
     def __init__(self) -> None:
-        extensions = [Generation, "jinja2.ext.loopcontrols"]
+        extensions = [GenerationTag, "jinja2.ext.loopcontrols"]
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         self.steps = MOST_STEPS
         self.filters["tojson"] = _to_json
