@@ -1,6 +1,6 @@
 """Reads files that a stranger or a crash may have left in a run directory.
 
-    opened      a regular file, open for reading     ─┐   a FIFO, a device or a folder is one error,
+    opened      a regular file, open for reading     ─┐   a FIFO or a device is one error,
     contents    all of it, up to a limit              ├─► and so is more than anybody's memory holds
     lines_of    line by line, each up to a limit     ─┘
 
@@ -29,22 +29,13 @@ def opened(path: Path, buffering: int = -1) -> BinaryIO:
     mode = os.fstat(file.fileno()).st_mode
     if not stat.S_ISREG(mode):
         file.close()
-        raise not_regular(path)
+        raise MegarlError(f"{path}: a pipe or a device, where a regular file belongs; remove it")
     return file
 
 
 def _without_waiting(path: str, flags: int) -> int:
     """Open a file; of a FIFO without a writer, too, return at once."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK)
-    if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise not_regular(Path(path))
-    return descriptor
-
-
-def not_regular(path: Path) -> MegarlError:
-    """Return the error for something that is not a file of bytes."""
-    return MegarlError(f"{path}: a folder, a pipe or a device, where a regular file belongs; remove it")
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def contents(path: Path, most: int = LARGEST_BYTES) -> bytes:

@@ -91,11 +91,13 @@ def test_only_regular_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "zeros").symlink_to("/dev/zero")
     (tmp_path / "folder").mkdir()
-    for name in ("fifo", "zeros", "folder"):
-        with pytest.raises(MegarlError, match=f"{name}: a folder, a pipe or a device, where a regular file belongs"):
+    for name in ("fifo", "zeros"):
+        with pytest.raises(MegarlError, match=f"{name}: a pipe or a device, where a regular file belongs"):
             files.contents(tmp_path / name)
-        with pytest.raises(MegarlError, match=f"{name}: a folder, a pipe or a device"):
+        with pytest.raises(MegarlError, match=f"{name}: a pipe or a device"):
             list(files.lines_of(tmp_path / name))
+    with pytest.raises(IsADirectoryError):  # as a file system may say for a moment, so whoever watches tries again
+        files.contents(tmp_path / "folder")
     with (tmp_path / "sparse").open("wb") as sparse:
         sparse.truncate(40 << 30)
     with pytest.raises(MegarlError, match="sparse: larger than 256 MiB"):
