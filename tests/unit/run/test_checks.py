@@ -582,7 +582,7 @@ def test_large_weights_are_known_by_a_sample(tree: Tree) -> None:
         (
             "train.jsonl",
             b'{"id": "0", "prompt": "0+1=", "answer": "1", "difficulty": 1' + b"0" * 30 + b"}",
-            r"train\.jsonl:1: not a row of id, prompt, answer, difficulty: Expected `int` <= 2147483648",
+            r"train\.jsonl:1: the difficulty is not between -2\^31 and 2\^31",
         ),
         (
             "train.jsonl",
