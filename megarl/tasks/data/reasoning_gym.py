@@ -14,7 +14,9 @@ differ by more than their sizes; shared prompts of a training and a held-out set
 import contextlib
 import dataclasses
 import difflib
+import importlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import signal
@@ -23,6 +25,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -46,6 +49,9 @@ RIGHT_FROM = 0.999
 """The least score of a right answer. Most scorers give a little, such as 0.01, for any text."""
 WITHOUT_SOURCE = ("composite",)
 """Families that mix others, for which a recipe has tasks."""
+SOLVER = "pycosat"
+"""What one family solves its puzzles with. It needs a C compiler, so the pinned stack is without it."""
+SOLVED_FAMILY = "zebra_puzzles"
 
 
 class GymProblem(msgspec.Struct, frozen=True):
@@ -127,6 +133,13 @@ def check_package() -> None:
     raise MegarlError(f"the package {PACKAGE} is missing: pip install {PACKAGE}=={VERSION}")
 
 
+def import_package() -> None:
+    """Import reasoning-gym, also without its solver, of which it needs nothing until it solves."""
+    if SOLVER not in sys.modules and importlib.util.find_spec(SOLVER) is None:
+        sys.modules[SOLVER] = ModuleType(SOLVER)
+    importlib.import_module("reasoning_gym")
+
+
 def rows(source: str) -> Iterator[JsonObject]:
     """Yield the rows of a source, the same each time; MegarlError if it has none. Repeated prompts are left out."""
     parsed(source)
@@ -182,9 +195,12 @@ def _lines(source: str, count: str = "") -> Iterator[bytes]:
 @lru_cache(maxsize=64)
 def _dataset(family: str, options: str, seed: int = 0, size: int = 1) -> Any:
     """Return reasoning-gym's data set. options: as JSON. MegarlError if there is none with these options."""
+    import_package()
     from reasoning_gym.factory import DATASETS, create_dataset
 
     known = sorted(DATASETS.keys() - {*WITHOUT_SOURCE})
+    if family == SOLVED_FAMILY and not _has_solver():
+        raise MegarlError(f"{family} needs a package that is compiled as it is installed: pip install {SOLVER}")
     if family not in known:
         close = difflib.get_close_matches(family, known, 1)
         meant = f"did you mean {close[0]}? " if close else ""
@@ -197,6 +213,10 @@ def _dataset(family: str, options: str, seed: int = 0, size: int = 1) -> Any:
         return create_dataset(family, **values, seed=seed, size=size)
     except (AssertionError, ValueError, TypeError) as error:
         raise MegarlError(f"{family} takes no such options: {error}") from None
+
+
+def _has_solver() -> bool:
+    return getattr(sys.modules.get(SOLVER), "solve", None) is not None
 
 
 def _rows(source: GymSource, count: int) -> Iterator[JsonObject]:

@@ -34,9 +34,10 @@ def named(grader: str) -> Function:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
         return same_in_mathematics
     if grader == "reasoning-gym":
-        import reasoning_gym  # noqa: F401  (imported before `ready`)
-
+        from megarl.tasks.data.reasoning_gym import import_package
         from megarl.tasks.graders.reasoning_gym import is_right
+
+        import_package()
 
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
         return is_right
