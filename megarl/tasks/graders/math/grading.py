@@ -64,7 +64,7 @@ def is_equal(answer: str, expected: str, prompt: str = "") -> bool:
 def readable(expected: str) -> bool:
     """Return whether the grader can read an expected answer as mathematics or words.
 
-    If not, an answer is right only if it is the same text. The time is linear in the text, about 0.1 ms for a
+    If not, an answer is right only if it is the same text. The time is linear in the text, less than 1 ms for a
     usual answer, and bounded: what is longer than 20,000 characters is not readable.
     """
     return reading(GOLD_MARK.sub("", expected), NO_QUESTION).answer is not None
