@@ -336,7 +336,7 @@ class Comparison:
             if names is None or not isinstance(values, Listing):
                 continue
             in_order = list(names) == sorted(names)
-            if values.bracket not in VECTORS or not in_order:
+            if values.bracket not in (Bracket.ROUND, Bracket.ANGLE) or not in_order:
                 return False
             return self._same_in_order(tuple(names.values()), values.items)
         return None

@@ -20,7 +20,7 @@ from megarl.tasks.graders.math.evaluation import (
     as_real,
     variable,
 )
-from megarl.tasks.graders.math.formulas import TWO_VALUED, Apply, Formula, heads, parts, symbols
+from megarl.tasks.graders.math.formulas import TWO_VALUED, Apply, Formula, Number, heads, parts, symbols
 
 PRECISION = 240
 """Bits of the first evaluation; the second has twice as many."""
@@ -198,7 +198,7 @@ def needs_computing(formula: Formula, equality: Equality) -> bool:
     if any(needs_computing(argument, equality) for argument in arguments):
         return not _is_scientific(formula)
     if formula.head == "/":
-        return False
+        return _is_an_integer_as_a_fraction(formula)
     if _is_scientific(formula):
         return False
     if formula.head in ("+", "*"):
@@ -217,6 +217,14 @@ def _is_rational(formula: Formula) -> bool:
     if isinstance(formula, Apply):
         return formula.head in ("-", "/") and all(map(_is_rational, formula.arguments))
     return hasattr(formula, "value")
+
+
+def _is_an_integer_as_a_fraction(formula: Apply) -> bool:
+    """Return whether this is a fraction of numbers that is an integer, as 30/2."""
+    numbers = [part.value for part in formula.arguments if isinstance(part, Number)]
+    if len(numbers) < 2 or not numbers[1] or numbers[1] == 1:
+        return False
+    return (numbers[0] / numbers[1]).denominator == 1
 
 
 def _is_nearly_rational(formula: Formula, equality: Equality) -> bool:

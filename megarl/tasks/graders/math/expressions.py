@@ -494,7 +494,7 @@ class FormulaParser(Cursor):
         else:
             words = [self.take().text]
         inside = "".join(words).removeprefix("\\vec ")
-        if not inside.isalpha():
+        if not inside.isalpha() and inside != "0":
             raise CannotRead("an accent over no name")
         name = self._full_name(f"{accent} {inside}")
         if inside in ("i", "j", "k") and name in (rf"\hat {inside}", rf"\vec {inside}"):

@@ -17,6 +17,7 @@ from megarl.tasks.graders.math.reader import NO_QUESTION, QuestionWords, questio
 from megarl.tasks.graders.math.tokens import MOST_CHARACTERS, CannotRead, spelled
 
 GOLD_MARK = re.compile(r"^\s*####\s*")
+UPRIGHT_LETTER = re.compile(r"\\(?:text|mathrm)\s*\{\s*~?[A-Za-z]\s*\}")
 GROUPS = re.compile(r"[1-9]\d{0,2}(?:,[1-9]\d{2})+")
 DECIMAL_COMMA = re.compile(r"-?\d+,(?:\d{1,2}|\d{4,})")
 MOST_FORMULAS_OF_PROMPT = 100
@@ -47,7 +48,8 @@ def is_equal(answer: str, expected: str, prompt: str = "") -> bool:
     gold = reading(GOLD_MARK.sub("", expected), question)
     for passage in passages(answer):
         candidate = reading(passage.text, question)
-        if candidate.spelling is not None and candidate.spelling == gold.spelling:
+        same_text = candidate.spelling is not None and candidate.spelling == gold.spelling
+        if same_text and not _adds_a_unit(candidate.answer, gold.answer, passage.text):
             return True
         if candidate.answer is None:
             continue
@@ -64,7 +66,7 @@ def is_equal(answer: str, expected: str, prompt: str = "") -> bool:
 def readable(expected: str) -> bool:
     """Return whether the grader can read an expected answer as mathematics or words.
 
-    If not, an answer is right only if it is the same text. The time is linear in the text, about 0.1 ms for a
+    If not, an answer is right only if it is the same text. The time is linear in the text, less than 1 ms for a
     usual answer, and bounded: what is longer than 20,000 characters is not readable.
     """
     return reading(GOLD_MARK.sub("", expected), NO_QUESTION).answer is not None
@@ -150,6 +152,13 @@ def _computations_of(prompt: str) -> tuple[Counter[Fraction], ...]:
         if has_steps_left(candidate) and (numbers := _numbers(candidate)):
             computations.append(numbers)
     return tuple(computations)
+
+
+def _adds_a_unit(answer: MathAnswer | None, gold: MathAnswer | None, text: str) -> bool:
+    """Return whether an upright letter is a unit in the answer, but a variable in the expected one."""
+    if not isinstance(answer, Expression) or not isinstance(gold, Expression):
+        return False
+    return bool(answer.unit) and not gold.unit and UPRIGHT_LETTER.search(text) is not None
 
 
 def _same_list(expected: str, gold: MathAnswer, text: str, answer: MathAnswer) -> bool:

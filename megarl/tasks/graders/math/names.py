@@ -173,6 +173,8 @@ AFTER = words_of(
     "p.m a.m pm am 万 亿 千 百 十 萬 億 分 余 多"
 )
 """Words behind a number that change its value or say that it is a bound."""
+MAGNITUDES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+"""Words behind a number that multiply it, with their powers of ten."""
 BEFORE = words_of(
     "not least most than nearly almost under over below above minus negative plus exceeding about approximately "
     "roughly around beyond except between from up within up fewer more less isn't aren't wasn't n't never without "

@@ -445,7 +445,13 @@ class AnswerParser(UnitParser):
         """Read a group in braces; with commas it is a set, as in plain text."""
         if self.at("}"):
             raise CannotRead("an empty group")
+        self.bar_divides = True
         inside = self.items()
+        self.bar_divides = False
+        if self.accept("|", r"\mid"):
+            builder = Builder(inside, self.items())
+            self.expect("}")
+            return builder
         for command, head in ((r"\choose", "binom"), (r"\over", "/")):
             if self.accept(command):
                 inside = Expression(Apply(head, (_formula_without_unit(inside), formula_of(self.sum()))))

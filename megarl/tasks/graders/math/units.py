@@ -2,7 +2,7 @@
 
 from megarl.tasks.graders.math import names
 from megarl.tasks.graders.math.expressions import FormulaParser
-from megarl.tasks.graders.math.formulas import Apply, Formula
+from megarl.tasks.graders.math.formulas import Apply, Formula, integer
 from megarl.tasks.graders.math.kinds import Expression
 from megarl.tasks.graders.math.tokens import CannotRead, Gap, Token, TokenKind
 
@@ -35,7 +35,10 @@ class UnitParser(FormulaParser):
         return ""
 
     def with_unit(self, formula: Formula, currency: str) -> Expression:
-        """Read the unit behind a formula, if there is one."""
+        """Read the magnitude and the unit behind a formula, if there are any."""
+        if self._is_magnitude():
+            power = Apply("^", (integer(10), integer(names.MAGNITUDES[self.take().text])))
+            formula = Apply("*", (formula, power))
         if isinstance(formula, Apply) and formula.head in ("%", "degree"):
             unit = "percent" if formula.head == "%" else "degree"
             if self.at(r"\degree") or self.unit_follows():
@@ -59,9 +62,16 @@ class UnitParser(FormulaParser):
             return self._is_quotient_of_units()
         if token.kind is not TokenKind.WORD or self.previous is None:
             return False
+        if self._is_magnitude():
+            return True
         if len(token.text) == 1:
             return self._is_letter_unit(token)
         return self._is_unit_word(token)
+
+    def _is_magnitude(self) -> bool:
+        """Return whether `million` or its like comes next, behind a number."""
+        is_word = self.peek().kind is TokenKind.WORD and self.peek().text in names.MAGNITUDES
+        return is_word and self.previous is not None and self.previous.kind is TokenKind.NUMBER
 
     def _is_quotient_of_units(self) -> bool:
         """Return whether `\\frac{\\text{m}}{\\text{s}}` comes next."""
