@@ -162,7 +162,9 @@ def test_damaged_checkpoint(directory: Path, tmp_path: Path, capsys: pytest.Capt
             expected = "config.json: its checksum is "
         case "another model":
             edit_config(step / "hf", num_hidden_layers=6, intermediate_size=80)
-            checkpoint.seal(step, checkpoint.read_meta(step), {})
+            meta = checkpoint.read_meta(step)
+            unchanged = {name: value for name, value in meta.files.items() if not name.startswith("hf/")}
+            checkpoint.seal(step, meta, unchanged)
             expected = "decoder.layers.mlp.linear_fc2.weight is [4, 64, 96] instead of [6, 64, 80]"
     for command in (("convert", "megatron-to-hf"), ("reshard",)):
         message = refused(capsys, *command, step, tmp_path / "out")
