@@ -104,7 +104,7 @@ def test_a_model_that_cannot_be_trained_is_not_written(tmp_path: Path) -> None:
     """Each step would be skipped, and the model that it began with be taken for a trained one."""
     recipe = written(tmp_path, "broken")
     file = tmp_path / "data" / "init" / "model.safetensors"
-    save_file({name: torch.full_like(value, torch.nan) for name, value in load_file(file).items()}, file)
+    save_file({name: torch.full_like(value, 3e38) for name, value in load_file(file).items()}, file)
     with pytest.raises(AssertionError, match="steps 1 to 3 of 40 were skipped: loss or gradient was not"):
         run_world(1, "megarl", "sft", str(recipe))
     assert not (tmp_path / "broken").exists()

@@ -50,7 +50,9 @@ class Prompt(Record, frozen=True):
     answer: str  # what the task's grader compares completions with
     task: str = "math"
     difficulty: int = 0  # smaller is easier
-    alternatives: tuple[str, ...] = ()  # answers that are as right as `answer`
+    # Answers that are as right as `answer`. Unset is not encoded, so a set without any has the
+    # fingerprint that it had when a run began.
+    alternatives: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def shown(self) -> "Prompt":
@@ -58,13 +60,13 @@ class Prompt(Record, frozen=True):
 
         Long answers are cut: unit tests can take a megabyte.
         """
-        alternatives = tuple(map(_cut, self.alternatives))
+        alternatives = tuple(map(_cut, self.answers[1:])) or msgspec.UNSET
         return msgspec.structs.replace(self, answer=_cut(self.answer), alternatives=alternatives)
 
     @property
     def answers(self) -> tuple[str, ...]:
         """All answers that are right."""
-        return (self.answer, *self.alternatives)
+        return (self.answer, *(self.alternatives or ()))
 
 
 def _cut(answer: str) -> str:

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple, overload
 
+import msgspec
 import numpy as np
 
 from megarl.core.base.contracts import TaskPrompts
@@ -299,7 +300,7 @@ def _prompt(encoded: EncodedRow, task: str) -> Prompt:
         answer=row.answer,
         task=task,
         difficulty=row.difficulty,
-        alternatives=row.alternatives,
+        alternatives=row.alternatives or msgspec.UNSET,
     )
 
 
