@@ -118,6 +118,8 @@ class FormulaParser(Cursor):
             elif self.at(*MODULO):
                 self.take()
                 value = Apply("mod", (formula_of(value), formula_of(self._signed_factor())))
+            elif isinstance(value, Number) and self.peek().text in names.SCALES:
+                value = Number(value.value * names.SCALES[self.take().text])
             elif self._multiplies():
                 if fraction_at == self.position:
                     self._check_fraction_before(value)
