@@ -15,6 +15,7 @@ from typing import Any, TypeGuard
 
 from megarl.tasks.graders.math.equality import Equality
 from megarl.tasks.graders.math.evaluation import (
+    MOST_STEPS,
     Budget,
     Complex,
     NoValue,
@@ -93,6 +94,11 @@ class Comparison:
     def __init__(self) -> None:
         self._equality = Equality(Budget())
         self._sets = RealSets(self._equality)
+
+    @property
+    def steps(self) -> int:
+        """The operations done so far."""
+        return MOST_STEPS - self._equality.budget.steps
 
     def same(self, gold: MathAnswer, answer: MathAnswer) -> bool:
         """Return whether two answers are equal."""

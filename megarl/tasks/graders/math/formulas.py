@@ -52,9 +52,15 @@ def parts(formula: Formula) -> Iterator[Formula]:
 
 
 def symbols(formula: Formula) -> frozenset[str]:
-    """Return the names of the formula's variables; constants are none."""
-    names = (part.name for part in parts(formula) if isinstance(part, Symbol))
-    return frozenset(names) - CONSTANTS
+    """Return the names of the formula's free variables; constants and the index of a sum are none."""
+    if isinstance(formula, Symbol):
+        return frozenset({formula.name}) - CONSTANTS
+    if not isinstance(formula, Apply):
+        return frozenset()
+    names = frozenset().union(*map(symbols, formula.arguments))
+    if formula.head in ("sum", "prod"):
+        return names - symbols(formula.arguments[0])
+    return names
 
 
 def heads(formula: Formula) -> frozenset[str]:

@@ -68,8 +68,9 @@ OFFERS_ANOTHER = re.compile(
 """What behind an answer offers another one, or a condition."""
 SUPPOSED = re.compile(
     r"(?i)\b(?:let|when|if|suppose|assume|assuming|whether)\b[^,]*$"
-    r"|\b(?:no|anything\s+but|all\s+but|nowhere\s+near|far\s+from)\s*\W*$|\b(?:divid|multipl)\w*\s+(?:\w+\s+){0,2}by\s*\W*$"
-    r"|\b(?:could|might|may)\s+be\b|\b(?:perhaps|maybe|possibly|probably|either)\b|(?:^|\s)\d+\.\s*$"
+    r"|\b(?:no|anything\s+but|all\s+but|nowhere\s+near|far\s+from)\s*\W*$"
+    r"|\b(?:divid|multipl)\w*\s+(?:\w+\s+){0,2}by\s*\W*$|\b(?:could|might|may)\s+be\s*\W*$"
+    r"|\b(?:perhaps|maybe|possibly|probably|either)\b[^,.:;=]{0,30}$|(?:^|\s)\d+\.\s*$"
 )
 """What before a number in prose says that it is no answer."""
 DENIED = re.compile(r"(?i)\W*(?:is|are)\s+(?:not|excluded|wrong|impossible|incorrect|rejected)\b|.*\?\s*$")
@@ -220,7 +221,7 @@ def _last_in_words(text: str) -> Passage | None:
         end = min(begin, end - 1)
     else:
         return None
-    while begin < end and _is_joint(words[begin]):
+    while begin < end and (_is_joint(words[begin]) or words[begin] == "*"):
         begin += 1
     while end > begin and _is_joint(words[end - 1]):
         end -= 1
@@ -290,6 +291,8 @@ def _bare(word: str) -> str:
 def is_formula_word(word: str) -> bool:
     """Return whether a word between blanks may be part of a formula."""
     bare = _bare(word)
+    if word == "*":
+        return True
     if not bare:
         return False
     if OPERATORS.fullmatch(word) or OPERATORS.fullmatch(bare):

@@ -56,10 +56,12 @@ FORM = re.compile(
 )
 OPTION = re.compile(r"\(([A-J])\)|(?<![A-Za-z\d])([A-J])[.):](?=\s)")
 AROUND_OPTION = re.compile(r"\\text(?:bf|rm)?\s*\{\s*$|^\s*\}|\\qquad|\\quad|\\ ")
-ASKED_UNIT = re.compile(
-    r"(?i)\b(?:how\s+(?:many|much)|in)\s+(?:more\s+|whole\s+|total\s+)?(square\s+|cubic\s+)?([A-Za-z]+)\b"
-    r"(?!\s*(?:/|per\b|and\b|\^))"
-)
+HOW_MANY = re.compile(r"(?i)\bhow\s+(?:many|much)((?:\s+[A-Za-z]+){1,4})(?!\s*(?:/|\^))")
+IN_UNITS = re.compile(r"(?i)\bin\s+(square\s+|cubic\s+)?([A-Za-z]+)\b(?!\s*(?:/|per\b|and\b|\^))")
+SQUARE_OR_CUBIC = {"square": "^2", "cubic": "^3"}
+NO_NOUNS = frozenset({"does", "is", "was", "has"})
+COUNT = "count"
+"""What "how many apples" asks for: no measure."""
 ASKED_PERCENT = re.compile(r"(?i)\b(?:what|which)\s+percent|\bpercentage\b|\bas\s+a\s+percent")
 PERCENT = re.compile(r"(?i)percent|%")
 POINT = re.compile(r"(?i)\b(?:points?|vertex|vertices|intersections?|coordinates|ordered\s+pairs?|cent(?:er|re))\b")
@@ -318,17 +320,32 @@ def _options_of(text: str) -> dict[str, TextReading]:
 
 
 def _unit_asked(text: str) -> str:
-    """Return the unit or noun that the last question of a prompt asks for; "" if it names none."""
+    """Return the measure that the last question of a prompt asks for, COUNT, or "" if it names none."""
     if ASKED_PERCENT.search(text):
         return "percent"
-    unit = ""
-    for match in ASKED_UNIT.finditer(text):
-        word = match[2].lower()
-        measure = names.UNITS.get(match[2]) or names.UNITS.get(word)
-        is_count = match[0].lower().startswith("how")
-        if measure and (is_count or word.endswith("s") or len(word) < 3):
-            power = {"s": "^2", "c": "^3"}.get((match[1] or " ")[0].lower(), "")
-            unit = measure + power
-        elif is_count and match[1] is None and not measure:
-            unit = names.NOUNS.get(word) or word
-    return unit
+    asked = [(match.start(), _unit_counted(match[1].lower().split())) for match in HOW_MANY.finditer(text)]
+    for match in IN_UNITS.finditer(text):
+        measure = _measure(match[2])
+        if measure and (match[2].endswith("s") or len(match[2]) < 3):
+            power = SQUARE_OR_CUBIC.get((match[1] or "").strip().lower(), "")
+            asked.append((match.start(), measure + power))
+    return max(asked, default=(0, ""))[1]
+
+
+def _unit_counted(words: list[str]) -> str:
+    """Return the measure among the words behind "how many", COUNT for a noun, "" if that is not clear."""
+    for number, word in enumerate(words):
+        if measure := _measure(word):
+            if words[number + 1 : number + 2] in (["per"], ["and"]):
+                return ""
+            power = SQUARE_OR_CUBIC.get(words[number - 1], "") if number else ""
+            return measure + power
+        if word in names.NOUNS:
+            return COUNT
+    return COUNT if words[0].endswith("s") and words[0] not in NO_NOUNS else ""
+
+
+def _measure(word: str) -> str:
+    if word.lower() in ("in", "cup", "second", "unit", "units"):
+        return ""
+    return names.UNITS.get(word) or names.UNITS.get(word.lower()) or ""
