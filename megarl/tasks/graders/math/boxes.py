@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass
 
 from megarl.tasks.graders.math import names
+from megarl.tasks.graders.math.compare import equal
+from megarl.tasks.graders.math.readings import reading
 
 BOX = re.compile(
     r"\\(?:boxed|fbox)(?![a-zA-Z])\s*\{|\\(?:boxed|fbox)(?![a-zA-Z])\s*([^\s{$]+)|\\.|[{}]",
@@ -37,9 +39,12 @@ OPENING = re.compile(
     r"|(?<![A-Za-z0-9}^_\s])\{|^\{)\s*$"
 )
 """A brace before a box that only sets its type."""
+END_OF_TEXT = re.compile(r"\s*<[/|].*$")
+"""A token that ends a text, as models write it out: `</s>`, `<|im_end|>`."""
+ARROW = re.compile(r"(?:[=-]+>|→|⇒)\s*$")
 EMPHASIS = re.compile(r"(?:\*\*|__|(?:(?<=\s)|^)[*_\"'(\[])+$")
 BULLET_ALONE = re.compile(r"\s*(?:[-+*>•]|\d+[.)])\s+")
-ENDS_BEFORE_BOX = re.compile(r"(?:[=≈,.]|\\approx|\\sim|\\in)\s*$")
+ENDS_BEFORE_BOX = re.compile(r"(?:[=≈]|\\approx|\\sim|\\in)\s*$")
 """What may stand before a box within a formula."""
 OPERATOR = (
     r"[-+*/^<>±×·÷≤≥≠√_−]|\\(?:cdot|times|div|ast|pm|mp|neq?|leq?|geq?|lt|gt|sqrt|frac|log|ln|sin|cos|tan)(?![A-Za-z])"
@@ -51,17 +56,23 @@ RIGHT_OF_LINE = re.compile(
     rf"[\w^_/%°]|[.:,]\d|\s*(?:[+*/^=<>×·÷≤≥≠±≈%°]|-\s*\d|\\(?:%|approx|pi|equiv)|{OPERATOR.partition('|')[2]}"
     rf"|\\(?:text|mathrm)\s*\{{\s*{SCALE}|{SCALE})"
 )
-RIGHT_OF_FORMULA = re.compile(rf"(?:\\(?:text|mathrm)\s*\{{\s*)?{SCALE}|(?!\\text|\\mathrm|[.,;:]\s*$|[.,;](?!\d))\S")
+NO_FORMULA = r"\\(?:text|mathrm|textbf|blacksquare|square|Box|checkmark|qed|tag)(?![A-Za-z])"
+RIGHT_OF_FORMULA = re.compile(
+    rf"(?:\\(?:text|mathrm)\s*\{{\s*)?{SCALE}|(?!{NO_FORMULA}|[.,;:]\s*$|[.;](?!\d)|,(?!\s*[\d\\(]))\S"
+)
 EXCLAMATION = re.compile(r"[A-Za-z]{2,}[^A-Za-z]*$")
 RUN_BEFORE = re.compile(r"(?:(?<=\s)|^)(?![A-Za-z]{2,}\s)[^\s]+(?:\s+[^\sA-Za-z]\S*)*\s*$")
 DENIED_BEFORE = re.compile(
-    r"(?i)\b(?:(?:not|isn't|never|cannot\s+be|can't\s+be|unlike)\s+(?:\w+\s+)?|(?:or|nor|either)\s+)[$\\(\[*\s]*$"
+    r"(?i)\b(?:(?:not|isn't|never|cannot\s+be|can't\s+be|unlike)\s+(?:\w+\s+)?|(?:or|nor|either|twice|double)\s+"
+    r"|(?:less|more|greater|fewer)\s+than\s+|half\s+of\s+|or\s*\}\s*)[$\\(\[*\s]*$"
 )
 DENIED_BEHIND = re.compile(
-    r"(?i)[\s$\\)\]*_,]*(?:is\s+(?:not|wrong|incorrect|excluded)\b|isn't\b|cannot\s+be\b|\?"
-    r"|\(?or\s+(?:[$\\\d]|perhaps|maybe|possibly)|\(?(?:perhaps|maybe)\s)"
+    r"(?i)[\s$\\)\]*_,]*(?:is\s+(?:not|wrong|incorrect|excluded)\b|isn't\b|cannot\s+be\b|\?|\(?(?:perhaps|maybe)\s"
+    r"|\(?or\s+(?:perhaps|maybe|possibly)\b)"
 )
-OFFERED = re.compile(r"(?i)\b(?:either|or|might|could|maybe|perhaps|probably|possibly|alternatively)\b")
+OTHER_BEHIND = re.compile(r"(?:[\s$\\)\]*_,]|\\text\s*\{)*\(?or(?:\s|\}|\\)+(?=[$\\(\d-])(?P<other>\S+)")
+"""Another answer behind the box: `or 6`."""
+OFFERED = re.compile(r"(?i)\bor\b[^.]{0,15}$|\b(?:either|might|could|maybe|perhaps|probably|possibly|alternatively)\b")
 LONGEST_BETWEEN = 80
 """Characters between two boxes that are offered together."""
 
@@ -95,7 +106,7 @@ def boxed(text: str) -> str | None:
         if not JOINED.fullmatch(between):
             break
         listed.insert(0, span)
-    if _is_offered(text, spans, listed) or _is_denied(text, listed[0].begin, listed[-1].end):
+    if _is_offered(text, spans, listed) or _is_denied(text, listed):
         return None
     if len(listed) == 1:
         return _with_formula(text, listed[0])
@@ -138,10 +149,20 @@ def _is_offered(text: str, spans: list[Excerpt], listed: list[Excerpt]) -> bool:
     return len(between) <= LONGEST_BETWEEN and OFFERED.search(between) is not None
 
 
-def _is_denied(text: str, begin: int, end: int) -> bool:
+def _is_denied(text: str, listed: list[Excerpt]) -> bool:
+    """Return whether the words around the boxes deny them, or add another answer that is not the same."""
+    begin = listed[0].begin
+    end = listed[-1].end
     before = text[max(0, begin - LONGEST_BETWEEN) : begin]
     behind = text[end : end + LONGEST_BETWEEN]
-    return DENIED_BEFORE.search(before) is not None or DENIED_BEHIND.match(behind) is not None
+    if DENIED_BEFORE.search(before) or DENIED_BEHIND.match(behind):
+        return True
+    addition = OTHER_BEHIND.match(behind)
+    if addition is None:
+        return False
+    content = reading(listed[-1].text).answer
+    other = reading(addition["other"].strip(".,;)")).answer
+    return content is None or other is None or not equal(content, other)
 
 
 def _with_formula(text: str, span: Excerpt) -> str | None:
@@ -165,19 +186,20 @@ def _in_formula(left: str, span: Excerpt, right: str) -> str | None:
         right = re.sub(r"^\s*\}", "", right)
     stop = re.search(r"\\\\|&|\\(?:Rightarrow|implies|end|qquad|quad)(?![A-Za-z])|[;→⇒]", right)
     right = (right[: stop.start()] if stop else right).strip()
-    has_left = bool(left) and ENDS_BEFORE_BOX.search(left) is None
+    has_left = bool(left.strip(" ,.")) and ENDS_BEFORE_BOX.search(left) is None
     has_right = RIGHT_OF_FORMULA.match(right) is not None
     return _joined(left, span, right) if has_left or has_right else span.text
 
 
 def _in_line(left: str, span: Excerpt, right: str) -> str | None:
     left = SPACING.sub(" ", left)
-    right = SPACING.sub(" ", right)
+    right = END_OF_TEXT.sub("", SPACING.sub(" ", right))
     if BULLET_ALONE.fullmatch(left):
         left = ""
     while opening := OPENING.search(left):
         left = left[: opening.start()]
         right = re.sub(r"^\s*\}", "", right)
+    left = ARROW.sub("", left)
     plain_left = EMPHASIS.sub("", left)
     right = re.sub(r"^(?:\*\*|__|[*_\"')\]](?=\s|$|[.,]))+", "", right) if plain_left != left else right
     is_factorial = right.startswith("!") and EXCLAMATION.search(plain_left) is None

@@ -62,8 +62,8 @@ CLAUSE = re.compile(
 )
 APPROXIMATION = re.compile(r"(?i)[\s,(]*(?:which\s+is\s+)?(?:approximately|about|roughly|≈)\s+\$?(-?[\d.,]*\d)")
 OFFERS_ANOTHER = re.compile(
-    r"(?i)\b(?:or|alternatively|otherwise|else|perhaps|maybe|possibly|probably)\b.{0,40}?[\d$\\]|\bthen\s+\W*\d"
-    r"|\bbut\s+(?:many|some|others?|maybe|perhaps)\b|^[*_\s]*\?|\bif\b.*\b(?:otherwise|else)\b"
+    r"(?i)^\W*(?:or|alternatively|otherwise|else|perhaps|maybe|possibly|probably)\b.{0,40}?[\d$\\]"
+    r"|\bthen\s+\W*\d|\bbut\s+(?:many|some|others?|maybe|perhaps)\b|^[*_\s]*\?|\bif\b.*\b(?:otherwise|else)\b"
 )
 """What behind an answer offers another one, or a condition."""
 SUPPOSED = re.compile(

@@ -10,7 +10,7 @@ from megarl.tasks.graders.math.equality import (
     needs_computing,
 )
 from megarl.tasks.graders.math.evaluation import Budget, TooMuchWork
-from megarl.tasks.graders.math.formulas import PI, Apply, Formula, Number, Symbol, symbols
+from megarl.tasks.graders.math.formulas import PI, Apply, Formula, Number, Symbol, heads, symbols
 from megarl.tasks.graders.math.kinds import MathAnswer, Relation
 
 ROOTS = frozenset({"sqrt", "cbrt", "root"})
@@ -70,8 +70,7 @@ def _is_fraction(formula: Apply) -> bool:
     above, below = formula.arguments
     if is_whole_fraction(formula):
         return False
-    below_is_simple = isinstance(below, Number) and below.value.denominator == 1
-    return below_is_simple and is_value(above)
+    return is_value(above) and is_value(below) and heads(below) <= ROOTS | {"*"}
 
 
 def _is_sum(formula: Apply) -> bool:
