@@ -180,9 +180,11 @@ class Comparison:
             return False
         if not isinstance(decimal, Fraction) or isinstance(value, Complex):
             return False
-        decimals = next((n for n in range(30) if (decimal * 10**n).denominator == 1), None)
-        if decimals is None:
+        needed = next((n for n in range(30) if (decimal * 10**n).denominator == 1), None)
+        if needed is None:
             return False
+        written = [part.decimals for part in parts(rounded.formula) if isinstance(part, Number)]
+        decimals = max(needed, *written)
         half_a_digit = Real(10) ** -decimals / 2
         return bool(abs(as_real(value) - as_real(decimal)) <= half_a_digit)
 

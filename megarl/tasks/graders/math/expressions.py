@@ -197,7 +197,7 @@ class FormulaParser(Cursor):
         for _ in range(MOST_POSTFIXES):
             if self.at("^"):
                 value = self._power(value)
-            elif self.at("!") and self.peek(1).text != "=":
+            elif self.at("!") and (self.peek(1).text != "=" or self.peek(1).gap is not Gap.NONE):
                 self.take()
                 head = "!!" if self.accept("!") else "!"
                 value = Apply(head, (formula_of(value),))
@@ -603,7 +603,8 @@ def number_of(token: Token) -> Number:
     mantissa, _, exponent = text.lower().partition("e")
     if exponent and abs(int(exponent)) > MOST_EXPONENT:
         raise CannotRead("an exponent of more than four digits")
-    return Number(Fraction(mantissa) * Fraction(10) ** int(exponent or 0))
+    decimals = 0 if exponent else len(mantissa.partition(".")[2])
+    return Number(Fraction(mantissa) * Fraction(10) ** int(exponent or 0), decimals)
 
 
 def _recurring(text: str) -> Fraction:

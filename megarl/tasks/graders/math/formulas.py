@@ -1,15 +1,16 @@
 """Formulas as trees: numbers, symbols, and operations or functions applied to formulas."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number as it is written: an integer, a decimal or a mixed number."""
+    """A number as it is written: an integer, a decimal or a mixed number. decimals: its written ones."""
 
     value: Fraction
+    decimals: int = field(default=0, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

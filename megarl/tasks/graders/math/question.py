@@ -255,7 +255,7 @@ def _formulas_of(text: str) -> Iterator[MathAnswer]:
     texts += _runs(text)
     for formula_text in list(dict.fromkeys(texts))[-MOST_FORMULAS:]:
         trimmed = formula_text.strip(" .=?,:;\n")
-        answer = reading(trimmed).answer if len(trimmed) > 2 else None
+        answer = reading(trimmed).answer if len(trimmed) > 1 else None
         if answer is not None:
             yield from _with_parts(answer)
 

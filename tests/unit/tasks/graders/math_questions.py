@@ -8,7 +8,7 @@ from tests.unit.tasks.graders.math_forms import forms_of
 BOXED = r"""
 gold   \sqrt{50}
 right  \sqrt{50} \approx 7.07 ¦ x = \sqrt{50} \approx 7.1
-wrong  \sqrt{50} \approx 8 ¦ 7.07 ¦ \sqrt{50} \approx 7.08
+wrong  \sqrt{50} \approx 8 ¦ \sqrt{50} \approx 7.00 ¦ 7.07 ¦ \sqrt{50} \approx 7.08
 gold   7.07
 right  \sqrt{50} \approx 7.07 ¦ x \approx 7.07
 wrong  7 \approx 7.07 ¦ \sqrt{51} \approx 7.07 ¦ 7.07 \approx 8
