@@ -7,13 +7,15 @@ x = 2, y = 3               ─►  (2, 3)                 in the order of the na
 (1, 2), \\langle 1, 2 \\rangle, a column                a vector
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Any, TypeGuard
 
 from megarl.tasks.graders.math.equality import Equality
 from megarl.tasks.graders.math.evaluation import (
+    MOST_STEPS,
     Budget,
     Complex,
     NoValue,
@@ -93,15 +95,22 @@ class Comparison:
         self._equality = Equality(Budget())
         self._sets = RealSets(self._equality)
 
+    @property
+    def steps(self) -> int:
+        """The operations done so far."""
+        return MOST_STEPS - self._equality.budget.steps
+
     def same(self, gold: MathAnswer, answer: MathAnswer) -> bool:
         """Return whether two answers are equal."""
         gold = normal(gold)
         answer = normal(answer)
+        if not self._approximations_hold(answer):
+            return False
         if isinstance(gold, Labelled) or isinstance(answer, Labelled):
             return self._same_choice(gold, answer)
         if _is_approximate(gold) or _is_approximate(answer):
             return self._same_approximations(gold, answer)
-        if not self._is_consistent(answer):
+        if not self._is_consistent(answer) or (is_solved(gold) and not is_solved(answer)):
             return False
         return self._same_named(gold, answer) or self._same_kind(gold, answer)
 
@@ -130,34 +139,39 @@ class Comparison:
         return gold_value is not None and value is not None and self.same(gold_value, value)
 
     def _same_approximations(self, gold: MathAnswer, answer: MathAnswer) -> bool:
-        """Compare chains with ≈: what stands before it is exact; its rounding counts if it is one."""
-        for first_value in self._sides_of_approximation(gold):
-            for second_value in self._sides_of_approximation(answer):
-                if self.same(first_value, second_value):
+        """Compare chains with ≈: the exact form counts, and for an expected decimal its rounding."""
+        is_decimal = _is_decimal(named(gold).value)
+        for expected in _sides_of_approximation(gold, with_rounding=True):
+            for value in _sides_of_approximation(answer, with_rounding=is_decimal):
+                if self.same(expected, value):
                     return True
         return False
 
-    def _sides_of_approximation(self, answer: MathAnswer) -> list[MathAnswer]:
-        if not isinstance(answer, Relation) or not _is_approximate(answer):
-            return [answer]
-        at = answer.signs.index("~")
-        exact: MathAnswer = answer.sides[0]
-        if at:
-            exact = Relation(answer.sides[: at + 1], answer.signs[:at])
-        rounded = answer.sides[at + 1]
-        name = named(exact)
-        is_symbol = isinstance(exact, Expression) and isinstance(exact.formula, Symbol)
-        if is_symbol and _name(exact):
-            return [Relation((exact, rounded), ("=",))]
-        if len(answer.signs) == at + 1 and self._rounds(name.value, rounded):
-            return [exact, rounded]
-        return [exact]
+    def _approximations_hold(self, answer: MathAnswer) -> bool:
+        """Return whether each ≈ stands between a name or an exact form and its correct rounding."""
+        return all(self._approximation_holds(part) for part in relations_in(answer) if "~" in part.signs)
 
-    def _rounds(self, exact: MathAnswer, rounded: MathAnswer) -> bool:
-        """Return whether a decimal is what an exact number rounds to."""
-        if not isinstance(exact, Expression) or not isinstance(rounded, Expression):
+    def _approximation_holds(self, relation: Relation) -> bool:
+        at = relation.signs.index("~")
+        if at + 1 != len(relation.signs) or set(relation.signs[:at]) - {"="}:
             return False
-        if exact.unit != rounded.unit or symbols(exact.formula) or symbols(rounded.formula):
+        exact = relation.sides[at]
+        if not isinstance(exact, Expression):
+            return False
+        if _name(exact) and not _is_constant(exact.formula):
+            return at == 0
+        rounded = relation.sides[-1]
+        if isinstance(exact.formula, Number) and _is_short(exact.formula.value):
+            return _is_conversion(exact, rounded)
+        return self._rounds(exact, rounded)
+
+    def _rounds(self, exact: Expression, rounded: MathAnswer) -> bool:
+        """Return whether a decimal is what an exact number rounds to."""
+        if not isinstance(rounded, Expression):
+            return False
+        if exact.unit and rounded.unit and exact.unit != rounded.unit:
+            return False
+        if symbols(exact.formula) or not _is_decimal_formula(rounded.formula):
             return False
         try:
             decimal = self._equality.constant(rounded.formula)
@@ -166,11 +180,13 @@ class Comparison:
             return False
         if not isinstance(decimal, Fraction) or isinstance(value, Complex):
             return False
-        decimals = next((n for n in range(30) if (decimal * 10**n).denominator == 1), None)
-        if decimals is None:
+        needed = next((n for n in range(30) if (decimal * 10**n).denominator == 1), None)
+        if needed is None:
             return False
-        unit = Real(10) ** -decimals
-        return bool(abs(as_real(value) - as_real(decimal)) <= unit)
+        written = [part.decimals for part in parts(rounded.formula) if isinstance(part, Number)]
+        decimals = max(needed, *written)
+        half_a_digit = Real(10) ** -decimals / 2
+        return bool(abs(as_real(value) - as_real(decimal)) <= half_a_digit)
 
     def _same_named(self, gold: MathAnswer, answer: MathAnswer) -> bool:
         """Compare answers of which at least one has a name, `x = 5`."""
@@ -205,19 +221,23 @@ class Comparison:
     def _same_expressions(self, gold: MathAnswer, answer: MathAnswer) -> bool | None:
         if not isinstance(gold, Expression) or not isinstance(answer, Expression):
             return None
-        if self._equality.same(gold.formula, answer.formula):
-            return same_units(gold.unit, answer.unit)
-        if gold.unit == answer.unit:
+        if _is_constant(gold.formula) and symbols(answer.formula) - symbols(gold.formula):
             return False
-        return self._same_percentages(gold, answer)
-
-    def _same_percentages(self, gold: Expression, answer: Expression) -> bool:
-        """Return whether a percentage is written as a fraction: 50 % and 0.5."""
         for share, number in ((gold, answer), (answer, gold)):
             if share.unit == "percent" and not number.unit:
-                hundredth = Apply("/", (share.formula, integer(100)))
-                return self._equality.same(hundredth, number.formula)
-        return False
+                return self._same_percentages(share.formula, number.formula)
+        return same_units(gold.unit, answer.unit) and self._equality.same(gold.formula, answer.formula)
+
+    def _same_percentages(self, share: Formula, number: Formula) -> bool:
+        """Compare a percentage with a number: one below 1 is a fraction of the whole, others are percent."""
+        try:
+            value = self._equality.constant(number)
+        except NoValue:
+            return self._equality.same(share, number)
+        is_fraction = not isinstance(value, Complex) and not symbols(number) and abs(value) < 1
+        if is_fraction:
+            share = Apply("/", (share, integer(100)))
+        return self._equality.same(share, number)
 
     def _same_listings(self, gold: MathAnswer, answer: MathAnswer) -> bool | None:
         if not isinstance(gold, Listing) or not isinstance(answer, Listing):
@@ -249,6 +269,10 @@ class Comparison:
         if gold.bracket is answer.bracket is Bracket.SET:
             gold_items = self._distinct(gold_items)
             answer_items = self._distinct(answer_items)
+        gold_values = self._in_order_of_value(gold_items)
+        values = self._in_order_of_value(answer_items)
+        if gold_values is not None and values is not None:
+            return self._same_in_order(gold_values, values)
         return self._same_multiset(gold_items, answer_items, self._same_item)
 
     def _same_families(self, gold: Sequence[MathAnswer], answer: Sequence[MathAnswer]) -> bool:
@@ -270,10 +294,31 @@ class Comparison:
 
     def _distinct(self, items: Sequence[MathAnswer]) -> Sequence[MathAnswer]:
         distinct: list[MathAnswer] = []
+        ordered = self._in_order_of_value(items)
+        if ordered is not None:
+            pairs = itertools.pairwise(ordered)
+            return [*ordered[:1], *(item for before, item in pairs if not self.same(before, item))]
         for item in items:
             if not any(self.same(item, second_value) for second_value in distinct):
                 distinct.append(item)
         return distinct
+
+    def _in_order_of_value(self, items: Sequence[MathAnswer]) -> list[MathAnswer] | None:
+        """Return real constants by size, each evaluated once; None if the items are something else."""
+        sized = []
+        for number, item in enumerate(items):
+            if not isinstance(item, Expression) or item.unit or not _is_constant_side(item):
+                return None
+            if heads(item.formula) & TWO_VALUED:
+                return None
+            try:
+                value = as_real(self._equality.constant(item.formula))
+            except NoValue:
+                return None
+            if isinstance(value, Complex):
+                return None
+            sized.append((value, number))
+        return [items[number] for _, number in sorted(sized)]
 
     def _same_multiset[T](self, gold: Sequence[T], answer: Sequence[T], same: Callable[[T, T], bool]) -> bool:
         if len(gold) != len(answer):
@@ -362,6 +407,8 @@ class Comparison:
             return True
         if sign in ("=", "!=") and self.same(gold[0], answer[1]) and self.same(gold[1], answer[0]):
             return True
+        if sign in ("=", "!=") and _is_value_of_letter(gold):
+            return False
         difference = _difference(gold)
         second_value = _difference(answer)
         if difference is None or second_value is None or sign not in ORDERS | {"=", "!="}:
@@ -381,9 +428,18 @@ class Comparison:
             if isinstance(congruence, Congruence) and isinstance(value, Expression):
                 if congruence is gold or not _is_constant(congruence.left):
                     return False
-                single = len(congruence.residues) == 1
+                single = len(congruence.residues) == 1 and self._is_true(congruence)
                 return single and self._equality.same(congruence.residues[0], value.formula)
         return None
+
+    def _is_true(self, congruence: Congruence) -> bool:
+        """Return whether a number is congruent to the residue, if both are integers."""
+        assert congruence.left is not None
+        difference = Apply("+", (congruence.left, Apply("-", (congruence.residues[0],))))
+        try:
+            return not self._equality.constant(Apply("mod", (difference, congruence.modulus)))
+        except NoValue:
+            return False
 
     def _same_left(self, gold: Formula | None, answer: Formula | None) -> bool:
         if gold is None or answer is None:
@@ -496,6 +552,7 @@ def normal(answer: MathAnswer) -> MathAnswer:
             items += _two_values(item) if spread else [item]
         if answer.bracket is Bracket.NONE:
             items = _with_names(items)
+            items = _as_solutions(items, answer.joint)
         answer = replace(answer, items=tuple(items))
         if spread:
             return answer
@@ -530,6 +587,17 @@ def _opposed(answer: MathAnswer) -> bool:
 
     mapped(answer, collect)
     return sorted(seen_heads) == sorted(TWO_VALUED)
+
+
+def _as_solutions(items: list[MathAnswer], joint: Joint) -> list[MathAnswer]:
+    """Return `x=1, y=2 or x=2, y=1` as two solutions; other items as they are."""
+    item_names = [named(item).name for item in items]
+    if joint is not Joint.OR or None in item_names:
+        return items
+    length = len(set(item_names))
+    if length < 2 or len(items) == length or item_names != item_names[:length] * (len(items) // length):
+        return items
+    return [Listing(tuple(items[n : n + length])) for n in range(0, len(items), length)]
 
 
 def _with_names(items: list[MathAnswer]) -> list[MathAnswer]:
@@ -775,6 +843,84 @@ def _has_inequality(items: Sequence[MathAnswer]) -> bool:
 
 def _is_approximate(answer: MathAnswer) -> bool:
     return isinstance(answer, Relation) and "~" in answer.signs
+
+
+def _sides_of_approximation(answer: MathAnswer, with_rounding: bool) -> list[MathAnswer]:
+    """Return what a chain with ≈ says: its exact part and, if asked for, its rounding."""
+    if not isinstance(answer, Relation) or not _is_approximate(answer):
+        return [answer]
+    at = answer.signs.index("~")
+    exact: MathAnswer = answer.sides[0]
+    if at:
+        exact = Relation(answer.sides[: at + 1], answer.signs[:at])
+    rounded = answer.sides[at + 1]
+    if isinstance(exact, Expression) and _name(exact) and not _is_constant(exact.formula):
+        return [Relation((exact, rounded), ("=",))]
+    return [exact, rounded] if with_rounding else [exact]
+
+
+def _is_decimal(answer: MathAnswer) -> bool:
+    if not isinstance(answer, Expression) or not isinstance(answer.formula, Number):
+        return False
+    return answer.formula.value.denominator != 1 and _is_short(answer.formula.value)
+
+
+def _is_conversion(exact: Expression, converted: MathAnswer) -> bool:
+    """Return whether a quantity is given in a second unit: 12 m ≈ 39 feet."""
+    if not isinstance(converted, Expression) or "percent" in (exact.unit, converted.unit):
+        return False
+    return bool(exact.unit and converted.unit) and exact.unit != converted.unit
+
+
+def _is_decimal_formula(formula: Formula) -> bool:
+    """Return whether a formula is an integer or a decimal, perhaps with a sign or a power of ten."""
+    if isinstance(formula, Apply) and formula.head == "-":
+        return _is_decimal_formula(formula.arguments[0])
+    return isinstance(formula, Number) or heads(formula) <= {"*", "^", "-"}
+
+
+def _is_short(value: Fraction) -> bool:
+    """Return whether a number has finitely many decimals."""
+    rest = value.denominator
+    for prime in (2, 5):
+        while rest % prime == 0:
+            rest //= prime
+    return rest == 1
+
+
+def relations_in(answer: Any) -> Iterator[Relation]:
+    """Iterate over the relations of an answer, those in lists and sets too."""
+    if isinstance(answer, Relation):
+        yield answer
+    if isinstance(answer, tuple):
+        for item in answer:
+            yield from relations_in(item)
+    elif hasattr(answer, "__dataclass_fields__") and not isinstance(answer, Number | Symbol | Apply):
+        for field in fields(answer):
+            yield from relations_in(getattr(answer, field.name))
+
+
+def is_solved(answer: MathAnswer) -> bool:
+    """Return whether each inequality has a letter alone between numbers: not 2x + 1 > 7."""
+    relations = [part for part in relations_in(answer) if set(part.signs) & (ORDERS | {"!="})]
+    return all(map(_is_bare_side, (side for part in relations for side in part.sides)))
+
+
+def _is_bare_side(side: MathAnswer) -> bool:
+    if not isinstance(side, Expression):
+        return False
+    formula = side.formula
+    if isinstance(formula, Apply) and formula.head == "abs":
+        formula = formula.arguments[0]
+    return isinstance(formula, Symbol) or not symbols(formula) - {"infinity"}
+
+
+def _is_value_of_letter(sides: Sequence[MathAnswer]) -> bool:
+    """Return whether this is `x = 5`: a letter alone, and a number."""
+    for letter, value in (sides, tuple(reversed(sides))):
+        if _name(letter) and isinstance(letter, Expression) and isinstance(letter.formula, Symbol):
+            return _is_constant_side(value)
+    return False
 
 
 def _is_constant(formula: Formula | None) -> bool:

@@ -29,6 +29,11 @@ MOST_SPREAD = 8_000
 POINTS = 8
 INDEXED = frozenset({"sum", "prod"})
 """What has values at natural numbers alone."""
+JUMPING = frozenset({"abs", "max", "min", "floor", "ceil", "sign"})
+"""Functions by cases, which may agree with another formula on one side of a jump."""
+STEPPED = JUMPING | {"sqrt", "root"}
+EXTREMES = tuple(Fraction(10) ** exponent for exponent in (-3, 0, 4, 12) for _ in range(4))
+"""Sizes of variables at which formulas by cases are compared."""
 ENOUGH = 3
 """Points at which both formulas must have a value."""
 
@@ -105,7 +110,11 @@ class Equality:
             coarse = self._difference(point, real, precision, first, second)
         fine = self._difference(point, real, 2 * precision, first, second)
         noise = max(coarse, scale * Real(2) ** -precision)
-        return fine <= noise * Real(2) ** (-precision // 2)
+        if fine > noise * Real(2) ** (-precision // 2):
+            return False
+        precision = 4 * precision + 3 * evaluator.bits
+        finest = self._difference(point, real, precision, first, second)
+        return finest <= scale * Real(2) ** (-precision * 3 // 4)
 
     def _difference(
         self,
@@ -123,13 +132,31 @@ class Equality:
     def _same_at_points(self, first: Formula, second: Formula, names: frozenset[str]) -> bool:
         real = not _has_imaginary(first) and not _has_imaginary(second)
         agreeing: int | None = 0
-        if not (heads(first) | heads(second)) & INDEXED:
+        operations = heads(first) | heads(second)
+        if operations & STEPPED and not self._same_at_extremes(first, second, names, real):
+            return False
+        if not operations & INDEXED:
             agreeing = self._agreeing(first, second, names, real, integers=False)
         if agreeing is None:
             return False
         if agreeing < ENOUGH:
             agreeing = self._agreeing(first, second, names, real, integers=True)
         return agreeing is not None and agreeing >= ENOUGH
+
+    def _same_at_extremes(self, first: Formula, second: Formula, names: frozenset[str], real: bool) -> bool:
+        """Compare at points of both signs and of very different sizes."""
+        stepped = bool((heads(first) | heads(second)) & JUMPING)
+        for number, size in enumerate(EXTREMES):
+            signs = [1 if (number >> n) & 1 else -1 for n in range(len(names))]
+            values = [variable(name, number) for name in sorted(names)]
+            point = {name: sign * abs(v) * size for name, sign, v in zip(sorted(names), signs, values, strict=True)}
+            try:
+                if not self._same_values(dict(point), real, first, second):
+                    return False
+            except NoValue:
+                if stepped and self._has_value(point, first) != self._has_value(point, second):
+                    return False
+        return True
 
     def _agreeing(
         self, first: Formula, second: Formula, names: frozenset[str], real: bool, integers: bool
@@ -198,7 +225,7 @@ def needs_computing(formula: Formula, equality: Equality) -> bool:
     if any(needs_computing(argument, equality) for argument in arguments):
         return not _is_scientific(formula)
     if formula.head == "/":
-        return _is_an_integer_as_a_fraction(formula)
+        return is_whole_fraction(formula)
     if _is_scientific(formula):
         return False
     if formula.head in ("+", "*"):
@@ -212,19 +239,19 @@ def needs_computing(formula: Formula, equality: Equality) -> bool:
         return True
 
 
+def is_whole_fraction(formula: Apply) -> bool:
+    """Return whether a fraction of two integers is an integer: 18/3."""
+    above, below = formula.arguments
+    if not isinstance(above, Number) or not isinstance(below, Number) or below.value in (0, 1):
+        return False
+    return (above.value / below.value).denominator == 1
+
+
 def _is_rational(formula: Formula) -> bool:
     """Return whether the formula is made of numbers alone by signs and division."""
     if isinstance(formula, Apply):
         return formula.head in ("-", "/") and all(map(_is_rational, formula.arguments))
     return hasattr(formula, "value")
-
-
-def _is_an_integer_as_a_fraction(formula: Apply) -> bool:
-    """Return whether this is a fraction of numbers that is an integer, as 30/2."""
-    numbers = [part.value for part in formula.arguments if isinstance(part, Number)]
-    if len(numbers) < 2 or not numbers[1] or numbers[1] == 1:
-        return False
-    return (numbers[0] / numbers[1]).denominator == 1
 
 
 def _is_nearly_rational(formula: Formula, equality: Equality) -> bool:

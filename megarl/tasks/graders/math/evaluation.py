@@ -30,6 +30,10 @@ LARGEST_ARGUMENT = 10**6
 """The argument of a factorial or a binomial coefficient."""
 LARGEST_EXACT_FACTORIAL = 8_000
 LARGEST_ANGLE = 10**15
+LARGEST_OF_TANH = 20
+"""Beyond, tanh cannot be told from 1."""
+SMALLEST_EXPONENT = -60
+"""The binary exponent below which a function's argument is near 0."""
 
 
 class NoValue(Exception):
@@ -81,6 +85,8 @@ class Evaluator:
     budget: Budget
     spread: int = 0
     """The largest difference, in bits, between the magnitudes of a sum's terms that are not exact."""
+    bits: int = 0
+    """The length of the longest exact number."""
 
     def value(self, formula: Formula) -> Numeric:
         """Return the formula's value. NoValue if it has none."""
@@ -96,6 +102,10 @@ class Evaluator:
         if operation is None:
             return self._opaque(formula)
         arguments = [self.value(argument) for argument in formula.arguments]
+        if formula.head == "/":
+            self._check_not_zero(formula.arguments[1], arguments[1])
+        if formula.head == "^" and not arguments[1]:
+            self._check_not_zero(formula.arguments[0], arguments[0])
         try:
             return self.noted(operation(self, *arguments))
         except (
@@ -107,6 +117,19 @@ class Evaluator:
         ) as error:
             raise NoValue(str(error)) from None
 
+    def _check_not_zero(self, formula: Formula, value: Numeric) -> None:
+        """Raise NoValue if a divisor cannot be told from 0: it shrinks as the precision grows."""
+        if isinstance(value, Fraction) or (value and magnitude(value) > -CONTEXT.prec // 4):
+            return
+        before = CONTEXT.prec
+        CONTEXT.prec = 2 * before
+        try:
+            finer = Evaluator(self.point, self.real, self.budget).value(formula)
+        finally:
+            CONTEXT.prec = before
+        if not value or not finer or magnitude(finer) < magnitude(value) - before // 4:
+            raise NoValue("a divisor that cannot be told from 0")
+
     def noted(self, value: Numeric) -> Numeric:
         """Return the value, rounded if it is too long. NoValue if it is infinite."""
         if isinstance(value, int):
@@ -114,6 +137,7 @@ class Evaluator:
         if isinstance(value, Fraction):
             bits = max(value.numerator.bit_length(), value.denominator.bit_length())
             self.budget.spend_on(bits)
+            self.bits = max(self.bits, bits)
             return value if bits <= MOST_BITS else as_real(value)
         self.budget.spend_on(CONTEXT.prec)
         if isinstance(value, Complex) and not value.imag:
@@ -359,8 +383,10 @@ def _elementary(name: str) -> Callable[..., Numeric]:
 
     def function(evaluator: Evaluator, value: Numeric) -> Numeric:
         number = as_real(value)
-        if abs(number) > LARGEST_ANGLE:
-            raise NoValue("an angle beyond the bounds")
+        if abs(number) > LARGEST_ANGLE or (name == "tanh" and abs(number) > LARGEST_OF_TANH):
+            raise NoValue("an argument beyond the bounds")
+        if number and magnitude(number) < SMALLEST_EXPONENT:
+            raise NoValue("an argument that cannot be told from 0")
         result = getattr(CONTEXT, name)(number)
         if evaluator.real and isinstance(result, Complex):
             raise NoValue("a complex value")

@@ -118,6 +118,8 @@ class FormulaParser(Cursor):
             elif self.at(*MODULO):
                 self.take()
                 value = Apply("mod", (formula_of(value), formula_of(self._signed_factor())))
+            elif isinstance(value, Number) and self.peek().text in names.SCALES:
+                value = Number(value.value * names.SCALES[self.take().text])
             elif self._multiplies():
                 if fraction_at == self.position:
                     self._check_fraction_before(value)
@@ -195,7 +197,7 @@ class FormulaParser(Cursor):
         for _ in range(MOST_POSTFIXES):
             if self.at("^"):
                 value = self._power(value)
-            elif self.at("!") and self.peek(1).text != "=":
+            elif self.at("!") and (self.peek(1).text != "=" or self.peek(1).gap is not Gap.NONE):
                 self.take()
                 head = "!!" if self.accept("!") else "!"
                 value = Apply(head, (formula_of(value),))
@@ -601,7 +603,8 @@ def number_of(token: Token) -> Number:
     mantissa, _, exponent = text.lower().partition("e")
     if exponent and abs(int(exponent)) > MOST_EXPONENT:
         raise CannotRead("an exponent of more than four digits")
-    return Number(Fraction(mantissa) * Fraction(10) ** int(exponent or 0))
+    decimals = 0 if exponent else len(mantissa.partition(".")[2])
+    return Number(Fraction(mantissa) * Fraction(10) ** int(exponent or 0), decimals)
 
 
 def _recurring(text: str) -> Fraction:

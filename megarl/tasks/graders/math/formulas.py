@@ -1,15 +1,16 @@
 """Formulas as trees: numbers, symbols, and operations or functions applied to formulas."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number as it is written: an integer, a decimal or a mixed number."""
+    """A number as it is written: an integer, a decimal or a mixed number. decimals: its written ones."""
 
     value: Fraction
+    decimals: int = field(default=0, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +53,15 @@ def parts(formula: Formula) -> Iterator[Formula]:
 
 
 def symbols(formula: Formula) -> frozenset[str]:
-    """Return the names of the formula's variables; constants are none."""
-    names = (part.name for part in parts(formula) if isinstance(part, Symbol))
-    return frozenset(names) - CONSTANTS
+    """Return the names of the formula's free variables; constants and the index of a sum are none."""
+    if isinstance(formula, Symbol):
+        return frozenset({formula.name}) - CONSTANTS
+    if not isinstance(formula, Apply):
+        return frozenset()
+    names = frozenset().union(*map(symbols, formula.arguments))
+    if formula.head in ("sum", "prod"):
+        return names - symbols(formula.arguments[0])
+    return names
 
 
 def heads(formula: Formula) -> frozenset[str]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from megarl.tasks.graders.math import names
+from megarl.tasks.graders.math.boxes import BETWEEN, DOLLARS, JOINED, OPENED, Excerpt, boxed, has_closed_box
 from megarl.tasks.graders.math.layout import UNICODE, without_emphasis
 
 
@@ -31,32 +32,17 @@ class AnswerPlace(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A text that states the answer."""
+    """A text that states the answer; before, behind: what else stands in its sentence, in prose."""
 
     text: str
     place: AnswerPlace
-
-
-@dataclass(frozen=True, slots=True)
-class Excerpt:
-    """A part of a text by its positions: `text` from `begin` to `end`, with its marks."""
-
-    text: str
-    begin: int
-    end: int
+    before: str = ""
+    behind: str = ""
 
 
 LONGEST_LINE = 2_000
 MOST_PROSE = 20_000
 """Characters at the end of a long answer in which a formula is looked for."""
-BOX = re.compile(
-    r"\\(?:boxed|fbox)(?![a-zA-Z])\s*\{|\\(?:boxed|fbox)(?![a-zA-Z])\s*([^\s{$]+)|\\.|[{}]",
-    re.DOTALL,
-)
-OPENED = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])")
-BETWEEN = re.compile(r"\$|\\[()\[\]]|\\(?:quad|qquad|text|mathrm|,|;|:| )|[{}*~\s]")
-JOINED = re.compile(r"(?:[,;]?(?:and|or)?|&)(?P<name>[A-Za-z](?:_\w+)?=)?")
-NAME_BEFORE = re.compile(r"([A-Za-z](?:_\{?\w+\}?)?)\s*=\s*(?:\$|\\[(\[])?\s*$")
 LINE = re.compile(
     r"(?im)(?:^|(?<=[.!?* \t]))[*_#> \t]{0,8}(?:(?:the|final|correct|right|my|so|thus)[ \t]{1,3}){0,4}"
     r"(?:final[ \t]{1,3}answer|answer|ans)(?:[ \t]{1,3}(?:choice|option))?[*_]{0,3}[ \t]{0,3}:[*_\s]*"
@@ -68,17 +54,28 @@ SENTENCE = re.compile(
     r"(?:\s{1,3}(?:therefore|thus|simply|clearly|just|then|indeed|hence|exactly|equal to|option|choice)){0,3}[:\s*_}]*"
 )
 LETTER_IS_CORRECT = re.compile(r"(?i:\b(?:option|choice|answer))\s*\(?([A-J])\)?\s+is\s+(?:the\s+)?(?:correct|right)")
+SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n\s*\n")
 STOP = re.compile(r"[.!?;](?=\s|$)|\n\s*\n")
 CLAUSE = re.compile(
     r",?\s{1,3}(?:because|since|as|so|which|where|and\s+not|but|not|i\.e\.|that|when|if|after|rounded|assuming|given)\b"
     r"|,\s{1,3}(?=[a-z]{3,})|\s\("
 )
-RESTATED = re.compile(r",?\s{0,2}\(?i\.e\.[^.;!?]*")
-DOLLARS = re.compile(
-    r"\$\$(.{1,2000}?)\$\$|(?<!\\)\$(?![\s$])([^$]{0,2000}?[^$\s\\])\$(?!\d)"
-    r"|\\\[(.{1,2000}?)\\\]|\\\((.{1,2000}?)\\\)",
-    re.DOTALL,
+APPROXIMATION = re.compile(r"(?i)[\s,(]*(?:which\s+is\s+)?(?:approximately|about|roughly|≈)\s+\$?(-?[\d.,]*\d)")
+OFFERS_ANOTHER = re.compile(
+    r"(?i)^\W*(?:or|alternatively|otherwise|else|perhaps|maybe|possibly|probably)\b.{0,40}?[\d$\\]"
+    r"|\bthen\s+\W*\d|\bbut\s+(?:many|some|others?|maybe|perhaps)\b|^[*_\s]*\?|\bif\b.*\b(?:otherwise|else)\b"
 )
+"""What behind an answer offers another one, or a condition."""
+SUPPOSED = re.compile(
+    r"(?i)\b(?:let|when|if|suppose|assume|assuming|whether)\b[^,]*$"
+    r"|\b(?:no|anything\s+but|all\s+but|nowhere\s+near|far\s+from)\s*\W*$"
+    r"|\b(?:divid|multipl)\w*\s+(?:\w+\s+){0,2}by\s*\W*$|\b(?:could|might|may)\s+be\s*\W*$"
+    r"|\b(?:perhaps|maybe|possibly|probably|either)\b[^,.:;=]{0,30}$|(?:^|\s)\d+\.\s*$"
+)
+"""What before a number in prose says that it is no answer."""
+DENIED = re.compile(r"(?i)\W*(?:is|are)\s+(?:not|excluded|wrong|impossible|incorrect|rejected)\b|.*\?\s*$")
+ENUMERATED = re.compile(r"(?:\s*\d+[.)]\s*\w?\s*){2,}")
+RESTATED = re.compile(r",?\s{0,2}\(?i\.e\.[^.;!?]*")
 FOREIGN = re.compile("([\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+)")
 BULLET = re.compile(r"^\s*(?:[-•*>]\s+)(?=[\d\\$(\[A-Za-z])")
 
@@ -113,56 +110,12 @@ def has_complete_answer(text: str) -> bool:
     if "<answer>" in text:
         return "</answer>" in text.rpartition("<answer>")[2]
     if OPENED.search(text):
-        return boxed(text) is not None
+        return has_closed_box(text)
     match = _last(LINE, text) or _last(SENTENCE, text)
     if match is None:
         return False
     following = text[match.end() :].lstrip()
     return bool(re.match(r"[^\n]*\S[^\n]*\n", following))
-
-
-def boxed(text: str) -> str | None:
-    """Return what is in the last box, or in the boxes that make a list; None if it is not closed."""
-    spans, closed = _boxes(text)
-    if not spans or not closed:
-        return None
-    listed = [spans[-1]]
-    for span in reversed(spans[:-1]):
-        between = BETWEEN.sub("", text[span.end : listed[0].begin])
-        if not JOINED.fullmatch(between):
-            break
-        listed.insert(0, span)
-    if len(listed) == 1:
-        return listed[0].text
-    named = [_with_name(text, span) for span in listed]
-    return ", ".join(dict.fromkeys(named))
-
-
-def _with_name(text: str, span: Excerpt) -> str:
-    name = NAME_BEFORE.search(text[max(0, span.begin - 40) : span.begin])
-    return f"{name[1]} = {span.text}" if name and "=" not in span.text else span.text
-
-
-def _boxes(text: str) -> tuple[list[Excerpt], bool]:
-    """Return the outermost boxes, and whether the last one is closed, in one pass."""
-    spans: list[Excerpt] = []
-    braces: list[tuple[int, int] | None] = []  # begin and begin of the content of a box
-    open_boxes = 0
-    for match in BOX.finditer(text):
-        if match[0] == "{":
-            braces.append(None)
-        elif match[0] == "}":
-            box = braces.pop() if braces else None
-            if box is not None:
-                open_boxes -= 1
-                if not open_boxes:
-                    spans.append(Excerpt(text[box[1] : match.start()], box[0], match.end()))
-        elif match[0].endswith("{") and len(match[0]) > 2:
-            braces.append((match.start(), match.end()))
-            open_boxes += 1
-        elif match[1] and not open_boxes:
-            spans.append(Excerpt(match[1].rstrip(".,;:!?"), match.start(), match.end()))
-    return spans, open_boxes == 0
 
 
 def answer_line(text: str) -> str | None:
@@ -186,10 +139,16 @@ def _readings_of_line(line: str) -> Iterator[Passage]:
     first_line = line.split("\n")[0]
     sentence = STOP.split(first_line)[0]
     clause = CLAUSE.split(sentence)[0]
-    texts = (paragraph, first_line, sentence, clause)
-    for text in dict.fromkeys(without_emphasis(text) for text in texts):
-        yield Passage(text, AnswerPlace.LINE)
-    yield from _values(sentence)
+    yield Passage(without_emphasis(paragraph), AnswerPlace.LINE)
+    for text in dict.fromkeys((first_line, sentence, clause)):
+        tail = first_line[len(text) :]
+        if approximation := APPROXIMATION.match(tail):
+            text = f"{text} \\approx {approximation[1]}"
+        elif OFFERS_ANOTHER.search(tail):
+            return
+        yield Passage(without_emphasis(text), AnswerPlace.LINE)
+    if not OFFERS_ANOTHER.search(sentence):
+        yield from _values(sentence)
 
 
 def _readings_of_prose(answer: str) -> Iterator[Passage]:
@@ -204,8 +163,13 @@ def _values(text: str) -> Iterator[Passage]:
     formulas = [_span(match) for match in DOLLARS.finditer(text)]
     in_words = RESTATED.sub("", text)
     passage = _last_in_dollars(text, formulas) if formulas else _last_in_words(in_words)
-    if passage is not None:
+    if passage is not None and not ENUMERATED.fullmatch(text) and not _is_doubtful(passage):
         yield passage
+
+
+def _is_doubtful(passage: Passage) -> bool:
+    """Return whether the sentence asks, supposes or denies rather than states."""
+    return SUPPOSED.search(passage.before) is not None or DENIED.match(passage.behind) is not None
 
 
 def _span(match: re.Match[str]) -> Excerpt:
@@ -222,7 +186,9 @@ def _last_in_dollars(text: str, formulas: list[Excerpt]) -> Passage | None:
         listed.insert(0, span)
     if not _may_stand(text[: listed[0].begin].split(), text[listed[-1].end :].split()):
         return None
-    return Passage(", ".join(span.text for span in listed), AnswerPlace.PROSE)
+    before = _sentence_before(text[: listed[0].begin])
+    behind = _sentence_behind(text[listed[-1].end :])
+    return Passage(", ".join(span.text for span in listed), AnswerPlace.PROSE, before, behind)
 
 
 def _may_stand(before: list[str], behind: list[str]) -> bool:
@@ -255,14 +221,30 @@ def _last_in_words(text: str) -> Passage | None:
         end = min(begin, end - 1)
     else:
         return None
-    while begin < end and _is_joint(words[begin]):
+    while begin < end and (_is_joint(words[begin]) or words[begin] == "*"):
         begin += 1
     while end > begin and _is_joint(words[end - 1]):
         end -= 1
     if not _may_stand(words[:begin], words[end:]):
         return None
     chunk = " ".join(words[begin:end])
-    return Passage(chunk.strip(" ,;:?*_\"'").rstrip(" .,;:?*_"), AnswerPlace.PROSE)
+    before = _sentence_before(" ".join(words[:begin]))
+    last_word = words[end - 1]
+    behind = ""
+    if not re.search(r"[.!?]\*{0,2}$", last_word):
+        behind = _sentence_behind(" ".join(words[end:]))
+    elif "?" in last_word:
+        behind = "?"
+    return Passage(chunk.strip(" ,;:?*_\"'").rstrip(" .,;:?*_"), AnswerPlace.PROSE, before, behind)
+
+
+def _sentence_before(text: str) -> str:
+    return SENTENCE_END.split(text)[-1]
+
+
+def _sentence_behind(text: str) -> str:
+    match = SENTENCE_END.search(f"{text} ")
+    return text[: match.end()] if match else text
 
 
 def _words(text: str) -> list[str]:
@@ -309,6 +291,8 @@ def _bare(word: str) -> str:
 def is_formula_word(word: str) -> bool:
     """Return whether a word between blanks may be part of a formula."""
     bare = _bare(word)
+    if word == "*":
+        return True
     if not bare:
         return False
     if OPERATORS.fullmatch(word) or OPERATORS.fullmatch(bare):

@@ -128,6 +128,8 @@ LETTER_UNITS = {
 """Units of one letter. They count only in upright type, or behind a blank after a number."""
 ONLY_APART = frozenset({"mg", "ml", "ms", "in", "min", "sec", "gal", "rad", "deg", "mi", "gm", "rs", "mol", "cup"})
 """Units that could be products of variables or words: the same."""
+SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+"""Words behind a number that multiply it."""
 POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
 
 

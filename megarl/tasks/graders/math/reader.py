@@ -264,6 +264,9 @@ class AnswerParser(UnitParser):
             self.accept("or", "and")
             residues.append(formula_of(self.sum()))
             modulus = self._modulus()
+        if modulus is None and isinstance(residues[-1], Apply) and residues[-1].head == "mod":
+            residue, modulus = residues[-1].arguments  # `5 mod 7`
+            residues[-1] = residue
         if modulus is None:
             raise CannotRead("a congruence without a modulus")
         return Congruence(_formula_without_unit(left), tuple(residues), modulus)

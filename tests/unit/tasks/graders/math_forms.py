@@ -812,8 +812,8 @@ right  $12 \times 12 = 144$
 wrong  12 \times 12 ¦ \boxed{12 \cdot 12} ¦ 12*12 ¦ \boxed{12×12}
 gold   120
 prompt Evaluate $\frac{6!}{3!}$.
-wrong  \boxed{\frac{6!}{3!}} ¦ \boxed{6!/3!} ¦ $\frac{6!}{3!}$
-right  120 ¦ \boxed{6 \cdot 5 \cdot 4}
+wrong  \boxed{6 \cdot 5 \cdot 4} ¦ \boxed{\frac{6!}{3!}} ¦ \boxed{6!/3!} ¦ $\frac{6!}{3!}$
+right  120
 gold   x^2+2x+1
 prompt Expand $(x+1)^2$.
 right  \boxed{x^2+2x+1}

@@ -12,11 +12,15 @@ from megarl.core.base.contracts import Grade, Verdict
 from megarl.tasks.graders.answer import Submission
 from megarl.tasks.graders.functions import same_in_mathematics
 from megarl.tasks.graders.math import has_complete_answer, is_equal, readable
+from megarl.tasks.graders.math.compare import Comparison
+from megarl.tasks.graders.math.formulas import Apply, integer
+from megarl.tasks.graders.math.kinds import Expression, Listing
 from megarl.tasks.graders.pool import Pool
 from megarl.tasks.graders.worker import TimeUp, judge
 from tests.unit.tasks.graders.asking import graders_of, prompt_of
-from tests.unit.tasks.graders.math_forms import FORMS
+from tests.unit.tasks.graders.math_forms import FORMS, Form
 from tests.unit.tasks.graders.math_pairs import HOSTILE, RIGHT, WRONG
+from tests.unit.tasks.graders.math_questions import QUESTIONS
 
 LIMIT_S = 10.0
 
@@ -46,8 +50,19 @@ def test_the_table(pairs: tuple[tuple[str, str], ...], expected: bool) -> None:
     assert not any(found.timeout for found in verdicts.values())
 
 
-def test_all_forms_of_answers() -> None:
-    assert [form for form in FORMS if is_equal(form.answer, form.gold, form.prompt) is not form.right] == []
+@pytest.mark.parametrize("forms", [FORMS, QUESTIONS], ids=["forms", "questions"])
+def test_all_forms_of_answers(forms: list[Form]) -> None:
+    assert [form for form in forms if is_equal(form.answer, form.gold, form.prompt) is not form.right] == []
+
+
+def test_the_work_on_a_set_grows_with_its_length() -> None:
+    roots = [Expression(Apply("sqrt", (integer(n),))) for n in range(2, 102)]
+    shorter = Comparison()
+    assert shorter.same(Listing(tuple(roots[:50])), Listing(tuple(reversed(roots[:50]))))
+    longer = Comparison()
+    assert longer.same(Listing(tuple(roots)), Listing(tuple(reversed(roots))))
+    assert longer.steps <= 2.5 * shorter.steps
+    assert not Comparison().same(Listing(tuple(roots)), Listing((*roots[1:], roots[1])))
 
 
 @pytest.mark.parametrize(

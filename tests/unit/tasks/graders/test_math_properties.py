@@ -163,11 +163,57 @@ def test_named_values(a: int, b: int) -> None:
 
 
 @EXAMPLES
+@given(signed, st.integers(2, 40), signed)
+def test_the_question_s_equation_is_no_answer(root: int, factor: int, term: int) -> None:
+    equation = f"{factor}x{term:+d}={factor * root + term}"
+    prompt = f"Solve ${equation}$."
+    for answer in (str(root), f"x={root}"):
+        assert is_equal(boxed(answer), f"x={root}", prompt)
+    for answer in (equation, f"{factor}x={factor * root}", f"x{-root:+d}=0", f"x={root + 1}"):
+        assert not is_equal(boxed(answer), f"x={root}", prompt), answer
+
+
+@EXAMPLES
+@given(small, small)
+def test_a_sum_that_is_asked_for_has_to_be_computed(a: int, b: int) -> None:
+    prompt = f"What is {a} + {b}?"
+    gold = str(a + b)
+    for answer in (gold, f"{a}+{b}={gold}"):
+        assert is_equal(boxed(answer), gold, prompt)
+    for answer in (f"{a}+{b}", f"{b}+{a}", f"{a + 1}+{b - 1}", f"{2 * (a + b)}/2", str(a + b + 1)):
+        assert not is_equal(boxed(answer), gold, prompt), answer
+
+
+@EXAMPLES
+@given(small, SQUARE_FREE, st.integers(1, 4))
+def test_roundings(a: int, root: int, decimals: int) -> None:
+    exact = rf"{a}\sqrt{{{root}}}"
+    value = a * root**0.5
+    rounded = f"{value:.{decimals}f}"
+    far = f"{value + 3 * 10**-decimals:.{decimals}f}"
+    assert is_equal(boxed(rf"{exact} \approx {rounded}"), exact)
+    assert not is_equal(boxed(rf"{exact} \approx {far}"), exact)
+    assert not is_equal(boxed(rf"{exact} \approx {far}"), far)
+    assert not is_equal(boxed(rf"{a} \approx {a + root}"), str(a))
+
+
+@EXAMPLES
+@given(
+    small,
+    st.sampled_from([r"2\cdot#", r"#\sqrt{3}", "#^2", "-#", r"\frac{#}{2}", "3+#", "#!", "#x", "x>#", "1#", "#0"]),
+)
+def test_a_box_is_read_with_its_formula(number: int, around: str) -> None:
+    box = rf"\boxed{{{number}}}"
+    assert is_equal(f"$x = {box}$", str(number))
+    assert not is_equal(f"${around.replace('#', box)}$", str(number))
+
+
+@EXAMPLES
 @given(small, small, st.sampled_from(["<", r"\le", r"\ge", ">"]))
 def test_inequalities(a: int, b: int, sign: str) -> None:
     turned = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}[sign]
     gold = rf"x {sign} \frac{{{a}}}{{{b}}}"
-    equal = [rf"\frac{{{a}}}{{{b}}} {turned} x", rf"{b}x {sign} {a}"]
+    equal = [rf"\frac{{{a}}}{{{b}}} {turned} x"]
     different = [
         rf"x {turned} \frac{{{a}}}{{{b}}}",
         rf"y {sign} \frac{{{a}}}{{{b}}}",
@@ -176,6 +222,7 @@ def test_inequalities(a: int, b: int, sign: str) -> None:
         str(a),
     ]
     check(gold, equal, different)
+    assert not is_equal(boxed(f"{b}x {sign} {a}"), gold)
 
 
 @EXAMPLES

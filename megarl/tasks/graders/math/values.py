@@ -1,0 +1,140 @@
+"""Whether a formula is a value, in which nothing is left to compute, and one writing for equal sums and products."""
+
+from fractions import Fraction
+from typing import Any
+
+from megarl.tasks.graders.math.compare import mapped, named
+from megarl.tasks.graders.math.equality import (
+    Equality,
+    is_whole_fraction,
+    needs_computing,
+)
+from megarl.tasks.graders.math.evaluation import Budget, TooMuchWork
+from megarl.tasks.graders.math.formulas import PI, Apply, Formula, Number, Symbol, heads, symbols
+from megarl.tasks.graders.math.kinds import MathAnswer, Relation
+
+ROOTS = frozenset({"sqrt", "cbrt", "root"})
+OF_NUMBERS = frozenset({"ln", "log", "lg", "exp", "sin", "cos", "tan", "arcsin", "arccos", "arctan"})
+"""Functions whose values at most numbers have no simpler form."""
+LOGARITHM = ("Apply(head='log'", "Apply(head='ln'", "Apply(head='lg'")
+LARGEST_RADICAND = 10**6
+NEUTRAL = {"+": Fraction(0), "*": Fraction(1)}
+
+
+def formulas_in(answer: MathAnswer) -> list[Formula]:
+    """Return all formulas of an answer."""
+    formulas: list[Formula] = []
+
+    def collect(formula: Formula) -> Formula:
+        formulas.append(formula)
+        return formula
+
+    mapped(answer, collect)
+    return formulas
+
+
+def has_steps_left(answer: MathAnswer) -> bool:
+    """Return whether a number in the answer has still to be computed."""
+    equality = Equality(Budget())
+    try:
+        return any(needs_computing(formula, equality) for formula in formulas_in(named(answer).value))
+    except TooMuchWork:
+        return True
+
+
+def all_values(answer: MathAnswer) -> bool:
+    """Return whether all formulas of an answer, or of what it names, are values."""
+    return not has_steps_left(answer) and all(map(is_value, formulas_in(named(answer).value)))
+
+
+def is_value(formula: Formula) -> bool:
+    """Return whether this is a number as one writes a result: 5, 2/3, 3√2, 1 + 2i, π/4, e^2, 4 · 10^5."""
+    if isinstance(formula, Number | Symbol):
+        return not symbols(formula) - {"infinity"}
+    if formula.head in ("-", "%", "degree", "plus-minus", "minus-plus"):
+        return all(map(is_value, formula.arguments))
+    if formula.head == "/":
+        return _is_fraction(formula)
+    if formula.head == "+":
+        return _is_sum(formula)
+    if formula.head == "*":
+        return _is_product(formula)
+    if formula.head == "^":
+        return isinstance(formula.arguments[0], Number | Symbol) and all(map(is_value, formula.arguments))
+    if formula.head in ROOTS:
+        return _is_simple_root(formula)
+    return formula.head in OF_NUMBERS and all(isinstance(part, Number) for part in formula.arguments)
+
+
+def _is_fraction(formula: Apply) -> bool:
+    above, below = formula.arguments
+    if is_whole_fraction(formula):
+        return False
+    return is_value(above) and is_value(below) and heads(below) <= ROOTS | {"*"}
+
+
+def _is_sum(formula: Apply) -> bool:
+    """Return whether a sum has one rational term at most, and no two like terms."""
+    kinds = [_irrational_part(term) for term in formula.arguments]
+    logarithms = [kind for kind in kinds if kind.startswith(LOGARITHM)]
+    return len(set(kinds)) == len(kinds) and len(logarithms) < 2 and all(map(is_value, formula.arguments))
+
+
+def _is_product(formula: Apply) -> bool:
+    numbers = [factor for factor in formula.arguments if not _irrational_part(factor)]
+    roots = [factor for factor in formula.arguments if isinstance(factor, Apply) and factor.head in ROOTS]
+    sums = [factor for factor in formula.arguments if isinstance(factor, Apply) and factor.head == "+"]
+    return max(len(numbers), len(roots), len(sums)) <= 1 and all(map(is_value, formula.arguments))
+
+
+def _irrational_part(term: Formula) -> str:
+    """Return what stands beside a term's number, "" for a number."""
+    if isinstance(term, Number):
+        return ""
+    if isinstance(term, Apply) and term.head in ("-", "/", "%"):
+        return _irrational_part(term.arguments[0])
+    if isinstance(term, Apply) and term.head == "*":
+        return " ".join(sorted(filter(None, map(_irrational_part, term.arguments))))
+    return repr(term)
+
+
+def _is_simple_root(formula: Apply) -> bool:
+    """Return whether no square, or power of the root's degree, can be taken out."""
+    radicand = formula.arguments[0]
+    if not isinstance(radicand, Number):
+        return radicand == PI or (isinstance(radicand, Apply) and radicand.head == "+" and is_value(radicand))
+    if radicand.value.denominator != 1 or not 1 < radicand.value < LARGEST_RADICAND:
+        return False
+    degree = 2
+    if formula.head != "sqrt":
+        last = formula.arguments[-1]
+        degree = int(last.value) if formula.head == "root" and isinstance(last, Number) else 3
+    number = radicand.value.numerator
+    factors = range(2, round(number ** (1 / max(2, degree))) + 1)
+    return all(number % factor**degree for factor in factors)
+
+
+def canonical(answer: MathAnswer) -> Any:
+    """Return the answer with the terms and factors of each sum and product in one order."""
+    value = mapped(named(answer).value, _canonical)
+    if isinstance(value, Relation) and value.signs == ("=",):
+        return tuple(sorted(map(repr, value.sides)))
+    return repr(value)
+
+
+def _canonical(formula: Formula) -> Formula:
+    if not isinstance(formula, Apply):
+        return formula
+    arguments = tuple(map(_canonical, formula.arguments))
+    if formula.head == "-" and isinstance(arguments[0], Number):
+        return Number(-arguments[0].value)
+    if formula.head not in NEUTRAL:
+        return Apply(formula.head, arguments)
+    flat: list[Formula] = []
+    for argument in arguments:
+        is_same = isinstance(argument, Apply) and argument.head == formula.head
+        flat += argument.arguments if is_same and isinstance(argument, Apply) else [argument]
+    kept = [part for part in flat if part != Number(NEUTRAL[formula.head])]
+    if len(kept) == 1:
+        return kept[0]
+    return Apply(formula.head, tuple(sorted(kept, key=repr)))
