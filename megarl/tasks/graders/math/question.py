@@ -37,7 +37,7 @@ from megarl.tasks.graders.math.values import all_values, canonical, formulas_in,
 
 LONGEST_PROMPT = 20_000
 MOST_FORMULAS = 100
-SHORT_PROMPT = 200
+SHORT_PROMPT = 400
 """Characters of a prompt that asks for one computation in words."""
 FEWEST_WORDS_REPEATED = 3
 ARITHMETIC = re.compile(
@@ -64,7 +64,10 @@ COUNT = "count"
 """What "how many apples" asks for: no measure."""
 ASKED_PERCENT = re.compile(r"(?i)\b(?:what|which)\s+percent|\bpercentage\b|\bas\s+a\s+percent")
 PERCENT = re.compile(r"(?i)percent|%")
-POINT = re.compile(r"(?i)\b(?:points?|vertex|vertices|intersections?|coordinates|ordered\s+pairs?|cent(?:er|re))\b")
+POINT = re.compile(
+    r"(?i)\b(?:find|what\s+(?:is|are)|determine|compute|give|state)\s+(?:\w+\s+){0,3}"
+    r"(?:points?|vertex|vertices|intersections?|coordinates|ordered\s+pairs?|cent(?:er|re))\b"
+)
 INTERVAL = re.compile(r"(?i)\bintervals?\b")
 ASKED_LETTER = re.compile(r"(?i:\b(?:find|solve\s+for|the\s+value\s+of)\s+)\$?([a-z])\$?\s*(?=[.?,]|$)")
 CUE = re.compile(

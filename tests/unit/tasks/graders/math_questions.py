@@ -154,6 +154,10 @@ gold   (2,5)
 prompt On which interval does $f$ increase?
 right  (2,5) ¦ 2<x<5
 wrong  (x,y) = (2,5) ¦ [2,5]
+gold   (2,5)
+prompt For which $x$ does the point $(x,1)$ lie in the strip?
+right  2<x<5 ¦ (2,5)
+wrong  2 \le x \le 5
 gold   5
 right  12 \equiv 5 \pmod 7
 wrong  12 \equiv 5 \pmod 3 ¦ 5 \equiv 12 \pmod 7
