@@ -73,6 +73,10 @@ DENIED_BEHIND = re.compile(
 OTHER_BEHIND = re.compile(r"(?:[\s$\\)\]*_,]|\\text\s*\{)*\(?or(?:\s|\}|\\)+(?=[$\\(\d-])(?P<other>\S+)")
 """Another answer behind the box: `or 6`."""
 OFFERED = re.compile(r"(?i)\bor\b[^.]{0,15}$|\b(?:either|might|could|maybe|perhaps|probably|possibly|alternatively)\b")
+WIDEST = 2_000
+"""Characters on each side of a box in which its formula begins and ends."""
+LONGEST_RUN = 300
+"""The same, in a line without dollars."""
 LONGEST_BETWEEN = 80
 """Characters between two boxes that are offered together."""
 
@@ -167,15 +171,18 @@ def _is_denied(text: str, listed: list[Excerpt]) -> bool:
 
 def _with_formula(text: str, span: Excerpt) -> str | None:
     """Return the box's content, or the formula that it is a part of; None if digits touch it."""
-    for match in DOLLARS.finditer(text):
-        if match.start() <= span.begin and span.end <= match.end():
+    begin = max(0, span.begin - WIDEST, text.rfind("\n\n", 0, span.begin))
+    nearby = text[begin : span.end + WIDEST]
+    for match in DOLLARS.finditer(nearby):
+        if match.start() <= span.begin - begin and span.end - begin <= match.end():
             number = next(n for n, group in enumerate(match.groups(), 1) if group is not None)
-            if re.match(rf"\s*{SCALE}", text[match.end() :]):
+            if re.match(rf"\s*{SCALE}", nearby[match.end() :]):
                 return None
-            return _in_formula(text[match.start(number) : span.begin], span, text[span.end : match.end(number)])
-    begin = text.rfind("\n", 0, span.begin) + 1
-    end = text.find("\n", span.end)
-    return _in_line(text[begin : span.begin], span, text[span.end : end if end >= 0 else len(text)])
+            left = nearby[match.start(number) : span.begin - begin]
+            return _in_formula(left, span, nearby[span.end - begin : match.end(number)])
+    left = text[max(0, span.begin - LONGEST_RUN) : span.begin].rpartition("\n")[2]
+    right = text[span.end : span.end + LONGEST_RUN].partition("\n")[0]
+    return _in_line(left, span, right)
 
 
 def _in_formula(left: str, span: Excerpt, right: str) -> str | None:

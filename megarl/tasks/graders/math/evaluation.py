@@ -13,7 +13,7 @@ from typing import Any
 
 import mpmath
 
-from megarl.tasks.graders.math.formulas import Apply, Formula, Number, Symbol
+from megarl.tasks.graders.math.formulas import Apply, Formula, Number, Symbol, symbols
 
 CONTEXT = mpmath.ctx_mp.MPContext()
 """Its precision is set before each evaluation; others who use mpmath keep theirs."""
@@ -104,6 +104,8 @@ class Evaluator:
         arguments = [self.value(argument) for argument in formula.arguments]
         if formula.head == "/":
             self._check_not_zero(formula.arguments[1], arguments[1])
+        if formula.head == "^" and not arguments[0] and symbols(formula.arguments[1]):
+            raise NoValue("a power of zero with a variable")
         if formula.head == "^" and not arguments[1]:
             self._check_not_zero(formula.arguments[0], arguments[0])
         try:

@@ -41,6 +41,8 @@ class Passage:
 
 
 LONGEST_LINE = 2_000
+LONGEST_SENTENCE = 400
+"""Characters on each side of a value that may deny it."""
 MOST_PROSE = 20_000
 """Characters at the end of a long answer in which a formula is looked for."""
 LINE = re.compile(
@@ -74,7 +76,7 @@ SUPPOSED = re.compile(
 )
 """What before a number in prose says that it is no answer."""
 DENIED = re.compile(r"(?i)\W*(?:is|are)\s+(?:not|excluded|wrong|impossible|incorrect|rejected)\b|.*\?\s*$")
-ENUMERATED = re.compile(r"(?:\s*\d+[.)]\s*\w?\s*){2,}")
+ENUMERATED = re.compile(r"(?:\d+[.)]\s*(?:[A-Za-z]\s+)?){2,}")
 RESTATED = re.compile(r",?\s{0,2}\(?i\.e\.[^.;!?]*")
 FOREIGN = re.compile("([\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+)")
 BULLET = re.compile(r"^\s*(?:[-•*>]\s+)(?=[\d\\$(\[A-Za-z])")
@@ -163,7 +165,7 @@ def _values(text: str) -> Iterator[Passage]:
     formulas = [_span(match) for match in DOLLARS.finditer(text)]
     in_words = RESTATED.sub("", text)
     passage = _last_in_dollars(text, formulas) if formulas else _last_in_words(in_words)
-    if passage is not None and not ENUMERATED.fullmatch(text) and not _is_doubtful(passage):
+    if passage is not None and not ENUMERATED.fullmatch(text.strip()) and not _is_doubtful(passage):
         yield passage
 
 
@@ -239,10 +241,11 @@ def _last_in_words(text: str) -> Passage | None:
 
 
 def _sentence_before(text: str) -> str:
-    return SENTENCE_END.split(text)[-1]
+    return SENTENCE_END.split(text[-LONGEST_SENTENCE:])[-1]
 
 
 def _sentence_behind(text: str) -> str:
+    text = text[:LONGEST_SENTENCE]
     match = SENTENCE_END.search(f"{text} ")
     return text[: match.end()] if match else text
 

@@ -37,7 +37,7 @@ from megarl.tasks.graders.math.values import all_values, canonical, formulas_in,
 
 LONGEST_PROMPT = 20_000
 MOST_FORMULAS = 100
-SHORT_PROMPT = 200
+SHORT_PROMPT = 400
 """Characters of a prompt that asks for one computation in words."""
 FEWEST_WORDS_REPEATED = 3
 ARITHMETIC = re.compile(
@@ -64,7 +64,10 @@ COUNT = "count"
 """What "how many apples" asks for: no measure."""
 ASKED_PERCENT = re.compile(r"(?i)\b(?:what|which)\s+percent|\bpercentage\b|\bas\s+a\s+percent")
 PERCENT = re.compile(r"(?i)percent|%")
-POINT = re.compile(r"(?i)\b(?:points?|vertex|vertices|intersections?|coordinates|ordered\s+pairs?|cent(?:er|re))\b")
+POINT = re.compile(
+    r"(?i)\b(?:find|what\s+(?:is|are)|determine|compute|give|state)\s+(?:\w+\s+){0,3}"
+    r"(?:points?|vertex|vertices|intersections?|coordinates|ordered\s+pairs?|cent(?:er|re))\b"
+)
 INTERVAL = re.compile(r"(?i)\bintervals?\b")
 ASKED_LETTER = re.compile(r"(?i:\b(?:find|solve\s+for|the\s+value\s+of)\s+)\$?([a-z])\$?\s*(?=[.?,]|$)")
 CUE = re.compile(
@@ -75,7 +78,7 @@ MEASURES = frozenset(names.UNITS.values()) - {"unit"}
 
 
 @dataclass(frozen=True)
-class Question:
+class PromptReading:
     """What is read in a prompt once for all its answers.
 
     spelling: its tokens as one text; statements: its formulas in canonical form; constants: what it
@@ -95,13 +98,13 @@ class Question:
 
 
 @lru_cache(maxsize=64)
-def question_in(prompt: str) -> Question:
+def question_in(prompt: str) -> PromptReading:
     """Read a prompt."""
     text = prompt[-LONGEST_PROMPT:]
     answers = list(_formulas_of(text))
     statements = frozenset(str(canonical(answer)) for answer in answers)
     constants = tuple(dict.fromkeys(_constants_of(answers)))
-    return Question(text, _spelling_of(text), statements, constants, _options_of(text), _unit_asked(text))
+    return PromptReading(text, _spelling_of(text), statements, constants, _options_of(text), _unit_asked(text))
 
 
 def permits(prompt: str, gold: TextReading, candidate: TextReading, passage: Passage) -> bool:
@@ -129,7 +132,7 @@ def repeats_prompt(answer: str, prompt: str) -> bool:
     return len(words) >= FEWEST_WORDS_REPEATED and " ".join(words) in " ".join(prompt.split())
 
 
-def _repeats(question: Question, gold: MathAnswer, candidate: TextReading) -> bool:
+def _repeats(question: PromptReading, gold: MathAnswer, candidate: TextReading) -> bool:
     """Return whether an answer is a formula of the question rather than the expected one."""
     assert candidate.answer is not None
     form = canonical(candidate.answer)
@@ -145,7 +148,7 @@ def _repeats(question: Question, gold: MathAnswer, candidate: TextReading) -> bo
     return _is_stated(question, last)
 
 
-def _is_stated(question: Question, answer: MathAnswer) -> bool:
+def _is_stated(question: PromptReading, answer: MathAnswer) -> bool:
     """Return whether an answer, or each item of it, stands in the question."""
     if str(canonical(answer)) in question.statements:
         return True
@@ -167,7 +170,7 @@ def _is_letter(side: MathAnswer) -> bool:
     return isinstance(side, Expression) and len(symbols(side.formula)) == 1 and not hasattr(side.formula, "head")
 
 
-def _is_computed(question: Question, gold: MathAnswer, answer: MathAnswer) -> bool:
+def _is_computed(question: PromptReading, gold: MathAnswer, answer: MathAnswer) -> bool:
     """Return whether an answer is a value, if the question asks to compute the expected one."""
     if not all_values(gold) or all_values(answer):
         return True
@@ -181,16 +184,19 @@ def _is_computed(question: Question, gold: MathAnswer, answer: MathAnswer) -> bo
     return not (isinstance(value, Expression) and _computes(question, value.formula))
 
 
-def _computes(question: Question, value: Formula) -> bool:
+def _computes(question: PromptReading, value: Formula) -> bool:
     """Return whether a computation of the question has this value."""
-    equality = Equality(Budget())
+    return any(_same(value, constant) for constant in question.constants)
+
+
+def _same(first: Formula, second: Formula) -> bool:
     try:
-        return any(equality.same(value, constant) for constant in question.constants)
+        return Equality(Budget()).same(first, second)
     except (TooMuchWork, RecursionError):
         return False
 
 
-def _fits_options(question: Question, answer: MathAnswer) -> bool:
+def _fits_options(question: PromptReading, answer: MathAnswer) -> bool:
     """Return whether a letter and the value behind it are one option."""
     if not isinstance(answer, Labelled) or answer.value is None:
         return True
@@ -200,18 +206,18 @@ def _fits_options(question: Question, answer: MathAnswer) -> bool:
     return equal(option.answer, answer.value)
 
 
-def _has_unit_asked(question: Question, gold: MathAnswer, answer: MathAnswer) -> bool:
+def _has_unit_asked(question: PromptReading, gold: MathAnswer, answer: MathAnswer) -> bool:
     """Return whether the unit of an answer is the one asked for, if the expected answer has none."""
     gold = named(gold).value
     answer = named(answer).value
     if not isinstance(gold, Expression) or not isinstance(answer, Expression):
         return True
     if question.unit == "percent" and "percent" in (gold.unit, answer.unit):
-        return gold.unit in ("", "percent") and Equality(Budget()).same(gold.formula, answer.formula)
+        return gold.unit in ("", "percent") and _same(gold.formula, answer.formula)
     if gold.unit or not answer.unit:
         return True
     if answer.unit == "percent" and not PERCENT.search(question.text):
-        return question.unit == "" and Equality(Budget()).same(gold.formula, _hundredth(answer.formula))
+        return question.unit == "" and _same(gold.formula, _hundredth(answer.formula))
     parts = set(answer.unit.split())
     if question.unit.partition("^")[0] in MEASURES:
         return question.unit in parts or {question.unit, answer.unit} in ({"degree", "celsius"},)
@@ -222,7 +228,7 @@ def _hundredth(formula: Formula) -> Formula:
     return Apply("/", (formula, integer(100)))
 
 
-def _is_of_kind_asked(question: Question, answer: MathAnswer) -> bool:
+def _is_of_kind_asked(question: PromptReading, answer: MathAnswer) -> bool:
     """Return whether an answer is no interval where a point is asked for, and has the letter asked for."""
     asks_for_point = POINT.search(question.text) is not None
     asks_for_interval = INTERVAL.search(question.text) is not None

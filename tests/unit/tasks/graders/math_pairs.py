@@ -361,6 +361,11 @@ WRONG: tuple[tuple[str, str], ...] = (
 )
 
 HOSTILE: tuple[tuple[str, str], ...] = (
+    # much around a box or a value
+    (r"\(" * 50_000 + r"\boxed{5}", "7"),
+    ("5 " * 50_000 + r"2\cdot\boxed{5}", "7"),
+    ("if " * 30_000 + "7", "7"),
+    ("1.   " * 20_000 + "x 7", "8"),
     # what would take for ever, or all memory
     (r"$9^{9^{9^{9}}}$", "7"),
     (r"$9^{9^{9^{9}}}+1$", "7"),

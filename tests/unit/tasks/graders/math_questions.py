@@ -154,6 +154,10 @@ gold   (2,5)
 prompt On which interval does $f$ increase?
 right  (2,5) ¦ 2<x<5
 wrong  (x,y) = (2,5) ¦ [2,5]
+gold   (2,5)
+prompt For which $x$ does the point $(x,1)$ lie in the strip?
+right  2<x<5 ¦ (2,5)
+wrong  2 \le x \le 5
 gold   5
 right  12 \equiv 5 \pmod 7
 wrong  12 \equiv 5 \pmod 3 ¦ 5 \equiv 12 \pmod 7
@@ -166,7 +170,7 @@ wrong  (1,2) ¦ (1,2),(1,2) ¦ (1,1),(2,2) ¦ 1, 2
 gold   1
 right  \tanh(0)+1 ¦ \cos(0) ¦ \frac{\sqrt2}{\sqrt2} ¦ \sin^2(1)+\cos^2(1)
 wrong  \tanh(200) ¦ \cos(10^{-60}) ¦ \frac{\sin\pi}{\sin\pi} ¦ (\sin\pi)^0 ¦ \sqrt{1+10^{-150}} ¦ \frac{|x|}{x}
-wrong  \frac{e^{i\pi}+1}{e^{i\pi}+1} ¦ \frac{x}{x} ¦ \frac{\sin(10^{-50})}{10^{-50}} ¦ 7^{10^{-300}}
+wrong  1+0^a ¦ \frac{e^{i\pi}+1}{e^{i\pi}+1} ¦ \frac{x}{x} ¦ \frac{\sin(10^{-50})}{10^{-50}} ¦ 7^{10^{-300}}
 gold   \sqrt2
 right  \sqrt{2} ¦ \frac{2}{\sqrt2} ¦ 2\cos 45^\circ
 wrong  \sqrt{2+10^{-150}} ¦ \sqrt{2}+10^{-200} ¦ \sqrt[4]{4+10^{-90}}
