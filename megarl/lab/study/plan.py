@@ -122,7 +122,7 @@ def prepare(
     return study
 
 
-class _StudyFile(msgspec.Struct):
+class StudyRecord(msgspec.Struct):
     """STUDY/study.json. Names of variants are names of files."""
 
     variants: tuple[Annotated[str, msgspec.Meta(pattern=r"^[^/\0]+$")], ...]
@@ -136,7 +136,7 @@ def opened(path: Path) -> Study:
     if not file.exists():
         raise MegarlError(f"{path}: no study (no study.json); `megarl study loo` or `compare` makes one")
     try:
-        record = msgspec.json.decode(contents(file), type=_StudyFile)
+        record = msgspec.json.decode(contents(file), type=StudyRecord)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MegarlError(f"{file}: not what a study writes: {error}") from None
     return Study(path, record.variants, record.seeds, record.rungs, record.branch)

@@ -8,7 +8,7 @@ from safetensors.numpy import save_file
 
 from megarl.core.base import architecture
 from megarl.core.base.errors import MegarlError
-from megarl.core.base.hf_files import INDEX
+from megarl.core.base.weight_files import INDEX
 from megarl.core.recipe import load
 from megarl.lab.presets import PPO, ppo_for, suggest
 from megarl.run.checks import parameters

@@ -149,8 +149,8 @@ EXPORTED = {
     "pandas-index.json": json.dumps({"0": RECORDS[0], "1": RECORDS[1]}),
     "pandas-table.json": json.dumps({"schema": {}, "data": RECORDS}),
     "columns.json": json.dumps({"gpu_hours": [10, 20], "pass_rate": [0.3, 0.4]}),
-    "compressed.csv.gz": gzip.compress(PLAIN.encode()),
-    "compressed.json.gz": gzip.compress(json.dumps(RECORDS).encode()),
+    "compressed.csv.gz": gzip.compress(PLAIN.encode(), mtime=0),
+    "compressed.json.gz": gzip.compress(json.dumps(RECORDS).encode(), mtime=0),
 }
 
 
