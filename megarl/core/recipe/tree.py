@@ -139,7 +139,7 @@ class Task(Rows):
     def a_source_or_a_number(cls, heldout: Any) -> Any:
         if isinstance(heldout, str) or (type(heldout) is int and heldout > 0):
             return heldout
-        should = "should be a file, hub:… or reasoning-gym:… of prompts, or how many rows of train to hold out"
+        should = "should be a file or hub:… of prompts, or how many rows of train to hold out"
         raise ValueError(f"{should}, got {heldout!r}")
 
 
