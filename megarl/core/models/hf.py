@@ -56,7 +56,7 @@ def load(chunks: Sequence[Module], family: Family, hf_dir: Path) -> None:
             parameter.copy_(value)
         types |= {source.name: parameter.dtype for source in weight.sources}
     if (text := rounded(directory.tensors, types)) and dist.get_rank() == 0:
-        log.warning("%s: %s", hf_dir, text)
+        log.info("%s: %s", hf_dir, text)
 
 
 def _read(directory: ModelDirectory, weight: Weight, rank: int, size: int) -> Tensor:

@@ -449,6 +449,7 @@ def test_a_directory_at_every_door(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    caplog.set_level("INFO", logger="megarl")
     case = CASES[name]
     path = directory(case, folder, tmp_path)
     for door in case.at if case.says else ():
