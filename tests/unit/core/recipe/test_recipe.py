@@ -71,7 +71,7 @@ def file(tmp_path: Path) -> Path:
         ),
         (
             "data:\n  tasks:\n    math: {train: x, heldout: 5, mapping: gsm9k}\n",
-            "mine.yaml:3: data.tasks.math.mapping: input should be '', 'polaris'",
+            "mine.yaml:3: data.tasks.math.mapping: input should be '', 'verl', 'polaris'",
         ),
         (
             "data:\n  tasks:\n    math: {train: x, heldout: 5, columns: {promt: y}}\n",

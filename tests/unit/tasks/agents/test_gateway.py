@@ -406,8 +406,7 @@ def test_retries_attach_and_only_what_was_delivered_is_trained(tmp_path: Path) -
             again = asyncio.create_task(served.chat())
             await until(lambda: waiting(served) == 1)
             both = asyncio.create_task(served.chat())  # the first one waits: a sub-agent of the same words
-            await until(lambda: waiting(served) == 2)
-            assert len(served.asked) == 2
+            await until(lambda: waiting(served) == 2 and len(served.asked) == 2)
             served.hold.set()
             assert (await again)[1]["choices"][0]["message"]["content"] == "first"
             assert (await both)[1]["choices"][0]["message"]["content"] == "second"
