@@ -193,7 +193,7 @@ def test_a_runs_checkpoint_on_its_own_task(finished: LiveRun, scored: str) -> No
 
     missing = megarl("eval", "--model", f"{run}@7", "--suite", "arithmetic", cwd=finished.cwd)
     assert missing.returncode == 2
-    assert f"has no checkpoint of step 7; there are those of {step - 2}, {step}" in missing.stderr
+    assert f"has no checkpoint of step 7; there are those of 3, {step - 2}, {step}" in missing.stderr
 
     curve = megarl("answers", "curve", str(run), str(out), cwd=finished.cwd)
     assert curve.returncode == 0, curve.stderr
