@@ -21,7 +21,7 @@ def test_an_answer_that_took_long_goes_to_where_the_learner_listens_now() -> Non
     async def slowly(_: object, __: Next) -> Reply:
         nonlocal made
         made += 1
-        await asyncio.sleep(3.0)
+        await asyncio.sleep(2.0)  # asked again after 1 s, and not again before 3
         return ANSWER
 
     async def run() -> bytes:

@@ -267,7 +267,8 @@ def test_a_warm_start_whose_checkpoints_cannot_be_written_still_ends(
     trainer, batches = checkpoints.trainer, sft.batches(TRACES, 20, 1)
     trainer.train_step(next(batches))  # imports all modules, whose bytecode is written to files, too
     checkpoints.folder, trainer.step = tmp_path / "unfinished", 0
-    monkeypatch.setattr(sft, "Console", lambda quiet: Console(quiet=True))  # its output would be written to a file
+    silent = Console(quiet=True)  # output of another would be written to a file
+    monkeypatch.setattr(sft.terminal, "console", lambda quiet=False: silent)
     with files_no_larger_than(2000):
         assert sft.train(trainer, batches, checkpoints, recipe, StopRequest()) == 0
     assert (checkpoints.failures, names(checkpoints)) == (2, [])
