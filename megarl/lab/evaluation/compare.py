@@ -11,6 +11,7 @@ end of long ones. Each prompt's data are a script of their own, which is parsed 
 """
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -23,6 +24,7 @@ from markupsafe import Markup
 from msgspec import UNSET
 from rich.console import Console
 from rich.table import Column, Table
+from rich.text import Text
 
 from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
@@ -40,6 +42,8 @@ LARGEST = 64_000_000  # characters of all completions in a page
 SHORTEST = 1000  # characters that a completion keeps at least, however many completions there are
 LONGEST_ASKED = 20_000  # characters shown of a prompt or an expected answer; tests of a program can be megabytes
 LINE = 160  # characters of a prompt in the list
+EXAMPLES = 5  # prompts shown on the screen
+SHOWN = 120  # characters of a prompt or an answer on the screen
 ONE_SIDED = {"prompts", "suite.data", "suite.heldout", "suite.prompt", "suite.trusted_grader"}
 """Settings that only a suite has, or only a task of a run: that one side lacks them is no difference."""
 
@@ -188,8 +192,44 @@ def show(comparison: SideBySide, console: Console) -> None:
     for one in comparison.quantities:
         table.add_row(one.name, *cells(one))
     console.print(table)
+    console.print(_examples(comparison))
     for line in (*comparison.notes, METHOD):
         console.print(line, highlight=False)
+
+
+def _examples(comparison: SideBySide) -> Table:
+    """Return the first answers of both sides to a few prompts: first of those where one is right and one is wrong."""
+    firsts = {name: (comparison.a.answers[name][0], comparison.b.answers[name][0]) for name in comparison.prompts}
+    differing = [name for name, (a, b) in firsts.items() if a.correct != b.correct]
+    alike = [name for name in firsts if name not in set(differing)]
+    texts = dict(zip(firsts, _without_template([a.prompt for a, _ in firsts.values()]), strict=True))
+    columns = [Column(heading, ratio=1) for heading in ("prompt", "A answers", "B answers")]
+    table = Table(*columns, box=None, padding=(0, 2, 0, 0), pad_edge=False, expand=True)
+    for name in [*differing, *alike][:EXAMPLES]:
+        answers = [_verdict(answer) for answer in firsts[name]]
+        table.add_row(Text(_one_line(texts[name])), *answers)
+    return table
+
+
+def _verdict(answer: Answer) -> Text:
+    style = "green" if answer.correct else "red"
+    mark = "right" if answer.correct else "wrong"
+    return Text.assemble((f"{mark}: ", style), _one_line(answer.completion))
+
+
+def _without_template(prompts: Sequence[str]) -> list[str]:
+    """Return the prompts without what all begin with, in whole words, and without what all end with."""
+    begin = os.path.commonprefix(prompts)
+    words = begin.rfind(" ") + 1 if len(set(prompts)) > 1 else 0
+    rest = [prompt[words:] for prompt in prompts]
+    end = len(os.path.commonprefix([text[::-1] for text in rest])) if len(set(rest)) > 1 else 0
+    return [text[: len(text) - end] for text in rest]
+
+
+def _one_line(text: str) -> str:
+    """Return the text with spaces for line breaks; of a long one, its beginning and its end."""
+    short = " ".join(text.split())
+    return short if len(short) <= SHOWN else f"{short[: SHOWN // 2]} … {short[-SHOWN // 2 :]}"
 
 
 def cells(one: Quantity) -> tuple[str, str, str]:

@@ -1,6 +1,7 @@
 """Finds the model that `--model` means, and the recipe with which it is asked.
 
-    DIR         a Hugging Face directory          its own template, its whole context (at most CONTEXT), no interruption
+    DIR         a Hugging Face directory          its own template, its whole context (at most CONTEXT), no interruption;
+                                                  asked about RUN:TASK, the lengths and the end of thinking of that run
     RUN         the newest checkpoint of a run    lengths, end of thinking and template as in the run's training
     RUN@STEP    an earlier checkpoint             the same
 
@@ -86,7 +87,10 @@ def recipe_of(
         "weights.transport=disk",
         f"resources.servers={servers}",
     ]
-    base = load(str(run.recipe), fixed) if run else from_tree({}, [*fixed, *_of_directory(subject.hf)])
+    if run:
+        base = load(str(run.recipe), fixed)
+    else:
+        base = from_tree({}, [*fixed, *_of_directory(subject.hf), *_lengths_of_runs(suites)])
     found = [_suite(word, base) for word in dict.fromkeys(suites)]
     if len(asked := {name: keys for name, keys, _ in found}) < len(found):
         raise MegarlError(f"--suite: two of {', '.join(suites)} have one name; evaluate each with its own --out")
@@ -120,12 +124,34 @@ def _suite(word: str, base: Recipe) -> tuple[str, dict[str, object], Recipe]:
         return Path(word).stem, load_suite(Path(word)), base
     path, _, task = word.rpartition(":")
     if path:
-        other = load(str(RunDir.opened(Path(path)).recipe))
+        other = _recipe_of_run(path)
         if task not in other.data.tasks:
             raise MegarlError(f"--suite: {path} has no task {task!r}; it has {', '.join(other.data.tasks)}")
         return task, _heldout(task, other), other
     known = [*shipped_suites(), *base.evaluation.suites, *base.data.tasks]
     raise MegarlError(f"--suite: {word!r} is not one of {', '.join(dict.fromkeys(known))}, nor RUN:TASK or a YAML file")
+
+
+def _recipe_of_run(path: str) -> Recipe:
+    return load(str(RunDir.opened(Path(path)).recipe))
+
+
+def _lengths_of_runs(suites: Sequence[str]) -> list[str]:
+    """Return the lengths of the run whose tasks are asked, as key=value, so that a directory and the
+    run's own checkpoints get equal questions with equal room for the answer. Empty without RUN:TASK."""
+    runs = dict.fromkeys(word.rpartition(":")[0] for word in suites if _is_task_of_run(word))
+    lengths = [_recipe_of_run(run).length.model_dump(mode="json") for run in runs]
+    if not lengths:
+        return []
+    if any(length != lengths[0] for length in lengths):
+        advice = "evaluate each with its own --out"
+        raise MegarlError(f"--suite: {', '.join(runs)} have different keys under length; {advice}")
+    return [f"length.{key}={json.dumps(value)}" for key, value in lengths[0].items()]
+
+
+def _is_task_of_run(word: str) -> bool:
+    is_file = word.endswith((".yaml", ".yml"))
+    return ":" in word and not is_file
 
 
 def _heldout(name: str, base: Recipe) -> dict[str, object]:

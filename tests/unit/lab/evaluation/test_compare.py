@@ -26,6 +26,7 @@ from megarl.lab.evaluation.compare import (
     write_comparison,
 )
 from megarl.lab.evaluation.subject import Subject, recipe_of
+from tests.evaluation_sets import byte_llama
 from tests.pages import Resources, asks_the_network
 
 HOSTILE = "</script><script>alert(1)</script><!-- <img src=http://x onerror=alert(2)> \u2028 \U0001f600 & é"
@@ -271,6 +272,42 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert (b / "compare-math-500.html").is_file()
     assert cli(["answers", "compare", str(a), str(b), "-o", str(tmp_path / "no" / "page.html")]) == 2
     assert "no such directory" in capsys.readouterr().err
+
+
+def test_the_screen_shows_what_was_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prompts about which the sides differ come first, and what a template adds to all of them is left out."""
+    asked = {name: f"<|user|>What is {name}?<|end|>" for name in "1234567"}
+    equal = [answer(name, True, prompt=asked[name], completion="same") for name in "12345"]
+    before = answer("6", False, prompt=asked["6"], completion="I am\nnot sure")
+    after = answer("6", True, prompt=asked["6"], completion="It is 6.")
+    a = write(tmp_path / "a", [*equal, before], "A")
+    b = write(tmp_path / "b", [*equal, after], "B")
+    assert cli(["answers", "compare", str(a), str(b)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("prompt"))
+    assert lines[start + 1].split("  ")[0] == "6"
+    assert "wrong: I am not sure" in lines[start + 1]
+    assert "right: It is 6." in lines[start + 1]
+    assert [line.split("  ")[0] for line in lines[start + 2 : start + 6]] == ["1", "2", "3", "4"]
+    assert not any(line.startswith("5") for line in lines), "five prompts are shown"
+
+
+def test_a_run_and_a_directory_are_asked_with_equal_lengths_about_the_runs_task(tmp_path: Path) -> None:
+    """Room for the answer decides the score: a directory alone has its whole context."""
+    model = tmp_path / "model"
+    byte_llama(model)
+    made = [tmp_path / name for name in ("run", "other")]
+    for folder, tokens in zip(made, (8, 9), strict=True):
+        folder.mkdir()
+        recipe = load("quickstart", [f"length.answer_tokens={tokens}"])
+        RunDir(folder).recipe.write_text(dump(recipe))
+    subject = Subject("model", model, model)
+    asked, _ = recipe_of(subject, [f"{made[0]}:arithmetic"], [], [], tmp_path)
+    assert asked.length == load("quickstart").length
+    alone, _ = recipe_of(subject, ["gsm8k"], [], [], tmp_path)
+    assert alone.length.context_tokens > 1000
+    with pytest.raises(MegarlError, match=r"other have different keys under length"):
+        recipe_of(subject, [f"{folder}:arithmetic" for folder in made], [], [], tmp_path)
 
 
 def test_a_runs_own_evaluation_and_megarl_evals_of_its_held_out_prompts_have_the_same_settings(tmp_path: Path) -> None:
