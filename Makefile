@@ -3,7 +3,7 @@
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
 TE := $(HOME)/.cache/megarl/transformer-engine
-.PHONY: help setup quickstart quickstart-moe quickstart-tools quickstart-agent test test-unit test-slow test-agents test-faults test-recipes test-families test-gpu-paths soak lint bench bench-gpu lock clean
+.PHONY: help setup quickstart quickstart-moe quickstart-tools quickstart-agent quickstart-real test test-unit test-slow test-agents test-faults test-recipes test-families test-gpu-paths soak lint bench bench-gpu lock clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -13,6 +13,9 @@ setup:           ## .venv with the pinned CPU stack
 
 quickstart: setup ## train a tiny policy with real Megatron and real SGLang, in minutes (ARGS="run.seed=1")
 	@launch/quickstart.sh $(ARGS)
+
+quickstart-real: setup ## train a real pretrained model, SmolLM2-135M-Instruct, to answer sums (ARGS="run.seed=1")
+	@launch/quickstart-real.sh $(ARGS)
 
 quickstart-moe: setup ## the same with a tiny Llama 4 of experts
 	@launch/quickstart.sh quickstart-moe $(ARGS)
