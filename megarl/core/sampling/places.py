@@ -27,8 +27,8 @@ Order = tuple[int, int, int]
 MayUse = Callable[[int, int], bool]
 KEPT = 0.75
 """Share of the places that remains after a decrease."""
-SHORT_PROMPT = 32
-"""A shorter prompt is computed sooner than another request's copy can be used; SGLang, too, shares prefixes from here on."""
+SHORT_PROMPT = 16
+"""A shorter prompt is computed sooner than another request's copy can be used, even on a CPU."""
 GROWTH = 32
 ROOM = 0.85
 """A server gets more places only below this share of used KV memory: running requests grow and fill the rest."""
