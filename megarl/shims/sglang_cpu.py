@@ -12,7 +12,9 @@
 4. Attention decodes requests together (sglang_cpu_attention.py).
 5. Memory can be released (/release_memory_occupation). SGLang then synchronises torch's device, which for the CUDA build is
    CUDA even without a GPU.
-6. `install` makes torch.compile return its function: launch.py disables it, but each use would still import the compiler (1 to
+6. The FP32 head of bf16 weights is converted in pieces (bf16_on_cpu.py); SGLang converts all of it for each token that it
+   decodes, which took more than half of a step with a vocabulary of 49,152.
+7. `install` makes torch.compile return its function: launch.py disables it, but each use would still import the compiler (1 to
    2 CPU-seconds).
 """
 
@@ -22,7 +24,8 @@ import multiprocessing
 import sys
 import types
 from collections.abc import Callable
-from typing import NoReturn
+from functools import wraps
+from typing import Any, NoReturn
 
 import torch
 
@@ -30,7 +33,7 @@ NAME = "sgl_kernel"
 
 
 def install() -> None:
-    """Apply 1 and 6 to this process. Idempotent."""
+    """Apply 1 and 7 to this process. Idempotent."""
     if torch.cuda.is_available():
         return
     torch.compile = _not_compiled
@@ -41,7 +44,7 @@ def install() -> None:
 
 
 def patch() -> None:
-    """Apply 2 to 5 to this process."""
+    """Apply 2 to 6 to this process."""
     if torch.cuda.is_available():
         return
     from sglang.srt.entrypoints import engine
@@ -50,6 +53,7 @@ def patch() -> None:
 
     from megarl.shims.sglang_cpu_attention import BatchedDecode
 
+    _convert_heads_in_pieces()
     prepare, module_of = engine._set_envs_and_config, torch.get_device_module
 
     def prepare_then_fork(server_args: object) -> None:
@@ -62,6 +66,29 @@ def patch() -> None:
     )
     ATTENTION_BACKENDS["torch_native"] = BatchedDecode
     torch.get_device_module = lambda device=None: module_of(device or "cpu")
+
+
+def _convert_heads_in_pieces() -> None:
+    """Compute FP32 logits of bf16 weights by head_product. Heads with an adapter, or quantized, stay SGLang's. Idempotent."""
+    from sglang.srt.layers.logits_processor import LogitsProcessor, should_apply_lm_head_quant_method
+
+    from megarl.shims.bf16_on_cpu import head_product
+
+    whole = LogitsProcessor._compute_lm_head
+    if hasattr(whole, "__wrapped__"):
+        return
+
+    @wraps(whole)
+    def logits(self: Any, hidden: torch.Tensor, head: Any, *args: Any, **options: Any) -> torch.Tensor:
+        weight = getattr(head, "weight", None)
+        adapted = hasattr(head, "set_lora")
+        quantized = should_apply_lm_head_quant_method(head, getattr(head, "quant_method", None))
+        own = weight is None or adapted or quantized or not self.use_fp32_lm_head
+        if own or weight.dtype != torch.bfloat16 or hidden.dtype != torch.bfloat16:
+            return whole(self, hidden, head, *args, **options)
+        return head_product(hidden, weight)
+
+    LogitsProcessor._compute_lm_head = logits
 
 
 def _not_compiled(function: Callable[..., object] | None = None, **_: object) -> Callable[..., object]:

@@ -4,6 +4,9 @@ A critic's state is in the same checkpoint, so both are always of the same step.
     save()   plan and copy (training stops for this) ──► a thread on each rank writes, and reads back for the checksums
     poll()   all ranks have written? ──► the directory appears, old ones are deleted
 
+On a CPU a rank that has all of AdamW's state copies none of it, which would double the learner's memory: it writes from the
+state itself, while the next gradients are computed. The next update waits until that is done.
+
 megatron's own background writers are a forked or spawned process per rank. A forked one needs a manager process that
 outlives a killed learner; a spawned one imports torch for seconds and refuses to run without a GPU. A thread is enough, since
 writing files releases the interpreter lock. A step uses no random numbers (no dropout), so no generator's state is saved.
@@ -40,6 +43,7 @@ from megarl.core.base.types import Batch
 from megarl.core.journal.journal import JournalReader
 from megarl.core.learner import microbatch_size
 from megarl.core.learner.network import out_of_memory_named
+from megarl.core.learner.optimizer import written_in_place
 from megarl.core.learner.trained import TrainedNetwork
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import checkpoint
@@ -99,6 +103,8 @@ class Checkpoints:
             thread = threading.Thread(target=request.async_fn, args=arguments, name="checkpoint")
         thread.start()
         self._writing = path, thread, request.finalize_fns
+        if any(written_in_place(network.optimizer) for network in trainer.trained):
+            trainer.before_update = self._wait_for_own_part
         log.info("checkpoint %s: the step stopped for %.2f s", path.name, time.monotonic() - begin)
 
     def poll(self, blocking: bool = False) -> None:
@@ -125,6 +131,18 @@ class Checkpoints:
             if free < size:
                 what = "the next checkpoint, of %.1f GB, will not fit on the disk, which has %.1f GB left; free some"
                 log.warning(f"%s: {what}", self.folder, size / 1e9, free / 1e9)
+
+    def _wait_for_own_part(self) -> None:
+        """Wait until this rank has written the tensors that an update changes. Usually computing the gradients takes longer."""
+        if self._writing is None:
+            return
+        _, thread, _ = self._writing
+        begin = time.monotonic()
+        thread.join()
+        if (waited := time.monotonic() - begin) > LOOK_S:
+            log.info(
+                "the update waited %.1f s for the checkpoint, which is written from the weights themselves", waited
+            )
 
     def _prune(self) -> None:
         milestones = milestone_checkpoints(self.folder, self.milestones)

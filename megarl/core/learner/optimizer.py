@@ -10,6 +10,7 @@ activations between these limits (arXiv 1710.03740, section 3.2). The rule is me
 import math
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -22,6 +23,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+from torch import Tensor
 from torch.optim import AdamW
 
 from megarl.core.base.errors import MegarlError
@@ -179,16 +181,53 @@ def _place_without_padding(chunks: list[DistributedDataParallel]) -> None:
         }
 
 
+def in_host_memory() -> bool:
+    """Return whether weights and AdamW's state are where files are written from."""
+    return not torch.cuda.is_available()
+
+
+def written_in_place(optimizer: MegatronOptimizer) -> bool:
+    """Return whether this rank's checkpoints are written from AdamW's own tensors, without a copy: on a CPU, if it has all of
+    the state. Nothing may be updated until such a checkpoint is written."""
+    parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
+    return in_host_memory() and any(part.data_parallel_group.size() == 1 for part in parts)
+
+
+class _Lent:
+    """AdamW's own tensors of one kind, each under its place in the gathered state, from which megatron would cut it."""
+
+    def __init__(self, tensors: dict[tuple[int, int], Tensor]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, place: slice) -> Tensor:
+        return self._tensors[place.start, place.stop]
+
+
 def _gathered_alone(optimizer: DistributedOptimizer, *, empty_data: bool, **_: object) -> StateDict:
     """Act as get_parameter_state_dp_zero, which gathers AdamW's state for a checkpoint, if one rank has all of the state. This
-    takes 12 bytes of host memory per parameter; megatron's way, for many ranks, takes 32, or 24 and 8 on the GPU."""
+    takes 12 bytes of host memory per parameter, none to write from a CPU; megatron's way, for many ranks, takes 32, or 24 and 8
+    on the GPU."""
     state: StateDict = {"buckets_coalesced": True}
-    names = ("param", *optimizer.optimizer_state_keys)
     for n, (buffer, (dtype,)) in enumerate(zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True)):
-        whole = {name: torch.zeros(buffer.numel_unpadded) for name in names}
-        for parameter, (start, end, _) in buffer.param_index_map.items() if not empty_data else ():
-            tensors = optimizer._get_main_param_and_optimizer_states(parameter)
-            for name in names:
-                whole[name][start:end].copy_(tensors[name].detach())
-        state[n] = {dtype: whole | {"numel_unpadded": buffer.numel_unpadded}}
+        own = {} if empty_data else _by_place(optimizer, buffer)
+        whole: StateDict = {"numel_unpadded": buffer.numel_unpadded}
+        for name in ("param", *optimizer.optimizer_state_keys):
+            tensors = {place: kinds[name].detach().view(-1) for place, kinds in own.items()}
+            lent = in_host_memory() and not empty_data
+            whole[name] = _Lent(tensors) if lent else _joined(buffer.numel_unpadded, tensors)
+        state[n] = {dtype: whole}
     return state
+
+
+def _by_place(optimizer: DistributedOptimizer, buffer: Any) -> dict[tuple[int, int], dict[str, Tensor]]:
+    """Return the FP32 weight and the moments of each parameter of megatron's buffer, by its place in the gathered state."""
+    places = {parameter: (start, end) for parameter, (start, end, _) in buffer.param_index_map.items()}
+    return {place: optimizer._get_main_param_and_optimizer_states(p) for p, place in places.items()}
+
+
+def _joined(numbers: int, tensors: dict[tuple[int, int], Tensor]) -> Tensor:
+    """Return one tensor [numbers] in the host's memory, with a copy of each of these at its place."""
+    whole = torch.zeros(numbers)
+    for (start, end), tensor in tensors.items():
+        whole[start:end].copy_(tensor)
+    return whole

@@ -83,7 +83,7 @@ class Trainer:
     step: the next step to train, and also the version of the weights. skipped_in_row: skipped steps, whose loss or gradient was
     not finite, in a row up to the latest. offenders: the rollouts to blame in the latest step. scaler_skipped_steps: updates so
     far that overflows of scaled gradients prevented. moments: of the undivided advantages of all batches so far. within:
-    returns a context for each named part of a step, to measure its time.
+    returns a context for each named part of a step, to measure its time. before_update: waits until weights may change.
     """
 
     within: Callable[[str], AbstractContextManager[object]] = nullcontext
@@ -103,6 +103,7 @@ class Trainer:
         self.moments = NOTHING_SEEN
         self.skipped_steps = self.skipped_in_row = self.scaler_skipped_steps = 0
         self.offenders: list[dict[str, int | str]] = []
+        self.before_update: Callable[[], None] = lambda: None
 
     def sequences(self, batch: Batch) -> list[TrainSequence]:
         """Return the batch's sequences in the loss, with advantages unless a critic estimates them. Call it once per step."""
@@ -170,6 +171,7 @@ class Trainer:
             if network.loss_scale is not None:
                 network.loss_scale.judge(network in overflowed)
         if not overflowed:
+            self.before_update()
             with self.within("optimizer"):
                 for network in learning:
                     network.update(rates[f"{network.prefix}lr"], metrics[network.norm_name])

@@ -1,11 +1,14 @@
 """Matrix products of low-precision inputs that accumulate in a higher precision, and megatron's weight gradients by them."""
 
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 
 import torch
 from megatron.core.tensor_parallel import layers
 from torch import Tensor
 from torch.nn import Module
+
+from megarl.shims import bf16_on_cpu
 
 
 def product(a: Tensor, b: Tensor, precision: torch.dtype) -> Tensor:
@@ -14,7 +17,8 @@ def product(a: Tensor, b: Tensor, precision: torch.dtype) -> Tensor:
         return a @ b
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=precision)
-    return a.to(precision) @ b.to(precision)
+    with _sums_of_exact_products(a.dtype):
+        return a.to(precision) @ b.to(precision)
 
 
 def add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
@@ -24,7 +28,13 @@ def add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
     elif a.is_cuda:
         torch.addmm(into, a, b, out_dtype=into.dtype, out=into)
     else:
-        into.addmm_(a.to(into.dtype), b.to(into.dtype))
+        with _sums_of_exact_products(a.dtype):
+            into.addmm_(a.to(into.dtype), b.to(into.dtype))
+
+
+def _sums_of_exact_products(inputs: torch.dtype) -> AbstractContextManager[None]:
+    """On a CPU, let FP32 copies of bf16 numbers be multiplied by its bf16 instructions, which would round those of fp16."""
+    return bf16_on_cpu.exact_products() if inputs == torch.bfloat16 else nullcontext()
 
 
 def add_gradients_in_fp32(chunk: Module) -> None:

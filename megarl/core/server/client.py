@@ -306,7 +306,8 @@ class ServerClient:
         also score this token at each position. routing: also return the experts chosen for all tokens."""
         body = {
             "input_ids": [s.tolist() for s in sequences],
-            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+            # Temperature 1: the token is not used, and a greedy request would cost every other one a sort (own_batches).
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": [first - 1 for first in firsts],
             "token_ids_logprob": None if against is None else [[against]] * len(sequences),

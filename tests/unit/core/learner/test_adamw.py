@@ -1,6 +1,7 @@
 """The update from gradients: AdamW as in its paper (arXiv 1711.05101, algorithm 2), in float64 by hand."""
 
 from pathlib import Path
+from threading import Event, Timer
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megarl.core.learner import checkpoint, optimizer, trained
 from megarl.core.learner.checkpoint import Checkpoints
 from megarl.core.learner.trainer import Trainer
+from megarl.core.models import checkpoint as models_checkpoint
 from megarl.core.models import hf
 from megarl.core.recipe import from_tree
 from tests.tiny import tiny_llama
@@ -145,8 +147,12 @@ MAKING = {getattr(torch.ops.aten, name) for name in ("zeros", "empty", "cat", "c
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_lone_rank_gathers_adamw_in_the_memory_that_is_planned(tmp_path: Path) -> None:
-    """FP32 weights and both moments: 12 bytes a parameter. Megatron's way makes 48, of which 32 are held together."""
+def test_a_lone_rank_gathers_adamw_in_the_memory_that_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a GPU: FP32 weights and both moments: 12 bytes a parameter. Megatron's way makes 48, of which 32 are held
+    together."""
+    monkeypatch.setattr(optimizer, "in_host_memory", lambda: False)
     tiny_llama(tmp_path / "hf", num_hidden_layers=2, hidden_size=128, intermediate_size=512)
     trainer = Trainer(from_tree({"model": {"path": str(tmp_path / "hf"), "dtype": "bf16"}}), tmp_path / "hf")
     trainer.step = 1
@@ -160,3 +166,51 @@ def test_a_lone_rank_gathers_adamw_in_the_memory_that_is_planned(tmp_path: Path)
     checkpoints.finish()
     # Weights are copied here. What was gathered is not, but megatron copies what it cuts out of a larger tensor.
     assert made.bytes == pytest.approx((12 + 12 + 2) * buffer.numel_unpadded, rel=0.05)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_on_a_cpu_a_lone_rank_writes_adamw_from_where_it_is(tmp_path: Path) -> None:
+    """But the two halves of an MLP's first matrix, which are stored apart, and the weights are copied: both are cut out."""
+    tiny_llama(tmp_path / "hf", num_hidden_layers=2, hidden_size=128, intermediate_size=512)
+    trainer = Trainer(from_tree({"model": {"path": str(tmp_path / "hf"), "dtype": "bf16"}}), tmp_path / "hf")
+    trainer.step = 1
+    (buffer,) = trainer.policy.ddp[0].buffers
+    trainer.policy.optimizer.state_dict()  # makes the moments
+    checkpoints = Checkpoints(tmp_path / "run", 1, trainer, tmp_path / "hf")
+    with Made() as made:
+        checkpoints.save()
+    checkpoints.finish()
+    halves = 2 * 2 * 512 * 128  # layers, gate and up
+    assert made.bytes == pytest.approx(12 * halves + 2 * buffer.numel_unpadded, rel=0.05)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_update_waits_until_what_it_changes_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients of the next step are computed meanwhile."""
+    tiny_llama(tmp_path / "hf", num_hidden_layers=1)
+    recipe = from_tree({"model": {"path": str(tmp_path / "hf"), "dtype": "bf16"}})
+    trainer = Trainer(recipe, tmp_path / "hf")
+    trainer.train_step(sequences(experts=False))
+    kept = [tensor.clone() for tensor in state(trainer)]
+    may_write, begin, norm = Event(), models_checkpoint.begin, trainer.policy.gradient_norm
+
+    def begun(*args: Any) -> Any:
+        request = begin(*args)
+        return request._replace(async_fn=lambda *parts: may_write.wait(60) and request.async_fn(*parts))
+
+    def let_it_write_soon() -> float:
+        assert not may_write.is_set()
+        Timer(0.5, may_write.set).start()
+        return norm()
+
+    monkeypatch.setattr(models_checkpoint, "begin", begun)
+    monkeypatch.setattr(trainer.policy, "gradient_norm", let_it_write_soon)
+    checkpoints = Checkpoints(tmp_path / "run", 1, trainer, tmp_path / "hf")
+    checkpoints.save()
+    trainer.train_step(sequences(experts=False))
+    assert may_write.is_set()
+    checkpoints.finish()
+    assert not all(torch.equal(a, b) for a, b in zip(state(trainer), kept, strict=True))
+    after = Trainer(recipe, tmp_path / "hf")
+    assert Checkpoints(tmp_path / "run", 1, after, tmp_path / "hf").load_latest()
+    assert all(torch.equal(a, b) for a, b in zip(state(after), kept, strict=True))
