@@ -14,7 +14,8 @@
    CUDA even without a GPU.
 6. The FP32 head of bf16 weights is converted in pieces (bf16_on_cpu.py); SGLang converts all of it for each token that it
    decodes, which took more than half of a step with a vocabulary of 49,152.
-7. `install` makes torch.compile return its function: launch.py disables it, but each use would still import the compiler (1 to
+7. Tokens are sampled with one random number each (sglang_cpu_sampling.py).
+8. `install` makes torch.compile return its function: launch.py disables it, but each use would still import the compiler (1 to
    2 CPU-seconds).
 """
 
@@ -33,7 +34,7 @@ NAME = "sgl_kernel"
 
 
 def install() -> None:
-    """Apply 1 and 7 to this process. Idempotent."""
+    """Apply 1 and 8 to this process. Idempotent."""
     if torch.cuda.is_available():
         return
     torch.compile = _not_compiled
@@ -44,7 +45,7 @@ def install() -> None:
 
 
 def patch() -> None:
-    """Apply 2 to 6 to this process."""
+    """Apply 2 to 7 to this process."""
     if torch.cuda.is_available():
         return
     from sglang.srt.entrypoints import engine
@@ -52,8 +53,10 @@ def patch() -> None:
     from sglang.srt.mem_cache.pool_host import common
 
     from megarl.shims.sglang_cpu_attention import BatchedDecode
+    from megarl.shims.sglang_cpu_sampling import replace_multinomial
 
     _convert_heads_in_pieces()
+    replace_multinomial()
     prepare, module_of = engine._set_envs_and_config, torch.get_device_module
 
     def prepare_then_fork(server_args: object) -> None:
