@@ -11,7 +11,6 @@ end of long ones. Each prompt's data are a script of their own, which is parsed 
 """
 
 import math
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -219,11 +218,21 @@ def _verdict(answer: Answer) -> Text:
 
 def _without_template(prompts: Sequence[str]) -> list[str]:
     """Return the prompts without what all begin with, in whole words, and without what all end with."""
-    begin = os.path.commonprefix(prompts)
-    words = begin.rfind(" ") + 1 if len(set(prompts)) > 1 else 0
+    if len(set(prompts)) == 1:
+        return list(prompts)
+    begin = prompts[0][: _equal_characters(prompts)]
+    words = begin.rfind(" ") + 1
     rest = [prompt[words:] for prompt in prompts]
-    end = len(os.path.commonprefix([text[::-1] for text in rest])) if len(set(rest)) > 1 else 0
+    end = _equal_characters([text[::-1] for text in rest])
     return [text[: len(text) - end] for text in rest]
+
+
+def _equal_characters(texts: Sequence[str]) -> int:
+    """Return with how many equal characters all of these texts begin."""
+    first = min(texts)
+    last = max(texts)  # all others lie between these two
+    pairs = zip(first, last, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), len(first))
 
 
 def _one_line(text: str) -> str:
