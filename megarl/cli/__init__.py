@@ -316,6 +316,25 @@ def trace(
     return main(run, steps, output)
 
 
+@app.command()
+def export(
+    run: p.RunDirectory,
+    directory: Annotated[Path, Argument(help="must not exist; an export that was killed is continued")],
+    step: Annotated[int | None, Option(min=0, help="of this checkpoint; else of the newest")] = None,
+    base: Annotated[Path | None, Option(help="the original model, for tensors that are not trained")] = None,
+) -> int:
+    """Write the trained policy of a run as a Hugging Face directory."""
+    from megarl.core.base.rundir import RunDir, checkpoint_of
+
+    source = checkpoint_of(RunDir.opened(run), step)
+    with importing():
+        from checkpoints_tools import convert, silence_libraries
+
+    silence_libraries()
+    convert.megatron_to_hf(source, directory, base)
+    return 0
+
+
 @app.command("eval")
 def evaluate(
     overrides: p.Overrides,
