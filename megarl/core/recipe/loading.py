@@ -80,6 +80,8 @@ def _kind_at(where: tuple[str, ...]) -> Any:
 def _unknown(where: tuple[str, ...]) -> str:
     """Name the same key of another section, or the nearest one of this or any section."""
     (*section, key), elsewhere = where, dict(_keys(Recipe))
+    if "lora" in key.lower():
+        return "LoRA is not supported: a run trains all weights; leave it out"
     here = _kind_at(tuple(section)).model_fields
     close = [elsewhere[key]] if key in elsewhere else difflib.get_close_matches(key, here, 1, cutoff=0.5)
     close = close or [elsewhere[name] for name in difflib.get_close_matches(key, elsewhere, 1, cutoff=0.8)]
@@ -175,10 +177,12 @@ def _find(name_or_path: str) -> Path:
         return shipped()[name_or_path]
     if os.path.isfile(name_or_path):  # safe even for a name that no file could have
         return Path(name_or_path)
+    if name_or_path.endswith((".yaml", ".yml")) or "/" in name_or_path:
+        raise MegarlError(f"no recipe {shortened(name_or_path)!r}: there is no such file (from {os.getcwd()})")
     close = difflib.get_close_matches(name_or_path, shipped(), 1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    neither = f"neither a file nor a shipped recipe ({', '.join(shipped())})"
-    raise MegarlError(f"no recipe {shortened(name_or_path)!r}: {neither}{hint}")
+    hint = f"did you mean {close[0]}? " if close else ""
+    neither = "neither a file nor a shipped recipe"
+    raise MegarlError(f"no recipe {shortened(name_or_path)!r}: {neither}; {hint}`megarl recipes` lists them")
 
 
 def _read(path: Path, derived: tuple[Path, ...] = ()) -> tuple[RecipeTree, Origin]:
