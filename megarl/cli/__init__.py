@@ -8,7 +8,7 @@ scaling.py     `megarl scaling`
 import errno
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -126,6 +126,7 @@ def train(
 ) -> int:  # fmt: skip
     """Train a policy: start, watch and restart all roles."""
     from megarl.lab import preflight
+    from megarl.lab.dry_run import brief, warnings
     from megarl.run.train import main
 
     if plan is None:
@@ -135,8 +136,11 @@ def train(
 
         loaded = planned(recipe, overrides, plan)
     if dry_run:
-        return _dry_run(loaded, preflight.check_all)
-    return main(loaded, preflight.check_inputs(loaded), preflight.host_bytes(loaded), write_report)
+        return _dry_run(recipe, loaded, preflight.check_all, brief)
+    inputs = preflight.check_inputs(loaded)
+    for warning in warnings(loaded):
+        terminal.say(f"warning: {warning}", file=sys.stderr)
+    return main(loaded, inputs, preflight.host_bytes(loaded), write_report)
 
 
 def write_report(rundir: "RunDir") -> None:
@@ -153,7 +157,7 @@ def sft(recipe: p.RecipeName, overrides: p.Overrides, dry_run: p.DryRun = False)
 
     loaded = _load(recipe, overrides)
     if dry_run:
-        return _dry_run(loaded, preflight.check_sft)
+        return _dry_run(recipe, loaded, preflight.check_sft)
     preflight.check_sft(loaded)
     with importing():
         from megarl.lab.sft import main
@@ -167,18 +171,31 @@ def _load(recipe: str, overrides: Sequence[str]) -> "Recipe":
     return load(recipe, overrides)
 
 
-def _dry_run(recipe: "Recipe", checked: Callable[["Recipe"], str]) -> int:
-    """Print the resolved recipe on stdout, and on stderr what would start; return 0. MegarlError if it cannot start."""
-    from megarl.core.recipe import dump
+def _dry_run(
+    name: str,
+    recipe: "Recipe",
+    checked: Callable[["Recipe"], str],
+    brief: "Callable[[Recipe, str], Iterator[tuple[str, str]]] | None" = None,
+) -> int:
+    """Show on stdout what would start and what differs from the base, on stderr warnings and that it is
+    ready; return 0. MegarlError if it cannot start. brief: lines on a run of `megarl train`."""
+    from megarl.lab.dry_run import changes, warnings
 
     try:
-        print(dump(recipe), end="", flush=True)
-    except BrokenPipeError:
-        _discard_output()
-    try:
-        terminal.say(f"ready: {checked(recipe)}", file=sys.stderr)
+        starts = checked(recipe)
     except MegarlError as error:
         raise MegarlError(f"before this can start: {error}") from None
+    lines = [f"{heading:<8} {text}" for heading, text in brief(recipe, starts)] if brief is not None else []
+    base, changed = changes(name, recipe)
+    lines.append(f"differs from {base}:" if changed else f"as {base}")
+    lines += [f"  {change}" for change in changed]
+    try:
+        terminal.say(*lines, sep="\n", flush=True)
+    except BrokenPipeError:
+        _discard_output()
+    for warning in warnings(recipe) if brief is not None else ():
+        terminal.say(f"warning: {warning}", file=sys.stderr)
+    terminal.say(f"ready: {starts}", file=sys.stderr)
     return 0
 
 
@@ -477,15 +494,22 @@ def show_recipe(recipe: p.RecipeName, overrides: p.Overrides) -> int:
     return 0
 
 
-@recipes.command()
-def suggest(
-    model: Annotated[Path, Option(help="Hugging Face directory, with weights or only a config.json")],
-    preset: Annotated[Literal["scalerl", "ppo"], Option(help="whose numbers")] = "scalerl",
+@recipes.command("new")
+def new_recipe(
+    model: Annotated[Path, Option(help="Hugging Face directory")],
+    data: Annotated[str, Option(metavar="SOURCE", help="prompts with answers: a file, a folder or hub:…")],
+    column: p.Column,
+    mapping: p.Mapping = "",
+    heldout: Annotated[str, Option(metavar="SOURCE", help="prompts never trained on; else a fifth, at most 120")] = "",
+    grader: Annotated[str, Option(help="what says which answers are right; else by the answers")] = "",
+    system: Annotated[str, Option(help="system message before each prompt")] = "",
+    gpus: Annotated[int | None, Option(min=1, help="GPUs of 80 GB of another machine; else this machine's")] = None,
+    out: Annotated[Path | None, Option(metavar="FILE", help="write it there; else print it")] = None,
 ) -> int:
-    """Print a recipe for a model of yours, with numbers for its size."""
-    from megarl.lab.presets import suggest
+    """Write a recipe for your model and your questions on this machine."""
+    from megarl.lab.new_recipe import Asked, new
 
-    return suggest(model, preset)
+    return new(model, Asked(data, heldout, grader, system, mapping, column), gpus, out)
 
 
 @study.command()

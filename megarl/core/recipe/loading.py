@@ -147,6 +147,16 @@ def load(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     return _overridden(*_read(_find(name_or_path)), overrides)
 
 
+def base_of(name_or_path: str) -> tuple[str, Recipe]:
+    """Return the name of what a recipe's differences are shown from, and that recipe: a shipped
+    recipe itself, of a file its base, or the defaults."""
+    if name_or_path in shipped():
+        return name_or_path, load(name_or_path)
+    tree = _parsed(_text(_find(name_or_path)))[0]
+    base = str(tree.get("base", ""))
+    return (base, load(base)) if base else ("the defaults, ScaleRL's", Recipe())
+
+
 def from_tree(tree: RecipeTree, overrides: Sequence[str] = ()) -> Recipe:
     """Validate a recipe built in Python (tests, tools)."""
     return _overridden(copy.deepcopy(tree), {(): "recipe"}, overrides)

@@ -580,7 +580,7 @@ def test_large_weights_are_known_by_a_sample(tree: Tree) -> None:
         (
             "train.jsonl",
             b'{"question": "0+1=", "answer": 1}',
-            r"train\.jsonl:1: no column prompt; the row has question, answer: say which it is, such as --column prompt=question \(in a recipe columns: ",
+            r"train\.jsonl:1: no column prompt; the row has question, answer: say which it is, such as --column prompt",
         ),
         (
             "train.jsonl",
