@@ -24,7 +24,7 @@ from megarl.core.base.hf_files import read_config
 from megarl.core.base.rundir import write_atomically
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
 from megarl.core.base.weight_files import parameters
-from megarl.core.recipe import Rows, from_tree
+from megarl.core.recipe import Length, Rows, from_tree
 from megarl.lab.inspection.data import MOST_TOKENS, kind_of_answer, reader, token_counts
 from megarl.run import devices
 from megarl.tasks.data.chat import template_source
@@ -48,7 +48,8 @@ ASSUMED_GPU_BYTES = 80e9
 """Memory of a GPU of another machine (--gpus)."""
 MOST_RANKS = 16
 MOST_HELD_OUT = 120
-MARKS = {"<|channel|>final": "<|channel|>final<|message|>", "</think>": "</think>"}
+THINK_END = "</think>"
+MARKS = {"<|channel|>final": "<|channel|>final<|message|>", THINK_END: THINK_END}
 """What a chat template mentions ──► the end of thinking of such a model."""
 INTERRUPTIONS = {"<|channel|>final<|message|>": "<|end|><|start|>assistant<|channel|>final<|message|>"}
 """How a trace is interrupted, where the default phrase does not end with the model's end of thinking."""
@@ -58,12 +59,14 @@ TREE_WIDTH = 44
 
 @dataclass(frozen=True)
 class KnownModel:
-    """What a recipe depends on. end_of_thinking: empty if it does not think."""
+    """What a recipe depends on. end_of_thinking: empty if it does not think. interruption: the phrase that
+    interrupts it; empty for the default."""
 
     path: Path
     parameters: int
     is_chat: bool
     end_of_thinking: str
+    interruption: str = ""
 
 
 @dataclass(frozen=True)
@@ -117,11 +120,13 @@ def new(model: Path, asked: Asked, gpus: int | None, out: Path | None) -> int:
     MegarlError if model or data cannot be read, or the model is too large for the machine."""
     if out is not None and out.exists():
         raise MegarlError(f"--out: {out} exists already; remove it or give another name")
-    known = known_model(model)
+    read_config(model)  # MegarlError if there is none, with what to do about a GGUF file
+    tokenizer = load_tokenizer(model)
+    known = known_model(model, tokenizer)
     if asked.system and not known.is_chat:
         raise MegarlError(f"--system: {model} has no chat template; write it into the prompts")
     machine = this_machine() if gpus is None else another_machine(gpus)
-    data = known_data(known, load_tokenizer(model), asked)
+    data = known_data(known, tokenizer, asked)
     entries = list(entries_of(known, data, asked, machine))
     from_tree(tree_of(entries))  # MegarlError if they do not go together
     text = _text(known, asked, entries)
@@ -140,14 +145,33 @@ def entries_of(model: KnownModel, data: KnownData, asked: Asked, machine: Machin
     yield from _of_machine(model, data, machine)
 
 
-def known_model(path: Path) -> KnownModel:
+def known_model(path: Path, tokenizer: Tokenizer) -> KnownModel:
     """Return what is to be known of a model; of one without weights, by its config.json alone."""
-    read_config(path)  # MegarlError if there is none, with what to do about a GGUF file
     has_weights = any(path.glob("*.safetensors*"))
     count = parameters(path) if has_weights else architecture.read(str(path)).parameters
     source = template_source(path)
-    end = next((end for mark, end in MARKS.items() if mark in source), "")
-    return KnownModel(path, count, bool(source), end)
+    end = _end_of_thinking(source, tokenizer)
+    return KnownModel(path, count, bool(source), end, _interruption(end, tokenizer))
+
+
+def _end_of_thinking(template: str, tokenizer: Tokenizer) -> str:
+    """Return what ends the thinking: by the chat template, or without one by the vocabulary. A model may have
+    the token and not think: the template of such a model does not mention it."""
+    if template:
+        return next((end for mark, end in MARKS.items() if mark in template), "")
+    is_token = tokenizer.backend.token_to_id(THINK_END) is not None
+    return THINK_END if is_token else ""
+
+
+def _interruption(end: str, tokenizer: Tokenizer) -> str:
+    """Return the phrase that interrupts the thinking; empty for the default."""
+    if end in INTERRUPTIONS:
+        return INTERRUPTIONS[end]
+    try:
+        tokenizer.ids(Length().interruption)
+    except MegarlError:  # a closed vocabulary, such as the quickstart's
+        return end
+    return ""
 
 
 def this_machine() -> Machine:
@@ -241,9 +265,10 @@ def _of_lengths(model: KnownModel, data: KnownData, machine: Machine) -> Iterato
         yield RecipeKey("length.thinking_tokens", [0, 0], "it does not think")
     else:
         budget = 2048 if machine.gpus else 256
-        yield RecipeKey("length.end_of_thinking", model.end_of_thinking, "of the chat template")
-        if model.end_of_thinking in INTERRUPTIONS:
-            yield RecipeKey("length.interruption", INTERRUPTIONS[model.end_of_thinking])
+        why = "of the chat template" if model.is_chat else "of the vocabulary"
+        yield RecipeKey("length.end_of_thinking", model.end_of_thinking, why)
+        if model.interruption:
+            yield RecipeKey("length.interruption", model.interruption)
         yield RecipeKey(
             "length.thinking_tokens", [budget - budget // 8, budget], "raise it where memory and time allow"
         )

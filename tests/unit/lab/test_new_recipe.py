@@ -9,6 +9,7 @@ import pytest
 
 from megarl import cli
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.recipe import Recipe, from_tree, load
 from megarl.lab.inspection.data import kind_of_answer
 from megarl.lab.new_recipe import (
@@ -103,21 +104,29 @@ def test_options_win(model: Path, tmp_path: Path) -> None:
 def test_a_base_model_gets_its_prompts_as_they_are(
     model: Path, questions: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (task,) = written(model, questions).data.tasks.values()
+    recipe = written(model, questions)
+    (task,) = recipe.data.tasks.values()
     assert task.template == "raw"
+    assert recipe.length.end_of_thinking == recipe.length.interruption == "</think>"
+    capsys.readouterr()
+    assert cli.main(["train", str(model.parent / "mine.yaml"), "--dry-run"]) == 0
     words = ["recipes", "new", "--model", str(model), "--data", str(questions), "--system", "1"]
     assert cli.main(words) == 2
     assert "--system: " in capsys.readouterr().err
 
 
-def test_the_template_says_how_thinking_ends(model: Path) -> None:
+def test_the_template_says_how_thinking_ends_or_without_one_the_vocabulary(model: Path) -> None:
+    tokenizer = load_tokenizer(model)
+    assert known_model(model, tokenizer).end_of_thinking == "</think>"
+    assert known_model(model, tokenizer).interruption == "</think>", "the vocabulary lacks the default's letters"
     chats(model, WRITES_EQUALS)
-    assert known_model(model).end_of_thinking == ""
-    chats(model, WRITES_EQUALS + "{# </think> #}")
-    assert known_model(model).end_of_thinking == "</think>"
+    assert known_model(model, tokenizer).end_of_thinking == ""
+    chats(model, WRITES_EQUALS + "{# <|channel|>final #}")
+    known = known_model(model, tokenizer)
+    assert known.end_of_thinking == "<|channel|>final<|message|>"
+    assert known.interruption.endswith(known.end_of_thinking)
     assert suited(8e9, another_machine(8), "</think>").length.control == "interruption"
-    ends = "<|channel|>final<|message|>"
-    assert suited(8e9, another_machine(8), ends).length.interruption.endswith(ends)
+    assert suited(8e9, another_machine(8), "").length.control == "none"
 
 
 @pytest.mark.parametrize(
