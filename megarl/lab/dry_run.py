@@ -12,7 +12,7 @@ from typing import Any
 
 from megarl.core.base.contracts import TaskPrompts
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
-from megarl.core.base.weight_files import parameters
+from megarl.core.base.weight_files import counted, parameters
 from megarl.core.recipe import Recipe, Task, base_of, differences
 from megarl.run import devices
 from megarl.tasks.data.chat import template_source
@@ -44,9 +44,8 @@ def brief(recipe: Recipe, starts: str) -> Iterator[tuple[str, str]]:
 
 def _model(recipe: Recipe) -> str:
     path = Path(recipe.model.path)
-    billions = parameters(path) / 1e9
     template = "a chat template" if template_source(path) else "no chat template"
-    return f"{path}, {billions:.2f}B parameters, {recipe.model.dtype}, {template}"
+    return f"{path}, {counted(parameters(path))} parameters, {recipe.model.dtype}, {template}"
 
 
 def _counted(name: str, task: Task, prompts: TaskPrompts) -> str:

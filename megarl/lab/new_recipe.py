@@ -23,7 +23,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_config
 from megarl.core.base.rundir import write_atomically
 from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
-from megarl.core.base.weight_files import parameters
+from megarl.core.base.weight_files import counted, parameters
 from megarl.core.recipe import Length, Rows, from_tree
 from megarl.lab.inspection.data import MOST_TOKENS, kind_of_answer, reader, token_counts
 from megarl.run import devices
@@ -228,7 +228,7 @@ def _name(source: str) -> str:
 def _of_task(model: KnownModel, data: KnownData, asked: Asked) -> Iterator[RecipeKey]:
     task = f"data.tasks.{_name(asked.data)}"
     yield RecipeKey("run.name", f"{model.path.resolve().name}-{_name(asked.data)}")
-    yield RecipeKey("model.path", str(model.path), f"{model.parameters / 1e9:.2f}B parameters")
+    yield RecipeKey("model.path", str(model.path), f"{counted(model.parameters)} parameters")
     yield RecipeKey(f"{task}.train", asked.data, f"{data.rows:,} prompts")
     if data.held_out:
         yield RecipeKey(f"{task}.heldout", data.held_out, "of these, never trained on")
