@@ -209,6 +209,9 @@ def plan(
     mean_tokens: Annotated[float | None, Option(help="mean length of a completion; else half of the longest")] = None,
     spread: Annotated[float, Option(help="standard deviation of the lengths' logarithm")] = 0.5,
     lengths: Annotated[Path | None, Option(metavar="RUN", help="instead: lengths from this run's journal")] = None,
+    measured: Annotated[
+        Path | None, Option(metavar="RUN", help="instead of GPUs: the speeds of this run of a few steps")
+    ] = None,
     trained_share: Annotated[float, Option(help="share of groups with variance")] = 1.0,
     simulate: Annotated[bool, Option("--simulate", help="run the pipeline in virtual time, and draw it")] = False,
     steps: Annotated[int, Option(min=1, help="steps of --simulate")] = 20,
@@ -221,11 +224,19 @@ def plan(
     curves: Annotated[str, Option(metavar="RUN,RUN", help="with --allocate: short runs that differ in batch")] = "",
     answers: Annotated[int | None, Option(min=1, help="with --allocate: prompts that the budget also answers")] = None,
 ) -> int:
-    """Say what a recipe needs on N GPUs, and how fast it will be; or how to spend a budget."""
+    """Say what a recipe needs on N GPUs, and how fast it will be; or, from a run of a few steps, how long it
+    will take on this machine; or how to spend a budget."""
     from megarl.lab.planning.command import main, problem, work
 
+    if measured is not None:
+        from megarl.lab.planning.measured import main as by_measurement
+
+        if gpus is not None or gpu is not None or allocate is not None or simulate or lengths is not None:
+            raise MegarlError("--measured takes only --mean-tokens and --json beside it: it has the speeds of a run")
+        return by_measurement(_load(recipe, overrides), measured, mean_tokens, as_json)
     if (gpus is None) != (gpu is None) or (gpus is None and allocate is None):
-        raise MegarlError("give both --gpus N and --gpu NAME: the GPUs to plan for")
+        either = "give both --gpus N and --gpu NAME: the GPUs to plan for"
+        raise MegarlError(f"{either}; or --measured RUN, a run of a few steps on this machine, with or without GPUs")
     loaded = _load(recipe, overrides)
     posed = None
     if gpus is not None and gpu is not None:

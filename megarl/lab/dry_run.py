@@ -67,7 +67,7 @@ def _lengths(recipe: Recipe, tasks: dict[str, TaskPrompts]) -> str:
 def _work(recipe: Recipe) -> str:
     """Return the threads and what a step is."""
     rollouts = f"{recipe.batch.prompts} x {recipe.sampling.generations} rollouts"
-    steps = f"{recipe.run.steps} steps of {rollouts}; `megarl plan` estimates the time"
+    steps = f"{recipe.run.steps} steps of {rollouts}; `megarl plan --measured RUN` says how long"
     if devices.gpus():
         return steps
     threads = recipe.resources.threads
