@@ -1,6 +1,6 @@
 """`megarl plan RECIPE --measured RUN`: how long a run will take by what another has taken, on CPUs or any other machine.
 
-    metrics of RUN ──► Speeds: seconds of servers and learner for a rollout ──► Estimate: a step, an evaluation, all steps
+    metrics of RUN ──► Speeds: seconds of servers and learner for a rollout ──► DurationEstimate: a step, an evaluation, all steps
 
 Servers and learner work at once (pipeline.k above 0), so that a step takes as long as the slower of the two; with k = 0 they
 take turns. A run of five steps is enough, on a machine that is as busy as it will be.
@@ -35,7 +35,7 @@ class Speeds:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class DurationEstimate:
     """Seconds that a recipe's parts will take. servers, learner, step: of one step; evaluation: of one."""
 
     servers: float
@@ -113,7 +113,7 @@ def answers_of(recipe: Recipe) -> int:
     return len(recipe.data.tasks) * recipe.evaluation.prompts * recipe.evaluation.samples
 
 
-def estimate(recipe: Recipe, speeds: Speeds, mean_tokens: float) -> Estimate:
+def estimate(recipe: Recipe, speeds: Speeds, mean_tokens: float) -> DurationEstimate:
     """Return how long a recipe will take at these speeds."""
     rollouts = recipe.batch.prompts * recipe.sampling.generations
     rate = speeds.server_tokens * recipe.resources.servers
@@ -123,7 +123,7 @@ def estimate(recipe: Recipe, speeds: Speeds, mean_tokens: float) -> Estimate:
     evaluation = answers_of(recipe) * mean_tokens / (speeds.server_tokens * recipe.evaluation_servers)
     evaluations = 1 + math.ceil(recipe.run.steps / recipe.evaluation.every)
     total = recipe.run.steps * step + evaluations * evaluation
-    return Estimate(servers, learner, step, evaluation, evaluations, total)
+    return DurationEstimate(servers, learner, step, evaluation, evaluations, total)
 
 
 def in_words(seconds: float) -> str:
