@@ -1,6 +1,6 @@
 """`megarl plan RECIPE --measured RUN`: how long a run will take by what another has taken, on CPUs or any other machine.
 
-    metrics of RUN ──► Speeds: seconds of servers and learner for a rollout ──► DurationEstimate: a step, an evaluation, all steps
+    metrics of RUN ──► Speeds: seconds of servers and learner for a rollout ──► a step, an evaluation, all steps
 
 Servers and learner work at once (pipeline.k above 0), so that a step takes as long as the slower of the two; with k = 0 they
 take turns. A run of five steps is enough, on a machine that is as busy as it will be.
