@@ -3,10 +3,8 @@
 Each command imports its part when it runs, so that --help answers at once, without torch.
 """
 
-import logging
 import signal
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,6 +12,7 @@ from typing import Annotated, Literal
 import typer
 from typer import Argument, Option
 
+from checkpoints_tools import silence_libraries
 from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.process import importing
@@ -38,10 +37,7 @@ app.add_typer(conversion)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    warnings.simplefilter("ignore")  # megatron warns of each optional package that is not installed
-    logging.basicConfig(level=logging.ERROR)
-    # It reports that there is no GPU, and where it found an unused CUDA.
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    silence_libraries()
     try:
         status: int = app(arguments, prog_name="python -m checkpoints_tools", standalone_mode=False) or 0
         if status != INTERRUPTED:

@@ -15,8 +15,8 @@ finished() { grep -qs '"outcome": "finished"' "$1/summary.json"; }
 
 [ -f "$data/products-agent-sft.jsonl" ] && [ -f "$data/init-moe/config.json" ] || $megarl data arithmetic "$data"
 
-# The dry run's status is 2 before the warm start, as the model is missing. The run itself reports wrong overrides.
-warm=$({ $megarl train "$recipe" --dry-run "$@" 2>/dev/null || true; } | sed -n '/^model:/,/^[a-z]/s/^  path: //p')
+# The run itself reports wrong overrides.
+warm=$({ $megarl recipes show "$recipe" "$@" 2>/dev/null || true; } | sed -n '/^model:/,/^[a-z]/{s/ *  # .*//;s/^  path: //p}')
 if [ -n "$warm" ] && [ ! -f "$warm/config.json" ]; then
     echo "megarl: supervised warm start into $warm"
     overrides=()

@@ -8,7 +8,7 @@ scaling.py     `megarl scaling`
 import errno
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -126,6 +126,7 @@ def train(
 ) -> int:  # fmt: skip
     """Train a policy: start, watch and restart all roles."""
     from megarl.lab import preflight
+    from megarl.lab.dry_run import brief, warnings
     from megarl.run.train import main
 
     if plan is None:
@@ -135,8 +136,11 @@ def train(
 
         loaded = planned(recipe, overrides, plan)
     if dry_run:
-        return _dry_run(loaded, preflight.check_all)
-    return main(loaded, preflight.check_inputs(loaded), preflight.host_bytes(loaded), write_report)
+        return _dry_run(recipe, loaded, preflight.check_all, brief)
+    inputs = preflight.check_inputs(loaded)
+    for warning in warnings(loaded):
+        terminal.say(f"warning: {warning}", file=sys.stderr)
+    return main(loaded, inputs, preflight.host_bytes(loaded), write_report)
 
 
 def write_report(rundir: "RunDir") -> None:
@@ -153,7 +157,7 @@ def sft(recipe: p.RecipeName, overrides: p.Overrides, dry_run: p.DryRun = False)
 
     loaded = _load(recipe, overrides)
     if dry_run:
-        return _dry_run(loaded, preflight.check_sft)
+        return _dry_run(recipe, loaded, preflight.check_sft)
     preflight.check_sft(loaded)
     with importing():
         from megarl.lab.sft import main
@@ -167,18 +171,31 @@ def _load(recipe: str, overrides: Sequence[str]) -> "Recipe":
     return load(recipe, overrides)
 
 
-def _dry_run(recipe: "Recipe", checked: Callable[["Recipe"], str]) -> int:
-    """Print the resolved recipe on stdout, and on stderr what would start; return 0. MegarlError if it cannot start."""
-    from megarl.core.recipe import dump
+def _dry_run(
+    name: str,
+    recipe: "Recipe",
+    checked: Callable[["Recipe"], str],
+    brief: "Callable[[Recipe, str], Iterator[tuple[str, str]]] | None" = None,
+) -> int:
+    """Show on stdout what would start and what differs from the base, on stderr warnings and that it is
+    ready; return 0. MegarlError if it cannot start. brief: lines on a run of `megarl train`."""
+    from megarl.lab.dry_run import changes, warnings
 
     try:
-        print(dump(recipe), end="", flush=True)
-    except BrokenPipeError:
-        _discard_output()
-    try:
-        terminal.say(f"ready: {checked(recipe)}", file=sys.stderr)
+        starts = checked(recipe)
     except MegarlError as error:
         raise MegarlError(f"before this can start: {error}") from None
+    lines = [f"{heading:<8} {text}" for heading, text in brief(recipe, starts)] if brief is not None else []
+    base, changed = changes(name, recipe)
+    lines.append(f"differs from {base}:" if changed else f"as {base}")
+    lines += [f"  {change}" for change in changed]
+    try:
+        terminal.say(*lines, sep="\n", flush=True)
+    except BrokenPipeError:
+        _discard_output()
+    for warning in warnings(recipe) if brief is not None else ():
+        terminal.say(f"warning: {warning}", file=sys.stderr)
+    terminal.say(f"ready: {starts}", file=sys.stderr)
     return 0
 
 
@@ -192,6 +209,9 @@ def plan(
     mean_tokens: Annotated[float | None, Option(help="mean length of a completion; else half of the longest")] = None,
     spread: Annotated[float, Option(help="standard deviation of the lengths' logarithm")] = 0.5,
     lengths: Annotated[Path | None, Option(metavar="RUN", help="instead: lengths from this run's journal")] = None,
+    measured: Annotated[
+        Path | None, Option(metavar="RUN", help="instead of GPUs: the speeds of this run of a few steps")
+    ] = None,
     trained_share: Annotated[float, Option(help="share of groups with variance")] = 1.0,
     simulate: Annotated[bool, Option("--simulate", help="run the pipeline in virtual time, and draw it")] = False,
     steps: Annotated[int, Option(min=1, help="steps of --simulate")] = 20,
@@ -204,11 +224,19 @@ def plan(
     curves: Annotated[str, Option(metavar="RUN,RUN", help="with --allocate: short runs that differ in batch")] = "",
     answers: Annotated[int | None, Option(min=1, help="with --allocate: prompts that the budget also answers")] = None,
 ) -> int:
-    """Say what a recipe needs on N GPUs, and how fast it will be; or how to spend a budget."""
+    """Say what a recipe needs on N GPUs, and how fast it will be; or, from a run of a few steps, how long it
+    will take on this machine; or how to spend a budget."""
     from megarl.lab.planning.command import main, problem, work
 
+    if measured is not None:
+        from megarl.lab.planning.measured import main as by_measurement
+
+        if gpus is not None or gpu is not None or allocate is not None or simulate or lengths is not None:
+            raise MegarlError("--measured takes only --mean-tokens and --json beside it: it has the speeds of a run")
+        return by_measurement(_load(recipe, overrides), measured, mean_tokens, as_json)
     if (gpus is None) != (gpu is None) or (gpus is None and allocate is None):
-        raise MegarlError("give both --gpus N and --gpu NAME: the GPUs to plan for")
+        either = "give both --gpus N and --gpu NAME: the GPUs to plan for"
+        raise MegarlError(f"{either}; or --measured RUN, a run of a few steps on this machine, with or without GPUs")
     loaded = _load(recipe, overrides)
     posed = None
     if gpus is not None and gpu is not None:
@@ -314,6 +342,25 @@ def trace(
     from megarl.lab.report.trace import main
 
     return main(run, steps, output)
+
+
+@app.command()
+def export(
+    run: p.RunDirectory,
+    directory: Annotated[Path, Argument(help="must not exist; an export that was killed is continued")],
+    step: Annotated[int | None, Option(min=0, help="of this checkpoint; else of the newest")] = None,
+    base: Annotated[Path | None, Option(help="the original model, for tensors that are not trained")] = None,
+) -> int:
+    """Write the trained policy of a run as a Hugging Face directory."""
+    from megarl.core.base.rundir import RunDir, checkpoint_of
+
+    source = checkpoint_of(RunDir.opened(run), step)
+    with importing():
+        from checkpoints_tools import convert, silence_libraries
+
+    silence_libraries()
+    convert.megatron_to_hf(source, directory, base)
+    return 0
 
 
 @app.command("eval")
@@ -458,15 +505,22 @@ def show_recipe(recipe: p.RecipeName, overrides: p.Overrides) -> int:
     return 0
 
 
-@recipes.command()
-def suggest(
-    model: Annotated[Path, Option(help="Hugging Face directory, with weights or only a config.json")],
-    preset: Annotated[Literal["scalerl", "ppo"], Option(help="whose numbers")] = "scalerl",
+@recipes.command("new")
+def new_recipe(
+    model: Annotated[Path, Option(help="Hugging Face directory")],
+    data: Annotated[str, Option(metavar="SOURCE", help="prompts with answers: a file, a folder or hub:…")],
+    column: p.Column,
+    mapping: p.Mapping = "",
+    heldout: Annotated[str, Option(metavar="SOURCE", help="prompts never trained on; else a fifth, at most 120")] = "",
+    grader: Annotated[str, Option(help="what says which answers are right; else by the answers")] = "",
+    system: Annotated[str, Option(help="system message before each prompt")] = "",
+    gpus: Annotated[int | None, Option(min=1, help="GPUs of 80 GB of another machine; else this machine's")] = None,
+    out: Annotated[Path | None, Option(metavar="FILE", help="write it there; else print it")] = None,
 ) -> int:
-    """Print a recipe for a model of yours, with numbers for its size."""
-    from megarl.lab.presets import suggest
+    """Write a recipe for your model and your questions on this machine."""
+    from megarl.lab.new_recipe import Asked, new
 
-    return suggest(model, preset)
+    return new(model, Asked(data, heldout, grader, system, mapping, column), gpus, out)
 
 
 @study.command()

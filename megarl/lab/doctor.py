@@ -27,7 +27,7 @@ from megarl.core.base import terminal
 from megarl.core.base.device import cudnn_of_torch
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.tokenizer import load_tokenizer
-from megarl.run.devices import driver, gpus, networks, search_path, toolkit
+from megarl.run.devices import bf16_on_cpu, driver, gpus, networks, search_path, toolkit
 from megarl.run.process import free_ports
 from megarl.tasks.agents.rendering import Rendering, tail_problem
 from megarl.tasks.data.chat import load_chat
@@ -209,6 +209,9 @@ def machine() -> Iterator[Finding]:
     """Check cores, memory, disk, ports, and /dev/shm, through which a server's processes, NCCL and PyTorch pass tensors."""
     count, has_gpus = len(os.sched_getaffinity(0)), bool(gpus())
     yield noted("cores", str(count), "server and learner share one core: expect half the speed" if count == 1 else "")
+    computed = bf16_on_cpu()
+    emulated = "" if computed or has_gpus else "model.dtype=bf16 is emulated on this CPU; fp32 may be quicker"
+    yield noted("bf16 on the CPU", computed or "emulated", emulated)
     free = psutil.virtual_memory().available / GIB
     advice = "the quickstart's roles take about 6 GiB together; end other programs" if free < 6 else ""
     yield noted("memory", f"{free:.0f} GiB available", advice)
@@ -269,6 +272,7 @@ def chat_template(model: Path) -> Finding:
     what = f"{model.name}: template"
     try:
         chat = load_chat(model)
+        chat.render([{"role": "user", "content": "?"}])  # MegarlError if it loops
         rendering = Rendering(chat, load_tokenizer(model), "sampled")
     except MegarlError as error:
         return noted(what, "agents cannot use it", str(error))

@@ -132,8 +132,9 @@ def _check_sources(recipe: Recipe) -> None:
         if wrong := sources.problem(source):
             if is_gym(source):
                 raise MegarlError(f"{key}: {wrong}")
-            made = f" (`megarl data arithmetic {Path(source).parent}` makes the quickstart's)" if source else ""
-            raise MegarlError(f"{key}: {wrong}; give prompts as JSONL, JSON, CSV, Parquet or Arrow{made}")
+            raise MegarlError(
+                f"{key}: {wrong}; give prompts as JSONL, JSON, CSV, Parquet or Arrow{_or_else(key, source)}"
+            )
     for name, rows in recipe.sampled.items():
         if rows.template == "chat":
             chat, end = load_chat(recipe.model.path, rows.template_options), recipe.length.end_of_thinking.strip()
@@ -142,6 +143,16 @@ def _check_sources(recipe: Recipe) -> None:
                 key = f"{'data.tasks' if name in recipe.data.tasks else 'evaluation.suites'}.{name}.template_options"
                 what = f"the prompts end with {end} already, so that all completions would count as having no answer"
                 raise MegarlError(f"{key}: {what}; set length.end_of_thinking='' and length.control=none")
+
+
+def _or_else(key: str, source: str) -> str:
+    """Return what else may cure a source of prompts that is not there."""
+    if "quickstart" in source:
+        return f" (`megarl data arithmetic {Path(source).parent}` makes the quickstart's)"
+    if not key.startswith("data.tasks."):
+        return ""
+    task = key.split(".")[2]
+    return f"; a task that comes from a base recipe is left out by data.tasks.{task}=null"
 
 
 def check_teacher(recipe: Recipe) -> None:

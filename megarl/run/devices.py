@@ -54,6 +54,21 @@ def memory() -> float:
     return min((float(size.split()[0]) * 2**20 for size in _asked("memory.total")), default=0.0)
 
 
+CPU_FLAGS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "bf16": "Arm's BF16 instructions"}
+"""Flags of a CPU that multiplies matrices in bf16, the fastest first, and what it is called."""
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def bf16_on_cpu() -> str:
+    """Return by what this machine's CPU multiplies in bf16; empty if it must emulate it in fp32."""
+    try:
+        lines = CPU_INFO.read_text().splitlines()
+    except OSError:
+        return ""
+    flags = {word for line in lines if line.startswith(("flags", "Features")) for word in line.split()}
+    return next((name for flag, name in CPU_FLAGS.items() if flag in flags), "")
+
+
 def _asked(what: str) -> tuple[str, ...]:
     """Return nvidia-smi's answer for each GPU; empty if it is missing or fails."""
     if shutil.which("nvidia-smi") is None:

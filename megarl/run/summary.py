@@ -18,6 +18,9 @@ from megarl.core.evaluation.forecast import words
 from megarl.core.recipe import Recipe
 from megarl.run.health import MEMORY, Health, score_warnings
 
+LAST = 20
+"""Steps over which training's rates are averaged."""
+
 
 def summarise(recipe: Recipe, rundir: RunDir, rows: list[Row] | None = None) -> Row:
     """Compute figures over all lives of the run; None for those not measured. rows: of metrics.jsonl, if they are known."""
@@ -41,7 +44,7 @@ def summarise(recipe: Recipe, rundir: RunDir, rows: list[Row] | None = None) -> 
         "pass_rate_after": last.get("pass_rate"),
         "pass_rate_after_step": last.get("step"),
         "predicted": words(last),
-        "pass_rate_train": mean(rows[-20:], "pass_rate_train"),
+        "pass_rate_train": mean(rows[-LAST:], "pass_rate_train"),
         "generated_tokens": _total(rows, "generated_tokens"),
         "tokens_per_second": _ratio(_total(lived, "generated_tokens"), seconds),
         "step_seconds": _ratio(seconds, float(len(lived))),
@@ -59,7 +62,7 @@ def summarise(recipe: Recipe, rundir: RunDir, rows: list[Row] | None = None) -> 
         "parity_mean_max": _largest(rows, "parity_mean/kernels"),
         "parity_publications": sum("parity_mean/kernels" in row for row in rows),
         "versions_per_rollout": mean(rows, "versions_per_rollout"),
-        **{name: mean(rows[-20:], name) for name in ("truncation_rate", "interruption_rate", "format_error_rate")},
+        **{name: mean(rows[-LAST:], name) for name in ("truncation_rate", "interruption_rate", "format_error_rate")},
         "void_groups": _total(rows, "void_groups"),
         "warnings": [
             *(alarm.text for alarm in Health(rows[-MEMORY:]).alarms),
@@ -78,9 +81,9 @@ def _by_task(recipe: Recipe, rows: list[Row], first: Row, last: Row) -> dict[str
         task: {
             "pass_rate_before": first.get(f"pass_rate/{task}"),
             "pass_rate_after": last.get(f"pass_rate/{task}"),
-            "pass_rate_train": mean(rows[-20:], f"pass_rate_train/{task}"),
-            "truncation_rate": mean(rows[-20:], f"truncation_rate/{task}"),
-            "completion_tokens": mean(rows[-20:], f"completion_tokens_mean/{task}"),
+            "pass_rate_train": mean(rows[-LAST:], f"pass_rate_train/{task}"),
+            "truncation_rate": mean(rows[-LAST:], f"truncation_rate/{task}"),
+            "completion_tokens": mean(rows[-LAST:], f"completion_tokens_mean/{task}"),
         }
         for task in recipe.data.tasks
     }
@@ -97,7 +100,7 @@ def steady(rows: list[Row], rundir: RunDir) -> list[Row]:
 def render(values: Row, rundir: RunDir) -> RenderableType:
     style = {"finished": "green", "failed": "red"}.get(values["outcome"], "yellow")
     outcome = Text(f"{values['outcome']}: {values['reason']}", style=f"bold {style}")
-    parts = Group(outcome, Text(), grid(lines(values)), Text(), grid(_places(rundir)))
+    parts = Group(outcome, Text(), grid(lines(values)), Text(), grid(_places(values, rundir)))
     return Panel(parts, title=Text(f"megarl · {rundir.path}"), padding=(0, 1), width=100)
 
 
@@ -118,7 +121,9 @@ def lines(v: Row) -> Iterable[tuple[str, str]]:
     yield "steps", f"{v['steps']} of {v['steps_planned']}{compute}{wall}"
     if v["pass_rate_before"] is not None:
         before = f"{v['pass_rate_before']:.3f} (step {v['pass_rate_before_step']})"
-        yield "pass rate, held out", f"{before} → {v['pass_rate_after']:.3f} (step {v['pass_rate_after_step']})"
+        after = f" → {v['pass_rate_after']:.3f} (step {v['pass_rate_after_step']})"
+        scored_once = v["pass_rate_before_step"] == v["pass_rate_after_step"]
+        yield "pass rate, held out", f"{before}, not scored since" if scored_once else before + after
     for task, t in v["tasks"].items():
         heldout = f"{show(t['pass_rate_before'], '.3f')} → {show(t['pass_rate_after'], '.3f')}"
         trained = f"training {show(t['pass_rate_train'], '.3f')} · {show(t['completion_tokens'], ',.0f')} tokens"
@@ -127,7 +132,8 @@ def lines(v: Row) -> Iterable[tuple[str, str]]:
         yield "predicted", v["predicted"]
     if not v["steps"]:
         return
-    yield "pass rate, training", f"{show(v['pass_rate_train'], '.3f')} (last 20 steps)"
+    last = f"last {min(LAST, v['steps'])} steps"
+    yield "pass rate, training", f"{show(v['pass_rate_train'], '.3f')} ({last})"
     yield "speed", f"{show(v['tokens_per_second'], ',.0f')} tokens/s · {show(v['step_seconds'], '.2f')} s a step"
     yield "idle", f"servers {show(v['server_idle_share'], '.0%')} · learner {show(v['learner_idle_share'], '.0%')}"
     parts = " · ".join(f"{part} {show(v[f'{part}_seconds'], '.3f')}" for part in ("pause", "transfer", "resume"))
@@ -135,7 +141,7 @@ def lines(v: Row) -> Iterable[tuple[str, str]]:
     yield "lag", f"largest {show(v['lag_max'], '.0f')} of {v['lag_limit']} · mean {show(v['lag_mean'], '.2f')}"
     yield "servers vs learner", _parity(v)
     rates = (("truncated", "truncation_rate"), ("interrupted", "interruption_rate"), ("malformed", "format_error_rate"))
-    yield "answers", " · ".join(f"{word} {show(v[key], '.1%')}" for word, key in rates) + " (last 20 steps)"
+    yield "answers", " · ".join(f"{word} {show(v[key], '.1%')}" for word, key in rates) + f" ({last})"
     for warning in v.get("warnings", ()):  # a run of an older version has none
         yield "look at", warning
     if v["restarts"] or v["void_groups"]:
@@ -152,7 +158,8 @@ def _parity(v: Row) -> str:
     return f"{differ}, {show(v['parity_mean_max'], '.1e')} at the worst of {v['parity_publications']} publications"
 
 
-def _places(rundir: RunDir) -> Iterable[tuple[str, str]]:
+def _places(values: Row, rundir: RunDir) -> Iterable[tuple[str, str]]:
+    """Yield where the run's files are, and the commands that export it and go on with it."""
     if rundir.report.exists():
         yield "report", f"{rundir.report}  (one file, opens offline; picture {rundir.picture.name})"
     run, tensorboard, export = (quote(str(path)) for path in (rundir.path, rundir.tensorboard, rundir.path / "hf"))
@@ -162,7 +169,16 @@ def _places(rundir: RunDir) -> Iterable[tuple[str, str]]:
     newest = max(rundir.checkpoints.glob("step-*"), default=None)
     if newest is not None:
         yield "checkpoints", str(rundir.checkpoints)
-        yield "export", f"python -m checkpoints_tools convert megatron-to-hf {run} {export}"
+        yield "export", f"megarl export {run} {export}"
+    yield "continue", _continuing(values, rundir)
+
+
+def _continuing(values: Row, rundir: RunDir) -> str:
+    """Return the command that goes on with the run; of a finished one, for as many steps again."""
+    command = f"megarl train {quote(str(rundir.recipe))} run.resume=auto"
+    if values["outcome"] != "finished":
+        return command
+    return f"{command} run.steps={2 * values['steps_planned']}"
 
 
 def _finite(rows: Sequence[Row], name: str) -> list[float]:

@@ -1,14 +1,12 @@
 """A whole run of the warm-started tiny policy, made once by the command a user runs."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.e2e import runs
-from tests.e2e.runs import SMALL, LiveRun, check_nothing_left, megarl, quiet
+from tests.e2e.runs import SMALL, LiveRun, check_nothing_left, megarl
 
 WATCHED = ("checkpoint.milestones=[3]", "monitor.prometheus=true", "monitor.profile_steps=[3,4]")
 
@@ -32,7 +30,7 @@ def finished(workplace: Path) -> Iterator[LiveRun]:
 
 
 SCORE = "megarl eval --model runs/quickstart --suite arithmetic --samples 4 --limit 100 --out runs/scored"
-EXPORT = "python -m checkpoints_tools convert megatron-to-hf runs/quickstart exported"
+EXPORT = "megarl export runs/quickstart exported"
 """Commands of README.md, whose output several tests look at."""
 
 
@@ -54,7 +52,6 @@ def scored(quickstart: Path) -> str:
 @pytest.fixture(scope="session")
 def exported(quickstart: Path) -> Path:
     """The directory that EXPORT made."""
-    command = [sys.executable, *EXPORT.split()[1:]]
-    done = subprocess.run(command, cwd=quickstart, capture_output=True, text=True, timeout=200, env=quiet())
+    done = megarl(*EXPORT.split()[1:], cwd=quickstart)
     assert done.returncode == 0, done.stderr
     return quickstart / "exported"

@@ -190,7 +190,7 @@ def test_a_missing_megarl_is_said_and_nothing_else(tmp_path: Path) -> None:
 
 
 def quickstart(folder: Path, *words: str) -> list[str]:
-    """What the script calls, and the GPUs that each call may use. A dry run is megarl's own, all else only noted."""
+    """What the script calls, and the GPUs that each call may use. Only what shows the recipe is run."""
     (folder / "launch").mkdir()
     shutil.copy(ROOT / "launch" / "quickstart.sh", folder / "launch")
     for name in ("runs/quickstart-data/products-agent-sft.jsonl", "runs/quickstart-data/init-moe/config.json",
@@ -199,7 +199,7 @@ def quickstart(folder: Path, *words: str) -> list[str]:
         (folder / name).touch()
     (folder / ".venv/bin/megarl").write_text(f"""#!/bin/sh
 echo "$*, GPUs: $CUDA_VISIBLE_DEVICES" >> calls
-if [ "$3" = --dry-run ]; then exec {sys.executable} -m megarl "$@"; fi
+if [ "$1" = recipes ]; then exec {sys.executable} -m megarl "$@"; fi
 """)
     (folder / ".venv/bin/megarl").chmod(0o755)
     variables = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "0,1"}
@@ -215,11 +215,11 @@ def test_quickstart_warms_the_model_up_that_it_trains(tmp_path: Path) -> None:
 
 
 def test_quickstart_keeps_the_warm_start_that_is_there(tmp_path: Path) -> None:
-    assert [call.split()[0] for call in quickstart(tmp_path)] == ["train", "train"]
+    assert [call.split()[0] for call in quickstart(tmp_path)] == ["recipes", "train"]
 
 
 def test_quickstart_has_the_run_say_what_is_wrong_with_its_overrides(tmp_path: Path) -> None:
-    assert [call.split()[0] for call in quickstart(tmp_path, "wrong=1")] == ["train", "train"]
+    assert [call.split()[0] for call in quickstart(tmp_path, "wrong=1")] == ["recipes", "train"]
 
 
 def test_submit_writes_what_is_shipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -198,6 +198,20 @@ def complete(checkpoints: Path) -> list[Path]:
     return sorted((path for path in named if (path / META).is_file()), key=step_of)
 
 
+def checkpoint_of(rundir: RunDir, step: int | None) -> Path:
+    """Return the complete checkpoint of a step, None: the newest. MegarlError if it is not there."""
+    there = {step_of(folder): folder for folder in complete(rundir.checkpoints)}
+    if not there:
+        what = "no checkpoint yet; one is written every checkpoint.every steps, and when the run is stopped"
+        raise MegarlError(f"{rundir.path}: {what}")
+    if step is None:
+        return there[max(there)]
+    if step not in there:
+        steps = ", ".join(map(str, there))
+        raise MegarlError(f"--step: {rundir.path} has no checkpoint of step {step}; it has {steps}")
+    return there[step]
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Re-raise an OSError within this context as a MegarlError that names the path."""

@@ -74,6 +74,11 @@ def parameters(hf_dir: Path) -> int:
     return sum(math.prod(tensor.shape) for tensor in tensors_in_files(hf_dir).values())
 
 
+def counted(count: int) -> str:
+    """Return a number of parameters as people name a model's size: 135M, 8.03B."""
+    return f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.3g}M"
+
+
 def few_names(names: Sequence[str]) -> str:
     """Join the first names for a message."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""

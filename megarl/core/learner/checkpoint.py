@@ -203,7 +203,7 @@ class Checkpoints:
         if trainer.critic and not all(checkpoint.intact_everywhere(lambda: checkpoint.read_meta(path).critic)):
             raise MegarlError(
                 f"{path}: has no critic, which batch.centring=critic asks for; start another run (run.name) from its weights "
-                "(`python -m checkpoints_tools convert megatron-to-hf`), or set the centring it was trained with"
+                "(`megarl export`), or set the centring it was trained with"
             )
         loaded: StateDict = {}
         checkpoint.intact_everywhere(lambda: loaded.update(checkpoint.load(path, _state(trainer, is_loading=True))))

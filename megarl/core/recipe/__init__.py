@@ -11,6 +11,7 @@ misspelt key, the nearest known one.
 """
 
 from megarl.core.recipe.loading import (
+    base_of,
     describe,
     differences,
     dump,
@@ -48,6 +49,6 @@ from megarl.core.recipe.tree import (
 __all__ = [
     "START_LIMIT_RULE",
     "BatchSection", "ColumnName", "Data", "Evaluation", "Length", "Loss", "Model", "Moe", "Optimizer", "PipelineSection",
-    "Recipe", "Reference", "Resources", "Reward", "Rows", "Service", "Suite", "Task", "describe", "differences",
+    "Recipe", "Reference", "Resources", "Reward", "Rows", "Service", "Suite", "Task", "base_of", "describe", "differences",
     "dump", "flat", "from_tree", "load", "load_suite", "read_mapping", "shipped", "shipped_studies", "shipped_suites",
 ]  # fmt: skip

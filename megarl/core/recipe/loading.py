@@ -80,6 +80,8 @@ def _kind_at(where: tuple[str, ...]) -> Any:
 def _unknown(where: tuple[str, ...]) -> str:
     """Name the same key of another section, or the nearest one of this or any section."""
     (*section, key), elsewhere = where, dict(_keys(Recipe))
+    if "lora" in key.lower():
+        return "LoRA is not supported: a run trains all weights; leave it out"
     here = _kind_at(tuple(section)).model_fields
     close = [elsewhere[key]] if key in elsewhere else difflib.get_close_matches(key, here, 1, cutoff=0.5)
     close = close or [elsewhere[name] for name in difflib.get_close_matches(key, elsewhere, 1, cutoff=0.8)]
@@ -145,6 +147,16 @@ def load(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     return _overridden(*_read(_find(name_or_path)), overrides)
 
 
+def base_of(name_or_path: str) -> tuple[str, Recipe]:
+    """Return the name of what a recipe's differences are shown from, and that recipe: a shipped
+    recipe itself, of a file its base, or the defaults."""
+    if name_or_path in shipped():
+        return name_or_path, load(name_or_path)
+    tree = _parsed(_text(_find(name_or_path)))[0]
+    base = str(tree.get("base", ""))
+    return (base, load(base)) if base else ("the defaults, ScaleRL's", Recipe())
+
+
 def from_tree(tree: RecipeTree, overrides: Sequence[str] = ()) -> Recipe:
     """Validate a recipe built in Python (tests, tools)."""
     return _overridden(copy.deepcopy(tree), {(): "recipe"}, overrides)
@@ -175,10 +187,12 @@ def _find(name_or_path: str) -> Path:
         return shipped()[name_or_path]
     if os.path.isfile(name_or_path):  # safe even for a name that no file could have
         return Path(name_or_path)
+    if name_or_path.endswith((".yaml", ".yml")) or "/" in name_or_path:
+        raise MegarlError(f"no recipe {shortened(name_or_path)!r}: there is no such file (from {os.getcwd()})")
     close = difflib.get_close_matches(name_or_path, shipped(), 1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    neither = f"neither a file nor a shipped recipe ({', '.join(shipped())})"
-    raise MegarlError(f"no recipe {shortened(name_or_path)!r}: {neither}{hint}")
+    hint = f"did you mean {close[0]}? " if close else ""
+    neither = "neither a file nor a shipped recipe"
+    raise MegarlError(f"no recipe {shortened(name_or_path)!r}: {neither}; {hint}`megarl recipes` lists them")
 
 
 def _read(path: Path, derived: tuple[Path, ...] = ()) -> tuple[RecipeTree, Origin]:

@@ -17,6 +17,14 @@ RESERVED = {
 OF_USERS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 LOSSES = ("cispo", "clip", "dppo", "gmpo", "gspo", "reinforce")
 """Built-in losses; others are functions."""
+ALGORITHMS = {
+    "grpo": "GRPO's loss is clip; the recipes grpo-8b and grpo-tiny have the rest of it",
+    "dapo": "DAPO's loss is clip; the recipes dapo-8b and dapo-tiny have the rest of it",
+    "dr-grpo": "Dr. GRPO's loss is clip; the recipes dr-grpo-8b and dr-grpo-tiny have the rest of it",
+    "ppo": "PPO's loss is clip; the recipes ppo-critic-8b and ppo-critic-tiny have the rest of it",
+    "rloo": "RLOO's loss is reinforce, with batch.centring: leave_one_out",
+}
+"""Algorithms that people give as a loss, and what to write."""
 ENVIRONMENTS = ("python", "calculator", "guessing")
 """Built-in environments; others are classes."""
 
@@ -112,7 +120,11 @@ def _ends_warm_up(r: Recipe, key: str, steps: int, use: str) -> Iterator[str]:
 
 
 def _losses(r: Recipe) -> Iterator[str]:
-    yield from _named("loss.kind", r.loss.kind, "loss", LOSSES)
+    algorithm = r.loss.kind.lower().replace("_", "-")
+    if algorithm in ALGORITHMS:
+        yield f"loss.kind: {r.loss.kind!r} is not a loss but an algorithm: {ALGORITHMS[algorithm]}"
+    else:
+        yield from _named("loss.kind", r.loss.kind, "loss", LOSSES)
     if r.loss.kind not in LOSSES and r.loss.correction != "none":
         yield "loss.correction: your own loss applies the importance weight itself; bound it there, and set none here"
     if r.loss.kind == "cispo" and r.loss.correction != "none":
@@ -199,9 +211,10 @@ def _sharing(r: Recipe) -> Iterator[str]:
 def _lengths(r: Recipe) -> Iterator[str]:
     length, end = r.length, r.length.end_of_thinking
     budgets = [*(("stages", s.thinking_tokens) for s in length.stages), ("thinking_tokens", length.thinking_tokens)]
+    least = 1 if length.control == "interruption" else 0
     for key, (shortest, most) in budgets:
-        if not 1 <= shortest <= most:
-            yield f"length.{key}: give [shortest, longest], 1 or more"
+        if not least <= shortest <= most:
+            yield f"length.{key}: give [shortest, longest], {least} or more"
     steps, longest = [s.until_step for s in length.stages], [most for _, (_, most) in budgets]
     if steps != sorted(set(steps)):
         yield f"length.stages: until_step must rise from stage to stage; it is {', '.join(map(str, steps))}"

@@ -298,7 +298,9 @@ class Length(Section):
     )
     prompt_tokens: int = Field(2048, ge=1, description="longest prompt with its template; longer ones are left out")
     thinking_tokens: tuple[int, int] = Field(
-        (10_000, 12_000), description="smallest and largest thinking budget; each rollout draws one"
+        (10_000, 12_000),
+        description="smallest and largest thinking budget; each rollout draws one; [0, 0] with another control than "
+        "interruption: the model does not think",
     )
     stages: tuple[Stage, ...] = Field((), description="shorter budgets at first, [{until_step, thinking_tokens}, …]")
     answer_tokens: int = Field(

@@ -4,6 +4,7 @@
                                                               └─► simulate.py: the pipeline in virtual time ─► figures.py
 
 command.py      the command                                hardware.py     hardware.yaml: datasheets, fitted efficiencies
+measured.py     --measured RUN: how long a run will take by what another has taken
 allocate.py     --allocate: the batch size and the steps on which a budget is best spent
 memory.py       bytes of a learner rank and a server       speed.py        seconds of training, decoding, publishing
 workload.py     lengths, and the work of a step            show.py         tables, JSON

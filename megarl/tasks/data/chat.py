@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.files import contents
 from megarl.core.base.hf_files import read_json
 from megarl.tasks.data.rows import Message, shown
 
@@ -80,6 +81,21 @@ class ChatTemplate:
         raise MegarlError(f"{self.path}: the chat template cannot hold a tool's reply: {problem}; use template: raw")
 
 
+def template_source(folder: Path) -> str:
+    """Return the text of a directory's chat template; empty if there is none.
+    MegarlError if it, or tokenizer_config.json, cannot be read."""
+    try:
+        config = read_json(folder / "tokenizer_config.json")
+        file = folder / "chat_template.jinja"
+        source = contents(file).decode() if file.is_file() else config.get("chat_template")
+    except (MegarlError, OSError, ValueError) as error:
+        raise MegarlError(f"{folder}: no chat template can be loaded: {error}") from None
+    if isinstance(source, list):  # several templates, by name
+        named = [one for one in source if isinstance(one, dict) and one.get("name") == "default"]
+        source = named[0].get("template") if named else None
+    return source if isinstance(source, str) else ""
+
+
 def load_chat(hf_dir: Path | str, options: Mapping[str, Any] = MappingProxyType({})) -> ChatTemplate:
     """Load a directory's chat template; MegarlError if there is none. options: variables to set, which it must read."""
     from jinja2 import TemplateError, meta
@@ -87,16 +103,9 @@ def load_chat(hf_dir: Path | str, options: Mapping[str, Any] = MappingProxyType(
     from megarl.tasks.data.template_environment import TemplateEnvironment
 
     folder = Path(hf_dir)
-    try:
-        config = read_json(folder / "tokenizer_config.json")
-        file = folder / "chat_template.jinja"
-        source = file.read_text() if file.is_file() else config.get("chat_template")
-    except (MegarlError, OSError, ValueError) as error:
-        raise MegarlError(f"{folder}: no chat template can be loaded: {error}") from None
-    if isinstance(source, list):  # several templates, by name
-        named = [one for one in source if isinstance(one, dict) and one.get("name") == "default"]
-        source = named[0].get("template") if named else None
-    if not source or not isinstance(source, str):
+    source = template_source(folder)
+    config = read_json(folder / "tokenizer_config.json")
+    if not source:
         none = "no chat template (chat_template.jinja, or chat_template in tokenizer_config.json)"
         raise MegarlError(f"{folder}: the model has {none}; `template: chat` and agents need one")
     given = {key: value for key, value in config.items() if key.endswith("_token") and value}

@@ -32,9 +32,19 @@ def own(raw: Raw) -> PromptRow:
     """Read a row in the project's own format; other keys are ignored."""
     if lacking := [name for name in ("prompt", "answer") if name not in raw]:
         has = f"no column {' or '.join(lacking)}; the row has {', '.join(map(str, raw))}"
-        advice = "name what they are called (columns, --column), or the set (mapping, --mapping)"
-        raise UnfitError(f"{has}: {advice}")
+        raise UnfitError(f"{has}: {_naming(lacking, raw)}")
     return OWN(raw)
+
+
+def _naming(lacking: list[str], raw: Raw) -> str:
+    """Return how to say which columns the prompt and the answer are in, with names of this row."""
+    others = [name for name in raw if name not in ("prompt", "answer", "id", "difficulty")]
+    pairs = list(zip(lacking, [*others, "COLUMN", "COLUMN"], strict=False))
+    options = " ".join(f"--column {field}={name}" for field, name in pairs)
+    keys = ", ".join(f"{field}: {name}" for field, name in pairs)
+    return (
+        f"say which it is, such as {options} (in a recipe columns: {{{keys}}}), or which set it is (mapping, --mapping)"
+    )
 
 
 def mapping_of(name: str, columns: Mapping[ColumnName, str]) -> Callable[[Raw], PromptRow]:

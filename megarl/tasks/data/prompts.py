@@ -200,8 +200,10 @@ def load_set(
     """
     sets = PromptSet(name, Stored(), array("Q")), PromptSet(name, Stored(), array("Q"))
     rows = 0
+    longest = 0
     for encoded in rows_with_tokens(source, render, tokenizer, max_tokens):
         rows += 1
+        longest = max(longest, encoded.length)
         if rows == 1 and len(encoded.tokens):
             tokenizer.warn_of_beginning(source.source, render(encoded.row))
         if encoded.length <= max_tokens:
@@ -209,7 +211,8 @@ def load_set(
             sets[encoded.is_held_out].fingerprints.append(fingerprint(encoded.row.identity))
     prompts = sum(len(one.prompts) for one in sets)
     if not prompts:
-        why = f"all {rows} prompts are longer than {max_tokens} tokens; raise length.prompt_tokens"
+        why = f"all {rows} prompts are longer than {max_tokens} tokens (the longest: {longest} or more)"
+        why += "; raise length.prompt_tokens"
         raise MegarlError(f"{source.source}: {why}")
     log.info("%s: %d prompts, %d left out (longer than %d tokens)", source.source, prompts, rows - prompts, max_tokens)
     return sets

@@ -57,8 +57,17 @@ class LeftOut:
             shown.append((number, what))
 
     def named(self) -> list[str]:
-        """Return the first few rows for all reasons, as `number: what is wrong`, ordered by number."""
-        return [f"{number}: {what}" for number, what in sorted(pair for shown in self.first.values() for pair in shown)]
+        """Return the first few rows for all reasons, as `number: what is wrong`, ordered by number.
+        What is wrong with several rows is said once."""
+        rows: dict[str, list[int]] = {}
+        for number, what in sorted(pair for shown in self.first.values() for pair in shown):
+            rows.setdefault(what, []).append(number)
+        return [f"{first}: {what}{_the_same(others)}" for what, (first, *others) in rows.items()]
+
+
+def _the_same(numbers: list[int]) -> str:
+    """Return a text that names further rows with the same fault."""
+    return f" (the same in {', '.join(map(str, numbers))})" if numbers else ""
 
 
 @dataclass

@@ -11,6 +11,7 @@ import yaml
 
 from checkpoints_tools import card
 from checkpoints_tools.__main__ import main
+from megarl.cli import main as megarl
 from megarl.core.base.rundir import RunDir, append_jsonl, step_folder
 from megarl.core.models import build, checkpoint, family_of, hf, parallel
 from megarl.core.recipe import Model
@@ -41,6 +42,29 @@ def test_round_trip_keeps_every_bit(directory: Path, tmp_path: Path, capsys: pyt
     capsys.readouterr()
     assert main(["verify", str(directory), str(step)]) == 0
     assert "equal: 20 tensors" in capsys.readouterr().out
+
+
+def test_export_takes_the_newest_checkpoint_of_a_run_or_the_one_named(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir(tmp_path / "run")
+    for step in (2, 4):
+        folder = step_folder(run.checkpoints, step)
+        main(["convert", "hf-to-megatron", str(directory), str(folder)])
+        meta = checkpoint.read_meta(folder)
+        checkpoint.seal(folder, msgspec.structs.replace(meta, step=step, version=step), meta.files)
+    assert megarl(["export", str(run.path), str(tmp_path / "none")]) == 2
+    assert "not a run directory" in capsys.readouterr().err
+    run.recipe.write_text("run: {name: sums}")
+    assert megarl(["export", str(run.path), str(tmp_path / "newest")]) == 0
+    assert megarl(["export", str(run.path), str(tmp_path / "second"), "--step", "2"]) == 0
+    assert "| optimiser steps | 4 |" in (tmp_path / "newest" / "README.md").read_text()
+    assert "| optimiser steps | 2 |" in (tmp_path / "second" / "README.md").read_text()
+    assert main(["verify", str(tmp_path / "newest"), str(directory)]) == 0
+    capsys.readouterr()
+    assert megarl(["export", str(run.path), str(tmp_path / "third"), "--step", "3"]) == 2
+    assert "has no checkpoint of step 3; it has 2, 4" in capsys.readouterr().err
+    assert not (tmp_path / "third").exists()
 
 
 def test_verify_names_what_differs(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import importlib.metadata
+import json
 import os
 import subprocess
 import sys
@@ -14,8 +15,9 @@ import yaml
 
 from megarl import cli
 from megarl.core.base.rundir import RunDir
-from megarl.core.recipe import Recipe, dump, load, shipped
+from megarl.core.recipe import Recipe, dump, from_tree, load, shipped
 from megarl.core.telemetry.names import NAMES
+from megarl.lab.dry_run import warnings
 
 
 @pytest.fixture(autouse=True)
@@ -110,12 +112,24 @@ def test_shown_recipe_is_yaml_of_the_same_recipe(name: str, tmp_path: Path, caps
     assert "# largest lag of a trained token, in steps" in text
 
 
-def test_dry_run_starts_nothing(recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_starts_nothing_and_shows_what_would(
+    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (0.1, 9.0, 9.0))
+    (tmp_path / "base.yaml").write_text(dump(recipe))
     file = tmp_path / "mine.yaml"
-    file.write_text(dump(recipe))
-    assert cli.main(["train", str(file), "--dry-run", "pipeline.k=3"]) == 0
+    file.write_text(f"base: {tmp_path / 'base.yaml'}\npipeline: {{k: 4}}\n")
+    tasks = ["data.tasks.math=null", f"data.tasks.sums={{train: {tmp_path / 'train.jsonl'}, heldout: 2}}"]
+    assert cli.main(["train", str(file), "--dry-run", "pipeline.k=3", *tasks]) == 0
     captured = capsys.readouterr()
-    assert yaml.safe_load(captured.out)["pipeline"]["k"] == 3
+    lines = captured.out.splitlines()
+    assert [line.split()[0] for line in lines[:5]] == ["model", "data", "prompt", "lengths", "layout"]
+    assert "sums: 3 to train on, 2 held out, grader math" in lines[1]
+    assert "sums, raw: '" in lines[2]
+    assert "prompts of 4 to 4 tokens (limit 2,048)" in lines[3]
+    assert lines[5] == f"differs from {tmp_path / 'base.yaml'}:"
+    changed = {"  pipeline.k: 8 → 3", "  data.tasks.math: left out", "  data.tasks.sums: added"}
+    assert set(lines[6:]) == changed
     assert captured.err == "ready: 1 server, 1 rank, 0 GPUs\n"
     assert not RunDir(recipe.run.path).path.exists()
 
@@ -125,8 +139,35 @@ def test_dry_run_says_what_is_missing(recipe: Recipe, tmp_path: Path, capsys: py
     file.write_text(dump(recipe))
     assert cli.main(["train", str(file), "--dry-run", "model.path=/nowhere"]) == 2
     captured = capsys.readouterr()
-    assert yaml.safe_load(captured.out)["model"]["path"] == "/nowhere"
+    assert not captured.out
     assert "before this can start: model.path" in captured.err
+
+
+def test_a_likely_mistake_is_warned_of_and_no_other(
+    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a run, too. A warm start teaches the end of thinking; prompts may have a template's markers in them."""
+    monkeypatch.setattr("os.getloadavg", lambda: (0.1, 9.0, 9.0))
+
+    def warned(*overrides: str) -> str:
+        changed = from_tree(yaml.safe_load(dump(recipe)), overrides)
+        return "\n".join(warnings(changed))
+
+    assert not warned()
+    settings = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    settings["chat_template"] = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert "data.tasks.math.template: " in warned()
+    assert not warned("data.tasks.math.template=chat")
+    marked = {"prompt": f"1+1={settings['eos_token']}", "answer": "2"}
+    (tmp_path / "marked.jsonl").write_text(json.dumps(marked))
+    assert not warned(f"data.tasks.math.train={tmp_path / 'marked.jsonl'}")
+    unknown = "data.tasks.math.template=chat", "length.end_of_thinking=</thought>", "length.control=none"
+    assert not warned(*unknown)
+    assert "has '</thought>', so that no answer" in warned(*unknown, "sft.data=''")
+    monkeypatch.setattr("os.getloadavg", lambda: (99.0, 0.0, 0.0))
+    assert "99 processes want its" in warned("data.tasks.math.template=chat")
+    assert "resources.threads=1 is faster" in warned("data.tasks.math.template=chat", "resources.threads=2")
 
 
 @pytest.mark.parametrize(
@@ -150,7 +191,7 @@ def test_dry_run_says_what_is_missing(recipe: Recipe, tmp_path: Path, capsys: py
         (["serve", "quickstart", "--index", "-1", "--port", "1"], "'--index': Input should be greater than or equal to 0, not"),
         (["rollouts", "show", "x", "--limit", "-5"], "'--limit': Input should be greater than or equal to 1, not '-5'"),
         (["trace", "x", "--steps", "no"], "'--steps': Input should be a valid integer"),
-        (["recipes", "suggest", "--model", "x", "--preset", "y"], "'--preset': 'y' is not one of 'scalerl', 'ppo'. See"),
+        (["data", "prepare", "x", "y", "--format", "z"], "'--format': 'z' is not one of 'jsonl', 'parquet', 'arrow'. See"),
         (["scaling", "extrapolate", "x.csv", "--to", "9", "--reach", "0.5"], "give one of --to and --reach"),
     ],
 )  # fmt: skip

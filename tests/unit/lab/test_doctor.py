@@ -5,8 +5,11 @@ from pathlib import Path
 import pytest
 
 from megarl.core.base.device import cudnn_of_torch
+from megarl.core.recipe import Recipe
 from megarl.lab import doctor
 from megarl.lab.doctor import Finding
+from megarl.run import devices
+from megarl.tasks.data import template_environment
 
 
 @pytest.fixture(autouse=True)
@@ -24,12 +27,44 @@ def test_this_machine_can_run_something(capsys: pytest.CaptureFixture[str]) -> N
         "sglang",
         "CUDA",
         "Transformer Engine",
+        "bf16 on the CPU",
         "/dev/shm",
         "ports",
         "bubblewrap",
     ):
         assert name in shown
     assert "Runs on the CPU are possible" in shown
+
+
+@pytest.mark.parametrize(
+    ("info", "found", "grade"),
+    [
+        ("flags\t\t: fpu avx512f avx512_bf16 amx_bf16\n", "AMX", "good"),
+        ("flags\t\t: fpu avx512f avx512_bf16\n", "AVX512-BF16", "good"),
+        ("model name: amx_bf16\nflags\t\t: fpu avx512f\n", "emulated", "note"),
+        (None, "emulated", "note"),
+    ],
+)
+def test_what_bf16_runs_on(
+    info: str | None, found: str, grade: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if info is not None:
+        (tmp_path / "cpuinfo").write_text(info)
+    monkeypatch.setattr(devices, "CPU_INFO", tmp_path / "cpuinfo")
+    (finding,) = (f for f in doctor.machine() if f.what == "bf16 on the CPU")
+    assert (finding.found, finding.grade) == (found, grade)
+
+
+def test_a_template_that_loops_is_named(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Path(recipe.model.path)
+    monkeypatch.setattr(template_environment, "MOST_STEPS", 1000)
+    ends = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    loops = "{% for a in range(99) %}{% for b in range(99) %}{% endfor %}{% endfor %}"
+    (model / "chat_template.jinja").write_text(ends)
+    assert doctor.chat_template(model).found.startswith("agents can use it")
+    (model / "chat_template.jinja").write_text(loops + ends)
+    assert doctor.chat_template(model).found == "agents cannot use it"
+    assert "steps" in doctor.chat_template(model).advice
 
 
 def test_every_shortcoming_has_advice() -> None:

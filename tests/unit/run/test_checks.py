@@ -236,11 +236,14 @@ def test_missing_warm_start(tree: Tree) -> None:
 
 
 def test_missing_data(tree: Tree) -> None:
-    tasks = {"math": tree["data"]["tasks"]["math"] | {"heldout": "x/held.jsonl"}}
-    with pytest.raises(
-        MegarlError, match=r"data\.tasks\.math\.heldout: 'x/held\.jsonl' is not a file.*megarl data arithmetic x"
-    ):
-        preflight.check_inputs(changed(tree, data={"tasks": tasks}))
+    cures = {
+        "x/held.jsonl": "left out by data.tasks.math=null",
+        "x/quickstart-data/held.jsonl": "megarl data arithmetic x/quickstart-data",
+    }
+    for file, cure in cures.items():
+        tasks = {"math": tree["data"]["tasks"]["math"] | {"heldout": file}}
+        with pytest.raises(MegarlError, match=f"data.tasks.math.heldout: '{file}' is not a file.*{cure}"):
+            preflight.check_inputs(changed(tree, data={"tasks": tasks}))
     math = tree["data"]["tasks"]["math"] | {"heldout": 3}
     preflight.check_inputs(changed(tree, data={"tasks": {"math": math}}))
     with pytest.raises(MegarlError, match=r"data\.decontaminate: 'aime\.parquet' is not a file"):
@@ -577,7 +580,7 @@ def test_large_weights_are_known_by_a_sample(tree: Tree) -> None:
         (
             "train.jsonl",
             b'{"question": "0+1=", "answer": 1}',
-            r"train\.jsonl:1: no column prompt; the row has question, answer: name what they are called \(columns, ",
+            r"train\.jsonl:1: no column prompt; the row has question, answer: say which it is, such as --column prompt",
         ),
         (
             "train.jsonl",

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cli import main
+from megarl.core.base import terminal
 from megarl.core.base.rundir import META, RunDir, append_jsonl
 from megarl.core.recipe import Recipe, dump
 from megarl.run import status, summary
@@ -120,8 +121,26 @@ def test_of_a_finished_run(
     assert main(["status", "a b"]) == 0
     shown = capsys.readouterr().out
     assert "finished: all steps done" in shown
-    for command in ("rollouts show 'a b' ", "--logdir 'a b/tensorboard' ", "megatron-to-hf 'a b' 'a b/hf' "):
+    for command in (
+        "rollouts show 'a b' ",
+        "--logdir 'a b/tensorboard' ",
+        "megarl export 'a b' 'a b/hf' ",
+        f"megarl train 'a b/recipe.yaml' run.resume=auto run.steps={2 * recipe.run.steps} ",
+    ):
         assert command in shown
+
+
+def test_a_stopped_run_shows_what_goes_on_with_it_and_its_only_score_once(recipe: Recipe, write_run: Write) -> None:
+    rundir = write_run(3)
+    scored = {"pass_rate_before": 0.1, "pass_rate_before_step": 0, "pass_rate_after": 0.1, "pass_rate_after_step": 0}
+    values = summary.summarise(recipe, rundir) | scored | {"outcome": "stopped", "reason": "as asked"}
+    console = terminal.console(width=200)
+    with console.capture() as captured:
+        console.print(summary.render(values, rundir))
+    shown = "".join(captured.get().replace("│", "").split())  # a long path is folded
+    assert f"continuemegarltrain{rundir.recipe}run.resume=auto╰" in shown
+    assert "0.100(step0),notscoredsince" in shown
+    assert "(last3steps)" in shown
 
 
 def test_of_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,7 @@ def file(tmp_path: Path) -> Path:
             "mine.yaml:3: run.learning: unknown key; known: name, dir, seed, steps, resume",
         ),
         ("model:\n  lr: 1\n", "mine.yaml:2: model.lr: unknown key; did you mean learner.optimizer.lr?"),
+        ("model:\n  lora_rank: 8\n", "mine.yaml:2: model.lora_rank: LoRA is not supported: a run trains all weights"),
         ("steps: 3\n", "mine.yaml:1: steps: unknown key; did you mean run.steps?"),
         ("run:\n  grad_clip: 1\n", "mine.yaml:2: run.grad_clip: unknown key"),
         (
@@ -228,9 +229,20 @@ def test_budgets_of_stages() -> None:
 
 def test_unknown_name() -> None:
     with pytest.raises(
-        MegarlError, match=r"no recipe 'scalerl8b': neither a file nor a shipped recipe .*did you mean scalerl-8b\?"
+        MegarlError, match=r"no recipe 'scalerl8b': neither a file nor a shipped recipe; did you mean scalerl-8b\? `meg"
     ):
         load("scalerl8b")
+    for file in ("mine.yaml", "recipes/mine"):
+        with pytest.raises(MegarlError, match=f"no recipe '{file}': there is no such file") as said:
+            load(file)
+        assert "quickstart" not in str(said.value)
+
+
+def test_a_model_that_does_not_think_needs_no_budget_for_it() -> None:
+    plain = ["length.control=none", "length.end_of_thinking=''", "length.thinking_tokens=[0,0]"]
+    assert load("quickstart", plain).length.completion_tokens == load("quickstart").length.answer_tokens
+    with pytest.raises(MegarlError, match=r"length\.thinking_tokens: give \[shortest, longest\], 1 or more"):
+        load("quickstart", ["length.thinking_tokens=[0,0]"])
 
 
 @pytest.mark.parametrize("name", sorted(shipped()))

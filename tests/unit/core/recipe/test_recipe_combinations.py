@@ -164,6 +164,10 @@ IMPOSSIBLE = [
         {"loss": {"kind": "cispp"}},
         "loss.kind: unknown loss 'cispp'; did you mean cispo? known: cispo, clip, dppo, gmpo, gspo, rei",
     ),
+    (
+        {"loss": {"kind": "grpo"}},
+        "loss.kind: 'grpo' is not a loss but an algorithm: GRPO's loss is clip; the recipes grpo-8b",
+    ),
     ({"loss": {"kind": "mine:loss", "correction": "mask"}}, "loss.correction: your own loss"),
     (shared(resources={"colocate": True, "servers": 2}), "resources.colocate: each GPU has a learner rank"),
     (

@@ -54,7 +54,7 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path, tokenizer,
     with caplog.at_level(logging.INFO):
         assert [p.id for p in load_prompts(file, tokenizer, 4, "sums")] == ["a"]
     assert "1 prompts, 1 left out (longer than 4 tokens)" in caplog.text
-    with pytest.raises(MegarlError, match="all 2 prompts are longer than 3 tokens"):
+    with pytest.raises(MegarlError, match=r"all 2 prompts are longer than 3 tokens \(the longest: 10 or more\)"):
         load_prompts(file, tokenizer, 3, "sums")
 
 

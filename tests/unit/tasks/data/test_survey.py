@@ -32,7 +32,7 @@ def test_reasons_are_counted_and_the_first_are_named(tmp_path):
         under_test.MALFORMED: 2, under_test.LARGE_ANSWER: 1,
     }  # fmt: skip
     assert [row.prompt for row, _ in chosen(found)] == ["one", "three"]
-    assert found.left_out.named()[0] == "2: its prompt was on line 1; leave one out"
+    assert found.left_out.named()[0] == "2: its prompt was on line 1; leave one out (the same in 3)"
 
 
 def test_latex_that_json_has_eaten_is_left_out(tmp_path):
@@ -48,6 +48,16 @@ def test_latex_that_json_has_eaten_is_left_out(tmp_path):
         r"'\x0crac'; in JSON a command of LaTeX has two backslashes",
         r"'\x08oxed'; in JSON a command of LaTeX has two backslashes",
     ]
+
+
+def test_what_is_wrong_with_several_rows_is_said_once_and_how_to_say_it(tmp_path):
+    rows = [{"question": f"{n}?", "answer": n} for n in range(12)] + [{"prompt": "", "answer": 1}]
+    with pytest.raises(MegarlError, match="--column prompt=question") as said:
+        list(chosen(survey(write(tmp_path / "a.jsonl", rows), own)))
+    _, first, second = str(said.value).splitlines()
+    assert first.endswith("(the same in 2, 3, 4, 5, 6, 7, 8, 9, 10)")
+    assert "in a recipe columns: {prompt: question}" in first
+    assert "a.jsonl:13: the prompt of" in second
 
 
 def test_of_a_thousand_repeats_ten_are_named(tmp_path):

@@ -1,0 +1,146 @@
+"""What `megarl train --dry-run` shows of a run that can start, and the warnings of both.
+
+brief      model, data, a prompt as the model sees it, lengths, layout: a line each
+changes    the keys in which a recipe differs from its base
+warnings   what is allowed and most likely a mistake
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megarl.core.base.contracts import TaskPrompts
+from megarl.core.base.tokenizer import Tokenizer, load_tokenizer
+from megarl.core.base.weight_files import counted, parameters
+from megarl.core.recipe import Recipe, Task, base_of, differences
+from megarl.run import devices
+from megarl.tasks.data.chat import template_source
+from megarl.tasks.data.mappings import mapping_of
+from megarl.tasks.data.prompts import load_tasks
+from megarl.tasks.data.rows import UnfitError
+from megarl.tasks.data.sources import Unreadable, stream
+
+SHOWN_PROMPT = 400
+"""Characters shown of a prompt."""
+BUSY = 1.5
+"""Running processes and threads for each core from which a machine is called busy."""
+NAMED_SECTIONS = ("data.tasks", "data.services", "evaluation.suites")
+
+
+def brief(recipe: Recipe, starts: str) -> Iterator[tuple[str, str]]:
+    """Yield (heading, text) for each line. starts: the processes, as the checks name them.
+    The inputs must have been checked."""
+    tokenizer = load_tokenizer(recipe.model.path)
+    tasks = load_tasks(recipe, tokenizer)
+    yield "model", _model(recipe)
+    yield "data", "; ".join(_counted(name, recipe.data.tasks[name], prompts) for name, prompts in tasks.items())
+    for name, prompts in tasks.items():
+        shown = tokenizer.decode(prompts.train[0].tokens)[:SHOWN_PROMPT]
+        yield "prompt", f"{name}, {recipe.data.tasks[name].template}: {shown!r}"
+    yield "lengths", _lengths(recipe, tasks)
+    yield "layout", f"{starts}, {_work(recipe)}"
+
+
+def _model(recipe: Recipe) -> str:
+    path = Path(recipe.model.path)
+    template = "a chat template" if template_source(path) else "no chat template"
+    return f"{path}, {counted(parameters(path))} parameters, {recipe.model.dtype}, {template}"
+
+
+def _counted(name: str, task: Task, prompts: TaskPrompts) -> str:
+    return f"{name}: {len(prompts.train):,} to train on, {len(prompts.heldout):,} held out, grader {task.grader}"
+
+
+def _lengths(recipe: Recipe, tasks: dict[str, TaskPrompts]) -> str:
+    """Return the lengths of prompts beside their limit, and the limits of completions."""
+    length = recipe.length
+    lengths = [len(prompt.tokens) for prompts in tasks.values() for prompt in prompts.train]
+    prompts = f"prompts of {min(lengths):,} to {max(lengths):,} tokens (limit {length.prompt_tokens:,})"
+    thinking = "no thinking"
+    if length.thinking_tokens[1]:
+        mark = f" up to {length.end_of_thinking!r}" if length.end_of_thinking else ""
+        thinking = f"{length.thinking_tokens[1]:,} of thinking{mark}"
+    return f"{prompts}, completions of {length.completion_tokens:,}: {thinking}, {length.answer_tokens:,} of answer"
+
+
+def _work(recipe: Recipe) -> str:
+    """Return the threads and what a step is."""
+    rollouts = f"{recipe.batch.prompts} x {recipe.sampling.generations} rollouts"
+    steps = f"{recipe.run.steps} steps of {rollouts}; `megarl plan --measured RUN` says how long"
+    if devices.gpus():
+        return steps
+    threads = recipe.resources.threads
+    return f"{threads} thread{'s' * (threads != 1)} each on {len(os.sched_getaffinity(0))} cores, {steps}"
+
+
+def changes(name: str, recipe: Recipe) -> tuple[str, list[str]]:
+    """Return the name of the base of a recipe, and a line for each key in which it differs; a line
+    for a task or suite that only one of them has."""
+    base, under = base_of(name)
+    lines: dict[str, None] = {}
+    for key, old, new in differences(under, recipe):
+        lines[_change(key, old, new, under, recipe)] = None
+    return base, list(lines)
+
+
+def _change(key: str, old: Any, new: Any, under: Recipe, recipe: Recipe) -> str:
+    for section in NAMED_SECTIONS:
+        if not key.startswith(f"{section}."):
+            continue
+        name = key.removeprefix(f"{section}.").partition(".")[0]
+        if name not in _named(under, section):
+            return f"{section}.{name}: added"
+        if name not in _named(recipe, section):
+            return f"{section}.{name}: left out"
+    return f"{key}: {old!r} → {new!r}"
+
+
+def _named(recipe: Recipe, section: str) -> dict[str, Any]:
+    """Return a mapping of names to sections, such as the tasks."""
+    outer, inner = section.split(".")
+    found: dict[str, Any] = getattr(getattr(recipe, outer), inner)
+    return found
+
+
+def warnings(recipe: Recipe) -> Iterator[str]:
+    """Yield what will most likely make a run useless or slow, with what to do. The inputs must have been checked."""
+    tokenizer = load_tokenizer(recipe.model.path)
+    source = template_source(Path(recipe.model.path))
+    for name, task in recipe.data.tasks.items():
+        if source and task.template == "raw" and not task.agent and not _is_marked(task, tokenizer):
+            what = f"{recipe.model.path} has a chat template, and the prompts are given without it (template: raw)"
+            yield f"data.tasks.{name}.template: {what}; set template: chat, unless it is a base model"
+    end = recipe.length.end_of_thinking.strip()
+    is_token = tokenizer.backend.token_to_id(end) is not None
+    if end and end not in source and not is_token and not recipe.sft.data:
+        what = f"neither the chat template nor the vocabulary of {recipe.model.path} has {end!r}"
+        cure = "if it does not think, set length.end_of_thinking='' length.control=none length.thinking_tokens=[0,0]"
+        yield f"length.end_of_thinking: {what}, so that no answer may ever be found; {cure}"
+    if not devices.gpus():
+        yield from _busy(recipe)
+
+
+def _is_marked(task: Task, tokenizer: Tokenizer) -> bool:
+    """Return whether the first prompt has special tokens in it, such as a chat template's."""
+    special = {id for id, token in tokenizer.backend.get_added_tokens_decoder().items() if token.special}
+    read = mapping_of(task.mapping, task.columns)
+    for _, raw in stream(task.train):
+        if isinstance(raw, Unreadable):
+            continue
+        try:
+            return bool(special & set(tokenizer.ids(read(raw).prompt).tolist()))
+        except UnfitError:
+            continue
+    return False
+
+
+def _busy(recipe: Recipe) -> Iterator[str]:
+    """Warn of a machine whose cores have other work: roles of several threads wait for each other's slowest thread."""
+    cores = len(os.sched_getaffinity(0))
+    load = os.getloadavg()[0]
+    if load <= BUSY * cores:
+        return
+    what = f"the machine is busy: {load:.0f} processes want its {cores} cores (load average of a minute)"
+    cure = "; with other work beside it resources.threads=1 is faster" if recipe.resources.threads > 1 else ""
+    yield f"resources: {what}, so the run will take several times as long{cure}"
