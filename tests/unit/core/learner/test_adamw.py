@@ -209,6 +209,16 @@ def test_a_lone_rank_copies_neither_all_gradients_nor_all_weights(tmp_path: Path
 
 
 @pytest.mark.usefixtures("one_rank")
+def test_on_a_cpu_moments_are_there_before_activations(tmp_path: Path) -> None:
+    tiny_llama(tmp_path / "hf", num_hidden_layers=1)
+    trainer = Trainer(from_tree({"model": {"path": str(tmp_path / "hf"), "dtype": "bf16"}}), tmp_path / "hf")
+    assert trainer.policy.moments_to_come().numel() == 0
+    (part,) = trainer.policy.optimizer.chained_optimizers
+    moments = [kinds["exp_avg"] for kinds in part.optimizer.state.values()]
+    assert sum(tensor.numel() for tensor in moments) == trainer.policy.ddp[0].buffers[0].numel_unpadded
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_an_update_waits_until_what_it_changes_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients of the next step are computed meanwhile."""
     tiny_llama(tmp_path / "hf", num_hidden_layers=1)
