@@ -113,11 +113,12 @@ def after_megatron_import() -> None:
 
 def _unless_alone(collective: Callable[..., object]) -> Callable[..., object]:
     """Return a collective over gradients or weights that does nothing on a rank whose part is the whole. gloo would copy all of
-    it and back: 4 bytes a parameter for gradients, and the weight's type for weights."""
+    it and back: 4 bytes a parameter for gradients, and the weight's type for weights. One that is to be waited for is left."""
 
     @functools.wraps(collective)
     def among_several(output: torch.Tensor, given: torch.Tensor, *args: object, **kwargs: object) -> object:
-        if output.data_ptr() == given.data_ptr() and output.numel() == given.numel():
+        whole = output.data_ptr() == given.data_ptr() and output.numel() == given.numel()
+        if whole and not kwargs.get("async_op"):
             return None
         return collective(output, given, *args, **kwargs)
 
