@@ -100,6 +100,8 @@ def after_megatron_import() -> None:
     on_cpu = _Overlay(torch, **{name: _made_on_cpu(getattr(torch, name)) for name in ("tensor", "zeros", "empty_like")})
     for module in (clip_grads, grad_scaler, optimizer, schedules, param_and_grad_buffer, utils, exchange_utils):
         module.torch = on_cpu
+    for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
+        setattr(param_and_grad_buffer, name, _unless_alone(getattr(param_and_grad_buffer, name)))
     ShardedTensor.init_data.__defaults__ = (
         _made_on_cpu(torch.empty),
     )  # loading a checkpoint makes room for others' parts
@@ -107,6 +109,20 @@ def after_megatron_import() -> None:
     # If expert tensor parallelism divides experts, each rank has another number of tokens, but gloo requires equal numbers
     # ("invalid tensor size").
     mappings.torch = _Overlay(torch, distributed=_Overlay(dist, all_gather=_all_gather, reduce_scatter=_reduce_scatter))
+
+
+def _unless_alone(collective: Callable[..., object]) -> Callable[..., object]:
+    """Return a collective over gradients or weights that does nothing on a rank whose part is the whole. gloo would copy all of
+    it and back: 4 bytes a parameter for gradients, and the weight's type for weights. One that is to be waited for is left."""
+
+    @functools.wraps(collective)
+    def among_several(output: torch.Tensor, given: torch.Tensor, *args: object, **kwargs: object) -> object:
+        whole = output.data_ptr() == given.data_ptr() and output.numel() == given.numel()
+        if whole and not kwargs.get("async_op"):
+            return None
+        return collective(output, given, *args, **kwargs)
+
+    return among_several
 
 
 def _logits_by(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

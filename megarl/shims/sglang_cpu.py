@@ -83,11 +83,12 @@ def _convert_heads_in_pieces() -> None:
 
     @wraps(whole)
     def logits(self: Any, hidden: torch.Tensor, head: Any, *args: Any, **options: Any) -> torch.Tensor:
-        weight = getattr(head, "weight", None)
+        weight: Any = getattr(head, "weight", None)
         adapted = hasattr(head, "set_lora")
         quantized = should_apply_lm_head_quant_method(head, getattr(head, "quant_method", None))
-        own = weight is None or adapted or quantized or not self.use_fp32_lm_head
-        if own or weight.dtype != torch.bfloat16 or hidden.dtype != torch.bfloat16:
+        if weight is None or adapted or quantized or not self.use_fp32_lm_head:
+            return whole(self, hidden, head, *args, **options)
+        if weight.dtype != torch.bfloat16 or hidden.dtype != torch.bfloat16:
             return whole(self, hidden, head, *args, **options)
         return head_product(hidden, weight)
 

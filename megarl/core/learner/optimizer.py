@@ -156,6 +156,10 @@ def with_optimizer(
         if torch.cuda.is_available() and isinstance(part.optimizer, AdamW):
             for group in part.optimizer.param_groups:
                 group["fused"] = True
+    if in_host_memory():
+        # Made now, moments lie beside the weights. At the first step malloc would put them into gaps between activations, which
+        # would then need new memory: a gigabyte for 135M parameters.
+        optimizer.state_dict()
     if dtype != torch.float16:
         return ddp, optimizer, None
     scale = LossScale()

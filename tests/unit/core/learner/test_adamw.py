@@ -184,6 +184,40 @@ def test_on_a_cpu_a_lone_rank_writes_adamw_from_where_it_is(tmp_path: Path) -> N
     assert made.bytes == pytest.approx(12 * halves + 2 * buffer.numel_unpadded, rel=0.05)
 
 
+class Copied(TorchDispatchMode):
+    """Keeps the most numbers that one operation has copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.overloadpacket in (torch.ops.aten.copy_, torch.ops.aten.clone):
+            self.most = max(self.most, args[0].numel())
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_lone_rank_copies_neither_all_gradients_nor_all_weights(tmp_path: Path) -> None:
+    """As gloo does to reduce and to gather them, also if there is nobody else."""
+    tiny_llama(tmp_path / "hf", num_hidden_layers=2)
+    trainer = Trainer(from_tree({"model": {"path": str(tmp_path / "hf"), "dtype": "bf16"}}), tmp_path / "hf")
+    (buffer,) = trainer.policy.ddp[0].buffers
+    with Copied() as copied:
+        trainer.train_step(sequences(experts=False))
+    assert 0 < copied.most < buffer.numel_unpadded
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_on_a_cpu_moments_are_there_before_activations(tmp_path: Path) -> None:
+    tiny_llama(tmp_path / "hf", num_hidden_layers=1)
+    trainer = Trainer(from_tree({"model": {"path": str(tmp_path / "hf"), "dtype": "bf16"}}), tmp_path / "hf")
+    assert trainer.policy.moments_to_come().numel() == 0
+    (part,) = trainer.policy.optimizer.chained_optimizers
+    moments = [kinds["exp_avg"] for kinds in part.optimizer.state.values()]
+    assert sum(tensor.numel() for tensor in moments) == trainer.policy.ddp[0].buffers[0].numel_unpadded
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_an_update_waits_until_what_it_changes_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients of the next step are computed meanwhile."""
