@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import fmean
 
 from megarl.core.base.rundir import Row
-from megarl.core.evaluation.fall import lasting_fall
+from megarl.core.evaluation.departure import lasting_fall
 from megarl.lab.scaling.extrapolate import forecast
 from megarl.lab.study.corpus import read
 

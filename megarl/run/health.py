@@ -22,7 +22,7 @@ from statistics import fmean, stdev
 from typing import NamedTuple
 
 from megarl.core.base.rundir import Row
-from megarl.core.evaluation.fall import Fall, lasting_fall
+from megarl.core.evaluation.departure import Fall, lasting_fall
 from megarl.core.evaluation.forecast import PASS_RATE
 from megarl.core.weights import parity
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.evaluation.fall import lasting_fall
+from megarl.core.evaluation.departure import lasting_fall
 from megarl.core.evaluation.forecast import not_worth_it, words
 from megarl.core.recipe import from_tree
 from megarl.lab.scaling.extrapolate import forecast
