@@ -66,12 +66,18 @@ def score_warnings(evaluations: Sequence[Row], steps: Sequence[Row], grad_clip: 
     return warnings
 
 
+def newest_words(count: int) -> str:
+    """Return over which steps a mean goes, as text."""
+    return "last step" if count == 1 else f"last {count} steps"
+
+
 def signs_beside(steps: Sequence[Row], grad_clip: float) -> str:
     """Return what these steps show of the states in which runs got worse; a sentence that names none if they show none."""
     signs = list(_signs(steps, grad_clip))
+    where = newest_words(len(steps))
     if not signs:
-        return f"The metrics of the last {len(steps)} steps show no usual cause"
-    return f"Beside it, in the last {len(steps)} steps: {'; '.join(signs)}"
+        return f"The metrics of the {where} show no usual cause"
+    return f"Beside it, in the {where}: {'; '.join(signs)}"
 
 
 def _signs(steps: Sequence[Row], grad_clip: float) -> Iterator[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_json
-from megarl.core.base.retention import milestone_checkpoints
+from megarl.core.base.retention import best_checkpoint, milestone_checkpoints
 from megarl.core.base.rundir import Row, RunDir, latest_scores, parsed, rows_in_order
 from megarl.core.recipe import load
 from megarl.run import summary
@@ -39,7 +39,7 @@ def main(run: Path) -> int:
             console.print(summary.render(values, rundir))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise MegarlError(f"{rundir.summary}: not what a run writes at its end ({error!r}); remove it") from None
-        _show_milestones(rundir)
+        _show_kept(rundir)
         return 0
     recipe, observer = load(str(rundir.recipe)), Observer(rundir)
     observer.look()
@@ -50,16 +50,19 @@ def main(run: Path) -> int:
     if now - last > DEAD_S:
         foot = f"nothing written for {clock(now - last)}: it seems dead; run.resume=auto resumes it"
     console.print(render(Frame(recipe, observer, max(0.0, now - began), roles, problem=problem_of(rundir), foot=foot)))
-    _show_milestones(rundir)
+    _show_kept(rundir)
     return 0
 
 
-def _show_milestones(rundir: RunDir) -> None:
-    """Print which checkpoints are kept as milestones."""
-    milestones = load(str(rundir.recipe)).checkpoint.milestones
-    for milestone, path in milestone_checkpoints(rundir.checkpoints, milestones).items():
+def _show_kept(rundir: RunDir) -> None:
+    """Print which checkpoints are kept besides the newest."""
+    settings = load(str(rundir.recipe)).checkpoint
+    for milestone, path in milestone_checkpoints(rundir.checkpoints, settings.milestones).items():
         wanted = f"step {milestone}" if isinstance(milestone, int) else milestone
         terminal.say(f"kept for good, as of {wanted}: {path}")
+    best = best_checkpoint(rundir.checkpoints)
+    if settings.keep_best and best is not None:
+        terminal.say(f"kept as the best by its held-out score ({rundir.path}@best): {best}")
 
 
 def problem_of(rundir: RunDir) -> str:

@@ -13,11 +13,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from megarl.core.base.retention import best_checkpoint
 from megarl.core.base.rundir import Row, RunDir, latest_rows, latest_scores
 from megarl.core.evaluation.forecast import words
 from megarl.core.recipe import Recipe
 from megarl.run.health import MEMORY, Health
-from megarl.run.scores import NEWEST, best_of, score_warnings
+from megarl.run.scores import NEWEST, best_of, newest_words, score_warnings
 
 
 def summarise(recipe: Recipe, rundir: RunDir, rows: list[Row] | None = None) -> Row:
@@ -141,7 +142,7 @@ def lines(v: Row) -> Iterable[tuple[str, str]]:
         yield "predicted", v["predicted"]
     if not v["steps"]:
         return
-    averaged = f"last {v.get('newest_steps', NEWEST)} steps"
+    averaged = newest_words(v.get("newest_steps", NEWEST))
     yield "pass rate, training", f"{show(v['pass_rate_train'], '.3f')} ({averaged})"
     yield "speed", f"{show(v['tokens_per_second'], ',.0f')} tokens/s · {show(v['step_seconds'], '.2f')} s a step"
     yield "idle", f"servers {show(v['server_idle_share'], '.0%')} · learner {show(v['learner_idle_share'], '.0%')}"
@@ -184,6 +185,9 @@ def _places(rundir: RunDir) -> Iterable[tuple[str, str]]:
     newest = max(rundir.checkpoints.glob("step-*"), default=None)
     if newest is not None:
         yield "checkpoints", str(rundir.checkpoints)
+        best = best_checkpoint(rundir.checkpoints)
+        if best is not None and best != newest:
+            yield "best", f"{best}  ({run}@best names it)"
         yield "export", f"python -m checkpoints_tools convert megatron-to-hf {run} {export}"
 
 

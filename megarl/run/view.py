@@ -25,7 +25,7 @@ from megarl.core.recipe import Recipe
 from megarl.core.weights import parity
 from megarl.run.observe import Observer, ServerStatus
 from megarl.run.restart import Role, RoleKind
-from megarl.run.scores import best_of, score_warnings
+from megarl.run.scores import best_of, newest_words, score_warnings
 from megarl.run.summary import grid, mean, show
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -145,7 +145,7 @@ def warnings(frame: Frame) -> list[str]:
 
 def _averaged(observer: Observer) -> str:
     """Return over which steps `recent` averages, as text."""
-    return f"last {sum(not row.get('replay') for row in observer.rows.values())} steps"
+    return newest_words(sum(not row.get("replay") for row in observer.rows.values()))
 
 
 def _held_out(observer: Observer) -> str:

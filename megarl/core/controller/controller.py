@@ -245,7 +245,11 @@ class Controller:
         stats |= task_statistics(batch, self.recipe)
         stats |= draw_metrics(self.tickets.mixture) | {"tickets_running": running, "tickets_ahead": ahead}
         stats |= self.parity.metrics() | {"window": self.pipeline.window.batches}
-        return Train(batch=batch, compute_hours=spent.total, compute_devices=held, stats=stats, replay=replay)
+        evaluated = step in self.evaluations.tasks or step in self.pipeline.state.evaluations
+        save = self.recipe.checkpoint.keep_best and evaluated and not replay
+        return Train(
+            batch=batch, compute_hours=spent.total, compute_devices=held, stats=stats, replay=replay, save=save
+        )  # fmt: skip
 
     # Changes of state, and the end of the run.
 

@@ -36,7 +36,7 @@ def test_a_fall_says_since_when_how_far_and_what_to_do() -> None:
     for part in (
         "held out: the score has fallen by 0.183 ± 0.042 since step 60, on the same prompts",
         "it is 0.679 at step 80, and was 0.863 at its best, step 60",
-        "The metrics of the last 1 steps show no usual cause",
+        "The metrics of the last step show no usual cause",
         "checkpoint.keep_best",
     ):
         assert part in warning.text
@@ -69,4 +69,4 @@ def test_a_cause_is_named_if_the_metrics_show_it(measured: Row, named: str) -> N
 
 def test_several_causes_are_all_named() -> None:
     told = signs_beside([{"entropy": 0.05, "effective_sample_size": 0.7}], 1.0)
-    assert told == "Beside it, in the last 1 steps: low entropy (0.050 nats); a small effective sample size (0.70)"
+    assert told == "Beside it, in the last step: low entropy (0.050 nats); a small effective sample size (0.70)"
