@@ -407,13 +407,13 @@ def _judge_of(signal: Signal) -> _Always | _Limited | _Course:
 
 
 def _risen(rows: Iterable[Row], name: str, since: int) -> float:
-    """Return how far the mean of a metric's newest values is above that of its values before a step.
+    """Return how far the mean of a metric's newest values since a step is above that of its values before.
 
     It counts only what is more than twice the standard error, from the scatter of all; else it is 0.
     """
     known = [row for row in rows if math.isfinite(row.get(name, math.nan))]
-    newest = [row[name] for row in known[-RECENT:]]
-    earlier = [row[name] for row in known[:-RECENT] if row["step"] < since]
+    newest = [row[name] for row in known if row["step"] >= since][-RECENT:]
+    earlier = [row[name] for row in known if row["step"] < since]
     if len(newest) < FIRST or len(earlier) < FIRST:
         return 0.0
     risen = fmean(newest) - fmean(earlier)
