@@ -21,7 +21,7 @@ NAMES = ("length_fall", "entropy_fall")
 
 
 @dataclass(frozen=True)
-class Kind:
+class Disturbance:
     """What happens to a clean run. more_right: added to the pass rate. truncated_before:
     added to the share of answers that are cut off before the change."""
 
@@ -46,15 +46,15 @@ class Kind:
         return row | changed
 
 
-KINDS = (
-    Kind("clean, as recorded"),
-    Kind("answers shorter by 40 %, as many right", length=0.6),
-    Kind("the same, .2 fewer right", length=0.6, more_right=-0.2),
-    Kind("the same, .2 more right", length=0.6, more_right=0.2),
-    Kind("the same, as many right, .3 fewer cut off", length=0.6, truncated_before=0.3),
-    Kind("a twentieth of the entropy, as many right", entropy=0.05),
-    Kind("the same, .2 fewer right", entropy=0.05, more_right=-0.2),
-    Kind("the same, .2 more right", entropy=0.05, more_right=0.2),
+DISTURBANCES = (
+    Disturbance("clean, as recorded"),
+    Disturbance("answers shorter by 40 %, as many right", length=0.6),
+    Disturbance("the same, .2 fewer right", length=0.6, more_right=-0.2),
+    Disturbance("the same, .2 more right", length=0.6, more_right=0.2),
+    Disturbance("the same, as many right, .3 fewer cut off", length=0.6, truncated_before=0.3),
+    Disturbance("a twentieth of the entropy, as many right", entropy=0.05),
+    Disturbance("the same, .2 fewer right", entropy=0.05, more_right=-0.2),
+    Disturbance("the same, .2 more right", entropy=0.05, more_right=0.2),
 )
 
 
@@ -65,7 +65,7 @@ def main() -> None:
     options = parser.parse_args()
     records = [list(read(path).steps) for path in sorted(options.records.glob("*.jsonl.gz"))]
     print("| runs | " + " | ".join(f"{name}, before | now" for name in NAMES) + " |\n" + "|---" * 5 + "|")
-    for kind in KINDS:
+    for kind in DISTURBANCES:
         show(f"{len(records)} {kind.name}", [[kind.of(row) for row in steps] for steps in records])
     for run in options.runs:
         show(run.name, [latest_rows(RunDir(run).metrics)])

@@ -6,7 +6,7 @@ from megarl.core.base.rundir import Row
 from megarl.run.scores import NEWEST, best_of, score_warnings, signs_beside
 
 SCORES = (0.117, 0.487, 0.633, 0.683, 0.733, 0.821, 0.863, 0.746, 0.679)
-"""Of a real model, every ten steps."""
+"""A real model had these, every ten steps."""
 FALLEN: Row = {"warning_fall": 1.0, "fall": 0.183, "fall_error": 0.042, "fall_since": 60}
 WELL: Row = {
     "zero_variance_share": 0.3,
