@@ -31,7 +31,7 @@ CONCENTRATION = 1.5
 
 
 @dataclass(frozen=True)
-class SimulatedRun:
+class ScoreCourse:
     """A kind of run. course: the true score at each evaluation, [EVALUATIONS]."""
 
     name: str
@@ -51,11 +51,11 @@ def main() -> None:
         print(f"| {kind.name} | {kind.strays:g} | " + " | ".join(f"{share:.3f}" for share in shares) + " |", flush=True)
 
 
-def kinds() -> list[SimulatedRun]:
-    flat = [SimulatedRun(f"flat at {level:g}", np.full(EVALUATIONS, level)) for level in LEVELS]
-    straying = [SimulatedRun("flat at 0.8", np.full(EVALUATIONS, 0.8), strays) for strays in (0.02, 0.04)]
-    rising = [SimulatedRun("rising", RISING), SimulatedRun("the recorded scores", RECORDED)]
-    falls = [SimulatedRun(f"falls by {fall:g}", falling(fall)) for fall in (0.05, 0.10, 0.15)]
+def kinds() -> list[ScoreCourse]:
+    flat = [ScoreCourse(f"flat at {level:g}", np.full(EVALUATIONS, level)) for level in LEVELS]
+    straying = [ScoreCourse("flat at 0.8", np.full(EVALUATIONS, 0.8), strays) for strays in (0.02, 0.04)]
+    rising = [ScoreCourse("rising", RISING), ScoreCourse("the recorded scores", RECORDED)]
+    falls = [ScoreCourse(f"falls by {fall:g}", falling(fall)) for fall in (0.05, 0.10, 0.15)]
     return [*flat, *straying, *rising, *falls]
 
 
@@ -65,7 +65,7 @@ def falling(fall: float) -> np.ndarray:
     return course
 
 
-def alarms_of(kind: SimulatedRun, draw: np.random.Generator) -> np.ndarray:
+def alarms_of(kind: ScoreCourse, draw: np.random.Generator) -> np.ndarray:
     """Return at which evaluations a simulated run has an alarm, [EVALUATIONS]."""
     scores = simulated(kind, draw)
     steps = [10 * number for number in range(EVALUATIONS)]
@@ -73,7 +73,7 @@ def alarms_of(kind: SimulatedRun, draw: np.random.Generator) -> np.ndarray:
     return np.array(alarms)
 
 
-def simulated(kind: SimulatedRun, draw: np.random.Generator) -> np.ndarray:
+def simulated(kind: ScoreCourse, draw: np.random.Generator) -> np.ndarray:
     """Return pass rates, [EVALUATIONS, PROMPTS]."""
     course = np.clip(kind.course + draw.normal(0, 1, EVALUATIONS) * kind.strays, 0.001, 0.999)[:, None]
     chance = draw.beta(CONCENTRATION * course, CONCENTRATION * (1 - course), (EVALUATIONS, PROMPTS))

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.falling_scores import EVALUATIONS, SimulatedRun, alarms_of, falling, kinds, simulated
+from benchmarks.falling_scores import EVALUATIONS, ScoreCourse, alarms_of, falling, kinds, simulated
 from megarl.core.base.rundir import step_folder
 from megarl.core.evaluation.answers import Result, SuiteDir
 from megarl.core.evaluation.fall import LEAST, comparisons, fall_columns, judge
@@ -67,16 +67,16 @@ def test_the_recorded_scores_are_called_falling_and_steady_ones_are_not() -> Non
     assert np.mean([alarms[-2:].any() for alarms in noticed]) > 0.8
     assert not np.any([alarms[:7].any() for alarms in noticed])
     steady = [
-        alarms_of(SimulatedRun("flat", np.full(EVALUATIONS, 0.8)), np.random.default_rng(seed)) for seed in range(60)
+        alarms_of(ScoreCourse("flat", np.full(EVALUATIONS, 0.8)), np.random.default_rng(seed)) for seed in range(60)
     ]
     assert np.mean([alarms.any() for alarms in steady]) <= 0.1
-    half = [alarms_of(SimulatedRun("falls", falling(0.5)), np.random.default_rng(seed)) for seed in range(10)]
+    half = [alarms_of(ScoreCourse("falls", falling(0.5)), np.random.default_rng(seed)) for seed in range(10)]
     assert np.all([alarms[-2:].all() for alarms in half])
 
 
 def test_two_simulated_scores_differ_as_those_of_the_real_model_did() -> None:
     runs = [
-        simulated(SimulatedRun("flat", np.full(EVALUATIONS, 0.8)), np.random.default_rng(seed)) for seed in range(400)
+        simulated(ScoreCourse("flat", np.full(EVALUATIONS, 0.8)), np.random.default_rng(seed)) for seed in range(400)
     ]
     differences = [run[0].mean() - run[1].mean() for run in runs]
     assert 0.038 < np.std(differences) < 0.047
