@@ -1,9 +1,10 @@
-"""Does the alarm for a score below its forecast notice runs that get worse, and does it let the others pass?
+"""Does the alarm for a score outside its forecast notice runs that get worse, and does it let the others pass?
 
     python -m benchmarks.falls benchmarks/results/corpus [--curves FOLDER]
 
 Each run is replayed evaluation by evaluation: a forecast from the scores so far, then the
-judgement of the newest, as in a live run. `noticed`: runs with an alarm at any evaluation.
+judgement of the newest, as in a live run. `noticed`: runs with an alarm below the forecast at any
+evaluation; `above`: runs with one above it.
 `fell`: the mean of the last two scores is below the best mean of two in a row, by more than
 three standard errors of their answers, twice over, and by .06 at least.
 
@@ -16,13 +17,14 @@ import argparse
 import csv
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, sqrt
 from pathlib import Path
 from statistics import fmean
 
 from megarl.core.base.rundir import Row
-from megarl.core.evaluation.fall import lasting_fall
+from megarl.core.evaluation.departure import lasting_departure
 from megarl.lab.scaling.extrapolate import forecast
 from megarl.lab.study.corpus import read
 
@@ -39,28 +41,38 @@ def main() -> None:
     kinds = {"corpus": [list(read(path).scores) for path in sorted(options.records.glob("*.jsonl.gz"))]}
     if options.curves:
         kinds |= curves_of(options.curves)
-    print("| runs | runs, forecasts | fell | of these noticed | of the others noticed |\n" + "|---" * 5 + "|")
+    print("| runs | runs, forecasts | fell | of these noticed | of the others noticed | above |\n" + "|---" * 6 + "|")
     for kind, runs in kinds.items():
-        judged = [(fell(scores), *replayed(scores)) for scores in runs]
-        of_fallen = [noticed for falls, noticed, _ in judged if falls]
-        of_others = [noticed for falls, noticed, _ in judged if not falls]
-        forecasts = sum(count for *_, count in judged)
-        print(
-            f"| {kind} | {len(runs)}, {forecasts} | {len(of_fallen)} | {sum(of_fallen)} | {sum(of_others)} |",
-            flush=True,
-        )
+        judged = [(fell(scores), replayed(scores)) for scores in runs]
+        of_fallen = [found.below for falls, found in judged if falls]
+        of_others = [found.below for falls, found in judged if not falls]
+        forecasts = sum(found.forecasts for _, found in judged)
+        above = sum(found.above for _, found in judged)
+        noticed = f"{len(of_fallen)} | {sum(of_fallen)} | {sum(of_others)} | {above}"
+        print(f"| {kind} | {len(runs)}, {forecasts} | {noticed} |", flush=True)
 
 
-def replayed(scores: Sequence[Row]) -> tuple[bool, int]:
-    """Return whether an alarm was raised at any evaluation, and the number of forecasts."""
+@dataclass(frozen=True)
+class Replayed:
+    """Whether an alarm was raised at any evaluation, below or above a forecast, and the number of forecasts."""
+
+    below: bool
+    above: bool
+    forecasts: int
+
+
+def replayed(scores: Sequence[Row]) -> Replayed:
     steps = max(1, int(scores[-1]["step"]))
     rows: list[Row] = []
-    noticed = False
+    found = []
     for score in scores:
         columns = forecast([*rows, score], [], steps)
         rows.append(dict(score) | columns)
-        noticed = noticed or lasting_fall(rows) is not None
-    return noticed, sum("predicted_least" in row for row in rows)
+        departure = lasting_departure(rows)
+        if departure is not None:
+            found.append(departure.below)
+    forecasts = sum("predicted_least" in row for row in rows)
+    return Replayed(any(found), not all(found), forecasts)
 
 
 def fell(scores: Sequence[Row]) -> bool:

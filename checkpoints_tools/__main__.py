@@ -19,7 +19,8 @@ from megarl.core.base.process import importing
 
 INTERRUPTED = 130
 CheckpointPath = Annotated[
-    Path, Argument(help="RUN, RUN/checkpoints (the latest complete one) or RUN/checkpoints/step-N")
+    Path,
+    Argument(help="RUN (its latest checkpoint), RUN@STEP, RUN@best (the highest held-out score), or a folder step-N"),
 ]
 Destination = Annotated[Path, Argument(help="must not exist; a killed conversion is continued")]
 TensorParallel = Annotated[int, Option("--tp", min=1, metavar="N", help="tensor parallelism")]

@@ -24,11 +24,15 @@ def recomputed(run: Path, lag_limit: int) -> dict[str, Any]:
     seconds = column("step_seconds", measured)
     busy = column("server_busy_share", measured)
     kernels = column("parity_mean/kernels", rows)
+    best = int(np.argmax([row["pass_rate"] for row in scores]))
     return {
         "steps": len(rows),
+        "newest_steps": len(rows[-20:]),
         "compute_hours": max(row["compute_hours"] for row in [*rows, *scores]),
         "pass_rate_before": scores[0]["pass_rate"],
         "pass_rate_before_step": scores[0]["step"],
+        "pass_rate_best": scores[best]["pass_rate"],
+        "pass_rate_best_step": scores[best]["step"],
         "pass_rate_after": scores[-1]["pass_rate"],
         "pass_rate_after_step": scores[-1]["step"],
         "pass_rate_train": np.nanmean(column("pass_rate_train", rows[-20:])),

@@ -366,7 +366,7 @@ def export(
 @app.command("eval")
 def evaluate(
     overrides: p.Overrides,
-    model: Annotated[str, Option(help="a Hugging Face directory, RUN (newest checkpoint) or RUN@STEP")],
+    model: Annotated[str, Option(help="a Hugging Face directory, RUN (newest checkpoint), RUN@STEP or RUN@best")],
     suite: Annotated[str, Option(metavar="NAME[,NAME]", help=p.SUITES)],
     samples: Annotated[int | None, Option(help="answers a prompt; else as many as the suite says")] = None,
     limit: Annotated[int | None, Option(help="prompts of each suite, chosen by hash; else all")] = None,

@@ -21,6 +21,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_json
 from megarl.core.base.rundir import RunDir, complete
 from megarl.core.base.weight_files import parameters
+from megarl.core.controller.decision import planned_evaluations
 from megarl.core.journal.journal import JournalReader
 from megarl.core.recipe import Recipe, differences, load
 from megarl.core.server.checks import check as check_server
@@ -83,12 +84,16 @@ def check_disk(recipe: Recipe, rundir: RunDir, folder: Path) -> None:
     settings = recipe.checkpoint
     at_steps = sum(isinstance(milestone, int) for milestone in settings.milestones)
     written = math.ceil(recipe.run.steps / settings.every) + at_steps
-    most = min(settings.keep + len(settings.milestones) + 1, written)
+    scored = 0
+    if settings.keep_best:
+        scored = 2  # the best, and one that is evaluated
+        written += planned_evaluations(recipe.evaluation, recipe.run.steps)
+    most = min(settings.keep + len(settings.milestones) + scored + 1, written)
     needed, free = (most - len(complete(rundir.checkpoints))) * size, shutil.disk_usage(folder).free
     if free < needed:
         raise MegarlError(
             f"run.dir: {free / 1e9:.1f} GB are free on the disk of {folder}, and checkpoints take {size / 1e9:.1f} GB each, of "
-            f"which up to {most} are there (checkpoint.keep, checkpoint.milestones, and the one being written); free some, or "
+            f"which up to {most} are there (checkpoint.keep, milestones, keep_best, and the one being written); free some, or "
             "give another run.dir"
         )
 

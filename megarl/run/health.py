@@ -15,16 +15,15 @@ nothing ends a run.
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from statistics import fmean, stdev
+from statistics import fmean, stdev, variance
 from typing import NamedTuple
 
 from megarl.core.base.rundir import Row
-from megarl.core.evaluation.fall import Fall, lasting_fall
-from megarl.core.evaluation.forecast import PASS_RATE
 from megarl.core.weights import parity
+from megarl.run.scores import READ
 
 RECENT, FIRST = 5, 3
 """A limit judges the mean of this many newest values; the second number is enough for the first judgement."""
@@ -36,14 +35,16 @@ WINDOW, GAP, FEWEST = 30, 5, 10
 DRIFT, CLIP, THRESHOLD = 2.0, 5.0, 7.0
 """In deviations: the distance that does not count, the largest that does, and the sum that raises an alarm."""
 RELEARN = 100
+UNJUDGED, MOST = 0.05, 0.5
+"""Shares of answers above which a cause of only wrong answers is named."""
+LEARNS = 0.05
+"""By how much more of the answers must be right, or end in time, for a fall of length or entropy to count as learning."""
 GROUPS = 8
 """The fewest groups by whose tokens sampling is judged."""
 MEMORY = 1000
 """Number of newest rows from which a judgement is the same as from all: what is older has left every norm."""
 MOVES = 10
 """Number of newest steps by whose movement `progress` is judged."""
-OVER = "warning_overoptimisation"
-"""A column of eval.jsonl, or the prefix of one per task if there are several."""
 
 Measure = Callable[[Row, str], float]
 """A signal's value in a row; the second argument is "/TASK", or empty for the whole batch. KeyError: not measured there."""
@@ -63,7 +64,8 @@ class Signal(NamedTuple):
     meaning, remedy: for the alarm's text. rises: whether high values are bad. noise: the smallest deviation, after `scale`.
     tasks: each task is also judged by itself. prompts: after an epoch of WINDOW steps or more the norm is forgotten, because
     the next epoch draws other prompts (no-positive-resampling). steady: learning does not change it fast, so that values
-    which add to the sum join the norm only once the sum is back at 0.
+    which add to the sum join the norm only once the sum is back at 0. always: abnormal only while every value since the first
+    is beyond the limit. learning: no alarm is raised while the policy learns (`Health._learns`); the new course is the norm.
     """
 
     name: str
@@ -77,6 +79,8 @@ class Signal(NamedTuple):
     tasks: bool = False
     prompts: bool = False
     steady: bool = False
+    always: bool = False
+    learning: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,34 @@ def _surprise(row: Row, _: str) -> float:
     return row["surprise"] / row["entropy"] if row["groups_in_loss"] >= GROUPS else math.nan
 
 
+def _all_wrong(row: Row, task: str) -> float:
+    """Return 1 if all answers are wrong and get the same grade, so that nothing is learnt; else 0."""
+    return float(row["pass_rate_train" + task] == 0 and row["zero_variance_share" + task] == 1)
+
+
+def _why_all_wrong(row: Row, task: str) -> str:
+    """Return what the step's metrics say about answers that are all wrong: the grader, the end of thinking, or the template."""
+    causes = []
+    unjudged = row.get("grader_error_rate" + task, 0.0)
+    malformed = row.get("format_error_rate" + task, 0.0)
+    truncated = row.get("truncation_rate" + task, 0.0)
+    if unjudged > UNJUDGED:
+        causes.append(f"the grader, which fails or cannot read the data's answers in {unjudged:.0%} ({_LOG})")
+    if malformed > MOST:
+        causes.append(
+            f"the end of thinking: {malformed:.0%} have no length.end_of_thinking with an answer after it; does the model "
+            "write it? length.end_of_thinking= with length.control=none is for models that do not think"
+        )
+    if truncated > MOST:
+        causes.append(
+            f"the template: {truncated:.0%} are cut off before they end; does the model know it (template: chat, or raw)? "
+            "Or length.answer_tokens is too small"
+        )
+    if not causes:
+        causes.append("the grader, or the data's answers: most answers do end, and are well formed")
+    return f"likely {'; or '.join(causes)}. {READ.capitalize()}"
+
+
 def _imbalance(row: Row, _: str) -> float:
     """Return the geometric mean of the layers' imbalance."""
     layers = [math.log(row[name]) for name in row if name.startswith("expert_imbalance_layer_")]
@@ -115,13 +147,14 @@ def _imbalance(row: Row, _: str) -> float:
 LOG, LOG_LOGIT, LOG_MEDIAN, LOG_ROUTING, LOGIT = log(1e-12), log(1e-5), log(1e-6), log(1e-3), logit(0.05)
 _SIDES = "servers and learner compute different models"
 _CALMER = "lower learner.optimizer.lr or grad_clip, and fork from an earlier step (run.fork)"
-_READ = "read what the policy writes now (megarl rollouts show RUN --step N)"
 _LOG = "see megarl logs RUN --role controller"
 _EXPERTS = "raise model.moe.aux_loss, or model.moe.bias_update_rate where routers have biases (docs/models.md)"
 _SAMPLER = "compare temperature, top-p and top-k of servers with sampling.temperature"
 
 SIGNALS = (
     # Against a limit.
+    Signal("all_wrong", _all_wrong, "every answer since the first is wrong, with the same grade: nothing is learnt", "",
+           limit=0.5, tasks=True, always=True),
     Signal("truncation", metric("truncation_rate"), "answers are cut off: above 10 % training destabilises",
            "raise length.answer_tokens", limit=0.1),
     Signal("sample_size", metric("effective_sample_size"), "few tokens decide the step: the policy has moved far from the "
@@ -170,16 +203,16 @@ SIGNALS = (
     Signal("grad_norm", metric("grad_norm"), "gradients have grown: a step may break the policy", _CALMER, noise=0.4,
            scale=LOG, steady=True),
     Signal("entropy_rise", metric("entropy"), "the policy loses what it knew", _CALMER, noise=0.15, scale=LOG, prompts=True),
-    Signal("entropy_fall", metric("entropy"), "the policy collapses onto few answers", f"{_READ}; {_CALMER}", rises=False,
-           noise=0.4, scale=LOG, prompts=True),
+    Signal("entropy_fall", metric("entropy"), "the policy collapses onto few answers", f"{READ}; {_CALMER}", rises=False,
+           noise=0.4, scale=LOG, prompts=True, learning=True),
     Signal("pass_rate_fall", metric("pass_rate_train"), "the policy gets worse, or the grader judges differently",
-           f"{_READ}, and fork from an earlier step (run.fork)", rises=False, noise=0.3, scale=LOGIT, tasks=True,
+           f"{READ}, and fork from an earlier step (run.fork)", rises=False, noise=0.3, scale=LOGIT, tasks=True,
            prompts=True),
     Signal("pass_rate_jump", metric("pass_rate_train"), "no policy learns that fast: the grader judges differently, or is "
-           "exploited", _READ, noise=0.6, scale=LOGIT, tasks=True, prompts=True),
-    Signal("length_rise", metric("completion_tokens_mean"), "answers grow", _READ, noise=0.05, scale=LOG, prompts=True),
-    Signal("length_fall", metric("completion_tokens_mean"), "answers shrink", _READ, rises=False, noise=0.05, scale=LOG,
-           prompts=True),
+           "exploited", READ, noise=0.6, scale=LOGIT, tasks=True, prompts=True),
+    Signal("length_rise", metric("completion_tokens_mean"), "answers grow", READ, noise=0.05, scale=LOG, prompts=True),
+    Signal("length_fall", metric("completion_tokens_mean"), "answers shrink", READ, rises=False, noise=0.05, scale=LOG,
+           prompts=True, learning=True),
 )  # fmt: skip
 """All signals. docs/monitoring.md has a table of them, which tests/unit/run/test_health.py compares with this one."""
 
@@ -208,6 +241,28 @@ class _Limited:
         raised = len(self._newest) >= FIRST and beyond(mean)
         self._off = raised or (self._off and self._quiet < QUIET)
         return self._off
+
+    def forget(self) -> None: ...
+
+
+class _Always:
+    """A signal that is abnormal only while each value since the first is beyond its limit."""
+
+    def __init__(self, signal: Signal) -> None:
+        self._limit = signal.limit
+        self._values = 0
+        self._broken = False  # a value was within the limit
+        self.since, self.seen = 0, ""
+
+    def add(self, step: int, value: float) -> bool:
+        """Add a value and return whether the signal is abnormal now."""
+        assert self._limit is not None
+        if not self._values:
+            self.since = step
+        self._values += 1
+        self._broken = self._broken or value <= self._limit
+        self.seen = f"since step {self.since}"
+        return self._values >= FIRST and not self._broken
 
     def forget(self) -> None: ...
 
@@ -268,7 +323,8 @@ class Health:
         self.step = -1
         self.history: list[Alarm] = []
         self._open: dict[str, int] = {}  # indices in the history, of alarms that last
-        self._judges: dict[tuple[str, str], _Limited | _Course] = {}
+        self._judges: dict[tuple[str, str], _Always | _Limited | _Course] = {}
+        self._learnt: deque[Row] = deque(maxlen=WINDOW + GAP)  # newest rows, by which `_learns` judges
         self._before: Row = {}
         self._epoch_began = 0
         self._compared: Row = {}
@@ -278,7 +334,9 @@ class Health:
 
     @property
     def alarms(self) -> list[Alarm]:
-        return [self.history[number] for number in sorted(self._open.values())]
+        """Alarms that last, in order; first that every answer is wrong, which explains others."""
+        lasting = [self.history[number] for number in sorted(self._open.values())]
+        return sorted(lasting, key=lambda alarm: not alarm.name.startswith("all_wrong"))
 
     def metrics(self) -> dict[str, float]:
         """Return the columns of health for a row of metrics."""
@@ -303,6 +361,7 @@ class Health:
             if len(self._moves) == MOVES and (error := stdev(self._moves) / math.sqrt(MOVES)):
                 row["progress_errors"] = fmean(self._moves) / error
         self._before = row
+        self._learnt.append(row)
         tasks = ["", *(name.removeprefix("pass_rate_train") for name in row if name.startswith("pass_rate_train/"))]
         for signal in SIGNALS:
             for task in tasks if signal.tasks else tasks[:1]:
@@ -310,65 +369,56 @@ class Health:
                     if math.isfinite(value := signal.value(row, task)):
                         self._judge(signal, task, value)
 
+    def _learns(self, since: int) -> bool:
+        """Return whether more answers are right than before this step, or more end in time.
+
+        A policy that learns to stop writes shorter answers, and one that learns is surer of them.
+        """
+        more_right = _risen(self._learnt, "pass_rate_train", since) > LEARNS
+        more_end = _risen(self._learnt, "truncation_rate", since) < -LEARNS
+        return more_right or more_end
+
     def _judge(self, signal: Signal, task: str, value: float) -> None:
         key, name = (signal.name, task), signal.name + task
         if key not in self._judges:
-            self._judges[key] = _Course(signal) if signal.limit is None else _Limited(signal)
+            self._judges[key] = _judge_of(signal)
         judge = self._judges[key]
         off, number = judge.add(self.step, value), self._open.get(name)
+        if off and number is None and signal.learning and self._learns(judge.since):
+            judge.forget()
+            return
         if off and number is None:
             self._open[name] = len(self.history)
             remedy = signal.remedy or _LOG
             if signal.name in ("parity", "kernels", "kernels_median") and self._compared:
                 remedy = f"likely cause: {parity.named_cause(self._compared, routing='routing' in self._open)}"
+            if signal.name == "all_wrong":
+                remedy = _why_all_wrong(self._before, task)
             text = f"{name.replace('_', ' ')} ({judge.seen}): {signal.meaning}; {remedy}"
             self.history.append(Alarm(name, judge.since, self.step, text))
         elif not off and number is not None:
             self.history[self._open.pop(name)] = replace(self.history[number], until=self.step)
 
 
+def _judge_of(signal: Signal) -> _Always | _Limited | _Course:
+    if signal.always:
+        return _Always(signal)
+    return _Course(signal) if signal.limit is None else _Limited(signal)
+
+
+def _risen(rows: Iterable[Row], name: str, since: int) -> float:
+    """Return how far the mean of a metric's newest values since a step is above that of its values before.
+
+    It counts only what is more than twice the standard error, from the scatter of all; else it is 0.
+    """
+    known = [row for row in rows if math.isfinite(row.get(name, math.nan))]
+    newest = [row[name] for row in known if row["step"] >= since][-RECENT:]
+    earlier = [row[name] for row in known if row["step"] < since]
+    if len(newest) < FIRST or len(earlier) < FIRST:
+        return 0.0
+    risen = fmean(newest) - fmean(earlier)
+    scatter = math.sqrt((variance(newest) / len(newest)) + variance(earlier) / len(earlier))
+    return risen if abs(risen) > 2 * scatter else 0.0
+
+
 _BY_NAME = {signal.name: signal for signal in SIGNALS}
-
-
-@dataclass(frozen=True)
-class ScoreWarning:
-    """What a run's evaluations warn of. name: for the list of what lasts."""
-
-    name: str
-    text: str
-
-
-def score_warnings(evaluations: Sequence[Row]) -> list[ScoreWarning]:
-    """Return what the newest of a run's evaluations, given in order of steps, warns of: over-optimisation, and a fall below an
-    earlier forecast."""
-    if not evaluations:
-        return []
-    warnings = [ScoreWarning("over-optimisation", text) for text in overoptimised(evaluations[-1])]
-    if fall := lasting_fall(evaluations):
-        warnings.append(ScoreWarning("fall below the forecast", _fall_text(fall)))
-    return warnings
-
-
-def _fall_text(fall: Fall) -> str:
-    scored = fall.name.removeprefix(PASS_RATE).removeprefix("/") or "held out"
-    return (
-        f"{scored}: the score has fallen to {fall.score:.3f} at step {fall.step}, and that before was as low; by the "
-        f"forecast of step {fall.forecast_step} it would stay at {fall.least:.3f} or above. The policy gets worse: {_READ}, "
-        "fork from an earlier step (run.fork) at a lower or falling rate (learner.optimizer.schedule=linear)"
-    )
-
-
-def overoptimised(evaluation: Row) -> list[str]:
-    """Return the warnings of overoptimisation in a row of eval.jsonl; empty if there are none."""
-    return [_overoptimised(evaluation, name) for name in evaluation if name.startswith(OVER) and evaluation[name]]
-
-
-def _overoptimised(row: Row, warning: str) -> str:
-    task = warning.removeprefix(OVER)  # "/NAME" if there are several
-    names = "trusted_fall", "proxy_rise", "trusted_peak_step"
-    fall, rise, step = (row.get(name + task, math.nan) for name in names)
-    return (
-        f"{task[1:] or 'held out'}: the trusted score has fallen by {fall:.3f} since step {step:g} while the reward rose by "
-        f"{rise:.3f}: the policy exploits the reward. Stop, keep the checkpoint nearest to that step, read what has changed "
-        f"(megarl answers compare) and repair the grader, or keep the policy closer to its start (reference)"
-    )

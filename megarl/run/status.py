@@ -7,19 +7,21 @@ RUN/summary.json exists ──► the closing summary         otherwise ──�
 
 import re
 import time
+from collections import deque
 from pathlib import Path
 
 from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_json
-from megarl.core.base.retention import milestone_checkpoints
-from megarl.core.base.rundir import RunDir, latest_scores, parsed, rows_in_order
+from megarl.core.base.retention import best_checkpoint, milestone_checkpoints
+from megarl.core.base.rundir import Row, RunDir, latest_scores, parsed, rows_in_order
 from megarl.core.recipe import load
 from megarl.run import summary
-from megarl.run.health import Health, score_warnings
+from megarl.run.health import Health
 from megarl.run.logs import sentence
 from megarl.run.observe import Observer, Tail, last_lines
 from megarl.run.restart import Role
+from megarl.run.scores import NEWEST, score_warnings
 from megarl.run.view import Frame, RoleView, clock, render, roles_after
 
 DEAD_S = 60.0
@@ -37,7 +39,7 @@ def main(run: Path) -> int:
             console.print(summary.render(values, rundir))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise MegarlError(f"{rundir.summary}: not what a run writes at its end ({error!r}); remove it") from None
-        _show_milestones(rundir)
+        _show_kept(rundir)
         return 0
     recipe, observer = load(str(rundir.recipe)), Observer(rundir)
     observer.look()
@@ -48,16 +50,19 @@ def main(run: Path) -> int:
     if now - last > DEAD_S:
         foot = f"nothing written for {clock(now - last)}: it seems dead; run.resume=auto resumes it"
     console.print(render(Frame(recipe, observer, max(0.0, now - began), roles, problem=problem_of(rundir), foot=foot)))
-    _show_milestones(rundir)
+    _show_kept(rundir)
     return 0
 
 
-def _show_milestones(rundir: RunDir) -> None:
-    """Print which checkpoints are kept as milestones."""
-    milestones = load(str(rundir.recipe)).checkpoint.milestones
-    for milestone, path in milestone_checkpoints(rundir.checkpoints, milestones).items():
+def _show_kept(rundir: RunDir) -> None:
+    """Print which checkpoints are kept besides the newest."""
+    settings = load(str(rundir.recipe)).checkpoint
+    for milestone, path in milestone_checkpoints(rundir.checkpoints, settings.milestones).items():
         wanted = f"step {milestone}" if isinstance(milestone, int) else milestone
         terminal.say(f"kept for good, as of {wanted}: {path}")
+    best = best_checkpoint(rundir.checkpoints)
+    if settings.keep_best and best is not None:
+        terminal.say(f"kept as the best by its held-out score ({rundir.path}@best): {best}")
 
 
 def problem_of(rundir: RunDir) -> str:
@@ -84,11 +89,16 @@ def _when(problem: str) -> str:
 def health(run: Path) -> int:
     """Print every alarm with its steps, and what evaluations warn of. Return 1 if any of them lasts, else 0."""
     rundir = RunDir.opened(run)
-    judged, scores = Health(rows_in_order(rundir.metrics)), latest_scores(rundir.eval)
+    judged = Health()
+    newest: deque[Row] = deque(maxlen=NEWEST)
+    for row in rows_in_order(rundir.metrics):
+        judged.add(row)
+        newest.append(row)
     for alarm in judged.history:
         until = "now" if alarm.until is None else f"{alarm.until - 1}"
         terminal.say(f"steps {alarm.since} to {until}, noticed at {alarm.raised}: {alarm.text}")
-    warnings = score_warnings(scores)
+    grad_clip = load(str(rundir.recipe)).learner.optimizer.grad_clip
+    warnings = score_warnings(latest_scores(rundir.eval), list(newest), grad_clip)
     terminal.say("".join(f"{warning.text}\n" for warning in warnings), end="")
     lasting = [alarm.name for alarm in judged.alarms] + list(dict.fromkeys(warning.name for warning in warnings))
     terminal.say(f"{judged.step + 1} steps, {len(judged.history)} alarms; now: {', '.join(lasting) or 'healthy'}")

@@ -13,13 +13,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from megarl.core.base.retention import best_checkpoint
 from megarl.core.base.rundir import Row, RunDir, latest_rows, latest_scores
 from megarl.core.evaluation.forecast import words
 from megarl.core.recipe import Recipe
-from megarl.run.health import MEMORY, Health, score_warnings
-
-LAST = 20
-"""Steps over which training's rates are averaged."""
+from megarl.run.health import MEMORY, Health
+from megarl.run.scores import NEWEST, best_of, newest_words, score_warnings
 
 
 def summarise(recipe: Recipe, rundir: RunDir, rows: list[Row] | None = None) -> Row:
@@ -28,6 +27,7 @@ def summarise(recipe: Recipe, rundir: RunDir, rows: list[Row] | None = None) -> 
     lived = steady(rows, rundir)
     events = [event.event for event in rundir.events()]
     first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
+    best = best_of(evaluations)
     seconds = _total(lived, "step_seconds")
     known = [row for row in lived if _finite([row], "server_busy_share")]  # a step counts by its time
     busy_seconds = math.fsum(row["server_busy_share"] * row["step_seconds"] for row in known)
@@ -41,10 +41,13 @@ def summarise(recipe: Recipe, rundir: RunDir, rows: list[Row] | None = None) -> 
         "compute_unit": rows[-1].get("compute_unit") if rows else None,
         "pass_rate_before": first.get("pass_rate"),
         "pass_rate_before_step": first.get("step"),
+        "pass_rate_best": best.get("pass_rate"),
+        "pass_rate_best_step": best.get("step"),
         "pass_rate_after": last.get("pass_rate"),
         "pass_rate_after_step": last.get("step"),
         "predicted": words(last),
-        "pass_rate_train": mean(rows[-LAST:], "pass_rate_train"),
+        "newest_steps": min(NEWEST, len(rows)),
+        "pass_rate_train": mean(rows[-NEWEST:], "pass_rate_train"),
         "generated_tokens": _total(rows, "generated_tokens"),
         "tokens_per_second": _ratio(_total(lived, "generated_tokens"), seconds),
         "step_seconds": _ratio(seconds, float(len(lived))),
@@ -62,28 +65,31 @@ def summarise(recipe: Recipe, rundir: RunDir, rows: list[Row] | None = None) -> 
         "parity_mean_max": _largest(rows, "parity_mean/kernels"),
         "parity_publications": sum("parity_mean/kernels" in row for row in rows),
         "versions_per_rollout": mean(rows, "versions_per_rollout"),
-        **{name: mean(rows[-LAST:], name) for name in ("truncation_rate", "interruption_rate", "format_error_rate")},
+        **{name: mean(rows[-NEWEST:], name) for name in ("truncation_rate", "interruption_rate", "format_error_rate")},
         "void_groups": _total(rows, "void_groups"),
         "warnings": [
             *(alarm.text for alarm in Health(rows[-MEMORY:]).alarms),
-            *(warning.text for warning in score_warnings(evaluations)),
+            *(warning.text for warning in score_warnings(evaluations, rows, recipe.learner.optimizer.grad_clip)),
         ],
         "restarts": events.count("restart"),
-        "tasks": _by_task(recipe, rows, first, last),
+        "tasks": _by_task(recipe, rows, evaluations),
     }
 
 
-def _by_task(recipe: Recipe, rows: list[Row], first: Row, last: Row) -> dict[str, Row]:
-    """Return figures by task, if there are several. first, last: evaluations."""
+def _by_task(recipe: Recipe, rows: list[Row], evaluations: list[Row]) -> dict[str, Row]:
+    """Return figures by task, if there are several."""
     if len(recipe.data.tasks) == 1:
         return {}
+    first = evaluations[0] if evaluations else {}
+    last = evaluations[-1] if evaluations else {}
     return {
         task: {
             "pass_rate_before": first.get(f"pass_rate/{task}"),
+            "pass_rate_best": best_of(evaluations, f"pass_rate/{task}").get(f"pass_rate/{task}"),
             "pass_rate_after": last.get(f"pass_rate/{task}"),
-            "pass_rate_train": mean(rows[-LAST:], f"pass_rate_train/{task}"),
-            "truncation_rate": mean(rows[-LAST:], f"truncation_rate/{task}"),
-            "completion_tokens": mean(rows[-LAST:], f"completion_tokens_mean/{task}"),
+            "pass_rate_train": mean(rows[-NEWEST:], f"pass_rate_train/{task}"),
+            "truncation_rate": mean(rows[-NEWEST:], f"truncation_rate/{task}"),
+            "completion_tokens": mean(rows[-NEWEST:], f"completion_tokens_mean/{task}"),
         }
         for task in recipe.data.tasks
     }
@@ -115,25 +121,29 @@ def grid(pairs: Iterable[tuple[str, str]]) -> Table:
 
 
 def lines(v: Row) -> Iterable[tuple[str, str]]:
+    """Yield names and texts of the figures, what needs attention first."""
+    for warning in v.get("warnings", ()):  # a run of an older version has none
+        yield "look at", warning
     hours, unit = v["compute_hours"], v["compute_unit"]
     compute = f" · {hours:.3f} {unit} hours" if hours and unit else ""
     wall = f" · {v['wall_seconds'] / 60:.1f} min this time" if "wall_seconds" in v else ""
     yield "steps", f"{v['steps']} of {v['steps_planned']}{compute}{wall}"
     if v["pass_rate_before"] is not None:
-        before = f"{v['pass_rate_before']:.3f} (step {v['pass_rate_before_step']})"
-        after = f" → {v['pass_rate_after']:.3f} (step {v['pass_rate_after_step']})"
-        scored_once = v["pass_rate_before_step"] == v["pass_rate_after_step"]
-        yield "pass rate, held out", f"{before}, not scored since" if scored_once else before + after
+        yield "pass rate, held out", _scores(v)
     for task, t in v["tasks"].items():
-        heldout = f"{show(t['pass_rate_before'], '.3f')} → {show(t['pass_rate_after'], '.3f')}"
+        scores = [t["pass_rate_before"], t["pass_rate_after"]]
+        heldout = " → ".join(show(score, ".3f") for score in scores)
+        best = t.get("pass_rate_best")
+        if best is not None and best != t["pass_rate_after"]:
+            heldout += f" (best {best:.3f})"
         trained = f"training {show(t['pass_rate_train'], '.3f')} · {show(t['completion_tokens'], ',.0f')} tokens"
         yield f"  {task}", f"{heldout} · {trained} · truncated {show(t['truncation_rate'], '.1%')}"
     if v["predicted"]:
         yield "predicted", v["predicted"]
     if not v["steps"]:
         return
-    last = f"last {min(LAST, v['steps'])} steps"
-    yield "pass rate, training", f"{show(v['pass_rate_train'], '.3f')} ({last})"
+    averaged = newest_words(v.get("newest_steps", NEWEST))
+    yield "pass rate, training", f"{show(v['pass_rate_train'], '.3f')} ({averaged})"
     yield "speed", f"{show(v['tokens_per_second'], ',.0f')} tokens/s · {show(v['step_seconds'], '.2f')} s a step"
     yield "idle", f"servers {show(v['server_idle_share'], '.0%')} · learner {show(v['learner_idle_share'], '.0%')}"
     parts = " · ".join(f"{part} {show(v[f'{part}_seconds'], '.3f')}" for part in ("pause", "transfer", "resume"))
@@ -141,11 +151,20 @@ def lines(v: Row) -> Iterable[tuple[str, str]]:
     yield "lag", f"largest {show(v['lag_max'], '.0f')} of {v['lag_limit']} · mean {show(v['lag_mean'], '.2f')}"
     yield "servers vs learner", _parity(v)
     rates = (("truncated", "truncation_rate"), ("interrupted", "interruption_rate"), ("malformed", "format_error_rate"))
-    yield "answers", " · ".join(f"{word} {show(v[key], '.1%')}" for word, key in rates) + f" ({last})"
-    for warning in v.get("warnings", ()):  # a run of an older version has none
-        yield "look at", warning
+    yield "answers", " · ".join(f"{word} {show(v[key], '.1%')}" for word, key in rates) + f" ({averaged})"
     if v["restarts"] or v["void_groups"]:
         yield "mishaps", f"{v['restarts']} restarts of a role · {show(v['void_groups'], '.0f')} void groups"
+
+
+def _scores(v: Row) -> str:
+    """Return the first score, the best if a later one is lower, and the last."""
+    told = [f"{show(v['pass_rate_before'], '.3f')} (step {v['pass_rate_before_step']})"]
+    if v["pass_rate_before_step"] == v["pass_rate_after_step"]:
+        return f"{told[0]}, not scored since"
+    if v.get("pass_rate_best_step") not in (None, v["pass_rate_before_step"], v["pass_rate_after_step"]):
+        told.append(f"best {v['pass_rate_best']:.3f} (step {v['pass_rate_best_step']})")
+    told.append(f"{show(v['pass_rate_after'], '.3f')} (step {v['pass_rate_after_step']})")
+    return " → ".join(told)
 
 
 def _parity(v: Row) -> str:
@@ -169,6 +188,9 @@ def _places(values: Row, rundir: RunDir) -> Iterable[tuple[str, str]]:
     newest = max(rundir.checkpoints.glob("step-*"), default=None)
     if newest is not None:
         yield "checkpoints", str(rundir.checkpoints)
+        best = best_checkpoint(rundir.checkpoints)
+        if best is not None and best != newest:
+            yield "best", f"{best}  ({run}@best names it)"
         yield "export", f"megarl export {run} {export}"
     yield "continue", _continuing(values, rundir)
 

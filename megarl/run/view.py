@@ -23,9 +23,9 @@ from megarl.core.base.rundir import Row, SupervisorEvent
 from megarl.core.evaluation.forecast import words
 from megarl.core.recipe import Recipe
 from megarl.core.weights import parity
-from megarl.run.health import score_warnings
 from megarl.run.observe import Observer, ServerStatus
 from megarl.run.restart import Role, RoleKind
+from megarl.run.scores import best_of, newest_words, score_warnings
 from megarl.run.summary import grid, mean, show
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -71,11 +71,11 @@ class Frame:
 
 
 def render(frame: Frame) -> RenderableType:
-    parts: list[RenderableType] = [_progress(frame)]
+    parts: list[RenderableType] = [Text(f"! {w}", style="yellow") for w in warnings(frame)]
+    parts.append(_progress(frame))
     if frame.observer.rows or frame.observer.evaluations:
         parts += [Text(), grid(_numbers(frame))]
     parts += [Text(), _processes(frame)]
-    parts += [Text(f"! {w}", style="yellow") for w in warnings(frame)]
     if frame.problem:
         parts.append(Text(f"last problem: {frame.problem}", style="red", overflow="ellipsis", no_wrap=True))
     foot = Text(frame.stopping or frame.foot, style="bold yellow" if frame.stopping else "dim")
@@ -90,9 +90,9 @@ def line(frame: Frame) -> str:
     parts = [f"[{clock(frame.elapsed_s)}]", frame.stopping or phase(frame)]
     if observer.rows:
         parts.append(f"step {row['step'] + 1}/{frame.recipe.run.steps}")
-        parts.append(f"train {show(recent(observer, 'pass_rate_train'), ',.2f')}")
-    if newest := observer.scored:
-        parts.append(f"held-out {newest['pass_rate']:.2f} at {newest['step']}")
+        parts.append(f"train {show(recent(observer, 'pass_rate_train'), ',.2f')} ({_averaged(observer)})")
+    if observer.evaluations:
+        parts.append(f"held-out {_held_out(observer)}")
     if dropped := sum(view.state == "dropped" for view in frame.roles.values()):
         parts.append(f"{dropped} servers dropped")
     if joined := len(observer.joined(frame.recipe.resources.servers)):
@@ -132,13 +132,28 @@ def warnings(frame: Frame) -> list[str]:
     """Return the warnings that the user should see."""
     observer = frame.observer
     messages = [alarm.text for alarm in observer.health.alarms]
-    messages += [warning.text for warning in score_warnings(observer.scores)]
+    newest = [observer.rows[step] for step in sorted(observer.rows)]
+    found = score_warnings(observer.scores, newest, frame.recipe.learner.optimizer.grad_clip)
+    messages += [warning.text for warning in found]
     if observer.status is not None and observer.status.parity:
         messages.append(observer.status.parity)
     if observer.latest.get("groups_in_loss") == 0 and not frame.recipe.all_groups_teach:
         complete = ", of which one is complete" if frame.recipe.batch.truncated == "drop" else ""
         messages.append(f"no group of the last step had right and wrong answers{complete}: nothing was learnt from it")
     return messages
+
+
+def _averaged(observer: Observer) -> str:
+    """Return over which steps `recent` averages, as text."""
+    return newest_words(sum(not row.get("replay") for row in observer.rows.values()))
+
+
+def _held_out(observer: Observer) -> str:
+    """Return the last score and, if it was higher before, the best one, for a line."""
+    last = observer.scored
+    best = best_of(observer.scores)
+    higher = f" (best {best['pass_rate']:.2f} at {best['step']})" if best["step"] != last["step"] else ""
+    return f"{last['pass_rate']:.2f} at {last['step']}{higher}"
 
 
 def recent(observer: Observer, name: str) -> float | None:
@@ -183,12 +198,10 @@ def _progress(frame: Frame) -> RenderableType:
 def _numbers(frame: Frame) -> Iterator[tuple[str, str]]:
     observer, row = frame.observer, frame.observer.latest
     rates = [rate for _, rate in sorted(observer.pass_rates.items())]
-    yield "pass rate, training", f"{show(recent(observer, 'pass_rate_train'), ',.3f')}  {sparkline(rates, 50)}"
+    trained = show(recent(observer, "pass_rate_train"), ",.3f")
+    yield "pass rate, training", f"{trained} ({_averaged(observer)})  {sparkline(rates, 40)}"
     if observer.evaluations:
-        steps = sorted(observer.evaluations)
-        scores = [observer.evaluations[s]["pass_rate"] for s in steps]
-        first = f" · {scores[0]:.3f} at step {steps[0]}" if len(steps) > 1 else ""
-        yield "pass rate, held out", f"{scores[-1]:.3f}  {sparkline(scores, 30)}  step {steps[-1]}{first}"
+        yield "pass rate, held out", _scores(observer.scores)
         if outlook := words(observer.scored):
             yield "predicted", outlook
     tasks = list(frame.recipe.data.tasks)
@@ -215,6 +228,20 @@ def _numbers(frame: Frame) -> Iterator[tuple[str, str]]:
         text = f"{t.running} being generated · {t.window} of {t.window_limit} in the window"
         yield "tickets", text + (f" · {t.void} void" if t.void else "")
         yield "compute", f"{observer.status.compute_hours:.3f} {observer.status.compute_unit} hours"
+
+
+def _scores(evaluations: Sequence[Row]) -> str:
+    """Return the last score, the best and the first, and all as bars."""
+    last = evaluations[-1]
+    best = best_of(evaluations)
+    first = evaluations[0]
+    told = [f"{last['pass_rate']:.3f} at step {last['step']}"]
+    if best["step"] != last["step"]:
+        told.append(f"best {best['pass_rate']:.3f} at step {best['step']}")
+    if first["step"] not in (last["step"], best["step"]):
+        told.append(f"first {first['pass_rate']:.3f}")
+    bars = sparkline([row["pass_rate"] for row in evaluations], 20)
+    return f"{' · '.join(told)}  {bars}"
 
 
 def _parity(row: Row) -> str:

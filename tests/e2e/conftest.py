@@ -8,7 +8,12 @@ import pytest
 from tests.e2e import runs
 from tests.e2e.runs import SMALL, LiveRun, check_nothing_left, megarl
 
-WATCHED = ("checkpoint.milestones=[3]", "monitor.prometheus=true", "monitor.profile_steps=[3,4]")
+WATCHED = (
+    "checkpoint.milestones=[3]",
+    "checkpoint.keep_best=true",
+    "monitor.prometheus=true",
+    "monitor.profile_steps=[3,4]",
+)
 
 
 @pytest.fixture(scope="session")

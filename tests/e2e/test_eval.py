@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megarl.cli import main
-from megarl.core.base.rundir import latest_rows
+from megarl.core.base.rundir import complete, latest_rows, step_of
 from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.evaluation.answers import Answer, SuiteDir
 from tests.e2e.runs import LiveRun, megarl, quiet
@@ -193,7 +193,8 @@ def test_a_runs_checkpoint_on_its_own_task(finished: LiveRun, scored: str) -> No
 
     missing = megarl("eval", "--model", f"{run}@7", "--suite", "arithmetic", cwd=finished.cwd)
     assert missing.returncode == 2
-    assert f"has no checkpoint of step 7; there are those of 3, {step - 2}, {step}" in missing.stderr
+    there = ", ".join(str(step_of(path)) for path in complete(finished.rundir.checkpoints))
+    assert f"has no checkpoint of step 7; there are those of {there}" in missing.stderr
 
     curve = megarl("answers", "curve", str(run), str(out), cwd=finished.cwd)
     assert curve.returncode == 0, curve.stderr

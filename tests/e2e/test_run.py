@@ -19,10 +19,11 @@ from transformers import AutoModelForCausalLM
 
 from megarl.core import recipe as recipes
 from megarl.core.base.messages import ServerAddress
-from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, latest_rows, latest_scores
+from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, latest_rows, latest_scores, step_folder, step_of
 from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.journal.journal import JournalReader
 from megarl.core.journal.records import Finished
+from megarl.core.models.checkpoint import find
 from megarl.core.recipe import Recipe
 from megarl.core.server.client import ServerClient
 from megarl.lab.evaluation.servers import wait_ready
@@ -137,8 +138,16 @@ def test_what_a_run_leaves(rundir: RunDir, recipe: Recipe) -> None:
     assert not [log for log in logs if log.parent.name == "server" and "egatron" in log.read_text()], (
         "SGLang imports it"
     )
-    names = {p.name for p in rundir.checkpoints.iterdir()}
-    assert names == {"step-0000003", "step-0000008", "step-0000010"}  # a milestone, and checkpoint.keep of them
+
+
+def test_which_checkpoints_stay(rundir: RunDir) -> None:
+    """A milestone, `checkpoint.keep` of them, and the best of the evaluated versions 5 and 10: 5 was written for that."""
+    scores = {row["step"]: row["pass_rate"] for row in latest_scores(rundir.eval)}
+    best = max((5, 10), key=lambda step: scores[step])
+    assert set(map(step_of, rundir.checkpoints.iterdir())) == {3, 8, 10, best}
+    (log,) = rundir.logs.glob("learner/*.0.log")
+    assert "checkpoint step-0000005" in log.read_text()
+    assert find(Path(f"{rundir.path}@best")) == step_folder(rundir.checkpoints, best)
 
 
 def test_trace_tells_the_times_of_metrics_and_journal(rundir: RunDir, recipe: Recipe, finished: LiveRun) -> None:

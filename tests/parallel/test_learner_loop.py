@@ -22,7 +22,16 @@ import zmq
 from megarl.core import recipe as recipes
 from megarl.core.base.messages import Ack, Next, Reply, Request, Stop, Stopped, Train, Wait, from_frames, to_frames
 from megarl.core.base.process import die_with_parent
-from megarl.core.base.rundir import Endpoints, LinkKeys, RunDir, complete, latest_rows, read_jsonl, step_of
+from megarl.core.base.rundir import (
+    Endpoints,
+    LinkKeys,
+    RunDir,
+    append_jsonl,
+    complete,
+    latest_rows,
+    read_jsonl,
+    step_of,
+)
 from megarl.core.base.types import Batch
 from megarl.lab.report.trace import read
 from megarl.run.process import free_ports
@@ -45,6 +54,7 @@ class ScriptedController(threading.Thread):
         self.stopped: list[int] = []
         self.end = threading.Event()
         self.broken: set[int] = set()  # steps whose batch has a log-prob that is no number
+        self.saved: set[int] = set()  # steps before which the learner is to write a checkpoint
         self.held: int | None = None  # the step whose batch is not complete until this is None again
 
     def run(self) -> None:
@@ -69,7 +79,9 @@ class ScriptedController(threading.Thread):
         batch = with_rewards_of(request.step, make_batch())
         if request.step in self.broken:
             batch = with_a_broken_rollout(batch)
-        return Train(batch=batch, compute_hours=1.0, compute_devices=2, stats={"generated_tokens": 321.0})
+        stats = {"generated_tokens": 321.0}
+        save = request.step in self.saved
+        return Train(batch=batch, compute_hours=1.0, compute_devices=2, stats=stats, save=save)
 
 
 def with_rewards_of(step: int, batch: Batch) -> Batch:
@@ -203,13 +215,21 @@ def trained(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 @pytest.mark.faults
 def test_a_learner_that_lost_its_steps_replays_them_bit_for_bit(tmp_path: Path, model: Path, runs: list[Run]) -> None:
     running = {"advantage": "running"}
-    straight, killed = (Run(tmp_path / name, model, 5, batch=running) for name in ("straight", "killed"))
+    straight = Run(tmp_path / "straight", model, 5, batch=running, checkpoint={"keep_best": True})
+    killed = Run(tmp_path / "killed", model, 5, batch=running)
     runs += [straight, killed]
+    straight.controller.saved = {3}
+    scores = {"n_prompts": 9, "samples": 1, "compute_hours": 1.0, "compute_unit": "core"}
+    for step, score in ((2, 0.5), (3, 0.9), (4, 0.6)):
+        append_jsonl(straight.rundir.eval, scores | {"step": step, "pass_rate": score})
     assert straight.learn().wait(LIMIT_S) == 0, straight.log()
     rows = straight.rows()
     assert [r["step"] for r in rows] == [0, 1, 2, 3, 4]
     assert straight.controller.stopped == [5]
-    assert sorted(p.name for p in straight.rundir.checkpoints.iterdir()) == ["step-0000004", "step-0000005"]
+    kept = sorted(p.name for p in straight.rundir.checkpoints.iterdir())
+    assert kept == ["step-0000003", "step-0000004", "step-0000005"], (
+        "the best, which was asked for, and checkpoint.keep"
+    )
     for step, row in enumerate(rows):  # centred rewards are 0 on average and lie step + 1 from it
         squares = np.mean((np.arange(step + 1) + 1) ** 2)
         assert row["advantage_std"] == pytest.approx((step + 1) / np.sqrt(squares))

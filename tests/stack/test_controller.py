@@ -92,7 +92,8 @@ class Run:
 
 class Learner:
     """Plays rank 0: asks, publishes, scores, takes batches. `trained`: their bytes by step; `scored`: how many rollouts;
-    `error`: what is added to its scores."""
+    `saved`: steps before which it was to
+    write a checkpoint; `error`: what is added to its scores."""
 
     count = 0
 
@@ -104,6 +105,7 @@ class Learner:
         self.trained: dict[int, bytes] = {}
         self.replayed: set[int] = set()
         self.published: list[int] = []
+        self.saved: list[int] = []
         self.scored, self.error = 0, np.float32(0)
 
     def go(self, until: int = STEPS + 1) -> Reply:
@@ -115,6 +117,7 @@ class Learner:
                 case Train():
                     assert reply.batch.step == self.step
                     self.trained[self.step] = encode(reply.batch)
+                    self.saved += [self.step] if reply.save else []
                     self.replayed |= {self.step} if reply.replay else set()
                     self.step += 1
                     if self.step == until:
@@ -238,6 +241,7 @@ def controller_recipe(directory: Path, place: Path, thinking: list[int], evaluat
         pipeline={"k": K},
         batch={"prompts": B, "zero_variance": "keep"},
         evaluation={"every": 3} | evaluation,
+        checkpoint={"keep_best": True},
         serving={"max_running_requests": 24, "kv_tokens": 16384},
     )
 
@@ -308,6 +312,7 @@ def test_batches_in_order_within_the_lag_and_scores_of_due_versions(run: Run) ->
     assert all(row["weight_version"] == row["step"] and row["n_prompts"] == 4 for row in rows)
     assert [row["compute_hours"] for row in rows] == sorted(row["compute_hours"] for row in rows)
     assert learner.published == sorted(set(learner.published))
+    assert learner.saved == [0, 3], "each evaluated version, for checkpoint.keep_best; the last is written at the end"
 
 
 def test_killed_and_restarted_it_gives_the_same_batches_bit_for_bit(run: Run) -> None:

@@ -123,6 +123,7 @@ class Train(Record, frozen=True, tag="train"):
     compute_devices: int
     stats: dict[str, float]  # the controller's metrics of the step, merged into its row of metrics.jsonl
     replay: bool = False
+    save: bool = False  # first write a checkpoint: these weights are evaluated, and checkpoint.keep_best asks for it
 
 
 class Publish(Record, frozen=True, tag="publish"):

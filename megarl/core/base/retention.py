@@ -1,4 +1,5 @@
-"""Which checkpoints stay besides the newest: the first that reached each of `checkpoint.milestones`.
+"""Which checkpoints stay besides the newest: the first that reached each of `checkpoint.milestones`,
+and with `checkpoint.keep_best` that of the highest held-out score.
 
     milestones: [250, 1000 GPU-hours]
     checkpoints of steps 100, 200, 250, 300, …   ──► 250 stays
@@ -9,11 +10,13 @@ whoever reads the directory, gives the same one. A checkpoint that was put aside
 counts no more: the next one takes its place.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.core.base.rundir import RunDir, complete, rows_in_order, step_of
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import RunDir, complete, latest_scores, rows_in_order, step_folder, step_of
 
 type Milestone = int | str
 """A step, or compute such as `1000 GPU-hours`."""
@@ -39,6 +42,59 @@ def milestone_checkpoints(folder: Path, milestones: Sequence[Milestone]) -> dict
         if candidates:
             first[milestone] = candidates[0]
     return first
+
+
+def best_checkpoint(folder: Path) -> Path | None:
+    """Return the checkpoint whose weights have the highest held-out pass rate, of equal ones the first.
+
+    None if no checkpoint was evaluated. folder: RUN/checkpoints.
+    """
+    score_of = {row["step"]: row["pass_rate"] for row in latest_scores(RunDir(folder.parent).eval)}
+    scored = [path for path in complete(folder) if step_of(path) in score_of]
+    return max(scored, key=lambda path: score_of[step_of(path)], default=None)
+
+
+def scored_checkpoints(folder: Path) -> list[Path]:
+    """Return the best checkpoint, and those whose evaluation is under way: one of them may become the best.
+
+    An evaluation is under way if its folder is there, but neither its score nor that of a later
+    version: what a killed controller left behind counts only until the next score.
+    """
+    rundir = RunDir(folder.parent)
+    newest = max((row["step"] for row in latest_scores(rundir.eval)), default=-1)
+    later = [path for path in complete(folder) if step_of(path) > newest]
+    kept = [path for path in later if step_folder(rundir.evaluations, step_of(path)).is_dir()]
+    best = best_checkpoint(folder)
+    return kept if best is None else [best, *kept]
+
+
+BEST = "best"
+_NAMED = re.compile(rf"(.+)@(\d+|{BEST})")
+
+
+def split_name(name: str) -> tuple[Path, str]:
+    """Split `RUN@STEP` or `RUN@best`; the second part is empty if the name has none."""
+    found = _NAMED.fullmatch(name)
+    return (Path(found[1]), found[2]) if found else (Path(name), "")
+
+
+def named_checkpoint(run: Path, which: str) -> Path:
+    """Return a run's checkpoint of the step `which`, or its best one. MegarlError if there is none."""
+    folder = RunDir(run).checkpoints
+    there = complete(folder)
+    if not there:
+        raise MegarlError(f"{run}: no complete checkpoint there; a run writes one every checkpoint.every steps")
+    steps = ", ".join(str(step_of(path)) for path in there)
+    if which == BEST:
+        best = best_checkpoint(folder)
+        if best is None:
+            advice = "checkpoint.keep_best=true writes one of each version that is evaluated"
+            raise MegarlError(f"{run}@{BEST}: none of its checkpoints ({steps}) has a held-out score; {advice}")
+        return best
+    chosen = step_folder(folder, int(which))
+    if chosen not in there:
+        raise MegarlError(f"{run} has no checkpoint of step {which}; there are those of {steps}")
+    return chosen
 
 
 def unit_of(milestone: str) -> str:

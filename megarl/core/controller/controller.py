@@ -245,7 +245,16 @@ class Controller:
         stats |= task_statistics(batch, self.recipe)
         stats |= draw_metrics(self.tickets.mixture) | {"tickets_running": running, "tickets_ahead": ahead}
         stats |= self.parity.metrics() | {"window": self.pipeline.window.batches}
-        return Train(batch=batch, compute_hours=spent.total, compute_devices=held, stats=stats, replay=replay)
+        save = self._to_be_saved(decision)
+        return Train(
+            batch=batch, compute_hours=spent.total, compute_devices=held, stats=stats, replay=replay, save=save
+        )  # fmt: skip
+
+    def _to_be_saved(self, decision: TrainStep) -> bool:
+        """Return whether the learner's weights may be the best so far, so that they need a checkpoint."""
+        step = decision.step
+        evaluated = step in self.evaluations.tasks or step in self.pipeline.state.evaluations
+        return self.recipe.checkpoint.keep_best and evaluated and not decision.replay
 
     # Changes of state, and the end of the run.
 

@@ -95,6 +95,17 @@ def is_due(version: int, last_scored: int | None, settings: Evaluation, final_ve
     return version // settings.every > last_scored // settings.every
 
 
+def planned_evaluations(settings: Evaluation, final_version: int) -> int:
+    """Return how many versions of a run are evaluated, from version 0 to the last, if none is lost."""
+    last = None
+    count = 0
+    for version in range(final_version + 1):
+        if is_due(version, last, settings, final_version):
+            last = version
+            count += 1
+    return count
+
+
 def _impossible(asked: Next, now: ControllerView) -> str:
     """Return why this request cannot come from a learner of this run; empty if it can."""
     if asked.version != asked.step:

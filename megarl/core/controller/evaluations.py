@@ -3,7 +3,8 @@ answers are in RUN/evaluations/step-N, in the format of `megarl eval`.
 
 version published, or named in a `Next` ─► due? ─► pin some of its servers ─► score ─► eval.jsonl, journal ─► unpin
               │ if all its servers are lost, the evaluation is cancelled, and the next version is due instead
-              │ the row includes a forecast from all scores so far (evaluation/forecast.py)
+              │ the row includes a forecast from all scores so far (evaluation/forecast.py), and whether
+              │ the score has fallen (evaluation/fall.py)
               └ if the grader is down, nothing is written; a retry follows after RETRY_S; TRIES failures in a row end the run
 """
 
@@ -28,9 +29,11 @@ from megarl.core.base.rundir import (
     rows_in_order,
     step_folder,
 )
+from megarl.core.controller.decision import planned_evaluations
 from megarl.core.controller.metrics import ComputeClock, Spent
 from megarl.core.controller.pipeline import Pipeline
 from megarl.core.evaluation.answers import Answer, SuiteDir
+from megarl.core.evaluation.fall import fall_columns
 from megarl.core.evaluation.forecast import Forecast, TrustedWatch, not_worth_it
 from megarl.core.evaluation.metrics import Outcome, result_of, settings_of, summarise
 from megarl.core.evaluation.score import Asker, Questions, score
@@ -66,6 +69,7 @@ class Evaluations:
         self._questions, self._forecast, self._watch = questions, forecast, watch
         self._pipeline, self._schedule, self._compute = pipeline, pipeline.evaluations, compute
         self._fail, self._stop = fail, stop
+        self._planned = planned_evaluations(self._recipe.evaluation, self._recipe.run.steps)
         self._failures, self._not_before = 0, 0.0  # of the grader, in a row; time.monotonic() of the next try
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.latest: dict[str, object] = next(reversed(latest_scores(rundir.eval)), {})
@@ -101,7 +105,9 @@ class Evaluations:
                 raise GraderDown(f"the answers' grades give no valid {missing}")
             new |= await asyncio.to_thread(self._with_forecast, new)
             await asyncio.to_thread(self._write_results, version, outcomes, folder)
-            new |= await asyncio.to_thread(self._watch, self._rundir, version, list(self._recipe.data.tasks))
+            tasks = list(self._recipe.data.tasks)
+            new |= await asyncio.to_thread(self._watch, self._rundir, version, tasks)
+            new |= await asyncio.to_thread(fall_columns, self._rundir.evaluations, version, tasks, self._planned)
             append_jsonl(self._rundir.eval, new)
             self.latest, self._failures, done = new, 0, True
             await self._pipeline.records.write(

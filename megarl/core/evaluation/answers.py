@@ -65,7 +65,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a suite. proxy_and_trusted: each prompt's mean reward and mean trusted score."""
+    """The result of a suite. pass_rates: each prompt's share of right answers, by id; results of
+    earlier versions lack it. proxy_and_trusted: each prompt's mean reward and mean trusted score."""
 
     schema_version: int = SCHEMA_VERSION
     suite: str
@@ -75,6 +76,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float]  # see metrics.py, with `NAME_low` and `NAME_high` (95 %)
     time: float  # Unix seconds
     versions: dict[str, str]
+    pass_rates: dict[str, float] | UnsetType = UNSET
     proxy_and_trusted: dict[str, tuple[float, float]] | UnsetType = UNSET  # by prompt id, with a trusted grader: means
 
 

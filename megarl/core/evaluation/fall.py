@@ -1,62 +1,128 @@
-"""Whether a run's score has fallen below what its own earlier forecast allows.
+"""Whether a run's held-out score has fallen for certain.
 
-The law of the forecast never falls. So `predicted_least` of a row of eval.jsonl, the lower of
-the curve's values then and at the run's end, holds for every later evaluation, with the lower
-end of its 95 % interval. A measured score has the sampling noise of its answers besides. A fall
-is real if the newest two scores are both below one earlier forecast by more than both explain:
-a single one may be chance.
+    RUN/evaluations/step-N/TASK/result.json ─► each prompt's pass rate ─► judge ─► columns of eval.jsonl
 
-A score above its forecast is no alarm: the run does better than it was given credit for.
+Each evaluation asks the same prompts, so two of them are compared prompt by prompt: how hard a
+prompt is cancels out. The mean of the newest 1, 2, 4, … evaluations is compared with that of as
+many earlier ones in a row, whichever these are, so that a small fall shows once it has lasted.
+
+A run with N evaluations makes C(N) such comparisons in all, and each may err with probability
+RATE / C(N) (Bonferroni). The chance of any false alarm in a whole run is then at most RATE,
+however the comparisons depend on each other, if the policy never gets worse: the more it rises,
+the smaller. Student's t with prompts - 1 degrees of freedom is the law of a comparison.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from math import hypot, sqrt
+from pathlib import Path
 
-from megarl.core.base.rundir import Row
-from megarl.core.evaluation.forecast import PASS_RATE
+import numpy as np
+from msgspec import UNSET
 
-DEVIATIONS = 1.96
-"""Half of a 95 % interval, in standard deviations of an evaluation's noise."""
-IN_A_ROW = 2
-"""Evaluations that have to be below the interval."""
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import CHECKPOINT, Row, step_of
+from megarl.core.evaluation.answers import SuiteDir
+
+RATE = 0.05
+"""Largest chance of any false alarm in a whole run."""
+LEAST = 0.03
+"""Falls of less are not reported: with many answers they are certain, but a policy strays that far and comes back."""
+WARNING = "warning_fall"
+"""A column of eval.jsonl, or the prefix of one per task if there are several."""
 
 
 @dataclass(frozen=True)
-class Fall:
-    """The newest score, and the earlier forecast that it contradicts. name: the score's column; least: of the forecast."""
+class ScoreFall:
+    """since: step of the newest of the better evaluations; fall: of the mean pass rate; error: its standard error."""
 
-    name: str
-    score: float
-    step: int
-    least: float
-    forecast_step: int
+    since: int
+    fall: float
+    error: float
 
 
-def lasting_fall(evaluations: Sequence[Row]) -> Fall | None:
-    """Return the fall that lasts at the newest of a run's evaluations, in order of steps; None if there is none."""
-    newest = evaluations[-IN_A_ROW:]
-    falls = []
-    for row in evaluations[:-IN_A_ROW]:
-        if "predicted_least" not in row or "predicted_least_low" not in row:
+def judge(steps: Sequence[int], scores: np.ndarray, planned: int, rate: float = RATE) -> ScoreFall | None:
+    """Return the most certain fall that lasts at the newest of these evaluations; None if there is none.
+
+    steps: [evaluations], ascending. scores: [evaluations, prompts], pass rates of the same prompts.
+    planned: evaluations of the whole run. rate: the chance of a false alarm in it.
+    """
+    from scipy.special import stdtrit  # slow to import, and 35 MB that a GPU benchmark's archive can leave out
+
+    evaluations, prompts = scores.shape
+    if evaluations < 2 or prompts < 2:
+        return None
+    certain = 1 - rate / comparisons(max(planned, evaluations))
+    limit = float(stdtrit(prompts - 1, certain))
+    falls = [fall for fall in _falls(steps, scores) if fall.fall > max(LEAST, limit * fall.error)]
+    return max(falls, key=lambda fall: fall.fall / fall.error, default=None)
+
+
+def comparisons(evaluations: int) -> int:
+    """Return how many comparisons are made in a run of so many evaluations."""
+    return sum(end - 2 * width + 1 for end in range(2, evaluations + 1) for width in _widths(end))
+
+
+def _widths(evaluations: int) -> list[int]:
+    """Return 1, 2, 4, … up to half of the evaluations."""
+    return [1 << power for power in range((evaluations // 2).bit_length())]
+
+
+def _falls(steps: Sequence[int], scores: np.ndarray) -> Iterator[ScoreFall]:
+    """Yield, for each earlier stretch of evaluations, how far the newest ones are below it."""
+    evaluations, prompts = scores.shape
+    sums = np.concatenate([np.zeros((1, prompts)), np.cumsum(scores, axis=0)])
+    for width in _widths(evaluations):
+        newest = (sums[-1] - sums[-1 - width]) / width
+        for begin in range(evaluations - 2 * width + 1):
+            earlier = (sums[begin + width] - sums[begin]) / width
+            yield _fall(steps[begin + width - 1], earlier - newest)
+
+
+def _fall(since: int, differences: np.ndarray) -> ScoreFall:
+    """Return a fall from each prompt's. Its error is never below that of one prompt that turns from right to wrong."""
+    prompts = len(differences)
+    error = float(differences.std(ddof=1)) / math.sqrt(prompts)
+    return ScoreFall(since, float(differences.mean()), max(error, 1 / prompts))
+
+
+def fall_columns(evaluations: Path, version: int, tasks: Sequence[str], planned: int) -> Row:
+    """Return the columns of eval.jsonl for the evaluation of this version, whose results must be on disk.
+
+    evaluations: RUN/evaluations. With several tasks the columns end in `/TASK`, and the tasks share RATE.
+    """
+    row: Row = {}
+    for task in tasks:
+        known = _pass_rates(evaluations, version, task)
+        if version not in known:
             continue
-        name = str(row.get("predicted_score", PASS_RATE))
-        if all(_contradicts(late, name, row) for late in newest):
-            falls.append(Fall(name, newest[-1][name], newest[-1]["step"], row["predicted_least"], row["step"]))
-    return max(falls, key=lambda fall: fall.least, default=None)
+        same = sorted(set.intersection(*(set(rates) for rates in known.values())))
+        scores = np.array([[rates[prompt] for prompt in same] for rates in known.values()])
+        fall = judge(list(known), scores.reshape(len(known), len(same)), planned, RATE / len(tasks))
+        row |= _columns(fall, f"/{task}" if len(tasks) > 1 else "")
+    return row
 
 
-def _contradicts(row: Row, name: str, forecast: Row) -> bool:
-    """Return whether a score is below the interval of an earlier row's forecast, widened by the score's own noise."""
-    score = row.get(name)
-    suffix = name.removeprefix(PASS_RATE)
-    prompts = row.get(f"n_prompts{suffix}")
-    if score is None or not prompts:
-        return False
-    # The same prompts are asked each time, so only the answers vary. Where all were right or
-    # all were wrong, one answer that differs still may.
-    answers = prompts * row.get(f"samples{suffix}", row["samples"])
-    share = min(max(score, 1 / answers), 1 - 1 / answers)
-    noise = DEVIATIONS * sqrt(max(0.0, share * (1 - share)) / answers)
-    least = forecast["predicted_least"]
-    return score < least - hypot(least - forecast["predicted_least_low"], noise)
+def _columns(fall: ScoreFall | None, end: str) -> Row:
+    if fall is None:
+        return {f"{WARNING}{end}": 0.0}
+    return {
+        f"{WARNING}{end}": 1.0,
+        f"fall{end}": fall.fall,
+        f"fall_error{end}": fall.error,
+        f"fall_since{end}": fall.since,
+    }
+
+
+def _pass_rates(evaluations: Path, version: int, task: str) -> dict[int, Mapping[str, float]]:
+    """Return each prompt's pass rate in all evaluations up to this version, by step."""
+    rates: dict[int, Mapping[str, float]] = {}
+    for folder in sorted(evaluations.glob("step-*")):
+        if not CHECKPOINT.fullmatch(folder.name) or step_of(folder) > version:
+            continue
+        with suppress(OSError, MegarlError):  # not written, or damaged
+            found = SuiteDir(folder, task).read_result().pass_rates
+            if found is not UNSET:
+                rates[step_of(folder)] = found
+    return rates

@@ -98,7 +98,7 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, float]:
     def add(name: str, values: Sequence[float], k: int = 1) -> None:
         metrics[name], metrics[f"{name}_low"], metrics[f"{name}_high"] = over_prompts(values, n, k)
 
-    add("pass_rate", [sum(o.correct for o in group) / len(group) for group in prompts])
+    add("pass_rate", list(pass_rates(outcomes).values()))
     metrics |= {
         "n_prompts": len(prompts),
         "truncation_rate": sum(o.truncated for o in outcomes) / n,
@@ -121,6 +121,11 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, float]:
         for k in powers_up_to(min(len(group) for group in prompts)):
             add(f"{name}@{k}", [chosen(group, k) for group in prompts], k)
     return metrics
+
+
+def pass_rates(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Return each prompt's share of right answers, by id."""
+    return {group[0].id: sum(o.correct for o in group) / len(group) for group in by_prompt(outcomes)}
 
 
 def proxy_and_trusted(outcomes: Sequence[Outcome]) -> dict[str, tuple[float, float]]:
@@ -256,5 +261,5 @@ def result_of(suite: str, model: str, samples: int, settings: JsonObject, outcom
     versions |= {name: importlib.metadata.version(name) for name in VERSIONS}
     return Result(
         suite=suite, model=model, samples=samples, settings=settings, metrics=summarise(outcomes), time=time.time(),
-        versions=versions, proxy_and_trusted=proxy_and_trusted(outcomes) or UNSET,
+        versions=versions, pass_rates=pass_rates(outcomes), proxy_and_trusted=proxy_and_trusted(outcomes) or UNSET,
     )  # fmt: skip

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megarl.core.algorithm.advantages import Moments
 from megarl.core.base.errors import Interrupted, MegarlError
 from megarl.core.base.ranks import from_rank_0, gathered
-from megarl.core.base.retention import Milestone, milestone_checkpoints
+from megarl.core.base.retention import Milestone, milestone_checkpoints, scored_checkpoints
 from megarl.core.base.rundir import RunDir, complete, rows_in_order, step_folder
 from megarl.core.base.types import Batch
 from megarl.core.journal.journal import JournalReader
@@ -69,15 +69,25 @@ moment, and the steps since the last checkpoint would be trained again."""
 
 class Checkpoints:
     """A trainer's RUN/checkpoints; collective over all ranks. milestones: besides the `keep` newest, these stay
-    (retention.py). failures: of writes in a row; if any, call `save` again soon."""
+    (retention.py), and with keep_best that of the best score. failures: of writes in a row; if any, call `save` again soon."""
 
     def __init__(
-        self, folder: Path, keep: int, trainer: Trainer, hf_source: Path, milestones: Sequence[Milestone] = ()
+        self,
+        folder: Path,
+        keep: int,
+        trainer: Trainer,
+        hf_source: Path,
+        milestones: Sequence[Milestone] = (),
+        keep_best: bool = False,
     ) -> None:
         self.folder, self.keep, self.trainer, self.hf_source = folder, keep, trainer, hf_source
-        self.milestones = milestones
+        self.milestones, self.keep_best = milestones, keep_best
         self._writing: tuple[Path, threading.Thread, list[Callable[[], None]]] | None = None
         self.failures = 0
+
+    def has_begun(self) -> bool:
+        """Return whether the present state is being written."""
+        return self._writing is not None and self._writing[0] == step_folder(self.folder, self.trainer.step)
 
     def save(self) -> None:
         """Begin to write the present state, unless it is on disk already. First wait for an earlier write to end."""
@@ -145,8 +155,10 @@ class Checkpoints:
             )
 
     def _prune(self) -> None:
-        milestones = milestone_checkpoints(self.folder, self.milestones)
-        checkpoint.prune(self.folder, self.keep, list(milestones.values()))
+        kept = list(milestone_checkpoints(self.folder, self.milestones).values())
+        if self.keep_best:
+            kept += scored_checkpoints(self.folder)
+        checkpoint.prune(self.folder, self.keep, kept)
 
     def _failed(self, error: MegarlError) -> None:
         """Count a failed write. Raise its error if it is the last one, or if other ranks may not know of it."""
@@ -220,7 +232,8 @@ def resumed(recipe: Recipe, folder: Path, record: Path | None, offload: Offload)
     the file for the size of micro-batches (microbatch_size.py). offload: frees the servers' memory."""
     source = Path(recipe.model.path)
     trainer = Trainer(recipe, source)
-    checkpoints = Checkpoints(folder, recipe.checkpoint.keep, trainer, source, recipe.checkpoint.milestones)
+    settings = recipe.checkpoint
+    checkpoints = Checkpoints(folder, settings.keep, trainer, source, settings.milestones, settings.keep_best)
     checkpoints.load_latest()
     longest, rollouts = recipe.length.context_tokens, recipe.batch.prompts * recipe.sampling.generations
     microbatch_size.settle(trainer, longest, longest * rollouts, record, within=offload.released(trainer.step))

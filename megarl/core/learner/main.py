@@ -186,6 +186,9 @@ class LearnerRank:
         received, step = time.monotonic(), self.trainer.step
         if command.batch.step != step:
             raise MegarlError(f"the controller sent batch {command.batch.step} to a learner at step {step}")
+        if command.save and not self.checkpoints.has_begun():
+            with self.clock.spent("checkpoint", step):
+                self.checkpoints.save()
         with self.clock.spent("train", step), self.offload.released(step):
             metrics = self.trainer.train_step(self.trainer.sequences(command.batch))
         self._check_recorded(step, command.stats | metrics)

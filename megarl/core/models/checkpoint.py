@@ -50,6 +50,7 @@ from torch.nn import Module
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import read_config
 from megarl.core.base.process import environment
+from megarl.core.base.retention import named_checkpoint, split_name
 from megarl.core.base.rundir import CHECKPOINT, META, complete, write_atomically
 from megarl.core.models.hf import begun, copy_description, everywhere, partial_of
 
@@ -242,10 +243,13 @@ def read_meta(path: Path) -> CheckpointMeta:
     return meta
 
 
-def prune(checkpoints: Path, keep: int, milestones: Collection[Path] = ()) -> None:
-    """Remove all checkpoints but the newest `keep` and `milestones`, and what killed writers left. Call this on one rank, while
-    none is written. Files that cannot be removed stay, with a warning, until the next call."""
-    old = [path for path in complete(checkpoints)[:-keep] if path not in milestones]
+def prune(checkpoints: Path, keep: int, kept: Collection[Path] = ()) -> None:
+    """Remove all checkpoints but the newest `keep` and those in `kept`, and what killed writers left.
+
+    Call this on one rank, while none is written. Files that cannot be removed stay, with a
+    warning, until the next call.
+    """
+    old = [path for path in complete(checkpoints)[:-keep] if path not in kept]
     for path in (*old, *_incomplete(checkpoints)):
         try:
             (path / META).unlink(missing_ok=True)  # first, so that a kill leaves nothing that looks complete
@@ -264,14 +268,18 @@ def _incomplete(checkpoints: Path) -> list[Path]:
 
 
 def find(source: Path) -> Path:
-    """Return the checkpoint in a step's directory, or the latest complete one in a run's or checkpoints directory."""
+    """Return the checkpoint in a step's directory, the one that RUN@STEP or RUN@best names, or the latest complete one in a
+    run's or checkpoints directory."""
+    run, which = split_name(str(source))
+    if which:
+        return named_checkpoint(run, which)
     if (source / META).is_file():
         return source
     for checkpoints in (source / "checkpoints", source):
         if found := complete(checkpoints):
             return found[-1]
     what = "no such directory" if not source.is_dir() else "no complete checkpoint there"
-    raise MegarlError(f"{source}: {what}; give RUN, RUN/checkpoints or RUN/checkpoints/step-N")
+    raise MegarlError(f"{source}: {what}; give RUN, RUN@STEP, RUN@best, RUN/checkpoints or RUN/checkpoints/step-N")
 
 
 def _with_checksums(request: AsyncRequest, own: "Future[dict[str, int]]") -> AsyncRequest:

@@ -583,6 +583,11 @@ class Checkpoint(Section):
         description="steps, or compute such as 1000 GPU-hours: the first checkpoint at or after each is never removed; one is "
         "written at each of these steps",
     )
+    keep_best: bool = Field(
+        False,
+        description="a checkpoint is written of each version that is evaluated, and the one with the highest held-out score "
+        "stays: RUN@best",
+    )
 
 
 class Monitor(Section):

@@ -4,6 +4,7 @@
                                                   asked about RUN:TASK, the lengths and the end of thinking of that run
     RUN         the newest checkpoint of a run    lengths, end of thinking and template as in the run's training
     RUN@STEP    an earlier checkpoint             the same
+    RUN@best    that of the highest score         the same
 
 The user's key=value arguments override all of these settings.
 """
@@ -17,7 +18,8 @@ from typing import Any, NamedTuple
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.hf_files import gguf_advice, read_config, text_config
 from megarl.core.base.model_directory import open_model, open_served_model
-from megarl.core.base.rundir import RunDir, complete, step_folder, step_of
+from megarl.core.base.retention import named_checkpoint, split_name
+from megarl.core.base.rundir import RunDir, complete, step_of
 from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.recipe import Recipe, from_tree, load, load_suite, shipped_suites
 from megarl.run import devices
@@ -50,23 +52,18 @@ class Subject(NamedTuple):
 
 def subject_of(model: str) -> Subject:
     """Return the model that `--model` names. MegarlError if there is none."""
-    whole, at, step = model.rpartition("@")
-    asks_step = bool(at) and step.isdigit()
-    path = Path(whole if asks_step else model)
+    path, which = split_name(model)
     if path.is_dir() and (path / "config.json").is_file():
         open_served_model(path)
         return Subject(str(path), path, path)
     rundir = RunDir(path)
     if not rundir.recipe.is_file():
-        neither = "neither a Hugging Face directory (config.json) nor a run (recipe.yaml) nor RUN@STEP"
+        neither = "neither a Hugging Face directory (config.json) nor a run (recipe.yaml) nor RUN@STEP nor RUN@best"
         advice = gguf_advice(path)
         raise MegarlError(f"--model: {model!r} is {neither}{'; ' if advice else ''}{advice}")
     if not (there := complete(rundir.checkpoints)):
         raise MegarlError(f"--model: {path} has no complete checkpoint yet; there is one every checkpoint.every steps")
-    chosen = step_folder(rundir.checkpoints, int(step)) if asks_step else there[-1]
-    if chosen not in there:
-        steps = ", ".join(str(step_of(p)) for p in there)
-        raise MegarlError(f"--model: {path} has no checkpoint of step {step}; there are those of {steps}")
+    chosen = named_checkpoint(path, which) if which else there[-1]
     return Subject(f"{path}@{step_of(chosen)}", chosen, chosen / "hf", rundir)
 
 

@@ -46,9 +46,10 @@ def write_report(rundir: RunDir) -> None:
         rundir.report,
         name=recipe.run.name,
         subtitle=f"{values['steps']} of {values['steps_planned']} steps",
+        warnings=_warnings(values["warnings"]),
         tiles=_joined(tile.format(text, name) for name, text in _tiles(values)),
         charts=_joined(Markup("<div>{}</div>").format(picture) for picture in drawn),
-        table=_joined(line.format(name, text) for name, text in summary.lines(values)),
+        table=_joined(line.format(name, text) for name, text in summary.lines(values | {"warnings": []})),
         parity=_parity(rows),
         rollouts=_rollouts(recipe, rundir),
         recipe=dump(recipe),
@@ -57,14 +58,21 @@ def write_report(rundir: RunDir) -> None:
 
 
 def _tiles(v: Row) -> Iterable[tuple[str, str]]:
-    before, after = (summary.show(v[f"pass_rate_{when}"], ".2f") for when in ("before", "after"))
-    yield "pass rate, held out", f"{before} → {after}"
+    scores = [summary.show(v[f"pass_rate_{when}"], ".2f") for when in ("before", "best", "after")]
+    yield "held out: first, best, last", " · ".join(scores)
     yield "steps", f"{v['steps']} / {v['steps_planned']}"
     yield f"{v['compute_unit'] or 'device'} hours", summary.show(v["compute_hours"], ".3g")
     yield "tokens a second", summary.show(v["tokens_per_second"], ",.0f")
     yield "largest lag", f"{summary.show(v['lag_max'], '.0f')} of {v['lag_limit']}"
     same = v["parity_mean_max"] == 0
     yield "server − learner log-prob", "same bits" if same else summary.show(v["parity_mean"], ".1e")
+
+
+def _warnings(texts: Sequence[str]) -> Markup:
+    """Return what needs attention as HTML, or "" if nothing does."""
+    item = Markup("<li>{}</li>")
+    listed = _joined(item.format(text) for text in texts)
+    return Markup('<ul class="warnings">{}</ul>').format(listed) if texts else Markup("")
 
 
 STATISTICS = {

@@ -103,10 +103,12 @@ def later_points(fit: Fit, curves: Sequence[Curve]) -> Later | None:
 def forecast(evaluations: Sequence[Row], metrics: Iterable[Row], steps: int, score: str = PASS_RATE) -> Row:
     """Forecast the rest of a live run of `steps` steps after the last of these evaluations; return columns of eval.jsonl.
 
-    The budget, i.e. compute at the last step, is the present compute times steps / step. `predicted_rest_high`: the gain from
-    the rest of the budget, at the upper end of its 95 % interval. `predicted_least`: the lower of the curve's values now and at
-    the end, with the lower end of its interval; core/evaluation/fall.py compares later scores with it. Empty if there are too
-    few scores, or no curve fits. score: the column to forecast, `pass_rate` or that of a task or suite, such as
+    The budget, i.e. compute at the last step, is the present compute times steps / step.
+    `predicted_rest_high`: the gain from the rest of the budget, at the upper end of its 95 %
+    interval. `predicted_least`, `predicted_most`: the lower and the higher of the curve's values
+    now and at the end, each with the outer end of its interval; all later scores should lie
+    between them (core/evaluation/departure.py). Empty if there are too few scores, or no curve
+    fits. score: the column to forecast, `pass_rate` or that of a task or suite, such as
     `pass_rate/math`.
     """
     last = evaluations[-1]
@@ -124,6 +126,7 @@ def forecast(evaluations: Sequence[Row], metrics: Iterable[Row], steps: int, sco
     here, after, end = fitted.posterior.scores(FORMS[fitted.form].x(at, fitted.scale)).T
     middle, low, high = np.quantile(end, INTERVAL)
     least = np.minimum(here, end)
+    most = np.maximum(here, end)
     return {
         "predicted_score": score,
         "predicted_hours": budget,
@@ -135,6 +138,8 @@ def forecast(evaluations: Sequence[Row], metrics: Iterable[Row], steps: int, sco
         "predicted_rest_high": float(max(0.0, np.quantile(end - here, INTERVAL[2]))),
         "predicted_least": float(np.median(least)),
         "predicted_least_low": float(np.quantile(least, INTERVAL[1])),
+        "predicted_most": float(np.median(most)),
+        "predicted_most_high": float(np.quantile(most, INTERVAL[2])),
     }
 
 

@@ -61,6 +61,9 @@ def test_a_disk_without_room_for_checkpoints(recipe: Recipe, monkeypatch: pytest
     milestones = recipe.checkpoint.model_copy(update={"milestones": (3, "1 core-hours")})
     with pytest.raises(MegarlError, match="of which up to 5 are there"):
         preflight.check_all(recipe.model_copy(update={"checkpoint": milestones}))
+    best = recipe.checkpoint.model_copy(update={"keep_best": True})
+    with pytest.raises(MegarlError, match="of which up to 5 are there"):
+        preflight.check_all(recipe.model_copy(update={"checkpoint": best}))
     older = RunDir(recipe.run.path).checkpoints / "step-0000002"
     older.mkdir(parents=True)
     (older / META).write_text("{}")

@@ -11,7 +11,8 @@ import pytest
 
 from megarl.core.telemetry.names import NAMES
 from megarl.lab.study.corpus import CorpusRun, read
-from megarl.run.health import FEWEST, GAP, MEMORY, QUIET, RELEARN, SIGNALS, Health, overoptimised
+from megarl.run.health import FEWEST, GAP, MEMORY, QUIET, RELEARN, SIGNALS, Health
+from megarl.run.scores import overoptimised
 
 ROOT = Path(__file__).parents[3]
 Row = dict[str, Any]
@@ -111,8 +112,9 @@ def judged(clean: list[CorpusRun], name: str, change: Callable[[Row], Row], end:
 
 
 def test_each_signal_has_its_cases() -> None:
-    assert set(CASES) == {signal.name for signal in SIGNALS}
-    assert len(CASES) == len(SIGNALS)
+    """`all_wrong`, which is about a run's first steps, has tests of its own."""
+    assert set(CASES) == {signal.name for signal in SIGNALS} - {"all_wrong"}
+    assert len(CASES) == len(SIGNALS) - 1
 
 
 @pytest.mark.parametrize("signal", CASES)
@@ -123,6 +125,72 @@ def test_a_signal_reports_what_it_must_and_lets_the_rest_pass(clean: list[Corpus
     assert BEGIN <= found.raised <= BEGIN + 12
     assert BEGIN - 1 <= found.since <= found.raised
     assert found.text.startswith(f"{signal.replace('_', ' ')} (")
+
+
+def wrong(steps: int, **more: float) -> list[Row]:
+    """The first steps of a run in which every answer is wrong."""
+    return [{"step": step, "pass_rate_train": 0.0, "zero_variance_share": 1.0} | more for step in range(steps)]
+
+
+@pytest.mark.parametrize(
+    ("measured", "named"),
+    [
+        ({"truncation_rate": 0.97}, "the template: 97% are cut off before they end"),
+        ({"format_error_rate": 1.0}, "the end of thinking: 100% have no length.end_of_thinking"),
+        ({"grader_error_rate": 0.4}, "the grader, which fails or cannot read the data's answers in 40%"),
+        ({"truncation_rate": 0.1, "format_error_rate": 0.1}, "the grader, or the data's answers: most answers do end"),
+    ],
+)
+def test_only_wrong_answers_name_template_end_of_thinking_or_grader(measured: dict[str, float], named: str) -> None:
+    """It comes first of all alarms, though others were raised as early, and ends with the first right answer."""
+    rows = wrong(40, **measured)
+    health = Health(rows)
+    assert health.alarms[0].name == "all_wrong"
+    assert (health.alarms[0].since, health.alarms[0].raised) == (0, 2)
+    assert f"likely {named}" in health.alarms[0].text
+    assert [alarm.name for alarm in health.alarms[1:]][-1] == "no_variance"
+    health.add({"step": 40, "pass_rate_train": 0.01, "zero_variance_share": 0.9} | measured)
+    assert "all_wrong" not in {alarm.name for alarm in health.alarms}
+
+
+def test_what_is_not_only_wrong() -> None:
+    """Two steps may be chance; rewards that differ teach something; later steps without a right answer are another thing."""
+    assert Health(wrong(2)).alarms == []
+    assert Health(wrong(40, zero_variance_share=0.9)).alarms == []
+    rows = wrong(40)
+    rows[0] |= {"pass_rate_train": 0.02, "zero_variance_share": 0.9}
+    assert "all_wrong" not in {alarm.name for alarm in Health(rows).history}
+
+
+def test_of_several_tasks_the_one_with_only_wrong_answers_is_named() -> None:
+    of_tasks = {"pass_rate_train/math": 0.0, "zero_variance_share/math": 1.0, "truncation_rate/math": 0.9}
+    of_tasks |= {"pass_rate_train/code": 0.4, "zero_variance_share/code": 0.3}
+    (alarm,) = Health({"step": step} | of_tasks for step in range(5)).alarms
+    assert alarm.name == "all_wrong/math"
+    assert "the template: 90% are cut off" in alarm.text
+
+
+def stopping(step: int, learnt: float) -> Row:
+    """A step of a run whose answers become short and certain at step 19, as a real model's did that learnt to stop."""
+    scatter = random.Random(step)
+    after = step >= 19
+    return {
+        "step": step,
+        "completion_tokens_mean": (4.0 if after else 11.0) + scatter.gauss(0, 0.1),
+        "entropy": (0.05 if after else 0.6) * math.exp(scatter.gauss(0, 0.1)),
+        "pass_rate_train": 0.3 + learnt * after + scatter.gauss(0, 0.02),
+    }
+
+
+def test_a_run_that_learns_to_stop_is_not_accused() -> None:
+    accused = {"length_fall", "entropy_fall"}
+    assert {alarm.name for alarm in Health(stopping(step, 0.0) for step in range(40)).history} == accused
+    learnt = {alarm.name for alarm in Health(stopping(step, 0.3) for step in range(40)).history}
+    assert learnt.isdisjoint(accused)
+    ends = (stopping(step, 0.0) | {"truncation_rate": 0.05 if step >= 19 else 0.6} for step in range(40))
+    assert accused.isdisjoint({alarm.name for alarm in Health(ends).history}), "as many are right, and more end in time"
+    worse = {alarm.name for alarm in Health(stopping(step, -0.2) for step in range(40)).history}
+    assert accused <= worse, "its score falls as well"
 
 
 def test_two_outliers_are_let_pass_three_are_not(clean: list[CorpusRun]) -> None:

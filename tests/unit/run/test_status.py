@@ -63,7 +63,7 @@ def test_roles(write_run: Write) -> None:
 def test_of_a_live_run(recipe: Recipe, write_run: Write, capsys: pytest.CaptureFixture[str]) -> None:
     rundir = write_run(41)
     live(rundir)
-    milestones = recipe.checkpoint.model_copy(update={"milestones": (30, 50)})
+    milestones = recipe.checkpoint.model_copy(update={"milestones": (30, 50), "keep_best": True})
     rundir.recipe.write_text(dump(recipe.model_copy(update={"checkpoint": milestones})))
     (rundir.checkpoints / "step-0000040").mkdir()
     (rundir.checkpoints / "step-0000040" / META).write_text("{}")
@@ -74,6 +74,8 @@ def test_of_a_live_run(recipe: Recipe, write_run: Write, capsys: pytest.CaptureF
     assert "step 41/80" in shown
     assert "dropped" in shown
     assert "seems dead" not in shown
+    assert "kept as the best by its held-out score" in shown
+    assert f"{rundir.path}@best): {rundir.checkpoints / 'step-0000040'}" in shown
     assert re.findall("kept for good, as of (.*): .*/(step-.*)", shown) == [("step 30", "step-0000040")]
     rundir.status.write_text(json.dumps(status | {"time": time.time() - 7300}))
     assert main(["status", str(rundir.path)]) == 0

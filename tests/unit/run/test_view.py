@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megarl.core.base.rundir import FORECAST, RunDir, append_jsonl
+from megarl.core.base.rundir import FORECAST, RunDir, append_jsonl, read_jsonl
 from megarl.core.recipe import Recipe
 from megarl.core.recipe.tree import Teacher
 from megarl.run import observe
@@ -250,6 +250,34 @@ def test_a_problem_goes_when_its_role_is_well_again(recipe: Recipe, write_run: C
             rundir.status.write_text(json.dumps({"time": time.time() + 60, "servers": servers}))
         observer.look()
         assert observer.problem == ""
+
+
+FALLEN = {"pass_rate": 0.6, "warning_fall": 1.0, "fall": 0.263, "fall_error": 0.04, "fall_since": 40}
+"""What a row of eval.jsonl has more if the score has fallen."""
+
+
+def test_warnings_come_first_and_the_best_score_is_shown(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+    rundir = write_run(61)
+    rows = list(read_jsonl(rundir.eval))
+    shown = frame(recipe, rundir)
+    assert "at step 60 · first" in " ".join(text(shown).split())
+    assert "best" not in line(shown)
+    append_jsonl(rundir.eval, rows[-1] | FALLEN)
+    shown = frame(recipe, rundir)
+    page = text(shown)
+    assert page.index("has fallen by 0.263") < page.index("step 61/80")
+    assert "0.600 at step 60 · best 0.863 at step 40 · first" in " ".join(page.split())
+    assert "held-out 0.60 at 60 (best 0.86 at 40)" in line(shown)
+    assert all(len(row) <= 100 for row in page.splitlines())
+
+
+@pytest.mark.parametrize(("steps", "averaged"), [(1, "last step"), (10, "last 10 steps"), (30, "last 20 steps")])
+def test_the_training_rate_says_over_which_steps_it_goes(
+    recipe: Recipe, write_run: Callable[[int], RunDir], steps: int, averaged: str
+) -> None:
+    shown = frame(recipe, write_run(steps))
+    assert re.search(rf"train 0\.\d\d \({averaged}\)", line(shown))
+    assert f"({averaged})" in text(shown)
 
 
 def test_warnings(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:

@@ -12,6 +12,7 @@ from megarl.core.base.messages import Join, Joined, Published, ServerResult
 from megarl.core.base.rundir import META, RunDir, step_folder
 from megarl.core.controller import controller as module
 from megarl.core.controller.controller import PUBLISH_TRIES, Controller
+from megarl.core.controller.decision import TrainStep
 from megarl.core.controller.servers import Servers
 from megarl.core.journal.journal import Journal
 from megarl.core.journal.writer import JournalWriter
@@ -218,3 +219,24 @@ def test_a_checkpoint_that_is_kept_as_a_milestone_does_not_keep_the_journal(
     with pytest.raises(TimeoutError):
         asyncio.run(asyncio.wait_for(Controller._drop_old(told), 0.1))
     assert set(dropped) == {30}
+
+
+@pytest.mark.parametrize(
+    ("step", "replay", "keep_best", "saved"),
+    [
+        (4, False, True, True),  # is being evaluated
+        (3, False, True, True),  # has its score already
+        (5, False, True, False),
+        (3, True, True, False),  # a replay: servers have later weights
+        (4, False, False, False),
+    ],
+)
+def test_weights_that_are_evaluated_are_saved_for_keep_best(
+    step: int, replay: bool, keep_best: bool, saved: bool
+) -> None:
+    controller: Any = SimpleNamespace(
+        evaluations=SimpleNamespace(tasks={4: None}),
+        pipeline=SimpleNamespace(state=SimpleNamespace(evaluations={0: None, 3: None})),
+        recipe=from_tree({"checkpoint": {"keep_best": keep_best}}),
+    )
+    assert Controller._to_be_saved(controller, TrainStep(step, replay)) is saved

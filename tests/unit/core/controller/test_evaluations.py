@@ -209,6 +209,17 @@ def test_answers_of_older_evaluations_are_deleted_but_not_their_results(tmp_path
     assert len(list(evaluations.glob("*/math/result.json"))) == 5
 
 
+def test_each_evaluation_says_whether_the_score_has_fallen(tmp_path: Path) -> None:
+    """A single evaluation is no fall; its result has each prompt's pass rate, for later ones."""
+    recipe = recipe_of(tmp_path, math=1)
+    asyncio.run(scored(recipe, 0, version=10))
+    (found,) = read_jsonl(RunDir(recipe.run.path).eval)
+    assert found["warning_fall"] == 0.0
+    result = SuiteDir(RunDir(recipe.run.path).evaluations / "step-0000010", "math").read_result()
+    assert set(result.pass_rates.values()) == {1.0}  # type: ignore[union-attr]
+    assert len(result.pass_rates) == 3  # type: ignore[arg-type]
+
+
 def test_it_ends_the_run_when_the_grader_stays_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RETRY_S", 0.0)
     recipe = recipe_of(tmp_path, math=1, code=1)

@@ -200,6 +200,38 @@ def test_milestones_stay_beside_the_newest_also_after_a_restart(checkpoints: Che
     assert names(again) == ["step-0000006"], "without them they are old"
 
 
+def test_the_best_score_stays_beside_the_newest_also_after_a_restart(checkpoints: Checkpoints) -> None:
+    """Step 2 is the best until step 5; step 6 is still evaluated when step 7 is written."""
+    run = RunDir(checkpoints.folder.parent)
+    checkpoints.keep, checkpoints.keep_best = 1, True
+    asked = {"n_prompts": 9, "samples": 1, "compute_hours": 1.0, "compute_unit": "core"}
+    for step, score, best in ((2, 0.8, 2), (3, 0.7, 2), (4, 0.1, 2), (5, 0.9, 5)):
+        append_jsonl(run.eval, asked | {"step": step, "pass_rate": score})
+        save(checkpoints, step)
+        if step > 2:
+            assert names(checkpoints)[0] == f"step-{best:07}"
+    (run.evaluations / "step-0000006").mkdir(parents=True)
+    save(checkpoints, 6)
+    save(checkpoints, 7)
+    assert names(checkpoints) == ["step-0000005", "step-0000006", "step-0000007"]
+    again = Checkpoints(checkpoints.folder, 1, checkpoints.trainer, checkpoints.hf_source, keep_best=True)
+    assert again.load_latest()
+    assert (again.trainer.step, names(again)) == (7, names(checkpoints))
+    again.keep_best = False
+    assert again.load_latest()
+    assert names(again) == ["step-0000007"], "without it they are old"
+
+
+def test_a_checkpoint_that_is_being_written_has_begun(checkpoints: Checkpoints) -> None:
+    checkpoints.trainer.step = 3
+    assert not checkpoints.has_begun()
+    checkpoints.save()
+    assert checkpoints.has_begun()
+    checkpoints.trainer.step = 4
+    assert not checkpoints.has_begun()
+    checkpoints.finish()
+
+
 def test_what_killed_writers_left_is_removed_before_anything_is_saved(checkpoints: Checkpoints) -> None:
     left = checkpoints.folder / ".step-0000003.partial"
     left.mkdir()

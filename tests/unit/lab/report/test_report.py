@@ -89,6 +89,31 @@ def test_summary_and_report_of_several_tasks(write_tasks_run: Callable[[int], tu
         assert title in page
 
 
+def test_what_needs_attention_comes_first_and_the_best_score_is_named(
+    recipe: Recipe, write_run: Callable[[int], RunDir]
+) -> None:
+    """A score that has fallen since step 40."""
+    rundir = write_run(61)
+    fallen = {"pass_rate": 0.6, "warning_fall": 1.0, "fall": 0.263, "fall_error": 0.04, "fall_since": 40}
+    append_jsonl(rundir.eval, latest_scores(rundir.eval)[-1] | fallen)
+    values = summary.summarise(recipe, rundir) | {"outcome": "finished", "reason": "x"}
+    page = words(summary.render(values, rundir))
+    assert page.index("has fallen by 0.263 ± 0.040 since step 40") < page.index("pass rate, held out")
+    assert "→ best 0.863 (step 40) → 0.600 (step 60)" in page
+    report.write_report(rundir)
+    html = rundir.report.read_text()
+    assert html.index("has fallen by 0.263") < html.index('<div class="tiles">')
+    assert html.count("has fallen by 0.263") == 1
+    assert "· 0.86 · 0.60" in html
+
+
+def test_of_a_short_run_fewer_steps_are_averaged(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
+    values = summary.summarise(recipe, write_run(10)) | {"outcome": "finished", "reason": "x"}
+    page = words(summary.render(values, RunDir(recipe.run.path)))
+    assert page.count("(last 10 steps)") == 2
+    assert "last 20 steps" not in page
+
+
 def test_one_task_is_not_shown_apart(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
     rundir = write_run(20)
     assert summary.summarise(recipe, rundir)["tasks"] == {}

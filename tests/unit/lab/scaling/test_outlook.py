@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megarl.core.base.errors import MegarlError
-from megarl.core.evaluation.fall import lasting_fall
+from megarl.core.evaluation.departure import lasting_departure
 from megarl.core.evaluation.forecast import not_worth_it, words
 from megarl.core.recipe import from_tree
 from megarl.lab.scaling.extrapolate import forecast
@@ -48,7 +48,7 @@ def test_a_run_that_falls_behind_its_forecasts_is_noticed_and_one_that_follows_t
     bad = [row | {"pass_rate": row["pass_rate"] - 0.1 * (row["step"] >= 1200)} for row in good]
     for run, alarms in ((good, []), (bad, [1300, 1400])):
         with_forecasts = run[:9] + [row | forecast(run[: n + 1], [], 1400) for n, row in enumerate(run) if n >= 9]
-        found = [with_forecasts[end - 1]["step"] for end in range(1, 16) if lasting_fall(with_forecasts[:end])]
+        found = [with_forecasts[end - 1]["step"] for end in range(1, 16) if lasting_departure(with_forecasts[:end])]
         assert found == alarms
 
 
