@@ -14,7 +14,8 @@
    CUDA even without a GPU.
 6. The FP32 head of bf16 weights is converted in pieces (bf16_on_cpu.py); SGLang converts all of it for each token that it
    decodes, which took more than half of a step with a vocabulary of 49,152.
-7. Tokens are sampled with one random number each (sglang_cpu_sampling.py).
+7. Tokens are sampled with one random number a row. torch.multinomial draws one for each token of the vocabulary: for 96 rows of
+   49,152 tokens that takes 140 ms of a core, two thirds of a decode step of a model of 135 million parameters.
 8. `install` makes torch.compile return its function: launch.py disables it, but each use would still import the compiler (1 to
    2 CPU-seconds).
 """
@@ -29,8 +30,12 @@ from functools import wraps
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
 NAME = "sgl_kernel"
+BLOCK = 256
+"""Columns of a block of probabilities (sample_rows)."""
 
 
 def install() -> None:
@@ -53,10 +58,9 @@ def patch() -> None:
     from sglang.srt.mem_cache.pool_host import common
 
     from megarl.shims.sglang_cpu_attention import BatchedDecode
-    from megarl.shims.sglang_cpu_sampling import replace_multinomial
 
     _convert_heads_in_pieces()
-    replace_multinomial()
+    _replace_multinomial()
     prepare, module_of = engine._set_envs_and_config, torch.get_device_module
 
     def prepare_then_fork(server_args: object) -> None:
@@ -93,6 +97,52 @@ def _convert_heads_in_pieces() -> None:
         return head_product(hidden, weight)
 
     LogitsProcessor._compute_lm_head = logits
+
+
+def sample_rows(probabilities: Tensor) -> Tensor:
+    """Draw one column from each row, with a probability proportional to its value: first a block of columns, then one of it.
+
+    probabilities: [rows, columns] FP32, not negative; the sum of a row is above 0, and need not be 1.
+    Returns [rows] of int32. Running sums are FP64, so that rare tokens are as frequent as they should be.
+    """
+    rows = len(probabilities)
+    blocks = pad(probabilities, (0, -probabilities.shape[1] % BLOCK)).view(rows, -1, BLOCK)
+    chosen, rest = _draw(blocks.sum(dim=-1), torch.rand(rows, 1, dtype=torch.float64))
+    within = blocks[torch.arange(rows), chosen]
+    column, _ = _draw(within, rest)
+    return (chosen * BLOCK + column).to(torch.int32)
+
+
+def _draw(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Choose an index for each row, and return what is left of its random number.
+
+    weights: [rows, n]; uniform: [rows, 1] FP64 in [0, 1). Returns the indices [rows], and a number in
+    [0, 1) for each row [rows, 1] that is independent of the index.
+    """
+    upper = weights.to(torch.float64).cumsum(dim=-1)
+    total = upper[:, -1:]
+    below_total = torch.nextafter(total, torch.zeros_like(total))
+    point = torch.minimum(uniform * total, below_total)
+    index = torch.searchsorted(upper, point, right=True)
+    weight = weights.gather(-1, index).to(torch.float64)
+    rest = (point - (upper.gather(-1, index) - weight)) / weight
+    return index.view(-1), rest.clamp(0.0, 1.0 - torch.finfo(torch.float64).eps)
+
+
+def _replace_multinomial() -> None:
+    """Have SGLang's sampler of plain torch use sample_rows, but where requests have seeds of their own. Idempotent."""
+    from sglang.srt.layers import sampler
+
+    theirs = sampler.sampling_from_probs_torch
+    if theirs.__module__ == __name__:
+        return
+
+    def sampled(probs: Tensor, sampling_seed: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        if sampling_seed is None:
+            return sample_rows(probs)
+        return theirs(probs, sampling_seed=sampling_seed, positions=positions)
+
+    sampler.sampling_from_probs_torch = sampled
 
 
 def _not_compiled(function: Callable[..., object] | None = None, **_: object) -> Callable[..., object]:

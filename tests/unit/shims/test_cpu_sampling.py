@@ -4,7 +4,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from megarl.shims.sglang_cpu_sampling import BLOCK, sample_rows
+from megarl.shims.sglang_cpu import BLOCK, sample_rows
 
 DRAWS = 40_000
 
