@@ -153,6 +153,7 @@ MEANINGS = {
         "parity_share": "parity_share/CAUSE: share of tokens whose log-probs differ by more than 0.1",
         "parity_k3": "parity_k3/CAUSE: k3 estimate of the KL divergence between the two, nats",
         "parity_tokens": "parity_tokens/CAUSE: tokens compared",
+        "parity_unjudged": "parity_unjudged/CAUSE: tokens gathered so far, too few to be judged yet; 0: judged",
         "parity_routing": "share of (token, layer) choices of experts that differ between servers and learner",
         "parity_logit": "parity_logit/CAUSE: error of a logit: median |difference| / (1 - p), of the worst server",
         "parity_same_bits": "share of tokens that servers score with the same bits at two versions",
