@@ -156,7 +156,7 @@ MEANINGS = {
         "parity_unjudged": "parity_unjudged/CAUSE: tokens gathered so far, too few to be judged yet; 0: judged",
         "parity_routing": "share of (token, layer) choices of experts that differ between servers and learner",
         "parity_logit": "parity_logit/CAUSE: error of a logit: median |difference| / (1 - p), of the worst server",
-        "parity_same_bits": "share of tokens that servers score with the same bits at two versions",
+        "parity_same_bits": "share of tokens that a server scores with the same bits at two versions, of the largest",
         "parity_line": "share of kernels' variance that a line through the log-prob explains",
         "parity_growth": "mean of kernels in the last third of positions, divided by that in the first third",
         "parity_grid": "parity_grid/SIDE: logits on the grid of model.dtype, where the head should be FP32",

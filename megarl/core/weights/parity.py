@@ -29,34 +29,42 @@ LASTING = 3
 """The run ends if this many publications in a row exceed a limit; a single one may be due to one unlucky rollout."""
 AT_ONCE = 20.0
 """The run ends at once if a publication exceeds a limit by this factor."""
-FEWEST_TOKENS = 32
+FEWEST_TOKENS = 64
 """A mean over fewer tokens is not judged."""
 
 
 @dataclass(frozen=True)
 class ParityLimits:
     """The largest mean and median of |difference| of log-probs that rounding can explain, for kernels and for decode. A token
-    for which rounding chooses another expert is far off and raises the mean: with experts the median's limit is sharper."""
+    for which rounding chooses another expert is far off and raises the mean: with experts the median's limit is sharper.
+
+    mean, p50: over very many tokens. few: with n tokens the limits are 1 + few / sqrt(n) times as wide, because a mean of
+    fewer scatters more."""
 
     mean: float
     p50: float
     routing: float = 1.0  # the largest share of (token, layer) choices of experts that may differ
+    few: float = 0.0
 
     def mean_of(self, cause: str, tokens: int) -> float:
-        """Return the limit on the mean of so many tokens for a cause. A server differs less from itself (decode) than from the
-        learner."""
-        return self.mean * (0.8 if cause == "decode" else 1.0)
+        """Return the limit on the mean over so many tokens for a cause. A server differs less from itself (decode) than from
+        the learner."""
+        return self.mean * (0.8 if cause == "decode" else 1.0) * self._wider(tokens)
 
-    def p50_of(self, cause: str, tokens: int) -> float:
-        return self.p50
+    def p50_of(self, tokens: int) -> float:
+        """Return the limit on the median over so many tokens, for each cause."""
+        return self.p50 * self._wider(tokens)
+
+    def _wider(self, tokens: int) -> float:
+        return 1 + self.few / tokens**0.5
 
 
 LIMITS = {
     ("fp32", False): ParityLimits(mean=1e-4, p50=1e-4),
     ("fp32", True): ParityLimits(mean=1e-2, p50=1e-4, routing=0.005),
-    ("bf16", False): ParityLimits(mean=0.05, p50=0.035),
+    ("bf16", False): ParityLimits(mean=0.034, p50=0.026, few=5.5),
     ("bf16", True): ParityLimits(mean=0.4, p50=0.12, routing=0.1),
-    ("fp16", False): ParityLimits(mean=0.006, p50=0.005),
+    ("fp16", False): ParityLimits(mean=0.0046, p50=0.0037, few=5.5),
     ("fp16", True): ParityLimits(mean=0.1, p50=0.012, routing=0.05),
 }
 """Limits by model.dtype and whether the model has experts. benchmarks/README.md has the distributions behind them."""
@@ -295,7 +303,7 @@ class ParityJudge:
             return float(grid_share(m.scores.gap(self._heads[what]), self._dtype) > GRID_LIMIT)
         d = m.distribution(what)
         assert d is not None
-        return max(d.mean / self.limits.mean_of(what, d.tokens), d.p50 / self.limits.p50_of(what, d.tokens))
+        return max(d.mean / self.limits.mean_of(what, d.tokens), d.p50 / self.limits.p50_of(d.tokens))
 
     def _text(self, what: str, server: int | None) -> str:
         """Return a text that says what differs, by how much, since when, and the likely cause."""
@@ -323,7 +331,7 @@ class ParityJudge:
         assert d is not None
         sides = f"{where} and the learner" if what == "kernels" else f"sampling and scoring of {where}"
         mean = self.limits.mean_of(what, d.tokens)
-        p50 = self.limits.p50_of(what, d.tokens)
+        p50 = self.limits.p50_of(d.tokens)
         return (
             f"{sides} differ by {d.mean:.3g} in log-prob on average, {d.p50:.3g} in the median (limits for {self._dtype} and "
             f"{d.tokens} tokens: {mean:.3g} and {p50:.3g})"
@@ -376,10 +384,8 @@ def _signs(scores: RolloutScores, what: str) -> dict[str, float]:
     if what == "decode":  # its error grows along the sequence anyway, with the length of the cache
         return {"parity_same_bits": 0.0, "parity_line": explained_by_logprob(*scores.pair(what)), "parity_growth": 1.0}
     first, second = scores.pair("kernels")
-    earlier, later = scores.pair("staleness")
-    known = ~(np.isnan(earlier) | np.isnan(later))
     return {
-        "parity_same_bits": float(np.mean(earlier[known] == later[known])) if known.any() else 0.0,
+        "parity_same_bits": same_bits(scores),
         "parity_line": explained_by_logprob(first, second),
         "parity_growth": growth_along_sequence(first, second, scores.position),
     }
@@ -412,6 +418,21 @@ def logit_error(first: np.ndarray, second: np.ndarray) -> float:
     if known.sum() < FEWEST_UNCERTAIN:
         return float("nan")
     return float(np.median(np.abs(first[known] - second[known]) / uncertain[known]))
+
+
+def same_bits(scores: RolloutScores) -> float:
+    """Return the share of tokens that a server scores with the same bits at two versions, of the server with the largest
+    share. Tokens of which the policy is certain are left out, since their log-probs round to the same number, and so are
+    servers with too few others."""
+    changed = scores.where(scores.lag > 0)
+    known = ~np.isnan(changed.sampled_at) & (-np.expm1(changed.served) > UNCERTAIN)
+    same = changed.sampled_at == changed.served
+    shares = [0.0]
+    for server in np.unique(changed.server):
+        of_server = same[known & (changed.server == server)]
+        if len(of_server) >= FEWEST_UNCERTAIN:
+            shares.append(float(of_server.mean()))
+    return max(shares)
 
 
 def explained_by_logprob(first: np.ndarray, second: np.ndarray) -> float:
