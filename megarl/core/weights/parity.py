@@ -49,7 +49,7 @@ class ParityLimits:
     def mean_of(self, cause: str, tokens: int) -> float:
         """Return the limit on the mean over so many tokens for a cause. A server differs less from itself (decode) than from
         the learner."""
-        return self.mean * (0.8 if cause == "decode" else 1.0) * self._wider(tokens)
+        return self.mean * (0.9 if cause == "decode" else 1.0) * self._wider(tokens)
 
     def p50_of(self, tokens: int) -> float:
         """Return the limit on the median over so many tokens, for each cause."""
