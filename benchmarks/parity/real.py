@@ -23,7 +23,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from benchmarks.parity.learner_faults import LEARNER_FAULTS
-from benchmarks.parity.records import STATES_OF_A_SEED, UNITS, Rollout
+from benchmarks.parity.records import STATES_OF_A_SEED, UNITS, ComparedRollout
 from benchmarks.roles import Served, client_of, served
 from megarl.core import recipe as recipes
 from megarl.core.algorithm.batch import unrewarded
@@ -51,7 +51,7 @@ ESSAYS = (
 )
 
 
-class Weights:
+class PerturbedWeights:
     """The learner's parameters, and those that it began with, in FP32."""
 
     KINDS = ("steps", "noise", "sharper", "flatter", "own")
@@ -87,7 +87,7 @@ class Weights:
         return torch.randn(like.shape, generator=self._random)
 
 
-class Learner:
+class ScoringLearner:
     """The policy's network without an optimiser, and the publication of its weights to one server."""
 
     def __init__(self, recipe: Recipe, server: Served) -> None:
@@ -154,7 +154,7 @@ class Prompts:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampledAnswer:
     """A rollout, and its server's scores with the weights that sampled it."""
 
     prompt: np.ndarray
@@ -168,7 +168,7 @@ class Sampled:
 
 async def sample(
     client: ServerClient, prompts: Sequence[np.ndarray], limit: int, end: int, heat: float
-) -> list[Sampled]:
+) -> list[SampledAnswer]:
     """Let the server sample an answer to each prompt, and then score it. heat: the temperature."""
     asked = [
         client.generate(p, limit, temperature=heat, stop_token_ids=[end], cache_salt=f"{os.urandom(8).hex()}")
@@ -177,7 +177,7 @@ async def sample(
     answers = await asyncio.gather(*asked)
     sequences = [np.concatenate([p, answer.tokens]) for p, answer in zip(prompts, answers, strict=True)]
     scored = await score(client, sequences, [len(p) for p in prompts], end)
-    return [Sampled(*each) for each in zip(prompts, answers, scored, strict=True)]
+    return [SampledAnswer(*each) for each in zip(prompts, answers, scored, strict=True)]
 
 
 async def score(
@@ -196,8 +196,8 @@ def gather(options: argparse.Namespace) -> None:
     start_with(options.fault)
     recipe = recipe_of(options.model, options.work, options.dtype)
     with served(recipe) as server, options.gathered.open("a") as file:
-        learner = Learner(recipe, server)
-        weights = Weights(learner.parameters, options.seed)
+        learner = ScoringLearner(recipe, server)
+        weights = PerturbedWeights(learner.parameters, options.seed)
         gathering = Gathering(server, learner, AutoTokenizer.from_pretrained(options.model), options)
         for state in range(options.states + 1):
             kind = weights.change(state, options.rate)
@@ -214,7 +214,7 @@ class Gathering:
     """The rollouts of the newest state of the weights, and their comparison at the next."""
 
     def __init__(
-        self, server: Served, learner: Learner, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace
+        self, server: Served, learner: ScoringLearner, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace
     ) -> None:
         self._server = server
         self._learner = learner
@@ -224,7 +224,7 @@ class Gathering:
         self._fault = options.fault
         self._faults = ["", *options.learner_faults]
         self._heat = options.heat
-        self._sampled: dict[float, list[Sampled]] = {}
+        self._sampled: dict[float, list[SampledAnswer]] = {}
         self._state = -1
         self._kind = ""
 
@@ -239,7 +239,7 @@ class Gathering:
             self._sampled[heat] = asyncio.run(with_client(self._server, sample, asked, limit, self._end, heat))
         say(f"state {state} ({self._kind}): {self._rollouts} rollouts", flush=True)
 
-    def compared(self) -> Iterator[Rollout]:
+    def compared(self) -> Iterator[ComparedRollout]:
         """Let both sides score the newest rollouts with the weights that they have now, the learner with each fault."""
         for heat, rollouts in self._sampled.items():
             sequences = [each.tokens for each in rollouts]
@@ -251,8 +251,8 @@ class Gathering:
                 for each in zip(rollouts, by_server, by_learner, strict=True):
                     yield self._rollout(name, *each)
 
-    def _rollout(self, fault: str, sampled: Sampled, served: Prefill, learner: np.ndarray) -> Rollout:
-        return Rollout(
+    def _rollout(self, fault: str, sampled: SampledAnswer, served: Prefill, learner: np.ndarray) -> ComparedRollout:
+        return ComparedRollout(
             state=self._state,
             kind=self._kind,
             fault=fault,

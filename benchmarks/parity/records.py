@@ -37,7 +37,7 @@ STATES_OF_A_SEED = 1000
 
 
 @dataclass(frozen=True)
-class Rollout:
+class ComparedRollout:
     """A rollout's scores by both sides: log-probs [tokens] as in `RolloutScores`. state: the number of the weights that sampled
     it; kind: how they were made."""
 
@@ -73,8 +73,8 @@ UNITS = {"bf16": 1e-4, "fp32": 1e-8}
 LOGPROB_UNIT = 0.01
 
 
-def read(file: Path) -> list[Rollout]:
-    return [Rollout(**json.loads(line)) for line in file.read_text().splitlines()]
+def read(file: Path) -> list[ComparedRollout]:
+    return [ComparedRollout(**json.loads(line)) for line in file.read_text().splitlines()]
 
 
 def keep(options: argparse.Namespace) -> None:
@@ -106,7 +106,7 @@ def on_grid(gap: np.ndarray, dtype: str) -> str:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptRollout:
     """A rollout of a kept file. Differences [tokens] by cause, in log-prob."""
 
     state: int
@@ -134,20 +134,20 @@ class Kept:
         )
 
 
-def kept(file: Path, dtype: str) -> list[Kept]:
+def kept(file: Path, dtype: str) -> list[KeptRollout]:
     """Return the rollouts of a kept file."""
     found = []
     with gzip.open(file, "rt") as lines:
         for row in csv.DictReader(lines):
             logprob = LOGPROB_UNIT * np.array(row["logprob"].split(), np.float64)
             differences = {cause: UNITS[dtype] * np.array(row[cause].split(), np.float64) for cause in LIMITED}
-            found.append(Kept(int(row["state"]), row["kind"], int(row["first"]), logprob, differences))
+            found.append(KeptRollout(int(row["state"]), row["kind"], int(row["first"]), logprob, differences))
     return found
 
 
-def comparisons(rollouts: Sequence[Kept]) -> list[list[Kept]]:
+def comparisons(rollouts: Sequence[KeptRollout]) -> list[list[KeptRollout]]:
     """Return the rollouts of each comparison: PARITY_ROLLOUTS of one state of the weights."""
-    by_state: dict[int, list[Kept]] = {}
+    by_state: dict[int, list[KeptRollout]] = {}
     for rollout in rollouts:
         by_state.setdefault(rollout.state, []).append(rollout)
     found = []
@@ -157,7 +157,7 @@ def comparisons(rollouts: Sequence[Kept]) -> list[list[Kept]]:
     return found
 
 
-def drawn(rollouts: Sequence[Kept], cause: str, tokens: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def drawn(rollouts: Sequence[KeptRollout], cause: str, tokens: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Return means and medians [DRAWS] of |difference| over `tokens` tokens. Each draw takes a state of the weights, and then
     rollouts of this state, with replacement, until there are enough tokens: tokens of one answer, and answers of one policy,
     are alike, and so they are in a run."""
@@ -217,7 +217,7 @@ def limits(options: argparse.Namespace) -> None:
                 say(f"  {tokens:5} tokens, {name:6}: {values.mean():.3g} ± {values.std():.2g}; {far}; {chance}")
 
 
-def measurements(rollouts: Sequence[Rollout], server: int = 0) -> list[Measurement]:
+def measurements(rollouts: Sequence[ComparedRollout], server: int = 0) -> list[Measurement]:
     """Return the rollouts as a run's comparisons, PARITY_ROLLOUTS each."""
     found = []
     for at in range(0, len(rollouts) - PARITY_ROLLOUTS + 1, PARITY_ROLLOUTS):
