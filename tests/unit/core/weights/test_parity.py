@@ -231,7 +231,7 @@ def test_each_server_has_its_own_tokens_gathered() -> None:
 
 
 def test_heads_are_judged_from_gathered_tokens_too() -> None:
-    """Of three tokens one is the end token itself, whose difference from itself says nothing: eight of twelve count."""
+    """Each third token is the end token itself, whose difference from itself says nothing: eight of twelve count."""
     one = judge()
     warnings = []
     for version in range(8 * LASTING):
