@@ -47,7 +47,7 @@ def rows(tiny: bool) -> Iterator[Said]:
                 one = found[cause]
                 sizes = f"{serving.sizes(recipe)}, {one['tokens']} tokens of {found['publications']} publications"
                 judged = cause in ("kernels", "decode")
-                limit = ("limit", limits.mean_of(cause)) if judged else ("", None)
+                limit = ("limit", limits.mean_of(cause, int(one["tokens"]))) if judged else ("", None)
                 yield Row(f"{dtype}, {cause}: mean difference of a log-prob", one["mean"], "nats", sizes, *limit)
                 yield Row(f"{dtype}, {cause}: 99th percentile", one["p99"], "nats", sizes)
     if failures:

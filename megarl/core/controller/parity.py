@@ -183,8 +183,8 @@ class Parity:
         ]
         scores = RolloutScores.joined(each)
         measurement = Measurement(result.version, scores, len(each), result.choices, result.differing)
-        self._latest = self._judge.metrics(measurement)
         verdict = self._judge.judge(measurement)
+        self._latest = self._judge.metrics(measurement)
         if verdict.warning and verdict.warning != self.warning:
             log.warning("%s", verdict.warning)
         self.warning = verdict.warning

@@ -22,35 +22,49 @@ from typing import Any
 import numpy as np
 
 CAUSES = ("kernels", "decode", "stale_kv", "staleness", "total")
+LIMITED = ("kernels", "decode")
+"""The causes that have limits; the others depend on how far the weights move."""
 SHARE_ABOVE = 0.1
 LASTING = 3
 """The run ends if this many publications in a row exceed a limit; a single one may be due to one unlucky rollout."""
 AT_ONCE = 20.0
 """The run ends at once if a publication exceeds a limit by this factor."""
-FEWEST_TOKENS = 32
+FEWEST_TOKENS = 64
 """A mean over fewer tokens is not judged."""
 
 
 @dataclass(frozen=True)
 class ParityLimits:
     """The largest mean and median of |difference| of log-probs that rounding can explain, for kernels and for decode. A token
-    for which rounding chooses another expert is far off and raises the mean: with experts the median's limit is sharper."""
+    for which rounding chooses another expert is far off and raises the mean: with experts the median's limit is sharper.
+
+    mean, p50: over very many tokens. few: with n tokens the limits are 1 + few / sqrt(n) times as wide, because a mean of
+    fewer scatters more."""
 
     mean: float
     p50: float
     routing: float = 1.0  # the largest share of (token, layer) choices of experts that may differ
+    few: float = 0.0
 
-    def mean_of(self, cause: str) -> float:
-        """Return the limit on the mean for a cause. A server differs less from itself (decode) than from the learner."""
-        return self.mean * (0.8 if cause == "decode" else 1.0)
+    def mean_of(self, cause: str, tokens: int) -> float:
+        """Return the limit on the mean over so many tokens for a cause. A server differs less from itself (decode) than from
+        the learner."""
+        return self.mean * (0.9 if cause == "decode" else 1.0) * self._wider(tokens)
+
+    def p50_of(self, tokens: int) -> float:
+        """Return the limit on the median over so many tokens, for each cause."""
+        return self.p50 * self._wider(tokens)
+
+    def _wider(self, tokens: int) -> float:
+        return 1 + self.few / tokens**0.5
 
 
 LIMITS = {
     ("fp32", False): ParityLimits(mean=1e-4, p50=1e-4),
     ("fp32", True): ParityLimits(mean=1e-2, p50=1e-4, routing=0.005),
-    ("bf16", False): ParityLimits(mean=0.05, p50=0.035),
+    ("bf16", False): ParityLimits(mean=0.034, p50=0.026, few=5.5),
     ("bf16", True): ParityLimits(mean=0.4, p50=0.12, routing=0.1),
-    ("fp16", False): ParityLimits(mean=0.006, p50=0.005),
+    ("fp16", False): ParityLimits(mean=0.0046, p50=0.0037, few=5.5),
     ("fp16", True): ParityLimits(mean=0.1, p50=0.012, routing=0.05),
 }
 """Limits by model.dtype and whether the model has experts. benchmarks/README.md has the distributions behind them."""
@@ -114,6 +128,10 @@ class RolloutScores:
             case _:
                 return self.behaviour, self.learner
 
+    def gap(self, side: str) -> np.ndarray:
+        """Return a side's gaps; side: server or learner."""
+        return self.served_gap if side == "server" else self.learner_gap
+
     def where(self, chosen: np.ndarray) -> "RolloutScores":
         """Return the scores of the chosen tokens; chosen: [n] bool."""
         return RolloutScores(*(values[chosen] for values in vars(self).values()))
@@ -138,6 +156,17 @@ class Measurement:
         servers = self.scores.server
         parts = {i: Measurement(self.version, self.scores.where(servers == i)) for i in np.unique(servers).tolist()}
         return {None: self, **parts}
+
+    @classmethod
+    def joined(cls, parts: Sequence["Measurement"]) -> "Measurement":
+        """Return the rollouts of several publications as one measurement, with the version of the last."""
+        return cls(
+            version=parts[-1].version,
+            scores=RolloutScores.joined([part.scores for part in parts]),
+            rollouts=sum(part.rollouts for part in parts),
+            choices=sum(part.choices for part in parts),
+            differing=sum(part.differing for part in parts),
+        )
 
     def distribution(self, cause: str) -> Distribution | None:
         return Distribution.of(*self.scores.pair(cause))
@@ -166,42 +195,72 @@ class ParityVerdict:
     ends: bool = False
 
 
-Broken = tuple[str, int | None]
-"""A limit that is exceeded, and the server; None: all servers together."""
+Limit = tuple[str, int | None]
+"""What is limited, and the server; None: all servers together."""
+
+
+@dataclass(frozen=True)
+class Broken:
+    """How a limit is broken. excess: by which factor, at its latest judgement; in_a_row: judgements that broke it; suspects:
+    the newest of their measurements."""
+
+    excess: float = 0.0
+    in_a_row: int = 0
+    suspects: tuple[Measurement, ...] = ()
+
+    def again(self, excess: float, measurement: Measurement) -> "Broken":
+        return Broken(excess, self.in_a_row + 1, (*self.suspects, measurement)[-LASTING:])
 
 
 class ParityJudge:
     """Decides, from successive measurements, whether both sides still compute the same model. It judges all servers together,
-    and each by itself over the publications in which it was compared, since one of many may be faulty. served_head,
-    learner_head: that side's LM head should be FP32."""
+    and each by itself over the publications in which it was compared, since one of many may be faulty. Where a publication has
+    too few tokens, those of the next ones are gathered until they are enough. served_head, learner_head: that side's LM head
+    should be FP32."""
 
     def __init__(self, dtype: str, experts: bool, served_head: bool, learner_head: bool) -> None:
         self.limits = LIMITS[dtype, experts]
         self._dtype = dtype
-        self._fp32_heads = [side for side, fp32 in (("server", served_head), ("learner", learner_head)) if fp32]
-        self._in_a_row: dict[Broken, int] = {}
-        self._suspects: dict[int | None, list[Measurement]] = {}
+        wide = (("server", served_head), ("learner", learner_head))
+        self._heads = {f"{side} head": side for side, fp32 in wide if fp32 and dtype != "fp32"}
+        self._gathering: dict[Limit, Measurement] = {}
+        self._broken: dict[Limit, Broken] = {}
         self._newest: deque[Measurement] = deque(maxlen=LASTING)
 
     def judge(self, measurement: Measurement) -> ParityVerdict:
-        """Return the verdict on the publications so far; `measurement` is from the latest."""
+        """Return the verdict on the publications so far; `measurement` is from the latest. A limit that was broken stays so
+        while tokens are gathered for its next judgement."""
         parts = measurement.by_server()
-        excess: dict[Broken, float] = {}
-        for server, part in parts.items():
-            broken = {(what, server): factor for what, factor in self._excesses(part)}
-            excess |= broken
-            self._suspects[server] = [*self._suspects.get(server, []), part][-LASTING:] if broken else []
-        not_compared = {key: n for key, n in self._in_a_row.items() if key[1] not in parts}
-        self._in_a_row = not_compared | {key: self._in_a_row.get(key, 0) + 1 for key in excess}
-        if not excess:
+        judged = [key for server, part in parts.items() for key in self._judged(server, part)]
+        standing = [key for key in self._gathering if key[1] in parts]
+        broken = {key: self._broken[key] for key in (*judged, *standing) if key in self._broken}
+        if not broken:
             return ParityVerdict()
-        lasting = [key for key in excess if self._in_a_row[key] >= LASTING]
-        at_once = [key for key, factor in excess.items() if factor >= AT_ONCE]
-        worst = max(lasting or at_once or excess, key=excess.__getitem__)
+        lasting = [key for key in judged if key in broken and broken[key].in_a_row >= LASTING]
+        at_once = [key for key in judged if key in broken and broken[key].excess >= AT_ONCE]
+        worst = max(lasting or at_once or broken, key=lambda key: broken[key].excess)
         return ParityVerdict(self._text(*worst), bool(lasting or at_once))
 
+    def _judged(self, server: int | None, part: Measurement) -> Iterator[Limit]:
+        """Judge each limit for which a server's measurements have enough tokens by now; yield those that were judged."""
+        for what in (*LIMITED, "routing", *self._heads):
+            key = what, server
+            if not self._tokens(what, part):
+                continue
+            earlier = self._gathering.pop(key, None)
+            gathered = Measurement.joined([earlier, part]) if earlier else part
+            if self._tokens(what, gathered) < FEWEST_TOKENS:
+                self._gathering[key] = gathered
+                continue
+            excess = self._excess(what, gathered)
+            before = self._broken.pop(key, Broken())
+            if excess >= 1:
+                self._broken[key] = before.again(excess, gathered)
+            yield key
+
     def metrics(self, measurement: Measurement) -> dict[str, float]:
-        """Return the metrics of a publication, and the signs for `named_cause` from the last LASTING publications together."""
+        """Return the metrics of a publication that was judged, how many tokens wait for a judgement, and the signs for
+        `named_cause` from the last LASTING publications together."""
         self._newest.append(measurement)
         newest = RolloutScores.joined([m.scores for m in self._newest])
         served, learner = newest.pair("kernels")
@@ -209,56 +268,74 @@ class ParityJudge:
         thirds = newest.position <= early, newest.position >= late
         first, last = (logit_error(served[third], learner[third]) for third in thirds)
         signs = _signs(newest, "kernels") | {"parity_growth": last / first if first else 1.0}
-        signs |= {f"parity_grid/{side}": share for side, share in self._grids(measurement).items()}
+        signs |= {f"parity_grid/{side}": grid_share(newest.gap(side), self._dtype) for side in self._heads.values()}
         for cause in ("kernels", "decode"):
             errors = [logit_error(*part.scores.pair(cause)) for part in measurement.by_server().values()]
             signs[f"parity_logit/{cause}"] = float(np.fmax.reduce(errors))
+        signs |= self._unjudged(measurement)
         return measurement.metrics() | {name: sign for name, sign in signs.items() if not np.isnan(sign)}
 
-    def _grids(self, m: Measurement) -> dict[str, float]:
-        """Return, for each side whose head should be FP32, the share of logits on the grid of `dtype`; NaN for too few."""
-        if self._dtype == "fp32":
-            return {}
-        gaps = {"server": m.scores.served_gap, "learner": m.scores.learner_gap}
-        return {side: grid_share(gaps[side], self._dtype) for side in self._fp32_heads}
+    def _unjudged(self, measurement: Measurement) -> dict[str, float]:
+        """Return for each measured cause how many tokens are gathered for its next judgement; 0 if it was just judged."""
+        found = {}
+        for cause in LIMITED:
+            if self._tokens(cause, measurement):
+                gathered = self._gathering.get((cause, None))
+                found[f"parity_unjudged/{cause}"] = float(self._tokens(cause, gathered)) if gathered else 0.0
+        return found
 
-    def _excesses(self, m: Measurement) -> Iterator[tuple[str, float]]:
-        """Yield each exceeded limit and the factor by which it is exceeded; the factor is 1 for a head or routing."""
-        for side, share in self._grids(m).items():
-            if share > GRID_LIMIT:
-                yield f"{side} head", 1.0
-        for cause in ("kernels", "decode"):
-            d = m.distribution(cause)
-            if d is not None and d.tokens >= FEWEST_TOKENS:
-                excess = max(d.mean / self.limits.mean_of(cause), d.p50 / self.limits.p50)
-                if excess > 1:
-                    yield cause, excess
-        if m.routing is not None and m.routing > self.limits.routing:
-            yield "routing", 1.0
+    def _tokens(self, what: str, m: Measurement) -> int:
+        """Return how many tokens, or choices of experts, a measurement has to judge this limit by."""
+        if what == "routing":
+            return m.choices
+        if what in self._heads:
+            return len(grid_steps(m.scores.gap(self._heads[what]), self._dtype))
+        d = m.distribution(what)
+        return d.tokens if d else 0
+
+    def _excess(self, what: str, m: Measurement) -> float:
+        """Return the factor by which a measurement exceeds a limit. It is 1 for a head or routing, and below 1 for a limit
+        that is kept."""
+        if what == "routing":
+            assert m.routing is not None
+            return float(m.routing > self.limits.routing)
+        if what in self._heads:
+            return float(grid_share(m.scores.gap(self._heads[what]), self._dtype) > GRID_LIMIT)
+        d = m.distribution(what)
+        assert d is not None
+        return max(d.mean / self.limits.mean_of(what, d.tokens), d.p50 / self.limits.p50_of(d.tokens))
 
     def _text(self, what: str, server: int | None) -> str:
         """Return a text that says what differs, by how much, since when, and the likely cause."""
-        suspects, rows = self._suspects[server], self._in_a_row[what, server]
-        m = suspects[-1]
-        since = f"{rows} comparisons in a row" if rows > 1 else "this comparison"
+        heads = [head for head in self._heads if (head, server) in self._broken]
+        what = heads[0] if heads else what
+        broken = self._broken[what, server]
+        m = broken.suspects[-1]
+        since = f"{broken.in_a_row} comparisons in a row" if broken.in_a_row > 1 else "this comparison"
         where = "the servers" if server is None else f"server {server}"
-        if heads := [w for w, s in self._in_a_row if w.endswith("head") and s == server]:
-            side = "the learner" if heads[0] == "learner head" else where
+        if heads:
+            side = "the learner" if self._heads[what] == "learner" else where
             return (
                 f"version {m.version}: logits of {side} lie on the grid of {self._dtype} numbers ({since}). Likely cause: "
                 f"one-sided head: {side} did not compute the LM head in FP32, as model.fp32_head asks"
             )
+        said = self._said(what, m, where)
+        cause = likely_cause(broken.suspects, self.limits, what)
+        return f"version {m.version}: {said}, {since}. Likely cause: {cause}"
+
+    def _said(self, what: str, m: Measurement, where: str) -> str:
+        """Return by how much a measurement exceeds a limit, as text."""
         if what == "routing":
-            said = f"{m.routing:.1%} of the choices of experts differ (limit {self.limits.routing:.1%})"
-        else:
-            d = m.distribution(what)
-            assert d is not None
-            sides = f"{where} and the learner" if what == "kernels" else f"sampling and scoring of {where}"
-            said = (
-                f"{sides} differ by {d.mean:.3g} in log-prob on average, {d.p50:.3g} in the median (limits for {self._dtype}: "
-                f"{self.limits.mean_of(what):g} and {self.limits.p50:g})"
-            )
-        return f"version {m.version}: {said}, {since}. Likely cause: {likely_cause(suspects, self.limits, what)}"
+            return f"{m.routing:.1%} of the choices of experts differ (limit {self.limits.routing:.1%})"
+        d = m.distribution(what)
+        assert d is not None
+        sides = f"{where} and the learner" if what == "kernels" else f"sampling and scoring of {where}"
+        mean = self.limits.mean_of(what, d.tokens)
+        p50 = self.limits.p50_of(d.tokens)
+        return (
+            f"{sides} differ by {d.mean:.3g} in log-prob on average, {d.p50:.3g} in the median (limits for {self._dtype} and "
+            f"{d.tokens} tokens: {mean:.3g} and {p50:.3g})"
+        )
 
 
 GRID_LIMIT = 0.6
@@ -268,10 +345,15 @@ GRID = {"bf16": 2.0**9, "fp16": 2.0**12}
 GRID_TOLERANCE = 0.05
 
 
+def grid_steps(gap: np.ndarray, dtype: str) -> np.ndarray:
+    """Return differences of two logits [n] in spacings of `dtype`, without those that say nothing: 0 or not finite."""
+    return gap[np.isfinite(gap) & (gap != 0)].astype(np.float64) * GRID[dtype]
+
+
 def grid_share(gap: np.ndarray, dtype: str) -> float:
     """Return the share of differences of two logits [n] that are a multiple of the spacing of `dtype`; NaN for too few. A head
     that rounds its logits to bf16 or fp16 leaves them on a grid, and log-softmax in FP32 preserves their differences."""
-    steps = gap[np.isfinite(gap) & (gap != 0)].astype(np.float64) * GRID[dtype]
+    steps = grid_steps(gap, dtype)
     if len(steps) < FEWEST_TOKENS:
         return float("nan")
     return float(np.mean(np.abs(steps - np.round(steps)) < GRID_TOLERANCE))
@@ -302,10 +384,8 @@ def _signs(scores: RolloutScores, what: str) -> dict[str, float]:
     if what == "decode":  # its error grows along the sequence anyway, with the length of the cache
         return {"parity_same_bits": 0.0, "parity_line": explained_by_logprob(*scores.pair(what)), "parity_growth": 1.0}
     first, second = scores.pair("kernels")
-    earlier, later = scores.pair("staleness")
-    known = ~(np.isnan(earlier) | np.isnan(later))
     return {
-        "parity_same_bits": float(np.mean(earlier[known] == later[known])) if known.any() else 0.0,
+        "parity_same_bits": same_bits(scores),
         "parity_line": explained_by_logprob(first, second),
         "parity_growth": growth_along_sequence(first, second, scores.position),
     }
@@ -338,6 +418,21 @@ def logit_error(first: np.ndarray, second: np.ndarray) -> float:
     if known.sum() < FEWEST_UNCERTAIN:
         return float("nan")
     return float(np.median(np.abs(first[known] - second[known]) / uncertain[known]))
+
+
+def same_bits(scores: RolloutScores) -> float:
+    """Return the share of tokens that a server scores with the same bits at two versions, of the server with the largest
+    share. Tokens of which the policy is certain are left out, since their log-probs round to the same number, and so are
+    servers with too few others."""
+    changed = scores.where(scores.lag > 0)
+    known = ~np.isnan(changed.sampled_at) & (-np.expm1(changed.served) > UNCERTAIN)
+    same = changed.sampled_at == changed.served
+    shares = [0.0]
+    for server in np.unique(changed.server):
+        of_server = same[known & (changed.server == server)]
+        if len(of_server) >= FEWEST_UNCERTAIN:
+            shares.append(float(of_server.mean()))
+    return max(shares)
 
 
 def explained_by_logprob(first: np.ndarray, second: np.ndarray) -> float:
@@ -381,8 +476,11 @@ def pooled(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def shown(row: Mapping[str, float | None]) -> str:
-    """Return the mean |difference| of kernels in a row of metrics as text: "same bits" for 0."""
+    """Return the mean |difference| of kernels in a row of metrics as text: "same bits" for 0. It says so if tokens are still
+    too few to judge it."""
     mean = row.get("parity_mean/kernels")
     if mean is None or np.isnan(mean):
         return "not measured"
-    return "same bits" if mean == 0 else f"{mean:.1e}"
+    text = "same bits" if mean == 0 else f"{mean:.1e}"
+    tokens = row.get("parity_unjudged/kernels")
+    return f"{text} (not judged yet: {tokens:.0f} of {FEWEST_TOKENS} tokens)" if tokens else text

@@ -211,7 +211,7 @@ async def test_a_difference_that_lasts_ends_the_run_with_its_cause() -> None:
     stage = Stage(recipe_of())
     for version in range(5, 8):
         stage.parity.finished(
-            Candidate(6 * version, 0, version, PROMPT.tokens, (segment(version - 1, -np.arange(1, 60) - 0.4),), 0, 0)
+            Candidate(6 * version, 0, version, PROMPT.tokens, (segment(version - 1, -np.arange(1, 70) - 0.4),), 0, 0)
         )
         await asyncio.sleep(0)
         score = await stage.publish(version)
@@ -220,6 +220,23 @@ async def test_a_difference_that_lasts_ends_the_run_with_its_cause() -> None:
         assert stage.parity.metrics()["warning_parity"] == 1
         assert bool(stage.failures) is (version == 7)
     assert "differ by 0.3 in log-prob" in stage.failures[0]
+
+
+async def test_answers_of_three_tokens_are_judged_after_some_batches() -> None:
+    """22 comparisons of three tokens each are enough; until then the metrics say how many tokens there are."""
+    stage = Stage(recipe_of())
+    said = []
+    for version in range(5, 27):
+        answer = (segment(version - 1, [-1.4, -2.4, -3.4]),)
+        stage.parity.finished(Candidate(6 * version, 0, version, PROMPT.tokens, answer, 0, 0))
+        await asyncio.sleep(0)
+        score = await stage.publish(version)
+        assert score is not None
+        stage.answer(score, off=0.3)
+        row = stage.parity.metrics()
+        said.append((row["parity_unjudged/kernels"], row["warning_parity"]))
+    assert said == [*((3 * count, 0) for count in range(1, 22)), (0, 1)]
+    assert "66 tokens" in stage.parity.warning
 
 
 async def test_it_costs_less_than_two_percent_of_a_step_at_8b() -> None:
