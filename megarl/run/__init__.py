@@ -11,5 +11,6 @@ restart.py    decides what to do when a role dies: a pure state machine   watch.
 observe.py    reads the current state from the run's files           view.py      the live view of that state
 closing.py    the end of a run, on screen and on disk                summary.py   the results of a run
 process.py    signals, locks and ports of a command's process        health.py    judges by the metrics whether a run is healthy
+scores.py     the best and the last held-out score, and what they warn of
 status.py     `megarl status`, `megarl health`                      logs.py      `megarl logs`
 """

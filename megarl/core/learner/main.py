@@ -273,6 +273,7 @@ class LearnerRank:
 
 
 MEASURED, OF_BATCH = "trained_logprob_diff", "generated_tokens"
+MANY_TOKENS = 1_000_000
 
 
 def contradiction(recorded: Mapping[str, object], now: Mapping[str, object], limits: ParityLimits) -> str:
@@ -291,10 +292,17 @@ def contradiction(recorded: Mapping[str, object], now: Mapping[str, object], lim
     before, after = recorded.get(MEASURED), now.get(MEASURED)
     if not isinstance(before, float) or not isinstance(after, float) or not math.isfinite(before):
         return ""
-    if abs(after - before) <= limits.mean:
+    limit = limits.mean_of("kernels", _tokens(now))
+    if abs(after - before) <= limit:
         return ""
     return (
         f"{MEASURED} is {after:.3g} and was {before:.3g} when the step was trained before; rounding explains a difference of "
-        f"{limits.mean:g}. The weights are not those that the run had: undo what was changed since (model, checkpoints, "
+        f"{limit:.2g}. The weights are not those that the run had: undo what was changed since (model, checkpoints, "
         "code), or give another run.name"
     )
+
+
+def _tokens(row: Mapping[str, object]) -> int:
+    """Return over how many tokens a step's means are; many if the row does not say."""
+    tokens = row.get("tokens_trained")
+    return int(tokens) if isinstance(tokens, float) and tokens >= 1 else MANY_TOKENS
