@@ -25,6 +25,7 @@ TESTED_ELSEWHERE = {
     "make test-gpu-paths": "tests/parallel/test_te_layers.py, after minutes of compilation",
     "make quickstart": "its three commands: the fixture `workplace`, test_run.py, test_launch.py",
     'make quickstart ARGS="run.name=seed-1 run.seed=1 pipeline.k=4"': "the same",
+    "make quickstart-real": "tests/e2e/test_quickstart_real.py",
     "make quickstart-moe": "its three commands: test_run_moe.py",
     "megarl train quickstart-tasks": "test_run_tasks.py",
     "make quickstart-tools": "its three commands: test_run_tools.py",

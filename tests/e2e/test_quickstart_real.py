@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +88,23 @@ def test_a_few_steps(place: Path) -> None:
     assert compared
     assert max(compared) < 0.1, "log-probs in bf16; a wrong model differs by several nats"
     assert [row["step"] for row in read_jsonl(run.rundir.eval)] == [0, 4]
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_tutorial(place: Path) -> None:
+    """Each as it stands on the page; training is shorter."""
+    page = (ROOT / "docs" / "quickstart-real.md").read_text()
+    commands = page.partition("```sh-real\n")[2].partition("```")[0].splitlines()
+    assert len(commands) == 9
+    (place / "questions.jsonl").symlink_to(place / DATA / "questions.jsonl")
+    (place / "SmolLM2-135M-Instruct").symlink_to(place / MODEL, target_is_directory=True)
+    for command in commands:
+        words = shlex.split(command)
+        if "train" in words:
+            words += STEPS
+        done = ran(*words, cwd=place)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert (place / "mine" / "after").is_dir()
 
 
 @pytest.mark.slow
