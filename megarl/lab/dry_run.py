@@ -108,9 +108,10 @@ def warnings(recipe: Recipe) -> Iterator[str]:
     tokenizer = load_tokenizer(recipe.model.path)
     source = template_source(Path(recipe.model.path))
     for name, task in recipe.data.tasks.items():
-        if source and task.template == "raw" and not task.agent and not _is_marked(task, tokenizer):
+        is_raw_by_default = task.template == "raw" and "template" not in task.model_fields_set
+        if source and is_raw_by_default and not task.agent and not _is_marked(task, tokenizer):
             what = f"{recipe.model.path} has a chat template, and the prompts are given without it (template: raw)"
-            yield f"data.tasks.{name}.template: {what}; set template: chat, unless it is a base model"
+            yield f"data.tasks.{name}.template: {what}; set template: chat, or template: raw if that is meant"
     end = recipe.length.end_of_thinking.strip()
     is_token = tokenizer.backend.token_to_id(end) is not None
     if end and end not in source and not is_token and not recipe.sft.data:

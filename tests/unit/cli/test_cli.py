@@ -150,8 +150,9 @@ def test_a_likely_mistake_is_warned_of_and_no_other(
     monkeypatch.setattr("os.getloadavg", lambda: (0.1, 9.0, 9.0))
 
     def warned(*overrides: str) -> str:
-        changed = from_tree(yaml.safe_load(dump(recipe)), overrides)
-        return "\n".join(warnings(changed))
+        tree = yaml.safe_load(dump(recipe))
+        del tree["data"]["tasks"]["math"]["template"]
+        return "\n".join(warnings(from_tree(tree, overrides)))
 
     assert not warned()
     settings = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
@@ -159,6 +160,7 @@ def test_a_likely_mistake_is_warned_of_and_no_other(
     (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
     assert "data.tasks.math.template: " in warned()
     assert not warned("data.tasks.math.template=chat")
+    assert not warned("data.tasks.math.template=raw"), "it is what the user wants"
     marked = {"prompt": f"1+1={settings['eos_token']}", "answer": "2"}
     (tmp_path / "marked.jsonl").write_text(json.dumps(marked))
     assert not warned(f"data.tasks.math.train={tmp_path / 'marked.jsonl'}")
