@@ -176,20 +176,26 @@ def _state_before_first_step(optimizer_class: "type[DistributedOptimizer]") -> N
     original = optimizer_class.state_dict
 
     def state_dict(self: "DistributedOptimizer") -> object:
-        if not self.is_stub_optimizer and not self.optimizer.state:
-            parts = getattr(self.optimizer, "sub_optimizers", None)
-            for part in parts or [self.optimizer]:
-                for group in part.param_groups:
-                    for parameter in group["params"]:
-                        state = part.state[parameter] = {}  # in the order of torch's
-                        if isinstance(part, torch.optim.AdamW):
-                            state["step"] = torch.zeros((), device=parameter.device if group.get("fused") else CPU)
-                        state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-            if parts:
-                self.optimizer._sync_sub_optimizers_state_to_hdo()
+        make_moments(self)
         return original(self)
 
     optimizer_class.state_dict = state_dict
+
+
+def make_moments(optimizer: "DistributedOptimizer") -> None:
+    """Make AdamW's state, all zeros, if it has none yet."""
+    if optimizer.is_stub_optimizer or optimizer.optimizer.state:
+        return
+    parts = getattr(optimizer.optimizer, "sub_optimizers", None)
+    for part in parts or [optimizer.optimizer]:
+        for group in part.param_groups:
+            for parameter in group["params"]:
+                state = part.state[parameter] = {}  # in the order of torch's
+                if isinstance(part, torch.optim.AdamW):
+                    state["step"] = torch.zeros((), device=parameter.device if group.get("fused") else CPU)
+                state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+    if parts:
+        optimizer.optimizer._sync_sub_optimizers_state_to_hdo()
 
 
 def _copies_of_shards_only(optimizer_class: "type[HybridDeviceOptimizer]") -> None:

@@ -30,6 +30,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.models import build
 from megarl.core.models.products import add_gradients_in_fp32
 from megarl.core.recipe import Optimizer, Recipe
+from megarl.shims.megatron_cpu import make_moments
 
 INITIAL = 2.0**16
 """The first scale, as in torch and DeepSpeed. Megatron begins with 2^32 and lets the first steps overflow until the scale fits.
@@ -159,7 +160,8 @@ def with_optimizer(
     if in_host_memory():
         # Made now, moments lie beside the weights. At the first step malloc would put them into gaps between activations, which
         # would then need new memory: a gigabyte for 135M parameters.
-        optimizer.state_dict()
+        for part in optimizer.chained_optimizers:
+            make_moments(part)
     if dtype != torch.float16:
         return ddp, optimizer, None
     scale = LossScale()

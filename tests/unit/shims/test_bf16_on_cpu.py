@@ -21,10 +21,14 @@ EXACT = 1e-6
 
 @pytest.fixture(params=["as this CPU is", "without bf16 instructions"], autouse=True)
 def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = MATMUL.fp32_precision  # another test of this process may have chosen
+    MATMUL.fp32_precision = "none"
     if request.param == "without bf16 instructions":
         monkeypatch.setattr(bf16_on_cpu, "has_instructions", lambda: False)
     yield
-    assert MATMUL.fp32_precision == "none"
+    after = MATMUL.fp32_precision
+    MATMUL.fp32_precision = before
+    assert after == "none"
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
