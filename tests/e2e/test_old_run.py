@@ -41,6 +41,7 @@ def renumber(journal: Path) -> None:
 
 @pytest.mark.stack
 @pytest.mark.timeout(1200)
+@pytest.mark.slow
 def test_an_old_run_is_read_and_goes_on(workplace: Path, tmp_path: Path) -> None:
     with tarfile.open(OLD) as archive:
         archive.extractall(tmp_path, filter="data")

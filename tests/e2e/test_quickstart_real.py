@@ -50,24 +50,18 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (sys.executable, str(ROOT / "examples" / "sums.py"), str(DATA / "questions.jsonl")),
         ("megarl", "data", "prepare", str(DATA / "questions.jsonl"), str(DATA), "--heldout", "120"),
     )
+    said = ""
     for words in steps:
         done = ran(*words, cwd=folder)
         assert done.returncode == 0, f"{words}: {done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        said += done.stdout
+    assert "'The capital of France is' continues with ' Paris" in said
     return folder
 
 
 def test_the_directory_is_the_one_that_the_script_expects(place: Path) -> None:
     digest = hashlib.sha256((place / MODEL / "model.safetensors").read_bytes()).hexdigest()
     assert f"weights={digest}\n" in SCRIPT.read_text()
-
-
-def test_it_speaks(place: Path) -> None:
-    asked = ran(
-        sys.executable, str(ROOT / "examples" / "ask.py"), str(MODEL), "What is the capital of France?", cwd=place
-    )
-    assert asked.stdout.splitlines()[-1] == "What is the capital of France? The capital of France is Paris.", (
-        asked.stderr
-    )
 
 
 def test_a_few_steps(place: Path) -> None:
@@ -117,4 +111,5 @@ def test_the_whole_script(tmp_path: Path) -> None:
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     run = RunDir(checkout / "runs" / "quickstart-real")
     assert (run.path / "after" / "compare-sums.html").is_file()
+    assert "What is the capital of France? The capital of France is Paris." in done.stdout
     assert "What is 12 + 7?" in done.stdout

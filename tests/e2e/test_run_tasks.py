@@ -53,6 +53,7 @@ def check_suite(score: dict[str, Any], suite: SuiteDir) -> None:
     assert score["pass@4_low/sums"] <= score["pass@4/sums"] <= score["pass@4_high/sums"]
 
 
+@pytest.mark.slow
 def test_two_tasks_whose_prompts_are_begun_again(workplace: Path) -> None:
     data = workplace / "runs" / "quickstart-data"
     few(data / "train-addition.jsonl", workplace / "few-addition.jsonl", 6, 2)

@@ -58,7 +58,7 @@ def off(found: dict[str, Any], recipe: Recipe, config: str) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("name", "config", "numbers", "overrides"),
     [
-        pytest.param(*EIGHT, [0, 15], [], id="8b-16"),
+        pytest.param(*EIGHT, [0, 15], [], id="8b-16", marks=pytest.mark.slow),
         pytest.param(*EIGHT, [1, 7], [], id="8b-16, others", marks=pytest.mark.slow),
         pytest.param(
             *EIGHT,
