@@ -290,3 +290,20 @@ def test_flash_is_for_half_precision_on_a_gpu() -> None:
             for size in (128, 20, 512)
         }
     assert [case for case, taken in takes.items() if taken] == [("cuda", torch.bfloat16, 128)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_short_sequences_on_a_cpu_are_as_exact_as_long_ones(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In FP32 between inputs and outputs of half precision, as torch's own kernel does it inside."""
+    tensors = row([0, 5, 42], heads=4, groups=2, head_dim=16, dtype=dtype)
+    wanted = exact([tensor.double() for tensor in tensors], [0, 5, 42], None)
+    errors = []
+    for short in (0, 512):
+        monkeypatch.setattr(attention, "SHORT_ON_CPU", short)
+        ranks = [attention_of([0, 5, 42], None, 1, 0, tensors[0])]
+        found = values_and_gradients(on_ranks(ranks, [0, 5, 42]), tensors)
+        errors.append(largest_difference([tensor.double() for tensor in found], wanted))
+    as_torch, in_fp32 = errors
+    assert 0 < in_fp32 <= as_torch < 0.1
