@@ -6,6 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONDONTWRITEBYTECODE
+export PYTHONWARNINGS=ignore # of packages that are for GPUs
 export CUDA_VISIBLE_DEVICES= # It is made for a CPU, as the stack of `make setup` is
 export PATH=$PWD/.venv/bin:$PATH
 data=runs/quickstart-real-data
