@@ -23,8 +23,9 @@ from megarl.tasks.data.sources import Unreadable, stream
 
 SHOWN_PROMPT = 400
 """Characters shown of a prompt."""
-BUSY = 1.5
-"""Running processes and threads for each core from which a machine is called busy."""
+BUSY = 3.0
+"""Running processes and threads for each core from which a machine is called busy. A warm start that has just ended,
+which uses all cores, leaves 1 to 2 in the load average."""
 NAMED_SECTIONS = ("data.tasks", "data.services", "evaluation.suites")
 
 
