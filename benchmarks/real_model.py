@@ -38,7 +38,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class RealRun:
-    """A recorded run. changes: keys whose values are not the shipped recipe's. seconds: of a step, on average."""
+    """A recorded run. changes: keys whose values are not the shipped recipe's."""
 
     name: str
     seed: int
