@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains a real pretrained model, SmolLM2-135M-Instruct, to answer sums; then shows how it answered before and after.
 # Each command is shown before it runs, so that it can be typed with another model and other questions.
-# It resumes runs/quickstart-real if that was stopped, and begins runs/quickstart-real-2, -3 … if it is finished.
+# It goes on where it was stopped, in training or after it, and begins runs/quickstart-real-2, -3 … when all is done.
 #   launch/quickstart-real.sh [overrides of the recipe: run.seed=1]
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -48,13 +48,16 @@ fi
 
 run=runs/quickstart-real
 number=1
-while grep -qs '"outcome": "finished"' "$run/summary.json"; do
+while [ -f "$run/after/compare-sums.html" ]; do # the last file that it writes
     number=$((number + 1))
     run=runs/quickstart-real-$number
 done
-show megarl train quickstart-real run.resume=auto "run.name=${run#runs/}" "$@"
-
-show megarl export "$run" "$run/trained"
+if ! grep -qs '"outcome": "finished"' "$run/summary.json"; then
+    show megarl train quickstart-real run.resume=auto "run.name=${run#runs/}" "$@"
+fi
+if [ ! -d "$run/trained" ]; then
+    show megarl export "$run" "$run/trained"
+fi
 show megarl eval --model "$model" --suite "$run:sums" --out "$run/before"
 show megarl eval --model "$run/trained" --suite "$run:sums" --out "$run/after"
 show megarl answers compare "$run/before" "$run/after"

@@ -78,7 +78,11 @@ def _table(groups: tuple[Group, ...], state: State) -> Table:
     title = f"{len(groups)} groups of {state.finished} finished"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for heading in ("step", "ticket", "prompt", "pass rate", "reward", "weights", "lag", "tokens", "notes"):
-        table.add_column(heading, justify="left" if heading in ("prompt", "notes") else "right")
+        table.add_column(
+            heading,
+            justify="left" if heading in ("prompt", "notes") else "right",
+            no_wrap=heading != "notes",  # what narrows on a narrow terminal
+        )
     for group in groups:
         due, versions = _due(state, group.ticket), _versions(group.rollouts)
         scores = ("", "") if group.void else (f"{group.pass_rate:.2f}", f"{group.rewards.mean():+.2f}")
