@@ -30,8 +30,8 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import Row, RunDir, latest_scores
 from megarl.core.recipe import Recipe
 
-SCORE = 0.6
-"""Held-out pass rate whose time is measured: most of what the recipe teaches in 60 steps."""
+SCORE = 0.5
+"""Held-out pass rate whose time is measured: the model begins below 0.1, and 60 steps teach about 0.8."""
 UNCOUNTED_STEPS = 3
 """First steps, which tokens per second leave out: megarl's window fills, and TRL allocates."""
 LIMIT_S = 7200.0
