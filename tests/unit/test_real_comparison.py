@@ -109,9 +109,9 @@ def test_the_table_has_both_ratios() -> None:
 @pytest.mark.parametrize(
     ("ours", "theirs", "said"),
     [
-        (0.8, 0.5, "| 100 (step 20) | not in 20 steps | above 2.00 |"),
-        (0.5, 0.8, "| not in 20 steps | 200 (step 20) | – |"),
-        (0.5, 0.5, "| not in 20 steps | not in 20 steps | – |"),
+        (0.8, 0.4, "| 100 (step 20) | not in 20 steps | above 2.00 |"),
+        (0.4, 0.8, "| not in 20 steps | 200 (step 20) | – |"),
+        (0.4, 0.4, "| not in 20 steps | not in 20 steps | – |"),
     ],
 )
 def test_the_table_says_who_did_not_arrive(ours: float, theirs: float, said: str) -> None:
