@@ -2,6 +2,7 @@
 
     launch/bench.sh                          # starts it; options are passed on
     python -m benchmarks.end_to_end [--steps 24] [--fixed] [--json FILE]
+    python -m benchmarks.end_to_end --real [--steps 30] [--trl JSON] [--json FILE]    # real_comparison.py
 
     server alone S, learner alone L     tokens per second, one thread each, the other core free
     bound = 2 / (1/S + 1/L)             two cores, every token costs 1/S core-seconds to sample and 1/L to train
@@ -25,9 +26,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.roles import ROOT, client_of, output, served, trained
+from benchmarks import real_comparison
+from benchmarks.roles import client_of, output, served, trained, with_trl
 from benchmarks.workload import EOS, GrpoStepSizes, make_model, prompt_texts
 from megarl.core import recipe as recipes
+from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import Endpoints
 from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.recipe import Recipe
@@ -39,29 +42,48 @@ PIPELINE_FILL = 6
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=24, help="of megarl; TRL gets a quarter")
+    parser.add_argument("--steps", type=int, help="of megarl, 24; TRL gets a quarter. With --real of both, 30")
     parser.add_argument("--fixed", action="store_true", help="all completions of 80 tokens instead of ragged ones")
+    parser.add_argument("--real", action="store_true", help="SmolLM2-135M-Instruct learns sums by quickstart-real")
+    parser.add_argument("--trl", default="{}", help="with --real: settings of TRL's GRPOConfig, a JSON object")
     parser.add_argument("--json", type=Path, help="write the figures there too")
     options = parser.parse_args()
-    work = GrpoStepSizes(mean_tokens=None, max_tokens=80) if options.fixed else GrpoStepSizes()
+    if options.real and options.fixed:
+        parser.error("--fixed: the real model's answers are as long as they are; leave it out")
+    if options.real:
+        compare_real(options.steps or 30, options.trl, options.json)
+    else:
+        compare_with_bound(options.steps or 24, options.fixed, options.json)
+
+
+def compare_real(steps: int, trl_settings: str, json_file: Path | None) -> None:
+    try:
+        real_comparison.compare(steps, trl_settings, json_file)
+    except MegarlError as problem:
+        raise SystemExit(f"megarl: {problem}") from None
+
+
+def compare_with_bound(steps: int, fixed: bool, json_file: Path | None) -> None:
+    """Measure the workload by megarl, by TRL and by each of megarl's sides alone, and print a table."""
+    work = GrpoStepSizes(mean_tokens=None, max_tokens=80) if fixed else GrpoStepSizes()
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         make_model(place / "model", work)
-        write_data(place, work, options.steps)
-        recipe = recipe_of(place, work, options.steps)
+        write_data(place, work, steps)
+        recipe = recipe_of(place, work, steps)
         figures: dict[str, float] = {}
         for name, measure in {
             "server_alone": lambda: server_alone(recipe, work),
-            "learner_alone": lambda: learner_alone(options.fixed),
+            "learner_alone": lambda: learner_alone(fixed),
             "megarl": lambda: end_to_end(recipe),
-            "trl": lambda: trl(place, dataclasses.replace(work, steps=max(4, options.steps // 4))),
+            "trl": lambda: trl(place, dataclasses.replace(work, steps=max(4, steps // 4))),
         }.items():
             figures[name] = measure()
             print(f"{name.replace('_', ' ')}: {figures[name]:,.0f} tokens/s", file=sys.stderr, flush=True)
     figures["bound"] = 2 / (1 / figures["server_alone"] + 1 / figures["learner_alone"])
     print(table(figures, work))
-    if options.json:
-        options.json.write_text(json.dumps(figures | {"workload": dataclasses.asdict(work)}, indent=1) + "\n")
+    if json_file:
+        json_file.write_text(json.dumps(figures | {"workload": dataclasses.asdict(work)}, indent=1) + "\n")
 
 
 def table(figures: dict[str, float], work: GrpoStepSizes) -> str:
@@ -161,8 +183,7 @@ def end_to_end(recipe: Recipe) -> float:
 
 def trl(place: Path, work: GrpoStepSizes) -> float:
     command = [sys.executable, "-m", "benchmarks.trl_grpo", str(place / "model"), json.dumps(dataclasses.asdict(work))]
-    path = os.pathsep.join([str(ROOT / ".bench"), str(ROOT)])
-    printed = output(command, {"OMP_NUM_THREADS": "2", "PYTHONPATH": path})
+    printed = output(command, with_trl())
     return float(json.loads(printed.splitlines()[-1])["tokens_per_second"])
 
 

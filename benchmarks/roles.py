@@ -66,21 +66,28 @@ def client_of(endpoints: Endpoints, limit_s: float = REQUEST_LIMIT_S) -> ServerC
     return ServerClient(address, endpoints.api_key, endpoints.admin_key, limit_s)
 
 
-def trained(recipe: Recipe) -> list[Row]:
-    """Run the recipe; return the rows of its metrics."""
+def trained(recipe: Recipe, limit_s: float = 1800) -> list[Row]:
+    """Run the recipe; return the rows of its metrics. subprocess.TimeoutExpired after so many seconds."""
     rundir = RunDir(recipe.run.path)
     file = rundir.path.parent / f"{recipe.run.name}.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(recipes.dump(recipe))
-    output([sys.executable, "-m", "megarl", "train", str(file)], {})
+    output([sys.executable, "-m", "megarl", "train", str(file)], {}, limit_s)
     return latest_rows(rundir.metrics)
 
 
-def output(command: list[str], environment: dict[str, str]) -> str:
-    """Return the command's output; its errors are shown if it fails."""
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=1800
-    )
+def with_trl() -> dict[str, str]:
+    """Return the environment variables with which a process finds TRL, and has both cores."""
+    return {"OMP_NUM_THREADS": "2", "PYTHONPATH": os.pathsep.join([str(ROOT / ".bench"), str(ROOT)])}
+
+
+def output(command: list[str], environment: dict[str, str], limit_s: float = 1800) -> str:
+    """Return the command's output; its errors are shown if it fails.
+
+    subprocess.TimeoutExpired after so many seconds.
+    """
+    variables = {**os.environ, **environment}
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=limit_s)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     return done.stdout

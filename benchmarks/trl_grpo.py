@@ -9,7 +9,6 @@ import json
 import random
 import sys
 import tempfile
-import time
 import warnings
 from typing import Any
 
@@ -20,17 +19,40 @@ from datasets import Dataset  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
+from benchmarks.real_comparison import TrainingWatch  # noqa: E402
 from benchmarks.workload import GrpoStepSizes, prompt_texts  # noqa: E402
 
 
 class Clock(TrainerCallback):
-    """Records the wall time at the end of each step."""
+    """Records the seconds since training began at the end of each step."""
 
     def __init__(self) -> None:
+        self.watch = TrainingWatch()
         self.ends: list[float] = []
 
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.watch.start()
+
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.ends.append(time.perf_counter())
+        self.ends.append(self.watch.seconds())
+
+
+def settings(**others: Any) -> GRPOConfig:
+    """Return ScaleRL's loss on a CPU, with these settings of GRPOConfig too; they take precedence."""
+    common = {
+        "loss_type": "cispo",
+        "epsilon_high": 4.0,
+        "scale_rewards": "batch",
+        "beta": 0.0,
+        "temperature": 1.0,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    return GRPOConfig(**common | others)
 
 
 def main() -> None:
@@ -51,24 +73,13 @@ def main() -> None:
             processing_class=AutoTokenizer.from_pretrained(path, padding_side="left"),
             train_dataset=Dataset.from_dict({"prompt": prompt_texts(work, work.prompts * (work.steps + 1))}),
             callbacks=[clock],
-            args=GRPOConfig(
+            args=settings(
                 output_dir=out,
-                loss_type="cispo",
-                epsilon_high=4.0,
-                scale_rewards="batch",
-                beta=0.0,
                 num_generations=work.generations,
                 per_device_train_batch_size=work.completions,
                 max_completion_length=work.max_tokens,
-                temperature=1.0,
                 max_steps=work.steps,
                 learning_rate=1e-6,
-                use_cpu=True,
-                bf16=False,
-                gradient_checkpointing=False,
-                report_to="none",
-                save_strategy="no",
-                disable_tqdm=True,
             ),
         )
         trainer.train()
