@@ -2,10 +2,12 @@
 
     python -m benchmarks.real_model record runs/quickstart-real …
     python -m benchmarks.real_model table
+    python -m benchmarks.real_model signals
 
 `record` writes benchmarks/results/real/RUN.jsonl.gz for each run: a line with what its recipe changes
 in the shipped one, then the rows of eval.jsonl and metrics.jsonl. `table` prints a line for each record:
-the held-out score at each evaluation, and means over the last ten steps.
+the held-out score at each evaluation, and means over the last ten steps. `signals` prints which alarms
+each run raised, and when.
 """
 
 import argparse
@@ -21,7 +23,9 @@ from statistics import fmean
 from typing import Any
 
 from megarl.core.base.rundir import Row, RunDir, latest_rows, latest_scores, write_atomically
+from megarl.core.evaluation import fall
 from megarl.core.recipe import differences, load
+from megarl.run.health import Alarm, Health
 
 SHIPPED = "quickstart-real"
 RECORDS = Path("benchmarks/results/real")
@@ -51,14 +55,15 @@ class RealRun:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("record", "table"))
+    parser.add_argument("what", choices=("record", "table", "signals"))
     parser.add_argument("runs", type=Path, nargs="*")
     options = parser.parse_args()
     if options.what == "record":
         for path in options.runs:
             record(RunDir.opened(path))
-    else:
-        print(table([read(path) for path in sorted(RECORDS.glob("*.jsonl.gz"))]))
+        return
+    runs = [read(path) for path in sorted(RECORDS.glob("*.jsonl.gz"))]
+    print(table(runs) if options.what == "table" else signals(runs))
 
 
 def record(rundir: RunDir) -> None:
@@ -104,6 +109,23 @@ def table(runs: Sequence[RealRun]) -> str:
         seconds = f"{_mean(run.steps, 'step_seconds'):.1f}"
         lines.append(f"| {run.name} | {changes} | {run.seed} | {scores} | {' | '.join(newest)} | {seconds} |")
     return "\n".join(lines)
+
+
+def signals(runs: Sequence[RealRun]) -> str:
+    """Return a table in Markdown: for each run its alarms with their first and last steps, and the
+    evaluations that said that the held-out score had fallen."""
+    lines = ["| run | held out | alarms | said to have fallen at step |", "|---|---|---|---|"]
+    for run in runs:
+        scores = " ".join(f"{row['pass_rate']:.2f}" for row in run.scores)
+        alarms = ", ".join(_spelt(alarm) for alarm in Health(run.steps).history) or "none"
+        fallen = [str(row["step"]) for row in run.scores if row.get(fall.WARNING)]
+        lines.append(f"| {run.name} | {scores} | {alarms} | {' '.join(fallen) or 'never'} |")
+    return "\n".join(lines)
+
+
+def _spelt(alarm: Alarm) -> str:
+    last = "the end" if alarm.until is None else alarm.until - 1
+    return f"`{alarm.name}` {alarm.raised} to {last}"
 
 
 def _mean(rows: Sequence[Row], name: str) -> float:

@@ -106,6 +106,8 @@ def task(recipe: Recipe, rundir: RunDir, role: Role, port: int, place: Place) ->
         **{name: os.environ.get(name, value) for name, value in ALIKE.items()},
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
+        # A thread that waits for the others of its role sleeps. One that spins keeps another role from its core.
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_VISIBLE_DEVICES": ",".join(place.gpus),
         "CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),  # nvidia-smi's, and Slurm's

@@ -10,7 +10,7 @@ from megarl.tasks.environments.calculator import calculated
 from tests.e2e import runs
 from tests.e2e.runs import batches, check_history, check_nothing_left, megarl
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(900)]
 
 OVERRIDES = (
     "run.steps=8",

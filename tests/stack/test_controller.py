@@ -319,6 +319,10 @@ def test_killed_and_restarted_it_gives_the_same_batches_bit_for_bit(run: Run) ->
     first = run.start()
     before = run.learner()
     before.go(until=3)
+    end = time.monotonic() + LIMIT_S
+    while not run.rundir.eval.exists():  # else its first scores may be lost, and no server has those weights any more
+        assert time.monotonic() < end, run.log()[-3000:]
+        time.sleep(0.05)
     first.kill()
     first.wait()
     admitted = {r.ticket: r.prompt_id for r in JournalReader(run.rundir.rollouts).replay() if isinstance(r, Admitted)}

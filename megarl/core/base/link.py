@@ -34,7 +34,9 @@ class ControllerLink:
     ) -> None:  # fmt: skip
         self.address, self._keys, self.interrupted = address, keys, interrupted
         self.resend_s, self.limit_s = resend_s, limit_s
-        self._context = zmq.Context()
+        # The process's own context. One of the link's would be closed when it is collected, perhaps before its socket, and
+        # closing waits, without a limit, for all sockets.
+        self._context = zmq.Context.instance()
         self._socket = self._connect()
 
     def ask(self, request: Request) -> bytes:
@@ -69,7 +71,7 @@ class ControllerLink:
         self._socket.poll(int(1000 * LAST_WORD_S))
 
     def close(self) -> None:
-        self._context.destroy()
+        self._socket.close()
 
     def _check_interrupted(self) -> None:
         if reason := self.interrupted():

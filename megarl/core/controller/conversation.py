@@ -53,6 +53,9 @@ log = logging.getLogger(__name__)
 
 DOMAIN = "megarl"
 EVENTS = "inproc://connections"
+_open_contexts: set[zmq.asyncio.Context] = set()
+"""Contexts of links that are not closed. One that is collected closes itself, and waits without a limit if a socket of it is
+collected later."""
 
 
 class Link:
@@ -61,6 +64,7 @@ class Link:
     def __init__(self, endpoint: str, keys: LinkKeys) -> None:
         self.malformed = self._refused = 0
         self._context = zmq.asyncio.Context()
+        _open_contexts.add(self._context)
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
         learner = keys.learner.encode()
@@ -111,6 +115,7 @@ class Link:
         self._authenticator.stop()
         self._events.close()  # not closed by the context, which knows only of sockets that it made
         self._context.destroy(linger=1000)
+        _open_contexts.discard(self._context)
 
 
 HOLD_S = 1.0

@@ -1,5 +1,7 @@
 """Rank 0's link against a real ROUTER socket that answers, is silent, or comes back."""
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -116,3 +118,28 @@ def test_another_schema_is_refused(address: str, link: ControllerLink) -> None:
     serve(address, [[b"megarl 0", b"\x80"]])
     with pytest.raises(MegarlError, match="another protocol"):
         link.ask(NEXT)
+
+
+DROPPED = """
+import gc
+from megarl.core.base.link import ControllerLink
+from megarl.core.base.rundir import LinkKeys
+from megarl.core.controller.conversation import Link
+from megarl.run.process import free_ports
+
+address = f"tcp://127.0.0.1:{free_ports(1)[0]}"
+keys = LinkKeys.new()
+for link in (Link(address, keys), ControllerLink(address, keys, lambda: "")):
+    link.itself = link
+del link
+gc.collect()
+print("collected", flush=True)
+"""
+
+
+@pytest.mark.processes
+def test_links_that_nobody_closes_are_collected_without_a_wait() -> None:
+    """As after an error: its traceback holds the link, in a cycle, and the order in which a cycle is collected is not known."""
+    done = subprocess.run([sys.executable, "-c", DROPPED], stdout=subprocess.PIPE, text=True, timeout=120)
+    assert done.stdout == "collected\n"
+    assert done.returncode == 0

@@ -72,7 +72,9 @@ def off(found: dict[str, Any], recipe: Recipe, config: str) -> dict[str, float]:
         ),
         pytest.param(*SCOUT, [0, 15], [], id="17bx16-16", marks=pytest.mark.slow),
         pytest.param(*SCOUT, [0, 7, 8, 15], [], id="17bx16-16, others", marks=pytest.mark.slow),
-        pytest.param(*SCOUT, [0, 79], ["resources.learner_ranks=80", "batch.prompts=50"], id="17bx16-80"),
+        pytest.param(
+            *SCOUT, [0, 79], ["resources.learner_ranks=80", "batch.prompts=50"], id="17bx16-80", marks=pytest.mark.slow
+        ),
         pytest.param(
             *SCOUT,
             [0, 255],
@@ -100,6 +102,7 @@ def test_a_rank_holds_what_is_planned(name: str, config: str, numbers: list[int]
         assert sum(published.values()) == pytest.approx(2 * architecture.read(config).parameters, rel=ALLOWED)
 
 
+@pytest.mark.slow
 def test_copies_send_equal_parts_to_servers_of_several_gpus() -> None:
     """17Bx16: two copies of two stages of four tensor-parallel ranks. Each of a server's four GPUs has a source."""
     found = ranks(*SCOUT, [4, 8, 9])

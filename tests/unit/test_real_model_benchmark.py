@@ -1,0 +1,48 @@
+"""benchmarks/real_model.py: what its tables say of a record."""
+
+import gzip
+import json
+from pathlib import Path
+
+from benchmarks.real_model import RealRun, read, signals, table
+
+STEPS = [
+    {
+        "step": step,
+        "groups_in_loss": 3.0,
+        "entropy": 0.1,
+        "grad_norm": 9.0,
+        "effective_sample_size": 0.9,
+        "step_seconds": 11.0,
+        "truncation_rate": 0.9 if step < 10 else 0.0,
+    }
+    for step in range(20)
+]
+SCORES = (
+    {"step": 0, "pass_rate": 0.05, "warning_fall": 0.0},
+    {"step": 10, "pass_rate": 0.53, "warning_fall": 0.0},
+    {"step": 20, "pass_rate": 0.2, "warning_fall": 1.0},
+)
+RUN = RealRun("fast", 1, {"learner.optimizer.lr": 5e-5}, "x86_64", {}, SCORES, tuple(STEPS))
+
+
+def test_a_line_for_each_run() -> None:
+    assert table([RUN]).splitlines()[2] == (
+        "| fast | `learner.optimizer.lr=5e-05` | 1 | 0.05 0.53 0.20 | 3.00 | 0.10 | 9.00 | 0.90 | 11.0 |"
+    )
+
+
+def test_when_it_was_said_that_the_score_has_fallen() -> None:
+    line = signals([RUN]).splitlines()[2]
+    assert line.endswith(" | 20 |")
+    assert "`truncation`" in line
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    head = {"name": "fast", "seed": 1, "changes": {}, "machine": "x86_64", "versions": {}}
+    lines = [head, {"score": SCORES[1]}, {"step": STEPS[0]}]
+    path = tmp_path / "fast.jsonl.gz"
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
+    run = read(path)
+    assert run.scores == (SCORES[1],)
+    assert run.steps == (STEPS[0],)
