@@ -306,9 +306,8 @@ def _on_cpu(model: KnownModel, data: KnownData, machine: Machine) -> Iterator[Re
     prompts = min(12, data.trained)
     steps = min(100, max(20, -(-data.trained // prompts)))
     yield RecipeKey("model.dtype", "bf16" if native else "fp32", why)
-    yield RecipeKey(
-        "resources.threads", max(1, machine.cores // 2), f"for each of server and learner, of {machine.cores} cores"
-    )
+    threads = max(min(2, machine.cores), machine.cores // 2)
+    yield RecipeKey("resources.threads", threads, f"for each of server and learner, of {machine.cores} cores")
     yield RecipeKey("run.steps", steps, "at least 20, at most 100; else one pass over the prompts")
     yield from _batch(prompts, 8, 2)
     yield RecipeKey("learner.optimizer.warmup_steps", 3)

@@ -203,6 +203,15 @@ def test_a_learners_kernels_start_in_the_order_of_their_calls(recipe: Recipe, tm
     assert made.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
+def test_threads_sleep_while_they_wait(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the user says otherwise."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    for said in ("passive", "active"):
+        made = task(recipe, RunDir(tmp_path), Role("learner"), 0, HERE)
+        assert made.environment["OMP_WAIT_POLICY"] == said
+        monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+
+
 @pytest.mark.parametrize(("kind", "seen"), [("learner", "stopped"), ("controller", None)])
 def test_a_stopped_rank_is_seen_and_a_stopped_program_is_not(tmp_path: Path, kind: RoleKind, seen: str | None) -> None:
     """torchrun's ranks lead sessions of their own, and so do the programs that a grader runs."""
