@@ -36,7 +36,7 @@ class ControllerLink:
         self.resend_s, self.limit_s = resend_s, limit_s
         # The process's own context. One of the link's would be closed when it is collected, perhaps before its socket, and
         # closing waits, without a limit, for all sockets.
-        self._context = zmq.Context.instance()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._socket = self._connect()
 
     def ask(self, request: Request) -> bytes:
