@@ -209,6 +209,7 @@ def test_threads_sleep_while_they_wait(recipe: Recipe, tmp_path: Path, monkeypat
     for said in ("passive", "active"):
         made = task(recipe, RunDir(tmp_path), Role("learner"), 0, HERE)
         assert made.environment["OMP_WAIT_POLICY"] == said
+        assert made.environment["OMP_THREAD_LIMIT"] is None
         monkeypatch.setenv("OMP_WAIT_POLICY", "active")
 
 

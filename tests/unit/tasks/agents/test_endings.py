@@ -80,9 +80,10 @@ def test_a_session_that_is_ended_answers_what_is_in_progress(
     async def test() -> None:
         async with gateway(tmp_path, "a", "b") as served:
             served.hold.clear()
-            asked = [asyncio.create_task(served.chat(user(n), stream=stream)) for n in range(2)]
+            count = 2 if begun else 1  # a second one may find the door closed before it is heard
+            asked = [asyncio.create_task(served.chat(user(n), stream=stream)) for n in range(count)]
             if begun:
-                while len(served.asked) < 2:
+                while len(served.asked) < count:
                     await asyncio.sleep(0.01)
                 await asyncio.sleep(0.02)  # streams have sent their heads
             else:
