@@ -106,7 +106,7 @@ def task(recipe: Recipe, rundir: RunDir, role: Role, port: int, place: Place) ->
         **{name: os.environ.get(name, value) for name, value in ALIKE.items()},
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
-        "OMP_THREAD_LIMIT": None,  # with fewer threads than torch counts on, SGLang's scores are not finite
+        "OMP_THREAD_LIMIT": None,  # one below `threads`: SGLang's server dies at the first token on a CPU
         # A thread that waits for the others of its role sleeps. One that spins keeps another role from its core.
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
         "TOKENIZERS_PARALLELISM": "false",
