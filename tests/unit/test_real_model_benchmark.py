@@ -4,7 +4,7 @@ import gzip
 import json
 from pathlib import Path
 
-from benchmarks.real_model import RealRun, read, signals, table
+from benchmarks.real_model import RealRun, predictions, read, signals, table
 
 STEPS = [
     {
@@ -46,3 +46,33 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     run = read(path)
     assert run.scores == (SCORES[1],)
     assert run.steps == (STEPS[0],)
+
+
+def evaluated_often(seed: int, falls_from: int) -> RealRun:
+    """A run whose scores follow a law of compute until a step, and are .3 from then on."""
+    scores = []
+    for step in range(0, 31, 3):
+        hours = step / 100
+        lawful = 0.05 + 0.7 * hours / (hours + 0.06)
+        score = 0.3 if step >= falls_from else lawful
+        scores.append(
+            {
+                "step": step,
+                "pass_rate": score,
+                "compute_hours": hours,
+                "compute_unit": "core",
+                "answers": 240,
+            }
+        )
+    return RealRun(f"run-{seed}", seed, {"evaluation.every": 3}, "x86_64", {}, tuple(scores), ())
+
+
+def test_a_law_of_half_a_run_holds_for_one_that_goes_on_and_not_for_one_that_falls(tmp_path: Path) -> None:
+    picture = tmp_path / "picture"
+    runs = [evaluated_often(0, falls_from=31), evaluated_often(1, falls_from=18), RUN]
+    lasting, falling, both = predictions(runs, picture).splitlines()[2:]
+    assert lasting.startswith("| run-0 | `evaluation.every=3` | 0.55 | 0.")
+    assert "| 0.63 | 5 of 5 |" in lasting
+    assert "| 0.30 | 0 of 5 |" in falling
+    assert "| 0.63 0.30 | 5 of 10 |" in both
+    assert picture.with_suffix(".png").stat().st_size > 10_000
