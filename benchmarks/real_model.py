@@ -8,8 +8,9 @@
 `record` writes benchmarks/results/real/RUN.jsonl.gz for each run: a line with what its recipe changes
 in the shipped one, then the rows of eval.jsonl and metrics.jsonl. `table` prints a line for each record:
 the held-out score at each evaluation, and means over the last ten steps. `signals` prints which alarms
-each run raised, and when. `predict` fits runs that were evaluated often enough at half of their
-compute, each alone and the seeds of one setting together, and compares the laws with what came later.
+each run raised, and when. `predict` fits the first half of the steps of runs that were evaluated
+often enough, each alone and the seeds of one setting together, and compares the laws with what
+came later.
 """
 
 import argparse
@@ -42,7 +43,7 @@ OF_THE_PLACE = ("run.name", "run.dir", "run.seed", "run.resume", "model.path", "
 """Keys, or beginnings of keys, that say where a run was made, and not how."""
 NEWEST = 10
 FEWEST_SCORES = 8
-"""Evaluations after training began that a run needs, so that half of its compute has enough for a law."""
+"""Evaluations after training began that a run needs, so that half of its steps has enough for a law."""
 COLUMNS = {
     "groups": "groups_in_loss",
     "entropy": "entropy",
@@ -143,10 +144,10 @@ def signals(runs: Sequence[RealRun]) -> str:
 
 @dataclass(frozen=True)
 class LaterScore:
-    """A score after half of a run's compute, and what a law fitted to the first half says of it.
+    """A score after half of a run's steps, and what a law fitted to the first half says of it.
 
     before: the last score of the first half; low, high: the 95 % interval of the score, which is
-    the law's and the evaluation's own noise together; share: of the run's compute.
+    the law's and the evaluation's own noise together.
     """
 
     measured: float
@@ -154,7 +155,6 @@ class LaterScore:
     low: float
     high: float
     before: float
-    share: float
 
     @property
     def inside(self) -> bool:
@@ -162,7 +162,8 @@ class LaterScore:
 
 
 def curve_of(run: RealRun) -> Curve:
-    return curve_of_run(run.name, run.scores, run.steps, run.name, PointColumns())
+    """Return the run's scores by step. Hours would not do: other work on the machine stretches them."""
+    return curve_of_run(run.name, run.scores, run.steps, run.name, PointColumns(hours="step"))
 
 
 def settings_of(run: RealRun) -> str:
@@ -171,20 +172,16 @@ def settings_of(run: RealRun) -> str:
 
 
 def later_scores(law: Fit, curve: Curve, half: float) -> list[LaterScore]:
-    """Compare a law with the scores of one run at more compute than `half`, in hours."""
+    """Compare a law with the scores of one run after step `half`."""
     later = curve.hours > half
     band = predict(law, curve.hours[later])
     noise = 1.96 * binomial_noise(band.pass_rate, curve.answers or 1)
     low = band.pass_rate - np.hypot(band.pass_rate - band.low, noise)
     high = band.pass_rate + np.hypot(band.high - band.pass_rate, noise)
     before = float(curve.pass_rate[~later][-1])
-    shares = curve.hours[later] / curve.hours[-1]
-    columns = (curve.pass_rate[later], band.pass_rate, low, high, shares)
+    columns = (curve.pass_rate[later], band.pass_rate, low, high)
     rows = zip(*(column.tolist() for column in columns), strict=True)
-    return [
-        LaterScore(measured, predicted, least, most, before, share)
-        for measured, predicted, least, most, share in rows
-    ]
+    return [LaterScore(*numbers, before=before) for numbers in rows]
 
 
 def predictions(runs: Sequence[RealRun], picture: Path | None) -> str:
@@ -213,7 +210,8 @@ def predictions(runs: Sequence[RealRun], picture: Path | None) -> str:
             lines.append(_prediction_line(curve.name, changes, [curve], [half], [curve]))
         if len(curves) > 1:
             lines.append(_prediction_line(f"{len(curves)} seeds", changes, curves, halves, curves))
-            drawn[changes.replace("`", "")] = (curves, fit(curves, end=fmean(halves)))
+            prompts = seeds[0].changes.get("batch.prompts", load(SHIPPED).batch.prompts)
+            drawn[f"{prompts} prompts a step"] = (curves, fit(curves, end=fmean(halves)))
     if picture is not None:
         plot_fits(drawn, picture, until=max(float(c.hours[-1]) for curves, _ in drawn.values() for c in curves))
     return "\n".join(lines)

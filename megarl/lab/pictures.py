@@ -8,6 +8,7 @@ imports matplotlib, which takes no text for mathematics.
 
 import io
 import json
+import math
 import string
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,6 +76,27 @@ def drawing(
         if title:
             figure.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left")
         yield figure, list(figure.subplots(rows, columns, sharex=sharex, sharey=sharey, squeeze=False).flat)
+
+
+FEW_DECADES = 2.0
+"""Powers of ten of an axis up to which 2 and 5 times each are labelled, too."""
+
+
+def logarithmic(axes: "Axes") -> None:
+    """Make the x axis logarithmic, with plain numbers as labels. Call it when the data is drawn.
+
+    Matplotlib's own labels are formulas, which are off (STYLE).
+    """
+    from matplotlib.ticker import LogLocator
+
+    axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    labelled = (1.0,)
+    if math.log10(high / low) <= FEW_DECADES:
+        labelled = (1.0, 2.0, 5.0)
+    axes.xaxis.set_major_locator(LogLocator(subs=labelled))
+    axes.xaxis.set_major_formatter(lambda value, _position: f"{value:,.12g}")
+    axes.xaxis.set_minor_formatter(lambda _value, _position: "")
 
 
 def _spell_out(figure: "Figure") -> None:

@@ -21,7 +21,7 @@ from megarl.core.base.rundir import CHECKPOINT, RunDir, step_of, write_atomicall
 from megarl.core.evaluation import metrics
 from megarl.core.evaluation.answers import SuiteDir, suites_in
 from megarl.core.evaluation.metrics import Estimate, Outcome
-from megarl.lab.pictures import GREY, drawing, rendered
+from megarl.lab.pictures import GREY, drawing, logarithmic, rendered
 
 WORDS = {"pass": "oracle (pass@n)", "maj": "majority (maj@n)", "best": "by reward (best@n)"}
 STYLES = {"pass": ":", "maj": "-", "best": "--"}
@@ -135,5 +135,6 @@ def draw(suite: str, drawn: Sequence[ScoreCurve], path: Path) -> None:
         for kind in [kind for kind in WORDS if any(curve.kind == kind for curve in drawn)]:
             axes.plot([], [], STYLES[kind], color=GREY, label=WORDS[kind])
         axes.legend()
-        axes.set(xscale="log", xlabel="tokens generated for a prompt (n × mean)", ylabel="score", title=suite)
+        logarithmic(axes)
+        axes.set(xlabel="tokens generated for a prompt (n × mean)", ylabel="score", title=suite)
         write_atomically(path, rendered(figure, path.suffix[1:] or "png"))

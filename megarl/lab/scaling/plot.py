@@ -10,11 +10,10 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import LogLocator, NullFormatter
 
 from megarl.core.base.errors import MegarlError
 from megarl.lab import pictures
-from megarl.lab.pictures import COLORS, GREY, drawing
+from megarl.lab.pictures import COLORS, GREY, drawing, logarithmic
 from megarl.lab.scaling.extrapolate import Prediction, predict
 from megarl.lab.scaling.fit import Fit
 from megarl.lab.scaling.points import Curve, amount, unit_name
@@ -52,7 +51,8 @@ def plot_fits(
             for name, (curves, fit) in series.items():
                 _draw(axes, name, colors[name], curves, fit, bands.get(name), end)
             axes.set(title=heading, xlabel=f"compute, {unit_name(unit)}")
-        log.set(xscale="log", ylabel="pass rate")
+        log.set_ylabel("pass rate")
+        logarithmic(log)
         linear.set_xlim(0, end)
         linear.xaxis.set_major_formatter(lambda hours, _position: amount(hours))
         linear.plot([], [], "D", color="white", markeredgecolor=GREY, markersize=6, label="C_mid")
@@ -104,11 +104,9 @@ def plot_slices(parts: Sequence[Slice], path_without_suffix: Path) -> list[Path]
                 name = part.name + ("" if part.unit == (0, 1) else " (0 is {:g}, 1 is {:g})".format(*part.unit))
                 hours = np.geomspace(float(curves[part].hours[0]) / 2, end, BAND_POINTS)
                 _draw(axes, name, color, [curves[part]], part.fit, predict(part.fit, hours) if part.fit else None, end)
-            axes.set(title=", by ".join(panel), xscale="log", ylim=(-0.02, 1.02), ylabel="score")
+            axes.set(title=", by ".join(panel), ylim=(-0.02, 1.02), ylabel="score")
             axes.set_xlabel(f"compute, {unit_name(next(iter(curves.values())).unit)}")
-            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.xaxis.set_major_formatter(lambda hours, _position: amount(hours))
-            axes.xaxis.set_minor_formatter(NullFormatter())
+            logarithmic(axes)
             axes.legend(loc="best", fontsize=7) if here else axes.set_visible(False)
         return pictures.save(figure, path_without_suffix)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megarl.core.base.errors import MegarlError
+from megarl.lab.pictures import drawing, logarithmic
 from megarl.lab.scaling.fit import fit
 from megarl.lab.scaling.plot import Series, plot_efficiency, plot_fits
 from megarl.lab.scaling.points import Curve
@@ -67,3 +68,18 @@ def test_core_hours_are_not_laid_over_gpu_hours(tmp_path: Path) -> None:
 def test_nothing_to_draw(tmp_path: Path) -> None:
     with pytest.raises(MegarlError, match="nothing to draw"):
         plot_fits({"x": ([Curve("x", np.zeros(0), np.zeros(0), 0.3)], None)}, tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    ("ends", "labels"),
+    [((1.5, 33.0), ["2", "5", "10", "20"]), ((0.9, 110_000.0), ["1", "10", "100", "1,000", "10,000", "100,000"])],
+)
+def test_logarithms_are_labelled_by_plain_numbers(ends: tuple[float, float], labels: list[str]) -> None:
+    with drawing((6, 4)) as (figure, (axes,)):
+        axes.plot(ends, (0.0, 1.0))
+        axes.set_xlim(ends)
+        logarithmic(axes)
+        figure.draw_without_rendering()
+        shown = [label.get_text() for label in axes.get_xticklabels()]
+    assert shown[1:-1] == labels  # the first and the last lie outside
+    assert not any(label.get_text() for label in axes.get_xticklabels(minor=True))
