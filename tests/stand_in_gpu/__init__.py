@@ -4,10 +4,11 @@
     install()                                 # in that process, before megatron is imported
     with on_stand_in_gpu(): Trainer(...)
 
-Code then takes the branches for a GPU, and each operation is checked as a GPU's would be: tensors of two devices do not meet
-(DevicesMixed), except where CUDA lets them. The operations that only CUDA has are computed from their definitions: products
-with another output type, varlen_attn, the head's kernels (by their plain form). Since numbers are real, a step can be compared
-with the same step on a CPU.
+Code then takes the branches for a GPU, and each operation is checked as a GPU's would be: tensors
+of two devices do not meet (DevicesMixed), except where CUDA lets them, and a product of bytes is
+refused in all layouts but the one of cuBLASLt's kernels. The operations that only CUDA has are
+computed from their definitions: products with another output type, varlen_attn, the head's kernels
+(by their plain form). Since numbers are real, a step can be compared with the same step on a CPU.
 
 It shows nothing of kernels, of their precision, of memory, or of the order of streams.
 """
@@ -288,7 +289,29 @@ def _into(into: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, *, out: Tensor
     return out.copy_(into + a.to(dtype) @ b.to(dtype))
 
 
+def _product_of_bytes(a: Tensor, b: Tensor) -> Tensor:
+    """aten::_int_mm of int8, with what a GPU demands: the checks of _int_mm_out_cuda
+    (aten/src/ATen/native/cuda/Blas.cpp), and what cuBLASLt's documentation of cublasLtMatmul
+    demands for "IMMA kernels": the layout TN, addresses and leading dimensions that are multiples
+    of 4. It computes the transposed product, so its first operand is `b`."""
+    demands = {
+        "two matrices of int8": a.dim() == b.dim() == 2 and a.dtype == b.dtype == torch.int8,
+        "more than 16 rows": a.shape[0] > 16,
+        "a first operand whose columns are a multiple of 8": a.shape[1] % 8 == 0 < a.shape[1],
+        "a second operand whose columns are a multiple of 8": b.shape[1] % 8 == 0 < b.shape[1],
+        "a first operand whose rows are contiguous": a.stride(1) == 1,
+        "a second operand whose columns are contiguous": b.stride(0) == 1,
+        "leading dimensions that are multiples of 4": a.stride(0) % 4 == b.stride(1) % 4 == 0,
+        "addresses that are multiples of 4": a.data_ptr() % 4 == b.data_ptr() % 4 == 0,
+    }
+    missing = [what for what, met in demands.items() if not met]
+    if missing:
+        raise RuntimeError(f"CUDA error: CUBLAS_STATUS_NOT_SUPPORTED: a GPU needs {missing[0]}")
+    return aten._int_mm.default(a, b)
+
+
 ONLY_CUDA: dict[Any, Callable[..., Any]] = {
+    aten._int_mm.default: _product_of_bytes,
     aten._pin_memory.default: lambda values, device=None: values.clone(),
     aten.mm.dtype: lambda a, b, dtype: a.to(dtype) @ b.to(dtype),
     aten.addmm.dtype_out: _into,

@@ -13,10 +13,11 @@ so that one matrix product of 8-bit numbers, for which CPUs and GPUs have instru
 
     bytes [rows, COLUMNS] int8 · digits [COLUMNS, 8] int8 ──► [rows, 8] int32, exact: at most 2^26 ──► · 256^digit · row ──► Σ
 
-On a GPU the product is cuBLASLt's, whose tensor-core kernels for 8-bit numbers take one layout only, "TN": rows of bytes and
-columns of digits that lie contiguous (NVIDIA's documentation of cublasLtMatmul, "To use IMMA kernels"; PyTorch's test__int_mm
-skips the other layout on CUDA 13). Each process tries the product when it starts, and where it fails, or is wrong, sums the
-same in 64-bit integers (`multiplies_exactly`).
+On a GPU the product is cuBLASLt's, whose tensor-core kernels for 8-bit numbers take one layout
+only, "TN": rows of bytes and columns of digits that lie contiguous (NVIDIA's documentation of
+cublasLtMatmul, "To use IMMA kernels"; PyTorch's test__int_mm skips the other layout on CUDA 13).
+Each process tries the product when it starts, and where it fails, or is wrong, sums the same in
+64-bit integers (`multiplies_exactly`).
 
 What it detects. Let d(i) be the changes of the bytes and 2^t the largest power of two that divides all of them; t is at most 7.
 A change of a single byte, even of one bit, is always detected: |d| < 2^8 and w is odd, so d · w is no multiple of 2^64. Several
@@ -40,7 +41,8 @@ DIGITS = 8
 WIDTH = 16
 """Columns of the matrix of digits, padded with zeros: with only 8, CPU and GPU take slower paths."""
 FEWEST_ROWS = 17
-"""Fewest rows that a GPU multiplies in this way (torch._int_mm; aten/src/ATen/native/cuda/Blas.cpp)."""
+"""Fewest rows that a GPU multiplies in this way (torch._int_mm;
+aten/src/ATen/native/cuda/Blas.cpp)."""
 ALIGNED = 16
 """Bytes; on a GPU the address has to be a multiple of 4, and is fastest as a multiple of this."""
 PIECE = 64 << 20
@@ -92,7 +94,8 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _sum(rows: Tensor, first: int) -> Tensor:
-    """Return Σ x · w [] int64 over whole rows [rows, COLUMNS] int8. first: the index of the first one in its parameter."""
+    """Return Σ x · w [] int64 over whole rows [rows, COLUMNS] int8. first: the index of the first
+    one in its parameter."""
     end = first + len(rows)
     keys = _odd(_ROWS, 1 << end.bit_length(), rows.device)[first:end]
     way = by_product if multiplies_exactly(rows.device) else by_integers
@@ -100,7 +103,8 @@ def _sum(rows: Tensor, first: int) -> Tensor:
 
 
 def by_product(rows: Tensor) -> Tensor:
-    """Return Σ x · column [rows] int64 of each of these rows [rows, COLUMNS] int8, by a product of 8-bit numbers."""
+    """Return Σ x · column [rows] int64 of each of these rows [rows, COLUMNS] int8, by a product of
+    8-bit numbers."""
     height = len(rows)
     if rows.is_cuda and (height < FEWEST_ROWS or rows.data_ptr() % ALIGNED):
         rows = pad(rows, (0, 0, 0, FEWEST_ROWS))
@@ -110,15 +114,17 @@ def by_product(rows: Tensor) -> Tensor:
 
 
 def by_integers(rows: Tensor) -> Tensor:
-    """Return what `by_product` returns, by arithmetic that every device has, in some times the time."""
+    """Return what `by_product` returns, by arithmetic that every device has, in some times the
+    time."""
     columns = _odd(_COLUMNS, COLUMNS, rows.device)
     return torch.cat([(part.long() * columns).sum(1) for part in rows.split(INTEGER_ROWS)])
 
 
 @functools.cache
 def multiplies_exactly(device: torch.device) -> bool:
-    """Return whether products of 8-bit numbers are right on this device, which is tried once and takes some milliseconds; log
-    why not. device: with its number if it is a GPU. A process calls this when it starts, so that no publication has to."""
+    """Return whether products of 8-bit numbers are right on this device, which is tried once and
+    takes some milliseconds; log why not. device: with its number if it is a GPU. A process calls
+    this when it starts, so that no publication has to."""
     why = _wrong_product(device)
     if why:
         log.warning("%s: checksums of weights are summed in 64-bit integers, which takes longer: %s", device, why)
@@ -126,7 +132,8 @@ def multiplies_exactly(device: torch.device) -> bool:
 
 
 def _wrong_product(device: torch.device) -> str:
-    """Return what was wrong with a product on this device, or "" if all that were tried equal sums of integers on the CPU."""
+    """Return what was wrong with a product on this device, or "" if all that were tried equal sums
+    of integers on the CPU."""
     numbers = torch.arange(TRIED_ROWS * COLUMNS // 8) * LENGTH
     rows = numbers.view(torch.int8).view(TRIED_ROWS, COLUMNS)
     sums = by_integers(rows)
@@ -155,8 +162,8 @@ def _odd(seed: int, count: int, device: torch.device) -> Tensor:
 
 @functools.cache
 def _digits(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the columns' digits [COLUMNS, WIDTH] int8, of which each of the WIDTH columns is contiguous, and the digits' place
-    values [DIGITS] int64."""
+    """Return the columns' digits [COLUMNS, WIDTH] int8, of which each of the WIDTH columns is
+    contiguous, and the digits' place values [DIGITS] int64."""
     rest = np.random.PCG64(_COLUMNS).random_raw(COLUMNS) | np.uint64(1)
     digits = np.zeros((WIDTH, COLUMNS), np.int8)
     for n in range(DIGITS):

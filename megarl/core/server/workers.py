@@ -248,9 +248,10 @@ def own_requests() -> None:
 
 
 def own_checksums() -> None:
-    """Answer /weights_checker with megarl's checksum of each parameter, which a learner can add up from the tensors it sends. A
-    GPU also computes those of the copy in the host's memory, because SGLang gives torch only one CPU thread then. How the
-    device computes them is tried once the scheduler is made, which has chosen its GPU."""
+    """Answer /weights_checker with megarl's checksum of each parameter, which a learner can add up
+    from the tensors it sends. A GPU also computes those of the copy in the host's memory, because
+    SGLang gives torch only one CPU thread then. How the device computes them is tried once the
+    scheduler is made, which has chosen its GPU."""
     import torch
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.utils import weight_checker

@@ -185,8 +185,8 @@ class ProcessGroupTransport:
     def _broadcast(
         self, attempt: _Attempt, group: BroadcastGroup, tensors: Iterator[tuple[str, Tensor]], calls: Calls[None]
     ) -> None:
-        """Broadcast buckets, at most bucket_bytes bytes at once, while the next ones are gathered, and note the checksums. The
-        first error in broadcasting breaks the group."""
+        """Broadcast buckets, at most bucket_bytes bytes at once, while the next ones are gathered,
+        and note the checksums. The first error in broadcasting breaks the group."""
         sums, under_way = SentChecksums(self._family.architecture), deque[tuple[dist.Work, Tensor]]()
         made = buckets(self._last.changed(sums.watch(tensors)), self._bucket_bytes, self._bucket_bytes / VIEWS)
 

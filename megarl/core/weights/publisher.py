@@ -6,9 +6,10 @@
     cuda_ipc, disk     pause all ─► transport ─► checksums ─► continue ─► Published              no memory for a second copy
                         └ a server that fails is left out: its requests are aborted
 
-The law of errors: whatever happens to one server, the others end up running with the new version, and the caller gets a result
-for each server within bounded time. The result of a server that did not get all new weights has an error, and so have those
-of all servers if the learner could not compute the checksums of what it sent.
+The law of errors: whatever happens to one server, the others end up running with the new version,
+and the caller gets a result for each server within bounded time. The result of a server that did
+not get all new weights has an error, and so have those of all servers if the learner could not
+compute the checksums of what it sent.
 
 An example. A learner of two tensor-parallel ranks has trained step 6, so its weights are version 7; servers a and b still have
 version 6. The controller replies `Publish(version=7, servers=(a, b))` to `Next(step=7)`; both ranks get it and call `publish`.

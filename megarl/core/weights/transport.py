@@ -21,8 +21,8 @@ from megarl.core.server.served import as_held, is_padded_inside, place
 
 
 class Sent(NamedTuple):
-    """The result of sending: errors by server id, checksums by the server's parameter, bytes that each server received.
-    unchecked: why the learner does not know the checksums; "" if it does."""
+    """The result of sending: errors by server id, checksums by the server's parameter, bytes that
+    each server received. unchecked: why the learner does not know the checksums; "" if it does."""
 
     errors: dict[int, str]
     checksums: dict[str, str]
@@ -95,8 +95,8 @@ class SentChecksums:
     in any order: those of a parameter's pieces (server/served.py) add up (base/checksum.py), and one that was never sent is
     missing in the sum. Nothing is copied to the CPU before `expected`, so a GPU does not wait.
 
-    failed: why a checksum could not be computed; "" if all could. The tensors are then still yielded, since other ranks take
-    part in gathering them, and no checksum is known."""
+    failed: why a checksum could not be computed; "" if all could. The tensors are then still
+    yielded, since other ranks take part in gathering them, and no checksum is known."""
 
     def __init__(self, model: Architecture) -> None:
         self._model = model
@@ -126,7 +126,8 @@ class SentChecksums:
         self._sums[served] = piece
 
     def expected(self) -> dict[str, str]:
-        """Return the checksums by name of the server's parameter, in the format of /weights_checker; none if one failed."""
+        """Return the checksums by name of the server's parameter, in the format of
+        /weights_checker; none if one failed."""
         known = [name for name in self._sums if name not in self._unknown]
         if self.failed or not known:
             return {}

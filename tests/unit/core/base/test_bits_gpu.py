@@ -1,7 +1,9 @@
-"""Checksums, deltas and buckets on a GPU: bit for bit a CPU's, for any number of bytes at any address.
+"""Checksums, deltas and buckets on a GPU: bit for bit a CPU's, for any number of bytes at any
+address.
 
-A GPU reads numbers only at addresses that are multiples of their size, where a CPU reads them anywhere, and multiplies 8-bit
-numbers only in some shapes and layouts (benchmarks/gpu/README.md has the conditions).
+A GPU reads numbers only at addresses that are multiples of their size, where a CPU reads them
+anywhere, and multiplies 8-bit numbers only in some shapes and layouts (benchmarks/gpu/README.md has
+the conditions).
 """
 
 import pytest
@@ -41,7 +43,8 @@ def behind(data: Tensor, offset: int) -> Tensor:
 
 
 def test_a_gpu_multiplies_exactly() -> None:
-    """Else it would sum in 64-bit integers, and the other tests here would pass without a product."""
+    """Else it would sum in 64-bit integers, and the other tests here would pass without a
+    product."""
     assert sums.multiplies_exactly(DEVICE)
 
 
@@ -74,7 +77,8 @@ def test_a_checksum_of_what_the_host_holds(pinned: bool) -> None:
 
 
 def changed(dtype: torch.dtype, size: int) -> tuple[Tensor, Tensor]:
-    """Return two tensors [size] of any bits, of which about one in fifty differs, by little or by much."""
+    """Return two tensors [size] of any bits, of which about one in fifty differs, by little or by
+    much."""
     draw = torch.Generator().manual_seed(size)
     old = random_bytes(size * dtype.itemsize, 1).view(INTEGERS[dtype.itemsize])
     by = torch.randint(-300, 300, (size,), generator=draw) * (torch.rand(size, generator=draw) < 0.02)
@@ -85,7 +89,8 @@ def changed(dtype: torch.dtype, size: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("offset", [0, 1, 3])
 @pytest.mark.parametrize("old_on_the_host", [False, True])
 def test_a_delta_is_the_cpus(dtype: torch.dtype, offset: int, old_on_the_host: bool) -> None:
-    """Of tensors that begin `offset` numbers behind an aligned address; a learner keeps the old ones in pinned memory."""
+    """Of tensors that begin `offset` numbers behind an aligned address; a learner keeps the old
+    ones in pinned memory."""
     old, new = changed(dtype, 100_003)
     new_there = new.to(DEVICE)[offset:]
     old_there = old.pin_memory()[offset:] if old_on_the_host else old.to(DEVICE)[offset:]

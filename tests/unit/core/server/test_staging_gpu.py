@@ -1,4 +1,5 @@
-"""The copy in which a server stages weights, beside a model on a GPU: pinned, filled on a stream of its own, complete at the swap."""
+"""The copy in which a server stages weights, beside a model on a GPU: pinned, filled on a stream of
+its own, complete at the swap."""
 
 import threading
 from collections.abc import Iterable
@@ -15,7 +16,8 @@ WIDTH = 4096
 
 
 class Model(torch.nn.Module):
-    """Two layers, loaded as SGLang loads: by `copy_` into the parameter, also of what is turned first."""
+    """Two layers, loaded as SGLang loads: by `copy_` into the parameter, also of what is turned
+    first."""
 
     def __init__(self) -> None:
         super().__init__()
