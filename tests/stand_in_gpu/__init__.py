@@ -160,7 +160,10 @@ def computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     to_gpu = bool(mine) if device is None else torch.device(device).type == "cuda"
     plain |= {"device": CPU} if kwargs.get("device") is not None else {}
     plain |= {"pin_memory": False} if kwargs.get("pin_memory") else {}
-    out = ONLY_CUDA.get(func, func)(*plain_args, **plain)
+    act = ONLY_CUDA.get(func, func)
+    if mine:
+        act = STRICTER_THERE.get(func, act)
+    out = act(*plain_args, **plain)
     known = {id(x.in_truth): x for x in mine}
 
     def placed(value: Any) -> Any:
@@ -311,7 +314,6 @@ def _product_of_bytes(a: Tensor, b: Tensor) -> Tensor:
 
 
 ONLY_CUDA: dict[Any, Callable[..., Any]] = {
-    aten._int_mm.default: _product_of_bytes,
     aten._pin_memory.default: lambda values, device=None: values.clone(),
     aten.mm.dtype: lambda a, b, dtype: a.to(dtype) @ b.to(dtype),
     aten.addmm.dtype_out: _into,
@@ -320,6 +322,8 @@ ONLY_CUDA: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_efficient_attention.default: _efficient,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
 }
+STRICTER_THERE: dict[Any, Callable[..., Any]] = {aten._int_mm.default: _product_of_bytes}
+"""Operations that CPUs have, too, which on a GPU demand more."""
 
 
 class _Operations(TorchDispatchMode):
@@ -368,6 +372,13 @@ def _by_plain_form(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
+def plain_operations() -> Iterator[None]:
+    """Compute on the stand-in, without attention and the head, whose imports take seconds."""
+    with _Operations(), _Functions():
+        yield
+
+
+@contextmanager
 def on_stand_in_gpu() -> Iterator[None]:
     """Compute on the stand-in. After `install` and the import of megarl's learner."""
     from torch.nn.attention import varlen  # noqa: F401  defines the operations
@@ -378,5 +389,5 @@ def on_stand_in_gpu() -> Iterator[None]:
     ONLY_CUDA[torch.ops.torch_attn._varlen_attn_backward.default] = _attention_backward
     for name in ("reduce", "gradient"):
         setattr(kernels, name, _by_plain_form(getattr(passes, name)))
-    with _Operations(), _Functions():
+    with plain_operations():
         yield

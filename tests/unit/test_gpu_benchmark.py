@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.gpu import __main__ as benchmark
 from benchmarks.gpu import machine, networks, process, report
-from benchmarks.gpu.parts import PARTS, Part, fp8, learner, marked_tests, run
+from benchmarks.gpu.parts import PARTS, Part, checksum, fp8, learner, marked_tests, run
 from benchmarks.gpu.rows import Absent, Outcome, Row
 from megarl.run.devices import CACHES
 from tests.processes import wait_until_gone
@@ -120,6 +120,51 @@ def test_parts_share_compiled_kernels(modules: Path, monkeypatch: pytest.MonkeyP
     assert own != another
     assert first == second
     assert not Path(first).is_relative_to(own)
+
+
+def test_what_matters_most_fits_into_two_commands() -> None:
+    """In the README: each below ten minutes, both in 13, with room for all of their parts' limits
+    but that of the last, which has what is left. Nothing is measured before the checksum."""
+    text = (RUN.parent / "README.md").read_text()
+    found = re.findall(r"run\.sh --wheels wheels --minutes (\d+) --parts (\S+) --output", text)
+    minutes = [int(number) for number, _ in found]
+    assert max(minutes) < 10
+    assert sum(minutes) == 13
+    limits = [[PARTS[name].limit_s for name in names.split(",")] for _, names in found]
+    assert sum(limits[0]) <= 60 * minutes[0]
+    assert sum(limits[1][:-1]) < 60 * minutes[1]
+    assert found[0][1].startswith("checksum,publication,")
+    assert next(iter(PARTS)) == "checksum"
+    for name, part in PARTS.items():
+        assert re.search(rf"^\| `{name}` †? ?\| {part.limit_s:.0f} s \|", text, re.MULTILINE), name
+
+
+def test_the_checksum_is_compared_with_a_cpus() -> None:
+    rows = {row.what: row for row in checksum.rows(tiny=True) if isinstance(row, Row)}
+    assert rows["equal to a CPU's"].ratio == 1
+    assert {rows[what].unit for what in ("on the device", "of what the host holds")} == {"GB/s"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "said", "why"),
+    [
+        ("multiplies_exactly", 5, "the product of bytes is not exact on this device"),
+        ("checksum", 4, "12 of 24 checksums are not a CPU's"),
+    ],
+)
+def test_a_checksum_that_is_wrong_on_the_gpu(fault: str, said: int, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For some pieces, or by another way than a product; what was measured is kept."""
+    sums = checksum.checksum
+    if fault == "checksum":
+        calls = iter(range(10_000))
+        monkeypatch.setattr(checksum, fault, lambda data, start=0: sums(data, start) + (next(calls) % 4 == 0))
+    else:
+        monkeypatch.setattr(checksum.sums, fault, lambda _: False)
+    rows = checksum.rows(tiny=True)
+    measured = [next(rows) for _ in range(said)]
+    assert len([each for each in measured if isinstance(each, Row)]) == 4
+    with pytest.raises(RuntimeError, match=why):
+        next(rows)
 
 
 def test_files_of_tests_are_reported_as_they_pass() -> None:

@@ -27,15 +27,16 @@ class Said(logging.Handler):
         said.append(record.getMessage())
 logging.getLogger(sums.__name__).addHandler(Said())
 
-GPU = stand_in_gpu.GPU
-digits, product = sums._digits, stand_in_gpu.ONLY_CUDA[torch.ops.aten._int_mm.default]
+GPU, PRODUCT = stand_in_gpu.GPU, torch.ops.aten._int_mm.default
+sums.PIECE = 256 * COLUMNS
+digits, product = sums._digits, stand_in_gpu.STRICTER_THERE[PRODUCT]
 
 def row_major(device):
     columns, places = digits(device)
     return columns.contiguous(), places
 
 def wrong(a, b):
-    return product(a, b) + (a.shape[0] > 1000)
+    return product(a, b) + (a.shape[0] > 200)
 
 def refused(rows, columns):
     try:
@@ -50,22 +51,21 @@ for name, (of_columns, multiply) in CASES.items():
     said.clear()
     sums.multiplies_exactly.cache_clear()
     sums._digits = of_columns
-    stand_in_gpu.ONLY_CUDA[torch.ops.aten._int_mm.default] = multiply
+    stand_in_gpu.STRICTER_THERE[PRODUCT] = multiply
     differ = []
-    with stand_in_gpu.on_stand_in_gpu():
-        for size in (0, 1, COLUMNS - 1, COLUMNS, 16 * COLUMNS, 17 * COLUMNS, 100 * COLUMNS + 7):
+    with stand_in_gpu.plain_operations():
+        for size in (0, COLUMNS - 1, 16 * COLUMNS, 17 * COLUMNS, 300 * COLUMNS + 7):
             for offset in (0, 1, 4, 16):
-                whole = torch.arange(size + offset).mul(0x9E3779B1).view(torch.uint8)
-                data, there = (tensor[offset : offset + size] for tensor in (whole, whole.to(GPU)))
-                for start in (0, 5):
-                    if int(checksum(there, start)) != int(checksum(data, start)):
-                        differ.append((size, offset, start))
-                if int(checksum_on(GPU, data)) != int(checksum(data)):
-                    differ.append((size, offset, "on"))
+                whole = (torch.arange(size + offset) * 0x9E3779B1).byte()
+                data, there = whole[offset:], whole.to(GPU)[offset:]
+                if int(checksum(there, 5)) != int(checksum(data, 5)):
+                    differ.append((size, offset))
+            if int(checksum_on(GPU, data)) != int(checksum(data)):
+                differ.append((size, "on"))
         found[name] = {"multiplies": sums.multiplies_exactly(GPU), "said": list(said), "differ": differ}
 sums._digits = digits
-stand_in_gpu.ONLY_CUDA[torch.ops.aten._int_mm.default] = product
-with stand_in_gpu.on_stand_in_gpu():
+stand_in_gpu.STRICTER_THERE[PRODUCT] = product
+with stand_in_gpu.plain_operations():
     rows, columns = torch.zeros(17, COLUMNS, dtype=torch.int8).to(GPU), digits(GPU)[0]
     shifted = torch.zeros(17 * COLUMNS + 1, dtype=torch.int8).to(GPU)[1:].view(17, COLUMNS)
     found["refused"] = {
@@ -102,7 +102,7 @@ def test_a_gpus_checksum_is_a_cpus_by_the_product(found: dict[str, Any]) -> None
             "row-major",
             "torch._int_mm: CUDA error: CUBLAS_STATUS_NOT_SUPPORTED: a GPU needs a second operand whose columns are contiguous",
         ),
-        ("wrong", "a product of 16384 rows by torch._int_mm was wrong"),
+        ("wrong", "a product of 256 rows by torch._int_mm was wrong"),
     ],
 )
 def test_where_the_product_fails_the_sum_is_of_integers(found: dict[str, Any], fault: str, why: str) -> None:
