@@ -14,7 +14,9 @@ from torch import Tensor
 
 from megarl.core.base.architecture import read
 from megarl.core.models import hf
+from megarl.core.recipe import from_tree
 from megarl.core.weights import cuda_ipc, transport
+from megarl.core.weights import publisher as publisher_module
 from megarl.core.weights.cuda_ipc import CudaIpcTransport
 from megarl.core.weights.deltas import LastSent
 from megarl.core.weights.disk import DiskTransport
@@ -28,27 +30,30 @@ NAMES = ("model.norm.weight", "model.layers.0.input_layernorm.weight", "model.la
 WHY = f"{NAMES[1]}: CUDA error: CUBLAS_STATUS_NOT_SUPPORTED"
 
 
+class FakeServer:
+    """It answers whatever it is asked, at once. asked: the names of the calls."""
+
+    def __init__(self) -> None:
+        self.address = SimpleNamespace(id=0, tensor_parallel=1)
+        self.asked: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        self.asked.append(name)
+        return lambda *_: ("whole", {}) if name == "staged_checksums" else None
+
+
 class FakeFleet:
-    """One server, which does whatever it is asked. asked: the names of the calls that publisher and
-    transport make."""
+    """One such server."""
 
     def __init__(self) -> None:
         self.version = 5
-        self.asked: list[str] = []
-        self.servers: Any = {0: SimpleNamespace(address=SimpleNamespace(tensor_parallel=1))}
+        self.servers = {0: FakeServer()}
 
     def each(self, ids: Iterable[int], call: Callable[[Any], Any]) -> tuple[dict[int, Any], dict[int, str]]:
-        """Make the call of something that notes its name, and answers at once."""
-        if call.__name__ != "<lambda>":  # it would wait
+        """Make the calls, except of a coroutine of several."""
+        if call.__name__ != "<lambda>":
             return {}, {}
-        return {i: call(self) for i in ids}, {}
-
-    def staged_checksums(self) -> tuple[str, dict[str, str]]:
-        self.asked.append("staged_checksums")
-        return "whole", {}
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_: None
+        return {i: call(self.servers[i]) for i in ids}, {}
 
     def start(self, ids: Iterable[int], call: object) -> Any:
         over: Future[None] = Future()
@@ -57,7 +62,7 @@ class FakeFleet:
 
 
 class FakeGroup:
-    """A process group whose broadcasts have ended at once. sent: the names of the tensors."""
+    """A process group whose broadcasts have ended at once. sent: the heads of the buckets."""
 
     name = "fake"
 
@@ -142,7 +147,7 @@ def test_no_server_swaps_to_what_is_not_checked(unchecked: str) -> None:
         return
     said = "publishing version 5 to server 0: checksum: the learner could not compute what to expect: "
     assert (checksums, errors) == ({}, {0: said + WHY})
-    assert fleet.asked == []
+    assert fleet.servers[0].asked == []
 
 
 def test_an_error_that_comes_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,3 +161,12 @@ def test_an_error_that_comes_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch, "stack", fault)
     assert sums.expected() == {}
     assert sums.failed == "CUDA error: an illegal memory access was encountered"
+
+
+def test_a_learner_tries_the_product_when_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the first publication, for which servers may be paused."""
+    tried: list[torch.device] = []
+    monkeypatch.setattr(publisher_module, "multiplies_exactly", tried.append)
+    recipe = from_tree({"weights": {"transport": "disk"}})
+    Publisher(recipe, None, [torch.nn.Linear(1, 1)], FAMILY)  # type: ignore[arg-type]
+    assert tried == [torch.device("cpu")]
