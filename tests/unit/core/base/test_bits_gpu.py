@@ -89,8 +89,8 @@ def changed(dtype: torch.dtype, size: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("offset", [0, 1, 3])
 @pytest.mark.parametrize("old_on_the_host", [False, True])
 def test_a_delta_is_the_cpus(dtype: torch.dtype, offset: int, old_on_the_host: bool) -> None:
-    """Of tensors that begin `offset` numbers behind an aligned address; a learner keeps the old
-    ones in pinned memory."""
+    """Tensors begin `offset` numbers behind an aligned address; a learner keeps old ones in pinned
+    memory."""
     old, new = changed(dtype, 100_003)
     new_there = new.to(DEVICE)[offset:]
     old_there = old.pin_memory()[offset:] if old_on_the_host else old.to(DEVICE)[offset:]
@@ -103,7 +103,7 @@ def test_a_delta_is_the_cpus(dtype: torch.dtype, offset: int, old_on_the_host: b
 
 
 def test_each_tensor_of_a_bucket_can_be_read() -> None:
-    """Of several types, with odd numbers of elements: as SGLang views them in the bucket."""
+    """Several types, odd numbers of elements: as SGLang views them in the bucket."""
     tensors = {
         "three": torch.randn(3, dtype=torch.bfloat16),
         "wide": torch.randn(5, 7),

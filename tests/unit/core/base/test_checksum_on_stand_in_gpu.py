@@ -91,7 +91,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_a_gpus_checksum_is_a_cpus_by_the_product(found: dict[str, Any]) -> None:
-    """Of few rows, at any address: what the product refuses, it is not given."""
+    """With few rows, at any address: what the product refuses, it is not given."""
     assert found["well"] == {"multiplies": True, "said": [], "differ": []}
 
 

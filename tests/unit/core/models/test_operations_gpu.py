@@ -62,7 +62,7 @@ def test_products_in_fp32(dtype: torch.dtype, shape: tuple[int, int, int], turne
 
 @pytest.mark.parametrize("here", [[3, 0, 5], [8], [0, 8], [1] * 8])
 def test_means_over_sequences(here: list[int]) -> None:
-    """Of which some may have no token on a rank."""
+    """Some of these may have no token on a rank."""
     values, lengths = drawn(8), torch.tensor(here)
     made = {}
     for device in (torch.device("cpu"), DEVICE):
