@@ -3,19 +3,26 @@
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.gpu import __main__ as benchmark
 from benchmarks.gpu import machine, networks, process, report
 from benchmarks.gpu.parts import PARTS, Part, checksum, fp8, learner, marked_tests, run
+from benchmarks.gpu.parts import server as server_part
 from benchmarks.gpu.rows import Absent, Outcome, Row
+from megarl import cli
+from megarl.core.server import launch
 from megarl.run.devices import CACHES
 from tests.processes import wait_until_gone
 
@@ -165,6 +172,48 @@ def test_a_checksum_that_is_wrong_on_the_gpu(fault: str, said: int, why: str, mo
     assert len([each for each in measured if isinstance(each, Row)]) == 4
     with pytest.raises(RuntimeError, match=why):
         next(rows)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_fp8_servers_are_measured_on_a_gpu_only(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a module that only adds SGLang's own flag; the ratio is to bf16."""
+    rates = {"megarl": 100.0, "benchmarks.fp8_server": 150.0, "benchmarks.no_overlap": 80.0}
+    serving: list[str] = []
+
+    @contextmanager
+    def served(recipe: object, module: str) -> Iterator[tuple[SimpleNamespace, None, float]]:
+        serving.append(module)
+        yield SimpleNamespace(pid=1), None, 1.0
+
+    async def measured(*_: object) -> dict[str, list[float]]:
+        return {"streamed": [rates[serving[-1]]], "bare": [200.0]}
+
+    monkeypatch.setattr(networks, "DEVICE", device)
+    monkeypatch.setattr(server_part, "recipe_of", lambda *_: None)
+    monkeypatch.setattr(server_part.server, "measured", measured)
+    for name, fake in {
+        "need_sglang": lambda: None,
+        "random_model": lambda *_: None,
+        "sizes": str,
+        "served": served,
+    }.items():
+        monkeypatch.setattr(server_part.serving, name, fake)
+    said = list(server_part.rows(tiny=True))
+    ratios = {row.reference: row.ratio for row in said if isinstance(row, Row)}
+    assert (serving == list(rates)) == (device == "cuda")
+    assert ratios.get("bf16") == (1.5 if device == "cuda" else None)
+    assert ratios["no overlap"] == 1.25
+    assert any(isinstance(each, str) and each.startswith("fp8: ") for each in said) == (device == "cpu")
+
+
+def test_an_fp8_server_is_megarls_with_one_more_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(launch, "engine_arguments", lambda *given: {"given": given})
+    monkeypatch.setattr(cli, "main", lambda: made.append(launch.engine_arguments("recipe", 0)) or 0)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("benchmarks.fp8_server", run_name="__main__")
+    assert ended.value.code == 0
+    assert made == [{"given": ("recipe", 0), "quantization": "fp8"}]
 
 
 def test_files_of_tests_are_reported_as_they_pass() -> None:
