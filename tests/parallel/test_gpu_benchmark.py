@@ -71,7 +71,7 @@ def test_whole(tmp_path: Path) -> None:
     (text,) = tmp_path.glob("gpu-*-cpu.json")
     parts = {part["part"]: part for part in json.loads(text.read_text())["parts"]}
     assert {name: (part["ending"], part["why"]) for name, part in parts.items()} == {
-        **dict.fromkeys(("tests", "head", "learner", "precision", "moe", "checkpoint"), ("measured", "")),
+        **dict.fromkeys(("checksum", "tests", "head", "learner", "precision", "moe", "checkpoint"), ("measured", "")),
         **dict.fromkeys(("publication", "parity", "server", "run"), ("absent", "SGLang is not installed")),
         "fp8": ("absent", parts["fp8"]["why"]),
     }

@@ -4,10 +4,11 @@
     install()                                 # in that process, before megatron is imported
     with on_stand_in_gpu(): Trainer(...)
 
-Code then takes the branches for a GPU, and each operation is checked as a GPU's would be: tensors of two devices do not meet
-(DevicesMixed), except where CUDA lets them. The operations that only CUDA has are computed from their definitions: products
-with another output type, varlen_attn, the head's kernels (by their plain form). Since numbers are real, a step can be compared
-with the same step on a CPU.
+Code then takes the branches for a GPU, and each operation is checked as a GPU's would be: tensors
+of two devices do not meet (DevicesMixed), except where CUDA lets them, and a product of bytes is
+refused in all layouts but the one of cuBLASLt's kernels. The operations that only CUDA has are
+computed from their definitions: products with another output type, varlen_attn, the head's kernels
+(by their plain form). Since numbers are real, a step can be compared with the same step on a CPU.
 
 It shows nothing of kernels, of their precision, of memory, or of the order of streams.
 """
@@ -159,7 +160,10 @@ def computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     to_gpu = bool(mine) if device is None else torch.device(device).type == "cuda"
     plain |= {"device": CPU} if kwargs.get("device") is not None else {}
     plain |= {"pin_memory": False} if kwargs.get("pin_memory") else {}
-    out = ONLY_CUDA.get(func, func)(*plain_args, **plain)
+    act = ONLY_CUDA.get(func, func)
+    if mine:
+        act = STRICTER_THERE.get(func, act)
+    out = act(*plain_args, **plain)
     known = {id(x.in_truth): x for x in mine}
 
     def placed(value: Any) -> Any:
@@ -288,6 +292,27 @@ def _into(into: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, *, out: Tensor
     return out.copy_(into + a.to(dtype) @ b.to(dtype))
 
 
+def _product_of_bytes(a: Tensor, b: Tensor) -> Tensor:
+    """aten::_int_mm of int8, with what a GPU demands: the checks of _int_mm_out_cuda
+    (aten/src/ATen/native/cuda/Blas.cpp), and what cuBLASLt's documentation of cublasLtMatmul
+    demands for "IMMA kernels": the layout TN, addresses and leading dimensions that are multiples
+    of 4. It computes the transposed product, so its first operand is `b`."""
+    demands = {
+        "two matrices of int8": a.dim() == b.dim() == 2 and a.dtype == b.dtype == torch.int8,
+        "more than 16 rows": a.shape[0] > 16,
+        "a first operand whose columns are a multiple of 8": a.shape[1] % 8 == 0 < a.shape[1],
+        "a second operand whose columns are a multiple of 8": b.shape[1] % 8 == 0 < b.shape[1],
+        "a first operand whose rows are contiguous": a.stride(1) == 1,
+        "a second operand whose columns are contiguous": b.stride(0) == 1,
+        "leading dimensions that are multiples of 4": a.stride(0) % 4 == b.stride(1) % 4 == 0,
+        "addresses that are multiples of 4": a.data_ptr() % 4 == b.data_ptr() % 4 == 0,
+    }
+    missing = [what for what, met in demands.items() if not met]
+    if missing:
+        raise RuntimeError(f"CUDA error: CUBLAS_STATUS_NOT_SUPPORTED: a GPU needs {missing[0]}")
+    return aten._int_mm.default(a, b)
+
+
 ONLY_CUDA: dict[Any, Callable[..., Any]] = {
     aten._pin_memory.default: lambda values, device=None: values.clone(),
     aten.mm.dtype: lambda a, b, dtype: a.to(dtype) @ b.to(dtype),
@@ -297,6 +322,8 @@ ONLY_CUDA: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_efficient_attention.default: _efficient,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
 }
+STRICTER_THERE: dict[Any, Callable[..., Any]] = {aten._int_mm.default: _product_of_bytes}
+"""Operations that CPUs have, too, which on a GPU demand more."""
 
 
 class _Operations(TorchDispatchMode):
@@ -345,6 +372,13 @@ def _by_plain_form(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
+def plain_operations() -> Iterator[None]:
+    """Compute on the stand-in, without attention and the head, whose imports take seconds."""
+    with _Operations(), _Functions():
+        yield
+
+
+@contextmanager
 def on_stand_in_gpu() -> Iterator[None]:
     """Compute on the stand-in. After `install` and the import of megarl's learner."""
     from torch.nn.attention import varlen  # noqa: F401  defines the operations
@@ -355,5 +389,5 @@ def on_stand_in_gpu() -> Iterator[None]:
     ONLY_CUDA[torch.ops.torch_attn._varlen_attn_backward.default] = _attention_backward
     for name in ("reduce", "gradient"):
         setattr(kernels, name, _by_plain_form(getattr(passes, name)))
-    with _Operations(), _Functions():
+    with plain_operations():
         yield

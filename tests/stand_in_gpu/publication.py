@@ -21,7 +21,7 @@ if __name__ == "__main__":
 from megarl.core import recipe as recipes
 from megarl.core.base import device
 from megarl.core.base.architecture import Architecture
-from megarl.core.base.checksum import checksum, written
+from megarl.core.base.checksum import checksum, multiplies_exactly, written
 from megarl.core.base.device import DeviceIdentity
 from megarl.core.base.messages import Publish, ServerAddress
 from megarl.core.base.rundir import Endpoints, LinkKeys
@@ -79,6 +79,7 @@ class Server(ServerClient):
                 name: torch.cat([parts[at].flatten() for at in sorted(parts)]) for name, parts in self._parts.items()
             }
             assert {tensor.device.type for tensor in whole.values()} == {"cuda"}
+            assert multiplies_exactly(stand_in_gpu.GPU)
             sums = {name: written(int(checksum(tensor))) for name, tensor in whole.items()}
             on_cpu = {name: written(int(checksum(tensor.cpu()))) for name, tensor in whole.items()}
         assert sums == on_cpu

@@ -3,19 +3,26 @@
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.gpu import __main__ as benchmark
 from benchmarks.gpu import machine, networks, process, report
-from benchmarks.gpu.parts import PARTS, Part, fp8, learner, marked_tests, run
+from benchmarks.gpu.parts import PARTS, Part, checksum, fp8, learner, marked_tests, run
+from benchmarks.gpu.parts import server as server_part
 from benchmarks.gpu.rows import Absent, Outcome, Row
+from megarl import cli
+from megarl.core.server import launch
 from megarl.run.devices import CACHES
 from tests.processes import wait_until_gone
 
@@ -120,6 +127,93 @@ def test_parts_share_compiled_kernels(modules: Path, monkeypatch: pytest.MonkeyP
     assert own != another
     assert first == second
     assert not Path(first).is_relative_to(own)
+
+
+def test_what_matters_most_fits_into_two_commands() -> None:
+    """In the README: each below ten minutes, both in 13, with room for all of their parts' limits
+    but that of the last, which has what is left. Nothing is measured before the checksum."""
+    text = (RUN.parent / "README.md").read_text()
+    found = re.findall(r"run\.sh --wheels wheels --minutes (\d+) --parts (\S+) --output", text)
+    minutes = [int(number) for number, _ in found]
+    assert max(minutes) < 10
+    assert sum(minutes) == 13
+    limits = [[PARTS[name].limit_s for name in names.split(",")] for _, names in found]
+    assert sum(limits[0]) <= 60 * minutes[0]
+    assert sum(limits[1][:-1]) < 60 * minutes[1]
+    assert found[0][1].startswith("checksum,publication,")
+    assert next(iter(PARTS)) == "checksum"
+    for name, part in PARTS.items():
+        assert re.search(rf"^\| `{name}` †? ?\| {part.limit_s:.0f} s \|", text, re.MULTILINE), name
+
+
+def test_the_checksum_is_compared_with_a_cpus() -> None:
+    rows = {row.what: row for row in checksum.rows(tiny=True) if isinstance(row, Row)}
+    assert rows["equal to a CPU's"].ratio == 1
+    assert {rows[what].unit for what in ("on the device", "of what the host holds")} == {"GB/s"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "said", "why"),
+    [
+        ("multiplies_exactly", 5, "the product of bytes is not exact on this device"),
+        ("checksum", 4, "12 of 24 checksums are not a CPU's"),
+    ],
+)
+def test_a_checksum_that_is_wrong_on_the_gpu(fault: str, said: int, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For some pieces, or by another way than a product; what was measured is kept."""
+    sums = checksum.checksum
+    if fault == "checksum":
+        calls = iter(range(10_000))
+        monkeypatch.setattr(checksum, fault, lambda data, start=0: sums(data, start) + (next(calls) % 4 == 0))
+    else:
+        monkeypatch.setattr(checksum.sums, fault, lambda _: False)
+    rows = checksum.rows(tiny=True)
+    measured = [next(rows) for _ in range(said)]
+    assert len([each for each in measured if isinstance(each, Row)]) == 4
+    with pytest.raises(RuntimeError, match=why):
+        next(rows)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_fp8_servers_are_measured_on_a_gpu_only(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a module that only adds SGLang's own flag; the ratio is to bf16."""
+    rates = {"megarl": 100.0, "benchmarks.fp8_server": 150.0, "benchmarks.no_overlap": 80.0}
+    serving: list[str] = []
+
+    @contextmanager
+    def served(recipe: object, module: str) -> Iterator[tuple[SimpleNamespace, None, float]]:
+        serving.append(module)
+        yield SimpleNamespace(pid=1), None, 1.0
+
+    async def measured(*_: object) -> dict[str, list[float]]:
+        return {"streamed": [rates[serving[-1]]], "bare": [200.0]}
+
+    monkeypatch.setattr(networks, "DEVICE", device)
+    monkeypatch.setattr(server_part, "recipe_of", lambda *_: None)
+    monkeypatch.setattr(server_part.server, "measured", measured)
+    for name, fake in {
+        "need_sglang": lambda: None,
+        "random_model": lambda *_: None,
+        "sizes": str,
+        "served": served,
+    }.items():
+        monkeypatch.setattr(server_part.serving, name, fake)
+    said = list(server_part.rows(tiny=True))
+    ratios = {row.reference: row.ratio for row in said if isinstance(row, Row)}
+    assert (serving == list(rates)) == (device == "cuda")
+    assert ratios.get("bf16") == (1.5 if device == "cuda" else None)
+    assert ratios["no overlap"] == 1.25
+    assert any(isinstance(each, str) and each.startswith("fp8: ") for each in said) == (device == "cpu")
+
+
+def test_an_fp8_server_is_megarls_with_one_more_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(launch, "engine_arguments", lambda *given: {"given": given})
+    monkeypatch.setattr(cli, "main", lambda: made.append(launch.engine_arguments("recipe", 0)) or 0)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("benchmarks.fp8_server", run_name="__main__")
+    assert ended.value.code == 0
+    assert made == [{"given": ("recipe", 0), "quantization": "fp8"}]
 
 
 def test_files_of_tests_are_reported_as_they_pass() -> None:

@@ -14,7 +14,7 @@ from benchmarks.gpu.training import Training
 from benchmarks.parity.__main__ import told
 from megarl.core.weights.parity import CAUSES, LIMITS
 
-STEPS = 8
+STEPS = 4
 SHORT = (
     f"run.steps={STEPS}",
     "batch.prompts=8",

@@ -1,8 +1,9 @@
-"""Measures 500 publications of Qwen3 1.7B to a busy server on the same GPU, by CUDA IPC: seconds, pause, checksums.
+"""Measures 100 publications of Qwen3 1.7B to a busy server on the same GPU, by CUDA IPC: seconds,
+pause, checksums.
 
 Two sets of weights take turns, the second being the first with all signs changed, so a publication without effect has the wrong
 checksum. The reference, also for the checksum, is a publication of the first set through the disk. There are rows for each
-hundred publications.
+half of the publications.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ from megarl.core.models import build, family_of, hf
 from megarl.core.server.client import ServerClient
 from megarl.core.weights.publisher import Publisher
 
-PUBLICATIONS, GROUP = 500, 100
+PUBLICATIONS, GROUP = 100, 50
 REQUESTS, PROMPT_TOKENS = 8, 16
 POLL_S = 0.05
 TINY = ("resources.colocate=true", "weights.transport=cuda_ipc", "serving.memory_fraction=0.25")

@@ -1,6 +1,8 @@
-"""Measures one SGLang server as started by megarl: tokens/s of many requests at once, with and without the overlap schedule.
+"""Measures one SGLang server as started by megarl: tokens/s of many requests at once, in bf16, with
+SGLang's own FP8, and in bf16 without the overlap schedule.
 
-The reference, in the same run, is a client that sends the same requests and does not read the replies.
+The reference, in the same run, is a client that sends the same requests and does not read the
+replies. FP8 needs a GPU.
 """
 
 import asyncio
@@ -24,7 +26,7 @@ ONE_B = {
 }
 """Llama 3.2 1B."""
 CONCURRENCY = 64
-WAYS = {"overlap": "megarl", "no overlap": "benchmarks.no_overlap"}
+WAYS = {"overlap": "megarl", "fp8": "benchmarks.fp8_server", "no overlap": "benchmarks.no_overlap"}
 """The module that serves, for each configuration."""
 
 
@@ -37,6 +39,9 @@ def rows(tiny: bool) -> Iterator[Said]:
         serving.random_model(config, folder)
         rates: dict[str, float] = {}
         for way, module in WAYS.items():
+            if way == "fp8" and networks.DEVICE == "cpu":
+                yield "fp8: SGLang quantises the layers of a bf16 model on a GPU only; nothing was measured"
+                continue
             recipe = recipe_of(folder, way, tokens)
             sizes = f"{serving.sizes(recipe)}, {CONCURRENCY} requests of {tokens} tokens at once"
             with serving.served(recipe, module) as (process, endpoints, ready):
@@ -46,6 +51,8 @@ def rows(tiny: bool) -> Iterator[Said]:
             what, bare = f"megarl's client, streamed, {way}", "a client that reads nothing"
             yield Row(what, rates[way], "tokens/s", sizes, bare, found["bare"][0])
             yield {"way": way} | found
+            if way == "fp8":
+                yield Row(f"megarl's client, streamed, {way}", rates[way], "tokens/s", sizes, "bf16", rates["overlap"])
         yield Row("megarl's client, streamed", rates["overlap"], "tokens/s", sizes, "no overlap", rates["no overlap"])
 
 

@@ -13,6 +13,12 @@ so that one matrix product of 8-bit numbers, for which CPUs and GPUs have instru
 
     bytes [rows, COLUMNS] int8 · digits [COLUMNS, 8] int8 ──► [rows, 8] int32, exact: at most 2^26 ──► · 256^digit · row ──► Σ
 
+On a GPU the product is cuBLASLt's, whose tensor-core kernels for 8-bit numbers take one layout
+only, "TN": rows of bytes and columns of digits that lie contiguous (NVIDIA's documentation of
+cublasLtMatmul, "To use IMMA kernels"; PyTorch's test__int_mm skips the other layout on CUDA 13).
+Each process tries the product when it starts, and where it fails, or is wrong, sums the same in
+64-bit integers (`multiplies_exactly`).
+
 What it detects. Let d(i) be the changes of the bytes and 2^t the largest power of two that divides all of them; t is at most 7.
 A change of a single byte, even of one bit, is always detected: |d| < 2^8 and w is odd, so d · w is no multiple of 2^64. Several
 changed bytes of one row cancel only if Σ d(i) · column(i) = 0 modulo 2^64, which for random odd columns has a probability of at
@@ -21,22 +27,30 @@ makes the checksum of zero bytes depend on their number. An attacker can easily 
 """
 
 import functools
+import logging
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+log = logging.getLogger(__name__)
+
 COLUMNS = 4096
 DIGITS = 8
 WIDTH = 16
 """Columns of the matrix of digits, padded with zeros: with only 8, CPU and GPU take slower paths."""
 FEWEST_ROWS = 17
-"""Fewest rows that a GPU multiplies in this way (torch._int_mm)."""
+"""Fewest rows that a GPU multiplies in this way (torch._int_mm;
+aten/src/ATen/native/cuda/Blas.cpp)."""
 ALIGNED = 16
-"""Bytes; on a GPU the address has to be a multiple of it."""
+"""Bytes; on a GPU the address has to be a multiple of 4, and is fastest as a multiple of this."""
 PIECE = 64 << 20
-"""Bytes that are copied to a device at once, in whole rows."""
+"""Bytes that are summed, and before that copied to a device, at once: whole rows."""
+INTEGER_ROWS = 1024
+"""Rows that are summed in 64-bit integers at once, for which each byte becomes eight."""
+TRIED_ROWS = 128
+"""Rows of the numbers with which the product is tried."""
 LENGTH = 0x1E3779B97F4A7C15
 _COLUMNS, _ROWS = 1, 2
 """Seeds."""
@@ -50,12 +64,14 @@ def checksum(piece: Tensor, start: int = 0) -> Tensor:
     edge = min(-start % COLUMNS, len(data))  # bytes that complete a row begun before the piece
     whole = (len(data) - edge) // COLUMNS * COLUMNS
     for part in data.split([edge, whole, len(data) - edge - whole]):
-        if len(part):
-            if len(part) < COLUMNS:
-                part = pad(part, (column, COLUMNS - column - len(part)))
-            rows = part.view(-1, COLUMNS)
+        if len(part) == 0:
+            continue
+        if len(part) < COLUMNS:
+            part = pad(part, (column, COLUMNS - column - len(part)))
+        for rows in part.view(-1, COLUMNS).split(PIECE // COLUMNS):
             total += _sum(rows, row)
-            row, column = row + len(rows), 0
+            row += len(rows)
+        column = 0
     return total
 
 
@@ -77,15 +93,65 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.int8)
 
 
-def _sum(data: Tensor, row: int) -> Tensor:
-    """Return Σ x · w [] over whole rows [rows, COLUMNS] int8; row: the first one's index in its parameter."""
-    height = len(data)
-    keys = _odd(_ROWS, 1 << (row + height).bit_length(), data.device)[row : row + height]
-    if data.is_cuda and (height < FEWEST_ROWS or data.data_ptr() % ALIGNED):
-        data = pad(data, (0, 0, 0, FEWEST_ROWS))
-    digits, scales = _digits(data.device)
-    sums = (torch._int_mm(data, digits)[:height, :DIGITS] * scales).sum(1)
-    return (sums * keys).sum()
+def _sum(rows: Tensor, first: int) -> Tensor:
+    """Return Σ x · w [] int64 over whole rows [rows, COLUMNS] int8. first: the index of the first
+    one in its parameter."""
+    end = first + len(rows)
+    keys = _odd(_ROWS, 1 << end.bit_length(), rows.device)[first:end]
+    way = by_product if multiplies_exactly(rows.device) else by_integers
+    return (way(rows) * keys).sum()
+
+
+def by_product(rows: Tensor) -> Tensor:
+    """Return Σ x · column [rows] int64 of each of these rows [rows, COLUMNS] int8, by a product of
+    8-bit numbers."""
+    height = len(rows)
+    if rows.is_cuda and (height < FEWEST_ROWS or rows.data_ptr() % ALIGNED):
+        rows = pad(rows, (0, 0, 0, FEWEST_ROWS))
+    digits, place_values = _digits(rows.device)
+    sums_of_digits = torch._int_mm(rows, digits)[:height, :DIGITS]
+    return (sums_of_digits * place_values).sum(1)
+
+
+def by_integers(rows: Tensor) -> Tensor:
+    """Return what `by_product` returns, by arithmetic that every device has, in some times the
+    time."""
+    columns = _odd(_COLUMNS, COLUMNS, rows.device)
+    return torch.cat([(part.long() * columns).sum(1) for part in rows.split(INTEGER_ROWS)])
+
+
+@functools.cache
+def multiplies_exactly(device: torch.device) -> bool:
+    """Return whether products of 8-bit numbers are right on this device, which is tried once and
+    takes some milliseconds; log why not. device: with its number if it is a GPU. A process calls
+    this when it starts, so that no publication has to."""
+    why = _wrong_product(device)
+    if why:
+        log.warning("%s: checksums of weights are summed in 64-bit integers, which takes longer: %s", device, why)
+    return not why
+
+
+def _wrong_product(device: torch.device) -> str:
+    """Return what was wrong with a product on this device, or "" if all that were tried equal sums
+    of integers on the CPU."""
+    numbers = torch.arange(TRIED_ROWS * COLUMNS // 8) * LENGTH
+    rows = numbers.view(torch.int8).view(TRIED_ROWS, COLUMNS)
+    sums = by_integers(rows)
+    heights = [1, FEWEST_ROWS, TRIED_ROWS]
+    if device.type == "cuda":  # where another size may be given to another kernel
+        heights.append(PIECE // COLUMNS)
+    try:
+        for height in heights:
+            repeats = -(-height // TRIED_ROWS)
+            aligned = rows.to(device).repeat(repeats, 1)[:height]
+            elsewhere = torch.cat([aligned.new_zeros(1), aligned.flatten()])[1:].view(height, COLUMNS)
+            expected = sums.to(device).repeat(repeats)[:height]
+            for tried in (aligned, elsewhere):
+                if not torch.equal(by_product(tried), expected):
+                    return f"a product of {height} rows by torch._int_mm was wrong"
+    except RuntimeError as error:
+        return f"torch._int_mm: {str(error).splitlines()[0]}"
+    return ""
 
 
 @functools.cache
@@ -96,10 +162,12 @@ def _odd(seed: int, count: int, device: torch.device) -> Tensor:
 
 @functools.cache
 def _digits(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the columns' digits [COLUMNS, WIDTH] int8 and the digits' place values [DIGITS] int64."""
+    """Return the columns' digits [COLUMNS, WIDTH] int8, of which each of the WIDTH columns is
+    contiguous, and the digits' place values [DIGITS] int64."""
     rest = np.random.PCG64(_COLUMNS).random_raw(COLUMNS) | np.uint64(1)
-    digits = np.zeros((COLUMNS, WIDTH), np.int8)
+    digits = np.zeros((WIDTH, COLUMNS), np.int8)
     for n in range(DIGITS):
-        digits[:, n] = rest.astype(np.uint8).view(np.int8)
-        rest = (rest - digits[:, n].astype(np.int64).view(np.uint64)) >> np.uint64(8)
-    return torch.from_numpy(digits).to(device), torch.tensor([256**n for n in range(DIGITS)], device=device)
+        digits[n] = rest.astype(np.uint8).view(np.int8)
+        rest = (rest - digits[n].astype(np.int64).view(np.uint64)) >> np.uint64(8)
+    place_values = torch.tensor([256**n for n in range(DIGITS)], device=device)
+    return torch.from_numpy(digits).to(device).t(), place_values

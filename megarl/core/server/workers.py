@@ -248,14 +248,24 @@ def own_requests() -> None:
 
 
 def own_checksums() -> None:
-    """Answer /weights_checker with megarl's checksum of each parameter, which a learner can add up from the tensors it sends. A
-    GPU also computes those of the copy in the host's memory, because SGLang gives torch only one CPU thread then."""
+    """Answer /weights_checker with megarl's checksum of each parameter, which a learner can add up
+    from the tensors it sends. A GPU also computes those of the copy in the host's memory, because
+    SGLang gives torch only one CPU thread then. How the device computes them is tried once the
+    scheduler is made, which has chosen its GPU."""
     import torch
+    from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.utils import weight_checker
 
-    from megarl.core.base.checksum import checksum_on, written
+    from megarl.core.base.checksum import checksum_on, multiplies_exactly, written
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    make = Scheduler.__init__
+
+    def make_and_try(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        multiplies_exactly(torch.empty(0, device=device).device)
+
+    Scheduler.__init__ = make_and_try
     weight_checker._hash_tensor = lambda tensor: written(int(checksum_on(device, tensor)))
 
 

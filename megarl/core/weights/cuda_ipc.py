@@ -53,6 +53,7 @@ class CudaIpcTransport:
             {i: text for sent in every for i, text in sent.errors.items()},
             {name: value for sent in every for name, value in sent.checksums.items()},
             max(sent.bytes for sent in every),
+            next((sent.unchecked for sent in every if sent.unchecked), ""),
         )
 
     def _send(self, fleet: Fleet, mine: Sequence[int]) -> Sent:
@@ -68,7 +69,8 @@ class CudaIpcTransport:
             errors |= self._hand_over(fleet, alive, bucket, fleet.version if last else None)
         alive = [i for i in mine if i not in errors]
         errors |= fleet.each(alive, lambda server: server.end())[1]
-        return Sent(errors, sums.expected(), size)
+        expected = sums.expected()
+        return Sent(errors, expected, size, sums.failed)
 
     def _hand_over(self, fleet: Fleet, ids: Sequence[int], bucket: Bucket, complete: int | None) -> dict[int, str]:
         """Have these servers read the bucket; return errors by server id. complete: as in ServerClient.take."""

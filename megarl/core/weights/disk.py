@@ -54,11 +54,15 @@ class DiskTransport:
             file = path / f"stage-{parallel_state.get_pipeline_model_parallel_rank():04}.safetensors"
             mine = {name: tensor.to("cpu", copy=True) for name, tensor in sent}
             hf.everywhere(lambda: save_file(mine, file) if writes else None)
-        checksums = {name: value for stage in gathered(sums.expected()) for name, value in stage.items()}
+        expected = sums.expected()
+        every = gathered((expected, sums.failed))
+        checksums = {name: value for stage, _ in every for name, value in stage.items()}
+        unchecked = next((failed for _, failed in every if failed), "")
         errors: dict[int, str] = {}
         if dist.get_rank() == 0:
             errors = fleet.each(ids, lambda server: server.load(str(path.resolve()), version))[1]
             others = sorted((p for p in self._directory.glob("v*") if p != path), key=lambda p: p.stat().st_mtime)
             for old in others[: 1 - KEEP]:
                 shutil.rmtree(old, ignore_errors=True)
-        return Sent(from_rank_0(errors), checksums, sum(file.stat().st_size for file in path.glob("*.safetensors")))
+        size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        return Sent(from_rank_0(errors), checksums, size, unchecked)

@@ -65,6 +65,7 @@ class _Attempt:
     failed: dict[int, str] = field(default_factory=dict)  # servers that failed by themselves
     interrupted: dict[int, str] = field(default_factory=dict)  # that only failed to receive because the group failed
     broken: str = ""  # why the group can no longer be used
+    unchecked: str = ""  # why the checksums are not known
 
     def add(self, errors: dict[int, MegarlError]) -> None:
         for i, error in errors.items():
@@ -124,7 +125,7 @@ class ProcessGroupTransport:
             errors |= attempt.failed
             if not attempt.broken:
                 self._versions = dict.fromkeys(alive, version)
-                return Sent(errors, attempt.checksums, attempt.bytes)
+                return Sent(errors, attempt.checksums, attempt.bytes, attempt.unchecked)
             why = "; ".join((attempt.failed or attempt.interrupted).values()) or attempt.broken
             log.warning("sending version %d again: %s", version, why)
             self._leave(fleet)
@@ -148,6 +149,7 @@ class ProcessGroupTransport:
             whole.failed |= other.failed
             whole.interrupted |= other.interrupted
             whole.broken = whole.broken or other.broken
+            whole.unchecked = whole.unchecked or other.unchecked
         return whole
 
     def _send_part(self, attempt: _Attempt, fleet: Fleet, ids: tuple[int, ...]) -> None:
@@ -160,7 +162,7 @@ class ProcessGroupTransport:
         assert group is not None
         calls = fleet.start(ids, lambda server: server.receive(group.name))
         try:
-            attempt.checksums = self._broadcast(attempt, group, exported, calls)
+            self._broadcast(attempt, group, exported, calls)
         except BaseException as error:
             group.close(str(error) or type(error).__name__)
             self._group = None
@@ -182,9 +184,9 @@ class ProcessGroupTransport:
 
     def _broadcast(
         self, attempt: _Attempt, group: BroadcastGroup, tensors: Iterator[tuple[str, Tensor]], calls: Calls[None]
-    ) -> dict[str, str]:
-        """Broadcast buckets, at most bucket_bytes bytes at once, while the next ones are gathered; return the checksums. The
-        first error breaks the group."""
+    ) -> None:
+        """Broadcast buckets, at most bucket_bytes bytes at once, while the next ones are gathered,
+        and note the checksums. The first error in broadcasting breaks the group."""
         sums, under_way = SentChecksums(self._family.architecture), deque[tuple[dist.Work, Tensor]]()
         made = buckets(self._last.changed(sums.watch(tensors)), self._bucket_bytes, self._bucket_bytes / VIEWS)
 
@@ -207,7 +209,8 @@ class ProcessGroupTransport:
             except RuntimeError as error:
                 attempt.broken = str(error).splitlines()[0]
                 group.close(attempt.broken)
-        return sums.expected()
+        attempt.checksums = sums.expected()
+        attempt.unchecked = sums.failed
 
     def _join(self, attempt: _Attempt, fleet: Fleet, ids: tuple[int, ...]) -> None:
         """Form a group of this rank and the servers, unless there is one."""

@@ -6,8 +6,10 @@
     cuda_ipc, disk     pause all ─► transport ─► checksums ─► continue ─► Published              no memory for a second copy
                         └ a server that fails is left out: its requests are aborted
 
-The law of errors: whatever happens to one server, the others end up running with the new version, and the caller gets a result
-for each server within bounded time. The result of a server that did not get all new weights has an error.
+The law of errors: whatever happens to one server, the others end up running with the new version,
+and the caller gets a result for each server within bounded time. The result of a server that did
+not get all new weights has an error, and so have those of all servers if the learner could not
+compute the checksums of what it sent.
 
 An example. A learner of two tensor-parallel ranks has trained step 6, so its weights are version 7; servers a and b still have
 version 6. The controller replies `Publish(version=7, servers=(a, b))` to `Next(step=7)`; both ranks get it and call `publish`.
@@ -47,6 +49,7 @@ from statistics import mode
 import torch.distributed as dist
 from torch.nn import Module
 
+from megarl.core.base.checksum import multiplies_exactly
 from megarl.core.base.messages import Publish, Published, ServerResult
 from megarl.core.base.ranks import from_rank_0
 from megarl.core.base.rundir import Endpoints, RunDir
@@ -68,6 +71,7 @@ class Publisher:
     """One learner rank's part in publication; `publish` is collective over all ranks."""
 
     def __init__(self, recipe: Recipe, endpoints: Endpoints, chunks: Sequence[Module], family: Family) -> None:
+        multiplies_exactly(next(chunks[0].parameters()).device)  # tried now, and not in the first publication
         weights = recipe.weights
         self._endpoints, self._limit_s = endpoints, weights.timeout_s
         self._wakes, self._meanwhile = recipe.lends_memory, recipe.generates_meanwhile
@@ -164,6 +168,10 @@ class Publisher:
     def _compare(self, fleet: Fleet, sent: Sent, errors: dict[int, str]) -> dict[int, str]:
         """Return each server's checksum; add to `errors` servers whose own is not that of what was sent, or not the others'."""
         asked, staged = [i for i in fleet.servers if i not in errors], self._transport.staged
+        if sent.unchecked:
+            why = f"checksum: the learner could not compute what to expect: {sent.unchecked}"
+            errors |= {i: f"publishing version {fleet.version} to server {i}: {why}" for i in asked}
+            return {}
         answers, failed = fleet.each(asked, lambda s: s.staged_checksums() if staged else s.checksums())
         errors |= failed
         wrong = {i: differing(sent.checksums, parameters or {}) for i, (_, parameters) in answers.items()}

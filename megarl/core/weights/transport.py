@@ -21,11 +21,13 @@ from megarl.core.server.served import as_held, is_padded_inside, place
 
 
 class Sent(NamedTuple):
-    """The result of sending: errors by server id, checksums by the server's parameter, bytes that each server received."""
+    """The result of sending: errors by server id, checksums by the server's parameter, bytes that
+    each server received. unchecked: why the learner does not know the checksums; "" if it does."""
 
     errors: dict[int, str]
     checksums: dict[str, str]
     bytes: int
+    unchecked: str = ""
 
 
 class Transport(Protocol):
@@ -91,29 +93,54 @@ def with_last(items: Iterable[Bucket]) -> Iterator[tuple[Bucket, bool]]:
 class SentChecksums:
     """The checksums that a server of one rank must return from `/weights_checker`, from the tensors that went through `watch`,
     in any order: those of a parameter's pieces (server/served.py) add up (base/checksum.py), and one that was never sent is
-    missing in the sum. Nothing is copied to the CPU before `expected`, so a GPU does not wait."""
+    missing in the sum. Nothing is copied to the CPU before `expected`, so a GPU does not wait.
+
+    failed: why a checksum could not be computed; "" if all could. The tensors are then still
+    yielded, since other ranks take part in gathering them, and no checksum is known."""
 
     def __init__(self, model: Architecture) -> None:
         self._model = model
         self._sums: dict[str, Tensor] = {}
         self._unknown: set[str] = set()
+        self.failed = ""
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors unchanged, and add up their checksums."""
         for name, tensor in tensors:
-            (served, start), held = place(name, tensor, self._model), as_held(name, tensor, self._model)
-            if held.device.type == "cpu" and is_padded_inside(name, held):
-                self._unknown.add(served)
-            else:
-                piece = checksum(held, start)
-                self._sums[served] = self._sums[served] + piece if served in self._sums else piece
+            if not self.failed:
+                try:
+                    self._add(name, tensor)
+                except RuntimeError as error:
+                    self.failed = f"{name}: {_first_line(error)}"
             yield name, tensor
 
+    def _add(self, name: str, tensor: Tensor) -> None:
+        served, start = place(name, tensor, self._model)
+        held = as_held(name, tensor, self._model)
+        if held.device.type == "cpu" and is_padded_inside(name, held):
+            self._unknown.add(served)
+            return
+        piece = checksum(held, start)
+        if served in self._sums:
+            piece = self._sums[served] + piece
+        self._sums[served] = piece
+
     def expected(self) -> dict[str, str]:
-        """Return the checksums by name of the server's parameter, in the format of /weights_checker."""
+        """Return the checksums by name of the server's parameter, in the format of
+        /weights_checker; none if one failed."""
         known = [name for name in self._sums if name not in self._unknown]
-        sums = torch.stack([self._sums[name] for name in known]).tolist() if known else []
+        if self.failed or not known:
+            return {}
+        try:
+            sums = torch.stack([self._sums[name] for name in known]).tolist()
+        except RuntimeError as error:  # of a kernel that was started before
+            self.failed = _first_line(error)
+            return {}
         return {name: written(value) for name, value in zip(known, sums, strict=True)}
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def differing(expected: Mapping[str, str], served: Mapping[str, str]) -> list[str]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megarl.core.base import broadcast
+from megarl.core.base import checksum as sums
 from megarl.core.base.checksum import checksum, written
 from megarl.core.base.process import shared_memory_mark
 from megarl.core.server import workers
@@ -63,8 +64,10 @@ def test_a_further_node_ends_with_the_first_of_its_ranks_that_ends(monkeypatch: 
 
 def test_a_server_answers_with_our_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through SGLang's own WeightChecker, for parameters and buffers."""
+    from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.utils import weight_checker
 
+    monkeypatch.setattr(Scheduler, "__init__", Scheduler.__init__)
     monkeypatch.setattr(weight_checker, "_hash_tensor", weight_checker._hash_tensor)
     workers.own_checksums()
     model = torch.nn.BatchNorm1d(5)
@@ -72,6 +75,20 @@ def test_a_server_answers_with_our_checksum(monkeypatch: pytest.MonkeyPatch) -> 
     checker._get_model, checker._placement = lambda: model, dict.fromkeys(PLACEMENT, 0)
     said = checker.handle("checksum", role="target")["checksums"]
     assert said == {name: written(int(checksum(tensor))) for name, tensor in model.state_dict().items()}
+
+
+def test_a_server_tries_the_checksum_when_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once its scheduler has chosen a device, and before it is asked for one."""
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.utils import weight_checker
+
+    happened: list[object] = []
+    monkeypatch.setattr(weight_checker, "_hash_tensor", weight_checker._hash_tensor)
+    monkeypatch.setattr(Scheduler, "__init__", lambda _, *given, **named: happened.append((given, named)))
+    monkeypatch.setattr(sums, "multiplies_exactly", happened.append)
+    workers.own_checksums()
+    Scheduler("arguments", ports="ports")
+    assert happened == [(("arguments",), {"ports": "ports"}), torch.device("cpu")]
 
 
 def test_a_rank_waits_for_the_slowest_to_load_the_model_as_long_as_a_start_may_take(
@@ -127,6 +144,7 @@ def test_scouts_loader_does_not_warn_of_each_bucket(monkeypatch: pytest.MonkeyPa
         (workers, "own_staging"),
         (workers, "own_labels"),
         (workers, "own_pauses"),
+        (workers, "own_checksums"),
         (workers, "own_routing"),
         (workers, "without_megatron"),
         (ranks, "bind_all"),
