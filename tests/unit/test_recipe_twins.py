@@ -12,7 +12,8 @@ from tests.twin_models import FAMILIES, SIGNS
 
 KEPT = (
     "model.dtype", "model.fp32_head", "model.fp8",
-    "model.virtual_pipeline_parallel", "model.context_parallel", "model.moe.*", "data.sandbox", "data.curriculum.*", "data.tasks.*.grader",
+    "model.virtual_pipeline_parallel", "model.context_parallel", "model.moe.*",
+    "data.sandbox", "data.curriculum.*", "data.tasks.*.grader",
     "data.tasks.*.template", "data.tasks.*.system", "data.tasks.*.environment", "data.tasks.*.weight", "data.tasks.*.turns",
     "length.control", "length.end_of_thinking", "length.interruption", "sampling.temperature",
     "pipeline.*", "batch.zero_variance", "batch.truncated", "batch.positive_threshold", "batch.centring", "batch.advantage",

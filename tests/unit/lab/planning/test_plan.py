@@ -89,7 +89,7 @@ def test_a_run_that_would_be_refused_is_no_plan(capsys: pytest.CaptureFixture[st
 def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """And its table, which fits 80 columns."""
     sizes = (
-        "batch.prompts=4 sampling.generations=2 length.thinking_tokens=[200,300] length.answer_tokens=20 pipeline.k=2"
+        "batch.prompts=12 sampling.generations=2 length.thinking_tokens=[200,300] length.answer_tokens=20 pipeline.k=2"
     )
     arguments = f"plan scalerl-8b {sizes} --gpus 4 --gpu gb200 --model-config llama-3.1-8b --simulate --steps 2"
     drawn: list[Figure] = []
@@ -161,7 +161,7 @@ def test_a_learner_that_waits_for_servers_saves_memory_for_them(capsys: pytest.C
 )
 def test_models_larger_than_a_node_have_servers_on_several(config: str, gpus: int, width: int) -> None:
     """1,342 GB of weights in bf16 are 42 GB a GPU on 32 and no rest of 80 on 16. The learner divides experts over nodes."""
-    asked = problem("scalerl-8b", config, "h100", gpus, 8000, "batch.prompts=64")
+    asked = problem("scalerl-8b", config, "h100", gpus, 8000, "batch.prompts=96")
     best = search(asked).plans[0].recipe
     assert best.resources.server_tensor_parallel == width
     assert best.model.expert_parallel > 16
