@@ -274,7 +274,7 @@ SPLIT = (
     "resources.learner_ranks=16",
     "model.tensor_parallel=4",
 )
-"""Of the paper's 80 GB200 (arXiv 2510.13786), with a layout, which it does not state."""
+"""How the paper divided its 80 GB200 (arXiv 2510.13786); the layout is ours, it states none."""
 PLANS_PAGE = Path(__file__).parents[4] / "docs" / "plan.md"
 
 
