@@ -44,7 +44,7 @@ COLUMNS = {
     "precision_train precision_rollout tp pp cp ep vpp gen_tp micro_batch recompute engine step_s recipe_vllm_gpu_mem_util "
     "check_implied_tokens_per_rollout",
 }
-FIGURES = {"training": "train", "generation": "serve", "publication": "sync", "step": "rl_steps"}  # of a plan
+FIGURES = {"training": "train", "generation": "serve", "publication": "sync"}  # of a plan
 Fitted = dict[str, dict[str, float]]
 """The section `fitted` of hardware.yaml: by kind of GPU, and "general"."""
 Known = dict[tuple[int, float | None], np.ndarray]
@@ -69,7 +69,8 @@ def main() -> None:
     print(table(found))
     known = {kind: {k: float(f"{v:.3g}") for k, v in of.items() if "FSDP" not in k} for kind, of in fitted.items()}
     errors_of = {figure: found["errors"][file]["median"] for figure, file in FIGURES.items()}
-    print(yaml.safe_dump({"fitted": known, "errors": errors_of}, sort_keys=False, default_flow_style=None, width=120))
+    stated = {"fitted": known, "errors": errors_of, "step_takes": found["step_takes"]}
+    print(yaml.safe_dump(stated, sort_keys=False, default_flow_style=None, width=120))
 
 
 def read(folder: Path) -> tuple[list[Case], dict[str, dict[str, int]]]:
@@ -184,6 +185,7 @@ def figures(cases: Sequence[Case], predicted: Sequence[float]) -> dict[str, Any]
             "training, with FSDP, whose sharding the planner has not": ranking(groups["train",]),
             "whole steps": ranking(groups["rl_steps",]),
         },
+        "step_takes": taken(groups["rl_steps",]),
         "worst": [_shown(case, planned) for case, planned in worst[:10]],
         "rows": [_shown(case, planned) for case, planned in zip(cases, predicted, strict=True)],
     }
@@ -208,6 +210,12 @@ def _errors(pairs: Sequence[tuple[Case, float]]) -> dict[str, float]:
     return {"rows": len(pairs), "models": len({c.model for c, _ in pairs})} | {
         k: round(float(v), 3) for k, v in shares.items()
     }
+
+
+def taken(pairs: Sequence[tuple[Case, float]]) -> list[float]:
+    """Return between which multiples of their plan eight of ten cases took."""
+    ratios = [case.value / planned for case, planned in pairs]
+    return [round(float(np.quantile(ratios, share)), 2) for share in (0.1, 0.9)]
 
 
 def ranking(pairs: Iterable[tuple[Case, float]]) -> dict[str, float]:

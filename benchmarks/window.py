@@ -71,6 +71,8 @@ def simulate() -> None:
     for servers in (72, 64):
         for window in WINDOWS:
             split = [
+                "model.tensor_parallel=4",
+                "resources.server_tensor_parallel=1",
                 f"resources.servers={servers}",
                 f"resources.learner_ranks={80 - servers}",
                 f"pipeline.window={window}",

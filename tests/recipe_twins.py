@@ -22,6 +22,7 @@ from megarl.core.recipe import Recipe, flat
 
 FAMILIES = {
     "scalerl-17bx16": "llama4-multimodal",
+    "scalerl-17bx16-h100": "llama4-multimodal",
     "quickstart-moe": "llama4",
     "quickstart-agent": "qwen3",
     "scalerl-1gpu": "qwen3",
@@ -61,8 +62,10 @@ def steps(recipe: Recipe) -> int:
 
 
 def model_ranks(recipe: Recipe) -> int:
-    """Ranks of one copy of the twin's model. Experts divide among the tensor-parallel ranks of a stage."""
-    return min(recipe.model.tensor_parallel, 2) * recipe.model.pipeline_parallel
+    """Ranks of one copy of the twin's model. Experts divide among the ranks of a stage."""
+    model = recipe.model
+    of_a_stage = min(model.tensor_parallel, 2) * model.context_parallel
+    return of_a_stage * min(model.pipeline_parallel, 2)
 
 
 RULES = (
@@ -73,6 +76,7 @@ RULES = (
     Rule("data.tasks.*.heldout", fixed("{kind}-heldout.jsonl"), "likewise, others"),
     # Layout: the same kinds of parallelism, each of two ranks; one data-parallel copy
     Rule("model.tensor_parallel", at_most(2), "several ranks are two"),
+    Rule("model.pipeline_parallel", at_most(2), "several stages are two"),
     Rule("model.expert_parallel", at_most(2), "two of four experts a rank"),
     Rule("resources.learner_ranks", lambda r, old: model_ranks(r), "one copy of the model: no data parallelism"),
     Rule("resources.servers", lambda r, old: min(old, 2 if r.resources.server_tensor_parallel == 1 else 1),

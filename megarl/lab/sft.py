@@ -38,7 +38,7 @@ from megarl.core.models import hf, parallel
 from megarl.core.recipe import Recipe
 from megarl.lab.evaluation.suites import digest_of
 from megarl.run import devices
-from megarl.run.launcher import LEARNER
+from megarl.run.launcher import kernel_order
 from megarl.run.process import StopRequest, free_ports, lock, outlive_screen, stop_requests
 from megarl.tasks.data.traces import MAX_TOKENS, Trace, load_traces
 
@@ -63,7 +63,8 @@ def main(recipe: Recipe) -> int:
         advice = "remove it to start over, or name another model.path"
         raise MegarlError(f"{unfinished}: a warm start with other settings was begun there ({SETTINGS}); {advice}")
     if not is_rank() and devices.gpus():
-        os.environ |= LEARNER | devices.kernel_caches() | devices.temporary_folder()
+        os.environ |= kernel_order(recipe, devices.capabilities())
+        os.environ |= devices.kernel_caches() | devices.temporary_folder()
     if recipe.resources.learner_ranks > 1 and not is_rank():
         become_torchrun(recipe.resources.learner_ranks, free_ports(1)[0])
     leader = os.environ.get("RANK", "0") == "0"

@@ -17,7 +17,7 @@ from megarl.core.base.rundir import write_atomically
 from megarl.core.recipe import Recipe, load
 from megarl.lab.planning import command, show
 from megarl.lab.planning.hardware import GB
-from megarl.lab.planning.layouts import Plan, as_written, search
+from megarl.lab.planning.layouts import Plan, as_written, refusal, search
 from megarl.run.devices import needed
 from megarl.run.nodes import OF_SLURM, Node
 from megarl.run.placement import described, place
@@ -102,6 +102,8 @@ def choose(recipe: Recipe, job: SlurmJob) -> ChosenLayout:
             raise MegarlError(f"{misfit}\n--gpu NAME has `megarl plan` choose a layout for {job.nodes} nodes")
         return ChosenLayout(recipe, (), (*described(placed, nodes), *spare))
     problem = command.problem(recipe, len(nodes) * per_node, job.gpu, job.model_config, command.work(recipe))
+    if refused := refusal(problem):
+        raise MegarlError(f"--gpu: no such run starts on {job.gpu}: {refused}")
     if not misfit:
         written = as_written(problem)
         if isinstance(written, Plan):
@@ -120,10 +122,11 @@ def choose(recipe: Recipe, job: SlurmJob) -> ChosenLayout:
 
 
 def _figures(plan: Plan, price: float | None) -> tuple[str, ...]:
+    likely = show.in_short(show.likely(plan.step_seconds))
     return (
-        f"a step takes {plan.step_seconds:.1f} s ({show.error('step')}), training {plan.train_seconds:.1f} "
+        f"a step takes {plan.step_seconds:.1f} s (likely {likely}), training {plan.train_seconds:.1f} "
         f"({show.error('training')}), generating {plan.generate_seconds:.1f} ({show.error('generation')}); "
-        f"{plan.tokens_per_second:,.0f} tokens/s; {show.NEARER}",
+        f"{plan.tokens_per_second:,.0f} tokens/s; {show.NEARER}; {show.LIKELY}",
         f"the learner needs {plan.learner.total / GB:.0f} GB a GPU; a server holds {plan.server.kv_tokens:,.0f} tokens",
         show.cost(plan, price),
     )

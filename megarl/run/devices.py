@@ -49,6 +49,11 @@ def capabilities() -> frozenset[str]:
     return frozenset(_asked("compute_cap"))
 
 
+def kinds() -> tuple[str, ...]:
+    """Return the different names of this machine's GPUs, such as NVIDIA GB200; empty where there are none."""
+    return tuple(sorted(set(_asked("name"))))
+
+
 def memory() -> float:
     """Return the bytes of this machine's smallest GPU; 0 where there is none."""
     return min((float(size.split()[0]) * 2**20 for size in _asked("memory.total")), default=0.0)

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +35,17 @@ STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 ALIKE = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """Variables on which learner and servers must agree if they share a node; a user's own values are kept. NCCL reads a peer's
 memory by its own setting and fails, or hangs, if the peer's differs; its default is 1, and SGLang sets 0 in its processes."""
-LEARNER = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-"""Only then do megatron's ranks compute while tensor and sequence parallelism send. SGLang sets 8 for itself."""
+ALIKE_IN_A_RACK = ALIKE | {"NCCL_CUMEM_ENABLE": "1"}
+"""The same for GPUs of RACK: with 0, NVLink would end at the machine ("MNNVL requires cuMem", NCCL's
+src/mnnvl.cc at 5067397; by itself NCCL then uses it between machines, src/init.cc). SGLang sets 1 for a
+server on several such nodes (_set_envs_and_config in its entrypoints/engine.py)."""
+RACK = ("GB200", "GB300")
+"""Parts of the names of GPUs whose NVLink connects the machines of a rack."""
+ORDER = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+"""Kernels start in the order of their calls, so that those that send are not behind those that compute.
+SGLang sets 8 for itself."""
+NEEDS_NO_ORDER = 10
+"""Major compute capability, Blackwell's, from which megatron does without ORDER."""
 PINNED = "pinned_max_round_threshold_mb"
 """From this size on, torch rounds pinned memory up to whole MiB; by default it rounds up to a power of two, which would make a
 server's copy of its weights up to 1.6 times as large."""
@@ -103,7 +112,7 @@ def task(recipe: Recipe, rundir: RunDir, role: Role, port: int, place: Place) ->
         arguments.append("--teacher")
     threads = "1" if role.kind == "controller" else str(recipe.resources.threads)
     environment: dict[str, str | None] = {
-        **{name: os.environ.get(name, value) for name, value in ALIKE.items()},
+        **{name: os.environ.get(name, value) for name, value in alike(place.nodes).items()},
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "OMP_THREAD_LIMIT": None,  # one below `threads`: SGLang's server dies at the first token on a CPU
@@ -113,11 +122,30 @@ def task(recipe: Recipe, rundir: RunDir, role: Role, port: int, place: Place) ->
         "CUDA_VISIBLE_DEVICES": ",".join(place.gpus),
         "CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),  # nvidia-smi's, and Slurm's
         **(_allocator(role.kind == "learner" and recipe.weights.transport != "cuda_ipc") if place.gpus else {}),
-        **(LEARNER if role.kind == "learner" else {}),
+        **(kernel_order(recipe, place.capabilities) if role.kind == "learner" and place.gpus else {}),
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": None,  # else every role compiles all its imports at each start
     }
     return RoleCommand(role, tuple(arguments), environment, place, rundir)
+
+
+def alike(nodes: Sequence[Node]) -> dict[str, str]:
+    """Return NCCL's variables for a role on these nodes."""
+    kinds = {kind for node in nodes for kind in node.kinds or ("",)}
+    in_a_rack = all(any(name in kind for name in RACK) for kind in kinds)
+    return ALIKE_IN_A_RACK if in_a_rack else ALIKE
+
+
+def kernel_order(recipe: Recipe, capabilities: Collection[str]) -> dict[str, str]:
+    """Return ORDER if a learner on GPUs of these compute capabilities ("9.0"; none: unknown) needs it.
+
+    Megatron requires it with tensor or context parallelism, before Blackwell (validate_args in its
+    training/arguments.py). Where it is not needed, exchanges of experts and of gradients would wait for
+    kernels beside which they could run."""
+    exchanges = recipe.model.tensor_parallel > 1 or recipe.model.context_parallel > 1
+    majors = [int(capability.partition(".")[0]) for capability in capabilities]
+    before = not majors or min(majors) < NEEDS_NO_ORDER
+    return ORDER if exchanges and before else {}
 
 
 def _allocator(expandable: bool) -> dict[str, str]:

@@ -31,7 +31,7 @@ OF_SLURM = "slurm"
 class Node:
     """A node. `name` is Slurm's, or this machine's. Roles listen on `address`, which belongs to network interface `interface`.
     gpus: names for CUDA_VISIBLE_DEVICES. memory: all that we may use, in bytes. ports: free ones. host: the machine's name,
-    which several nodes of a test may share."""
+    which several nodes of a test may share. kinds, capabilities: of its GPUs, such as NVIDIA GB200 and 10.0."""
 
     name: str
     host: str
@@ -41,6 +41,8 @@ class Node:
     cores: int
     memory: int
     ports: tuple[int, ...]
+    kinds: tuple[str, ...] = ()
+    capabilities: tuple[str, ...] = ()
 
 
 def here(ports: int, interface: str, peer: str = "") -> Node:
@@ -56,6 +58,8 @@ def here(ports: int, interface: str, peer: str = "") -> Node:
         cores=len(os.sched_getaffinity(0)),
         memory=memory(),
         ports=tuple(free_ports(ports, address)),
+        kinds=devices.kinds(),
+        capabilities=tuple(sorted(devices.capabilities())),
     )
 
 

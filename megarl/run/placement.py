@@ -32,6 +32,11 @@ class Place:
     gpus: tuple[str, ...] = ()
     ranks: int = 1
 
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """The compute capabilities of its nodes' GPUs, such as 9.0; empty if they are not known."""
+        return frozenset(each for node in self.nodes for each in node.capabilities)
+
 
 def place(recipe: Recipe, nodes: Sequence[Node]) -> dict[Role, Place]:
     """Place servers from the front, the learner at the end, the controller on the first node. MegarlError if they don't fit."""

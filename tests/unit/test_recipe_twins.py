@@ -12,8 +12,8 @@ from tests.twin_models import FAMILIES, SIGNS
 
 KEPT = (
     "model.dtype", "model.fp32_head", "model.fp8",
-    "model.pipeline_parallel", "model.virtual_pipeline_parallel",
-    "model.context_parallel", "model.moe.*", "data.sandbox", "data.curriculum.*", "data.tasks.*.grader",
+    "model.virtual_pipeline_parallel", "model.context_parallel", "model.moe.*",
+    "data.sandbox", "data.curriculum.*", "data.tasks.*.grader",
     "data.tasks.*.template", "data.tasks.*.system", "data.tasks.*.environment", "data.tasks.*.weight", "data.tasks.*.turns",
     "length.control", "length.end_of_thinking", "length.interruption", "sampling.temperature",
     "pipeline.*", "batch.zero_variance", "batch.truncated", "batch.positive_threshold", "batch.centring", "batch.advantage",
@@ -40,7 +40,7 @@ def test_a_twin_differs_by_the_rules_alone(name: str) -> None:
 @pytest.mark.parametrize("name", recipes.shipped())
 def test_a_twin_keeps_the_layout_and_what_it_trains(name: str) -> None:
     recipe, small = recipes.load(name), recipes.load(name, twin(name))
-    for key in ("tensor_parallel", "pipeline_parallel", "expert_parallel"):
+    for key in ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"):
         assert (getattr(recipe.model, key) > 1) == (getattr(small.model, key) > 1)
     assert small.run.steps >= 4
     assert small.run.steps > small.pipeline.phase_steps, "no trained weights would be published"

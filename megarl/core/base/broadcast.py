@@ -28,8 +28,9 @@ from megarl.core.base.process import environment
 log = logging.getLogger(__name__)
 
 BROKEN = "broken"
-FORM_LIMIT_S = 60.0
-"""Time limit for forming a group, unless the limit for waiting is shorter."""
+FORM_LIMIT_S, FORM_LIMIT_S_A_RANK = 60.0, 0.5
+"""Time limit for forming a group, and what each of its ranks adds (an estimate: NCCL's first communicator
+is made by all of them together); unless the limit for waiting is shorter."""
 LOOK_S = 0.1
 """Interval at which a waiting member checks whether another has given up."""
 ASK_S = 0.02
@@ -38,6 +39,11 @@ CLOSE_LIMIT_S, GLOO_CLOSE_LIMIT_S = 20.0, 1.0
 """Time limits for leaving a group. An aborted NCCL group must release the GPU; leftover gloo threads sleep and do no harm."""
 NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 """A group reads these when it is made. With other values it would end its process when a peer is lost."""
+
+
+def form_limit_s(world: int, limit_s: float) -> float:
+    """Return the seconds in which `world` ranks must have formed a group. limit_s: the limit for waiting."""
+    return min(FORM_LIMIT_S + FORM_LIMIT_S_A_RANK * world, limit_s)
 
 
 class LaunchOrder:
@@ -56,7 +62,7 @@ class BroadcastGroup:
     ) -> None:  # fmt: skip
         """Meet the others at `address`, where rank 0 serves `store`, and form the communicator."""
         self.name, self._backend, self._limit_s = name, backend, limit_s
-        limit = timedelta(seconds=min(FORM_LIMIT_S, limit_s))
+        limit = timedelta(seconds=form_limit_s(world, limit_s))
         self._store = store or dist.TCPStore(*address, world, False, limit)
         # A second connection: a store's client handles one call at a time, and the first blocks while it waits for the others.
         self._line = PrefixStore(f"{name}/line", dist.TCPStore(*address, world, False, limit))

@@ -32,7 +32,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn import Module
 
 from megarl.core.base import device
-from megarl.core.base.broadcast import FORM_LIMIT_S, BroadcastGroup
+from megarl.core.base.broadcast import BroadcastGroup, form_limit_s
 from megarl.core.base.device import DeviceIdentity
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.ranks import bound_store, from_rank_0, gathered
@@ -231,7 +231,7 @@ class ProcessGroupTransport:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
             s.connect((theirs, 9))  # sends nothing; the kernel only chooses the route
             address: str = s.getsockname()[0]
-        limit = timedelta(seconds=min(FORM_LIMIT_S, self._limit_s))
+        limit = timedelta(seconds=form_limit_s(world, self._limit_s))
         store = bound_store(address, 0, world, is_master=True, timeout=limit, wait_for_workers=False)
         first = {i: 1 + sum(widths[:n]) for n, i in enumerate(ids)}
         calls = fleet.start(ids, lambda s: s.join_group(name, address, store.port, first[s.address.id], world, kind))

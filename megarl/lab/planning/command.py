@@ -14,7 +14,14 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import Recipe, load
 from megarl.lab.planning import show
 from megarl.lab.planning.hardware import gpu_named
-from megarl.lab.planning.layouts import Found, Plan, PlanningProblem, as_written, search
+from megarl.lab.planning.layouts import (
+    Found,
+    Plan,
+    PlanningProblem,
+    as_written,
+    refusal,
+    search,
+)
 from megarl.lab.planning.workload import Lengths, Workload, lengths_of, lognormal, workload
 from megarl.run.devices import gpus
 
@@ -22,7 +29,9 @@ SIMULATED = 3
 
 
 def main(posed: PlanningProblem, drawn: tuple[int, Path] | None, as_json: bool, price: float | None) -> int:
-    """Search and show; return 0 if a layout fits. drawn: steps to simulate and the picture's path; price: of a GPU-hour."""
+    """Search and show; return 0 if a layout fits and may run.
+
+    drawn: steps to simulate and the picture's path; price: of a GPU-hour."""
     if posed.gpus < 2 + (taught := posed.recipe.teacher_gpus) and not posed.recipe.resources.colocate:
         unless = "unless they share it (resources.colocate, as in scalerl-1gpu)"
         if taught:
@@ -37,7 +46,8 @@ def main(posed: PlanningProblem, drawn: tuple[int, Path] | None, as_json: bool, 
         show.tables(posed, written, found, simulated, price)
         if drawn and simulated.plans:
             terminal.say(f"\n{drawn[1]}")
-    return 0 if found.plans or not isinstance(written, str) else 1
+    fits = bool(found.plans) or isinstance(written, Plan)
+    return 0 if fits and not refusal(posed) else 1
 
 
 def problem(recipe: Recipe, gpus: int, gpu: str, model_config: str | None, work: Workload) -> PlanningProblem:
@@ -78,7 +88,10 @@ def planned(name: str, overrides: Sequence[str], gpu: str) -> Recipe:
         raise MegarlError(f"--plan: resources.colocate shares GPUs instead of dividing them; to divide them: {ALONE}")
     if count < 2:
         raise MegarlError(f"--plan: divides the GPUs of this machine, and it has {count}; leave out --plan")
-    plans = search(problem(recipe, count, gpu, None, work(recipe))).plans
+    posed = problem(recipe, count, gpu, None, work(recipe))
+    if refused := refusal(posed):
+        raise MegarlError(f"--plan: no such run starts on {gpu}: {refused}")
+    plans = search(posed).plans
     if not plans:
         raise MegarlError(f"--plan: no layout of {name} fits {count} {gpu}; `megarl plan` says why each is refused")
     chosen = show.overrides(plans[0])

@@ -18,7 +18,7 @@ from megarl.core.algorithm.packing import cost_of, sizes_to_try
 from megarl.core.base.architecture import Architecture
 from megarl.core.recipe import Recipe
 from megarl.core.recipe.rules import impossible, impossible_for
-from megarl.core.server.checks import undivided
+from megarl.core.server.checks import attention_problem, undivided
 from megarl.lab.planning import memory, speed
 from megarl.lab.planning.hardware import ASSUMED, GB, Gpu
 from megarl.lab.planning.memory import LearnerMemory, ServerMemory
@@ -104,6 +104,13 @@ WAITING = 0.5
 """A learner that waits for servers longer than this share of a step may be slower, where that leaves them more GPUs."""
 
 
+def refusal(problem: PlanningProblem) -> str:
+    """Return why no layout of this recipe may run on these GPUs; empty if some may. `megarl plan`,
+    `megarl submit` and `megarl train` refuse such a run."""
+    longest = problem.recipe.length.context_tokens
+    return attention_problem(problem.shape, longest, [problem.gpu.capability])
+
+
 def search(problem: PlanningProblem) -> Found:
     """Search all splits and layouts; none if colocated. Where nothing fits, or only learners that wait for the few servers
     beside them, also with a learner that saves memory."""
@@ -128,7 +135,7 @@ def search(problem: PlanningProblem) -> Found:
 
 def _search(problem: PlanningProblem, refused: Counter[str]) -> list[Plan]:
     """Return the plans with the recipe's learner settings, best first; count in `refused` the layouts that are refused."""
-    tried = {ranks: _server(problem, ranks) for ranks in SERVER_TENSOR}
+    tried = {ranks: server_of(problem, ranks) for ranks in SERVER_TENSOR}
     refused.update(reason for reason in tried.values() if isinstance(reason, str))
     plans = []
     gpus = problem.gpus - problem.recipe.teacher_gpus
@@ -153,7 +160,7 @@ def _search(problem: PlanningProblem, refused: Counter[str]) -> list[Plan]:
 def as_written(problem: PlanningProblem) -> Plan | str:
     """Return a plan with the recipe's own layout and counts, or the reason why it does not fit."""
     recipe = problem.recipe
-    learner, memory_of = _learner(problem, recipe), _server(problem, recipe.resources.server_tensor_parallel)
+    learner, memory_of = learner_of(problem, recipe), server_of(problem, recipe.resources.server_tensor_parallel)
     if isinstance(learner, str):
         return learner
     if isinstance(memory_of, str):
@@ -180,7 +187,7 @@ def _quickest(problem: PlanningProblem, learner_gpus: int, refused: Counter[str]
             continue
         layout = {"tensor_parallel": tp, "pipeline_parallel": pp, "context_parallel": cp, "expert_parallel": ep}
         layout |= {"virtual_pipeline_parallel": 1, "expert_tensor_parallel": 1}
-        choice = _learner(problem, changed(recipe, "model", **layout))
+        choice = learner_of(problem, changed(recipe, "model", **layout))
         if isinstance(choice, str):
             refused[choice] += 1
         elif best is None or choice.train_seconds < best.train_seconds:
@@ -188,7 +195,7 @@ def _quickest(problem: PlanningProblem, learner_gpus: int, refused: Counter[str]
     return best
 
 
-def _learner(problem: PlanningProblem, recipe: Recipe) -> LearnerChoice | str:
+def learner_of(problem: PlanningProblem, recipe: Recipe) -> LearnerChoice | str:
     """Return the learner of this recipe, or the reason why it is impossible, in few words so that reasons can be counted."""
     model = recipe.model
     for broken in itertools.chain(impossible(recipe), impossible_for(model, problem.shape.megatron_sizes())):
@@ -248,7 +255,7 @@ def packed(work: Workload, shape: Architecture, microbatch_tokens: int, data_par
     return some._replace(microbatches=round(some.microbatches * more), rank_tokens=round(some.rank_tokens * more))
 
 
-def _server(problem: PlanningProblem, ranks: int) -> ServerMemory | str:
+def server_of(problem: PlanningProblem, ranks: int) -> ServerMemory | str:
     """Return the memory of a server with this many GPUs, or the reason why it is impossible."""
     shape, gpu, longest = problem.shape, problem.gpu, problem.recipe.length.context_tokens
     if what := undivided(shape, ranks):

@@ -26,7 +26,8 @@ SCORED_AT_ONCE = 2048
 
 @dataclass(frozen=True)
 class LearnerMemory:
-    """Bytes on the rank that holds most. state: weights, gradients, optimiser. publication: buckets that are sent between
+    """Bytes on the rank that holds most. state: weights, gradients, optimiser, also of a critic, and the
+    weights of a reference model. publication: buckets that are sent between
     steps, when there are no activations. host: bytes in the host's memory, not counted in `total`."""
 
     state: float
@@ -71,7 +72,12 @@ def learner(recipe: Recipe, shape: Architecture, microbatch_tokens: float, micro
     ends = shape.embedding_parameters / model.tensor_parallel
     ends += shape.head_parameters / model.tensor_parallel if alone else 0.0
     publication = recipe.weights.bucket_mb * 2**20 + 2 * largest_bucket(recipe, shape)
-    state, host = _state(recipe, shape, ends), _host(recipe, shape, ends)
+    state = _state(recipe, shape, ends)
+    if recipe.has_critic:
+        state += critic_state(recipe, shape)
+    if recipe.reference.coefficient:
+        state += WIDTH[model.dtype] * (sum(_parameters(recipe, shape)) + ends)
+    host = _host(recipe, shape, ends)
     host += batch_bytes(recipe, shape, microbatch_tokens * microbatches)
     first = LearnerMemory(state, layers * held + again, head if alone else 0.0, publication, host)
     return max(first, LearnerMemory(state, layers + again, head, publication, host), key=lambda m: m.total)

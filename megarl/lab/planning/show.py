@@ -8,10 +8,9 @@ from rich.table import Column, Table
 
 from megarl.core.base import terminal
 from megarl.core.base.architecture import Architecture
-from megarl.core.server.checks import attention_problem
 from megarl.lab.planning import memory
-from megarl.lab.planning.hardware import ASSUMED, ERRORS, GB
-from megarl.lab.planning.layouts import Found, Plan, PlanningProblem
+from megarl.lab.planning.hardware import ASSUMED, ERRORS, GB, STEP_TAKES
+from megarl.lab.planning.layouts import Found, Plan, PlanningProblem, refusal
 from megarl.lab.planning.simulate import Summary
 
 
@@ -27,8 +26,9 @@ class Simulated:
 
 BEST, MOST_REASONS = 5, 12
 NEARER = "±: half of the published rows have a smaller error (docs/plan.md)"
-TAKEN_OVER_PLANNED = (1.2, 14)
-"""GPU-hours that the ScaleRL paper's two runs took, divided by those planned for them (a table in docs/plan.md)."""
+LIKELY = "likely: eight of ten published steps of RL took so much, over their plan"
+TAKEN_OVER_PLANNED = (1.7, 14)
+"""GPU-hours that the ScaleRL paper's runs of 8B took, divided by those planned for them (a table in docs/plan.md)."""
 
 
 def tables(
@@ -41,6 +41,8 @@ def tables(
         f"parameters, {shape.active_parameters / 1e9:.2f}B active; {work.prompts} x {work.generations} rollouts a step of "
         f"{work.mean_tokens:,.0f} tokens on average, {work.trained_share:.0%} trained"
     )
+    if refused := refusal(problem):
+        console.print(f"no such run starts on {problem.gpu.name}: {refused}")
     plans = named(problem, written, found, BEST)
     if not found.plans and not problem.recipe.resources.colocate:
         tried = "not even with learner.recompute=full learner.optimizer_offload=1"
@@ -56,7 +58,7 @@ def tables(
     name = next((name for name, plan in plans.items() if plan.gpus == problem.gpus), next(iter(plans), ""))
     if plans:
         console.print(table)
-        console.print(NEARER)
+        console.print(f"{NEARER}; {LIKELY}")
         console.print(f"{name}: {cost(plans[name], price)}")
     if found.plans:
         console.print(f"plan 1 is: {' '.join(overrides(found.plans[0]))}", soft_wrap=True)
@@ -110,8 +112,21 @@ def overrides(plan: Plan) -> list[str]:
 
 
 def error(figure: str) -> str:
-    """Return the expected error of training, generation, publication or a step."""
+    """Return the expected error of training, generation or publication."""
     return f"±{ERRORS[figure]:.0%}"
+
+
+def likely(planned: float) -> tuple[float, float]:
+    """Return between which values a planned step's seconds, or what is proportional to them, will lie: by what
+    published steps of RL took, over their plan."""
+    least, most = STEP_TAKES
+    return planned * least, planned * most
+
+
+def in_short(bounds: tuple[float, float]) -> str:
+    """Return two bounds as `28-50`, and small ones with a decimal."""
+    digits = 1 if bounds[0] < 10 else 0
+    return "-".join(f"{bound:,.{digits}f}" for bound in bounds)
 
 
 def cost(plan: Plan, price: float | None = None) -> str:
@@ -120,9 +135,12 @@ def cost(plan: Plan, price: float | None = None) -> str:
     hours = plan.step_seconds * steps / 3600
     money = "" if price is None else f", which cost {hours * plan.gpus * price:,.0f}"
     least, most = TAKEN_OVER_PLANNED
+    gpu_hours = hours * plan.gpus
+    expected = f"{in_short(likely(hours))} h and {in_short(likely(gpu_hours))} GPU-hours"
     return (
-        f"{steps:,} steps take {hours:,.1f} h and {hours * plan.gpus:,.0f} GPU-hours{money} ({error('step')}), without starts "
-        f"and evaluations; the ScaleRL paper's runs took {least:g} to {most:g} times what is planned for them (docs/plan.md)"
+        f"{steps:,} steps take {hours:,.1f} h and {gpu_hours:,.0f} GPU-hours{money} (likely {expected}), "
+        "without starts and evaluations; the ScaleRL paper's runs of 8B took "
+        f"{least:g} to {most:g} times what is planned for them (docs/plan.md)"
     )
 
 
@@ -151,7 +169,8 @@ def _figures(plan: Plan) -> dict[str, str]:
         "learner, GB a GPU": f"{plan.learner.total / GB:.0f}",
         "server: KV tokens": f"{plan.server.kv_tokens / 1000:,.0f}k",
         "rollouts at once": f"{plan.running:.0f}",
-        f"step, s {error('step')}": f"{plan.step_seconds:.1f}",
+        "step, s": f"{plan.step_seconds:.1f}",
+        "  likely": in_short(likely(plan.step_seconds)),
         "tokens/s": f"{plan.tokens_per_second:,.0f}",
         f"training, s {error('training')}": f"{plan.train_seconds:.1f}",
         f"generation, s {error('generation')}": f"{plan.generate_seconds:.1f}",
@@ -160,22 +179,18 @@ def _figures(plan: Plan) -> dict[str, str]:
         "lag": f"{plan.lag:.1f}",
         "learner idle": f"{plan.learner_idle:.0%}",
         "servers idle": f"{plan.server_idle:.0%}",
-        f"GPU-h/1k steps {error('step')}": f"{plan.gpu_hours_per_1000_steps:,.0f}",
+        "GPU-h/1k steps": f"{plan.gpu_hours_per_1000_steps:,.0f}",
     }
 
 
 def _remarks(problem: PlanningProblem, plan: Plan) -> Iterator[str]:
     recipe, evaluation = plan.recipe, plan.recipe.evaluation
-    if refused := attention_problem(problem.shape, recipe.length.context_tokens, [problem.gpu.capability]):
-        yield f"note: such a run is refused: {refused}"
     if taught := recipe.teacher_gpus:
         yield f"note: {taught} GPUs are the teacher's (resources.teacher_*); whether it fits and keeps up is not estimated"
-    if recipe.has_critic or recipe.reference.coefficient:
-        yield "note: the recipe trains a critic or holds a reference model: their memory is not counted, nor the critic's time"
     if recipe.has_critic:
-        size = memory.critic_state(recipe, problem.shape) / 1e9
-        what = f"weights, gradients and optimiser of a critic of the policy's size in {recipe.critic.dtype}"
-        yield f"note: {what} take {size:,.0f} GB more on a rank (critic.dtype)"
+        size = memory.critic_state(recipe, problem.shape) / GB
+        what = f"a critic of the policy's size in {recipe.critic.dtype} takes {size:,.0f} GB of a rank"
+        yield f"note: {what} (critic.dtype); its time is not counted"
     if (late := plan.evaluation_seconds / plan.step_seconds) > evaluation.every:
         yield (
             f"note: an evaluation ({evaluation.prompts} x {evaluation.samples} rollouts, "
@@ -214,9 +229,11 @@ def as_json(
         "mean_tokens": problem.work.mean_tokens,
         "assumed": asdict(ASSUMED),
         "errors": ERRORS,
+        "step_takes": STEP_TAKES,
         "as_written": written if isinstance(written, str) else _plan(written, price),
         "plans": [_plan(plan, price) for plan in found.plans[:BEST]],
         "saving": found.saving,
+        "refusal": refusal(problem),
         "refused": dict(found.refused.most_common()),
         "simulated": asdict(simulated),
     }

@@ -52,7 +52,7 @@ def test_its_ranks_have_the_environment_of_a_learner(tmp_path: Path, monkeypatch
     """With GPUs: in another order of kernels, tensor parallelism computes or sends; and kernels are kept on the node."""
     monkeypatch.setattr(os, "environ", {"CUDA_VISIBLE_DEVICES": "0,1"})
     monkeypatch.setattr(sft, "become_torchrun", lambda ranks, _port: sys.exit(ranks))
-    words = ["resources.learner_ranks=2", f"model.path={tmp_path}/made"]
+    words = ["resources.learner_ranks=2", "model.tensor_parallel=2", f"model.path={tmp_path}/made"]
     with pytest.raises(SystemExit, match=r"^2$"):
         sft.main(load("quickstart", words))
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,8 +18,9 @@ import torch
 from megarl.core.base.process import shared_memory_mark
 from megarl.core.base.rundir import RunDir
 from megarl.core.recipe import Recipe
+from megarl.lab.planning.hardware import GPUS
 from megarl.run import devices
-from megarl.run.launcher import LocalLauncher, LocalProcess, RoleCommand, task
+from megarl.run.launcher import LocalLauncher, LocalProcess, RoleCommand, alike, task
 from megarl.run.nodes import here
 from megarl.run.placement import Place
 from megarl.run.restart import Role, RoleKind
@@ -198,9 +200,76 @@ def test_a_learners_memory_grows_in_one_piece(
     torch._C._accelerator_setAllocatorSettings(becomes)
 
 
-def test_a_learners_kernels_start_in_the_order_of_their_calls(recipe: Recipe, tmp_path: Path) -> None:
-    made = task(recipe, RunDir(tmp_path), Role("learner"), 0, Place(HERE.nodes, ("0", "1"), 2))
-    assert made.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+@pytest.mark.parametrize(
+    ("layout", "capabilities", "ordered"),
+    [
+        ({"tensor_parallel": 2}, ("9.0",), True),
+        ({"context_parallel": 2}, ("8.0",), True),
+        ({"tensor_parallel": 2}, (), True),
+        ({"tensor_parallel": 2}, ("10.0", "9.0"), True),
+        ({"tensor_parallel": 2}, ("10.0",), False),
+        ({"tensor_parallel": 1}, ("9.0",), False),
+    ],
+)
+def test_a_learners_kernels_start_in_order_where_megatron_needs_it(
+    recipe: Recipe,
+    tmp_path: Path,
+    layout: dict[str, int],
+    capabilities: tuple[str, ...],
+    ordered: bool,
+) -> None:
+    """Tensor or context parallelism, on a GPU before Blackwell or an unknown one."""
+    model = recipe.model.model_copy(update=layout)
+    node = replace(HERE.nodes[0], gpus=("0", "1"), capabilities=capabilities)
+    place = Place((node,), node.gpus, 2)
+    run = RunDir(tmp_path)
+    made = task(recipe.model_copy(update={"model": model}), run, Role("learner"), 0, place)
+    assert made.environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == ("1" if ordered else None)
+
+
+def test_megatron_states_where_kernels_must_start_in_order() -> None:
+    """Its own check of arguments, which megarl does not call: the rule of the test above."""
+    megatron = find_spec("megatron")
+    assert megatron is not None
+    assert megatron.submodule_search_locations is not None
+    folders = map(Path, megatron.submodule_search_locations)
+    (file,) = (file for folder in folders if (file := folder / "training/arguments.py").exists())
+    source = file.read_text()
+    rule = (
+        "if (args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1) and get_device_arch_version() < 10:"
+    )
+    assert rule in " ".join(source.replace("\\\n", " ").split())
+    assert "require setting the environment variable" in source
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_nvlink_reaches_as_far_as_is_planned(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Beyond a machine where hardware.yaml has a domain of more GPUs than a machine has, for all roles;
+    unless the user says otherwise."""
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    gpu = GPUS[name]
+    node = replace(HERE.nodes[0], gpus=("0",), kinds=(f"NVIDIA {name.upper()}",))
+    place = Place((node,), node.gpus)
+    kinds: tuple[RoleKind, ...] = ("learner", "server")
+    run = RunDir(tmp_path)
+
+    def said() -> set[str | None]:
+        return {task(recipe, run, Role(k), 1, place).environment["NCCL_CUMEM_ENABLE"] for k in kinds}
+
+    assert said() == {"1" if gpu.nvlink_gpus > gpu.node_gpus else "0"}
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
+    assert said() == {"0"}
+
+
+def test_nvlink_ends_at_the_machine_if_not_all_nodes_are_of_a_rack() -> None:
+    of_a_rack = replace(HERE.nodes[0], kinds=("NVIDIA GB300",))
+    other = replace(HERE.nodes[0], kinds=("NVIDIA H200",))
+    unknown = replace(HERE.nodes[0], kinds=())
+    assert alike([of_a_rack, of_a_rack])["NCCL_CUMEM_ENABLE"] == "1"
+    assert alike([of_a_rack, other])["NCCL_CUMEM_ENABLE"] == "0"
+    assert alike([of_a_rack, unknown])["NCCL_CUMEM_ENABLE"] == "0"
 
 
 def test_threads_sleep_while_they_wait(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,6 +388,17 @@ case "$1" in *uuid) printf 'GPU-aa\nGPU-bb\n' ;; *index) printf '0\n1\n' ;; esac
         assert devices.gpus() == names
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert devices.gpus() == ("0", "1")
+
+
+def test_a_node_says_of_what_kind_its_gpus_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (HERE.nodes[0].kinds, HERE.nodes[0].capabilities) == ((), ())
+    (tmp_path / "nvidia-smi").write_text("""#!/bin/sh
+case "$1" in *=name) printf 'NVIDIA GB200\nNVIDIA GB200\n' ;; *=compute_cap) printf '10.0\n10.0\n' ;; esac
+""")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    node = here(0, "")
+    assert (node.kinds, node.capabilities) == (("NVIDIA GB200",), ("10.0",))
 
 
 def test_what_compiles_kernels_is_found_and_has_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,18 +24,19 @@ def recipe(servers: int, width: int, ranks: int, threads: int = 1) -> Recipe:
 def test_scalerl_8b_on_ten_nodes() -> None:
     placed = place(load("scalerl-8b"), nodes(10))
     assert described(placed, nodes(10)) == [
-        "n1: controller-0, servers 0-7",
-        *(f"n{i}: servers {8 * (i - 1)}-{8 * i - 1}" for i in range(2, 9)),
-        "n9: learner ranks 0-7",
-        "n10: learner ranks 8-15",
+        "n1: controller-0, servers 0-1",
+        *(f"n{i}: servers {2 * (i - 1)}-{2 * i - 1}" for i in range(2, 8)),
+        "n8: learner ranks 0-7",
+        "n9: learner ranks 8-15",
+        "n10: learner ranks 16-23",
     ]
-    assert placed[Role("server", 9)].gpus == ("1",)
+    assert placed[Role("server", 9)].gpus == ("4", "5", "6", "7")
     assert placed[Role("learner")].gpus == tuple("01234567")
 
 
 def test_scalerl_17bx16_has_two_servers_a_node() -> None:
     placed = place(load("scalerl-17bx16"), nodes(10))
-    assert [placed[Role("server", i)].nodes[0].name for i in (0, 1, 2, 15)] == ["n1", "n1", "n2", "n8"]
+    assert [placed[Role("server", i)].nodes[0].name for i in (0, 1, 2, 11)] == ["n1", "n1", "n2", "n6"]
     assert placed[Role("server", 3)].gpus == ("4", "5", "6", "7")
 
 
@@ -121,7 +122,7 @@ def test_the_teacher_has_gpus_of_its_own() -> None:
     assert [placed[Role("teacher", i)].gpus for i in (0, 1)] == [("0", "1"), ("2", "3")]
     assert placed[Role("learner")].gpus == ("4", "5", "6", "7")
     assert described(placed, nodes(2))[1] == "n2: learner ranks 0-3, teacher-0, teacher-1"
-    with pytest.raises(MegarlError, match=r"8 servers x 1 GPUs \+ 2 teachers x 2 GPUs \+ 4 learner ranks need 16 GPUs"):
+    with pytest.raises(MegarlError, match=r"1 servers x 8 GPUs \+ 2 teachers x 2 GPUs \+ 4 learner ranks need 16 GPUs"):
         place(load("qwen3-8b-distill"), nodes(1))
     assert Role("teacher", 0) not in place(load("qwen3-8b-distill", ["teacher.weight=0"]), nodes(2))
 

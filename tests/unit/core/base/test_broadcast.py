@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.core.base.broadcast import BROKEN, BroadcastGroup, LaunchOrder, in_thread
+from megarl.core.base.broadcast import BROKEN, BroadcastGroup, LaunchOrder, form_limit_s, in_thread
 from megarl.run.process import free_ports
 
 
@@ -38,6 +38,14 @@ def test_a_work_that_never_ends_is_given_up_at_the_limit(group: BroadcastGroup) 
     with pytest.raises(RuntimeError, match=r"not done with a broadcast within 1 s \(weights.timeout_s\)"):
         group.wait(work(False))
     assert time.monotonic() - began >= 1
+
+
+def test_more_ranks_have_longer_to_form_a_group() -> None:
+    """A minute and half a second for each, but no longer than a bucket may take."""
+    assert form_limit_s(2, 600.0) == 61.0
+    assert form_limit_s(200, 600.0) == 160.0
+    assert form_limit_s(2000, 600.0) == 600.0
+    assert form_limit_s(200, 5.0) == 5.0
 
 
 def test_the_first_that_gives_up_is_heard(group: BroadcastGroup) -> None:

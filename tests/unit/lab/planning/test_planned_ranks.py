@@ -58,22 +58,26 @@ def off(found: dict[str, Any], recipe: Recipe, config: str) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("name", "config", "numbers", "overrides"),
     [
-        pytest.param(*EIGHT, [0, 15], [], id="8b-16", marks=pytest.mark.slow),
-        pytest.param(*EIGHT, [1, 7], [], id="8b-16, others", marks=pytest.mark.slow),
+        pytest.param(*EIGHT, [0, 23], [], id="8b-24", marks=pytest.mark.slow),
+        pytest.param(*EIGHT, [1, 7], [], id="8b-24, others", marks=pytest.mark.slow),
         pytest.param(
             *EIGHT,
             [0, 255],
-            ["resources.learner_ranks=256", "batch.prompts=64"],
+            ["resources.learner_ranks=256", "batch.prompts=128"],
             id="8b-256",
             marks=pytest.mark.slow,
         ),
         pytest.param(
             *EIGHT, [0, 79], ["resources.learner_ranks=80", "batch.prompts=40"], id="8b-80", marks=pytest.mark.slow
         ),
-        pytest.param(*SCOUT, [0, 15], [], id="17bx16-16", marks=pytest.mark.slow),
-        pytest.param(*SCOUT, [0, 7, 8, 15], [], id="17bx16-16, others", marks=pytest.mark.slow),
+        pytest.param(*SCOUT, [0, 31], [], id="17bx16-32", marks=pytest.mark.slow),
+        pytest.param(*SCOUT, [0, 15, 16, 31], [], id="17bx16-32, others", marks=pytest.mark.slow),
         pytest.param(
-            *SCOUT, [0, 79], ["resources.learner_ranks=80", "batch.prompts=50"], id="17bx16-80", marks=pytest.mark.slow
+            *SCOUT,
+            [0, 79],
+            ["resources.learner_ranks=80", "batch.prompts=50", "model.expert_parallel=8"],
+            id="17bx16-80",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             *SCOUT,
@@ -105,7 +109,7 @@ def test_a_rank_holds_what_is_planned(name: str, config: str, numbers: list[int]
 @pytest.mark.slow
 def test_copies_send_equal_parts_to_servers_of_several_gpus() -> None:
     """17Bx16: two copies of two stages of four tensor-parallel ranks. Each of a server's four GPUs has a source."""
-    found = ranks(*SCOUT, [4, 8, 9])
+    found = ranks(*SCOUT, [4, 8, 9], "resources.learner_ranks=16", "model.expert_parallel=8")
     assert [each["group"] for each in found] == [[1, 4], [2, 4], [2, 4]]
     for source in found[:2]:
         assert 0.45 < source["sent"] / source["published"] < 0.55
@@ -113,5 +117,5 @@ def test_copies_send_equal_parts_to_servers_of_several_gpus() -> None:
 
 
 def test_another_layout_is_not_what_is_planned() -> None:
-    (found,) = ranks(*EIGHT, [0], "model.tensor_parallel=2")
+    (found,) = ranks(*EIGHT, [0], "model.tensor_parallel=4")
     assert max(map(abs, off(found, load(EIGHT[0]), EIGHT[1]).values())) > 0.3

@@ -12,7 +12,7 @@ from benchmarks import public_clusters
 from benchmarks.public.cases import FILES, HERE, Case, RowLeftOut, cases_of, models, shape_of
 from benchmarks.public_clusters import fit, held_out, ranking, read
 from megarl.lab.planning import show
-from megarl.lab.planning.hardware import ERRORS, GPUS
+from megarl.lab.planning.hardware import ERRORS, GPUS, STEP_TAKES
 
 TRAIN = {
     "id": "", "row_status": "current", "notes": "", "model": "Llama 3.1 8b", "gpu_kind": "H100", "gpus_total": "8",
@@ -156,4 +156,9 @@ def test_what_the_planner_says_is_what_the_rows_gave() -> None:
         assert {k: float(f"{v:.3g}") for k, v in of.items() if "FSDP" not in k} == {
             k: getattr(gpu, k) for k in of if "FSDP" not in k
         }
-    assert show.error("step") == f"±{ERRORS['step']:.0%}"
+    assert show.error("training") == f"±{ERRORS['training']:.0%}"
+    assert tuple(found["step_takes"]) == STEP_TAKES
+    ratios = [row["published"] / row["planned"] for row in found["rows"] if row["file"] == "rl_steps"]
+    inside = [STEP_TAKES[0] <= ratio <= STEP_TAKES[1] for ratio in ratios]
+    assert np.mean(inside) == pytest.approx(0.8, abs=0.05)
+    assert show.likely(100.0) == (100 * STEP_TAKES[0], 100 * STEP_TAKES[1])

@@ -54,7 +54,7 @@ def test_axes_that_leave_the_batch_as_it_is() -> None:
         for name, r in variants_of("axes", "scalerl-8b", []).items()
     }
     assert sizes == {
-        "scalerl-8b": (16, 768, 16_096),
+        "base": (16, 768, 16_096),
         "batch-512": (16, 512, 16_096),
         "batch-2048": (16, 2048, 16_096),
         "generations-8": (8, 768, 16_096),

@@ -5,6 +5,7 @@ import pytest
 from megarl.core.base import architecture
 from megarl.core.recipe import Recipe, load, shipped
 from megarl.lab.scaling.published import law_named
+from megarl.run.devices import needed
 from megarl.tasks.data import arithmetic_models
 from megarl.tasks.data.traces import MAX_TOKENS
 
@@ -57,8 +58,9 @@ def test_a_baseline_is_its_paper_and_otherwise_the_scalerl_of_its_size(name, siz
     assert r.batch.positive_threshold is None
     assert (r.loss.correction, r.loss.entropy_bonus, r.batch.centring) == ("none", 0.0, "group")
     assert r.reference.coefficient == 0
-    for section in ("resources", "data", "sampling", "learner", "weights", "serving", "evaluation", "sft"):
+    for section in ("data", "sampling", "learner", "weights", "serving", "evaluation", "sft"):
         assert getattr(r, section) == getattr(scalerl, section)
+    assert needed(r) == needed(scalerl)
     assert r.length.completion_tokens == scalerl.length.completion_tokens
     assert r.length.control == ("overlong_penalty" if name in ("dapo", "magistral") else "interruption")
     assert r.model.path == scalerl.model.path
@@ -75,14 +77,17 @@ def test_ppo_with_a_critic_is_as_it_is_usually_given_and_otherwise_the_scalerl_o
     for optimizer in (r.learner.optimizer, r.critic_optimizer):
         assert (optimizer.schedule, optimizer.grad_clip) == ("cosine", 1.0)
     assert 2 <= r.learner.epochs <= 8
-    for section in ("model", "resources", "data", "length", "sampling", "weights", "serving", "evaluation", "sft"):
+    for section in ("data", "length", "sampling", "weights", "serving", "evaluation", "sft"):
         assert getattr(r, section) == getattr(scalerl, section)
+    wider = {"tensor_parallel": r.model.tensor_parallel}  # its ranks hold two networks
+    assert r.model == scalerl.model.model_copy(update=wider)
+    assert needed(r) == needed(scalerl)
 
 
 def test_scalerl_8b_is_the_papers():
-    """arXiv 2510.13786: 64 + 16 GPUs, 48 x 16 rollouts, lr 5e-7 after 100 steps, 10k-12k thinking, mean@16 on 1,000 prompts."""
+    """arXiv 2510.13786: 80 GPUs, 48 x 16 rollouts, lr 5e-7 after 100 steps, 10k-12k thinking, mean@16 on 1,000 prompts."""
     r = load("scalerl-8b")
-    assert (r.resources.servers * r.resources.server_tensor_parallel, r.resources.learner_ranks) == (64, 16)
+    assert needed(r) == 80
     assert (r.batch.prompts, r.sampling.generations) == (48, 16)
     epochs = r.run.steps * r.batch.prompts / 52_000
     assert epochs * 1500 == pytest.approx(16_000, rel=0.02), (
@@ -98,14 +103,25 @@ def test_scalerl_8b_is_the_papers():
 
 
 def test_scalerl_17bx16_is_the_papers_where_it_differs_from_8b():
-    """arXiv 2510.13786: 7,100 steps; the same 80 GPUs and hyperparameters."""
+    """arXiv 2510.13786: 7,100 steps; as many GPUs, and the same hyperparameters."""
     r, dense = load("scalerl-17bx16"), load("scalerl-8b")
-    assert (r.resources.servers * r.resources.server_tensor_parallel, r.resources.learner_ranks) == (64, 16)
+    assert needed(r) == 80
     assert r.run.steps == 7100
     assert (r.batch, r.length, r.learner, r.sampling, r.evaluation) == (
         dense.batch, dense.length, dense.learner, dense.sampling, dense.evaluation,
     )  # fmt: skip
     assert r.model.moe == DEFAULT.model.moe
+
+
+def test_the_17bx16_of_h100_differs_only_in_its_layout():
+    """Which is two sections of the recipe, and what the learner computes again."""
+    r, base = load("scalerl-17bx16-h100"), load("scalerl-17bx16")
+    layout = {"tensor_parallel": 4, "pipeline_parallel": 4, "expert_parallel": 8}
+    assert r.model == base.model.model_copy(update=layout)
+    assert r.learner == base.learner.model_copy(update={"recompute": "full"})
+    for section in Recipe.model_fields.keys() - {"run", "model", "resources", "learner"}:
+        assert getattr(r, section) == getattr(base, section)
+    assert needed(r) == needed(base)
 
 
 def test_scalerl_8b_32k_is_scalerl_8b_with_the_papers_longer_context():
@@ -114,8 +130,10 @@ def test_scalerl_8b_32k_is_scalerl_8b_with_the_papers_longer_context():
     assert r.length == base.length.model_copy(update={"thinking_tokens": (26_000, 28_000)})
     assert (r.length.context_tokens, r.learner.microbatch_tokens) == (32_768 - 672, 32_768)
     assert r.learner == base.learner.model_copy(update={"microbatch_tokens": 32_768})
-    for section in Recipe.model_fields.keys() - {"run", "length", "learner"}:
+    for section in Recipe.model_fields.keys() - {"run", "length", "learner", "model", "resources"}:
         assert getattr(r, section) == getattr(base, section)
+    assert r.model == base.model.model_copy(update={"tensor_parallel": 4})
+    assert needed(r) == needed(base)
     assert r.run.model_copy(update={"name": base.run.name}) == base.run
 
 
@@ -123,8 +141,9 @@ def test_scalerl_8b_batch_2048_is_the_papers_longest_run():
     r, base = load("scalerl-8b-batch-2048"), load("scalerl-8b")
     assert (r.batch.prompts * r.sampling.generations, r.run.steps) == (2048, 7400)
     assert r.batch == base.batch.model_copy(update={"prompts": 128})
-    for section in Recipe.model_fields.keys() - {"run", "batch"}:
+    for section in Recipe.model_fields.keys() - {"run", "batch", "resources"}:
         assert getattr(r, section) == getattr(base, section)
+    assert needed(r) == needed(base)
 
 
 @pytest.mark.parametrize(("name", "law"), [("scalerl-8b-32k", "context-32k"), ("scalerl-8b-batch-2048", "batch-2048")])
