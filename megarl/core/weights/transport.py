@@ -5,7 +5,9 @@
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -20,8 +22,8 @@ from megarl.core.server.fleet import Fleet
 from megarl.core.server.served import as_held, is_padded_inside, place
 
 TOGETHER = 64 << 20
-"""Bytes of pieces of one parameter, a layer's experts, that are summed together. They are copied for
-it, so a piece of this size, for which a few operations more do not matter, is summed alone."""
+"""Bytes of tensors that are kept to be summed together. They are copied for it, so a tensor of this size, for which a few
+operations more do not matter, is summed alone."""
 
 
 class Sent(NamedTuple):
@@ -98,23 +100,28 @@ def with_last(items: Iterable[Bucket]) -> Iterator[tuple[Bucket, bool]]:
         yield here, following is None
 
 
+@dataclass
+class _Pieces:
+    """Tensors of one of a server's parameters. starts: where each begins in it, in bytes."""
+
+    tensors: list[Tensor] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+
+
 class SentChecksums:
     """The checksums that a server of one rank must return from `/weights_checker`, from the tensors that went through `watch`,
     in any order: those of a parameter's pieces (server/served.py) add up (base/checksum.py), and one that was never sent is
     missing in the sum. Nothing is copied to the CPU before `expected`, so a GPU does not wait.
 
-    A layer's experts come one after the other. They are kept until TOGETHER bytes of them are there, or the next parameter
-    comes, and then summed at once: alone, each of the 18,432 tensors of Qwen3-30B-A3B's experts would take eight small
-    operations.
+    Tensors are kept until there are TOGETHER bytes of them. Then those of one parameter, a layer's experts, are summed at
+    once: alone, each of the 18,432 tensors of Qwen3-30B-A3B's experts would take eight small operations.
     """
 
     def __init__(self, model: Architecture) -> None:
         self._model = model
         self._sums: dict[str, Tensor] = {}
         self._unknown: set[str] = set()
-        self._kept: list[Tensor] = []  # pieces of the parameter `_kept_of` that are not summed yet
-        self._kept_starts: list[int] = []
-        self._kept_of = ""
+        self._kept: dict[str, _Pieces] = defaultdict(_Pieces)  # by parameter, not summed yet
         self._kept_bytes = 0
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -138,20 +145,19 @@ class SentChecksums:
         return {name: written(value) for name, value in zip(known, sums, strict=True)}
 
     def _keep(self, served: str, start: int, piece: Tensor) -> None:
-        if served != self._kept_of or self._kept_bytes + piece.nbytes > TOGETHER:
+        if self._kept_bytes + piece.nbytes > TOGETHER:
             self._sum_kept()
-        self._kept_of = served
+        self._kept[served].tensors.append(piece)
+        self._kept[served].starts.append(start)
         self._kept_bytes += piece.nbytes
-        self._kept.append(piece)
-        self._kept_starts.append(start)
 
     def _sum_kept(self) -> None:
-        if len(self._kept) == 1:
-            self._add(self._kept_of, checksum(self._kept[0], self._kept_starts[0]))
-        elif self._kept:
-            self._add(self._kept_of, checksum_together(self._kept, self._kept_starts))
-        self._kept = []
-        self._kept_starts = []
+        for served, pieces in self._kept.items():
+            if len(pieces.tensors) == 1:
+                self._add(served, checksum(pieces.tensors[0], pieces.starts[0]))
+            else:
+                self._add(served, checksum_together(pieces.tensors, pieces.starts))
+        self._kept.clear()
         self._kept_bytes = 0
 
     def _add(self, served: str, piece: Tensor) -> None:

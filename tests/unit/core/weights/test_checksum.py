@@ -91,8 +91,8 @@ def experts(names: list[str], rows: int) -> list[tuple[str, Tensor]]:
     return [
         (f"m.{layer}.experts.{e}.{name}_proj.weight", torch.randn(shape, dtype=torch.bfloat16))
         for layer in (0, 1)
-        for name in names
         for e in (2, 0, 3, 1)
+        for name in names
     ]
 
 
@@ -106,8 +106,13 @@ def test_experts_are_summed_together_as_alone(monkeypatch: pytest.MonkeyPatch, l
         alone[served] = (alone.get(served, 0) + int(checksum(tensor, start))) % 2**64
     monkeypatch.setattr(transport, "TOGETHER", limit)
     assert expected(sent) == {served: written(value) for served, value in alone.items()}
-    first, second = sent[4][1], sent[5][1]
-    swapped = [*sent[:4], (sent[4][0], second), (sent[5][0], first), *sent[6:]]
+    names = [name for name, _ in sent]
+    first = dict(sent)["m.0.experts.0.gate_proj.weight"]
+    second = dict(sent)["m.0.experts.3.gate_proj.weight"]
+    exchanged = dict(sent)
+    exchanged["m.0.experts.0.gate_proj.weight"] = second
+    exchanged["m.0.experts.3.gate_proj.weight"] = first
+    swapped = [(name, exchanged[name]) for name in names]
     assert differing(expected(swapped), expected(sent)) == ["m.0.experts.w13_weight"]
     first.view(torch.int16)[0, 0] ^= 1
     assert expected(sent)["m.0.experts.w13_weight"] != written(alone["m.0.experts.w13_weight"])
@@ -122,7 +127,7 @@ def test_a_layer_of_experts_takes_few_operations(monkeypatch: pytest.MonkeyPatch
             expected(sent)
         return count.operations
 
-    both = experts(["gate", "up"], rows=1)
+    both = experts(["gate", "up", "down"], rows=1)
     together = counted(both)
     monkeypatch.setattr(transport, "TOGETHER", 0)
     alone = counted(both)
