@@ -19,7 +19,7 @@ Then it prints, in MiB, the peak memory of learner and server, and of the server
 
 The rows of a table are repeated in turn, so that other load on the machine affects all of them. The passes run on one thread of
 the CPU. There are one learner rank and one server; gloo without a GPU. With --experts the model is a Qwen3-MoE whose experts
-are so small that calls, not bytes, take the time.
+are so small that calls, not bytes, take the time. --alone: only gather, hash and apart, in CPU seconds, without a server.
 """
 
 import argparse
@@ -72,8 +72,14 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=0, help="of each layer; 0: a dense Llama")
     parser.add_argument("--bucket-mb", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--alone", action="store_true", help="the learner's own passes, in CPU seconds")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.alone:
+        with tempfile.TemporaryDirectory() as directory:
+            recipe = make(Path(directory), options.layers, options.hidden, options.experts, options.bucket_mb)
+            learner_alone(recipe, options.repeats)
+        return
     passes(options.bucket_mb << 20, options.repeats)
     with tempfile.TemporaryDirectory() as directory:
         recipe = make(Path(directory), options.layers, options.hidden, options.experts, options.bucket_mb)
@@ -218,6 +224,42 @@ def measure(recipe: Recipe, endpoints: Endpoints, server: int, repeats: int) -> 
     show(title, seconds, size, "bare")
     print(f"learner {most(os.getpid())}, server {memory(server)}, before its first publication {before}")
     parallel.stop()
+
+
+def learner_alone(recipe: Recipe, repeats: int) -> None:
+    """Print the least CPU seconds of a learner's passes over all tensors, made in turn."""
+    parallel.start(recipe.model, 0, 120)
+    path = Path(recipe.model.path)
+    family = family_of(path)
+    chunks = build.build(recipe.model, path)
+    limit = recipe.weights.bucket_mb << 20
+
+    def gather() -> int:
+        made = buckets(hf.export(chunks, family, stacked=False), limit, limit / VIEWS)
+        return sum(len(bucket.names) for bucket in made)
+
+    def hashed() -> int:
+        sums = SentChecksums(family.architecture)
+        made = buckets(sums.watch(hf.export(chunks, family, stacked=False)), limit, limit / VIEWS)
+        count = sum(len(bucket.names) for bucket in made)
+        assert sums.expected()
+        return count
+
+    def apart() -> int:
+        with patch.object(transport, "TOGETHER", 0):
+            return hashed()
+
+    least: dict[str, float] = {}
+    for _ in range(repeats):
+        for way in (gather, hashed, apart):
+            begin = time.process_time()
+            count = way()
+            seconds = time.process_time() - begin
+            least[way.__name__] = min(seconds, least.get(way.__name__, seconds))
+    parallel.stop()
+    for name, seconds in least.items():
+        each = seconds / count * 1e6
+        print(f"{name:>8} {seconds:.3f} CPU s for {count} tensors, {each:.0f} us for each")
 
 
 def most(process: int) -> int:
