@@ -20,7 +20,7 @@ from megarl.core.learner.optimizer import BETAS, EPS, WEIGHT_DECAY
 
 RATE = 1e-6
 BYTES = 7 * 4
-"""Of a parameter in a step."""
+"""For each parameter and step."""
 
 
 def main() -> None:
