@@ -2,6 +2,11 @@
 
 from setuptools import find_packages, setup
 
+STACK = ["torch==2.14.1", "megatron-core==0.19.2", "sglang==0.5.23", "transformers==5.19.0"]
+"""The four packages on whose internals megarl relies, as in requirements/*.in."""
+TRANSFORMER_ENGINE = ["transformer-engine[core-cu13]==2.20.2", "nvdlfw-inspect", "onnx", "onnxscript"]
+"""Without its torch extension, which launch/build_te.sh compiles."""
+
 setup(
     name="megarl",
     version="0.1.0",
@@ -43,6 +48,11 @@ setup(
         "typer>=0.29",
         "zstandard",
     ],
-    extras_require={"wandb": ["wandb"], "reasoning-gym": ["reasoning-gym==0.1.25"]},
+    extras_require={
+        "cpu": STACK,
+        "gpu": STACK + TRANSFORMER_ENGINE,
+        "wandb": ["wandb"],
+        "reasoning-gym": ["reasoning-gym==0.1.25"],
+    },
     entry_points={"console_scripts": ["megarl=megarl.cli:main"]},
 )

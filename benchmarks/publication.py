@@ -1,7 +1,7 @@
 """Measures bytes per second of passes over weights, and of a publication to a real server, against a bare broadcast of the same
 bytes over the same kind of group.
 
-    python -m benchmarks.publication [--layers 12] [--hidden 768] [--bucket-mb 64] [--repeats 5]
+    python -m benchmarks.publication [--layers 12] [--hidden 768] [--experts 0] [--bucket-mb 64] [--repeats 5]
 
     sum       torch.sum of a bucket of random bytes as floats, over and over
     checksum  base/checksum.py of the same bytes
@@ -10,6 +10,7 @@ bytes over the same kind of group.
     bare      the same buckets sent to a process that only receives them
     gather    the learner's part without sending: weights are put into buckets
     hash      gather, with computation of the expected checksums
+    apart     hash, with each expert's tensors summed alone (only with --experts)
     whole     a publication: transfer, the copy's checksums and their comparison, pause, swap, continue
     transfer  part of whole: hash, broadcast, and the server's loading into its copy, in parallel
     pause     part of whole, from the pause to the reply that the server goes on
@@ -17,7 +18,8 @@ bytes over the same kind of group.
 Then it prints, in MiB, the peak memory of learner and server, and of the server before its first publication.
 
 The rows of a table are repeated in turn, so that other load on the machine affects all of them. The passes run on one thread of
-the CPU. There are one learner rank and one server; gloo without a GPU.
+the CPU. There are one learner rank and one server; gloo without a GPU. With --experts the model is a Qwen3-MoE whose experts
+are so small that calls, not bytes, take the time. --alone: only gather, hash and apart, in CPU seconds, without a server.
 """
 
 import argparse
@@ -32,12 +34,13 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.roles import served
 from megarl.core import recipe as recipes
@@ -49,12 +52,15 @@ from megarl.core.base.rundir import Endpoints
 from megarl.core.models import build, family_of, hf, parallel
 from megarl.core.recipe import Recipe
 from megarl.core.server.fleet import Fleet
+from megarl.core.weights import transport
 from megarl.core.weights.deltas import LastSent
 from megarl.core.weights.process_group import VIEWS, ProcessGroupTransport, backend
 from megarl.core.weights.publisher import Publisher
 from megarl.core.weights.transport import Bucket, Sent, SentChecksums, buckets
 
 LIMIT_S = 120.0
+EXPERT_WIDTH = 32
+"""Columns of an expert: with 128 of the model, a tensor has 16 KiB."""
 PASSES = 20
 """Buckets in one repetition of a pass."""
 
@@ -63,13 +69,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--experts", type=int, default=0, help="of each layer; 0: a dense Llama")
     parser.add_argument("--bucket-mb", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--alone", action="store_true", help="the learner's own passes, in CPU seconds")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.alone:
+        with tempfile.TemporaryDirectory() as directory:
+            recipe = make(Path(directory), options.layers, options.hidden, options.experts, options.bucket_mb)
+            learner_alone(recipe, options.repeats)
+        return
     passes(options.bucket_mb << 20, options.repeats)
     with tempfile.TemporaryDirectory() as directory:
-        recipe = make(Path(directory), options.layers, options.hidden, options.bucket_mb)
+        recipe = make(Path(directory), options.layers, options.hidden, options.experts, options.bucket_mb)
         with served(recipe) as server:
             measure(recipe, server.endpoints, server.process.pid, options.repeats)
 
@@ -117,19 +130,24 @@ def show(title: str, seconds: dict[str, list[float]], size: int, standard: str) 
         print(f"{name:>10} {median:>8.2f} {size / 1e6 / median:>7.0f} {share:>8.2f}", flush=True)
 
 
-def make(directory: Path, layers: int, hidden: int, bucket_mb: int) -> Recipe:
-    """Write a random fp32 Llama; return a recipe to serve it."""
-    config = LlamaConfig(
-        vocab_size=8192,
-        hidden_size=hidden,
-        intermediate_size=8 * hidden // 3 // 32 * 32,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 128,
-        max_position_embeddings=512,
-        eos_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(directory / "model")
+def make(directory: Path, layers: int, hidden: int, experts: int, bucket_mb: int) -> Recipe:
+    """Write a random fp32 Llama, or a Qwen3-MoE with this many experts; return a recipe to serve it."""
+    sizes = {
+        "vocab_size": 8192,
+        "hidden_size": hidden,
+        "intermediate_size": 8 * hidden // 3 // 32 * 32,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 128,
+        "max_position_embeddings": 512,
+        "eos_token_id": None,
+    }
+    if experts:
+        of_experts = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": EXPERT_WIDTH}
+        config = Qwen3MoeConfig(**sizes, **of_experts, head_dim=64)
+        Qwen3MoeForCausalLM(config).save_pretrained(directory / "model")
+    else:
+        LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(directory / "model")
     return recipes.from_tree(
         {
             "run": {"name": "run", "dir": str(directory)},
@@ -181,6 +199,10 @@ def measure(recipe: Recipe, endpoints: Endpoints, server: int, repeats: int) -> 
         assert sums.expected()
         return size
 
+    def apart() -> int:
+        with patch.object(transport, "TOGETHER", 0):
+            return hashed()
+
     def whole() -> int:
         nonlocal version
         version += 1
@@ -193,6 +215,8 @@ def measure(recipe: Recipe, endpoints: Endpoints, server: int, repeats: int) -> 
 
     filled = list(buckets(exported(), limit))
     ways = {"bare": bare, "gather": gather, "hash": hashed, "whole": whole}
+    if family.architecture.experts:
+        ways["apart"] = apart
     seconds, size = timed(ways, repeats)  # the first forms the groups
     seconds |= {"transfer": transfers[1:], "pause": pauses[1:]}
     peer.kill()
@@ -200,6 +224,42 @@ def measure(recipe: Recipe, endpoints: Endpoints, server: int, repeats: int) -> 
     show(title, seconds, size, "bare")
     print(f"learner {most(os.getpid())}, server {memory(server)}, before its first publication {before}")
     parallel.stop()
+
+
+def learner_alone(recipe: Recipe, repeats: int) -> None:
+    """Print the least CPU seconds of a learner's passes over all tensors, made in turn."""
+    parallel.start(recipe.model, 0, 120)
+    path = Path(recipe.model.path)
+    family = family_of(path)
+    chunks = build.build(recipe.model, path)
+    limit = recipe.weights.bucket_mb << 20
+
+    def gather() -> int:
+        made = buckets(hf.export(chunks, family, stacked=False), limit, limit / VIEWS)
+        return sum(len(bucket.names) for bucket in made)
+
+    def hashed() -> int:
+        sums = SentChecksums(family.architecture)
+        made = buckets(sums.watch(hf.export(chunks, family, stacked=False)), limit, limit / VIEWS)
+        count = sum(len(bucket.names) for bucket in made)
+        assert sums.expected()
+        return count
+
+    def apart() -> int:
+        with patch.object(transport, "TOGETHER", 0):
+            return hashed()
+
+    least: dict[str, float] = {}
+    for _ in range(repeats):
+        for way in (gather, hashed, apart):
+            begin = time.process_time()
+            count = way()
+            seconds = time.process_time() - begin
+            least[way.__name__] = min(seconds, least.get(way.__name__, seconds))
+    parallel.stop()
+    for name, seconds in least.items():
+        each = seconds / count * 1e6
+        print(f"{name:>8} {seconds:.3f} CPU s for {count} tensors, {each:.0f} us for each")
 
 
 def most(process: int) -> int:

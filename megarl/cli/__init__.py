@@ -268,16 +268,19 @@ def submit(
     account: str | None = None,
     container: Literal["none", "pyxis", "apptainer"] = "none",
     image: Annotated[str, Option(help="image of the container")] = "",
-    mounts: Annotated[str, Option(metavar="A,B", help="folders that the container sees")] = "",
+    mounts: Annotated[
+        str, Option(metavar="A,B", help="folders that the container sees; with --kubernetes CLAIM:/folder")
+    ] = "",
+    kubernetes: Annotated[bool, Option("--kubernetes", help="write a JobSet for Kubernetes instead")] = False,
     price: p.Price = None,
     out: Annotated[Path | None, Option(help="path of the script; else run.dir/run.name.sbatch")] = None,
     yes: Annotated[bool, Option("--yes", help="submit it")] = False,
 ) -> int:
-    """Write a Slurm batch script for a recipe, and submit it."""
-    from megarl.lab.submit import SlurmJob, main
+    """Write a Slurm batch script, or a Kubernetes JobSet, for a recipe, and submit it."""
+    from megarl.lab.submit import JobOptions, main
 
     slurm = nodes, gpus_per_node, gpu, model_config, time, partition, account, container, image, mounts, price
-    return main(SlurmJob(recipe, overrides, *slurm), out, yes)
+    return main(JobOptions(recipe, overrides, *slurm, kubernetes), out, yes)
 
 
 @app.command()

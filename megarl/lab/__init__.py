@@ -5,5 +5,6 @@ evaluation/   `megarl eval`            planning/   `megarl plan`         scaling
 study/        `megarl study`           report/     report and trace      inspection/  shows rollouts and data
 monitoring/   metrics writers: TensorBoard, W&B, Prometheus
 sft.py        `megarl sft`             submit.py   `megarl submit`       new_recipe.py   `megarl recipes new`
+jobset.py     a run on Kubernetes, for `megarl submit --kubernetes`
 doctor.py     `megarl doctor`          pictures.py   shared by all pages and figures
 """

@@ -1,7 +1,8 @@
 """`megarl submit RECIPE --nodes N`: writes a batch script for a recipe, with estimates by `megarl plan`; submits it on request.
 
 recipe ─► does it fit N nodes? ──yes──► as written ─┐
-                 └─no, and --gpu is given ─► plan ───┴─► placement, estimates, #SBATCH lines ─► FILE ─► sbatch
+                 └─no, and --gpu is given ─► plan ───┴─► placement, estimates ─► #SBATCH lines ─► FILE ─► sbatch
+                                                                             └─► JobSet (jobset.py) ─► FILE ─► kubectl
 """
 
 import shlex
@@ -15,6 +16,7 @@ from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import write_atomically
 from megarl.core.recipe import Recipe, load
+from megarl.lab import jobset
 from megarl.lab.planning import command, show
 from megarl.lab.planning.hardware import GB
 from megarl.lab.planning.layouts import Plan, as_written, refusal, search
@@ -26,9 +28,9 @@ LIBRARY = Path(__file__).parents[2] / "launch" / "slurm" / "common.sh"
 SUBMIT_LIMIT_S = 60.0
 
 
-class SlurmJob(NamedTuple):
+class JobOptions(NamedTuple):
     """The options of the command. gpu: the kind of GPU, "" if none is named; mounts: separated by commas; price: that of a
-    GPU-hour."""
+    GPU-hour; kubernetes: a JobSet instead of a Slurm job."""
 
     recipe: str
     overrides: Sequence[str]
@@ -43,6 +45,7 @@ class SlurmJob(NamedTuple):
     image: str
     mounts: str
     price: float | None
+    kubernetes: bool
 
 
 class ChosenLayout(NamedTuple):
@@ -53,38 +56,70 @@ class ChosenLayout(NamedTuple):
     figures: tuple[str, ...]
 
 
-def main(job: SlurmJob, out: Path | None, submitted: bool) -> int:
-    """Write the script to `out` (default: in run.dir) and print it; if `submitted`, submit it. Return the exit status."""
-    if not LIBRARY.is_file():
+def main(job: JobOptions, out: Path | None, submitted: bool) -> int:
+    """Write the script or manifest to `out` (default: in run.dir) and print it; if `submitted`, submit it. Return the exit
+    status."""
+    if not job.kubernetes and not LIBRARY.is_file():
         raise MegarlError(f"{LIBRARY} is missing: batch scripts need megarl's source, installed by `pip install -e .`")
+    check_container(job)
     chosen = choose(load(job.recipe, job.overrides), job)
-    file = out or Path(chosen.recipe.run.dir) / f"{chosen.recipe.run.name}.sbatch"
-    text = script(chosen, job)
+    suffix = "yaml" if job.kubernetes else "sbatch"
+    file = out or Path(chosen.recipe.run.dir) / f"{chosen.recipe.run.name}.{suffix}"
+    text = kubernetes_manifest(chosen, job) if job.kubernetes else script(chosen, job)
+    program = ["kubectl", "create", "-f"] if job.kubernetes else ["sbatch"]
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, text.encode())
     terminal.say(text)
     if not submitted:
         terminal.say(
-            f"{file} is written, nothing is submitted: `sbatch {file}`, or the same with --yes", file=sys.stderr
+            f"{file} is written, nothing is submitted: `{shlex.join(program)} {file}`, or the same with --yes",
+            file=sys.stderr,
         )
         return 0
-    return submit(file)
+    return submit(program, file)
 
 
-def submit(file: Path) -> int:
+IMAGES = {"pyxis": "registry.example.org#team/megarl:1 or /shared/megarl.sqsh", "apptainer": "/shared/megarl.sif"}
+"""Examples of an image, by the container."""
+
+
+def check_container(job: JobOptions) -> None:
+    """Raise MegarlError for a container without an image, with which the job would end when it starts, and the reverse."""
+    if job.kubernetes:
+        slurms = {"--container": job.container != "none", "--partition": job.partition, "--account": job.account}
+        for option in (name for name, given in slurms.items() if given):
+            raise MegarlError(f"{option} is Slurm's, and --kubernetes writes no Slurm job; leave it out")
+        if not job.image:
+            raise MegarlError(
+                "--kubernetes needs --image, such as registry.example.org/team/megarl:1 (docs/cluster.md)"
+            )
+        return
+    if job.container in IMAGES and not job.image:
+        example = IMAGES[job.container]
+        raise MegarlError(f"--container {job.container} needs --image, such as {example} (docs/cluster.md)")
+    if job.image and job.container not in IMAGES:
+        raise MegarlError(
+            f"--image {job.image} is of no use without --container {' or '.join(IMAGES)}, or --kubernetes"
+        )
+
+
+def submit(command: Sequence[str], file: Path) -> int:
+    """Hand the file to a command such as `sbatch`. MegarlError if that is not there, does not answer, or refuses it."""
+    program = command[0]
     try:
-        done = subprocess.run(["sbatch", str(file)], capture_output=True, text=True, timeout=SUBMIT_LIMIT_S)
+        done = subprocess.run([*command, str(file)], capture_output=True, text=True, timeout=SUBMIT_LIMIT_S)
     except FileNotFoundError:
-        raise MegarlError(f"there is no sbatch here; submit {file} where there is one") from None
+        raise MegarlError(f"there is no {program} here; submit {file} where there is one") from None
     except subprocess.TimeoutExpired:
-        raise MegarlError(f"sbatch did not answer within {SUBMIT_LIMIT_S:g} s; {file} may be queued or not") from None
+        late = f"{program} did not answer within {SUBMIT_LIMIT_S:g} s"
+        raise MegarlError(f"{late}; {file} may be queued or not") from None
     if done.returncode:
-        raise MegarlError(f"sbatch refused {file}: {done.stderr.strip()}")
+        raise MegarlError(f"{program} refused {file}: {done.stderr.strip()}")
     terminal.say(done.stdout.strip())
     return 0
 
 
-def choose(recipe: Recipe, job: SlurmJob) -> ChosenLayout:
+def choose(recipe: Recipe, job: JobOptions) -> ChosenLayout:
     """Return the recipe as written if it fits (with --gpu, its memory too), else, with --gpu, the best plan, or MegarlError."""
     per_node = job.gpus_per_node
     if not per_node:
@@ -132,7 +167,7 @@ def _figures(plan: Plan, price: float | None) -> tuple[str, ...]:
     )
 
 
-def script(chosen: ChosenLayout, job: SlurmJob) -> str:
+def script(chosen: ChosenLayout, job: JobOptions) -> str:
     recipe = chosen.recipe
     settings = {
         "job-name": recipe.run.name, "nodes": job.nodes, "ntasks-per-node": 1, "gpus-per-node": job.gpus_per_node or None,
@@ -140,12 +175,28 @@ def script(chosen: ChosenLayout, job: SlurmJob) -> str:
         "output": "%x-%j.out", "open-mode": "append", "requeue": "", "no-kill": "", "signal": "B:USR1@600",
     }  # fmt: skip
     lines = [f"#SBATCH --{name}{f'={value}' if value else ''}" for name, value in settings.items() if value is not None]
-    words = ["train", str(Path(job.recipe).resolve()) if job.recipe.endswith((".yaml", ".yml")) else job.recipe]
-    words += ["run.resume=auto", *([] if recipe.run.interface else [f"run.interface={OF_SLURM}"])]
+    name = str(Path(job.recipe).resolve()) if job.recipe.endswith((".yaml", ".yml")) else job.recipe
     variables = {"CONTAINER": job.container, "IMAGE": job.image, "MOUNTS": job.mounts}
     exports = [f"export {key}={shlex.quote(value)}" for key, value in variables.items() if value]
     exports.append(f"export MEGARL={shlex.quote(str(Path(sys.executable).with_name('megarl')))}")
     lines += [f"# Written by `megarl submit {job.recipe}`.", *(f"# {line}" for line in chosen.figures), *exports]
     lines += ["# shellcheck disable=SC1091", f"source {shlex.quote(str(LIBRARY))}"]
-    lines.append(f'until_done "$MEGARL" {shlex.join([*words, *job.overrides, *chosen.overrides])}')
+    lines.append(f'until_done "$MEGARL" {shlex.join(train(name, OF_SLURM, chosen, job))}')
     return "\n".join(["#!/usr/bin/env bash", *lines, ""])
+
+
+def kubernetes_manifest(chosen: ChosenLayout, job: JobOptions) -> str:
+    """Return the manifest. A recipe that is a file keeps its path, which is one in the pods."""
+    settings = jobset.PodSettings(job.image, job.gpus_per_node, jobset.read_mounts(job.mounts))
+    name = jobset.object_name(chosen.recipe.run.name)
+    command = ["megarl", *train(job.recipe, jobset.INTERFACE, chosen, job)]
+    comments = (f"Written by `megarl submit {job.recipe} --kubernetes`.", *chosen.figures)
+    return jobset.manifest(name, job.nodes, settings, command, comments)
+
+
+def train(recipe: str, interface: str, chosen: ChosenLayout, job: JobOptions) -> list[str]:
+    """Return the words of `megarl train`. interface: the network, where the recipe names none."""
+    words = ["train", recipe, "run.resume=auto"]
+    if not chosen.recipe.run.interface:
+        words.append(f"run.interface={interface}")
+    return [*words, *job.overrides, *chosen.overrides]

@@ -7,6 +7,7 @@ nodes.py      a node's address, GPUs and free ports                  devices.py 
 placement.py  assigns roles to nodes and GPUs (pure)
 launcher.py   starts, watches and ends a role: the interface, and local processes
 srun.py       the same with steps of a Slurm job                     step.py      the part that runs on the node
+pods.py       the same in the pods of a Kubernetes JobSet
 restart.py    decides what to do when a role dies: a pure state machine   watch.py     finds roles that are alive but stuck
 observe.py    reads the current state from the run's files           view.py      the live view of that state
 closing.py    the end of a run, on screen and on disk                summary.py   the results of a run

@@ -123,6 +123,7 @@ def task(recipe: Recipe, rundir: RunDir, role: Role, port: int, place: Place) ->
         "CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),  # nvidia-smi's, and Slurm's
         **(_allocator(role.kind == "learner" and recipe.weights.transport != "cuda_ipc") if place.gpus else {}),
         **(kernel_order(recipe, place.capabilities) if role.kind == "learner" and place.gpus else {}),
+        "LD_BIND_NOW": None,  # Transformer Engine has symbols that only some libraries bring, and could not be imported
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": None,  # else every role compiles all its imports at each start
     }

@@ -64,6 +64,8 @@ implies --exact), one GPU, or end srun, such as two of SLURM_MEM_PER_…. Labels
 
 LAUNCHER = "MEGARL_LAUNCHER"
 """Environment variable. local: processes here; srun: steps of a job; auto (default): steps if several nodes or a container."""
+PODS = "MEGARL_PODS"
+"""Environment variable of a Kubernetes JobSet's pods: how many there are. With it, `auto` is the launcher of pods.py."""
 
 
 def chosen(recipe: Recipe, rundir: RunDir) -> Launcher:
@@ -71,6 +73,10 @@ def chosen(recipe: Recipe, rundir: RunDir) -> Launcher:
     kind = os.environ.get(LAUNCHER, "auto")
     if kind not in ("auto", "local", "srun"):
         raise MegarlError(f"{LAUNCHER}: {kind!r} is not a launcher; set auto, local or srun")
+    if kind == "auto" and PODS in os.environ:
+        from megarl.run.pods import PodLauncher
+
+        return PodLauncher(rundir, recipe.run.interface)
     nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "0"))
     if (parts := int(os.environ.get("SLURM_HET_SIZE", "1"))) > 1 and kind != "local":
         log.warning("this Slurm job has %d parts (--het-group): the run uses the nodes of one part alone", parts)
@@ -93,8 +99,8 @@ class SrunLauncher:
         self._rundir, self._interface = rundir, interface
         self._gpus: Sequence[str] = ()
 
-    def survey(self, ports: int) -> tuple[Node, ...]:
-        """Ask every node for its resources. MegarlError, naming the node, if one does not answer or cannot take part."""
+    def names(self) -> list[str]:
+        """Return the names of the job's nodes, in its order."""
         names = hosts(os.environ["SLURM_JOB_NODELIST"])
         if not names:
             raise MegarlError(f"scontrol does not know the nodes {os.environ['SLURM_JOB_NODELIST']}; is Slurm down?")
@@ -103,10 +109,19 @@ class SrunLauncher:
             named = f"its name (`ip -4 address` on a node lists them), or {OF_SLURM!r}"
             raise MegarlError(f"run.interface: {need}: {named} for the one by which Slurm reaches the nodes")
         self._gpus = gpus_of_a_node()
+        return names
+
+    def words(self, names: Sequence[str], step: str, arguments: Sequence[str]) -> list[str]:
+        """Return the command that runs `python ARGUMENTS` on these nodes."""
+        return command(names, step, arguments, self._gpus)
+
+    def survey(self, ports: int) -> tuple[Node, ...]:
+        """Ask every node for its resources. MegarlError, naming the node, if one does not answer or cannot take part."""
+        names = self.names()
         arguments = ("-m", "megarl.run.nodes", str(ports), self._interface, str(self._rundir.path))
         try:
             done = subprocess.run(
-                command(names, "survey", arguments, self._gpus), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                self.words(names, "survey", arguments), stdin=subprocess.DEVNULL, capture_output=True, text=True,
                 timeout=SURVEY_LIMIT_S, env=environment(),
             )  # fmt: skip
         except subprocess.TimeoutExpired:
@@ -124,7 +139,7 @@ class SrunLauncher:
         with writing(task.log()):
             task.log().parent.mkdir(parents=True, exist_ok=True)
             log = task.log().open("ab")
-        words = command(names, task.role.name, ("-m", "megarl.run.step", encoded(task)), self._gpus)
+        words = self.words(names, task.role.name, ("-m", "megarl.run.step", encoded(task)))
         with log:
             try:
                 process = subprocess.Popen(
@@ -136,7 +151,10 @@ class SrunLauncher:
                     env=environment(),
                 )
             except OSError as error:
-                raise MegarlError(f"srun cannot be started: {error.strerror}") from None
+                raise MegarlError(f"{words[0]} cannot be started: {error.strerror}") from None
+        return self.step(process, names)
+
+    def step(self, process: subprocess.Popen[bytes], names: Sequence[str]) -> "SrunStep":
         return SrunStep(process, names)
 
     def sweep(self, running: Sequence[RunningRole]) -> None:

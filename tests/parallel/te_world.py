@@ -54,7 +54,15 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
 @contextmanager
 def a_gpu_answers() -> Iterator[None]:
     """What constructors of Transformer Engine's layers, and of megatron's around them, ask a GPU for."""
-    hopper = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="stand-in")
+    hopper = SimpleNamespace(
+        major=9,
+        minor=0,
+        multi_processor_count=132,
+        name="stand-in",
+        pci_domain_id=0xFFFF,
+        pci_bus_id=0,
+        pci_device_id=0,
+    )
 
     class OnCpu:
         def __getattr__(self, name: str) -> object:

@@ -59,7 +59,16 @@ class _Stream:
 
 def install() -> None:
     """Make torch.cuda answer for one GPU of compute capability 9.0."""
-    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="stand-in", uuid="stand-in")
+    properties = SimpleNamespace(
+        major=9,
+        minor=0,
+        multi_processor_count=132,
+        name="stand-in",
+        uuid="stand-in",
+        pci_domain_id=0xFFFF,  # of no device here
+        pci_bus_id=0,
+        pci_device_id=0,
+    )
     answers: dict[str, object] = {
         "is_available": True,
         "is_initialized": True,

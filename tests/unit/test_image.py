@@ -2,12 +2,16 @@
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+from importlib.metadata import requires
 from pathlib import Path
+from typing import Any
 
 import pytest
+import setuptools
 import torch
 
 from megarl.core.recipe import shipped
@@ -56,6 +60,44 @@ def test_both_stacks_are_pinned_and_agree() -> None:
     assert PINS.keys() == {"sglang", "torch", "megatron-core", "transformers"}
     assert {name: (cpu[name], gpu[name]) for name in PINS} == {name: (v, v) for name, v in PINS.items()}
     assert gpu["transformer-engine"] == gpu["transformer-engine-cu13"]
+
+
+def test_extras_ask_for_the_versions_of_the_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`pip install "megarl[gpu] @ ."` resolves these; the locks are what was tested."""
+    said: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: said.update(arguments))
+    runpy.run_path(str(ROOT / "setup.py"))
+    asked = (ROOT / "requirements" / "gpu.in").read_text().splitlines()
+    for extra in ("cpu", "gpu"):
+        packages = said["extras_require"][extra]
+        versions = dict(package.split("==") for package in packages if "==" in package)
+        assert PINS.items() <= versions.items(), extra
+        assert [package for package in packages if package not in asked] == []
+    engine = "transformer-engine[core-cu13]"
+    assert engine in {p.partition("==")[0] for p in said["extras_require"]["gpu"]}
+
+
+def test_torch_bounds_cublas() -> None:
+    """docs/models.md says why experts' products take the slower way on Hopper. When torch asks for
+    a cuBLAS from 13.4 on, they need not, and the page is out of date."""
+    (bound,) = {
+        re.search(r"nvidia-cublas==([0-9.]+)\.\*", line)[1]  # type: ignore[index]
+        for line in requires("cuda-toolkit") or []
+        if line.startswith("nvidia-cublas==") and "extra == 'cublas'" in line
+    }
+    assert any("cuda-toolkit[cublas" in line for line in requires("torch") or [])
+    assert pinned("gpu.txt")["nvidia-cublas"] == bound
+    assert tuple(map(int, bound.split("."))) < (13, 4)
+
+
+def test_kernels_that_blackwell_loads_are_in_the_image() -> None:
+    """FlashInfer would fetch them when a server starts, where many clusters have no network."""
+    stage = DOCKERFILE.read_text().split(" AS cuda\n")[1].split("\nFROM ")[0]
+    folder = "/opt/flashinfer-cubins"
+    assert re.search(rf"FLASHINFER_CUBIN_DIR={folder}$", stage, flags=re.MULTILINE)
+    installed = stage.index("--requirements /tmp/gpu.txt")
+    assert stage.index("flashinfer download-cubin") > installed
+    assert "fmha/trtllm-gen" in stage.split("flashinfer download-cubin")[1]
 
 
 def test_the_image_compiles_transformer_engine_by_the_script(tmp_path: Path) -> None:

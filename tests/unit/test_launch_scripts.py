@@ -251,6 +251,25 @@ def test_submit_writes_what_is_shipped(tmp_path: Path, capsys: pytest.CaptureFix
     assert subprocess.run([SHELLCHECK, file]).returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--container", "pyxis"], "--container pyxis needs --image, such as registry.example.org#team/megarl:1"),
+        (["--container", "apptainer"], "--container apptainer needs --image, such as /shared/megarl.sif"),
+        (["--image", "/m.sif"], "--image /m.sif is of no use without --container"),
+    ],
+)
+def test_a_container_and_its_image_go_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str
+) -> None:
+    """Without, the job would end when it begins, hours later."""
+    file = tmp_path / "job.sbatch"
+    assert main(["submit", "scalerl-8b", "--nodes", "10", "--out", str(file), *more]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"megarl: {said}")
+    assert not file.exists()
+
+
 def test_submit_takes_the_plan_where_the_recipe_does_not_fit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

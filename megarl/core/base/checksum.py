@@ -28,6 +28,7 @@ makes the checksum of zero bytes depend on their number. An attacker can easily 
 
 import functools
 import logging
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -59,7 +60,7 @@ _COLUMNS, _ROWS = 1, 2
 def checksum(piece: Tensor, start: int = 0) -> Tensor:
     """Return the checksum [] int64, on its device, of a piece of any dtype that begins `start` bytes into its parameter."""
     data = _bytes(piece)
-    total = torch.full((), (len(data) * LENGTH + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=data.device)
+    total = _length(len(data), data.device)
     row, column = divmod(start, COLUMNS)
     edge = min(-start % COLUMNS, len(data))  # bytes that complete a row begun before the piece
     whole = (len(data) - edge) // COLUMNS * COLUMNS
@@ -69,10 +70,33 @@ def checksum(piece: Tensor, start: int = 0) -> Tensor:
         if len(part) < COLUMNS:
             part = pad(part, (column, COLUMNS - column - len(part)))
         for rows in part.view(-1, COLUMNS).split(PIECE // COLUMNS):
-            total += _sum(rows, row)
+            keys = _row_keys(row + len(rows), data.device)[row:]
+            total += _sum(rows, keys)
             row += len(rows)
         column = 0
     return total
+
+
+def in_whole_rows(piece: Tensor, start: int) -> bool:
+    """Return whether a piece that begins `start` bytes into its parameter can be summed by
+    `checksum_together`: if it begins and ends with a row."""
+    return start % COLUMNS == 0 and piece.nbytes % COLUMNS == 0
+
+
+def checksum_together(pieces: Sequence[Tensor], starts: Sequence[int]) -> Tensor:
+    """Return the sum [] int64 of the checksums of several pieces of one parameter.
+
+    It takes as few operations as the checksum of one piece, for which it copies all of them into
+    one matrix. starts: where each begins in the parameter, in bytes. All are `in_whole_rows`.
+    """
+    parts = [_bytes(piece).view(-1, COLUMNS) for piece in pieces]
+    firsts = [start // COLUMNS for start in starts]
+    device = parts[0].device
+    last = max(first + len(part) for first, part in zip(firsts, parts, strict=True))
+    keys = _row_keys(last, device)
+    keys_of_parts = [keys[n : n + len(part)] for n, part in zip(firsts, parts, strict=True)]
+    length = sum(piece.nbytes for piece in pieces)
+    return _length(length, device) + _sum(torch.cat(parts), torch.cat(keys_of_parts))
 
 
 def checksum_on(device: torch.device, held: Tensor) -> Tensor:
@@ -93,11 +117,19 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.int8)
 
 
-def _sum(rows: Tensor, first: int) -> Tensor:
-    """Return Σ x · w [] int64 over whole rows [rows, COLUMNS] int8. first: the index of the first
-    one in its parameter."""
-    end = first + len(rows)
-    keys = _odd(_ROWS, 1 << end.bit_length(), rows.device)[first:end]
+def _length(count: int, device: torch.device) -> Tensor:
+    """Return what `count` bytes add to a checksum, [] int64, whatever they are."""
+    signed = (count * LENGTH + 2**63) % 2**64 - 2**63
+    return torch.full((), signed, dtype=torch.int64, device=device)
+
+
+def _row_keys(rows: int, device: torch.device) -> Tensor:
+    """Return the factors [rows] int64 of a parameter's first rows."""
+    return _odd(_ROWS, 1 << rows.bit_length(), device)[:rows]
+
+
+def _sum(rows: Tensor, keys: Tensor) -> Tensor:
+    """Return Σ x · w [] int64 over whole rows [rows, COLUMNS] int8. keys: the rows' factors [rows] int64."""
     way = by_product if multiplies_exactly(rows.device) else by_integers
     return (way(rows) * keys).sum()
 

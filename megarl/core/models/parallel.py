@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from megarl.core.base import ranks
+from megarl.core.base import device, ranks
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import Model
 from megarl.shims.megatron_cpu import after_megatron_import
@@ -69,6 +69,7 @@ def _join(timeout_s: float) -> None:
     backend, alone = "gloo", {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        device.bind_to_gpu()
         backend = "cpu:gloo,cuda:nccl"
     ranks.bind_all()
     try:

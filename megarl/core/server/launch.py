@@ -31,7 +31,7 @@ from megarl.core.base.model_directory import open_served_model
 from megarl.core.base.process import NODE_RANK, check_free, die_with_parent, importing, start_logging, without_proxy
 from megarl.core.base.rundir import Endpoints, Meeting, RunDir
 from megarl.core.recipe import Recipe
-from megarl.core.server import workers
+from megarl.core.server import memory_saver, workers
 from megarl.core.server.checks import OWN_EVERYWHERE, check, check_gpus, check_kernels
 from megarl.core.server.client import LARGEST_SUPPORT, ServerClient, ServerSaid
 from megarl.core.server.proxy import Gate, OwnReplies
@@ -71,6 +71,8 @@ def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = 
             check_free(host, port)
         os.environ.update(without_proxy(host))  # at the end of its start SGLang calls itself
         os.environ.update(environment(recipe, index, sorted(os.sched_getaffinity(0)), cuda, meeting.nodes))
+        if cuda and recipe.lends_memory:
+            memory_saver.check_preload(memory_saver.installed_hook(), os.environ)
         sglang_cpu.install()
         sglang_cpu.patch()
         if recipe.model.dtype == "fp16":
@@ -183,13 +185,17 @@ def environment(recipe: Recipe, index: int, cores: list[int], cuda: bool, nodes:
     # Ranks bind themselves to their GPU's NUMA node. By default they are started by a script that everyone may write, in /tmp,
     # and never start where nothing may be executed there (SGLang's issue 40627, open in November 2026).
     common["SGLANG_NUMA_BIND_V2"] = "0"
+    # Else experts' rows would be permuted after loading. A copy that is swapped in has them in the
+    # usual order, with equal checksums, and the experts would be wrong (SGLang's unquant.py,
+    # _maybe_interleave_w13_for_fused_swiglu, which its guard for derived weights does not cover).
+    common["SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"] = "0"
     if nodes > 1:
         # SGLang would broadcast objects by a queue that listens on another network, instead of by the ranks' own group.
         common["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"
     if not cuda or in_directory(recipe.model.path).name in OWN_EVERYWHERE:
         common["SGLANG_EXTERNAL_MODEL_PACKAGE"] = MODELS
     if cuda:
-        return common
+        return common | (memory_saver.library_path() if recipe.lends_memory else {})
     # SGLang compiles the choice of experts by biases; on a CPU it would run a C++ compiler for each number of tokens.
     cpu = {"SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1"}
     ranks, threads = recipe.resources.server_tensor_parallel // nodes, recipe.resources.threads

@@ -65,13 +65,15 @@ class Staging:
         self._jobs.pop(step, None)
 
     def begin(self, live: Module, serves: str, version: str, base: str = "") -> None:
-        """Drop what was staged before and open `version`. base: the tensors to come are deltas from this version; RuntimeError
-        if the server `serves` another one."""
+        """Drop what was staged before and open `version`. base: the tensors to come are deltas from
+        this version. RuntimeError if the server `serves` another one, or if it computes with weights
+        that SGLang derived when the model was loaded and that a swap would leave as they were."""
         with self._loading:
             self._turns = LaunchOrder()
             if base and serves != base:
                 raise RuntimeError(f"version {version} comes as differences from {base}, and this server has {serves}")
             if self._model is None:
+                check_derived(live)
                 self._model = copy_of(live)
             elif base and self._held != base:
                 _copy(live, self._model)
@@ -122,6 +124,17 @@ class Staging:
                 raise RuntimeError(f"version {version} is not staged with its checksums")
             _copy(self._model, live)
             self._held = version
+
+
+def check_derived(model: Module) -> None:
+    """Raise RuntimeError if SGLang refuses to update this model's weights. Its own updates ask the
+    same before they load anything, and a swap goes past them. The answer never changes after the
+    start (SGLang's weight_updater.py: "startup-determined and rank-uniform")."""
+    from sglang.srt.model_executor.model_runner_components import weight_updater
+
+    reason = weight_updater._unsupported_derived_weight_cache_error(model)
+    if reason is not None:
+        raise RuntimeError(reason)
 
 
 def copy_of(model: Module) -> Module:

@@ -29,7 +29,7 @@ from megarl.core.models.families import Family
 from megarl.core.server.client import ServerClient
 from megarl.core.server.fleet import Fleet
 from megarl.core.weights.deltas import LastSent
-from megarl.core.weights.transport import Bucket, Sent, SentChecksums, buckets, with_last
+from megarl.core.weights.transport import Bucket, Sent, SentChecksums, buckets, holds_whole_parameters, with_last
 
 DEVICE = 6
 """Index of the device among rebuild_cuda_tensor's arguments. A device number means nothing to a process that sees other GPUs,
@@ -62,8 +62,10 @@ class CudaIpcTransport:
             deque(exported, maxlen=0)
             return Sent({}, {}, 0)
         errors = fleet.each(mine, _check_and_begin)[1]
-        sums, size = SentChecksums(self._family.architecture), 0
-        for bucket, last in with_last(buckets(self._last.changed(sums.watch(exported)), self._bucket_bytes)):
+        sums = SentChecksums(self._family.architecture)
+        sent = sums.watch(exported) if holds_whole_parameters(fleet, mine) else exported
+        size = 0
+        for bucket, last in with_last(buckets(self._last.changed(sent), self._bucket_bytes)):
             size += bucket.flat.nbytes
             alive = [i for i in mine if i not in errors]
             errors |= self._hand_over(fleet, alive, bucket, fleet.version if last else None)

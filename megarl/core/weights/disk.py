@@ -19,7 +19,7 @@ from megarl.core.models import hf
 from megarl.core.models.families import Family
 from megarl.core.server.fleet import Fleet
 from megarl.core.weights.deltas import LastSent
-from megarl.core.weights.transport import Sent, SentChecksums
+from megarl.core.weights.transport import Sent, SentChecksums, holds_whole_parameters
 
 KEEP = 2
 
@@ -42,7 +42,8 @@ class DiskTransport:
             shutil.rmtree(path, ignore_errors=True)  # left by an earlier incarnation, perhaps with other weights
         from_rank_0(None)
         sums = SentChecksums(self._family.architecture)
-        sent = sums.watch(hf.export(self._chunks, self._family, stacked=False))
+        exported = hf.export(self._chunks, self._family, stacked=False)
+        sent = sums.watch(exported) if holds_whole_parameters(fleet, ids) else exported
         writes = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank(True) == 0
         if writes:
             sent = self._last.changed(sent)

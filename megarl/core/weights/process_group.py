@@ -44,7 +44,7 @@ from megarl.core.server.membership import sending_copies
 from megarl.core.server.relay import RelayLost
 from megarl.core.server.staging import BucketHead
 from megarl.core.weights.deltas import LastSent
-from megarl.core.weights.transport import Sent, SentChecksums, buckets
+from megarl.core.weights.transport import Sent, SentChecksums, buckets, holds_whole_parameters
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +162,8 @@ class ProcessGroupTransport:
         assert group is not None
         calls = fleet.start(ids, lambda server: server.receive(group.name))
         try:
-            self._broadcast(attempt, group, exported, calls)
+            compared = holds_whole_parameters(fleet, ids)
+            self._broadcast(attempt, group, exported, calls, compared)
         except BaseException as error:
             group.close(str(error) or type(error).__name__)
             self._group = None
@@ -183,12 +184,19 @@ class ProcessGroupTransport:
         return _get_default_store().add(f"{self._learner}/{self._attempts}", 1)
 
     def _broadcast(
-        self, attempt: _Attempt, group: BroadcastGroup, tensors: Iterator[tuple[str, Tensor]], calls: Calls[None]
+        self,
+        attempt: _Attempt,
+        group: BroadcastGroup,
+        tensors: Iterator[tuple[str, Tensor]],
+        calls: Calls[None],
+        compared: bool,
     ) -> None:
-        """Broadcast buckets, at most bucket_bytes bytes at once, while the next ones are gathered,
-        and note the checksums. The first error in broadcasting breaks the group."""
-        sums, under_way = SentChecksums(self._family.architecture), deque[tuple[dist.Work, Tensor]]()
-        made = buckets(self._last.changed(sums.watch(tensors)), self._bucket_bytes, self._bucket_bytes / VIEWS)
+        """Broadcast buckets, at most bucket_bytes bytes at once, while the next ones are gathered. Note the
+        checksums, if they are `compared` with those of a server. The first error in broadcasting breaks the group."""
+        sums = SentChecksums(self._family.architecture)
+        under_way = deque[tuple[dist.Work, Tensor]]()
+        sent = sums.watch(tensors) if compared else tensors
+        made = buckets(self._last.changed(sent), self._bucket_bytes, self._bucket_bytes / VIEWS)
 
         def failed() -> str:
             return next(map(str, list(calls.errors.values())), "")

@@ -282,6 +282,16 @@ def test_threads_sleep_while_they_wait(recipe: Recipe, tmp_path: Path, monkeypat
         monkeypatch.setenv("OMP_WAIT_POLICY", "active")
 
 
+def test_symbols_are_bound_when_they_are_used(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a site's LD_BIND_NOW=1, Transformer Engine could not be imported."""
+    monkeypatch.setenv("LD_BIND_NOW", "1")
+    made = task(recipe, RunDir(tmp_path), Role("learner"), 0, HERE)
+    code = "import os, sys; sys.exit('LD_BIND_NOW' in os.environ)"
+    process = start(code, tmp_path, "learner", **made.environment)
+    assert process._process.wait(60) == 0
+    assert start(code, tmp_path, "learner")._process.wait(60) == 1
+
+
 @pytest.mark.parametrize(("kind", "seen"), [("learner", "stopped"), ("controller", None)])
 def test_a_stopped_rank_is_seen_and_a_stopped_program_is_not(tmp_path: Path, kind: RoleKind, seen: str | None) -> None:
     """torchrun's ranks lead sessions of their own, and so do the programs that a grader runs."""

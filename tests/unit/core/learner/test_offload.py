@@ -145,6 +145,34 @@ def test_half_of_the_cores_update_what_is_offloaded(
     assert torch.get_num_threads() == before
 
 
+@pytest.mark.parametrize("size", [1, 7, 4096])
+def test_the_fused_update_of_what_is_offloaded_gives_the_same_weights(size: int) -> None:
+    """Within FP32's rounding of a step: the fused one computes in another order."""
+    rate = 1e-3
+    start = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    optimisers = []
+    for _ in range(2):
+        weight = start.clone()
+        settings = {"betas": optimizer.BETAS, "eps": optimizer.EPS, "weight_decay": 0.01}
+        optimisers.append(torch.optim.AdamW([weight], rate, **settings))
+    default, fused = optimisers
+    optimizer.update_offloaded_in_one_pass(SimpleNamespace(cpu_optimizers=[fused]))
+    assert fused.param_groups[0]["fused"] is True
+    assert not default.param_groups[0]["fused"]
+    gradients = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        gradient = torch.randn(size, generator=gradients)
+        for each in optimisers:
+            each.param_groups[0]["params"][0].grad = gradient
+            each.step()
+    one, other = (each.param_groups[0]["params"][0] for each in optimisers)
+    assert float((one - start).abs().mean()) > rate, "they have moved"
+    assert float((one - other).abs().max()) < rate / 1000
+    for name in ("exp_avg", "exp_avg_sq"):
+        moments = [each.state[each.param_groups[0]["params"][0]][name] for each in optimisers]
+        torch.testing.assert_close(*moments, rtol=1e-5, atol=1e-12)
+
+
 def test_what_is_loaded_lies_where_its_parameter_does() -> None:
     """Both parts are torch's AdamW; the one on the GPU, here torch's device without contents, keeps its moments there."""
     parts = {device: torch.optim.AdamW([torch.zeros(2, device=device)]) for device in ("cpu", "meta")}

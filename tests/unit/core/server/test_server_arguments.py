@@ -21,6 +21,7 @@ from megarl.core.server.client import TOP_K_WITH_TOP_P
 from megarl.core.server.launch import engine_arguments, environment, memory_arguments, node_arguments
 
 LOGPROBS, BINDING = "SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_NUMA_BIND_V2"
+PERMUTED = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
 SIZES = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 64,
@@ -112,7 +113,11 @@ def test_context_does_not_exceed_the_model(tmp_path: Path) -> None:
 
 def test_nothing_is_patched_with_a_gpu(tmp_path: Path) -> None:
     recipe = a_recipe(tmp_path, resources={"server_tensor_parallel": 2})
-    assert {k for k in environment(recipe, 0, [0, 1], cuda=True) if k.startswith("SGLANG")} == {LOGPROBS, BINDING}
+    assert {k for k in environment(recipe, 0, [0, 1], cuda=True) if k.startswith("SGLANG")} == {
+        LOGPROBS,
+        BINDING,
+        PERMUTED,
+    }
 
 
 def test_no_rank_is_started_by_a_script_that_others_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +142,16 @@ def test_logprobs_are_at_the_sampling_temperature_whatever_the_shell_says(tmp_pa
     assert environment(a_recipe(tmp_path), 0, [0], cuda)[LOGPROBS] == "0"
 
 
+def test_experts_keep_their_rows_whatever_the_shell_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang would permute them after loading; weights that are swapped in later are not permuted."""
+    from sglang.srt.environ import envs
+
+    monkeypatch.setenv(PERMUTED, "1")
+    assert envs.SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED.get()
+    monkeypatch.setenv(PERMUTED, environment(a_recipe(tmp_path), 0, [0], cuda=True)[PERMUTED])
+    assert not envs.SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED.get()
+
+
 def test_a_shared_gpu_is_said_to_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shares = {
         "resources": {"colocate": True},
@@ -149,6 +164,9 @@ def test_a_shared_gpu_is_said_to_sglang(tmp_path: Path, monkeypatch: pytest.Monk
     assert memory_arguments(recipe, cuda=True) == {"mem_fraction_static": 0.4, "enable_memory_saver": True}
     assert memory_arguments(recipe, cuda=False) == {}
     assert memory_arguments(a_recipe(tmp_path), cuda=True) == {"enable_memory_saver": False}
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    assert "LD_LIBRARY_PATH" in environment(recipe, 0, [0], cuda=True)
+    assert "LD_LIBRARY_PATH" not in environment(a_recipe(tmp_path), 0, [0], cuda=True)
     if find_spec("torch_memory_saver") is None:
         with pytest.raises(MegarlError, match=r"resources.colocate: .* needs the package torch_memory_saver"):
             check(recipe, cuda=True)

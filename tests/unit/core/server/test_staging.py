@@ -140,6 +140,18 @@ def test_differences_want_their_base_and_begin_from_it(staging: Staging) -> None
     assert torch.equal(model.first.weight, old)
 
 
+def test_weights_that_a_swap_would_leave_old_are_refused(staging: Staging) -> None:
+    """By SGLang's own guard, which is asked once: it looks through all modules."""
+    refused = Model()
+    refused.first._derived_weight_cache_error = "its cache would keep the old weights"
+    with pytest.raises(RuntimeError, match="its cache would keep the old weights"):
+        staging.begin(refused, "6", "7")
+    model = Model()
+    staging.begin(model, "6", "7")
+    model.first._derived_weight_cache_error = "not asked again"
+    staging.begin(model, "6", "8")
+
+
 def test_a_bucket_of_an_earlier_publication_is_not_loaded(staging: Staging) -> None:
     model = Model()
     staging.begin(model, "6", "7")

@@ -1,13 +1,21 @@
 """Checksums as sent against the checksum of the server's parameters, put together here."""
 
+from concurrent.futures import Future
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.core.base.architecture import Architecture, read
-from megarl.core.base.checksum import checksum, written
+from megarl.core.base.checksum import COLUMNS, checksum, written
 from megarl.core.server.served import place
+from megarl.core.weights import process_group, transport
+from megarl.core.weights.deltas import LastSent
+from megarl.core.weights.process_group import ProcessGroupTransport, _Attempt
 from megarl.core.weights.transport import SentChecksums, differing
 
 PLAIN = replace(read("qwen3-0.6b"), heads=2, groups=1, head_dim=4)
@@ -75,6 +83,92 @@ def test_experts_may_come_in_any_order() -> None:
     right = {"m.experts.w13_weight": whole(torch.cat([gate, up], 1)), "m.experts.w2_weight": whole(down)}
     assert expected(sent) == right
     assert differing(expected(sent[:-1]), right) == ["m.experts.w2_weight"]
+
+
+def experts(names: list[str], rows: int) -> list[tuple[str, Tensor]]:
+    """Experts of two layers, each of whose tensors has this many rows of the checksum's."""
+    shape = (32, rows * COLUMNS // 64)
+    return [
+        (f"m.{layer}.experts.{e}.{name}_proj.weight", torch.randn(shape, dtype=torch.bfloat16))
+        for layer in (0, 1)
+        for e in (2, 0, 3, 1)
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize("limit", [10**9, 9 * COLUMNS, 3 * COLUMNS, COLUMNS])
+def test_experts_are_summed_together_as_alone(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    """Whatever fits in one sum. A changed value, and two that change places, are noticed."""
+    sent = experts(["gate", "up", "down"], rows=3)
+    alone: dict[str, int] = {}
+    for name, tensor in sent:
+        served, start = place(name, tensor, PLAIN)
+        alone[served] = (alone.get(served, 0) + int(checksum(tensor, start))) % 2**64
+    monkeypatch.setattr(transport, "TOGETHER", limit)
+    assert expected(sent) == {served: written(value) for served, value in alone.items()}
+    names = [name for name, _ in sent]
+    first = dict(sent)["m.0.experts.0.gate_proj.weight"]
+    second = dict(sent)["m.0.experts.3.gate_proj.weight"]
+    exchanged = dict(sent)
+    exchanged["m.0.experts.0.gate_proj.weight"] = second
+    exchanged["m.0.experts.3.gate_proj.weight"] = first
+    swapped = [(name, exchanged[name]) for name in names]
+    assert differing(expected(swapped), expected(sent)) == ["m.0.experts.w13_weight"]
+    first.view(torch.int16)[0, 0] ^= 1
+    assert expected(sent)["m.0.experts.w13_weight"] != written(alone["m.0.experts.w13_weight"])
+
+
+def test_a_layer_of_experts_takes_few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not eight for each of its tensors."""
+
+    def counted(sent: list[tuple[str, Tensor]]) -> int:
+        count = Counter()
+        with count:
+            expected(sent)
+        return count.operations
+
+    both = experts(["gate", "up", "down"], rows=1)
+    together = counted(both)
+    monkeypatch.setattr(transport, "TOGETHER", 0)
+    alone = counted(both)
+    assert alone > 7 * len(both)
+    assert together < alone / 4
+
+
+class Counter(TorchDispatchMode):
+    """Counts what is computed, without views, which take no kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += not call.is_view
+        return call(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("widths", "compared"), [((2, 2), False), ((2, 1), True), ((1,), True)])
+def test_nothing_is_summed_for_servers_of_several_ranks_alone(
+    monkeypatch: pytest.MonkeyPatch, widths: tuple[int, ...], compared: bool
+) -> None:
+    """No answer of theirs is compared with it, and they are paused meanwhile."""
+    addresses = [SimpleNamespace(tensor_parallel=width) for width in widths]
+    servers = {i: SimpleNamespace(address=address) for i, address in enumerate(addresses)}
+    fleet: Any = SimpleNamespace(servers=servers, version=1, start=lambda *_: finished)
+    finished = SimpleNamespace(over=Future(), results={}, errors={})
+    finished.over.set_result(None)
+    transport: Any = ProcessGroupTransport.__new__(ProcessGroupTransport)
+    transport._chunks, transport._copy, transport._copies = [], 0, 1
+    transport._family = SimpleNamespace(architecture=PLAIN)
+    transport._source, transport._last = True, LastSent(1)
+    transport._bucket_bytes, transport._limit_s = 1 << 20, 1.0
+    transport._group = SimpleNamespace(name="g", send=lambda *_: [], forget=lambda: None)
+    sent = [("m.norm.weight", torch.ones(4))]
+    monkeypatch.setattr(process_group.hf, "export", lambda *_, **__: iter(sent))
+    attempt = _Attempt()
+    transport._send_part(attempt, fleet, tuple(servers))
+    assert attempt.bytes == 16
+    assert set(attempt.checksums) == ({"m.norm.weight"} if compared else set())
 
 
 def test_llama_4_is_reordered() -> None:

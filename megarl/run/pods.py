@@ -1,0 +1,200 @@
+"""Roles in the pods of a Kubernetes JobSet: steps as in a Slurm job (srun.py), by `kubectl exec`.
+
+    first pod   megarl train ─► python -m megarl.run.pods step POD … -- COMMAND      acts as srun
+                                       └─► kubectl exec -i POD -- env … COMMAND      one for each pod
+    other pods  python -m megarl.run.pods wait                                       until it is ended
+
+`megarl submit --kubernetes` writes the JobSet (lab/jobset.py), which sets PODS and JOBSET. A pod is
+a node, and has its name. COMMAND is step.py, which ends by itself when nobody answers it any more.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import psutil
+
+from megarl.core.base.errors import MegarlError
+from megarl.run.restart import NodeState
+from megarl.run.srun import ASK_LIMIT_S, PODS, SURVEY_LIMIT_S, SrunLauncher, SrunStep
+
+JOBSET = "MEGARL_JOBSET"
+"""Environment variable: the name of the run's JobSet."""
+CONTAINER = "megarl"
+OF_JOBSET = "jobset.sigs.k8s.io/jobset-name"
+REPLICATED_JOB = "jobset.sigs.k8s.io/replicatedjob-name"
+INDEX = "batch.kubernetes.io/job-completion-index"
+"""Labels of a pod: JobSet's (its api/jobset/v1alpha2/jobset_types.go) and Kubernetes'."""
+FIRST, OTHERS = "first", "others"
+"""Names of the JobSet's replicated jobs: the pod that runs `megarl train`, and the other pods."""
+POLL_S = 2.0
+STEP_MODULE = "megarl.run.step"
+KILLED = 128 + signal.SIGTERM
+
+
+class PodLauncher(SrunLauncher):
+    """Starts roles in the pods of the JobSet that we run in."""
+
+    def names(self) -> list[str]:
+        """Return the pods' names, the first one's first, once all of them run. MegarlError if they
+        do not within SURVEY_LIMIT_S: images may have to be fetched."""
+        wanted = int(os.environ[PODS])
+        end = time.monotonic() + SURVEY_LIMIT_S
+        while True:
+            running = [pod for pod in pods_of(os.environ[JOBSET]) if runs(pod)]
+            if len(running) == wanted:
+                return [pod["metadata"]["name"] for pod in sorted(running, key=order)]
+            if time.monotonic() > end:
+                late = f"{len(running)} of {wanted} pods run after {SURVEY_LIMIT_S:g} s"
+                raise MegarlError(f"{late}; see `kubectl describe jobset {os.environ[JOBSET]}`")
+            time.sleep(POLL_S)
+
+    def words(self, names: Sequence[str], step: str, arguments: Sequence[str]) -> list[str]:
+        command = ["python", *arguments]
+        return [sys.executable, "-m", "megarl.run.pods", "step", *names, "--", *command]
+
+    def step(self, process: subprocess.Popen[bytes], names: Sequence[str]) -> "PodStep":
+        return PodStep(process, names)
+
+
+class PodStep(SrunStep):
+    """A role in its pods."""
+
+    def node_state(self) -> NodeState:
+        """Return "down" if a pod of the step is gone or ends, "silent" if not all have reported."""
+        running = {pod["metadata"]["name"] for pod in pods_of(os.environ[JOBSET]) if runs(pod)}
+        if not set(self.names) <= running:
+            return "down"
+        return "up" if self.answered else "silent"
+
+
+def pods_of(jobset: str) -> list[dict[str, Any]]:
+    """Return the JobSet's pods as Kubernetes describes them; none if it does not answer."""
+    words = ["kubectl", "get", "pods", f"--selector={OF_JOBSET}={jobset}", "--output=json"]
+    try:
+        done = subprocess.run(words, capture_output=True, timeout=ASK_LIMIT_S, check=True)
+    except FileNotFoundError:
+        raise MegarlError("kubectl cannot be found, by which roles are started in pods") from None
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
+        return []
+    pods: list[dict[str, Any]] = msgspec.json.decode(done.stdout)["items"]
+    return pods
+
+
+def runs(pod: Mapping[str, Any]) -> bool:
+    """Return whether a pod runs and has not been told to end."""
+    return pod["status"]["phase"] == "Running" and "deletionTimestamp" not in pod["metadata"]
+
+
+def order(pod: Mapping[str, Any]) -> tuple[bool, int]:
+    """Return a pod's place: the first pod, then the others by their index in their job."""
+    labels = pod["metadata"]["labels"]
+    return labels[REPLICATED_JOB] != FIRST, int(labels.get(INDEX, "0"))
+
+
+def run_in_pods(names: Sequence[str], command: Sequence[str]) -> int:
+    """Act as `srun --kill-on-bad-exit`: run the command in each pod, pass our input on to all, and
+    their lines to our output. Return the first status that is not 0; then the others are ended."""
+    processes = [_started(name, command) for name in names]
+    told_to_end = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: told_to_end.set())
+    passing = [threading.Thread(target=_pass_lines_on, args=(each,)) for each in processes]
+    for thread in passing:
+        thread.start()
+    threading.Thread(target=_pass_input_on, args=(processes,), daemon=True).start()
+    status = _first_bad_status(processes, told_to_end)
+    _close(processes)
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    for thread in passing:
+        thread.join()
+    return status
+
+
+def _started(name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start the command in one pod, which is told its name as Slurm would tell a node."""
+    words = ["kubectl", "exec", "--stdin", name, f"--container={CONTAINER}", "--"]
+    words += ["env", f"SLURMD_NODENAME={name}", *command]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def _first_bad_status(processes: Sequence[subprocess.Popen[bytes]], told_to_end: threading.Event) -> int:
+    """Wait until all have ended, or one badly, or we are told to end."""
+    while not told_to_end.wait(0.1):
+        statuses = [process.poll() for process in processes]
+        bad = [status for status in statuses if status]
+        if bad:
+            return bad[0] if bad[0] > 0 else 128 - bad[0]
+        if None not in statuses:
+            return 0
+    return KILLED
+
+
+LINES = threading.Lock()
+
+
+def _pass_lines_on(process: subprocess.Popen[bytes]) -> None:
+    """Write the process's lines to our output, each as a whole."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        with LINES:
+            sys.stdout.buffer.write(line)
+            sys.stdout.buffer.flush()
+
+
+def _pass_input_on(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Write what we are told to all processes, and close their input when ours ends."""
+    while said := os.read(0, 1024):
+        for process in processes:
+            assert process.stdin is not None
+            with suppress(BrokenPipeError, ValueError):  # it has ended, and its status says so
+                process.stdin.write(said)
+                process.stdin.flush()
+    _close(processes)
+
+
+def _close(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Close the processes' input, at whose end a step ends its role."""
+    for process in processes:
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):
+            process.stdin.close()
+
+
+def wait() -> int:
+    """Keep this pod alive until it is ended. A role that runs in it then may still save: it is
+    told to by the supervisor, and has the pod's grace period."""
+    told_to_end = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: told_to_end.set())
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as a pod's first process we inherit others' children
+    told_to_end.wait()
+    while any(map(is_step, psutil.process_iter())):
+        time.sleep(1.0)
+    return 0
+
+
+def is_step(process: psutil.Process) -> bool:
+    try:
+        return STEP_MODULE in process.cmdline()
+    except psutil.Error:
+        return False
+
+
+def main(arguments: Sequence[str]) -> int:
+    """arguments: `wait`, or `step POD … -- COMMAND`."""
+    if arguments[0] == "wait":
+        return wait()
+    end = arguments.index("--")
+    return run_in_pods(arguments[1:end], arguments[end + 1 :])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

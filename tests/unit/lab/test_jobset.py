@@ -1,0 +1,126 @@
+"""The JobSet that `megarl submit --kubernetes` writes, by the fields of JobSet's published schema."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from megarl.cli import main
+from megarl.core.base.errors import MegarlError
+from megarl.lab import jobset
+from megarl.lab.jobset import Mount, PodSettings, manifest, object_name, read_mounts
+
+SCHEMA = json.loads(Path(__file__).with_name("jobset.schema.json").read_text())
+WORDS = ["submit", "scalerl-8b", "--nodes", "10", "--kubernetes", "--image", "team/megarl:1"]
+CLAIMS = ["--mounts", "shared:/shared, data:/data"]
+PLAN = ["--gpu", "h100", "--model-config", "llama-3.1-8b"]
+SETTINGS = PodSettings("team/megarl:1", 8, (Mount("shared", "/shared"),))
+
+
+def documents(text: str) -> dict[str, Any]:
+    """By kind."""
+    return {document["kind"]: document for document in yaml.safe_load_all(text)}
+
+
+def pods(document: dict[str, Any]) -> dict[str, Any]:
+    """What the pods of each replicated job are made from."""
+    jobs = document["spec"]["replicatedJobs"]
+    return {job["name"]: job["template"]["spec"]["template"]["spec"] for job in jobs}
+
+
+def test_submit_writes_a_jobset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.yaml"
+    assert main([*WORDS, *CLAIMS, *PLAN, "--out", str(file), "run.name=Mine_8B"]) == 0
+    said = capsys.readouterr()
+    assert said.out.strip() == file.read_text().strip()
+    assert f"`kubectl create -f {file}`" in said.err
+    assert "# node 10: learner ranks 8-15\n" in file.read_text()
+    made = documents(file.read_text())
+    written = made["JobSet"]
+    jsonschema.validate(written, SCHEMA)
+    assert written["metadata"]["name"] == "mine-8b"
+    first, others = pods(written)["first"], pods(written)["others"]
+    (container,) = first["containers"]
+    interface, name = "run.interface=eth0", "run.name=Mine_8B"
+    train = ["megarl", "train", "scalerl-8b", "run.resume=auto", interface, name]
+    assert container["command"] == train
+    (waiting,) = others["containers"]
+    assert waiting["command"] == ["python", "-m", "megarl.run.pods", "wait"]
+    assert {key: container[key] for key in ("image", "env", "volumeMounts", "resources")} == {
+        key: waiting[key] for key in ("image", "env", "volumeMounts", "resources")
+    }
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+    assert {"name": "MEGARL_PODS", "value": "10"} in container["env"]
+    seen = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert seen == {"/dev/shm", "/shared", "/data"}
+    assert container["workingDir"] == "/shared"
+    counts = [job["template"]["spec"]["completions"] for job in written["spec"]["replicatedJobs"]]
+    assert counts == [1, 9]
+    # Only the pod with the supervisor may run commands in others.
+    assert first["serviceAccountName"] == made["ServiceAccount"]["metadata"]["name"]
+    assert (first["automountServiceAccountToken"], others["automountServiceAccountToken"]) == (
+        True,
+        False,
+    )
+    assert {"apiGroups": [""], "resources": ["pods/exec"], "verbs": ["get", "create"]} in made["Role"]["rules"]
+    assert made["RoleBinding"]["subjects"][0]["name"] == first["serviceAccountName"]
+
+
+def test_a_run_that_gave_up_is_not_made_again() -> None:
+    written = documents(manifest("run", 1, SETTINGS, ["megarl"], []))["JobSet"]
+    (job,) = written["spec"]["replicatedJobs"]
+    (rule,) = job["template"]["spec"]["podFailurePolicy"]["rules"]
+    statuses = rule["onExitCodes"]["values"]
+    assert 1 in statuses
+    assert not {0, 75, 137, 143} & set(statuses), "finished, a node lost, killed, preempted"
+    (reason,) = written["spec"]["failurePolicy"]["rules"]
+    assert (reason["action"], reason["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+
+
+@pytest.mark.parametrize(("field", "value"), [("successPolicy", {"operator": "Every"}), ("replicas", 2)])
+def test_the_schema_refuses_what_jobset_does_not_know(field: str, value: object) -> None:
+    written = documents(manifest("run", 2, SETTINGS, ["megarl"], []))["JobSet"]
+    jsonschema.validate(written, SCHEMA)
+    written["spec"][field] = value
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(written, SCHEMA)
+
+
+@pytest.mark.parametrize("text", ["", "shared", "shared:relative", "Shared:/shared", ":/shared"])
+def test_mounts_that_name_no_claim_are_refused(text: str) -> None:
+    with pytest.raises(MegarlError, match=r"^--(mounts|kubernetes)"):
+        read_mounts(text)
+
+
+@pytest.mark.parametrize("run", ["8b", "x" * 41, "---", "ß"])
+def test_a_name_that_no_object_can_have_is_refused(run: str) -> None:
+    with pytest.raises(MegarlError, match=r"^run\.name: .* cannot name a JobSet"):
+        object_name(run)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--container", "pyxis"], "--container is Slurm's"),
+        (["--partition", "a"], "--partition is Slurm's"),
+        (["--image", ""], "--kubernetes needs --image"),
+        (["--mounts", ""], "--kubernetes needs the PersistentVolumeClaim"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str
+) -> None:
+    file = tmp_path / "run.yaml"
+    assert main([*WORDS, *CLAIMS, "--out", str(file), *more]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"megarl: {said}")
+    assert not file.exists()
+
+
+def test_pods_names_fit() -> None:
+    """JobSet and Job add names and numbers, and a pod's name is a host's, too."""
+    longest = f"{'x' * jobset.LONGEST_NAME}-{jobset.OTHERS}-0-999-abcde"
+    assert len(longest) <= 63

@@ -1,0 +1,161 @@
+"""Roles in pods: the survey, and a step with its reports and orders, by a kubectl that is a fake.
+
+The fake keeps its pods on this machine: it runs a command of `exec` here.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.core.base.errors import MegarlError
+from megarl.core.base.rundir import RunDir
+from megarl.core.recipe import Recipe
+from megarl.run import pods
+from megarl.run.launcher import RoleCommand
+from megarl.run.nodes import Node
+from megarl.run.placement import Place
+from megarl.run.pods import FIRST, INDEX, OTHERS, REPLICATED_JOB, PodLauncher
+from megarl.run.restart import Role
+from megarl.run.srun import chosen
+
+pytestmark = pytest.mark.processes
+
+FAKE_KUBECTL = """#!/usr/bin/env bash
+case "$1" in
+    get) cat {pods}; exit ;;
+    exec) [[ "$2 $4 $5" == "--stdin --container=megarl --" ]] || exit 9; shift 5; exec "$@" ;;
+esac
+"""
+
+
+def pod(name: str, job: str, index: int, phase: str = "Running") -> dict[str, Any]:
+    labels = {REPLICATED_JOB: job, INDEX: str(index)}
+    return {"metadata": {"name": name, "labels": labels}, "status": {"phase": phase}}
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return what sets the pods that kubectl knows."""
+    listed = tmp_path / "pods.json"
+    kubectl = tmp_path / "bin" / "kubectl"
+    kubectl.parent.mkdir()
+    kubectl.write_text(FAKE_KUBECTL.format(pods=listed))
+    kubectl.chmod(0o755)
+    (kubectl.parent / "python").symlink_to(sys.executable)
+    monkeypatch.setenv("PATH", f"{kubectl.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setenv("MEGARL_PODS", "2")
+    monkeypatch.setenv("MEGARL_JOBSET", "run")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(pods, "POLL_S", 0.01)
+
+    def are(*described: dict[str, Any]) -> None:
+        listed.write_text(json.dumps({"items": described}))
+
+    are(pod("run-others-0-0-b", OTHERS, 0), pod("run-first-0-0-a", FIRST, 0))
+    return are
+
+
+def launcher(recipe: Recipe, folder: Path) -> PodLauncher:
+    (folder / ".lock").touch()
+    made = chosen(recipe, RunDir(folder))
+    assert isinstance(made, PodLauncher)
+    return made
+
+
+def until[T](what: Callable[[], T]) -> T:
+    end = time.monotonic() + 60
+    while not (found := what()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return found
+
+
+def test_pods_are_nodes(recipe: Recipe, tmp_path: Path, cluster: Callable[..., None]) -> None:
+    nodes = launcher(recipe, tmp_path).survey(3)
+    assert [node.name for node in nodes] == ["run-first-0-0-a", "run-others-0-0-b"]
+    assert [len(set(node.ports)) for node in nodes] == [3, 3]
+
+
+def test_pods_that_do_not_run_are_waited_for(
+    recipe: Recipe,
+    tmp_path: Path,
+    cluster: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waiting = pod("run-others-0-0-b", OTHERS, 0, "Pending")
+    ending = pod("run-others-0-0-old", OTHERS, 0)
+    ending["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    cluster(waiting, ending, pod("run-first-0-0-a", FIRST, 0))
+    monkeypatch.setattr(pods, "SURVEY_LIMIT_S", 0.1)
+    with pytest.raises(MegarlError, match=r"1 of 2 pods run after 0\.1 s.*describe jobset run"):
+        launcher(recipe, tmp_path).names()
+
+
+def step(recipe: Recipe, folder: Path, code: str) -> Any:
+    """A controller in both pods."""
+    names = ("run-first-0-0-a", "run-others-0-0-b")
+    nodes = tuple(Node(name, "here", "127.0.0.1", "lo", (), 1, 1 << 30, ()) for name in names)
+    task = RoleCommand(Role("controller"), ("-c", code), {}, Place(nodes), RunDir(folder))
+    return launcher(recipe, folder).start(task)
+
+
+def test_a_role_that_ends_badly_in_one_pod_ends_in_all(
+    recipe: Recipe, tmp_path: Path, cluster: Callable[..., None]
+) -> None:
+    code = "import os, sys, time; sys.exit(7) if os.environ['MEGARL_NODE_RANK'] == '1' else time.sleep(600)"
+    role = step(recipe, tmp_path, code)
+    until(lambda: role.status() is not None)
+    assert role.status() in (7, -9)
+
+
+def test_a_role_is_told_to_end_and_a_lost_pod_is_seen(
+    recipe: Recipe, tmp_path: Path, cluster: Callable[..., None]
+) -> None:
+    ready = tmp_path / "ready"
+    ready.mkdir()
+    code = (
+        "import os, pathlib, signal, sys, time; signal.signal(15, lambda *_: sys.exit(5)); "
+        f"pathlib.Path({str(ready)!r}, str(os.getpid())).touch(); time.sleep(600)"
+    )
+    role = step(recipe, tmp_path, code)
+    until(lambda: role.answered and len(list(ready.iterdir())) == 2)
+    assert (role.status(), role.node_state()) == (None, "up")
+    cluster(pod("run-first-0-0-a", FIRST, 0))
+    assert role.node_state() == "down"
+    role.terminate()
+    until(lambda: role.status() is not None)
+    assert role.status() == 5
+
+
+def test_a_role_is_killed_in_its_pods(recipe: Recipe, tmp_path: Path, cluster: Callable[..., None]) -> None:
+    mark = f"a role of {tmp_path}"
+    role = step(recipe, tmp_path, f"import time; {mark!r}; time.sleep(600)")
+    until(lambda: role.answered)
+    role.kill()
+    role.wait_gone()
+
+    def left() -> str:
+        words = ["pgrep", "--full", mark]
+        return subprocess.run(words, capture_output=True, text=True).stdout
+
+    until(lambda: not left())
+
+
+def test_an_idle_pod_ends_when_it_is_told_to() -> None:
+    process = subprocess.Popen([sys.executable, "-m", "megarl.run.pods", "wait"])
+    status = Path(f"/proc/{process.pid}/status")
+    caught = re.compile(r"SigCgt:\s*([0-9a-f]+)")
+    until(lambda: int(caught.search(status.read_text())[1], 16) >> (signal.SIGTERM - 1) & 1)  # type: ignore[index]
+    assert process.poll() is None
+    process.terminate()
+    assert process.wait(30) == 0
