@@ -12,6 +12,7 @@ would get less each time. Our share is always of the whole GPU.
 """
 
 import asyncio
+import json
 import logging
 import os
 import subprocess
@@ -92,10 +93,15 @@ def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = 
             ServerArgs(
                 **engine_arguments(recipe, index, host, port, cuda),
                 **memory_arguments(recipe, cuda),
+                **precision_arguments(recipe, torch.cuda.get_device_capability()[0] if cuda else 0),
                 **node_arguments(meeting, host, node),
             ),
             run_scheduler_process_func=partial(
-                workers.scheduler, recipe.weights.timeout_s, recipe.start_limit_s, model.experts
+                workers.scheduler,
+                recipe.weights.timeout_s,
+                recipe.start_limit_s,
+                model.experts,
+                recipe.serving.quantization == "fp8",
             ),
             run_detokenizer_process_func=workers.no_detokenizer,
             execute_warmup_func=lambda _: warmed_up(recipe, f"http://{host}:{port}", endpoints),
@@ -168,6 +174,28 @@ def memory_arguments(recipe: Recipe, cuda: bool) -> dict[str, object]:
     return {"enable_memory_saver": recipe.lends_memory, **static}
 
 
+BLACKWELL = 10
+"""The first major compute capability of Blackwell GPUs."""
+
+
+def precision_arguments(recipe: Recipe, major: int) -> dict[str, object]:
+    """Return the ServerArgs for what servers compute in FP8; empty if nothing. major: of the GPU's compute capability.
+
+    SGLang makes FP8 parameters if config.json has a quantization_config; the directory is still the learner's, in bf16, and is
+    quantised as it is read (workers.own_quantising). On Blackwell SGLang would choose DeepGEMM, and replace FP32 scales
+    by packed ones of another shape (requant_block_scale_ue8m0_for_deepgemm), into which no later version could be loaded;
+    Triton's kernel takes them as they are. On Hopper DeepGEMM does, too."""
+    from megarl.core.base.block_fp8 import CONFIG
+
+    found: dict[str, object] = {}
+    if recipe.serving.kv_cache_dtype != "auto":
+        found["kv_cache_dtype"] = recipe.serving.kv_cache_dtype
+    if recipe.serving.quantization == "fp8":
+        found["json_model_override_args"] = json.dumps({"quantization_config": CONFIG})
+        found["fp8_gemm_runner_backend"] = "triton" if major >= BLACKWELL else "auto"
+    return found
+
+
 def node_arguments(meeting: Meeting, host: str, node: int) -> dict[str, object]:
     """Return the ServerArgs of the `node`-th node of a server. host: the address of its first node."""
     if meeting.nodes == 1:
@@ -183,6 +211,10 @@ def environment(recipe: Recipe, index: int, cores: list[int], cuda: bool, nodes:
     # Ranks bind themselves to their GPU's NUMA node. By default they are started by a script that everyone may write, in /tmp,
     # and never start where nothing may be executed there (SGLang's issue 40627, open in November 2026).
     common["SGLANG_NUMA_BIND_V2"] = "0"
+    if recipe.serving.quantization == "fp8":
+        # Whatever the user's shell asks for: the first would rewrite the weights, the others leave some of them in bf16.
+        common["SGLANG_FORCE_FP8_MARLIN"] = "0"
+        common["SGLANG_FP8_IGNORED_LAYERS"] = ""
     if nodes > 1:
         # SGLang would broadcast objects by a queue that listens on another network, instead of by the ranks' own group.
         common["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"

@@ -216,10 +216,10 @@ class ParityJudge:
     """Decides, from successive measurements, whether both sides still compute the same model. It judges all servers together,
     and each by itself over the publications in which it was compared, since one of many may be faulty. Where a publication has
     too few tokens, those of the next ones are gathered until they are enough. served_head, learner_head: that side's LM head
-    should be FP32."""
+    should be FP32. fp8: servers compute in FP8 (Serving.fp8_keys)."""
 
-    def __init__(self, dtype: str, experts: bool, served_head: bool, learner_head: bool) -> None:
-        self.limits = LIMITS[dtype, experts]
+    def __init__(self, dtype: str, experts: bool, served_head: bool, learner_head: bool, fp8: bool = False) -> None:
+        self.limits = LIMITS["fp8" if fp8 else dtype, experts]
         self._dtype = dtype
         wide = (("server", served_head), ("learner", learner_head))
         self._heads = {f"{side} head": side for side, fp32 in wide if fp32 and dtype != "fp32"}
