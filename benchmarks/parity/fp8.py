@@ -1,14 +1,16 @@
 """Compares a real model in bf16 with the same model as servers in FP8 would compute it, by a stand-in in plain torch.
 
-    python -m benchmarks.parity.fp8 DIR weights.jsonl --fp8 weights
-    python -m benchmarks.parity.fp8 DIR cache.jsonl --fp8 cache
-    python -m benchmarks.parity.records keep both.jsonl kept.csv.gz --dtype fp8
+    python -m benchmarks.parity.fp8 real DIR gathered.jsonl --fp8 weights
+    python -m benchmarks.parity.fp8 real DIR gathered.jsonl --fp8 both
+    python -m benchmarks.parity.records keep gathered.jsonl kept.csv.gz --dtype fp8
+    python -m benchmarks.parity.records limits kept.csv.gz --dtype fp8
+    python -m benchmarks.parity.fp8 experts
 
 transformers' model plays both sides. For the server, parts are replaced: with `weights` (serving.quantization: fp8) the
 linear maps, by block-quantised weights and activations that are quantised as they come (tests/fp8_stand_in.py); with
 `cache` (serving.kv_cache_dtype: fp8_e4m3) attention, by that of FlashAttention 3 on q, k and v in e4m3 with a scale of 1.
 The server samples, with a cache; then both sides score its answers. SGLang need not be able to divide the model's
-shapes into blocks.
+shapes into blocks. `experts` compares a random Qwen3-MoE of 16 layers in the same way, on random tokens; nothing is sampled.
 """
 
 import argparse
@@ -24,14 +26,27 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Linear, Module
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from torch.nn.functional import silu
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
+from benchmarks.parity.models import LOGIT_SPREAD
 from benchmarks.parity.real import ANSWER_TOKENS, ESSAY_EVERY, ESSAY_TOKENS, ESSAYS, PerturbedWeights
-from benchmarks.parity.records import ComparedRollout
+from benchmarks.parity.records import STATES_OF_A_SEED, ComparedRollout
 from megarl.core.base.block_fp8 import VALUES, dequantise, is_quantised, quantise
+from megarl.core.base.messages import PARITY_ROLLOUTS
 from megarl.core.base.terminal import say
-from tests.fp8_stand_in import rounded_activations
+from tests.fp8_stand_in import product, rounded_activations
 
+PARTS = ("both", "weights", "cache")
+"""What is in FP8; states of the second begin at STATES_OF_A_SEED."""
 ATTENTION = "fp8_stand_in"
 PROBABILITY_SCALE = 256.0
 """FlashAttention 3 multiplies probabilities by this before it rounds them to e4m3 (Max_offset = 8 in its hopper/softmax.h)."""
@@ -73,6 +88,9 @@ def as_served(model: Any, weights: bool, cache: bool) -> Iterator[None]:
                     served = dequantise(*quantise(module.weight.detach()))
                     undo.callback(setattr, module, "forward", module.forward)
                     module.forward = partial(multiply, module, served)  # type: ignore[method-assign]
+                elif isinstance(module, Qwen3MoeExperts):
+                    undo.callback(setattr, module, "forward", module.forward)
+                    module.forward = partial(multiply_experts, module)  # type: ignore[method-assign]
         if cache:
             undo.callback(model.set_attn_implementation, model.config._attn_implementation)
             model.set_attn_implementation(ATTENTION)
@@ -82,6 +100,18 @@ def as_served(model: Any, weights: bool, cache: bool) -> Iterator[None]:
 def multiply(module: Linear, weight: Tensor, x: Tensor) -> Tensor:
     out = (rounded_activations(x) @ weight.T).to(x.dtype)
     return out if module.bias is None else out + module.bias
+
+
+def multiply_experts(module: Qwen3MoeExperts, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Return the experts' output [tokens, hidden]; chosen, weights [tokens, experts of a token]."""
+    out = torch.zeros_like(hidden, dtype=torch.float32)
+    for expert in chosen.unique().tolist():
+        tokens, places = (chosen == expert).nonzero(as_tuple=True)
+        halves = [product(hidden[tokens], *quantise(half)) for half in module.gate_up_proj[expert].detach().chunk(2)]
+        inner = silu(halves[0]) * halves[1]
+        down = product(inner, *quantise(module.down_proj[expert].detach()))
+        out.index_add_(0, tokens, down.float() * weights[tokens, places, None].float())
+    return out.to(hidden.dtype)
 
 
 def logits_of(model: Any, hidden: Tensor) -> Tensor:
@@ -151,29 +181,83 @@ def gather(options: argparse.Namespace) -> None:
                 sequences, behaviour = sampled(model, asked, ESSAY_TOKENS if essay else ANSWER_TOKENS)
                 served = scores(model, sequences, first)
             learner = scores(model, sequences, first)
-            name = f"{kind}-essay" if essay else kind
+            name = f"{options.fp8}-{kind}-essay" if essay else f"{options.fp8}-{kind}"
+            number = STATES_OF_A_SEED * PARTS.index(options.fp8) + state
             for row, tokens in enumerate(sequences[:, first:].tolist()):
                 ends = tokens.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in tokens else len(tokens)
                 given = (values[row, :ends].tolist() for values in (behaviour, served, served, learner))
                 unknown = [float("nan")] * ends
-                rollout = ComparedRollout(state, name, "", first, *given, unknown, unknown)
+                rollout = ComparedRollout(number, name, "", first, *given, unknown, unknown)
                 file.write(json.dumps(asdict(rollout)) + "\n")
             off = np.abs(served - learner).mean()
             decode = np.abs(served - behaviour).mean()
             say(f"state {state} ({name}): kernels {off:.3g}, decode {decode:.3g}", flush=True)
 
 
+EXPERTS = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "num_experts": 32,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+}
+TOKENS = 64
+
+
+@torch.no_grad()
+def experts(options: argparse.Namespace) -> None:
+    """Print, for several comparisons of four sequences, how log-probs and choices of experts differ."""
+    torch.manual_seed(options.seed)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERTS, attn_implementation="eager", experts_implementation="eager"))
+    model.lm_head.weight.normal_(0, LOGIT_SPREAD / EXPERTS["hidden_size"] ** 0.5)  # type: ignore[operator]
+    model = model.bfloat16().eval()
+    choices: list[Tensor] = []
+    for module in model.modules():
+        if isinstance(module, Qwen3MoeTopKRouter):
+            module.register_forward_hook(lambda _, inputs, out: choices.append(out[2].sort(-1).values))
+    found = []
+    for _ in range(options.comparisons):
+        tokens = torch.randint(EXPERTS["vocab_size"], (PARITY_ROLLOUTS, TOKENS))  # type: ignore[arg-type]
+        with as_served(model, weights=options.fp8 != "cache", cache=options.fp8 != "weights"):
+            served = scores(model, tokens, 1)
+        by_server = torch.stack(choices)
+        choices.clear()
+        learner = scores(model, tokens, 1)
+        by_learner = torch.stack(choices)
+        choices.clear()
+        apart = np.abs(served - learner)
+        differing = (by_server != by_learner).any(-1).float().mean().item()
+        found.append((apart.mean(), np.median(apart), differing))
+    means, medians, shares = np.array(found).T
+    say(f"{options.fp8}: {len(found)} comparisons of {apart.size} tokens")
+    for name, values in (("mean", means), ("median", medians), ("choices that differ", shares)):
+        say(f"  {name}: {values.mean():.3g}, largest {values.max():.3g}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("gathered", type=Path)
-    parser.add_argument("--fp8", choices=("weights", "cache", "both"), default="both")
-    parser.add_argument("--states", type=int, default=10)
-    parser.add_argument("--rollouts", type=int, default=32)
-    parser.add_argument("--essay-every", type=int, default=ESSAY_EVERY)
-    parser.add_argument("--rate", type=float, default=2e-5, help="how far a step moves a weight")
-    parser.add_argument("--seed", type=int, default=0)
-    gather(parser.parse_args())
+    commands = parser.add_subparsers(required=True)
+    real = commands.add_parser("real")
+    real.add_argument("model", type=Path)
+    real.add_argument("gathered", type=Path)
+    real.add_argument("--states", type=int, default=10)
+    real.add_argument("--rollouts", type=int, default=32)
+    real.add_argument("--essay-every", type=int, default=ESSAY_EVERY)
+    real.add_argument("--rate", type=float, default=2e-5, help="how far a step moves a weight")
+    real.set_defaults(run=gather)
+    random = commands.add_parser("experts")
+    random.add_argument("--comparisons", type=int, default=10)
+    random.set_defaults(run=experts)
+    for command in (real, random):
+        command.add_argument("--fp8", choices=PARTS, default="both")
+        command.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    options.run(options)
 
 
 if __name__ == "__main__":

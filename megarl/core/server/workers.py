@@ -311,10 +311,16 @@ def device_of(model: Any) -> Any:
 
 
 def quantised_on(device: Any, tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors as a server holds them, quantised on this device: SGLang gives torch one CPU thread beside a GPU."""
-    from megarl.core.base.block_fp8 import is_quantised, quantised
+    """Yield the tensors as a server holds them, quantised on this device: SGLang gives torch one CPU thread beside a
+    GPU. What is published in FP8 stays where it is."""
+    from megarl.core.base.block_fp8 import VALUES, is_quantised, quantised
 
-    return quantised((name, tensor.to(device) if is_quantised(name) else tensor) for name, tensor in tensors)
+    def moved() -> Iterator[tuple[str, Any]]:
+        for name, tensor in tensors:
+            exact = is_quantised(name) and tensor.dtype != VALUES
+            yield name, tensor.to(device) if exact else tensor
+
+    return quantised(moved())
 
 
 def check_fp8(model: Any) -> None:
