@@ -358,7 +358,7 @@ IN_FP8 = kept(Path(__file__).parents[4] / "benchmarks/results/parity/real-fp8.cs
 
 
 def test_servers_in_fp8_have_limits_of_their_own() -> None:
-    """They keep them, and a server that is in FP8 unasked does not keep those of bf16. Three times the differences break them, too."""
+    """They keep them; a server that is in FP8 unasked breaks those of bf16; three times the differences break both."""
 
     def warned(fp8: bool, scale: float = 1.0) -> tuple[int, bool]:
         one = ParityJudge("bf16", False, True, True, fp8=fp8)
