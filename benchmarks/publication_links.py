@@ -35,6 +35,7 @@ from megarl.core.models import build, family_of, hf, parallel
 from megarl.core.weights.deltas import LastSent
 from megarl.core.weights.process_group import ProcessGroupTransport
 from megarl.core.weights.publisher import Publisher
+from megarl.core.weights.served_weights import ServedWeights
 from megarl.run.process import free_ports
 
 RANKS = 2
@@ -111,11 +112,12 @@ def rank(path: str, mbit: int, repeats: int) -> None:
     family, chunks = family_of(source), build.build(recipe.model, source)
     hf.load(chunks, family, source)
     server = ServerAddress(id=0, url=endpoints.servers[0], tensor_parallel=RANKS)
+    weights = ServedWeights(chunks, family, fp8=False)
     publishers = {}
     for sources in (1, RANKS):
         publishers[sources] = Publisher(recipe, endpoints, chunks, family)
         publishers[sources]._transport = ProcessGroupTransport(
-            chunks, family, LastSent(1), BUCKET_MB << 20, recipe.weights.timeout_s, links=sources
+            weights, LastSent(1), BUCKET_MB << 20, recipe.weights.timeout_s, links=sources
         )
     seconds: dict[int, list[float]] = {1: [], RANKS: []}
     version = 0

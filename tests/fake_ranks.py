@@ -23,6 +23,7 @@ from megarl.core.models import checkpoint
 from megarl.core.recipe import Recipe
 from megarl.core.weights.deltas import LastSent
 from megarl.core.weights.process_group import ProcessGroupTransport
+from megarl.core.weights.served_weights import ServedWeights
 from megarl.core.weights.transport import buckets
 from megarl.shims.megatron_cpu import after_megatron_import
 
@@ -40,7 +41,8 @@ def held(recipe: Recipe, rank: int) -> dict[str, Any]:
     parallel_state.get_expert_data_parallel_group_gloo = parallel_state.get_expert_data_parallel_group
     parallel.model_parallel_cuda_manual_seed(1)
     family, limit = family_of(directory), recipe.weights.bucket_mb << 20
-    sends = ProcessGroupTransport((), family, LastSent(1), limit, 60, recipe.resources.server_tensor_parallel)
+    weights, links = ServedWeights((), family, fp8=False), recipe.resources.server_tensor_parallel
+    sends = ProcessGroupTransport(weights, LastSent(1), limit, 60, links)
     with FakeTensorMode(allow_non_fake_inputs=True):
         chunks = build.build(model, directory)
         saved = [shard for part in checkpoint.model_state(chunks).values() for shard in part.values()]

@@ -68,7 +68,7 @@ class ComparedRollout:
         )
 
 
-UNITS = {"bf16": 1e-4, "fp32": 1e-8}
+UNITS = {"bf16": 1e-4, "fp8": 1e-4, "fp32": 1e-8}
 """The size of the steps in which `keep` writes differences."""
 LOGPROB_UNIT = 0.01
 
@@ -99,7 +99,7 @@ def integers(values: np.ndarray, unit: float) -> str:
 
 def on_grid(gap: np.ndarray, dtype: str) -> str:
     """Return how many differences of logits lie on the grid of bf16 numbers, and of how many."""
-    if dtype == "fp32":
+    if dtype in ("fp32", "fp8"):
         return ""
     steps = grid_steps(gap, dtype)
     return f"{int(np.sum(np.abs(steps - np.round(steps)) < GRID_TOLERANCE))}/{len(steps)}"

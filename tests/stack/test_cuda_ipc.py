@@ -20,6 +20,7 @@ from megarl.core.weights.cuda_ipc import CudaIpcTransport
 from megarl.core.weights.deltas import LastSent
 from megarl.core.weights.offload import Offload
 from megarl.core.weights.publisher import Publisher
+from megarl.core.weights.served_weights import ServedWeights
 from tests.stack.conftest import Stack, running, under_way
 from tests.tiny_scores import difference, scores
 
@@ -50,7 +51,7 @@ def with_small_buckets(stack: Stack, chunks: Any, family: Family, timeout_s: flo
     """Eight or more of them: the tiny model would fit in one of the smallest that a recipe can have."""
     weights = stack.recipe.weights.model_copy(update={"timeout_s": timeout_s})
     by = Publisher(stack.recipe.model_copy(update={"weights": weights}), stack.endpoints, chunks, family)
-    by._transport = CudaIpcTransport(chunks, family, LastSent(1), BUCKET_BYTES)
+    by._transport = CudaIpcTransport(ServedWeights(chunks, family, fp8=False), LastSent(1), BUCKET_BYTES)
     return by
 
 

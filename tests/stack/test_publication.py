@@ -18,6 +18,7 @@ from megarl.core.server.fleet import Fleet
 from megarl.core.weights import process_group
 from megarl.core.weights.deltas import LastSent
 from megarl.core.weights.publisher import Publisher
+from megarl.core.weights.served_weights import ServedWeights
 from megarl.core.weights.transport import buckets
 from tests.pessimistic_nccl import NAME as PESSIMISTIC_NCCL
 from tests.stack.conftest import Stack, client_of, stack_recipe, under_way
@@ -183,7 +184,8 @@ async def test_what_was_checked_is_what_is_served_and_a_copy_that_was_left_is_dr
     """A learner that is lost while it sends leaves its group and its copy; the server serves on, and the next begins anew."""
     before = assert_good(await asyncio.to_thread(publish, stack, learner, "a", 34))
     chunks, family = learner("b")
-    transport = process_group.ProcessGroupTransport(chunks, family, LastSent(1), 100_000, 20, 1)
+    weights = ServedWeights(chunks, family, fp8=False)
+    transport = process_group.ProcessGroupTransport(weights, LastSent(1), 100_000, 20, 1)
     real, sent = BroadcastGroup.send, itertools.count()
 
     def lost(self: BroadcastGroup, *what: Any) -> Any:

@@ -306,7 +306,7 @@ def test_killed_between_two_deltas_and_back(pair: Pair, monkeypatch: pytest.Monk
     """One of two servers dies in a delta: the other, which may have a part of it, gets everything at once. It comes back
     with the weights of its directory: both get everything. Then deltas again."""
     pair.publisher._last = pair.publisher._transport._last = deltas.LastSent(100)  # type: ignore[attr-defined]
-    chunks = pair.publisher._transport._chunks  # type: ignore[attr-defined]
+    chunks = pair.publisher._transport._weights.chunks  # type: ignore[attr-defined]
     addresses, victim = tuple(server.address for server in pair.servers), pair.servers[0]
 
     def publish(version: int) -> tuple[int, list[str], set[str]]:

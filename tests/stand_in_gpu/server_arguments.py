@@ -34,6 +34,13 @@ SPANNING = {"deepseek-v3": 32, "kimi-k2": 32, "glm-4.5": 16}
 """GPUs of a server, on nodes of 8."""
 
 
+ALSO = ("attention_backend", "fp8_gemm_runner_backend", "quantization")
+"""What SGLang chooses itself, mostly."""
+
+IN_FP8 = ("qwen3-8b", "qwen3-30b-a3b")
+"""Models of servers in FP8."""
+
+
 class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: object = None
@@ -59,7 +66,7 @@ def resolved(major: int) -> Iterator[tuple[str, dict[str, object], dict[str, obj
     from megarl.core.base.architecture import CONFIGS
     from megarl.core.base.rundir import Meeting
     from megarl.core.recipe import Recipe
-    from megarl.core.server.launch import engine_arguments, node_arguments
+    from megarl.core.server.launch import engine_arguments, node_arguments, precision_arguments
 
     gpu = SimpleNamespace(
         major=major, minor=0, multi_processor_count=132, name="stand-in", uuid="stand-in", total_memory=80 << 30
@@ -72,9 +79,8 @@ def resolved(major: int) -> Iterator[tuple[str, dict[str, object], dict[str, obj
             function.cache_clear()
 
     def asked_and_made(recipe: Recipe, nodes: int = 1, **more: object) -> tuple[dict[str, object], dict[str, object]]:
-        asked = engine_arguments(recipe, 0, "127.0.0.1", 1, cuda=True) | node_arguments(
-            Meeting(nodes, 2), "127.0.0.1", nodes - 1
-        )
+        asked = engine_arguments(recipe, 0, "127.0.0.1", 1, cuda=True) | precision_arguments(recipe, major)
+        asked |= node_arguments(Meeting(nodes, 2), "127.0.0.1", nodes - 1)
         asked |= more
         arguments = ServerArgs(**asked)
         arguments.resolve_once()
@@ -94,6 +100,9 @@ def resolved(major: int) -> Iterator[tuple[str, dict[str, object], dict[str, obj
                 continue
             config = next((config for start, config in MODELS.items() if name.startswith(start)), "llama-3.1-8b")
             yield name, *asked_and_made(recipes.load(name, [model(config)]))
+        for config in IN_FP8:
+            keys = ["serving.quantization=fp8", "serving.kv_cache_dtype=fp8_e4m3"]
+            yield f"{config}-fp8", *asked_and_made(recipes.load("scalerl-8b", [model(config), *keys]))
         for name, ranks in SPANNING.items():
             wide = [model(name), f"resources.server_tensor_parallel={ranks}"]
             yield name, *asked_and_made(recipes.load("scalerl-8b", wide), ranks // 8)
@@ -105,8 +114,10 @@ def main() -> None:
     stand_in_gpu.install()
     sys.meta_path.append(Absent())
     torch.version.cuda = "13.0"
-    found = {f"{name} sm{major}0": (asked, {key: made[key] for key in (*asked, "attention_backend")})
-             for major in (9, 10) for name, asked, made in resolved(major)}  # fmt: skip
+    found = {}
+    for major in (9, 10):
+        for name, asked, made in resolved(major):
+            found[f"{name} sm{major}0"] = asked, {key: made[key] for key in (*asked, *ALSO)}
     print(json.dumps({"found": found, "nccl": nccl()}))
 
 

@@ -11,6 +11,7 @@ torchrun.py      several processes of a learner or warm start
 broadcast.py     a process group for weights; every wait in it has a time limit
 checksum.py      a checksum of weights: the checksums of the pieces add up to that of the whole
 delta.py         the changes of a tensor, encoded in a few bytes
+block_fp8.py     weights in FP8 with a scale for each block, as servers may hold them
 retention.py     which checkpoints stay besides the newest
 tokenizer.py     text to token ids and back
 hf_files.py      JSON files of a Hugging Face directory

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by the size of an element in bytes."""
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 """An encoded delta names its dtype by the index in this tuple."""
 SUFFIX = ".delta"
 """Suffix of a tensor's name if only its delta is sent."""

@@ -93,7 +93,8 @@ class Parity:
         self._comparable = recipe.sampling.temperature == 1
         head, model = recipe.model.fp32_head, recipe.model
         heads = (head in ("both", "server"), head in ("both", "learner"))
-        self._judge = ParityJudge(model.dtype, architecture.experts > 0, *heads)
+        fp8 = bool(recipe.serving.fp8_keys)
+        self._judge = ParityJudge(model.dtype, architecture.experts > 0, *heads, fp8=fp8)
         self._waiting: list[Candidate] = []
         self._scoring: set[asyncio.Task[None]] = set()
         self._version = -1  # of the weights that are compared

@@ -208,6 +208,16 @@ def _sharing(r: Recipe) -> Iterator[str]:
         )
 
 
+def _serving(r: Recipe) -> Iterator[str]:
+    """Check what servers may compute in FP8."""
+    if r.model.dtype == "bf16":
+        return
+    if r.serving.quantization == "fp8":
+        yield "serving.quantization: FP8 products give bf16 numbers; set model.dtype=bf16, or serving.quantization=none"
+    if r.serving.kv_cache_dtype == "fp8_e4m3":
+        yield "serving.kv_cache_dtype: fp8_e4m3 goes with bf16; set model.dtype=bf16, or serving.kv_cache_dtype=auto"
+
+
 def _lengths(r: Recipe) -> Iterator[str]:
     length, end = r.length, r.length.end_of_thinking
     budgets = [*(("stages", s.thinking_tokens) for s in length.stages), ("thinking_tokens", length.thinking_tokens)]
@@ -368,5 +378,5 @@ def _graders(r: Recipe) -> Iterator[str]:
 
 
 RULES: tuple[Callable[[Recipe], Iterator[str]], ...] = (
-    _layout, _prompts, _sharing, _lengths, _graders, _environments, _agents, _advantages, _losses, _teacher, _learner,
+    _layout, _prompts, _sharing, _serving, _lengths, _graders, _environments, _agents, _advantages, _losses, _teacher, _learner,
 )  # fmt: skip

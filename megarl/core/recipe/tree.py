@@ -12,7 +12,8 @@ type RecipeTree = dict[str, Any]
 FP8_MULTIPLE = 16
 """Every dimension of an FP8 product must be a multiple of this."""
 FP8_BLOCK = 128
-"""Tokens of a block with one scale (model.fp8=blockwise). If tensor-parallel ranks do not have whole blocks, Transformer Engine
+"""Tokens of a block with one scale (model.fp8=blockwise); rows, and columns, of a block of a server's weights
+(serving.quantization). If tensor-parallel ranks do not have whole blocks, Transformer Engine
 gathers their FP8 numbers in bf16, without overlap, and rounds them a second time (_start_all_gather_fp8_blockwise)."""
 MULTIPLE_CHOICE = ("arc", "hellaswag")
 """Mappings of suites in which given choices are scored and no answers sampled."""
@@ -548,6 +549,23 @@ class Serving(Section):
         None, gt=0, lt=1, description="share of a GPU's memory for weights and KV; null: SGLang's rule, nearly all"
     )
     max_running_requests: int = Field(256, ge=1, description="maximum requests that a server works on at once")
+    quantization: Literal["none", "fp8"] = Field(
+        "none",
+        description="fp8: servers multiply in FP8, with weights that are quantised at each publication; the learner stays "
+        "bf16",
+    )
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = Field(
+        "auto", description="fp8_e4m3: servers keep k and v in a byte a number, and attend in FP8; auto: model.dtype"
+    )
+
+    @property
+    def fp8_keys(self) -> tuple[str, ...]:
+        """The keys that ask for FP8."""
+        asked = {
+            "serving.quantization": self.quantization == "fp8",
+            "serving.kv_cache_dtype": self.kv_cache_dtype != "auto",
+        }
+        return tuple(key for key, fp8 in asked.items() if fp8)
 
 
 class Evaluation(Section):
@@ -714,12 +732,15 @@ class Recipe(Section):
 
     @property
     def teacher_recipe(self) -> "Recipe":
-        """The recipe for the teacher's servers: its model, at the policy's precision and lengths."""
+        """The recipe for the teacher's servers: its model, at the learner's precision and the policy's lengths. It has
+        no learner that corrects what FP8 changes in its scores."""
+        exact = {"quantization": "none", "kv_cache_dtype": "auto"}
         resources = {"servers": self.teachers, "server_tensor_parallel": self.resources.teacher_tensor_parallel}
         return self.model_copy(
             update={
                 "model": self.model.model_copy(update={"path": self.teacher.path}),
                 "resources": self.resources.model_copy(update=resources),
+                "serving": self.serving.model_copy(update=exact),
             }
         )
 

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from megarl.core.base.architecture import Architecture, in_directory
 from megarl.core.base.errors import MegarlError
 from megarl.core.recipe import Recipe
+from megarl.core.recipe.tree import FP8_BLOCK
 
 TEXT_ONLY = "Llama4ForCausalLM"
 """The text-only Llama 4. Our class loads it everywhere, because SGLang's own leaves its experts empty."""
@@ -33,6 +34,7 @@ def check(recipe: Recipe, cuda: bool) -> None:
         why = f"SGLang cannot divide the {what} of {path} among a server's {ranks} GPUs"
         advice = f"use {most} or another divisor (for a teacher's servers, resources.teacher_tensor_parallel)"
         raise MegarlError(f"resources.server_tensor_parallel: {why}; {advice}")
+    check_fp8(recipe, model, ranks, cuda)
     if model.sinks and cuda and recipe.model.dtype != "bf16":
         raise MegarlError(f"model.dtype: {recipe.model.dtype}: SGLang's GPU kernels take attention sinks in bf16 only")
     inner = model.expert_feed_forward
@@ -58,6 +60,56 @@ def check(recipe: Recipe, cuda: bool) -> None:
             "resources.colocate: to lend memory to the learner needs the package torch_memory_saver, which is not installed; "
             "install it (pip install torch_memory_saver)"
         )
+
+
+IN_FP8 = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+"""Architectures whose FP8 parameters are joined Hugging Face tensors and nothing else (served.py). From
+DeepSeek-V3's kv_b_proj SGLang derives further ones, of Llama 4 it reorders rows; GLM-4.5 and gpt-oss were not tried."""
+FP8_CAPABILITY = 8.9
+"""The first compute capability with FP8 products. On earlier GPUs SGLang packs FP8 weights for bf16 products (Marlin)."""
+
+
+def check_fp8(recipe: Recipe, model: Architecture, ranks: int, cuda: bool) -> None:
+    """Raise MegarlError if servers of `ranks` GPUs cannot compute this model in FP8 as the recipe asks."""
+    keys = recipe.serving.fp8_keys
+    if keys and not cuda:
+        raise MegarlError(f"{keys[0]}: SGLang has FP8 only on GPUs, and these servers have none; leave it out")
+    if problem := fp8_problem(recipe, model, ranks):
+        raise MegarlError(f"{keys[0]}: {recipe.model.path}: {problem}; leave it out")
+
+
+def fp8_problem(recipe: Recipe, model: Architecture, ranks: int) -> str:
+    """Return why servers of `ranks` GPUs cannot have this model in FP8 as the recipe asks; empty if they can."""
+    if recipe.serving.fp8_keys and model.name not in IN_FP8:
+        return f"FP8 is for {', '.join(IN_FP8)}, not {model.name}"
+    if recipe.serving.quantization == "fp8" and (what := unquantisable(model, ranks)):
+        return f"{what} on each of a server's GPUs ({ranks}), which is no multiple of a block's {FP8_BLOCK}"
+    return ""
+
+
+def unquantisable(model: Architecture, ranks: int) -> str:
+    """Return a width on each of `ranks` GPUs that is no multiple of a block, such as `hidden_size is 576`; empty if all are.
+    SGLang joins q, k and v, and gate and up, in whole blocks (`validate_block_quant_shapes` and `create_fp8_moe_weight_` in its
+    fp8.py), and quantises activations in groups of a block (`per_token_group_quant_fp8`)."""
+    sizes = [
+        ("hidden_size", model.hidden),
+        ("the width of q", model.query // ranks),
+        ("the width of k", max(model.key // ranks, model.head_dim)),
+    ]
+    if model.moe_layers < model.layers:
+        sizes.append(("the width of an MLP", model.feed_forward // ranks))
+    if model.experts:
+        sizes.append(("the width of an expert", model.expert_feed_forward // ranks))
+    return next((f"{what} is {size}" for what, size in sizes if size % FP8_BLOCK), "")
+
+
+def without_fp8(recipe: Recipe, capabilities: Collection[str]) -> str:
+    """Return why GPUs of these compute capabilities cannot serve in FP8 as the recipe asks; empty if they can."""
+    lowest = min(capabilities, key=float, default="")
+    if not recipe.serving.fp8_keys or not lowest or float(lowest) >= FP8_CAPABILITY:
+        return ""
+    advice = f"use GPUs of {FP8_CAPABILITY} or more (L40S, H100, B200), or leave it out"
+    return f"{recipe.serving.fp8_keys[0]}: a GPU of compute capability {lowest} has no FP8 products; {advice}"
 
 
 def undivided(model: Architecture, ranks: int) -> str:
@@ -89,8 +141,11 @@ def check_kernels() -> None:
 
 
 def check_gpus(recipe: Recipe, capabilities: Collection[str]) -> None:
-    """Raise MegarlError if SGLang's attention on GPUs of these compute capabilities ("9.0") is not the model's."""
+    """Raise MegarlError if SGLang's attention on GPUs of these compute capabilities ("9.0") is not the model's, or if they lack
+    the FP8 products that the recipe asks for."""
     if problem := attention_problem(in_directory(recipe.model.path), recipe.length.context_tokens, capabilities):
+        raise MegarlError(problem)
+    if problem := without_fp8(recipe, capabilities):
         raise MegarlError(problem)
 
 

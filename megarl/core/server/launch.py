@@ -12,6 +12,7 @@ would get less each time. Our share is always of the whole GPU.
 """
 
 import asyncio
+import json
 import logging
 import os
 import subprocess
@@ -94,10 +95,15 @@ def main(recipe: Recipe, index: int, port: int, host: str = "", teacher: bool = 
             ServerArgs(
                 **engine_arguments(recipe, index, host, port, cuda),
                 **memory_arguments(recipe, cuda),
+                **precision_arguments(recipe, torch.cuda.get_device_capability()[0] if cuda else 0),
                 **node_arguments(meeting, host, node),
             ),
             run_scheduler_process_func=partial(
-                workers.scheduler, recipe.weights.timeout_s, recipe.start_limit_s, model.experts
+                workers.scheduler,
+                recipe.weights.timeout_s,
+                recipe.start_limit_s,
+                model.experts,
+                recipe.serving.quantization == "fp8",
             ),
             run_detokenizer_process_func=workers.no_detokenizer,
             execute_warmup_func=lambda _: warmed_up(recipe, f"http://{host}:{port}", endpoints),
@@ -170,6 +176,28 @@ def memory_arguments(recipe: Recipe, cuda: bool) -> dict[str, object]:
     return {"enable_memory_saver": recipe.lends_memory, **static}
 
 
+BLACKWELL = 10
+"""The first major compute capability of Blackwell GPUs."""
+
+
+def precision_arguments(recipe: Recipe, major: int) -> dict[str, object]:
+    """Return the ServerArgs for what servers compute in FP8; empty if nothing. major: of the GPU's compute capability.
+
+    SGLang makes FP8 parameters if config.json has a quantization_config; the directory is still the learner's, in bf16, and is
+    quantised as it is read (workers.own_quantising). On Blackwell SGLang would choose DeepGEMM, and replace FP32 scales
+    by packed ones of another shape (requant_block_scale_ue8m0_for_deepgemm), into which no later version could be loaded;
+    Triton's kernel takes them as they are. On Hopper DeepGEMM does, too."""
+    from megarl.core.base.block_fp8 import CONFIG
+
+    found: dict[str, object] = {}
+    if recipe.serving.kv_cache_dtype != "auto":
+        found["kv_cache_dtype"] = recipe.serving.kv_cache_dtype
+    if recipe.serving.quantization == "fp8":
+        found["json_model_override_args"] = json.dumps({"quantization_config": CONFIG})
+        found["fp8_gemm_runner_backend"] = "triton" if major >= BLACKWELL else "auto"
+    return found
+
+
 def node_arguments(meeting: Meeting, host: str, node: int) -> dict[str, object]:
     """Return the ServerArgs of the `node`-th node of a server. host: the address of its first node."""
     if meeting.nodes == 1:
@@ -189,6 +217,10 @@ def environment(recipe: Recipe, index: int, cores: list[int], cuda: bool, nodes:
     # usual order, with equal checksums, and the experts would be wrong (SGLang's unquant.py,
     # _maybe_interleave_w13_for_fused_swiglu, which its guard for derived weights does not cover).
     common["SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"] = "0"
+    if recipe.serving.quantization == "fp8":
+        # Whatever the user's shell asks for: the first would rewrite the weights, the others leave some of them in bf16.
+        common["SGLANG_FORCE_FP8_MARLIN"] = "0"
+        common["SGLANG_FP8_IGNORED_LAYERS"] = ""
     if nodes > 1:
         # SGLang would broadcast objects by a queue that listens on another network, instead of by the ranks' own group.
         common["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"

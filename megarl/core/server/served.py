@@ -5,6 +5,8 @@ gate_proj, up_proj                                  ►  gate_up_proj
 experts.0.gate_proj, experts.0.up_proj, …1…         ►  experts.w13_weight     gpt-oss: gate_up_proj; w13_weight_bias
 q_a_proj, kv_a_proj_with_mqa                        ►  fused_qkv_a_proj_with_mqa     DeepSeek-V3 with compressed q
 embed_tokens, lm_head                               ►  the same, with zero rows up to a multiple of 64
+
+In FP8 (base/block_fp8.py) the scales of these weights are joined in the same way: qkv_proj.weight_scale_inv, …
 """
 
 import re
@@ -14,15 +16,20 @@ import torch
 from torch import Tensor
 
 from megarl.core.base.architecture import Architecture
+from megarl.core.base.block_fp8 import BLOCK
 from megarl.core.server.checks import INNER_MULTIPLE
 
 VOCABULARY_MULTIPLE = 64
 PADDED = ("embed_tokens.weight", "lm_head.weight")
 
-_ATTENTION = re.compile(r"\.(q|k|v)_proj\.(weight|bias)$")
+SCALES = "weight_scale_inv"
+
+_ATTENTION = re.compile(r"\.(q|k|v)_proj\.(weight|bias|weight_scale_inv)$")
 _LATENT = re.compile(r"\.(q_a_proj|kv_a_proj_with_mqa)\.weight$")
-_EXPERT = re.compile(r"\.experts\.(\d+)\.(gate|up|gate_up|down)_proj\.(weight|bias)$")
-_GATED = re.compile(r"\.(gate|up)_proj\.weight$")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.(gate|up|gate_up|down)_proj\.(weight|bias|weight_scale_inv)$")
+_GATED = re.compile(r"\.(gate|up)_proj\.(weight|weight_scale_inv)$")
+_ENDINGS = {"weight": "", "bias": "_bias", SCALES: "_scale_inv"}
+"""How the server's name of stacked experts ends, after `weight`, by the ending of the Hugging Face name."""
 
 
 class ServedPart(NamedTuple):
@@ -40,15 +47,17 @@ def place(name: str, tensor: Tensor, model: Architecture) -> ServedPart:
             return ServedPart(_LATENT.sub(".fused_qkv_a_proj_with_mqa.weight", name), rows * tensor[0].nbytes)
     elif match := _ATTENTION.search(name):
         rows = {"q": 0, "k": model.query, "v": model.query + model.key}[match[1]]
+        if match[2] == SCALES:
+            rows //= BLOCK
         return ServedPart(_ATTENTION.sub(r".qkv_proj.\2", name), rows * tensor[0].nbytes)
     if match := _EXPERT.search(name):
-        expert, bias = int(match[1]), "_bias" if match[3] == "bias" else ""
+        expert, ending = int(match[1]), _ENDINGS[match[3]]
         if match[2] == "down":
-            return ServedPart(_EXPERT.sub(f".experts.w2_weight{bias}", name), expert * tensor.nbytes)
+            return ServedPart(_EXPERT.sub(f".experts.w2_weight{ending}", name), expert * tensor.nbytes)
         before = expert if match[2] == "gate_up" else 2 * expert + (match[2] == "up")
-        return ServedPart(_EXPERT.sub(f".experts.w13_weight{bias}", name), before * tensor.nbytes)
+        return ServedPart(_EXPERT.sub(f".experts.w13_weight{ending}", name), before * tensor.nbytes)
     if match := _GATED.search(name):
-        return ServedPart(_GATED.sub(".gate_up_proj.weight", name), (match[1] == "up") * tensor.nbytes)
+        return ServedPart(_GATED.sub(r".gate_up_proj.\2", name), (match[1] == "up") * tensor.nbytes)
     return ServedPart(name)
 
 

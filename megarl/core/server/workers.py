@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,9 +24,12 @@ POLL_S = 0.01
 """Interval at which the scheduler is asked, between two of its own steps, whether a step of staging has ended."""
 
 
-def scheduler(weights_limit_s: float, start_limit_s: float, experts: int, *args: object, **kwargs: object) -> None:
+def scheduler(
+    weights_limit_s: float, start_limit_s: float, experts: int, fp8: bool, *args: object, **kwargs: object
+) -> None:
     """Run the process that owns the model. weights_limit_s: how long the learner waits for a bucket (weights.timeout_s).
-    start_limit_s: of the server's start (Recipe.start_limit_s). experts: of the model in each layer, 0 if it is dense."""
+    start_limit_s: of the server's start (Recipe.start_limit_s). experts: of the model in each layer, 0 if it is dense.
+    fp8: its linear maps are in FP8 (serving.quantization)."""
     without_megatron()
     from sglang.srt.managers.scheduler import run_scheduler_process
 
@@ -41,6 +44,8 @@ def scheduler(weights_limit_s: float, start_limit_s: float, experts: int, *args:
     own_pauses()
     own_checksums()
     own_loading()
+    if fp8:
+        own_quantising()
     own_routing(experts)
     # It would warn at each bucket about all parameters that are not in it: 1.7 TB of logs in a long run of Scout.
     logging.getLogger("sglang.srt.models.mllama4").setLevel(logging.ERROR)
@@ -251,7 +256,9 @@ def own_checksums() -> None:
     """Answer /weights_checker with megarl's checksum of each parameter, which a learner can add up
     from the tensors it sends. A GPU also computes those of the copy in the host's memory, because
     SGLang gives torch only one CPU thread then. How the device computes them is tried once the
-    scheduler is made, which has chosen its GPU."""
+    scheduler is made, which has chosen its GPU.
+
+    FP8 values and their scales are two parameters here; SGLang would sum the weight that they stand for."""
     import torch
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.utils import weight_checker
@@ -267,6 +274,7 @@ def own_checksums() -> None:
 
     Scheduler.__init__ = make_and_try
     weight_checker._hash_tensor = lambda tensor: written(int(checksum_on(device, tensor)))
+    weight_checker._build_quantized_set = lambda model: {}
 
 
 def own_loading() -> None:
@@ -284,6 +292,66 @@ def own_loading() -> None:
         return model
 
     loader._initialize_model = made
+
+
+def own_quantising() -> None:
+    """Quantise each weight that a model loads in another type than FP8: of the directory with which the server starts, and of
+    those by which a learner publishes (weights.transport: disk). Before it serves, check that SGLang has left the parameters
+    as they are loaded, since later versions are loaded into the same ones."""
+    from sglang.srt.model_loader import loader
+
+    make, finish = loader._initialize_model, loader.DefaultModelLoader.postprocess_weights
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        model = make(*args, **kwargs)
+        kind, loader_of = type(model), type(model).load_weights
+        kind.load_weights = lambda self, tensors: loader_of(self, quantised_on(device_of(self), tensors))
+        return model
+
+    def finished_and_checked(model: Any, target_device: Any) -> None:
+        finish(model, target_device)
+        check_fp8(model)
+
+    loader._initialize_model = made
+    loader.DefaultModelLoader.postprocess_weights = staticmethod(finished_and_checked)
+
+
+def device_of(model: Any) -> Any:
+    return next(model.parameters()).device
+
+
+def quantised_on(device: Any, tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors as a server holds them, quantised on this device: SGLang gives torch one CPU thread beside a
+    GPU. What is published in FP8 stays where it is."""
+    from megarl.core.base.block_fp8 import VALUES, is_quantised, quantised
+
+    def moved() -> Iterator[tuple[str, Any]]:
+        for name, tensor in tensors:
+            exact = is_quantised(name) and tensor.dtype != VALUES
+            yield name, tensor.to(device) if exact else tensor
+
+    return quantised(moved())
+
+
+def check_fp8(model: Any) -> None:
+    """Raise RuntimeError unless the model has weights in FP8, each with a FP32 scale for each block. SGLang's kernels for
+    Blackwell and for GPUs without FP8 want other scales or another order, and it rewrites the parameters for them
+    (process_weights_after_loading in its layers/quantization/fp8.py)."""
+    import torch
+
+    from megarl.core.base.block_fp8 import BLOCK, VALUES, scales_name
+
+    parameters = dict(model.named_parameters())
+    names = [name for name, parameter in parameters.items() if parameter.dtype == VALUES]
+    if not names:
+        raise RuntimeError("serving.quantization: fp8: SGLang has made no weight in FP8")
+    for name in names:
+        *experts, rows, columns = parameters[name].shape
+        wanted = [*experts, -(-rows // BLOCK), -(-columns // BLOCK)]
+        scales = parameters.get(scales_name(name))
+        if scales is None or scales.dtype != torch.float32 or list(scales.shape) != wanted:
+            found = "none" if scales is None else f"{list(scales.shape)} {scales.dtype}"
+            raise RuntimeError(f"serving.quantization: fp8: scales of {name} should be {wanted} FP32, and are {found}")
 
 
 def own_routing(experts: int) -> None:

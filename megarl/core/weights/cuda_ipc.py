@@ -20,15 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing import reductions
-from torch.nn import Module
 
 from megarl.core.base import device
 from megarl.core.base.ranks import gathered
-from megarl.core.models import hf
-from megarl.core.models.families import Family
 from megarl.core.server.client import ServerClient
 from megarl.core.server.fleet import Fleet
 from megarl.core.weights.deltas import LastSent
+from megarl.core.weights.served_weights import ServedWeights
 from megarl.core.weights.transport import Bucket, Sent, SentChecksums, buckets, holds_whole_parameters, with_last
 
 DEVICE = 6
@@ -41,8 +39,10 @@ class CudaIpcTransport:
 
     staged = False
 
-    def __init__(self, chunks: Sequence[Module], family: Family, last: LastSent, bucket_bytes: int) -> None:
-        self._chunks, self._family, self._last, self._bucket_bytes = chunks, family, last, bucket_bytes
+    def __init__(self, weights: ServedWeights, last: LastSent, bucket_bytes: int) -> None:
+        self._weights = weights
+        self._last = last
+        self._bucket_bytes = bucket_bytes
         # The other strategy, file descriptors, would need a connection between the two processes.
         torch.multiprocessing.set_sharing_strategy("file_system")
 
@@ -57,13 +57,13 @@ class CudaIpcTransport:
         )
 
     def _send(self, fleet: Fleet, mine: Sequence[int]) -> Sent:
-        exported = hf.export(self._chunks, self._family, stacked=False)
         if not mine:
-            deque(exported, maxlen=0)
+            deque(self._weights.gathered(), maxlen=0)
             return Sent({}, {}, 0)
         errors = fleet.each(mine, _check_and_begin)[1]
-        sums = SentChecksums(self._family.architecture)
-        sent = sums.watch(exported) if holds_whole_parameters(fleet, mine) else exported
+        sums = SentChecksums(self._weights.family.architecture)
+        tensors = self._weights.tensors()
+        sent = sums.watch(tensors) if holds_whole_parameters(fleet, mine) else tensors
         size = 0
         for bucket, last in with_last(buckets(self._last.changed(sent), self._bucket_bytes)):
             size += bucket.flat.nbytes

@@ -2,6 +2,8 @@
 
 RUN/weights/v7/  ◄── all ranks write          the newest KEEP are kept; if deltas are sent, it has only their files
      └────────► each server: update_weights_from_disk
+
+A whole directory is in the learner's type; servers in FP8 quantise what they read, as at their start (base/block_fp8.py).
 """
 
 import shutil
@@ -12,13 +14,12 @@ from pathlib import Path
 import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors.torch import save_file
-from torch.nn import Module
 
 from megarl.core.base.ranks import from_rank_0, gathered
 from megarl.core.models import hf
-from megarl.core.models.families import Family
 from megarl.core.server.fleet import Fleet
 from megarl.core.weights.deltas import LastSent
+from megarl.core.weights.served_weights import ServedWeights
 from megarl.core.weights.transport import Sent, SentChecksums, holds_whole_parameters
 
 KEEP = 2
@@ -29,10 +30,12 @@ class DiskTransport:
 
     staged = False
 
-    def __init__(self, chunks: Sequence[Module], family: Family, last: LastSent, source: Path, directory: Path) -> None:
+    def __init__(self, weights: ServedWeights, last: LastSent, source: Path, directory: Path) -> None:
         """source: the Hugging Face directory to copy the configuration from."""
-        self._chunks, self._family, self._last = chunks, family, last
-        self._source, self._directory = source, directory
+        self._weights = weights
+        self._last = last
+        self._source = source
+        self._directory = directory
 
     def send(self, fleet: Fleet, ids: Sequence[int], version: int) -> Sent:
         """Send the weights to the paused servers `ids`. Every rank returns the same result. COLLECTIVE."""
@@ -41,14 +44,14 @@ class DiskTransport:
             self._directory.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(path, ignore_errors=True)  # left by an earlier incarnation, perhaps with other weights
         from_rank_0(None)
-        sums = SentChecksums(self._family.architecture)
-        exported = hf.export(self._chunks, self._family, stacked=False)
-        sent = sums.watch(exported) if holds_whole_parameters(fleet, ids) else exported
+        sums = SentChecksums(self._weights.family.architecture)
+        tensors = self._weights.tensors()
+        sent = sums.watch(tensors) if holds_whole_parameters(fleet, ids) else tensors
         writes = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank(True) == 0
         if writes:
             sent = self._last.changed(sent)
         if self._last.whole:
-            hf.save(self._chunks, self._family, self._source, path)
+            hf.save(self._weights.chunks, self._weights.family, self._source, path)
             deque(sent, maxlen=0)
         else:
             path.mkdir(exist_ok=True)

@@ -64,6 +64,8 @@ LIMITS = {
     ("fp32", True): ParityLimits(mean=1e-2, p50=1e-4, routing=0.005),
     ("bf16", False): ParityLimits(mean=0.034, p50=0.026, few=5.5),
     ("bf16", True): ParityLimits(mean=0.4, p50=0.12, routing=0.1),
+    ("fp8", False): ParityLimits(mean=0.22, p50=0.14, few=5.5),
+    ("fp8", True): ParityLimits(mean=0.8, p50=0.3, routing=0.6),
     ("fp16", False): ParityLimits(mean=0.0046, p50=0.0037, few=5.5),
     ("fp16", True): ParityLimits(mean=0.1, p50=0.012, routing=0.05),
 }
@@ -216,10 +218,10 @@ class ParityJudge:
     """Decides, from successive measurements, whether both sides still compute the same model. It judges all servers together,
     and each by itself over the publications in which it was compared, since one of many may be faulty. Where a publication has
     too few tokens, those of the next ones are gathered until they are enough. served_head, learner_head: that side's LM head
-    should be FP32."""
+    should be FP32. fp8: servers compute in FP8 (Serving.fp8_keys)."""
 
-    def __init__(self, dtype: str, experts: bool, served_head: bool, learner_head: bool) -> None:
-        self.limits = LIMITS[dtype, experts]
+    def __init__(self, dtype: str, experts: bool, served_head: bool, learner_head: bool, fp8: bool = False) -> None:
+        self.limits = LIMITS["fp8" if fp8 else dtype, experts]
         self._dtype = dtype
         wide = (("server", served_head), ("learner", learner_head))
         self._heads = {f"{side} head": side for side, fp32 in wide if fp32 and dtype != "fp32"}

@@ -29,7 +29,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
-from torch.nn import Module
 
 from megarl.core.base import device
 from megarl.core.base.broadcast import BroadcastGroup, form_limit_s
@@ -37,13 +36,13 @@ from megarl.core.base.device import DeviceIdentity
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.ranks import bound_store, from_rank_0, gathered
 from megarl.core.models import hf
-from megarl.core.models.families import Family
 from megarl.core.server.client import LET_DOWN, ServerClient, ServerSaid
 from megarl.core.server.fleet import Calls, Fleet, collect
 from megarl.core.server.membership import sending_copies
 from megarl.core.server.relay import RelayLost
 from megarl.core.server.staging import BucketHead
 from megarl.core.weights.deltas import LastSent
+from megarl.core.weights.served_weights import ServedWeights
 from megarl.core.weights.transport import Sent, SentChecksums, buckets, holds_whole_parameters
 
 log = logging.getLogger(__name__)
@@ -80,11 +79,11 @@ class ProcessGroupTransport:
 
     staged = True
 
-    def __init__(
-        self, chunks: Sequence[Module], family: Family, last: LastSent, bucket_bytes: int, limit_s: float, links: int
-    ) -> None:
+    def __init__(self, weights: ServedWeights, last: LastSent, bucket_bytes: int, limit_s: float, links: int) -> None:
         """bucket_bytes: under way to a server at once. limit_s: for each bucket (weights.timeout_s). links: a server's GPUs."""
-        self._chunks, self._family, self._last, self._limit_s = chunks, family, last, limit_s
+        self._weights = weights
+        self._last = last
+        self._limit_s = limit_s
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         copies = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self._copy = copies.rank()
@@ -154,16 +153,16 @@ class ProcessGroupTransport:
 
     def _send_part(self, attempt: _Attempt, fleet: Fleet, ids: tuple[int, ...]) -> None:
         """Send this copy's part of its stage from the source; other ranks take part in gathering the tensors."""
-        exported = hf.export(self._chunks, self._family, stacked=False, part=self._copy, parts=self._copies)
         if not self._source:
-            deque(exported, maxlen=0)
+            deque(self._weights.gathered(self._copy, self._copies), maxlen=0)
             return
         group = self._group
         assert group is not None
         calls = fleet.start(ids, lambda server: server.receive(group.name))
         try:
             compared = holds_whole_parameters(fleet, ids)
-            self._broadcast(attempt, group, exported, calls, compared)
+            tensors = self._weights.tensors(self._copy, self._copies)
+            self._broadcast(attempt, group, tensors, calls, compared)
         except BaseException as error:
             group.close(str(error) or type(error).__name__)
             self._group = None
@@ -193,7 +192,7 @@ class ProcessGroupTransport:
     ) -> None:
         """Broadcast buckets, at most bucket_bytes bytes at once, while the next ones are gathered. Note the
         checksums, if they are `compared` with those of a server. The first error in broadcasting breaks the group."""
-        sums = SentChecksums(self._family.architecture)
+        sums = SentChecksums(self._weights.family.architecture)
         under_way = deque[tuple[dist.Work, Tensor]]()
         sent = sums.watch(tensors) if compared else tensors
         made = buckets(self._last.changed(sent), self._bucket_bytes, self._bucket_bytes / VIEWS)

@@ -62,6 +62,7 @@ from megarl.core.weights.cuda_ipc import CudaIpcTransport
 from megarl.core.weights.deltas import LastSent
 from megarl.core.weights.disk import DiskTransport
 from megarl.core.weights.process_group import ProcessGroupTransport
+from megarl.core.weights.served_weights import ServedWeights
 from megarl.core.weights.transport import Sent, Transport, differing, open_fleet
 
 log = logging.getLogger(__name__)
@@ -76,16 +77,17 @@ class Publisher:
         self._endpoints, self._limit_s = endpoints, weights.timeout_s
         self._wakes, self._meanwhile = recipe.lends_memory, recipe.generates_meanwhile
         bucket_bytes = weights.bucket_mb << 20
+        served = ServedWeights(chunks, family, recipe.serving.quantization == "fp8")
         self._last = LastSent(weights.full_every)
         self._transport: Transport
         if weights.transport == "disk":
             directory = RunDir(recipe.run.path).weights
-            self._transport = DiskTransport(chunks, family, self._last, Path(recipe.model.path), directory)
+            self._transport = DiskTransport(served, self._last, Path(recipe.model.path), directory)
         elif weights.transport == "cuda_ipc":
-            self._transport = CudaIpcTransport(chunks, family, self._last, bucket_bytes)
+            self._transport = CudaIpcTransport(served, self._last, bucket_bytes)
         else:
             links = recipe.resources.server_tensor_parallel
-            self._transport = ProcessGroupTransport(chunks, family, self._last, bucket_bytes, weights.timeout_s, links)
+            self._transport = ProcessGroupTransport(served, self._last, bucket_bytes, weights.timeout_s, links)
 
     def publish(self, command: Publish, incarnation: str) -> Published | None:
         """Send the learner's present weights to the command's servers. COLLECTIVE; only rank 0 gets the result, with the errors

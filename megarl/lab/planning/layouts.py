@@ -18,7 +18,7 @@ from megarl.core.algorithm.packing import cost_of, sizes_to_try
 from megarl.core.base.architecture import Architecture
 from megarl.core.recipe import Recipe
 from megarl.core.recipe.rules import impossible, impossible_for
-from megarl.core.server.checks import attention_problem, undivided
+from megarl.core.server.checks import attention_problem, fp8_problem, undivided
 from megarl.lab.planning import memory, speed
 from megarl.lab.planning.hardware import ASSUMED, GB, Gpu
 from megarl.lab.planning.memory import LearnerMemory, ServerMemory
@@ -260,6 +260,10 @@ def server_of(problem: PlanningProblem, ranks: int) -> ServerMemory | str:
     shape, gpu, longest = problem.shape, problem.gpu, problem.recipe.length.context_tokens
     if what := undivided(shape, ranks):
         return f"server TP {ranks}: does not divide {what}"
+    if (keys := problem.recipe.serving.fp8_keys) and not gpu.fp8:
+        return f"{keys[0]}: {gpu.name} has no FP8 products"
+    if why := fp8_problem(problem.recipe, shape, ranks):
+        return f"server TP {ranks}: {why}"
     if ranks > gpu.nvlink_gpus and (gpu.nvlink_gpus < gpu.node_gpus or ranks % gpu.nvlink_gpus):
         return f"server TP {ranks}: beyond one NVLink domain, and not several whole nodes of {gpu.node_gpus}"
     needed = memory.server(changed(problem.recipe, "resources", server_tensor_parallel=ranks), shape, gpu.memory)

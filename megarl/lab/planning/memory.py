@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from megarl.core.base.architecture import Architecture
 from megarl.core.recipe import Recipe
+from megarl.core.recipe.tree import FP8_BLOCK
 from megarl.lab.planning.hardware import ASSUMED
 
 HALF, FP32, FP8, INT32 = 2, 4, 1, 4
@@ -163,11 +164,10 @@ def server(recipe: Recipe, shape: Architecture, gpu_memory: float) -> ServerMemo
     rank of SGLang keeps those of every layer as int32, in pinned memory: [tokens of KV, layers, chosen] (BaseHostCache in its
     state_capturer/base.py)."""
     ranks, running = recipe.resources.server_tensor_parallel, recipe.serving.max_running_requests
-    width = WIDTH[recipe.model.dtype]
-    weights = shape.parameters * width / ranks
+    weights = served_bytes(recipe, shape) / ranks
     logits = FP32 * max(running / ranks, SCORED_AT_ONCE) * shape.vocabulary
     landings = 2 if recipe.stages_weights else 1
-    kv_token, share = kv_bytes(shape, ranks, width), recipe.serving.memory_fraction or ASSUMED.static_share
+    kv_token, share = kv_bytes(shape, ranks, kv_width(recipe)), recipe.serving.memory_fraction or ASSUMED.static_share
     return ServerMemory(
         weights=weights,
         kv=max(0.0, min(share * gpu_memory - weights, (recipe.serving.kv_tokens or math.inf) * kv_token)),
@@ -176,6 +176,29 @@ def server(recipe: Recipe, shape: Architecture, gpu_memory: float) -> ServerMemo
         staged=weights if recipe.stages_weights else 0.0,
         routed_token=INT32 * shape.layers * shape.experts_per_token,
     )
+
+
+def kv_width(recipe: Recipe) -> int:
+    """Return the bytes of a number in the servers' KV cache."""
+    return WIDTH[recipe.model.dtype] if recipe.serving.kv_cache_dtype == "auto" else FP8
+
+
+def map_width(recipe: Recipe) -> float:
+    """Return the bytes of a weight in the servers' linear maps, with its share of a block's scale (base/block_fp8.py)."""
+    return WIDTH[recipe.model.dtype] if recipe.serving.quantization == "none" else FP8 + FP32 / FP8_BLOCK**2
+
+
+def dense_served_bytes(recipe: Recipe, shape: Architecture) -> float:
+    """Return bytes of what servers hold, without routed experts, embedding and head. Routers, norms and
+    biases are not quantised."""
+    exact = shape.vector_parameters + shape.moe_layers * shape.experts * shape.hidden
+    return exact * WIDTH[recipe.model.dtype] + (shape.dense_parameters - exact) * map_width(recipe)
+
+
+def served_bytes(recipe: Recipe, shape: Architecture) -> float:
+    """Return bytes of the model as servers hold it, and as it is published."""
+    ends = (shape.embedding_parameters + shape.head_parameters) * WIDTH[recipe.model.dtype]
+    return dense_served_bytes(recipe, shape) + shape.routed_parameters * map_width(recipe) + ends
 
 
 def largest_bucket(recipe: Recipe, shape: Architecture) -> float:

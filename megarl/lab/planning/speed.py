@@ -147,10 +147,11 @@ class Decoder:
     def __init__(self, recipe: Recipe, shape: Architecture, gpu: Gpu, kv_token: float) -> None:
         self.shape, self.kv_token, self.ranks = shape, kv_token, recipe.resources.server_tensor_parallel
         width = WIDTH[recipe.model.dtype]
-        # On each GPU: bytes read in any step, and per expert used in all layers; FLOP per token; fixed seconds of a step.
-        self.read = width * (shape.dense_parameters + shape.embedding_parameters) / self.ranks
-        self.read_expert = width * shape.moe_layers * shape.expert_parameters / self.ranks
-        self.flop = (layer_flop(shape) + head_flop(shape)) / self.ranks
+        # On each GPU: bytes read in any step, and per expert used in all layers; FLOP per token, those in FP8 counted as the
+        # bf16 ones that take as long; fixed seconds of a step.
+        self.read = (memory.dense_served_bytes(recipe, shape) + width * shape.embedding_parameters) / self.ranks
+        self.read_expert = memory.map_width(recipe) * shape.moe_layers * shape.expert_parameters / self.ranks
+        self.flop = (layer_flop(shape) * _quickened(recipe, gpu) + head_flop(shape)) / self.ranks
         nodes = max(1.0, self.ranks / gpu.nvlink_gpus)  # an all-reduce goes up and down a tree of nodes: [Ring]
         allreduce = 2 * (ASSUMED.allreduce_latency_s + 2 * math.log2(nodes) * ASSUMED.hop_latency_s) * (self.ranks > 1)
         dense, routed = shape.layers - shape.moe_layers, shape.moe_layers
@@ -203,6 +204,14 @@ class Decoder:
         return self.prefill_seconds(prompt, last) + waiting + tail
 
 
+def _quickened(recipe: Recipe, gpu: Gpu) -> float:
+    """Return the time of a product on a server as a share of that in bf16. FP8 products of servers were not measured: they are
+    taken to reach the share of their peak that those of training reach."""
+    if recipe.serving.quantization == "none":
+        return 1.0
+    return gpu.bf16 * gpu.training / (gpu.fp8 * gpu.fp8_training)
+
+
 class Publication(NamedTuple):
     """Seconds for which the learner waits: weights are sent (transfer), swapped in by servers that generated, then parity."""
 
@@ -221,7 +230,7 @@ def publication(recipe: Recipe, shape: Architecture, gpu: Gpu, devices: int) -> 
     another network adapter of a server, as long as there are some. A rank of a server copies its part to the host's memory as
     it arrives, and reads it there for the checksums and for the swap."""
     servers, ranks = recipe.resources.servers, recipe.resources.server_tensor_parallel
-    size = shape.parameters * WIDTH[recipe.model.dtype]
+    size = memory.served_bytes(recipe, shape)
     bucket = recipe.weights.bucket_mb * 2**20
     buckets = max(recipe.model.pipeline_parallel, -(-int(size) // bucket))
     sources, part = 1, 0.0

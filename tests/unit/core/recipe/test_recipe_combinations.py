@@ -48,6 +48,14 @@ IMPOSSIBLE = [
     ),
     ({"batch": {"centring": "none", "advantage": "group"}}, "batch.advantage: a group without variance"),
     (
+        {"model": {"dtype": "fp16"}, "serving": {"quantization": "fp8"}},
+        "serving.quantization: FP8 products give bf16 numbers; set model.dtype=bf16",
+    ),
+    (
+        {"model": {"dtype": "fp32"}, "serving": {"kv_cache_dtype": "fp8_e4m3"}},
+        "serving.kv_cache_dtype: fp8_e4m3 goes with bf16; set model.dtype=bf16",
+    ),
+    (
         {"model": {"dtype": "fp32"}, "learner": {"optimizer_offload": 0.5}},
         "learner.optimizer_offload: megatron-core cannot load",
     ),
@@ -185,6 +193,14 @@ def test_impossible_combinations(tree: Tree, said: str) -> None:
     with pytest.raises(MegarlError) as error:
         from_tree(tree)
     assert said in str(error.value)
+
+
+def test_servers_in_fp8_go_with_bf16_and_a_teachers_are_exact() -> None:
+    serving = {"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3", "max_running_requests": 7}
+    recipe = from_tree({"serving": serving, "teacher": {"path": "teacher"}})
+    assert recipe.serving.fp8_keys == ("serving.quantization", "serving.kv_cache_dtype")
+    assert recipe.teacher_recipe.serving.fp8_keys == ()
+    assert recipe.teacher_recipe.serving.max_running_requests == 7
 
 
 def test_all_impossible_combinations_are_said_at_once() -> None:

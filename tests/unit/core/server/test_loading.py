@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megarl.core.base.architecture import read
+from megarl.core.base.block_fp8 import VALUES, quantise, quantised
 from megarl.core.base.checksum import checksum, written
 from megarl.core.base.delta import SUFFIX, encode, load
 from megarl.core.server import workers
@@ -54,6 +55,87 @@ def test_a_copy_takes_deltas_and_the_model_keeps_its_weights(make: Callable[[], 
     assert torch.equal(model.inner.weight, old)
     model.load_weights([("inner.weight" + SUFFIX, encode(old, new))])
     assert torch.equal(model.inner.weight, new)
+
+
+class InFp8(Served):
+    """A layer with a weight in FP8, and one that stays in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        values = torch.zeros(130, 256).to(VALUES)
+        self.layers = torch.nn.ModuleList([Module()])
+        self.layers[0].add_module("mlp", Module())
+        down = Module()
+        self.layers[0].mlp.add_module("down_proj", down)
+        down.weight = Parameter(values, requires_grad=False)
+        down.weight_scale_inv = Parameter(torch.zeros(2, 2), requires_grad=False)
+
+
+DOWN = "layers.0.mlp.down_proj.weight"
+
+
+@pytest.fixture
+def fp8_loader(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """SGLang's loader, of which there is only what is replaced. finish: what it does at the end."""
+
+    class Loader:
+        finish: Callable[[Module], None] = staticmethod(lambda model: None)
+
+        @staticmethod
+        def postprocess_weights(model: Module, target_device: object) -> None:
+            Loader.finish(model)
+
+    loader = SimpleNamespace(_initialize_model=InFp8, DefaultModelLoader=Loader)
+    for name in ("sglang", "sglang.srt", "sglang.srt.model_loader"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["sglang.srt.model_loader"].loader = loader  # type: ignore[attr-defined]
+    monkeypatch.setattr(InFp8, "load_weights", Served.load_weights)
+    workers.own_loading()
+    workers.own_quantising()
+    return loader
+
+
+def a_weight(seed: int) -> Tensor:
+    return torch.randn(130, 256, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def assert_holds(model: Module, weight: Tensor) -> None:
+    values, scales = quantise(weight)
+    held = dict(model.named_parameters())
+    assert torch.equal(held[DOWN].view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(held[f"{DOWN}_scale_inv"], scales)
+
+
+def test_a_server_in_fp8_quantises_what_comes_in_bf16_and_takes_the_rest_as_it_is(fp8_loader: SimpleNamespace) -> None:
+    """A directory's tensors; a publication's values and scales; and deltas of these, in a copy."""
+    model = fp8_loader._initialize_model()
+    inner = torch.randn(6, 4).bfloat16()
+    model.load_weights([("inner.weight", inner), (f"{DOWN}", a_weight(0))])
+    assert torch.equal(model.inner.weight, inner)
+    assert_holds(model, a_weight(0))
+    model.load_weights(quantised([(DOWN, a_weight(1))]))
+    assert_holds(model, a_weight(1))
+    copy = copy_of(model)
+    before, after = (dict(quantised([(DOWN, a_weight(seed))])) for seed in (1, 2))
+    copy.load_weights([(name + SUFFIX, encode(before[name], after[name])) for name in before])
+    assert_holds(copy, a_weight(2))
+    assert_holds(model, a_weight(1))
+
+
+def test_parameters_that_sglang_has_rewritten_are_noticed_before_they_are_served(fp8_loader: SimpleNamespace) -> None:
+    """DeepGEMM's packed scales, as on Blackwell; weights that are not in FP8 at all."""
+    loader = fp8_loader.DefaultModelLoader
+    model = fp8_loader._initialize_model()
+    loader.postprocess_weights(model, "cpu")
+    with pytest.raises(RuntimeError, match="SGLang has made no weight in FP8"):
+        loader.postprocess_weights(Served(), "cpu")
+
+    def pack(model: Module) -> None:
+        model.layers[0].mlp.down_proj.weight_scale_inv.data = torch.zeros(130, 1, dtype=torch.int32)
+
+    loader.finish = staticmethod(pack)
+    with pytest.raises(RuntimeError, match=r"scales of .*down_proj.weight should be \[2, 2\] FP32, and are \[130, 1\]"):
+        loader.postprocess_weights(fp8_loader._initialize_model(), "cpu")
 
 
 @pytest.fixture

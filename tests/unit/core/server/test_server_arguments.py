@@ -11,14 +11,22 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.core.base.block_fp8 import BLOCK
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.messages import KEPT_FROM_INPUT
 from megarl.core.base.rundir import Meeting
 from megarl.core.recipe import Recipe, from_tree
+from megarl.core.recipe.tree import FP8_BLOCK
 from megarl.core.server import checks, launch
 from megarl.core.server.checks import check, check_gpus
 from megarl.core.server.client import TOP_K_WITH_TOP_P
-from megarl.core.server.launch import engine_arguments, environment, memory_arguments, node_arguments
+from megarl.core.server.launch import (
+    engine_arguments,
+    environment,
+    memory_arguments,
+    node_arguments,
+    precision_arguments,
+)
 
 LOGPROBS, BINDING = "SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_NUMA_BIND_V2"
 PERMUTED = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
@@ -368,3 +376,89 @@ def test_decoding_is_captured_for_as_many_requests_as_the_recipe_allows(tmp_path
     recipe = a_recipe(tmp_path, serving={"max_running_requests": 512})
     captured = [engine_arguments(recipe, 0, "127.0.0.1", 1, cuda)["cuda_graph_max_bs_decode"] for cuda in (True, False)]
     assert captured == [512, None]
+
+
+IN_BLOCKS = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 64}
+FP8 = {"quantization": "fp8", "kv_tokens": 4096}
+FP8_CACHE = {"kv_cache_dtype": "fp8_e4m3", "kv_tokens": 4096}
+
+
+def test_servers_in_fp8_make_fp8_parameters_of_a_bf16_directory(tmp_path: Path) -> None:
+    recipe = a_recipe(tmp_path, config=IN_BLOCKS, serving=FP8)
+    said = precision_arguments(recipe, 9)
+    config = json.loads(str(said["json_model_override_args"]))["quantization_config"]
+    assert (config["quant_method"], config["weight_block_size"]) == ("fp8", [FP8_BLOCK, FP8_BLOCK])
+    assert precision_arguments(a_recipe(tmp_path, config=IN_BLOCKS, serving=FP8_CACHE), 9) == {
+        "kv_cache_dtype": "fp8_e4m3"
+    }
+    assert precision_arguments(a_recipe(tmp_path), 9) == {}
+    assert BLOCK == FP8_BLOCK
+
+
+@pytest.mark.parametrize(("major", "products"), [(8, "auto"), (9, "auto"), (10, "triton"), (12, "triton")])
+def test_no_products_that_rewrite_the_scales(tmp_path: Path, major: int, products: str) -> None:
+    """On Blackwell SGLang would choose DeepGEMM, which wants packed scales; later versions have FP32 ones."""
+    recipe = a_recipe(tmp_path, config=IN_BLOCKS, serving=FP8)
+    assert precision_arguments(recipe, major)["fp8_gemm_runner_backend"] == products
+
+
+def test_a_users_variables_do_not_change_what_is_in_fp8(tmp_path: Path) -> None:
+    names = {"SGLANG_FORCE_FP8_MARLIN": "0", "SGLANG_FP8_IGNORED_LAYERS": ""}
+    with_fp8 = environment(a_recipe(tmp_path, config=IN_BLOCKS, serving=FP8), 0, [0], cuda=True)
+    assert names.items() <= with_fp8.items()
+    assert not names.keys() & environment(a_recipe(tmp_path), 0, [0], cuda=True).keys()
+
+
+@pytest.mark.parametrize("serving", [FP8, FP8_CACHE])
+def test_fp8_needs_a_gpu_that_has_it(tmp_path: Path, serving: dict[str, Any]) -> None:
+    recipe = a_recipe(tmp_path, config=IN_BLOCKS, serving=serving)
+    key = recipe.serving.fp8_keys[0]
+    check(recipe, cuda=True)
+    with pytest.raises(MegarlError, match=f"^{key}: SGLang has FP8 only on GPUs"):
+        check(recipe, cuda=False)
+    for capability in ("8.9", "9.0", "10.0", "12.0"):
+        check_gpus(recipe, [capability])
+    with pytest.raises(MegarlError, match=f"^{key}: a GPU of compute capability 8.0 has no FP8 products"):
+        check_gpus(recipe, ["9.0", "8.0"])
+    check_gpus(a_recipe(tmp_path, config=IN_BLOCKS), ["8.0"])
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "problem"),
+    [
+        ({}, 4, ""),
+        ({"hidden_size": 192}, 1, "hidden_size is 192"),
+        ({"intermediate_size": 320}, 1, "the width of an MLP is 320"),
+        ({}, 8, "the width of q is 64"),
+        ({"intermediate_size": 768}, 4, "the width of an MLP is 192"),
+        ({"num_key_value_heads": 1}, 1, "the width of k is 64"),
+        ({"num_key_value_heads": 2}, 1, ""),
+        ({"architectures": ["Glm4MoeForCausalLM"]}, 1, "FP8 is for LlamaForCausalLM"),
+    ],
+)
+def test_what_sglang_cannot_divide_into_blocks_is_refused(
+    tmp_path: Path, config: dict[str, Any], ranks: int, problem: str
+) -> None:
+    moe = {"num_experts_per_tok": 2, "n_routed_experts": 4, "moe_intermediate_size": 128, "first_k_dense_replace": 1}
+    moe |= {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True}
+    more = moe if "architectures" in config else {}
+    recipe = a_recipe(
+        tmp_path,
+        config=IN_BLOCKS | {"num_key_value_heads": 8} | more | config,
+        serving=FP8,
+        resources={"server_tensor_parallel": ranks},
+    )
+    with pytest.raises(MegarlError, match=f"serving.quantization: .*{problem}") if problem else nullcontext():
+        check(recipe, cuda=True)
+
+
+def test_sglang_refuses_the_same_shapes() -> None:
+    """Its own check of joined maps, with the widths of q, k and v on one GPU."""
+    from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
+
+    config = SimpleNamespace(weight_block_size=[BLOCK, BLOCK])
+    layer = SimpleNamespace(tp_group=None)
+    for heads, fits in ((2, True), (1, False)):
+        parts = [512, heads * 64, heads * 64]
+        with nullcontext() if fits else pytest.raises(ValueError, match="not divisible by"):
+            Fp8LinearMethod.validate_block_quant_shapes(layer, config, 256, 256, sum(parts), sum(parts), parts)

@@ -46,5 +46,9 @@ def test_sglang_keeps_what_it_is_told(tmp_path: Path, recipe: Recipe) -> None:
         config, capability = name.split()
         backends = LATENT if config in ("deepseek-v3", "kimi-k2") else BACKENDS
         assert made["attention_backend"] == backends[capability], name
+        in_fp8 = config.endswith("-fp8")
+        assert made["quantization"] in ((None, "fp8") if in_fp8 else (None,)), name  # or SGLang reads it as it loads
+        products = "triton" if in_fp8 and capability == "sm100" else "auto"
+        assert made["fp8_gemm_runner_backend"] == products, name
         # By itself it takes flashinfer_trtllm on sm100, which tells nobody the experts that it chose.
         assert made["moe_runner_backend"] == ("triton" if made["enable_return_routed_experts"] else "auto"), name

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.core.base.architecture import Architecture, read
+from megarl.core.base.block_fp8 import quantised
 from megarl.core.base.checksum import COLUMNS, checksum, written
 from megarl.core.server.served import place
 from megarl.core.weights import process_group, transport
@@ -194,3 +195,24 @@ def test_nothing_is_expected_of_what_the_server_pads_in_its_own_way() -> None:
 def test_what_only_one_side_has_says_nothing() -> None:
     assert differing({"a": "1", "b": "2"}, {"b": "2", "c": "3"}) == []
     assert differing({"a": "1", "b": "2"}, {"a": "1", "b": "9"}) == ["b"]
+
+
+def test_scales_are_joined_like_the_weights_that_they_belong_to() -> None:
+    """q has 256 rows, k and v have 128 each, so 2, 1 and 1 blocks; an expert has 128 rows of gate and of up."""
+    model = replace(PLAIN, heads=2, groups=1, head_dim=128)
+    rows = {"q": 256, "k": 128, "v": 128}
+    weights = {f"m.layers.0.self_attn.{x}_proj.weight": torch.randn(n, 256).bfloat16() for x, n in rows.items()}
+    for expert in range(3):
+        weights |= {
+            f"m.layers.0.mlp.experts.{expert}.{x}_proj.weight": torch.randn(128, 256).bfloat16() for x in ("gate", "up")
+        }
+    served = dict(quantised(weights.items()))
+    values, scales = (
+        [tensor for name, tensor in served.items() if name.endswith(ending)] for ending in ("weight", "scale_inv")
+    )
+    assert expected(list(reversed(served.items())), model) == {
+        "m.layers.0.self_attn.qkv_proj.weight": whole(torch.cat(values[:3])),
+        "m.layers.0.self_attn.qkv_proj.weight_scale_inv": whole(torch.cat(scales[:3])),
+        "m.layers.0.mlp.experts.w13_weight": whole(torch.cat(values[3:])),
+        "m.layers.0.mlp.experts.w13_weight_scale_inv": whole(torch.cat(scales[3:])),
+    }

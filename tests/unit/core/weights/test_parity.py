@@ -353,6 +353,29 @@ REAL = kept(Path(__file__).parents[4] / "benchmarks/results/parity/real-bf16.csv
 """Rollouts of a real model of 30 layers, with its own weights and with perturbed ones, which both sides scored."""
 
 
+IN_FP8 = kept(Path(__file__).parents[4] / "benchmarks/results/parity/real-fp8.csv.gz", "fp8")
+"""Rollouts of the same model, if its servers compute in FP8 as a stand-in does (benchmarks/parity/fp8.py)."""
+
+
+def test_servers_in_fp8_have_limits_of_their_own() -> None:
+    """They keep them; a server that is in FP8 unasked breaks those of bf16; three times the differences break both."""
+
+    def warned(fp8: bool, scale: float = 1.0) -> tuple[int, bool]:
+        one = ParityJudge("bf16", False, True, True, fp8=fp8)
+        count = 0
+        for version, rollouts in enumerate(comparisons(IN_FP8)):
+            joined = RolloutScores.joined([each.scores(scale) for each in rollouts])
+            verdict = one.judge(Measurement(version, joined, len(rollouts)))
+            count += bool(verdict.warning)
+            if verdict.ends:
+                return count, True
+        return count, False
+
+    assert warned(fp8=True) == (0, False)
+    assert warned(fp8=False)[1]
+    assert warned(fp8=True, scale=3.0)[1]
+
+
 def real(scale: float = 1.0, tokens: int | None = None) -> list[Measurement]:
     """Return its comparisons with all differences times `scale`, of the first tokens of each answer."""
     found = []
@@ -410,7 +433,7 @@ def test_limits_are_wider_for_fewer_tokens() -> None:
 
 
 LIMITS_ROW = re.compile(
-    r"^\| (fp32|bf16|fp16) \| (dense|experts) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+|–) \|$",
+    r"^\| (fp32|bf16|fp8|fp16) \| (dense|experts) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+|–) \|$",
     re.MULTILINE,
 )
 

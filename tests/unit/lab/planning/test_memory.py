@@ -190,3 +190,28 @@ def test_each_learners_rank_has_the_experts_of_all_rollouts() -> None:
         for replayed in (True, False)
     ]
     assert hosts[0] - hosts[1] == pytest.approx(16_384 * 8 * (2 * 8 * (384 + 8) + 2 * 384))
+
+
+def test_servers_in_fp8_hold_a_byte_a_weight_and_a_scale_a_block() -> None:
+    """Llama 3.1 8B: all but embedding, head and norms; twice the embedding's 128,256 x 4,096 stays in bf16."""
+    size = gpu_named("h100").memory
+    bf16, fp8 = (memory.server(recipe(**keys), EIGHT, size) for keys in ({}, {"serving__quantization": "fp8"}))
+    maps = EIGHT.dense_parameters - EIGHT.vector_parameters
+    assert bf16.weights - fp8.weights == pytest.approx(maps * (2 - (1 + 4 / 128**2)))
+    assert fp8.weights == pytest.approx(9.08 * GB, rel=1e-3)
+    assert (fp8.staged, fp8.kv_token) == (fp8.weights, bf16.kv_token)
+
+
+def test_routers_are_not_quantised() -> None:
+    shape = architecture.read("qwen3-30b-a3b")
+    fp8 = memory.served_bytes(recipe(serving__quantization="fp8"), shape)
+    exact = 2 * (shape.embedding_parameters * 2 + shape.vector_parameters + 48 * 128 * 2048)
+    maps = shape.parameters - exact / 2
+    assert fp8 == pytest.approx(exact + maps * (1 + 4 / 128**2))
+
+
+def test_an_fp8_cache_has_room_for_twice_the_tokens() -> None:
+    size = gpu_named("h100").memory
+    bf16, fp8 = (memory.server(recipe(**keys), EIGHT, size) for keys in ({}, {"serving__kv_cache_dtype": "fp8_e4m3"}))
+    assert fp8.kv_tokens == pytest.approx(2 * bf16.kv_tokens, abs=2)
+    assert fp8.weights == bf16.weights

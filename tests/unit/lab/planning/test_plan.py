@@ -17,7 +17,7 @@ from megarl.core.algorithm.packing import cost_of
 from megarl.core.base import architecture
 from megarl.core.recipe import load
 from megarl.core.recipe.rules import impossible, impossible_for
-from megarl.lab.planning import show, simulate, speed
+from megarl.lab.planning import layouts, show, simulate, speed
 from megarl.lab.planning.hardware import Gpu, gpu_named
 from megarl.lab.planning.layouts import Plan, PlanningProblem, as_written, search
 from megarl.lab.planning.speed import Decoder
@@ -504,6 +504,34 @@ def test_servers_pause_for_the_swap_alone() -> None:
 def test_fp8_is_refused_where_there_is_none() -> None:
     refused = as_written(problem("scalerl-8b", "llama-3.1-8b", "a100", 80, 8000, "model.fp8=tensorwise"))
     assert refused == "model.fp8: a100 has no FP8 products"
+
+
+def test_servers_in_fp8_are_refused_where_they_cannot_be() -> None:
+    """No FP8 products; a width of 192 on four GPUs a server; another family."""
+    given = {
+        ("llama-3.1-8b", "a100", "serving.quantization=fp8"): "serving.quantization: a100 has no FP8 products",
+        ("llama-3.1-8b", "a100", "serving.kv_cache_dtype=fp8_e4m3"): "serving.kv_cache_dtype: a100 has no FP8 products",
+        ("qwen3-30b-a3b", "h200", "serving.quantization=fp8"): "server TP 4: the width of an expert is 192",
+        ("glm-4.5", "h200", "serving.kv_cache_dtype=fp8_e4m3"): "server TP 4: FP8 is for LlamaForCausalLM",
+    }
+    for (config, gpu, key), said in given.items():
+        found = layouts._server(problem("scalerl-8b", config, gpu, 80, 8000, key), 4)
+        assert str(found).startswith(said), found
+
+
+def test_servers_in_fp8_read_half_as_much_and_multiply_quicker() -> None:
+    """A few requests: the time is that to read the weights. Many: that of the products, of which the head's stay in bf16."""
+    shape, gpu = architecture.read("llama-3.1-8b"), H100
+    recipes = [load("scalerl-8b", [*ALONE, key]) for key in ("serving.quantization=none", "serving.quantization=fp8")]
+    bf16, fp8 = (speed.Decoder(recipe, shape, gpu, 2.0**17) for recipe in recipes)
+    maps = shape.dense_parameters - shape.vector_parameters
+    saved = maps * (1 - 4 / 128**2) / (gpu.memory_rate * gpu.serving) / bf16.ranks
+    assert bf16.step_seconds(1, 1) - fp8.step_seconds(1, 1) == pytest.approx(saved)
+    share = gpu.bf16 * gpu.training / (gpu.fp8 * gpu.fp8_training)
+    quicker = 1e6 * 2 * shape.body_parameters * (1 - share) / (gpu.bf16 * 0.5) / bf16.ranks
+    assert bf16.prefill_seconds(1e6) - fp8.prefill_seconds(1e6) == pytest.approx(quicker)
+    sent = [speed.publication(recipe, shape, gpu, 80).transfer for recipe in recipes]
+    assert sent[1] < 0.75 * sent[0]
 
 
 def test_an_offloaded_optimiser_is_as_slow_as_the_host() -> None:
