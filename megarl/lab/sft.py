@@ -96,6 +96,7 @@ def run(recipe: Recipe, unfinished: Path) -> int:
     with stop_requests() as stop_request:
         asked = train(trainer, batches(traces, sft.batch_tokens, recipe.run.seed), checkpoints, recipe, stop_request)
         if not asked:
+            trainer.policy.gather_weights()
             hf.save(trainer.policy.chunks, trainer.policy.family, init, Path(recipe.model.path))
             if dist.get_rank() == 0:
                 shutil.rmtree(unfinished)

@@ -4,9 +4,11 @@
     import megatron.core
     after_megatron_import()   once after it: its own tensors are made on the CPU, and its optimiser accepts torch's Adam state
 
-With a GPU, only four things are corrected: AdamW's state before its first step, the memory of an offloaded AdamW, the support
-for torch's AdamW, and routers' logits. The changes are global to the process, so a server never shares one with a learner. The
-comment on each change says what failed when it was left out.
+With a GPU, only six things are corrected: the import of DeepEP, AdamW's state before its first step,
+the memory of an offloaded AdamW, the support for torch's AdamW, routers' logits, and norms that are
+recomputed without Transformer Engine. The changes are
+global to the process, so a server never shares one with a learner. The comment on each change says
+what failed when it was left out.
 """
 
 import ctypes
@@ -24,6 +26,7 @@ import torch.nn.functional as F
 if TYPE_CHECKING:
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
 CPU = torch.device("cpu")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
@@ -31,6 +34,11 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 def run_on_cpu() -> None:
     """Redirect the torch.cuda names that megatron-core uses to the CPU. Idempotent."""
+    # With a GPU, too. megatron expects at most an ImportError of it, but in the GPU stack's
+    # (sgl-deep-ep 0.1.2.post1, deep_ep/__init__.py) an assertion fails where there is no CUDA toolkit
+    # (find_cuda_home) or NCCL is not that of its wheel (check_nccl_so). Even imported it is of no use:
+    # megatron asks for deep_ep.utils.EventOverlap, which it has elsewhere.
+    sys.modules.setdefault("deep_ep", None)  # type: ignore[arg-type]
     if torch.cuda.is_available() or isinstance(torch.cuda.default_generators, _Generators):
         return
     # glibc maps new memory for each large tensor, and every page faults: 7 % of a step's CPU time. Now 1 GiB is kept for reuse.
@@ -83,13 +91,15 @@ def after_megatron_import() -> None:
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.pipeline_parallel import schedules
-    from megatron.core.tensor_parallel import mappings
+    from megatron.core.tensor_parallel import mappings, random
     from megatron.core.transformer.moe import router, token_dispatcher
 
     router.router_gating_linear = _logits_by(router.router_gating_linear)
     _state_before_first_step(DistributedOptimizer)
     _copies_of_shards_only(HybridDeviceOptimizer)
     HybridDeviceOptimizer._move_new_state_to_right_device = _to_their_parameters
+    if not random.HAVE_TE:
+        _recomputed_without_transformer_engine(random.CheckpointWithoutOutput)
     cuda = torch.cuda.is_available()
     if not cuda or USING_PYTORCH_OPTIMIZER:
         _own_step_for_each_parameter(DistributedOptimizer)
@@ -106,6 +116,7 @@ def after_megatron_import() -> None:
         _made_on_cpu(torch.empty),
     )  # loading a checkpoint makes room for others' parts
     token_dispatcher.maybe_move_tensor_to_cpu = _already_on_cpu
+    random._get_share_storage = lambda: _copy_storage
     # If expert tensor parallelism divides experts, each rank has another number of tokens, but gloo requires equal numbers
     # ("invalid tensor size").
     mappings.torch = _Overlay(torch, distributed=_Overlay(dist, all_gather=_all_gather, reduce_scatter=_reduce_scatter))
@@ -209,6 +220,26 @@ def _copies_of_shards_only(optimizer_class: "type[HybridDeviceOptimizer]") -> No
             original(self)
 
     optimizer_class._init_sub_optimizers = make_parts
+
+
+def _recomputed_without_transformer_engine(checkpoint_class: "type[CheckpointWithoutOutput]") -> None:
+    """Make megatron's recomputation of a single output (learner.recompute=light) ask for FP8 only where there is Transformer
+    Engine. It takes `fp8=False` for yes. Without: NameError."""
+    original = checkpoint_class.__init__
+
+    def make(self: "CheckpointWithoutOutput", fp8: object = False) -> None:
+        original(self, fp8)
+        self.fp8 = False
+
+    checkpoint_class.__init__ = make
+
+
+def _copy_storage(emptied: torch.Tensor, recomputed: torch.Tensor) -> None:
+    """Fill the storage of a tensor whose memory was given back, and so all views of it. megatron lets it share the other's by
+    C++, which each process compiles in its first backward pass: a minute on a CPU."""
+    storage = emptied.untyped_storage()
+    storage.resize_(recomputed.untyped_storage().nbytes())
+    storage.copy_(recomputed.untyped_storage())
 
 
 def _to_their_parameters(hybrid: "HybridDeviceOptimizer") -> None:

@@ -5,6 +5,7 @@ model has experts) of each model.
 """
 
 import dataclasses
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -23,8 +24,11 @@ from megarl.core.learner import microbatch_size, optimizer
 from megarl.core.learner.trainer import Trainer
 from megarl.core.models import family_of, parallel
 from megarl.core.recipe import Recipe
-from tests.parallel.learner_world import full_gradients, recipe_of, say, start_at
+from tests.parallel.learner_world import difference, full_gradients, recipe_of, say, start_at
 from tests.sequences import training_sequences
+
+# isort: split
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 SP2 = {"tensor_parallel": 2}
 VPP2 = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}
@@ -54,6 +58,8 @@ def main(directory: Path) -> None:
         experts = family_of(model).architecture.experts > 0
         for layout in (WITH_EXPERTS if experts else LAYOUTS)[world]:
             check_recomputed(model, batch, layout, experts)
+            if "expert_parallel" in layout:
+                check_shared_experts_beside(model, batch, layout)
         for layout in OVERLAPPED[world]:
             if experts or "expert_parallel" not in layout:
                 check_overlapped(of(model, world, **layout), batch, f"{model.name} {layout}")
@@ -92,11 +98,41 @@ def check_recomputed(model: Path, batch: Batch, layout: dict[str, Any], experts:
         if not replay:
             sequences = [dataclasses.replace(s, experts=None) for s in sequences]
         plain = step(of(model, world, moe=moe, **layout), sequences)
-        for recompute in ("selective", "full"):
+        for recompute in ("light", "selective", "full") if experts else ("selective", "full"):
             with counted_recomputations() as counted:
                 again = step(of(model, world, recompute, moe, **layout), sequences)
             assert counted[0], "nothing was recomputed"
             check_same(again, plain, f"{model.name} {layout} {recompute} replay={replay}")
+
+
+def check_shared_experts_beside(model: Path, batch: Batch, layout: dict[str, Any]) -> None:
+    """Shared experts that compute while tokens are exchanged give the same: gradients add up in another order, within two
+    roundings of float32 (models_world.py)."""
+    world = int(os.environ["WORLD_SIZE"])
+    recipe = of(model, world, **layout)
+    sequences = [dataclasses.replace(s, experts=None) for s in training_sequences(batch, recipe)]
+    plain = step(recipe, sequences)
+    with counted_calls(SharedExpertMLP, "linear_fc2_forward") as counted:
+        beside = step(of(model, world, moe={"shared_overlap": True}, **layout), sequences)
+    assert counted[0], "shared experts were computed on their own"
+    worst = max(difference(beside[1][name], gradient, plain[1]) for name, gradient in plain[1].items())
+    assert worst <= 2e-6, (model.name, layout, worst)
+    assert math.isclose(beside[0]["loss"], plain[0]["loss"], rel_tol=1e-6, abs_tol=1e-6), (beside[0], plain[0])
+    say(f"{model.name} {layout} shared experts beside the exchange: gradients {worst:.1e}")
+
+
+@contextmanager
+def counted_calls(owner: type, name: str) -> Iterator[list[int]]:
+    counted = [0]
+    method = getattr(owner, name)
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        counted[0] += 1
+        return method(*args, **kwargs)
+
+    setattr(owner, name, counting)
+    yield counted
+    setattr(owner, name, method)
 
 
 def check_overlapped(recipe: Recipe, batch: Batch, what: str) -> None:
@@ -143,7 +179,7 @@ def check_same(found: Step, expected: Step, what: str) -> None:
 
 @contextmanager
 def counted_recomputations() -> Iterator[list[int]]:
-    from megatron.core.tensor_parallel.random import CheckpointFunction
+    from megatron.core.tensor_parallel.random import CheckpointFunction, CheckpointWithoutOutput
 
     counted, backward = [0], CheckpointFunction.backward
 
@@ -152,7 +188,9 @@ def counted_recomputations() -> Iterator[list[int]]:
         return backward(*args)
 
     CheckpointFunction.backward = staticmethod(counting)
-    yield counted
+    with counted_calls(CheckpointWithoutOutput, "_recompute") as outputs:
+        yield counted
+        counted[0] += outputs[0]
     CheckpointFunction.backward = staticmethod(backward)
 
 

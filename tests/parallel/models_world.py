@@ -53,6 +53,9 @@ WITH_EXPERTS: dict[int, list[dict[str, Any]]] = {
         {"context_parallel": 2},
         SP2 | {"expert_parallel": 2, "recompute": "full"},
         {"pipeline_parallel": 2, "recompute": "selective"},
+        SP2 | {"expert_parallel": 2, "recompute": "light"},
+        {"expert_parallel": 2, "shared_overlap": True},
+        SP2 | {"expert_parallel": 2, "shared_overlap": True, "recompute": "selective"},
     ],
     4: [
         SP2 | {"expert_parallel": 2, "expert_tensor_parallel": 2},
@@ -74,8 +77,12 @@ def main(directory: Path, names: list[str]) -> None:
                 continue  # refused: megatron does not divide experts' biases
             if "virtual_pipeline_parallel" in layout and family_of(path).architecture.layers % 4:
                 continue  # refused: all chunks have as many layers
+            if "shared_overlap" in layout and not family_of(path).architecture.shared_feed_forward:
+                continue  # refused: there are no shared experts
             recompute = layout.get("recompute", "none")
-            model = Model(path=str(path), dtype="fp32", **{k: v for k, v in layout.items() if k != "recompute"})
+            moe = {"shared_overlap": layout.get("shared_overlap", False)}
+            parallel_sizes = {k: v for k, v in layout.items() if k not in ("recompute", "shared_overlap")}
+            model = Model.model_validate({"path": str(path), "dtype": "fp32", "moe": moe} | parallel_sizes)
             output = directory.parent / f"{path.name}-{world}-{i}"
             written = check(path, model, recompute, f"{path.name} {layout}", output, written)
     parallel.stop()

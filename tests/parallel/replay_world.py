@@ -144,11 +144,11 @@ def check_own(recipe: Recipe, model: Path, sequences: list[TrainSequence]) -> No
 
 
 def check_recomputed(recipe: Recipe, model: Path, sequences: list[TrainSequence]) -> None:
-    """Layers, or their feed-forward halves, recomputed in backward take the same experts."""
+    """Layers, their feed-forward halves or less, recomputed in backward take the same experts."""
     once = step(start(recipe), sequences)
     again = [
         recipe.model_copy(update={"learner": recipe.learner.model_copy(update={"recompute": recompute})})
-        for recompute in ("selective", "full")
+        for recompute in ("light", "selective", "full")
     ]
     assert all(same(step(start(each), sequences), once) for each in again)
     shares = {start(each).policy.forward_backward(sequences)["routing_replayed"] for each in (recipe, *again)}

@@ -4,6 +4,7 @@ main.py          the collective command loop: Next -> Train | Publish | Score | 
 trainer.py       the policy, and one training step on all networks
 network.py       a model on its ranks: runs micro-batches through Megatron's schedule
 trained.py       a network that learns: gradients, update, and which sequences had a loss that was not finite
+late_gathering.py  weights that the next forward pass gathers, where no publication follows an update
 optimizer.py     AdamW over data-parallel chunks; learning rate of a step; loss scaling for fp16
 critic_and_reference.py  the value network, and the frozen model of the KL penalty
 microbatch.py    from sequences to the tensors of one micro-batch

@@ -293,6 +293,8 @@ def _state(trainer: Trainer, is_loading: bool) -> StateDict:
 
 
 def _network_state(network: TrainedNetwork, is_loading: bool) -> StateDict:
+    if not is_loading:
+        network.gather_weights()
     state: StateDict = checkpoint.model_state(network.chunks)
     optimizers = [
         optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=checkpoint.metadata())

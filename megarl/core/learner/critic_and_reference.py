@@ -41,7 +41,7 @@ class CriticModel(TrainedNetwork):
         optimizer, recipe = recipe.critic_optimizer, recipe.model_copy(update={"model": recipe.critic_model})
         chunks, family = loaded_chunks(recipe, Path(recipe.model.path))
         ValueHead.adopt(chunks)
-        super().__init__(chunks, family, optimizer, recipe)
+        super().__init__(chunks, family, optimizer, recipe, gathers_late=True)
         self.head = selected_values
 
     def values(self, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:

@@ -249,6 +249,7 @@ class LearnerRank:
         if command.version != step:
             raise MegarlError(f"the controller asked for version {command.version}; the weights are {step}")
         with self.clock.spent("publish", step):
+            self.trainer.policy.gather_weights()
             if (result := self.publisher.publish(command, self.incarnation)) is not None:
                 self.clock.published(result)
             return self._ask(result)

@@ -28,6 +28,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Module
 
@@ -79,7 +80,7 @@ class Replay:
         config = chunks[0].config
         self.replayed = torch.zeros((), dtype=torch.int64, device=next(chunks[0].parameters()).device)
         self.counts: Tensor | None = None
-        self.recomputes = config.recompute_granularity is not None
+        self.recomputes = routes_again(config)
         self._chosen, self._sharded = config.moe_router_topk, config.sequence_parallel
         self._columns: list[list[tuple[int, PartialReplay]]] = []
         for chunk in chunks:
@@ -123,6 +124,13 @@ class Replay:
             for _, router in routers:
                 router.clear_indices()
                 router.clear_router_replay_action()
+
+
+def routes_again(config: TransformerConfig) -> bool:
+    """Return whether the backward pass runs routers again."""
+    if config.recompute_granularity == "selective":
+        return "moe" in config.recompute_modules
+    return config.recompute_granularity == "full"
 
 
 class ExpertLoad:

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.learner import late_gathering
 from megarl.core.models import build
 from megarl.core.models.products import add_gradients_in_fp32
 from megarl.core.recipe import Optimizer, Recipe
@@ -95,16 +96,25 @@ BUCKET: int | None = None
 
 
 def overlaps() -> bool:
-    """Return whether gradients are reduced while others are computed: yes on GPUs with more than one data-parallel rank.
-    Weights are not gathered this way (overlap_param_gather): some of those published or saved would be a step old."""
+    """Return whether gradients are reduced while others are computed: yes on GPUs with more than
+    one data-parallel rank."""
     return torch.cuda.is_available() and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
 
 
 def with_optimizer(
-    chunks: list[GPTModel], settings: Optimizer, recipe: Recipe, offload: float = 0.0
+    chunks: list[GPTModel],
+    settings: Optimizer,
+    recipe: Recipe,
+    offload: float = 0.0,
+    gathers_late: bool = False,
 ) -> tuple[list[DistributedDataParallel], MegatronOptimizer, LossScale | None]:
-    """Wrap the chunks for data parallelism with FP32 gradients. Make AdamW, with its state divided among the ranks, and the
-    loss scale of an fp16 model. offload: share of AdamW's state in the host's memory, updated by its cores; bf16 only."""
+    """Wrap the chunks for data parallelism with FP32 gradients. Make AdamW, with its state divided
+    among the ranks, and the loss scale of an fp16 model.
+
+    offload: share of AdamW's state in the host's memory, updated by its cores; bf16 only.
+    gathers_late: where gradients are reduced while others are computed, updated weights too are
+    gathered meanwhile, in the next forward pass (late_gathering.py), not at the end of the update.
+    """
     if offload and not torch.cuda.is_available():
         raise MegarlError("learner.optimizer_offload: moves AdamW off a GPU, but this machine has none; set it to 0")
     config = chunks[0].config
@@ -112,12 +122,19 @@ def with_optimizer(
     config.calculate_per_token_loss = True
     config.finalize_model_grads_func = lambda model, _tokens, **groups: finalize_model_grads(model, None, **groups)
     overlap = overlaps()
+    gathers_late = overlap and gathers_late
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=overlap, bucket_size=BUCKET
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=gathers_late,
+        bucket_size=BUCKET,
     )
     for chunk in chunks:
         add_gradients_in_fp32(chunk)
     ddp = [DistributedDataParallel(config, ddp_config, c, disable_bucketing=i > 0) for i, c in enumerate(chunks)]
+    if gathers_late:
+        late_gathering.gather_before_head(ddp)
     if overlap:
         config.no_sync_func = [d.no_sync for d in ddp] if len(ddp) > 1 else ddp[0].no_sync
     dtype = build.DTYPES[recipe.model.dtype]
@@ -133,6 +150,7 @@ def with_optimizer(
         fp16=dtype == torch.float16,
         params_dtype=dtype,
         use_distributed_optimizer=True,
+        overlap_param_gather=gathers_late,
         optimizer_cpu_offload=offload > 0,
         optimizer_offload_fraction=offload,
         overlap_cpu_optimizer_d2h_h2d=True,

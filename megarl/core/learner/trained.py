@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megarl.core.algorithm.batch import TrainSequence
 from megarl.core.base.ranks import gathered
+from megarl.core.learner import late_gathering
 from megarl.core.learner.microbatch import MicroBatch
 from megarl.core.learner.moe import ExpertLoad
 from megarl.core.learner.network import Head, Network
@@ -51,12 +52,19 @@ class TrainedNetwork(Network):
     prefix, loss_name, norm_name = "", "loss", "grad_norm"
 
     def __init__(
-        self, chunks: list[GPTModel], family: Family, settings: Optimizer, recipe: Recipe, offload: float = 0.0
+        self,
+        chunks: list[GPTModel],
+        family: Family,
+        settings: Optimizer,
+        recipe: Recipe,
+        offload: float = 0.0,
+        gathers_late: bool = False,
     ) -> None:
+        """offload, gathers_late: as optimizer.with_optimizer has them."""
         super().__init__(chunks, family, recipe)
         self.settings = settings
         self.expert_load = ExpertLoad(chunks, recipe.model.moe) if family.architecture.experts else None
-        self.ddp, self.optimizer, self.loss_scale = with_optimizer(chunks, settings, recipe, offload)
+        self.ddp, self.optimizer, self.loss_scale = with_optimizer(chunks, settings, recipe, offload, gathers_late)
         self._offload = offload
         self._nonfinite: list[tuple[Sequence[int], Tensor, Tensor]] = []
 
@@ -114,6 +122,11 @@ class TrainedNetwork(Network):
         chosen = [sequences[i] for i in not_finite] or sequences
         return [{"ticket": s.ticket, "sample": s.sample, "cause": cause} for s in chosen]
 
+    def gather_weights(self) -> None:
+        """Make this rank's weights complete, which after an update they may not be before the next
+        forward pass. COLLECTIVE. Call it before anything but a forward pass reads them."""
+        late_gathering.gather(self.ddp)
+
     def clear(self) -> None:
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
@@ -148,6 +161,7 @@ class TrainedNetwork(Network):
             clip_grad_by_total_norm_fp32(parameters, most, norm, use_decoupled_grad=offloads)
         with self.full_memory_named(), more_threads() if self._offload else nullcontext():
             self.optimizer.step_with_ready_grads()
+        late_gathering.updated(self.ddp)
         if self.expert_load:
             self.expert_load.balance()
         if self.device.type == "cuda":

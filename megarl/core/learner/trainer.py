@@ -54,7 +54,16 @@ class PolicyModel(TrainedNetwork):
 
     def __init__(self, recipe: Recipe, hf_dir: Path, supervised: bool) -> None:
         optimizer = recipe.sft_optimizer if supervised else recipe.learner.optimizer
-        super().__init__(*loaded_chunks(recipe, hf_dir), optimizer, recipe, recipe.learner.optimizer_offload)
+        # Only where a forward pass may follow an update. In PipelineRL a publication does, which
+        # needs all weights at once, so that hooks on all modules would only cost time.
+        gathers_late = supervised or recipe.pipeline.phase_steps > 1 or recipe.learner.epochs > 1
+        super().__init__(
+            *loaded_chunks(recipe, hf_dir),
+            optimizer,
+            recipe,
+            recipe.learner.optimizer_offload,
+            gathers_late,
+        )
         if self.family.architecture.experts and not supervised:
             self.replay = Replay(self.chunks, self.family.architecture.expert_layers)
         self.replays = recipe.model.moe.routing_replay

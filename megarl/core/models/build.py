@@ -61,11 +61,17 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FP8_FORMATS = {"blockwise": "e4m3", "tensorwise": "hybrid"}
 RECOMPUTE: dict[str, dict[str, object]] = {
     "none": {},
+    # What costs least to compute again: no product and no exchange of tokens.
+    "light": {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe_act"]},
     # The feed-forward half of each layer, with or without experts. Not attention: flash kernels keep little for backward.
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
-"""Arguments of megatron-core by `learner.recompute`: what the backward pass recomputes instead of keeping it."""
+"""Arguments of megatron-core by `learner.recompute`: what the backward pass recomputes instead of keeping it.
+
+Not among them, though megatron has them: `core_attn`, since flash kernels keep their inputs, which
+a recomputation would keep too, and the output, which the next product keeps; and `mla_up_proj`,
+since our latent attention replaces the method that would do it."""
 
 
 def build(
@@ -96,13 +102,22 @@ def layers_made_by(model: Model) -> str:
     return f"Transformer Engine {get_te_version()}" if with_transformer_engine(model) else "megarl"
 
 
+def recomputed(recompute: str, grouped_experts: bool) -> dict[str, object]:
+    """Return megatron's arguments for a key of RECOMPUTE. grouped_experts: whether experts are one grouped product; one after
+    the other, as on a CPU, they keep what their activation functions return."""
+    arguments = dict(RECOMPUTE[recompute])
+    if recompute == "light" and not grouped_experts:
+        arguments["recompute_modules"] = ["layernorm"]
+    return arguments
+
+
 def transformer_config(
     model: Model, architecture: Architecture, fused: bool, recompute: str = "none"
 ) -> TransformerConfig:
     """Return megatron's configuration. fused: use the kernels that need a GPU and Transformer Engine."""
-    for problem in impossible_for(model, architecture.megatron_sizes()):
+    for problem in impossible_for(model, architecture.megatron_sizes(), recompute):
         raise MegarlError(problem)
-    layers, router, more = range(architecture.layers), architecture.router, dict(RECOMPUTE[recompute])
+    layers, router, more = range(architecture.layers), architecture.router, recomputed(recompute, fused)
     if architecture.layers % model.pipeline_parallel:
         more["num_layers_in_last_pipeline_stage"] = model.stage_layers(architecture.layers)[1]
     if model.fp8 != "none":
@@ -121,6 +136,7 @@ def transformer_config(
             "moe_aux_loss_coeff": model.moe.aux_loss,
             "moe_grouped_gemm": fused,
             "moe_permute_fusion": fused,
+            "moe_shared_expert_overlap": model.moe.shared_overlap,
         }
     if router == "balanced":
         more["moe_router_topk_scaling_factor"] = architecture.router_scale

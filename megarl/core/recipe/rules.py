@@ -47,6 +47,11 @@ def _layout(r: Recipe) -> Iterator[str]:
             )
     if m.moe.freeze_router and m.moe.aux_loss:
         yield "model.moe.aux_loss: balances by training the router, which model.moe.freeze_router forbids; unset one of them"
+    if m.moe.shared_overlap and m.expert_parallel * m.expert_tensor_parallel == 1:
+        yield (
+            "model.moe.shared_overlap: hides the exchange of tokens between ranks, and with model.expert_parallel of 1 there "
+            "is none; set it to false"
+        )
     if m.virtual_pipeline_parallel > 1 and m.pipeline_parallel == 1:
         yield "model.virtual_pipeline_parallel: needs model.pipeline_parallel of 2 or more"
     if m.fp8 != "none" and m.dtype != "bf16":
@@ -242,8 +247,9 @@ def _lengths(r: Recipe) -> Iterator[str]:
         yield "length.interruption: must end with length.end_of_thinking, or the model would go on thinking in its answer"
 
 
-def impossible_for(m: Model, sizes: Mapping[str, Any]) -> Iterator[str]:
-    """Check a layout against a model's sizes: divisibility, and what megatron refuses. sizes: by megatron's names."""
+def impossible_for(m: Model, sizes: Mapping[str, Any], recompute: str = "none") -> Iterator[str]:
+    """Check a layout against a model's sizes: divisibility, and what megatron refuses. sizes: by megatron's names.
+    recompute: `learner.recompute`."""
     divided = (
         "num_attention_heads", "num_query_groups", "q_lora_rank", "kv_lora_rank", "qk_pos_emb_head_dim", "ffn_hidden_size",
         "moe_shared_expert_intermediate_size",
@@ -278,6 +284,10 @@ def impossible_for(m: Model, sizes: Mapping[str, Any]) -> Iterator[str]:
                     f"model.fp8: {name} of {m.path} is {size} on each rank, but products in FP8 need multiples of "
                     f"{FP8_MULTIPLE}; use another layout, or model.fp8=none"
                 )
+    if m.moe.shared_overlap and not sizes.get("moe_shared_expert_intermediate_size"):
+        yield f"model.moe.shared_overlap: {m.path} has no shared experts; set it to false"
+    if not sizes.get("num_moe_experts") and recompute == "light":
+        yield f"learner.recompute: light is for experts, and {m.path} has none; set it to selective"
     if not sizes.get("num_moe_experts") and m.expert_parallel > 1:
         yield f"model.expert_parallel: {m.path} has no experts; set it to 1"
 

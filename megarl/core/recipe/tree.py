@@ -229,6 +229,9 @@ class Moe(Section):
     )
     freeze_router: bool = Field(False, description="true: routers keep the weights they came with")
     routing_replay: bool = Field(False, description="the learner takes the experts that the server chose")
+    shared_overlap: bool = Field(
+        False, description="shared experts compute while tokens go to other ranks' experts and back; not measured yet"
+    )
 
 
 class Model(Section):
@@ -480,8 +483,10 @@ class Learner(Section):
     microbatch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         16_384, description="tokens of a data-parallel rank's packed micro-batch; auto: most that fit, found by trying"
     )
-    recompute: Literal["none", "selective", "full"] = Field(
-        "none", description="what the backward pass recomputes, not stored: nothing, MLPs and experts, or whole layers"
+    recompute: Literal["none", "light", "selective", "full"] = Field(
+        "none",
+        description="what the backward pass recomputes, not stored: nothing; experts' norms and activation functions; MLPs "
+        "and experts; or whole layers",
     )
     optimizer_offload: float = Field(
         0.0, ge=0, le=1, description="share of the policy's AdamW kept in the host's memory, where CPU cores update it"

@@ -94,6 +94,7 @@ class Found(NamedTuple):
 
 
 SAVING: tuple[dict[str, str | float], ...] = (
+    {"recompute": "light"},
     {"recompute": "selective"},
     {"recompute": "full"},
     {"recompute": "full", "optimizer_offload": 0.5},
@@ -198,7 +199,8 @@ def _quickest(problem: PlanningProblem, learner_gpus: int, refused: Counter[str]
 def learner_of(problem: PlanningProblem, recipe: Recipe) -> LearnerChoice | str:
     """Return the learner of this recipe, or the reason why it is impossible, in few words so that reasons can be counted."""
     model = recipe.model
-    for broken in itertools.chain(impossible(recipe), impossible_for(model, problem.shape.megatron_sizes())):
+    sizes = problem.shape.megatron_sizes()
+    for broken in itertools.chain(impossible(recipe), impossible_for(model, sizes, recipe.learner.recompute)):
         key = broken.split(":")[0]
         return f"{key}: {_RULES.get(key, 'breaks a rule of the recipe')}"
     if model.fp8 != "none" and not problem.gpu.fp8:
@@ -241,6 +243,7 @@ _RULES = {
     "model.pipeline_parallel": "leaves a stage without layers",
     "model.expert_parallel": "does not divide the experts",
     "model.fp8": "needs sizes on each rank that divide by 16",
+    "learner.recompute": "is for experts, and the model has none",
 }
 
 

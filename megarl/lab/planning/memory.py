@@ -152,6 +152,9 @@ def activation_bytes(recipe: Recipe, shape: Architecture, recompute: str) -> tup
     layers, moe, share = shape.layers, shape.moe_layers, stage_share(recipe, shape)
     if recompute == "none":
         return (layers * attention + (layers - moe) * dense + moe * sparse) * share, 0.0
+    if recompute == "light":
+        light = light_activation_bytes(shape, kept) / tensor
+        return (layers * attention + (layers - moe) * dense + moe * (sparse - light)) * share, light
     largest = max(dense if moe < layers else 0.0, sparse if moe else 0.0)
     if recompute == "selective":
         return layers * attention * share, largest
@@ -246,6 +249,15 @@ def routed_activation_bytes(shape: Architecture, expert_tensor_parallel: int, wi
     rows = shape.hidden * (width + kept) * expert_tensor_parallel
     inner = mlp_activation_bytes(shape.expert_feed_forward, width, kept)
     return shape.experts_per_token * (rows + inner) + FP32 * shape.experts
+
+
+def light_activation_bytes(shape: Architecture, kept: int) -> float:
+    """Return bytes per token of a layer with experts that `learner.recompute: light` does not keep: the output of the norm
+    before the experts, and of each chosen expert the product of gate and up. Norms that Transformer Engine computes within the
+    next linear layer, attention's and a dense MLP's, are kept. kept: as in replicated_activation_bytes."""
+    norm = shape.hidden * kept
+    activated = shape.experts_per_token * shape.expert_feed_forward * kept
+    return norm + activated
 
 
 def in_flight(pipeline_parallel: int, virtual: int, microbatches: int) -> float:

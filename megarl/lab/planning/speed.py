@@ -79,7 +79,8 @@ def _layer_seconds(
     body, ranks = shape.body_parameters, model.tensor_parallel
     bf16 = gpu.bf16 * gpu.training
     # The backward pass repeats the products of all layers, or of MLPs and experts (models/build.py): [AR] section 5
-    again = {"none": 0.0, "selective": body - shape.layers * shape.attention_parameters, "full": body}[recompute]
+    feed_forward = body - shape.layers * shape.attention_parameters
+    again = {"none": 0.0, "light": 0.0, "selective": feed_forward, "full": body}[recompute]
     linear = LAYER_PASSES * layer_flop(shape) + 2 * again
     attention = (LAYER_PASSES + (recompute == "full")) * attention_flop(shape, positions)
     products = linear / (bf16 if model.fp8 == "none" else gpu.fp8 * gpu.fp8_training) + attention / bf16
@@ -89,6 +90,9 @@ def _layer_seconds(
     rows = shape.experts_per_token * shape.moe_layers / ranks
     ordered = 16 * HALF * shape.hidden * rows / LAYER_PASSES
     traffic = passes * (tokens * (2 * kept + ordered) + WIDTH[model.dtype] * memory.layer_parameters(recipe, shape))
+    if recompute == "light":
+        # An element-wise kernel reads gate and up of each product, or a norm's input, and writes one number again.
+        traffic += tokens * 3 * memory.light_activation_bytes(shape, HALF) * shape.moe_layers / ranks
     moved = traffic / (gpu.memory_rate * ASSUMED.bandwidth_efficiency)
     device = tokens * products / ranks + moved + _link_seconds(recipe, shape, tokens, gpu, by_node)
     dense = shape.layers - shape.moe_layers
@@ -105,13 +109,15 @@ def _link_seconds(recipe: Recipe, shape: Architecture, tokens: float, gpu: Gpu, 
     # [AR] 4.2.2. Sequence parallelism: four gathers and two scatters of [tokens, hidden]. Two scatters of the backward pass
     # and two gathers for weight gradients are hidden by the products beside them (megatron's tensor_parallel/layers.py).
     # Recomputation repeats two exchanges or one.
-    passes = 6 + {"none": 0, "selective": 2, "full": 4}[again]
+    passes = 6 + {"none": 0, "light": 0, "selective": 2, "full": 4}[again]
     seconds = shape.layers * (passes * tokens * row * (tensor - 1) / tensor) / rate
     # k and v of all ranks are gathered and their gradients scattered (models/layers.py); recomputation gathers again.
     size = (3 if again == "full" else 2) * tokens * (context - 1) * HALF * (shape.key + shape.value) / tensor
     seconds += shape.layers * size / rate
     # Each pass goes there and back: GShard, arXiv 2006.16668. A token has a row for each expert, chosen uniformly; some leave.
-    passes, chosen, nodes = 4 if again == "none" else 6, shape.experts_per_token, max(1.0, experts / gpu.nvlink_gpus)
+    passes = 6 if again in ("selective", "full") else 4
+    chosen = shape.experts_per_token
+    nodes = max(1.0, experts / gpu.nvlink_gpus)
     reached = nodes * (1 - (1 - 1 / nodes) ** chosen) if by_node else chosen
     far, near = reached * (nodes - 1) / nodes / gpu.network, chosen * (experts - 1) / experts / gpu.nvlink
     return seconds + shape.moe_layers * passes * tokens / tensor * row * max(far, near) / ASSUMED.network_efficiency

@@ -15,7 +15,7 @@ from megarl.core.base.errors import MegarlError
 from megarl.core.learner import microbatch_size
 from megarl.core.learner.checkpoint import Checkpoints
 from megarl.core.learner.trainer import Trainer
-from tests.tiny import tiny_llama
+from tests.tiny import tiny_llama, tiny_llama4, tiny_qwen3_moe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
 
@@ -79,6 +79,40 @@ def test_recomputation_takes_less_memory_and_makes_the_same_gradients(model: Pat
     # Three of four layers' MLPs: gate, up and product of 16,384 tokens in bf16; those of attention as well.
     assert peaks["none"] - peaks["selective"] > 2 * 16_384 * 3 * 4096 * 2
     assert peaks["selective"] - peaks["full"] > 2 * 16_384 * 2 * 1024 * 2
+
+
+def test_light_recomputation_of_experts(tmp_path: Path, one_rank: None) -> None:
+    """Transformer Engine's experts recompute their activation functions, and the norm before them is computed again."""
+    pytest.importorskip("transformer_engine")
+    sizes = SIZES | {"moe_intermediate_size": 2048, "num_experts": 8, "num_experts_per_tok": 4}
+    tiny_qwen3_moe(tmp_path / "hf", **sizes)
+    batch, found, peaks = sequences(4, 4096), {}, {}
+    for recompute in ("none", "light"):
+        trainer = trainer_of(tmp_path / "hf", recompute=recompute)
+        peaks[recompute] = peak_of_a_pass(trainer, batch)
+        found[recompute] = gradients(trainer)
+        del trainer
+    largest = found["none"].abs().max()
+    assert (found["light"] - found["none"]).abs().max() <= 2**-5 * largest
+    # Two of four layers: of 16,384 tokens the norm's output and four experts' products, in bf16.
+    assert peaks["none"] - peaks["light"] > 2 * 16_384 * (1024 + 4 * 2048) * 2
+
+
+def test_shared_experts_on_a_stream_of_their_own(tmp_path: Path, one_rank: None) -> None:
+    """One rank exchanges nothing, but everything is in the order that it has with several."""
+    tiny_llama4(tmp_path / "hf")
+    batch, found = sequences(4, 512), {}
+    for overlap in (False, True):
+        recipe = recipes.from_tree({"model": {"path": str(tmp_path / "hf")}, "learner": {"microbatch_tokens": 1024}})
+        moe = recipe.model.moe.model_copy(update={"shared_overlap": overlap})
+        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"moe": moe})})
+        trainer = Trainer(recipe, tmp_path / "hf")
+        assert trainer.policy.chunks[0].config.moe_shared_expert_overlap == overlap
+        trainer.policy.forward_backward(batch)
+        found[overlap] = gradients(trainer)
+        del trainer
+    largest = found[False].abs().max()
+    assert (found[True] - found[False]).abs().max() <= 2**-5 * largest
 
 
 def test_auto_finds_what_fits_and_leaves_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ MICROBATCHES = 3
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", "light", "full"])
 def test_choices_do_not_pile_up_during_a_step(tmp_path: Path, recompute: str) -> None:
     """They take 8 bytes each on a GPU: 0.3 GB for 100,000 tokens with 8 experts in each of 48 layers."""
     tiny_qwen3_moe(tmp_path / "hf", num_hidden_layers=2)

@@ -401,6 +401,16 @@ def test_the_stack_for_gpus_where_there_is_no_driver(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.processes
+def test_deep_ep_that_cannot_be_imported(tmp_path: Path) -> None:
+    """The GPU stack's fails by an assertion where there is no CUDA toolkit, and megatron catches only an ImportError."""
+    (tmp_path / "deep_ep.py").write_text("assert False, 'cuda_home is not None'")
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    words = [sys.executable, "-c", "import megarl.core.models.build"]
+    done = subprocess.run(words, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_broken_transformer_engine_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken_engine(tmp_path, monkeypatch)
     models._check_transformer_engine()

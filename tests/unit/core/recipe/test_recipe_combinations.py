@@ -134,6 +134,10 @@ IMPOSSIBLE = [
         "model.moe.aux_loss: balances by training the router",
     ),
     (
+        {"model": {"moe": {"shared_overlap": True}}},
+        "model.moe.shared_overlap: hides the exchange of tokens between ranks, and with model.expert_parallel of 1",
+    ),
+    (
         {"batch": {"prompts": 7}, "resources": {"learner_ranks": 2}},
         "batch.prompts: 7 is not divisible by the 2 data-parallel",
     ),

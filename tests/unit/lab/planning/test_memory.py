@@ -138,6 +138,19 @@ def test_recomputation_keeps_the_inputs_of_layers_and_one_layer_at_a_time() -> N
     assert selective == pytest.approx(none - 31 * mlp)
 
 
+def test_light_recomputation_keeps_no_product_of_experts_and_no_norm_before_them() -> None:
+    """Qwen3-30B-A3B in bf16: of 48 layers the norm's 2,048 numbers and 768 of each of 8 experts; one layer's are made again."""
+    shape = architecture.read("qwen3-30b-a3b")
+    alone = {"model__tensor_parallel": 1}
+    none, light, selective = (
+        memory.learner(recipe(**alone, learner__recompute=what), shape, 1000, 8).activations
+        for what in ("none", "light", "selective")
+    )
+    dropped = 1000 * 2 * (2048 + 8 * 768)
+    assert light == pytest.approx(none - 47 * dropped)
+    assert selective < light
+
+
 def test_a_pipeline_holds_what_it_keeps_of_all_its_micro_batches_and_computes_one_again() -> None:
     """TP 1, PP 4: the first stage has four micro-batches of a quarter of the layers, and one layer of one."""
     one = {"model__tensor_parallel": 1, "learner__recompute": "full"}

@@ -348,6 +348,8 @@ def training(*keys: str, config: str = "llama-3.1-8b", gpu: Gpu = H100, by_node:
 
 
 HBM = 3350e9 * 0.75
+SLOW_MEMORY = replace(H100, memory_rate=H100.memory_rate / 100)
+"""So slow that the GPU and not the CPU that launches its kernels takes the time of layers with experts."""
 KEPT = 32 * (8 * 4096 + (2 * 5120 * 2 + 4 * 32) + 6 * 14336)
 """Bytes that Llama 3.1 8B keeps of a token, by hand: both ends of two norms, q, k, v and output, the gated MLP."""
 
@@ -374,6 +376,17 @@ def test_recomputation_is_a_further_forward_pass_of_the_layers() -> None:
     share = shape.layers * shape.attention_parameters / shape.body_parameters
     attention = 160_000 * 2 * shape.layers * shape.attention_parameters / rate
     assert full - selective == pytest.approx(attention + scores + share * passed, rel=1e-4)
+
+
+def test_light_recomputation_costs_traffic_and_no_product() -> None:
+    """160,000 tokens in 48 layers: two numbers read and one written for each that is made again."""
+    none, light, selective = (
+        training(f"learner.recompute={what}", config="qwen3-30b-a3b", gpu=SLOW_MEMORY)
+        for what in ("none", "light", "selective")
+    )
+    again = 160_000 * 48 * 3 * 2 * (2048 + 8 * 768)
+    assert light - none == pytest.approx(again / (SLOW_MEMORY.memory_rate * 0.75), rel=1e-6)
+    assert selective > light
 
 
 def test_a_reference_model_is_one_more_forward_pass() -> None:
