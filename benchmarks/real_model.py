@@ -182,8 +182,7 @@ def later_scores(law: Fit, curve: Curve, half: float) -> list[LaterScore]:
     columns = (curve.pass_rate[later], band.pass_rate, low, high, shares)
     rows = zip(*(column.tolist() for column in columns), strict=True)
     return [
-        LaterScore(measured, predicted, least, most, before, share)
-        for measured, predicted, least, most, share in rows
+        LaterScore(measured, predicted, least, most, before, share) for measured, predicted, least, most, share in rows
     ]
 
 
