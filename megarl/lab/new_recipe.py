@@ -345,7 +345,7 @@ def _on_cpu(model: KnownModel, data: KnownData, machine: Machine) -> Iterator[Re
     yield RecipeKey("serving.kv_tokens", 65_536, "what fits is not known on a CPU")
     yield RecipeKey("serving.max_running_requests", prompts * 8)
     yield RecipeKey("weights.bucket_mb", 64)
-    yield from _scored(every=max(5, steps // 4), prompts=100, samples=2)
+    yield from _scored(every=max(5, steps // 4), prompts=MOST_HELD_OUT, samples=2)
 
 
 def _on_one_gpu(model: KnownModel, data: KnownData, machine: Machine) -> Iterator[RecipeKey]:

@@ -150,6 +150,7 @@ def test_a_cpu_gets_what_it_can_do() -> None:
     assert suited(135e6, fast).model.dtype == "bf16"
     assert suited(1e6, fast).model.dtype == suited(135e6, slow).model.dtype == "fp32"
     assert (suited(135e6, fast).resources.threads, suited(135e6, slow).resources.threads) == (4, 1)
+    assert suited(135e6, slow).evaluation.prompts == QUESTIONS.held_out, "all that are held out are asked"
     assert suited(1e6, fast).learner.optimizer.lr > suited(135e6, fast).learner.optimizer.lr
     with pytest.raises(MegarlError, match=r"models/mine: the state of learner and server alone takes 176 GB"):
         suited(8e9, fast)
