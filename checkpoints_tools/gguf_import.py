@@ -19,6 +19,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from tokenizers import Tokenizer as Backend
 from tokenizers import normalizers, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel, Digits
@@ -35,6 +36,8 @@ from megarl.core.models.build import DTYPES
 from megarl.core.models.hf import plain, write_config
 from megarl.core.models.region import check_finite
 
+MAGIC = b"GGUF"
+"""With this every GGUF file begins."""
 PROMPT = "The capital of France is"
 ANSWER_TOKENS = 8
 SAMPLES = (PROMPT, "What is 17 + 2048?", "  tabs\tand\n\nlines ", "Größe, café, 日本語, 🙂")
@@ -100,6 +103,8 @@ def import_gguf(source: Path, destination: Path, dtype: str = "bf16") -> None:
 def _file(source: Path) -> Path:
     if source.is_file():
         return source
+    if not source.exists():
+        raise MegarlError(f"{source}: no such file or directory")
     files = sorted(source.glob("*.gguf"))
     if not files:
         raise MegarlError(f"{source}: no GGUF file there (*.gguf)")
@@ -112,10 +117,18 @@ def _file(source: Path) -> Path:
 
 def _opened(file: Path) -> gguf.GGUFReader:
     try:
+        with file.open("rb") as opened:
+            begin = opened.read(len(MAGIC))
+    except OSError as error:
+        raise MegarlError(f"{file}: cannot be read: {error.strerror}") from None
+    if begin != MAGIC:
+        what = f"it does not begin with {MAGIC.decode()}" if begin else "it is empty"
+        raise MegarlError(f"{file}: not a GGUF file: {what}")
+    try:
         return gguf.GGUFReader(file)
-    except Exception as error:  # a damaged or foreign file can fail anywhere
-        reason = str(error) or type(error).__name__
-        raise MegarlError(f"{file}: not a complete GGUF file: {reason}; fetch it again") from None
+    except Exception:  # a damaged file can fail anywhere, with what numpy says of an array
+        what = "its header or its tensors do not fit its size"
+        raise MegarlError(f"{file}: not a complete GGUF file: {what}; fetch it again") from None
 
 
 def _value(reader: gguf.GGUFReader, key: str, otherwise: Any = None) -> Any:
@@ -162,6 +175,8 @@ def _appearing(destination: Path) -> Iterator[Path]:
         os.replace(partial, destination)
     except OSError as error:
         raise MegarlError(f"{destination}: cannot be written: {error.strerror or error}") from None
+    except SafetensorError as error:  # such as of a full disk
+        raise MegarlError(f"{destination}: cannot be written: {error}") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

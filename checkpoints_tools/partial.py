@@ -151,8 +151,13 @@ def _settle(path: Path) -> None:
 
 
 def refuse_existing(destination: Path) -> None:
-    """Raise MegarlError if the destination exists. It is called before a conversion is planned, which may take minutes."""
-    if destination.exists():
+    """Raise MegarlError if the destination exists, or cannot be looked for. It is called before a conversion is planned,
+    which may take minutes."""
+    try:
+        exists = destination.exists()
+    except OSError as error:  # such as a name that is too long
+        raise MegarlError(f"{destination}: cannot be written: {error.strerror}") from None
+    if exists:
         raise MegarlError(f"{destination}: exists already; remove it or name another directory")
 
 

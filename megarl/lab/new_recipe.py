@@ -28,8 +28,9 @@ from megarl.core.recipe import Length, Rows, from_tree
 from megarl.lab.inspection.data import MOST_TOKENS, kind_of_answer, reader, token_counts
 from megarl.run import devices
 from megarl.tasks.data.chat import template_source
-from megarl.tasks.data.prompts import renderer, rows_with_tokens
-from megarl.tasks.data.survey import survey
+from megarl.tasks.data.mappings import own
+from megarl.tasks.data.prompts import EncodedRow, Render, renderer, rows_with_tokens
+from megarl.tasks.data.survey import FAULTS, survey_of
 
 NATIVE_BF16_FROM = 50e6
 """Parameters from which a CPU with bf16 products trains in bf16; smaller models are quick enough in fp32."""
@@ -75,7 +76,7 @@ class KnownData:
 
     rows: int
     held_out: int  # of these rows
-    prompts: tuple[int, ...]
+    prompts: tuple[int, ...]  # held-out ones of another set, too
     longest_question: int
     longest_answer: int
     grader: str
@@ -118,8 +119,8 @@ class RecipeKey:
 def new(model: Path, asked: Asked, gpus: int | None, out: Path | None) -> int:
     """Write the recipe to `out`, or print it. gpus: of another machine; None: this one.
     MegarlError if model or data cannot be read, or the model is too large for the machine."""
-    if out is not None and out.exists():
-        raise MegarlError(f"--out: {out} exists already; remove it or give another name")
+    if out is not None:
+        _check_out(out)
     read_config(model)  # MegarlError if there is none, with what to do about a GGUF file
     tokenizer = load_tokenizer(model)
     known = known_model(model, tokenizer)
@@ -136,6 +137,13 @@ def new(model: Path, asked: Asked, gpus: int | None, out: Path | None) -> int:
     write_atomically(out, text.encode())
     terminal.say(f"{out}: read it, then `megarl train {out} --dry-run`")
     return 0
+
+
+def _check_out(out: Path) -> None:
+    if out.exists():
+        raise MegarlError(f"--out: {out} exists already; remove it or give another name")
+    if not out.parent.is_dir():
+        raise MegarlError(f"--out: {out.parent}: no such directory")
 
 
 def entries_of(model: KnownModel, data: KnownData, asked: Asked, machine: Machine) -> Iterator[RecipeKey]:
@@ -187,24 +195,41 @@ def another_machine(gpus: int) -> Machine:
 
 
 def known_data(model: KnownModel, tokenizer: Tokenizer, asked: Asked) -> KnownData:
-    """Read all rows, as the model will see them. MegarlError if none can be used."""
+    """Read all rows, as the model will see them. MegarlError if they cannot be used, or none can."""
     rows = Rows(template="chat", system=asked.system) if model.is_chat else Rows()
-    surveyed = survey(asked.data, reader(asked.mapping, asked.columns))
-    encoded = list(rows_with_tokens(surveyed, renderer(rows, tokenizer), tokenizer, MOST_TOKENS))
+    render = renderer(rows, tokenizer)
+    encoded = _encoded(asked.data, asked, render, tokenizer)
+    held_out = _held_out(asked, len(encoded))
+    beside = [] if held_out else _encoded(asked.heldout, asked, render, tokenizer)
     kinds = Counter(kind_of_answer(one.row.answer) for one in encoded)
     questions = token_counts([one.row.identity for one in encoded], tokenizer)
     answers = token_counts([one.row.answer for one in encoded], tokenizer)
-    lengths = tuple(one.length for one in encoded)
-    held_out = _held_out(asked, len(encoded))
+    lengths = tuple(one.length for one in (*encoded, *beside))
     grader = asked.grader or grader_for(kinds)
     return KnownData(len(encoded), held_out, lengths, max(questions), max(answers), grader)
 
 
+def _encoded(source: str, asked: Asked, render: Render, tokenizer: Tokenizer) -> list[EncodedRow]:
+    """Read a set as a run of the recipe will, which refuses faults in rows that the user can correct."""
+    read = reader(asked.mapping, asked.columns)
+    surveyed = survey_of(source, read, refuse=FAULTS if read is own else frozenset())
+    return list(rows_with_tokens(surveyed, render, tokenizer, MOST_TOKENS))
+
+
 def _held_out(asked: Asked, rows: int) -> int:
-    """Return how many of the rows are to be held out: none if another set is."""
+    """Return how many of the rows are to be held out: none if another set is.
+    MegarlError if too few are left, or none is held out."""
+    if rows < 2 and not asked.heldout:
+        raise MegarlError(f"{asked.data}: only one question; at least two are needed, as one is held out")
     if not asked.heldout:
         return max(1, min(MOST_HELD_OUT, rows // 5))
-    return int(asked.heldout) if asked.heldout.isdigit() else 0
+    if not re.fullmatch(r"[-+]?[0-9]+", asked.heldout):
+        return 0
+    count = int(asked.heldout)
+    if not 1 <= count < rows:
+        what = f"{count} of the {rows:,} rows of {asked.data} cannot be held out"
+        raise MegarlError(f"--heldout: {what}; give a number from 1 to {rows - 1:,}, or another set")
+    return count
 
 
 def grader_for(kinds: Counter[str]) -> str:
@@ -249,11 +274,15 @@ def _of_task(model: KnownModel, data: KnownData, asked: Asked) -> Iterator[Recip
 
 def _of_lengths(model: KnownModel, data: KnownData, machine: Machine) -> Iterator[RecipeKey]:
     """Yield limits of prompts and completions. What a model writes is not known before it writes:
-    the answer's limit is that of the longest question, or four times the longest expected answer."""
+    the answer's limit is that of the longest question, or four times the longest expected answer.
+    MegarlError if all prompts are longer than their limit."""
     most = 2048 if machine.gpus else 512
     longest = max(data.prompts)
     limit = min(most, _rounded(longest, 8))
     left_out = sum(length > limit for length in data.prompts)
+    if left_out == len(data.prompts):
+        what = f"all {left_out:,} prompts have more than {limit:,} tokens, the shortest {min(data.prompts):,}"
+        raise MegarlError(f"--data: {what}; shorten the questions or --system")
     why = f"the longest has {longest:,}" + (f"; {left_out:,} are left out" if left_out else "")
     answer = min(most, max(16, _rounded(max(4 * data.longest_answer, data.longest_question), 16)))
     yield RecipeKey("length.prompt_tokens", limit, why)
@@ -316,7 +345,7 @@ def _on_cpu(model: KnownModel, data: KnownData, machine: Machine) -> Iterator[Re
     yield RecipeKey("serving.kv_tokens", 65_536, "what fits is not known on a CPU")
     yield RecipeKey("serving.max_running_requests", prompts * 8)
     yield RecipeKey("weights.bucket_mb", 64)
-    yield from _scored(every=max(5, steps // 4), prompts=100, samples=2)
+    yield from _scored(every=max(5, steps // 4), prompts=MOST_HELD_OUT, samples=2)
 
 
 def _on_one_gpu(model: KnownModel, data: KnownData, machine: Machine) -> Iterator[RecipeKey]:

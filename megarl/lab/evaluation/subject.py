@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.base.files import contents
 from megarl.core.base.hf_files import gguf_advice, read_config, text_config
 from megarl.core.base.model_directory import open_model, open_served_model
 from megarl.core.base.retention import named_checkpoint, split_name
@@ -23,7 +24,7 @@ from megarl.core.base.rundir import RunDir, complete, step_of
 from megarl.core.base.tokenizer import load_tokenizer
 from megarl.core.recipe import Recipe, from_tree, load, load_suite, shipped_suites
 from megarl.run import devices
-from megarl.tasks.data.chat import load_chat
+from megarl.tasks.data.chat import load_chat, template_source
 
 CONTEXT = 16_384  # most tokens of prompt and completion for a directory: ScaleRL's 14k, and room for the prompt
 ENDS_OF_THINKING = ("</think>", "<|channel|>final<|message|>")  # of gpt-oss the answer is in its last channel
@@ -169,7 +170,7 @@ def _of_directory(hf: Path) -> list[str]:
     answer = max(1, min(2048, context // 4))  # the same for the prompt
     thinking = max(1, context - 2 * answer)
     files = [path for name in ("chat_template.jinja", "tokenizer_config.json") if (path := hf / name).is_file()]
-    known, texts = load_tokenizer(hf).backend.get_vocab(), "".join(path.read_text() for path in files)
+    known, texts = load_tokenizer(hf).backend.get_vocab(), "".join(_text(path) for path in files)
     end = next((end for end in ENDS_OF_THINKING if end in known or end in texts), "")
     return [
         f"model.dtype={DTYPES[dtype]}",
@@ -182,14 +183,20 @@ def _of_directory(hf: Path) -> list[str]:
     ]
 
 
+def _text(path: Path) -> str:
+    """Return a file's text, to look for marks in it. Bytes that are not UTF-8 are `template_source`'s to refuse."""
+    return contents(path).decode(errors="replace")
+
+
 def _template(recipe: Recipe, hf: Path) -> dict[str, Any]:
-    """Return the template of the run's tasks if they share one; else the model's own, if any; else `raw`."""
+    """Return the template of the run's tasks if they share one; else the model's own, if any; else `raw`.
+    MegarlError if the model has one that cannot be read: a score without it would be another."""
     keys = {"template", "system", "template_options"}
     trained = [task.model_dump(include=keys) for task in recipe.data.tasks.values() if not task.agent]
     if trained and all(one == trained[0] for one in trained):
         return trained[0]
-    try:
+    has_tokenizer = (hf / "tokenizer_config.json").is_file()
+    if has_tokenizer and template_source(hf):
         load_chat(hf)
         return {"template": "chat"}
-    except MegarlError:
-        return {"template": "raw"}
+    return {"template": "raw"}

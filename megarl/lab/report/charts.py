@@ -182,6 +182,8 @@ def parity(axes: Axes, rows: list[Row]) -> bool:
 
 def alarms(axes: Axes, history: Sequence[Alarm], steps: int) -> bool:
     """Draw when each signal was off its course: a bar from its first step to its last, and a mark where it was raised."""
+    if not history:
+        return False
     names = list(dict.fromkeys(alarm.name for alarm in history))[::-1]
     for alarm in history:
         y, end = names.index(alarm.name), alarm.until or steps
@@ -190,7 +192,7 @@ def alarms(axes: Axes, history: Sequence[Alarm], steps: int) -> bool:
     axes.set(xlabel="step", xlim=(0, steps), yticks=range(len(names)), yticklabels=[n.replace("_", " ") for n in names])
     axes.set_ylim(-0.6, max(len(names), 4) - 0.4)
     axes.set_axisbelow(True)
-    return bool(history)
+    return True
 
 
 def pictures(recipe: Recipe, rows: list[Row], timed: list[Row], evaluations: list[Row]) -> Sequence[Markup]:

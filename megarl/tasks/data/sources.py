@@ -157,6 +157,8 @@ def _place_of(source: str) -> HubSet | list[Path]:
         return _hub_set(source)
     if ELSEWHERE.match(source):
         raise MegarlError(_elsewhere(source))
+    if not source:
+        raise MegarlError("'' names no file")  # Path("") is the working directory
     path = Path(source)
     if path.is_dir():
         return _in_folder(path)

@@ -14,6 +14,7 @@ from transformers import Qwen2Tokenizer
 
 from checkpoints_tools.__main__ import main
 from megarl.core.base.model_directory import open_served_model
+from tests.full_disk import files_no_larger_than
 from tests.tiny import PLAIN_ROPE, tiny_llama, tiny_qwen2
 
 # isort: split
@@ -122,11 +123,26 @@ def test_what_would_become_another_model(llama: Path, tmp_path: Path, capsys: py
     write_gguf(file, llama, "llama", "smollm", llama__rope__scaling__type="yarn")
     assert "it has rope scaling, which" in refusal(capsys, file, out)
     file.write_bytes(file.read_bytes()[:5000])
-    assert "not a complete GGUF file" in refusal(capsys, file, out)
+    assert "not a complete GGUF file: its header or its tensors do not fit its size" in refusal(capsys, file, out)
+    assert "no such file or directory" in refusal(capsys, tmp_path / "none.gguf", out)
+    weights = llama / "model.safetensors"
+    assert "not a GGUF file: it does not begin with GGUF" in refusal(capsys, weights, out)
+    assert "cannot be written: File name too long" in refusal(capsys, file, tmp_path / ("a" * 300))
     (tmp_path / "y.gguf").touch()
     assert "2 GGUF files (x.gguf, y.gguf); name one" in refusal(capsys, tmp_path, out)
     assert not list(tmp_path.glob("*out*"))
     assert "import-gguf" in _of_verify(capsys, tmp_path)
+
+
+def test_a_full_disk_leaves_nothing(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "x.gguf"
+    out = tmp_path / "out"
+    write_gguf(file, llama, "llama", "smollm")
+    capsys.readouterr()
+    with files_no_larger_than(50_000):
+        assert main(["import-gguf", str(file), str(out)]) == 2
+    assert f"{out}: cannot be written: " in capsys.readouterr().err.splitlines()[-1]
+    assert not list(tmp_path.glob("*out*"))
 
 
 def _of_verify(capsys: pytest.CaptureFixture[str], path: Path) -> str:

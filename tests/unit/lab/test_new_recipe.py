@@ -1,6 +1,7 @@
 """Recipes for a model, questions and a machine of the user's own."""
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,7 @@ def test_a_cpu_gets_what_it_can_do() -> None:
     assert suited(135e6, fast).model.dtype == "bf16"
     assert suited(1e6, fast).model.dtype == suited(135e6, slow).model.dtype == "fp32"
     assert (suited(135e6, fast).resources.threads, suited(135e6, slow).resources.threads) == (4, 1)
+    assert suited(135e6, slow).evaluation.prompts == QUESTIONS.held_out, "all that are held out are asked"
     assert suited(1e6, fast).learner.optimizer.lr > suited(135e6, fast).learner.optimizer.lr
     with pytest.raises(MegarlError, match=r"models/mine: the state of learner and server alone takes 176 GB"):
         suited(8e9, fast)
@@ -169,6 +171,8 @@ def test_prompts_that_are_far_too_long_are_left_out() -> None:
     machine = Machine(cores=2, gpus=0, gpu_bytes=0, memory=64e9, bf16="")
     assert suited(1e6, machine, prompts=(9, 90_000)).length.prompt_tokens == 512
     assert suited(1e6, machine, longest_answer=30).length.answer_tokens == 128
+    with pytest.raises(MegarlError, match="all 2 prompts have more than 512 tokens, the shortest 513; shorten"):
+        suited(1e6, machine, prompts=(513, 90_000))
 
 
 def test_what_cannot_be_read_is_one_message(
@@ -187,3 +191,46 @@ def test_what_cannot_be_read_is_one_message(
         captured = capsys.readouterr()
         assert said in captured.err
         assert not captured.out
+
+
+def test_the_held_out_questions_of_another_set_are_looked_at(
+    model: Path, questions: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = questions.with_name("other.jsonl")
+    write_jsonl(other, [{"prompt": "+".join(["12"] * 9), "answer": 108}])
+    recipe = written(model, questions, "--heldout", str(other))
+    assert recipe.length.prompt_tokens == 32, "the longest held-out question has 26, of the others 5"
+    write_jsonl(other, [{"question": "1+1", "answer": 2}])
+    for heldout, said in (
+        (other, "other.jsonl:1: no column prompt"),
+        ("none.jsonl", "'none.jsonl' is not a file"),
+        ("30", "--heldout: 30 of the 30 rows of .* cannot be held out; give a number from 1 to 29"),
+        ("0", "--heldout: 0 of the 30 rows"),
+        ("-1", "--heldout: -1 of the 30 rows"),
+        ("²", "'²' is not a file"),
+    ):
+        assert re.search(said, refused(capsys, model, questions, "--heldout", str(heldout)))
+
+
+def test_questions_that_a_run_would_refuse(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "questions.jsonl"
+    row = {"prompt": "1+1", "answer": 2}
+    write_jsonl(file, [row])
+    assert "only one question; at least two are needed" in refused(capsys, model, file)
+    write_jsonl(file, [row, row, {"prompt": "1+2", "answer": ""}])
+    said = refused(capsys, model, file)
+    assert "questions.jsonl:2: its prompt was on line 1" in said
+    assert "questions.jsonl:3: the answer of " in said
+    assert "'' names no file" in refused(capsys, model, "")
+    assert f"--out: {tmp_path / 'none'}: no such directory" in refused(
+        capsys, model, file, "--out", str(tmp_path / "none" / "mine.yaml")
+    )
+
+
+def refused(capsys: pytest.CaptureFixture[str], model: Path, data: Path | str, *options: str) -> str:
+    """Return what is said of questions of which no recipe is written."""
+    capsys.readouterr()
+    assert cli.main(["recipes", "new", "--model", str(model), "--data", str(data), *options]) == 2
+    captured = capsys.readouterr()
+    assert not captured.out
+    return captured.err

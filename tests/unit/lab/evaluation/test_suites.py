@@ -363,6 +363,20 @@ def test_the_answer_of_gpt_oss_is_its_last_channel(tokenizer: Tokenizer, tmp_pat
     assert end_of_thinking() == "<|channel|>final<|message|>"
 
 
+@pytest.mark.parametrize(("template", "why"), [(b"\xff{{ messages }}", "utf-8"), (b"{% for %}", "cannot be read")])
+def test_a_chat_template_that_cannot_be_read_is_not_left_out(
+    tokenizer: Tokenizer, tmp_path: Path, template: bytes, why: str
+) -> None:
+    """Without it the model would be asked in another way, and get another score."""
+    folder = tmp_path / "model"
+    shutil.copytree(tokenizer.path, folder)
+    subject = Subject("m", folder, folder)
+    assert asked_with(subject, ["gsm8k"], [], [], tmp_path / "out")[0].evaluation.suites["gsm8k"].template == "raw"
+    (folder / "chat_template.jinja").write_bytes(template)
+    with pytest.raises(MegarlError, match=f"chat template .*{why}"):
+        asked_with(subject, ["gsm8k"], [], [], tmp_path / "out")
+
+
 def test_an_agents_suite_is_asked_raw_also_of_a_model_with_a_template(tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("data: x.jsonl\nagent: 'a:solve'\n")
     (tmp_path / "other.yaml").write_text("data: x.jsonl\n")

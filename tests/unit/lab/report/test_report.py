@@ -190,6 +190,7 @@ def test_an_exploited_reward_is_shown_wherever_warnings_are(
     assert not any("trusted" in warning for warning in summary.summarise(recipe, rundir)["warnings"])
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize("steps", [0, 1, 2, 50])
 def test_report_of_any_length(recipe: Recipe, write_run: Callable[[int], RunDir], steps: int) -> None:
     rundir = write_run(steps)
