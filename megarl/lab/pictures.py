@@ -91,7 +91,7 @@ def logarithmic(axes: "Axes") -> None:
 
     axes.set_xscale("log")
     low, high = axes.get_xlim()
-    labelled = (1.0,)
+    labelled: tuple[float, ...] = (1.0,)
     if math.log10(high / low) <= FEW_DECADES:
         labelled = (1.0, 2.0, 5.0)
     axes.xaxis.set_major_locator(LogLocator(subs=labelled))
