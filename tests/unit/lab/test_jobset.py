@@ -37,7 +37,7 @@ def test_submit_writes_a_jobset(tmp_path: Path, capsys: pytest.CaptureFixture[st
     said = capsys.readouterr()
     assert said.out.strip() == file.read_text().strip()
     assert f"`kubectl create -f {file}`" in said.err
-    assert "# node 10: learner ranks 8-15\n" in file.read_text()
+    assert "# node 10: learner ranks 16-23\n" in file.read_text()
     made = documents(file.read_text())
     written = made["JobSet"]
     jsonschema.validate(written, SCHEMA)

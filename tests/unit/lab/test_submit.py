@@ -12,7 +12,7 @@ from megarl.lab.planning import command
 from megarl.lab.planning.hardware import GPUS
 from megarl.lab.planning.layouts import Found
 from megarl.lab.planning.workload import Workload
-from megarl.lab.submit import SlurmJob
+from megarl.lab.submit import JobOptions
 from megarl.run.devices import needed
 
 CONFIGS = {
@@ -31,11 +31,11 @@ def config_of(name: str) -> str:
     return next((c for start, c in CONFIGS.items() if name.startswith(start)), "qwen3-0.6b")
 
 
-def job_of(recipe: Recipe, gpu: str) -> SlurmJob:
+def job_of(recipe: Recipe, gpu: str) -> JobOptions:
     """Return a job with as many nodes as the recipe needs."""
     width = GPUS[gpu].node_gpus
     name = recipe.run.name
-    return SlurmJob(
+    return JobOptions(
         recipe=name,
         overrides=(),
         nodes=-(-needed(recipe) // width),
@@ -45,20 +45,21 @@ def job_of(recipe: Recipe, gpu: str) -> SlurmJob:
         time="1:00:00",
         partition=None,
         account=None,
-        container="",
+        container="none",
         image="",
         mounts="",
         price=None,
+        kubernetes=False,
     )
 
 
-def plan_refuses(recipe: Recipe, job: SlurmJob) -> bool:
+def plan_refuses(recipe: Recipe, job: JobOptions) -> bool:
     gpus = job.nodes * job.gpus_per_node
     asked = command.problem(recipe, gpus, job.gpu, job.model_config, command.work(recipe))
     return command.main(asked, None, True, None) != 0
 
 
-def submit_refuses(recipe: Recipe, job: SlurmJob) -> bool:
+def submit_refuses(recipe: Recipe, job: JobOptions) -> bool:
     try:
         submit.choose(recipe, job)
     except MegarlError:

@@ -150,7 +150,7 @@ def test_scouts_loader_does_not_warn_of_each_bucket(monkeypatch: pytest.MonkeyPa
         (ranks, "bind_all"),
     ):
         monkeypatch.setattr(owner, change, lambda *_: None)
-    workers.scheduler(1.0, 2.0, 0)
+    workers.scheduler(1.0, 2.0, 0, fp8=False)
     assert seen == [logging.ERROR]
 
 

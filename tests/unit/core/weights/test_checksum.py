@@ -13,10 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megarl.core.base.architecture import Architecture, read
 from megarl.core.base.block_fp8 import quantised
 from megarl.core.base.checksum import COLUMNS, checksum, written
+from megarl.core.models import hf
 from megarl.core.server.served import place
-from megarl.core.weights import process_group, transport
+from megarl.core.weights import transport
 from megarl.core.weights.deltas import LastSent
 from megarl.core.weights.process_group import ProcessGroupTransport, _Attempt
+from megarl.core.weights.served_weights import ServedWeights
 from megarl.core.weights.transport import SentChecksums, differing
 
 PLAIN = replace(read("qwen3-0.6b"), heads=2, groups=1, head_dim=4)
@@ -159,13 +161,14 @@ def test_nothing_is_summed_for_servers_of_several_ranks_alone(
     finished = SimpleNamespace(over=Future(), results={}, errors={})
     finished.over.set_result(None)
     transport: Any = ProcessGroupTransport.__new__(ProcessGroupTransport)
-    transport._chunks, transport._copy, transport._copies = [], 0, 1
-    transport._family = SimpleNamespace(architecture=PLAIN)
+    family: Any = SimpleNamespace(architecture=PLAIN)
+    transport._weights = ServedWeights([], family, fp8=False)
+    transport._copy, transport._copies = 0, 1
     transport._source, transport._last = True, LastSent(1)
     transport._bucket_bytes, transport._limit_s = 1 << 20, 1.0
     transport._group = SimpleNamespace(name="g", send=lambda *_: [], forget=lambda: None)
     sent = [("m.norm.weight", torch.ones(4))]
-    monkeypatch.setattr(process_group.hf, "export", lambda *_, **__: iter(sent))
+    monkeypatch.setattr(hf, "export", lambda *_, **__: iter(sent))
     attempt = _Attempt()
     transport._send_part(attempt, fleet, tuple(servers))
     assert attempt.bytes == 16

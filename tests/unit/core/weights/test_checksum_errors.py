@@ -22,6 +22,7 @@ from megarl.core.weights.deltas import LastSent
 from megarl.core.weights.disk import DiskTransport
 from megarl.core.weights.process_group import ProcessGroupTransport
 from megarl.core.weights.publisher import Publisher
+from megarl.core.weights.served_weights import ServedWeights
 from megarl.core.weights.transport import Sent
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -78,7 +79,8 @@ class FakeGroup:
 
 def process_group(_: Path) -> Any:
     made = ProcessGroupTransport.__new__(ProcessGroupTransport)
-    made._chunks, made._family, made._last = (), FAMILY, LastSent(1)
+    made._weights = ServedWeights((), FAMILY, fp8=False)
+    made._last = LastSent(1)
     made._copy, made._copies, made._source, made._limit_s, made._bucket_bytes = 0, 1, True, 5.0, 1 << 20
 
     def send(fleet: Any, ids: list[int], version: int) -> Sent:
@@ -93,11 +95,11 @@ def process_group(_: Path) -> Any:
 
 
 def by_cuda_ipc(_: Path) -> Any:
-    return CudaIpcTransport((), FAMILY, LastSent(1), 1 << 20)
+    return CudaIpcTransport(ServedWeights((), FAMILY, fp8=False), LastSent(1), 1 << 20)
 
 
 def disk(folder: Path) -> Any:
-    return DiskTransport((), FAMILY, LastSent(1), folder / "source", folder / "weights")
+    return DiskTransport(ServedWeights((), FAMILY, fp8=False), LastSent(1), folder / "source", folder / "weights")
 
 
 @pytest.fixture

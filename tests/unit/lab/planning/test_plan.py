@@ -528,7 +528,7 @@ def test_servers_in_fp8_are_refused_where_they_cannot_be() -> None:
         ("glm-4.5", "h200", "serving.kv_cache_dtype=fp8_e4m3"): "server TP 4: FP8 is for LlamaForCausalLM",
     }
     for (config, gpu, key), said in given.items():
-        found = layouts._server(problem("scalerl-8b", config, gpu, 80, 8000, key), 4)
+        found = layouts.server_of(problem("scalerl-8b", config, gpu, 80, 8000, key), 4)
         assert str(found).startswith(said), found
 
 
