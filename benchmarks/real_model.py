@@ -30,6 +30,7 @@ import numpy as np
 from megarl.core.base.errors import MegarlError
 from megarl.core.base.rundir import Row, RunDir, latest_rows, latest_scores, write_atomically
 from megarl.core.evaluation import fall
+from megarl.core.evaluation.departure import lasting_departure
 from megarl.core.recipe import differences, load
 from megarl.lab.scaling.extrapolate import predict
 from megarl.lab.scaling.fit import Fit, fit
@@ -132,14 +133,31 @@ def table(runs: Sequence[RealRun]) -> str:
 
 def signals(runs: Sequence[RealRun]) -> str:
     """Return a table in Markdown: for each run its alarms with their first and last steps, and the
-    evaluations that said that the held-out score had fallen."""
-    lines = ["| run | held out | alarms | said to have fallen at step |", "|---|---|---|---|"]
+    evaluations that said that the held-out score had fallen, or was below what an earlier forecast
+    allows."""
+    lines = [
+        "| run | held out | alarms | said to have fallen at step | said to be below the forecast at step |",
+        "|---|---|---|---|---|",
+    ]
     for run in runs:
         scores = " ".join(f"{row['pass_rate']:.2f}" for row in run.scores)
         alarms = ", ".join(_spelt(alarm) for alarm in Health(run.steps).history) or "none"
         fallen = [str(row["step"]) for row in run.scores if row.get(fall.WARNING)]
-        lines.append(f"| {run.name} | {scores} | {alarms} | {' '.join(fallen) or 'never'} |")
+        below = [str(step) for step in _below_forecast(run.scores)]
+        lines.append(
+            f"| {run.name} | {scores} | {alarms} | {' '.join(fallen) or 'never'} | {' '.join(below) or 'never'} |"
+        )
     return "\n".join(lines)
+
+
+def _below_forecast(scores: Sequence[Row]) -> list[int]:
+    """Return the steps of the evaluations at which a run is said to be below an earlier forecast."""
+    steps = []
+    for count in range(1, len(scores) + 1):
+        departure = lasting_departure(scores[:count])
+        if departure is not None and departure.below:
+            steps.append(departure.step)
+    return steps
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,18 @@ def test_a_line_for_each_run() -> None:
 
 def test_when_it_was_said_that_the_score_has_fallen() -> None:
     line = signals([RUN]).splitlines()[2]
-    assert line.endswith(" | 20 |")
+    assert line.endswith(" | 20 | never |")
     assert "`truncation`" in line
+
+
+def test_when_it_was_said_that_the_score_is_below_its_forecast() -> None:
+    forecast = {"predicted_score": "pass_rate", "predicted_least": 0.6, "predicted_least_low": 0.55}
+    scores = [
+        {"step": step, "pass_rate": rate, "n_prompts": 120, "samples": 2} for step, rate in ((30, 0.4), (40, 0.4))
+    ]
+    first = {"step": 20, "pass_rate": 0.6, "n_prompts": 120, "samples": 2, **forecast}
+    line = signals([RealRun("low", 1, {}, "x86_64", {}, (first, *scores), ())]).splitlines()[2]
+    assert line.endswith("| never | 40 |")
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
