@@ -32,7 +32,7 @@ from megarl.run.prepare import prepare
 from megarl.run.process import MAKE_ROOM, StopRequest, adopt_orphans, lock, outlive_screen, stop_requests
 from megarl.run.restart import Done, Drop, Elsewhere, GiveUp, Nothing, Restart, RestartPolicy, Role
 from megarl.run.srun import chosen
-from megarl.run.view import Frame, Screen, roles_after
+from megarl.run.view import Frame, Screen, ending, roles_after
 from megarl.run.watch import Watch
 
 TICK_S = 0.1
@@ -140,7 +140,7 @@ class Supervisor:
         now, stopping = time.monotonic(), ""
         if self.stopping_since is not None:
             seconds = now - self.stopping_since
-            stopping = f"stopping: the learner finishes its step and saves ({seconds:.0f} s); Ctrl-C again kills"
+            stopping = f"stopping: {ending(self.observer.status)} ({seconds:.0f} s); Ctrl-C again kills"
         roles = roles_after(self.events)
         return Frame(self.recipe, self.observer, now - self.began, roles, stopping, self.observer.problem)
 

@@ -23,7 +23,7 @@ from megarl.core.base.rundir import Row, SupervisorEvent
 from megarl.core.evaluation.forecast import words
 from megarl.core.recipe import Recipe
 from megarl.core.weights import parity
-from megarl.run.observe import Observer, ServerStatus
+from megarl.run.observe import Observer, ServerStatus, Status
 from megarl.run.restart import Role, RoleKind
 from megarl.run.scores import best_of, newest_words, score_warnings
 from megarl.run.summary import grid, mean, show
@@ -126,6 +126,13 @@ def phase(frame: Frame) -> str:
     }
     evaluating = f" · evaluating version {', '.join(map(str, status.evaluating))}" if status.evaluating else ""
     return doing.get(status.phase, status.phase) + evaluating
+
+
+def ending(status: Status | None) -> str:
+    """Return what a run does that is asked to stop. status: the controller's, None before its first."""
+    if status is None or status.phase == "starting":
+        return "roles are still starting, and end once they have"
+    return "the learner finishes its step and saves"
 
 
 def warnings(frame: Frame) -> list[str]:

@@ -111,13 +111,24 @@ def _with_earlier(questions: SuiteQuestions, place: SuiteDir, settings: Mapping[
     """Return the questions with the answers that already exist. MegarlError if those were made with other settings."""
     place.path.mkdir(parents=True, exist_ok=True)
     if place.settings.is_file():
-        before = json.loads(contents(place.settings))
+        before = earlier_settings(place.settings)
         if changed := [key for key in settings if before.get(key) != settings[key]]:
             otherwise = f"made with other settings: {', '.join(changed)} changed (see {place.settings.name})"
             raise MegarlError(f"{place.path}: has answers that were {otherwise}; give another --out, or remove it")
     else:
         write_atomically(place.settings, json.dumps(settings, indent=2).encode() + b"\n")
     return replace(questions, answered=[one for one in read_outcomes(place.answers) if not one.void])
+
+
+def earlier_settings(file: Path) -> dict[str, object]:
+    """Return the settings with which answers were made. MegarlError if the file is damaged."""
+    try:
+        settings = json.loads(contents(file))
+    except ValueError:
+        settings = None
+    if not isinstance(settings, dict):
+        raise MegarlError(f"{file}: damaged: not a JSON object; give another --out, or remove {file.parent}")
+    return settings
 
 
 def _ask(

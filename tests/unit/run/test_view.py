@@ -18,9 +18,9 @@ from megarl.core.base.rundir import FORECAST, RunDir, append_jsonl, read_jsonl
 from megarl.core.recipe import Recipe
 from megarl.core.recipe.tree import Teacher
 from megarl.run import observe
-from megarl.run.observe import Observer, last_lines, last_problem, log_of, log_sizes
+from megarl.run.observe import Observer, Status, last_lines, last_problem, log_of, log_sizes
 from megarl.run.restart import MESSAGE_STATUS, GiveUp, Restart, RestartPolicy, Role
-from megarl.run.view import Frame, RoleView, clock, line, phase, recent, render, sparkline, warnings
+from megarl.run.view import Frame, RoleView, clock, ending, line, phase, recent, render, sparkline, warnings
 
 ROLES = {Role("server", 0): RoleView("running", 60), Role("server", 1): RoleView("running", 60, 2)}
 ROLES |= {Role("controller"): RoleView("running", 60), Role("learner"): RoleView("running", 60)}
@@ -62,6 +62,12 @@ def test_start_up(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:
     status |= {"phase": "wait", "step": 3, "evaluating": [2]}
     rundir.status.write_text(json.dumps(status))
     assert phase(frame(recipe, rundir)) == "the learner waits at step 3 · evaluating version 2"
+
+
+def test_what_a_run_does_that_is_asked_to_stop() -> None:
+    for early in (None, Status(time=0.0, phase="starting")):
+        assert ending(early) == "roles are still starting, and end once they have"
+    assert ending(Status(time=0.0, phase="train")) == "the learner finishes its step and saves"
 
 
 def test_in_the_middle(recipe: Recipe, write_run: Callable[[int], RunDir]) -> None:

@@ -25,7 +25,7 @@ from megarl.core.evaluation.score import Sampled
 from megarl.core.recipe import Recipe, Suite, dump, from_tree, load, load_suite, shipped_suites
 from megarl.core.sampling.sampler import Sampler
 from megarl.lab.evaluation import suites
-from megarl.lab.evaluation.main import counted, never_thinks, void_answers
+from megarl.lab.evaluation.main import counted, earlier_settings, never_thinks, void_answers
 from megarl.lab.evaluation.subject import Subject, _suite
 from megarl.lab.evaluation.subject import recipe_of as asked_with
 from megarl.tasks.data import programs
@@ -384,3 +384,13 @@ def test_an_agents_suite_is_asked_raw_also_of_a_model_with_a_template(tokenizer:
     subject, names = Subject("run@1", tmp_path, tmp_path, RunDir(tmp_path)), ("mine", "other")
     recipe, _ = asked_with(subject, [str(tmp_path / f"{name}.yaml") for name in names], [], [], tmp_path / "out")
     assert [recipe.evaluation.suites[name].template for name in names] == ["raw", "chat"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]"])
+def test_damaged_settings_of_earlier_answers_are_named(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "settings.json"
+    file.write_text(text)
+    with pytest.raises(MegarlError, match=r"settings\.json: damaged: .*give another --out, or remove"):
+        earlier_settings(file)
+    file.write_text('{"length": 3}')
+    assert earlier_settings(file) == {"length": 3}
