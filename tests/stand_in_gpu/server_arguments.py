@@ -78,10 +78,9 @@ def resolved(major: int) -> Iterator[tuple[str, dict[str, object], dict[str, obj
         if hasattr(function, "cache_clear"):
             function.cache_clear()
 
-    def asked_and_made(recipe: Recipe, nodes: int = 1, **more: object) -> tuple[dict[str, object], dict[str, object]]:
+    def asked_and_made(recipe: Recipe, nodes: int = 1) -> tuple[dict[str, object], dict[str, object]]:
         asked = engine_arguments(recipe, 0, "127.0.0.1", 1, cuda=True) | precision_arguments(recipe, major)
         asked |= node_arguments(Meeting(nodes, 2), "127.0.0.1", nodes - 1)
-        asked |= more
         arguments = ServerArgs(**asked)
         arguments.resolve_once()
         return asked, arguments.resolved_dict()
@@ -106,8 +105,6 @@ def resolved(major: int) -> Iterator[tuple[str, dict[str, object], dict[str, obj
         for name, ranks in SPANNING.items():
             wide = [model(name), f"resources.server_tensor_parallel={ranks}"]
             yield name, *asked_and_made(recipes.load("scalerl-8b", wide), ranks // 8)
-        as_it_is = recipes.load("scalerl-8b", [model("llama-3.1-8b")])
-        yield "fp8", *asked_and_made(as_it_is, quantization="fp8")  # benchmarks/fp8_server.py
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 import time
@@ -21,8 +20,7 @@ from benchmarks.gpu import machine, networks, process, report
 from benchmarks.gpu.parts import PARTS, Part, checksum, fp8, learner, marked_tests, run
 from benchmarks.gpu.parts import server as server_part
 from benchmarks.gpu.rows import Absent, Outcome, Row
-from megarl import cli
-from megarl.core.server import launch
+from megarl.core.recipe import Recipe
 from megarl.run.devices import CACHES
 from tests.processes import wait_until_gone
 
@@ -176,20 +174,19 @@ def test_a_checksum_that_is_wrong_on_the_gpu(fault: str, said: int, why: str, mo
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_fp8_servers_are_measured_on_a_gpu_only(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a module that only adds SGLang's own flag; the ratio is to bf16."""
-    rates = {"megarl": 100.0, "benchmarks.fp8_server": 150.0, "benchmarks.no_overlap": 80.0}
-    serving: list[str] = []
+    """By the recipe's own key; the ratio is to bf16."""
+    rates = {("megarl", "none"): 100.0, ("megarl", "fp8"): 150.0, ("benchmarks.no_overlap", "none"): 80.0}
+    serving: list[tuple[str, str]] = []
 
     @contextmanager
-    def served(recipe: object, module: str) -> Iterator[tuple[SimpleNamespace, None, float]]:
-        serving.append(module)
+    def served(recipe: Recipe, module: str) -> Iterator[tuple[SimpleNamespace, None, float]]:
+        serving.append((module, recipe.serving.quantization))
         yield SimpleNamespace(pid=1), None, 1.0
 
     async def measured(*_: object) -> dict[str, list[float]]:
         return {"streamed": [rates[serving[-1]]], "bare": [200.0]}
 
     monkeypatch.setattr(networks, "DEVICE", device)
-    monkeypatch.setattr(server_part, "recipe_of", lambda *_: None)
     monkeypatch.setattr(server_part.server, "measured", measured)
     for name, fake in {
         "need_sglang": lambda: None,
@@ -204,16 +201,6 @@ def test_fp8_servers_are_measured_on_a_gpu_only(device: str, monkeypatch: pytest
     assert ratios.get("bf16") == (1.5 if device == "cuda" else None)
     assert ratios["no overlap"] == 1.25
     assert any(isinstance(each, str) and each.startswith("fp8: ") for each in said) == (device == "cpu")
-
-
-def test_an_fp8_server_is_megarls_with_one_more_argument(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    monkeypatch.setattr(launch, "engine_arguments", lambda *given: {"given": given})
-    monkeypatch.setattr(cli, "main", lambda: made.append(launch.engine_arguments("recipe", 0)) or 0)
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module("benchmarks.fp8_server", run_name="__main__")
-    assert ended.value.code == 0
-    assert made == [{"given": ("recipe", 0), "quantization": "fp8"}]
 
 
 def test_files_of_tests_are_reported_as_they_pass() -> None:

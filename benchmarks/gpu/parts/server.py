@@ -1,5 +1,5 @@
-"""Measures one SGLang server as started by megarl: tokens/s of many requests at once, in bf16, with
-SGLang's own FP8, and in bf16 without the overlap schedule.
+"""Measures one SGLang server as started by megarl: tokens/s of many requests at once, in bf16, in
+FP8 (serving.quantization), and in bf16 without the overlap schedule.
 
 The reference, in the same run, is a client that sends the same requests and does not read the
 replies. FP8 needs a GPU.
@@ -26,7 +26,7 @@ ONE_B = {
 }
 """Llama 3.2 1B."""
 CONCURRENCY = 64
-WAYS = {"overlap": "megarl", "fp8": "benchmarks.fp8_server", "no overlap": "benchmarks.no_overlap"}
+WAYS = {"overlap": "megarl", "fp8": "megarl", "no overlap": "benchmarks.no_overlap"}
 """The module that serves, for each configuration."""
 
 
@@ -40,7 +40,7 @@ def rows(tiny: bool) -> Iterator[Said]:
         rates: dict[str, float] = {}
         for way, module in WAYS.items():
             if way == "fp8" and networks.DEVICE == "cpu":
-                yield "fp8: SGLang quantises the layers of a bf16 model on a GPU only; nothing was measured"
+                yield "fp8: only a GPU has its products; nothing was measured"
                 continue
             recipe = recipe_of(folder, way, tokens)
             sizes = f"{serving.sizes(recipe)}, {CONCURRENCY} requests of {tokens} tokens at once"
@@ -57,11 +57,16 @@ def rows(tiny: bool) -> Iterator[Said]:
 
 
 def recipe_of(folder: Path, way: str, tokens: int) -> Recipe:
+    precision = "fp8" if way == "fp8" else "none"
     return recipes.from_tree(
         {
             "run": {"name": way.replace(" ", "-"), "dir": str(folder)},
             "model": {"path": str(folder / "model"), "dtype": "bf16"},
             "length": {"prompt_tokens": 64, "thinking_tokens": [tokens, tokens], "answer_tokens": 16},
-            "serving": {"kv_tokens": CONCURRENCY * (2 * tokens + 128), "max_running_requests": CONCURRENCY},
+            "serving": {
+                "kv_tokens": CONCURRENCY * (2 * tokens + 128),
+                "max_running_requests": CONCURRENCY,
+                "quantization": precision,
+            },
         }
     )
