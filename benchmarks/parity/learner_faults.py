@@ -5,15 +5,15 @@ Which side has a fault only changes the sign of the differences. In the learner,
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor
 
 from benchmarks.parity.injected.sitecustomize import to_fp8
 from megarl.core.learner.network import Network
-from megarl.core.models.layers import RMSNorm
+from megarl.core.models.layers import CausalAttention, RMSNorm
 
 
 @contextmanager
@@ -46,15 +46,15 @@ def rounded(module: torch.nn.Module, given: object, output: Tensor) -> Tensor:
 @contextmanager
 def other_frequencies(network: Network, dose: float, change: Callable[[Tensor, float], Tensor]) -> Iterator[None]:
     """The rotary embedding has changed frequencies."""
-    rotary = network.chunks[0].rotary_pos_emb
-    before = rotary.inv_freq
-    rotary.inv_freq = change(before, dose)
-    RotaryEmbedding.forward.cache_clear()
+    layers = [module for module in network.chunks[0].modules() if isinstance(module, CausalAttention)]
+    before = [layer.rope for layer in layers]
+    for layer, rope in zip(layers, before, strict=True):
+        layer.rope = replace(rope, inverse_frequencies=change(rope.inverse_frequencies, dose))
     try:
         yield
     finally:
-        rotary.inv_freq = before
-        RotaryEmbedding.forward.cache_clear()
+        for layer, rope in zip(layers, before, strict=True):
+            layer.rope = rope
 
 
 def of_theta(frequencies: Tensor, dose: float) -> Tensor:
