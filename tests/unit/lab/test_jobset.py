@@ -57,6 +57,7 @@ def test_submit_writes_a_jobset(tmp_path: Path, capsys: pytest.CaptureFixture[st
     seen = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert seen == {"/dev/shm", "/shared", "/data"}
     assert container["workingDir"] == "/shared"
+    assert first["shareProcessNamespace"]
     counts = [job["template"]["spec"]["completions"] for job in written["spec"]["replicatedJobs"]]
     assert counts == [1, 9]
     # Only the pod with the supervisor may run commands in others.
@@ -89,10 +90,28 @@ def test_the_schema_refuses_what_jobset_does_not_know(field: str, value: object)
         jsonschema.validate(written, SCHEMA)
 
 
-@pytest.mark.parametrize("text", ["", "shared", "shared:relative", "Shared:/shared", ":/shared"])
+@pytest.mark.parametrize("text", ["", "shared", "shared:relative", "Shared:/shared", ":/shared", "a:/a:ro"])
 def test_mounts_that_name_no_claim_are_refused(text: str) -> None:
     with pytest.raises(MegarlError, match=r"^--(mounts|kubernetes)"):
         read_mounts(text)
+
+
+def test_claims_have_other_names_than_jobsets() -> None:
+    assert read_mounts("2024-data.v1:/data") == (Mount("2024-data.v1", "/data"),)
+
+
+@pytest.mark.parametrize("text", ["a:/a,b:/a/", "a:/dev/shm", "a:/", "a:/a,b:/b/../a"])
+def test_mounts_at_a_place_that_is_taken_are_refused(text: str) -> None:
+    """Kubernetes would refuse the pods, each time that JobSet makes them."""
+    with pytest.raises(MegarlError, match=r"^--mounts: .* choose another place"):
+        read_mounts(text)
+
+
+def test_kubernetes_puts_no_variables_into_the_command() -> None:
+    word = "data.tasks.math.system=$(MEGARL_PODS) costs $$5"
+    made = documents(manifest("run", 1, SETTINGS, ["megarl", word], []))
+    (container,) = pods(made["JobSet"])["first"]["containers"]
+    assert container["command"] == ["megarl", "data.tasks.math.system=$$(MEGARL_PODS) costs $$$$5"]
 
 
 @pytest.mark.parametrize("run", ["8b", "x" * 41, "---", "ß"])
