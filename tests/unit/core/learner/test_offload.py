@@ -18,6 +18,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megarl.core import recipe as recipes
 from megarl.core.algorithm.batch import TrainSequence
+from megarl.core.base import device
 from megarl.core.base.errors import MegarlError
 from megarl.core.learner import optimizer
 from megarl.core.learner.checkpoint import Checkpoints
@@ -135,7 +136,9 @@ def test_parameters_are_copied_once(model: Path, fake_gpu: None, monkeypatch: py
 def test_half_of_the_cores_update_what_is_offloaded(
     model: Path, fake_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
+    """Half of all: this rank is bound to four near its GPU, and other ranks to the other eight."""
+    monkeypatch.setattr(device, "CORES", 12)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
     trainer, before, seen = trainer_of(model, 0.5), torch.get_num_threads(), []
     for part in trainer.policy.optimizer.chained_optimizers:
         for each in part.optimizer.sub_optimizers:
