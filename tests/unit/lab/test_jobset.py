@@ -143,3 +143,16 @@ def test_pods_names_fit() -> None:
     """JobSet and Job add names and numbers, and a pod's name is a host's, too."""
     longest = f"{'x' * jobset.LONGEST_NAME}-{jobset.OTHERS}-0-999-abcde"
     assert len(longest) <= 63
+
+
+@pytest.mark.parametrize("more", [[], ["--kubernetes", "--image", "team/megarl:1", *CLAIMS]])
+def test_a_line_end_in_the_name_of_a_recipe_stays_in_its_comment(tmp_path: Path, more: list[str]) -> None:
+    recipe = tmp_path / "a\nrm.yaml"
+    recipe.write_text("base: quickstart\n")
+    file = tmp_path / "written"
+    assert main(["submit", str(recipe), "--nodes", "1", "--gpus-per-node", "0", "--out", str(file), *more]) == 0
+    lines = file.read_text().splitlines()
+    written = [line for line in lines if "Written by" in line]
+    assert len(written) == 1
+    assert written[0].startswith("# ")
+    assert "rm.yaml" in written[0]

@@ -183,8 +183,8 @@ def test_what_is_loaded_lies_where_its_parameter_does() -> None:
         (parameter,) = part.param_groups[0]["params"]
         part.state[parameter] = {"exp_avg": torch.zeros(2), "master_param": parameter}
     HybridDeviceOptimizer._move_new_state_to_right_device(SimpleNamespace(sub_optimizers=list(parts.values())))
-    for device, part in parts.items():
-        assert {value.device.type for state in part.state.values() for value in state.values()} == {device}
+    for kind, part in parts.items():
+        assert {value.device.type for state in part.state.values() for value in state.values()} == {kind}
 
 
 def test_adamw_in_one_kernel_makes_the_same_steps_and_is_resumed(model: Path, tmp_path: Path, fake_gpu: None) -> None:
