@@ -40,6 +40,14 @@ USER = 1001
 """The image's user, to whose group the folders must belong."""
 
 
+class Quoting(yaml.SafeDumper):
+    """Quotes texts, too, that other readers of YAML than Python's take for numbers or for yes and no."""
+
+
+Quoting.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^[yYnN]$"), list("yYnN"))
+Quoting.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[0-9]+[eE][0-9]+$"), list("0123456789"))
+
+
 @dataclass(frozen=True)
 class Mount:
     """A PersistentVolumeClaim and the folder in the pods at which it is seen."""
@@ -115,7 +123,7 @@ def manifest(name: str, nodes: int, settings: PodSettings, command: Sequence[str
     }
     documents = [*_account(name), jobset]
     head = "".join(f"# {line}\n" for line in comments)
-    return head + yaml.safe_dump_all(documents, sort_keys=False, width=1000)
+    return head + yaml.dump_all(documents, Dumper=Quoting, sort_keys=False, width=1000)
 
 
 def _account(name: str) -> list[dict[str, Any]]:

@@ -107,6 +107,15 @@ def test_mounts_at_a_place_that_is_taken_are_refused(text: str) -> None:
         read_mounts(text)
 
 
+def test_what_is_text_stays_text() -> None:
+    """Also for a reader to whom 1e3 is a number and y is yes."""
+    settings = PodSettings("team/megarl:1", 8, (Mount("1e3", "/shared"),))
+    text = manifest("y", 1, settings, ["megarl"], [])
+    assert "claimName: '1e3'\n" in text
+    assert "name: 'y'\n" in text
+    assert documents(text)["JobSet"]["metadata"]["name"] == "y"
+
+
 def test_kubernetes_puts_no_variables_into_the_command() -> None:
     word = "data.tasks.math.system=$(MEGARL_PODS) costs $$5"
     made = documents(manifest("run", 1, SETTINGS, ["megarl", word], []))
