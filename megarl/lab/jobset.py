@@ -9,6 +9,7 @@ or fails otherwise, JobSet makes all pods again, and the run goes on from its la
 JobSet's fields: its api/jobset/v1alpha2/jobset_types.go.
 """
 
+import posixpath
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,8 +33,19 @@ LONGEST_NAME = 40
 """Characters: pods' names are longer by up to 23, and must have at most 63."""
 NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 """Names of objects and of hosts in Kubernetes (RFC 1035)."""
+CLAIM = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+"""Names of claims, which may begin with a digit and have dots (RFC 1123)."""
+SHARED_MEMORY = "/dev/shm"
 USER = 1001
 """The image's user, to whose group the folders must belong."""
+
+
+class Quoting(yaml.SafeDumper):
+    """Quotes texts, too, that other readers of YAML than Python's take for numbers or for yes and no."""
+
+
+Quoting.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^[yYnN]$"), list("yYnN"))
+Quoting.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[0-9]+[eE][0-9]+$"), list("0123456789"))
 
 
 @dataclass(frozen=True)
@@ -54,13 +66,19 @@ class PodSettings:
 
 
 def read_mounts(text: str) -> tuple[Mount, ...]:
-    """Read `CLAIM:/place,…`. MegarlError if a part is not of this form, or if there is none."""
-    mounts = []
+    """Read `CLAIM:/place,…`. MegarlError if a part is not of this form, if two have one place, or if
+    there is none."""
+    mounts: list[Mount] = []
     for part in filter(None, map(str.strip, text.split(","))):
         claim, _, place = part.partition(":")
-        if not NAME.fullmatch(claim) or not place.startswith("/"):
+        if not CLAIM.fullmatch(claim) or not place.startswith("/") or ":" in place:
             form = "CLAIM:/folder, a PersistentVolumeClaim and its place in the pods"
             raise MegarlError(f"--mounts: {part!r} is not of the form {form}")
+        taken = ["/", SHARED_MEMORY, *(mount.place for mount in mounts)]
+        if posixpath.normpath(place) in map(posixpath.normpath, taken):
+            raise MegarlError(
+                f"--mounts: {part!r}: there is something else at {place} in the pods; choose another place"
+            )
         mounts.append(Mount(claim, place))
     if not mounts:
         need = "the PersistentVolumeClaim with models, data and runs, such as --mounts shared:/shared"
@@ -105,7 +123,7 @@ def manifest(name: str, nodes: int, settings: PodSettings, command: Sequence[str
     }
     documents = [*_account(name), jobset]
     head = "".join(f"# {line}\n" for line in comments)
-    return head + yaml.safe_dump_all(documents, sort_keys=False, width=1000)
+    return head + yaml.dump_all(documents, Dumper=Quoting, sort_keys=False, width=1000)
 
 
 def _account(name: str) -> list[dict[str, Any]]:
@@ -138,6 +156,8 @@ def _replicated_job(
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": GRACE_S,
         "automountServiceAccountToken": job == FIRST,
+        # Else our command would be the first process, which SIGTERM does not end before it has a handler for it.
+        "shareProcessNamespace": True,
         "securityContext": {"fsGroup": USER},
         "containers": [_container(settings, command, nodes)],
         "volumes": _volumes(settings.mounts),
@@ -162,10 +182,10 @@ def _container(settings: PodSettings, command: Sequence[str], nodes: int) -> dic
     container: dict[str, Any] = {
         "name": CONTAINER,
         "image": settings.image,
-        "command": list(command),
+        "command": [word.replace("$", "$$") for word in command],  # "$(NAME)" would be a variable, and "$$" a "$"
         "workingDir": settings.mounts[0].place,
         "env": [{"name": PODS, "value": str(nodes)}, {"name": JOBSET, "valueFrom": label}],
-        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}, *mounts],
+        "volumeMounts": [{"name": "shm", "mountPath": SHARED_MEMORY}, *mounts],
     }
     if settings.gpus:
         container["resources"] = {"limits": {"nvidia.com/gpu": settings.gpus}}

@@ -179,10 +179,16 @@ def script(chosen: ChosenLayout, job: JobOptions) -> str:
     variables = {"CONTAINER": job.container, "IMAGE": job.image, "MOUNTS": job.mounts}
     exports = [f"export {key}={shlex.quote(value)}" for key, value in variables.items() if value]
     exports.append(f"export MEGARL={shlex.quote(str(Path(sys.executable).with_name('megarl')))}")
-    lines += [f"# Written by `megarl submit {job.recipe}`.", *(f"# {line}" for line in chosen.figures), *exports]
+    lines += [f"# {written_by(job)}", *(f"# {line}" for line in chosen.figures), *exports]
     lines += ["# shellcheck disable=SC1091", f"source {shlex.quote(str(LIBRARY))}"]
     lines.append(f'until_done "$MEGARL" {shlex.join(train(name, OF_SLURM, chosen, job))}')
     return "\n".join(["#!/usr/bin/env bash", *lines, ""])
+
+
+def written_by(job: JobOptions) -> str:
+    """Return a comment's one line, whatever the path of the recipe has in it."""
+    option = " --kubernetes" if job.kubernetes else ""
+    return f"Written by `megarl submit {' '.join(job.recipe.splitlines())}{option}`."
 
 
 def kubernetes_manifest(chosen: ChosenLayout, job: JobOptions) -> str:
@@ -190,7 +196,7 @@ def kubernetes_manifest(chosen: ChosenLayout, job: JobOptions) -> str:
     settings = jobset.PodSettings(job.image, job.gpus_per_node, jobset.read_mounts(job.mounts))
     name = jobset.object_name(chosen.recipe.run.name)
     command = ["megarl", *train(job.recipe, jobset.INTERFACE, chosen, job)]
-    comments = (f"Written by `megarl submit {job.recipe} --kubernetes`.", *chosen.figures)
+    comments = (written_by(job), *chosen.figures)
     return jobset.manifest(name, job.nodes, settings, command, comments)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import psutil
 
+from megarl.core.base import terminal
 from megarl.core.base.errors import MegarlError
 from megarl.run.restart import NodeState
 from megarl.run.srun import ASK_LIMIT_S, PODS, SURVEY_LIMIT_S, SrunLauncher, SrunStep
@@ -37,23 +38,29 @@ FIRST, OTHERS = "first", "others"
 POLL_S = 2.0
 STEP_MODULE = "megarl.run.step"
 KILLED = 128 + signal.SIGTERM
+LEAVE_S = 8.0
+"""Time limit for a command's end in its pod, once it is told to by the end of its input. SRUN_LIMIT_S is longer."""
 
 
 class PodLauncher(SrunLauncher):
     """Starts roles in the pods of the JobSet that we run in."""
 
     def names(self) -> list[str]:
-        """Return the pods' names, the first one's first, once all of them run. MegarlError if they
-        do not within SURVEY_LIMIT_S: images may have to be fetched."""
+        """Return the pods' names, the first one's first, once all of them run. There is no time limit, since
+        after a preemption nodes may be free hours later; every SURVEY_LIMIT_S it says what it waits for."""
         wanted = int(os.environ[PODS])
-        end = time.monotonic() + SURVEY_LIMIT_S
+        began = time.monotonic()
+        said = began
         while True:
             running = [pod for pod in pods_of(os.environ[JOBSET]) if runs(pod)]
             if len(running) == wanted:
                 return [pod["metadata"]["name"] for pod in sorted(running, key=order)]
-            if time.monotonic() > end:
-                late = f"{len(running)} of {wanted} pods run after {SURVEY_LIMIT_S:g} s"
-                raise MegarlError(f"{late}; see `kubectl describe jobset {os.environ[JOBSET]}`")
+            now = time.monotonic()
+            if now - said > SURVEY_LIMIT_S:
+                said = now
+                late = f"{len(running)} of {wanted} pods run after {now - began:.0f} s"
+                see = f"see `kubectl describe jobset {os.environ[JOBSET]}`"
+                terminal.say(f"{late}; waiting for the others; {see}", flush=True)
             time.sleep(POLL_S)
 
     def words(self, names: Sequence[str], step: str, arguments: Sequence[str]) -> list[str]:
@@ -67,10 +74,17 @@ class PodLauncher(SrunLauncher):
 class PodStep(SrunStep):
     """A role in its pods."""
 
+    @staticmethod
+    def is_lost_at(code: int) -> bool:
+        """Return whether the step may go on: kubectl fails, too, when only its connection has ended."""
+        return code != 0
+
     def node_state(self) -> NodeState:
-        """Return "down" if a pod of the step is gone or ends, "silent" if not all have reported."""
-        running = {pod["metadata"]["name"] for pod in pods_of(os.environ[JOBSET]) if runs(pod)}
-        if not set(self.names) <= running:
+        """Return "down" if a pod of the step is gone or ends, "silent" if not all have reported. We are in a
+        pod, so an answer without any is none: Kubernetes could not be asked."""
+        known = pods_of(os.environ[JOBSET])
+        running = {pod["metadata"]["name"] for pod in known if runs(pod)}
+        if known and not set(self.names) <= running:
             return "down"
         return "up" if self.answered else "silent"
 
@@ -111,7 +125,10 @@ def run_in_pods(names: Sequence[str], command: Sequence[str]) -> int:
     threading.Thread(target=_pass_input_on, args=(processes,), daemon=True).start()
     status = _first_bad_status(processes, told_to_end)
     _close(processes)
+    end = time.monotonic() + LEAVE_S
     for process in processes:
+        with suppress(subprocess.TimeoutExpired):  # a pod that is lost
+            process.wait(max(0.0, end - time.monotonic()))
         if process.poll() is None:
             process.terminate()
     for thread in passing:
@@ -170,20 +187,24 @@ def _close(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def wait() -> int:
-    """Keep this pod alive until it is ended. A role that runs in it then may still save: it is
-    told to by the supervisor, and has the pod's grace period."""
+    """Keep this pod alive until it is ended. A role that runs in it then may still save, within the pod's
+    grace period: learner and controller are told to. Return KILLED: with 0, Kubernetes would take a pod that
+    is preempted to have done its work, and nobody would make another."""
     told_to_end = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: told_to_end.set())
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as a pod's first process we inherit others' children
     told_to_end.wait()
+    for process in filter(is_step, psutil.process_iter()):
+        with suppress(psutil.Error):
+            process.send_signal(signal.SIGTERM)  # a server's step goes on
     while any(map(is_step, psutil.process_iter())):
         time.sleep(1.0)
-    return 0
+    return KILLED
 
 
 def is_step(process: psutil.Process) -> bool:
+    """Return whether a process is a step of our JobSet."""
     try:
-        return STEP_MODULE in process.cmdline()
+        return STEP_MODULE in process.cmdline() and process.environ().get(JOBSET) == os.environ[JOBSET]
     except psutil.Error:
         return False
 

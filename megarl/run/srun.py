@@ -164,6 +164,11 @@ class SrunLauncher:
 class SrunStep:
     """An `srun` process and the reports of its nodes."""
 
+    @staticmethod
+    def is_lost_at(code: int) -> bool:
+        """Return whether the step may go on after its process has ended with this status: killed by a signal."""
+        return code < 0
+
     def __init__(self, process: subprocess.Popen[bytes], names: Sequence[str]) -> None:
         self._process = process
         self.names = names
@@ -203,7 +208,7 @@ class SrunStep:
         if any(reported) or len(reported) == len(self.names):
             return next((status for status in reported if status), 0)
         heard = max((at for at, r in reports if r.status is None), default=self._over) if self.answered else self._over
-        if (code < 0 or not self.answered) and time.monotonic() - heard < DESERTED_S:
+        if (self.is_lost_at(code) or not self.answered) and time.monotonic() - heard < DESERTED_S:
             return None
         return 128 - code if 128 < code <= 128 + signal.SIGRTMAX else code or UNKNOWN_STATUS
 

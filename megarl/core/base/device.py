@@ -8,6 +8,9 @@ import msgspec
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 SYS = Path("/sys")
+CORES = len(os.sched_getaffinity(0))
+"""How many cores this process could use when it started. `bind_to_gpu` leaves it those of one NUMA node, which it
+shares with some of the machine's ranks, not with all."""
 
 
 class DeviceIdentity(msgspec.Struct, frozen=True):

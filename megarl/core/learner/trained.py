@@ -21,6 +21,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
 from megarl.core.algorithm.batch import TrainSequence
+from megarl.core.base import device
 from megarl.core.base.ranks import gathered
 from megarl.core.learner import late_gathering
 from megarl.core.learner.microbatch import MicroBatch
@@ -35,7 +36,7 @@ from megarl.core.recipe import Optimizer, Recipe
 def more_threads() -> Iterator[None]:
     """Let torch use half of this rank's share of the machine's cores; servers may need the others."""
     before, ranks = torch.get_num_threads(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(max(before, len(os.sched_getaffinity(0)) // ranks // 2))
+    torch.set_num_threads(max(before, device.CORES // ranks // 2))
     try:
         yield
     finally:

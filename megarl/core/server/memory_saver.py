@@ -22,8 +22,9 @@ LIBRARY_PATH = "LD_LIBRARY_PATH"
 HOOK = "torch_memory_saver_hook_mode_preload"
 RUNTIME = "nvidia/cu*/lib/libcudart.so.*"
 """Where torch's packages have CUDA's runtime, below the folder of packages."""
-IGNORED = "cannot be preloaded"
-"""The loader's words for a library that it does not find at all: it goes on without it."""
+IGNORED = "from LD_PRELOAD cannot be preloaded"
+"""The loader's words for a library that it does not find at all: it goes on without it. It says the same of what a
+site has in /etc/ld.so.preload."""
 LIMIT_S = 30.0
 
 
@@ -38,11 +39,16 @@ def library_path(packages: Path | None = None) -> dict[str, str]:
         packages = Path(torch.origin).parents[1]
     if packages is None:
         return {}
-    runtimes = sorted(packages.glob(RUNTIME))
+    runtimes = sorted(packages.glob(RUNTIME), key=version)
     present = [folder for folder in os.environ.get(LIBRARY_PATH, "").split(os.pathsep) if folder]
     if not runtimes or str(runtimes[-1].parent) in present:
         return {}
     return {LIBRARY_PATH: os.pathsep.join([*present, str(runtimes[-1].parent)])}
+
+
+def version(runtime: Path) -> int:
+    """Return the major version in the name of a `libcudart.so.13`. A package may bring an older one, too."""
+    return int(runtime.name.split(".")[2])
 
 
 def check_preload(hook: Path, environment: Mapping[str, str]) -> None:

@@ -188,7 +188,7 @@ class SentChecksums:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def differing(expected: Mapping[str, str], served: Mapping[str, str]) -> list[str]:

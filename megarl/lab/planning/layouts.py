@@ -244,6 +244,7 @@ _RULES = {
     "model.expert_parallel": "does not divide the experts",
     "model.fp8": "needs sizes on each rank that divide by 16",
     "learner.recompute": "is for experts, and the model has none",
+    "model.moe.shared_overlap": "is for shared experts beside an exchange between ranks",
 }
 
 

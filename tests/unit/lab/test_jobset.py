@@ -57,6 +57,7 @@ def test_submit_writes_a_jobset(tmp_path: Path, capsys: pytest.CaptureFixture[st
     seen = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert seen == {"/dev/shm", "/shared", "/data"}
     assert container["workingDir"] == "/shared"
+    assert first["shareProcessNamespace"]
     counts = [job["template"]["spec"]["completions"] for job in written["spec"]["replicatedJobs"]]
     assert counts == [1, 9]
     # Only the pod with the supervisor may run commands in others.
@@ -89,10 +90,37 @@ def test_the_schema_refuses_what_jobset_does_not_know(field: str, value: object)
         jsonschema.validate(written, SCHEMA)
 
 
-@pytest.mark.parametrize("text", ["", "shared", "shared:relative", "Shared:/shared", ":/shared"])
+@pytest.mark.parametrize("text", ["", "shared", "shared:relative", "Shared:/shared", ":/shared", "a:/a:ro"])
 def test_mounts_that_name_no_claim_are_refused(text: str) -> None:
     with pytest.raises(MegarlError, match=r"^--(mounts|kubernetes)"):
         read_mounts(text)
+
+
+def test_claims_have_other_names_than_jobsets() -> None:
+    assert read_mounts("2024-data.v1:/data") == (Mount("2024-data.v1", "/data"),)
+
+
+@pytest.mark.parametrize("text", ["a:/a,b:/a/", "a:/dev/shm", "a:/", "a:/a,b:/b/../a"])
+def test_mounts_at_a_place_that_is_taken_are_refused(text: str) -> None:
+    """Kubernetes would refuse the pods, each time that JobSet makes them."""
+    with pytest.raises(MegarlError, match=r"^--mounts: .* choose another place"):
+        read_mounts(text)
+
+
+def test_what_is_text_stays_text() -> None:
+    """Also for a reader to whom 1e3 is a number and y is yes."""
+    settings = PodSettings("team/megarl:1", 8, (Mount("1e3", "/shared"),))
+    text = manifest("y", 1, settings, ["megarl"], [])
+    assert "claimName: '1e3'\n" in text
+    assert "name: 'y'\n" in text
+    assert documents(text)["JobSet"]["metadata"]["name"] == "y"
+
+
+def test_kubernetes_puts_no_variables_into_the_command() -> None:
+    word = "data.tasks.math.system=$(MEGARL_PODS) costs $$5"
+    made = documents(manifest("run", 1, SETTINGS, ["megarl", word], []))
+    (container,) = pods(made["JobSet"])["first"]["containers"]
+    assert container["command"] == ["megarl", "data.tasks.math.system=$$(MEGARL_PODS) costs $$$$5"]
 
 
 @pytest.mark.parametrize("run", ["8b", "x" * 41, "---", "ß"])
@@ -124,3 +152,16 @@ def test_pods_names_fit() -> None:
     """JobSet and Job add names and numbers, and a pod's name is a host's, too."""
     longest = f"{'x' * jobset.LONGEST_NAME}-{jobset.OTHERS}-0-999-abcde"
     assert len(longest) <= 63
+
+
+@pytest.mark.parametrize("more", [[], ["--kubernetes", "--image", "team/megarl:1", *CLAIMS]])
+def test_a_line_end_in_the_name_of_a_recipe_stays_in_its_comment(tmp_path: Path, more: list[str]) -> None:
+    recipe = tmp_path / "a\nrm.yaml"
+    recipe.write_text("base: quickstart\n")
+    file = tmp_path / "written"
+    assert main(["submit", str(recipe), "--nodes", "1", "--gpus-per-node", "0", "--out", str(file), *more]) == 0
+    lines = file.read_text().splitlines()
+    written = [line for line in lines if "Written by" in line]
+    assert len(written) == 1
+    assert written[0].startswith("# ")
+    assert "rm.yaml" in written[0]

@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from megarl.core.base.errors import MegarlError
+from megarl.core.base import terminal
 from megarl.core.base.rundir import RunDir
 from megarl.core.recipe import Recipe
-from megarl.run import pods
+from megarl.run import pods, srun
 from megarl.run.launcher import RoleCommand
 from megarl.run.nodes import Node
 from megarl.run.placement import Place
-from megarl.run.pods import FIRST, INDEX, OTHERS, REPLICATED_JOB, PodLauncher
+from megarl.run.pods import FIRST, INDEX, OTHERS, REPLICATED_JOB, PodLauncher, PodStep
 from megarl.run.restart import Role
 from megarl.run.srun import chosen
 
@@ -92,13 +92,22 @@ def test_pods_that_do_not_run_are_waited_for(
     cluster: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    first = pod("run-first-0-0-a", FIRST, 0)
     waiting = pod("run-others-0-0-b", OTHERS, 0, "Pending")
     ending = pod("run-others-0-0-old", OTHERS, 0)
     ending["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    cluster(waiting, ending, pod("run-first-0-0-a", FIRST, 0))
-    monkeypatch.setattr(pods, "SURVEY_LIMIT_S", 0.1)
-    with pytest.raises(MegarlError, match=r"1 of 2 pods run after 0\.1 s.*describe jobset run"):
-        launcher(recipe, tmp_path).names()
+    cluster(waiting, ending, first)
+    heard: list[str] = []
+
+    def say(text: str, **_: object) -> None:
+        heard.append(text)
+        if len(heard) == 2:
+            cluster(first, pod("run-others-0-0-b", OTHERS, 0))
+
+    monkeypatch.setattr(terminal, "say", say)
+    monkeypatch.setattr(pods, "SURVEY_LIMIT_S", 0.02)
+    assert launcher(recipe, tmp_path).names() == ["run-first-0-0-a", "run-others-0-0-b"]
+    assert re.match(r"1 of 2 pods run after 0 s; waiting .*describe jobset run", heard[0])
 
 
 def step(recipe: Recipe, folder: Path, code: str) -> Any:
@@ -132,6 +141,9 @@ def test_a_role_is_told_to_end_and_a_lost_pod_is_seen(
     assert (role.status(), role.node_state()) == (None, "up")
     cluster(pod("run-first-0-0-a", FIRST, 0))
     assert role.node_state() == "down"
+    kubectl = tmp_path / "bin" / "kubectl"
+    kubectl.write_text("#!/bin/sh\nexit 1\n")
+    assert role.node_state() == "up", "Kubernetes does not answer, which says nothing of a pod"
     role.terminate()
     until(lambda: role.status() is not None)
     assert role.status() == 5
@@ -151,11 +163,53 @@ def test_a_role_is_killed_in_its_pods(recipe: Recipe, tmp_path: Path, cluster: C
     until(lambda: not left())
 
 
-def test_an_idle_pod_ends_when_it_is_told_to() -> None:
-    process = subprocess.Popen([sys.executable, "-m", "megarl.run.pods", "wait"])
+def test_a_lost_connection_is_not_the_end_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its role may still have the GPUs, until the step notices that nobody answers it."""
+    code = """print('{"node": "a"}', flush=True); raise SystemExit(1)"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    role = PodStep(process, ["a"])
+    until(lambda: role.answered and process.poll() is not None)
+    assert role.status() is None
+    monkeypatch.setattr(srun, "DESERTED_S", 0.0)
+    assert role.status() == 1
+
+
+def test_a_step_has_ended_in_all_pods_when_its_command_returns(tmp_path: Path, cluster: Callable[..., None]) -> None:
+    """Else the next start of the role would find its GPUs in use."""
+    ended = tmp_path / "ended"
+    script = f'[[ $SLURMD_NODENAME == a ]] && exit 7; cat; sleep 0.5; touch "{ended}"'
+    words = [sys.executable, "-m", "megarl.run.pods", "step", "a", "b", "--", "bash", "-c", script]
+    with subprocess.Popen(words, stdin=subprocess.PIPE) as process:
+        assert process.wait(60) == 7
+    assert ended.exists()
+
+
+def waiting_pod(jobset: str) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megarl.run.pods", "wait"], env=os.environ | {"MEGARL_JOBSET": jobset}
+    )
     status = Path(f"/proc/{process.pid}/status")
     caught = re.compile(r"SigCgt:\s*([0-9a-f]+)")
     until(lambda: int(caught.search(status.read_text())[1], 16) >> (signal.SIGTERM - 1) & 1)  # type: ignore[index]
     assert process.poll() is None
+    return process
+
+
+def test_an_idle_pod_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    """With a status for which it is made again: it may have been preempted."""
+    process = waiting_pod(str(tmp_path))
     process.terminate()
-    assert process.wait(30) == 0
+    assert process.wait(30) == 143
+
+
+def test_a_role_in_a_pod_that_is_told_to_end_is_told_too(tmp_path: Path) -> None:
+    process = waiting_pod(str(tmp_path))
+    environment = os.environ | {"MEGARL_JOBSET": str(tmp_path)}
+    code = "import signal, sys; signal.signal(15, lambda *_: sys.exit(5)); print(flush=True); signal.pause()"
+    words = [sys.executable, "-c", code, "megarl.run.step"]
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE) as step:
+        assert step.stdout is not None
+        step.stdout.readline()
+        process.terminate()
+        assert step.wait(30) == 5
+    assert process.wait(30) == 143

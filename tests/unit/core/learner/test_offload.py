@@ -18,6 +18,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megarl.core import recipe as recipes
 from megarl.core.algorithm.batch import TrainSequence
+from megarl.core.base import device
 from megarl.core.base.errors import MegarlError
 from megarl.core.learner import optimizer
 from megarl.core.learner.checkpoint import Checkpoints
@@ -135,7 +136,9 @@ def test_parameters_are_copied_once(model: Path, fake_gpu: None, monkeypatch: py
 def test_half_of_the_cores_update_what_is_offloaded(
     model: Path, fake_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
+    """Half of all: this rank is bound to four near its GPU, and other ranks to the other eight."""
+    monkeypatch.setattr(device, "CORES", 12)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
     trainer, before, seen = trainer_of(model, 0.5), torch.get_num_threads(), []
     for part in trainer.policy.optimizer.chained_optimizers:
         for each in part.optimizer.sub_optimizers:
@@ -180,8 +183,8 @@ def test_what_is_loaded_lies_where_its_parameter_does() -> None:
         (parameter,) = part.param_groups[0]["params"]
         part.state[parameter] = {"exp_avg": torch.zeros(2), "master_param": parameter}
     HybridDeviceOptimizer._move_new_state_to_right_device(SimpleNamespace(sub_optimizers=list(parts.values())))
-    for device, part in parts.items():
-        assert {value.device.type for state in part.state.values() for value in state.values()} == {device}
+    for kind, part in parts.items():
+        assert {value.device.type for state in part.state.values() for value in state.values()} == {kind}
 
 
 def test_adamw_in_one_kernel_makes_the_same_steps_and_is_resumed(model: Path, tmp_path: Path, fake_gpu: None) -> None:

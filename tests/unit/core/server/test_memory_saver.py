@@ -33,7 +33,18 @@ def hook(tmp_path: Path) -> Path:
     folder.mkdir(parents=True)
     runtime.rename(folder / runtime.name)
     (folder / "libcudart.so.13").touch()
+    older = packages / "nvidia" / "cuda_runtime" / "lib"
+    older.mkdir(parents=True)
+    (older / "libcudart.so.12").touch()
     return made
+
+
+def test_a_site_may_preload_what_is_missing(hook: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loader complains of each entry of /etc/ld.so.preload, and goes on."""
+    of_site = "ERROR: ld.so: object '/opt/site.so' from /etc/ld.so.preload cannot be preloaded (…): ignored."
+    answer = subprocess.CompletedProcess([], 0, "", of_site)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
+    check_preload(hook, {})
 
 
 def test_a_library_that_the_loader_does_not_find_is_named(hook: Path) -> None:

@@ -152,13 +152,15 @@ def test_no_server_swaps_to_what_is_not_checked(unchecked: str) -> None:
     assert fleet.servers[0].asked == []
 
 
-def test_an_error_that_comes_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU tells of a kernel's fault when its result is asked for."""
+@pytest.mark.parametrize("before", ["", "\n"])
+def test_an_error_that_comes_with_the_numbers(before: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU tells of a kernel's fault when its result is asked for. A message whose first line is empty is
+    one, too: without it, no checksum would be compared and nobody would know."""
     sums = transport.SentChecksums(FAMILY.architecture)
     assert len(list(sums.watch([(NAMES[0], torch.ones(8))]))) == 1
 
     def fault(*_: object) -> Tensor:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        raise RuntimeError(f"{before}CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(torch, "stack", fault)
     assert sums.expected() == {}

@@ -532,6 +532,13 @@ def test_servers_in_fp8_are_refused_where_they_cannot_be() -> None:
         assert str(found).startswith(said), found
 
 
+def test_it_says_for_what_the_overlap_of_shared_experts_is() -> None:
+    """Qwen3-MoE has none. The recipe alone does not show it."""
+    keys = ("model.expert_parallel=4", "model.moe.shared_overlap=true", "resources.learner_ranks=32")
+    refused = as_written(problem("scalerl-8b", "qwen3-30b-a3b", "h200", 80, 8000, *keys))
+    assert refused == "model.moe.shared_overlap: is for shared experts beside an exchange between ranks"
+
+
 def test_servers_in_fp8_read_half_as_much_and_multiply_quicker() -> None:
     """A few requests: the time is that to read the weights. Many: that of the products, of which the head's stay in bf16."""
     shape, gpu = architecture.read("llama-3.1-8b"), H100
