@@ -56,13 +56,19 @@ def check_preload(hook: Path, environment: Mapping[str, str]) -> None:
 
     hook: what SGLang preloads (`installed_hook`). environment: that of the ranks.
     """
-    done = subprocess.run(
-        [sys.executable, "-S", "-E", "-c", ""],
-        env={**environment, "LD_PRELOAD": str(hook)},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-S", "-E", "-c", ""],
+            env={**environment, "LD_PRELOAD": str(hook)},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise MegarlError(
+            f"resources.colocate: a Python with {hook}, by which servers lend memory to the learner, "
+            f"did not start within {LIMIT_S:g} s; is the disk with the environment slow? Start again"
+        ) from None
     if done.returncode == 0 and IGNORED not in done.stderr:
         return
     said = done.stderr.strip() or f"it ended with status {done.returncode}"

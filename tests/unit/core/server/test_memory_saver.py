@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.core.base.errors import MegarlError
+from megarl.core.server import memory_saver
 from megarl.core.server.memory_saver import LIBRARY_PATH, check_preload, library_path
 
 pytestmark = pytest.mark.processes
@@ -71,3 +72,9 @@ def test_torchs_package_here_has_a_runtime(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv(LIBRARY_PATH, raising=False)
     folder = Path(library_path()[LIBRARY_PATH])
     assert list(folder.glob("libcudart.so.13*"))
+
+
+def test_a_python_that_does_not_start_in_time_is_named(hook: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_saver, "LIMIT_S", 0.0001)
+    with pytest.raises(MegarlError, match=r"did not start within 0\.0001 s"):
+        check_preload(hook, {})
