@@ -6,6 +6,7 @@ That the limits hold for real kernels, and that real faults break them, is measu
 import csv
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.parity.records import comparisons, kept
+from benchmarks.parity.records import KeptRollout, comparisons, kept
 from megarl.core.weights.parity import (
     LASTING,
     LIMITED,
@@ -353,6 +354,10 @@ REAL = kept(Path(__file__).parents[4] / "benchmarks/results/parity/real-bf16.csv
 """Rollouts of a real model of 30 layers, with its own weights and with perturbed ones, which both sides scored."""
 
 
+LATER = kept(Path(__file__).parents[4] / "benchmarks/results/parity/real-bf16-later.csv.gz", "bf16")
+"""The same of 14 states more, which had no part in the choice of the limits."""
+
+
 IN_FP8 = kept(Path(__file__).parents[4] / "benchmarks/results/parity/real-fp8.csv.gz", "fp8")
 """Rollouts of the same model, if its servers compute in FP8 as a stand-in does (benchmarks/parity/fp8.py)."""
 
@@ -376,10 +381,12 @@ def test_servers_in_fp8_have_limits_of_their_own() -> None:
     assert warned(fp8=True, scale=3.0)[1]
 
 
-def real(scale: float = 1.0, tokens: int | None = None) -> list[Measurement]:
+def real(
+    scale: float = 1.0, tokens: int | None = None, kept_rollouts: Sequence[KeptRollout] = REAL
+) -> list[Measurement]:
     """Return its comparisons with all differences times `scale`, of the first tokens of each answer."""
     found = []
-    for version, rollouts in enumerate(comparisons(REAL)):
+    for version, rollouts in enumerate(comparisons(kept_rollouts)):
         joined = RolloutScores.joined([each.scores(scale, tokens) for each in rollouts])
         found.append(Measurement(version, joined, len(rollouts)))
     return found
@@ -402,6 +409,13 @@ def test_a_real_model_that_is_served_rightly_raises_no_warning(tokens: int | Non
     measurements = real(tokens=tokens)
     assert len(measurements) >= 80
     assert until_the_end(measurements) == (0, 0)
+
+
+def test_states_that_limits_were_not_made_from_raise_no_warning_either() -> None:
+    measurements = real(kept_rollouts=LATER)
+    assert len(measurements) == 112
+    assert until_the_end(measurements) == (0, 0)
+    assert 0 < until_the_end(real(3.0, kept_rollouts=LATER))[1] <= 9
 
 
 @pytest.mark.parametrize(("scale", "tokens", "soon"), [(2.0, None, 30), (3.0, None, 9), (3.0, 3, 30)])
