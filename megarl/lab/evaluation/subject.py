@@ -189,7 +189,9 @@ def _text(path: Path) -> str:
 
 
 def _template(recipe: Recipe, hf: Path) -> dict[str, Any]:
-    """Return the template of the run's tasks if they share one; else the model's own, if any; else `raw`.
+    """Return the template that the run's tasks share.
+
+    If they have several, or there is no task, it is the model's own, or `raw` for a model without one.
     MegarlError if the model has one that cannot be read: a score without it would be another."""
     keys = {"template", "system", "template_options"}
     trained = [task.model_dump(include=keys) for task in recipe.data.tasks.values() if not task.agent]
